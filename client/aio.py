@@ -15,9 +15,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvstore import calls
-from kvstore.background import CLOSE_S, Job, Workers
 from kvstore.client import forks
-from kvstore.client.lent.leases import Lease
+from kvstore.client.leases.leases import Lease
 from kvstore.client.operations import View
 from kvstore.client.state import ClientStats
 from kvstore.client.sync import Client
@@ -26,7 +25,8 @@ from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.device import streams
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError
-from kvstore.stopping import Stop
+from kvstore.process.background import CLOSE_S, Job, Workers
+from kvstore.process.stopping import Stop
 
 if TYPE_CHECKING:
     from kvstore.device.device import Device

@@ -8,12 +8,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from kvstore.background import CLOSE_S, Job, Workers, join_all, start_thread
 from kvstore.calls import SegmentInfo
 from kvstore.client import forks
 from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.steps import Transfer
-from kvstore.client.lent.leases import Mounted
+from kvstore.client.leases.leases import Mounted
 from kvstore.device.device import Device
 from kvstore.errors import (
     ClosedError,
@@ -23,7 +22,8 @@ from kvstore.errors import (
     SegmentGoneError,
     without_frames,
 )
-from kvstore.stopping import Latch, Stop, current
+from kvstore.process.background import CLOSE_S, Job, Workers, join_all, start_thread
+from kvstore.process.stopping import Latch, Stop, current
 from kvstore.transport.base import Transport
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.pieces import segment_gone

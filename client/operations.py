@@ -35,8 +35,8 @@ from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.putting import Items, PutOptions
 from kvstore.client.flows.ranges import Parts, get_ranges
 from kvstore.client.flows.steps import Context, Flow, Ready, ask
-from kvstore.client.lent.leases import Granted, Lease, Named, Place
-from kvstore.client.lent.views import Views, Watched
+from kvstore.client.leases.leases import Granted, Lease, Named, Place
+from kvstore.client.leases.views import Views, Watched
 from kvstore.client.movers import Movers
 from kvstore.client.values import (
     Buffer,

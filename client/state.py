@@ -9,22 +9,23 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore import calls, descriptors
-from kvstore.background import Job, in_one_piece, start_from_finalizer
-from kvstore.children import Child, start_node
+from kvstore import calls
 from kvstore.client import forks
 from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Context
-from kvstore.client.lent.views import Views
+from kvstore.client.leases.views import Views
 from kvstore.client.movers import Movers
 from kvstore.client.operations import Operations
 from kvstore.client.registered import RegisteredMemory
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
-from kvstore.host import address_towards, host_id
 from kvstore.memory.raw import address_of
-from kvstore.stopping import Latch
+from kvstore.network.host import address_towards, host_id
+from kvstore.process import descriptors
+from kvstore.process.background import Job, in_one_piece, start_from_finalizer
+from kvstore.process.children import Child, start_node
+from kvstore.process.stopping import Latch
 
 if TYPE_CHECKING:
     from kvstore.transport.mooncake.transport import MooncakeTransport
@@ -41,7 +42,7 @@ class MasterHTTP(NamedTuple):
     address: str
     """``host:port``; empty: it serves no HTTP, or is of a release that does not say."""
     has_events: bool
-    """Whether events are served there (``kvstore.web.following``)."""
+    """Whether events are served there (``kvstore.web.events.following``)."""
 
 
 class ClientStats(NamedTuple):

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
 import numpy as np
 
 from kvstore import calls
-from kvstore.addresses import join_address, shown_place, split_address
 from kvstore.calls import PutOutcome
-from kvstore.children import start_master
 from kvstore.client import forks
 from kvstore.client.arguments import ADDRESS_MAX, SIZE_MAX, text, whole, wholes
 from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows.asking import Match, ObjectStat
 from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.steps import Ask, Flow, Pause, Ready
-from kvstore.client.lent.leases import Lease
+from kvstore.client.leases.leases import Lease
 from kvstore.client.operations import (
     AnyKey,
     DType,
@@ -39,7 +37,9 @@ from kvstore.config import ClientConfig, load, parse_size
 from kvstore.device import cuda
 from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError, KVStoreError
 from kvstore.memory.raw import is_of_cuda_device, memory_at
-from kvstore.stopping import Stop, current
+from kvstore.network.addresses import join_address, shown_place, split_address
+from kvstore.process.children import start_master
+from kvstore.process.stopping import Stop, current
 
 if TYPE_CHECKING:
     import torch

@@ -23,7 +23,7 @@ from kvstore.errors import KVStoreError
 if TYPE_CHECKING:
     from kvstore.calls import PutOutcome
     from kvstore.client.aio import AsyncClient
-    from kvstore.client.lent.leases import Lease
+    from kvstore.client.leases.leases import Lease
     from kvstore.client.sync import Client
     from kvstore.config import ClientConfig, MasterConfig, NodeConfig
 
@@ -36,7 +36,7 @@ _HOMES = {
     "AsyncClient": "kvstore.client.aio",
     "Client": "kvstore.client.sync",
     "ClientConfig": "kvstore.config",
-    "Lease": "kvstore.client.lent.leases",
+    "Lease": "kvstore.client.leases.leases",
     "MasterConfig": "kvstore.config",
     "NodeConfig": "kvstore.config",
     "PutOutcome": "kvstore.calls",

@@ -2,7 +2,8 @@
 
 A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``: JSON that says which
 engine serves which models, in which namespaces its blocks are, and what its fingerprint was made
-of. ``kvstore.connectors.fleet`` puts these; ``kvstore why`` and the dashboard read them. Pure.
+of. ``kvstore.connectors.engine.fleet`` puts these; ``kvstore why`` and the dashboard read them.
+Pure.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ DEPTH_MAX: Final = 4
 """Of what is compared field by field."""
 
 _KEY: Final = re.compile(rb"/[0-9a-f]{8,64}\Z")
-"""What keys of records end with: the fingerprint (``kvstore.connectors.fleet``)."""
+"""What keys of records end with: the fingerprint (``kvstore.connectors.engine.fleet``)."""
 
 _DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0}
 _PARTIAL: Final = {**_DEFAULTS, "fingerprint": "", "description": {}}

@@ -10,9 +10,9 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Final
 
-from kvstore.background import start_thread
 from kvstore.config import ClientConfig, NodeConfig
 from kvstore.errors import KVStoreError
+from kvstore.process.background import start_thread
 
 if TYPE_CHECKING:
     from kvstore.client.sync import Client

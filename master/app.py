@@ -15,19 +15,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from kvstore import background, descriptors, logs, supervisor
 from kvstore._version import __version__
-from kvstore.addresses import EtcdPlace, join_address, split_address
-from kvstore.background import EXIT_BROKEN, start_task
-from kvstore.children import NO_PARENT, Child, ParentLink, start_node
 from kvstore.clocks import uptime
 from kvstore.config import MasterConfig
 from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
 from kvstore.etcd.client import Etcd
 from kvstore.histograms import Histogram
-from kvstore.host import address_towards, is_loopback, own_address, why_only_here
 from kvstore.limits import highest_believed
-from kvstore.listening import EVERY_INTERFACE, hears, reached_at
 from kvstore.master import web
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
@@ -42,10 +36,16 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.traces import add_trace
-from kvstore.web.access import secured_by
-from kvstore.web.feed import Feed
-from kvstore.web.link import Answers
-from kvstore.web.serving import bind
+from kvstore.network.addresses import EtcdPlace, join_address, split_address
+from kvstore.network.host import address_towards, is_loopback, own_address, why_only_here
+from kvstore.network.listening import EVERY_INTERFACE, hears, reached_at
+from kvstore.process import background, descriptors, logs, supervisor
+from kvstore.process.background import EXIT_BROKEN, start_task
+from kvstore.process.children import NO_PARENT, Child, ParentLink, start_node
+from kvstore.web.events.feed import Feed
+from kvstore.web.server.access import secured_by
+from kvstore.web.server.link import Answers
+from kvstore.web.server.serving import bind
 
 log = logging.getLogger("kvstore.master")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple
 
-from kvstore.addresses import join_address
 from kvstore.errors import StartupError
 from kvstore.master.carrier_base import CallStats, Dispatcher, Service
 from kvstore.master.grpc_server import CALLS_MAX, CONNECTIONS_MAX, GrpcServer, startup_error
 from kvstore.master.lane import LaneServer, LaneSettings, LaneStats
+from kvstore.network.addresses import join_address
 
 
 class Endpoints(NamedTuple):

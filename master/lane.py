@@ -23,10 +23,10 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.listening import listen
 from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
-from kvstore.master.state.traffic import Caller
+from kvstore.master.state.views.traffic import Caller
+from kvstore.network.listening import listen
 from kvstore.wire import frames
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame
 from kvstore.wire.messages import BY_WIRE_NAME

@@ -22,6 +22,6 @@ def tracing(trace_id: str) -> Iterator[None]:
 
 
 def add_trace(record: logging.LogRecord) -> bool:
-    """A filter for loggers: ``kvstore.logs`` ends lines that belong to a trace with it."""
+    """A filter for loggers: ``kvstore.process.logs`` ends lines that belong to a trace with it."""
     record.trace = _PRESENT.get()
     return True

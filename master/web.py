@@ -10,14 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvstore.background import start_task
-from kvstore.children import Child
 from kvstore.config import HTTP_TOKEN_VARIABLE
 from kvstore.errors import KVStoreError, StartupError
-from kvstore.stopping import Stop
-from kvstore.web.access import NOT_SECURED, Secured
-from kvstore.web.feed import Feed
-from kvstore.web.link import Answers, answer_forever
+from kvstore.process.background import start_task
+from kvstore.process.children import Child
+from kvstore.process.stopping import Stop
+from kvstore.web.events.feed import Feed
+from kvstore.web.server.access import NOT_SECURED, Secured
+from kvstore.web.server.link import Answers, answer_forever
 
 log = logging.getLogger("kvstore.master")
 

@@ -14,7 +14,8 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
-from kvstore import calls, fields
+from kvstore import calls
+from kvstore.calls import fields
 from kvstore.limits import (
     KEY_BYTES_MAX,
     NAMESPACE_BYTES_MAX,

@@ -18,7 +18,7 @@ import grpc
 from kvstore.client.calling.retries import CarrierBrokenError
 from kvstore.errors import ClosedError
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.names import UnknownNameError, grpc_target
+from kvstore.network.names import UnknownNameError, grpc_target
 
 CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", FRAME_BYTES_MAX),

@@ -9,8 +9,6 @@ import select
 import socket
 import time
 
-from kvstore import names
-from kvstore.addresses import join_address
 from kvstore.calls import Joined
 from kvstore.client.calling.retries import (
     CarrierBrokenError,
@@ -22,6 +20,8 @@ from kvstore.errors import PermissionDeniedError, ProtocolError
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.native import fast
 from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED, Fast
+from kvstore.network import names
+from kvstore.network.addresses import join_address
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
 from kvstore.wire.spinning import SpinGauge
 from kvstore.wire.status import decode_error

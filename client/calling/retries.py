@@ -22,14 +22,6 @@ from typing import Any, Final, NamedTuple, cast
 
 import grpc
 
-from kvstore.addresses import (
-    ETCD_SCHEME,
-    EtcdPlace,
-    join_address,
-    parse_etcd,
-    shown_place,
-    split_address,
-)
 from kvstore.calls import Allocate, Clear, Commit, Joined, PutEnd, PutStart, Remove, Request
 from kvstore.config import DEFAULT_PORT
 from kvstore.errors import (
@@ -40,7 +32,15 @@ from kvstore.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
-from kvstore.ports import ASK_S, GRPC, NO_MASTER, is_strange, unreachable_advice
+from kvstore.network.addresses import (
+    ETCD_SCHEME,
+    EtcdPlace,
+    join_address,
+    parse_etcd,
+    shown_place,
+    split_address,
+)
+from kvstore.network.ports import ASK_S, GRPC, NO_MASTER, is_strange, unreachable_advice
 from kvstore.wire.messages import JOIN_METADATA, Call
 from kvstore.wire.status import brief, decode_error, detail_of, from_grpc
 
@@ -147,7 +147,7 @@ class OnGrpc(NamedTuple):
 
 class Identify(NamedTuple):
     """Find out what else than a master listens at ``address``. Answer: as of
-    ``kvstore.ports.what_answers``."""
+    ``kvstore.network.ports.what_answers``."""
 
     address: str
     timeout_s: float

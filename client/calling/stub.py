@@ -14,8 +14,6 @@ from typing import Any, cast
 
 import grpc
 
-from kvstore.addresses import split_address
-from kvstore.background import in_one_piece
 from kvstore.calls import Join, Joined, Reply, Request
 from kvstore.client import forks
 from kvstore.client.calling.channels import Channels
@@ -44,8 +42,10 @@ from kvstore.errors import ClosedError, NotLeaderError, without_frames
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.native import fast
-from kvstore.ports import what_answers
-from kvstore.stopping import Known, Latch, NotOurTurnError, Stop, Turn, current
+from kvstore.network.addresses import split_address
+from kvstore.network.ports import what_answers
+from kvstore.process.background import in_one_piece
+from kvstore.process.stopping import Known, Latch, NotOurTurnError, Stop, Turn, current
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
@@ -82,7 +82,7 @@ class MasterStub:
         """
         Args:
             address: ``host:port`` of the master, or of several, separated by commas.
-            host: this host (``kvstore.host.host_id()``).
+            host: this host (``kvstore.network.host.host_id()``).
             name: name of the caller, for the master's log.
             spin_us: how long a call polls for its reply before it sleeps.
             lane: whether to use the lane at all.

@@ -43,7 +43,7 @@ from kvstore.limits import Namespace
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE, Header
 from kvstore.memory.raw import address_of
 from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
-from kvstore.stopping import check_current
+from kvstore.process.stopping import check_current
 from kvstore.transport.base import Move, Transport
 from kvstore.transport.device import DeviceTransport, Lent
 from kvstore.transport.on_device import DeviceRanges

@@ -27,7 +27,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from kvstore.calls import ObjectRow, PutOutcome
-from kvstore.connectors.guard import Guard, client_of_an_engine
+from kvstore.connectors.engine.guard import Guard, client_of_an_engine
 from kvstore.connectors.lmcache.identity import Namespaces
 from kvstore.connectors.lmcache.locks import Locks
 from kvstore.connectors.lmcache.memory import (

@@ -19,7 +19,7 @@ from lmcache.v1.protocol import RemoteMetadata, get_remote_metadata_bytes
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from numpy.typing import NDArray
 
-from kvstore.connectors.guard import Guard
+from kvstore.connectors.engine.guard import Guard
 from kvstore.connectors.lmcache.identity import Namespaces
 from kvstore.connectors.lmcache.memory import (
     layout_of,

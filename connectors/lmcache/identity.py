@@ -14,11 +14,11 @@ import threading
 from collections.abc import Mapping
 from typing import Final
 
-from kvstore.background import start_thread
 from kvstore.client.sync import Client
-from kvstore.connectors.announcing import Announcer, Record
+from kvstore.connectors.engine.announcing import Announcer, Record
 from kvstore.connectors.lmcache.memory import Layout
 from kvstore.fingerprint import config_of, fingerprint, weights_of
+from kvstore.process.background import start_thread
 
 ENGINE: Final = "lmcache"
 

@@ -9,10 +9,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.background import CLOSE_S, join_all, start_thread
-from kvstore.connectors.guard import Guard
+from kvstore.connectors.engine.guard import Guard
 from kvstore.connectors.lmcache.memory import slices
 from kvstore.errors import KVStoreError
+from kvstore.process.background import CLOSE_S, join_all, start_thread
 
 RENEW_S: Final = 3.0
 """A third of the lease that a master gives by default (``--lease-ms``)."""

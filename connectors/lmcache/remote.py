@@ -30,7 +30,7 @@ from lmcache.v1.storage_backend.connector import (
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
-from kvstore.connectors.guard import Guard, client_of_an_engine
+from kvstore.connectors.engine.guard import Guard, client_of_an_engine
 from kvstore.connectors.lmcache.chunks import Chunks, log
 from kvstore.connectors.lmcache.memory import release
 

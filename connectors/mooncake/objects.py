@@ -13,7 +13,7 @@ import numpy as np
 from kvstore.calls import Placements, PutOutcome
 from kvstore.client.sync import Client
 from kvstore.client.values import Payload, Storable
-from kvstore.connectors.guard import Guard
+from kvstore.connectors.engine.guard import Guard
 from kvstore.connectors.mooncake.names import BufferHandle, Code, ReplicateConfig, code_of
 from kvstore.errors import BufferMismatchError, ClosedError, KVStoreError, ValueTooLargeError
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, REPLICAS_MAX

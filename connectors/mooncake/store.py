@@ -23,7 +23,7 @@ from kvstore.client.sync import Client
 from kvstore.client.values import Buffer, Storable
 from kvstore.config import parse_size
 from kvstore.config.base import MASTER_VARIABLE
-from kvstore.connectors.guard import Guard, client_of_an_engine
+from kvstore.connectors.engine.guard import Guard, client_of_an_engine
 from kvstore.connectors.mooncake.names import (
     BufferDescriptor,
     BufferHandle,

@@ -35,8 +35,8 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvstore.calls import PutOutcome
 from kvstore.client.values import Storable
-from kvstore.connectors.announcing import Announcer, Record
-from kvstore.connectors.guard import BYTES_PER_MS, Guard, client_of_an_engine
+from kvstore.connectors.engine.announcing import Announcer, Record
+from kvstore.connectors.engine.guard import BYTES_PER_MS, Guard, client_of_an_engine
 from kvstore.connectors.sglang import identity
 from kvstore.connectors.sglang.pools import Pages, bytes_of
 from kvstore.errors import KVStoreError, UsageError

@@ -3,8 +3,8 @@
 A block's hash covers its tokens and nothing else: not the model, its weights, dtypes, layout or
 parallelism. This module describes all of these, from the configuration and from the workers' view
 of the live model (``identity``). The fingerprint of the description is part of every namespace, so
-engines that differ in any of it never see each other's blocks. ``kvstore.connectors.fleet`` makes
-such a difference visible.
+engines that differ in any of it never see each other's blocks.
+``kvstore.connectors.engine.fleet`` makes such a difference visible.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple
 
-from kvstore.background import CLOSE_S, join_all, start_thread
 from kvstore.config import http_token_given
 from kvstore.connectors.vllm.events import Block
 from kvstore.errors import ClosedError, KVStoreError
-from kvstore.stopping import Stop
-from kvstore.web.following import Told, follow
+from kvstore.process.background import CLOSE_S, join_all, start_thread
+from kvstore.process.stopping import Stop
+from kvstore.web.events.following import Told, follow
 
 log = logging.getLogger("vllm.kvstore")
 

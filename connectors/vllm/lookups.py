@@ -20,13 +20,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from kvstore.background import CLOSE_S, join_all, start_thread
 from kvstore.breaker import Breaker
 from kvstore.client.flows.asking import Match
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import ClosedError, KVStoreError
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX
-from kvstore.stopping import Latch
+from kvstore.process.background import CLOSE_S, join_all, start_thread
+from kvstore.process.stopping import Latch
 
 log = logging.getLogger("vllm.kvstore")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstore.client.flows.asking import Match
 from kvstore.client.sync import Client
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.fleet import Fleet
+from kvstore.connectors.engine.fleet import Fleet
 from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.core import Core, before_reset
 from kvstore.connectors.vllm.events import Block, Events, audit

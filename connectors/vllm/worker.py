@@ -18,7 +18,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvstore.background import start_thread
 from kvstore.breaker import Breaker
 from kvstore.calls import PutOutcome
 from kvstore.client.sync import Client
@@ -43,6 +42,7 @@ from kvstore.errors import (
     KVStoreError,
     UnavailableError,
 )
+from kvstore.process.background import start_thread
 
 log = logging.getLogger("vllm.kvstore")
 

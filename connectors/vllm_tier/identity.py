@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Final
 import vllm
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from kvstore.connectors.fleet import Fleet
+from kvstore.connectors.engine.fleet import Fleet
 from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.core import Core, callers
 from kvstore.connectors.vllm.identity import identify
 from kvstore.connectors.vllm.messages import Hello
 from kvstore.connectors.vllm.scheduler_role import NO_PREFIX_CACHING
 from kvstore.fingerprint import digest
-from kvstore.host import host_id
+from kvstore.network.host import host_id
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -35,8 +35,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.calls import PutOutcome
-from kvstore.connectors.fleet import Fleet
-from kvstore.connectors.guard import Guard, client_of_an_engine
+from kvstore.connectors.engine.fleet import Fleet
+from kvstore.connectors.engine.guard import Guard, client_of_an_engine
 from kvstore.connectors.vllm_tier.identity import Identity
 from kvstore.connectors.vllm_tier.runs import Run, runs_of
 from kvstore.errors import ConfigError, KVStoreError, NoSpaceError

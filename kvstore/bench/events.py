@@ -16,10 +16,10 @@ from typing import Final
 
 import click
 
-from kvstore import interpreter
-from kvstore.children import Child
 from kvstore.client.sync import Client
 from kvstore.demo.processes import free_port
+from kvstore.process import interpreter
+from kvstore.process.children import Child
 
 OBJECTS: Final = 4_096
 """Of one call."""
@@ -69,7 +69,7 @@ class _Store:
 
 _READER: Final = """
 import sys, time
-from kvstore.web.following import follow
+from kvstore.web.events.following import follow
 count = 0
 for told in follow([sys.argv[1]]):
     if told.name == "whole":

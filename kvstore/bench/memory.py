@@ -34,7 +34,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvstore.bench.ours import own_master
-from kvstore.children import Child
 from kvstore.cli.options import CONTEXT, debug_option, json_option, run
 from kvstore.cli.show import print_json
 from kvstore.config import ClientConfig, parse_size
@@ -42,6 +41,7 @@ from kvstore.errors import InvalidArgumentError, KVStoreError
 from kvstore.memory.pages import POPULATE_READ, populate
 from kvstore.memory.segment import Segment
 from kvstore.memory.taking import MemoryOptions
+from kvstore.process.children import Child
 
 if TYPE_CHECKING:
     from kvstore import Client

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvstore import interpreter
 from kvstore.bench.driver import EXIST, GET, PUT, Work
 from kvstore.bench.session import PUT_AT_ONCE, fill_randomly, memory, require
 from kvstore.demo.processes import Child, Children, connects, free_port
 from kvstore.errors import NoSpaceError, StartupError
+from kvstore.process import interpreter
 
 if TYPE_CHECKING:
     from kvstore.bench.driver import Bytes

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT, Work
 from kvstore.bench.session import memory, require
 from kvstore.calls import PutOutcome
-from kvstore.children import Child, start_node
 from kvstore.config import ClientConfig
 from kvstore.memory.header import HEADER_BYTES
+from kvstore.process.children import Child, start_node
 
 if TYPE_CHECKING:
     from kvstore import Client

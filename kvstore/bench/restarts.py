@@ -26,12 +26,12 @@ from rich.progress import track
 from rich.table import Table
 
 from kvstore.bench.machine import in_words, machine, today
-from kvstore.children import Child, start_node
 from kvstore.cli.options import CONTEXT, debug_option, json_option, run
 from kvstore.cli.show import print_json
 from kvstore.config import ClientConfig, parse_size
 from kvstore.demo.processes import free_port
 from kvstore.errors import DeadlineExceededError, KVStoreError, NoSpaceError
+from kvstore.process.children import Child, start_node
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -22,11 +22,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore import calls, interpreter
+from kvstore import calls
 from kvstore.bench.session import percentile
 from kvstore.clocks import uptime
 from kvstore.errors import StartupError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
+from kvstore.process import interpreter
 
 if TYPE_CHECKING:
     from kvstore.client.calling.stub import MasterStub

@@ -6,8 +6,7 @@ import enum
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-from kvstore.calls.places import Placements, SegmentInfo
-from kvstore.fields import (
+from kvstore.calls.fields import (
     Avoided,
     Between,
     Name,
@@ -25,6 +24,7 @@ from kvstore.fields import (
     TtlMs,
     WaitMs,
 )
+from kvstore.calls.places import Placements, SegmentInfo
 from kvstore.limits import (
     CONNECTIONS_CUT_MAX,
     NAMESPACES_MAX,

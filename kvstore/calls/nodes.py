@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
-from kvstore.calls.places import NO_VERSION, DevicePlace, EngineAddress, Version
-from kvstore.fields import (
+from kvstore.calls.fields import (
     Between,
     Name,
     NameOrEmpty,
@@ -17,6 +16,7 @@ from kvstore.fields import (
     ShmName,
     Uuid,
 )
+from kvstore.calls.places import NO_VERSION, DevicePlace, EngineAddress, Version
 from kvstore.limits import NODE_SEGMENTS_MAX, SIZE_BYTES_MAX, Key, Namespace
 
 

@@ -8,8 +8,16 @@ from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 from kvstore.calls.clients import Grants
+from kvstore.calls.fields import (
+    Avoided,
+    KeyPrefix,
+    Name,
+    NameOrEmpty,
+    NamespaceOrEmpty,
+    PageRows,
+    Size,
+)
 from kvstore.calls.places import NO_VERSION, Placements, Version
-from kvstore.fields import Avoided, KeyPrefix, Name, NameOrEmpty, NamespaceOrEmpty, PageRows, Size
 from kvstore.limits import Key, Namespace
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.fields import Name, ShmName
+from kvstore.calls.fields import Name, ShmName
 
 
 class Version(NamedTuple):
@@ -50,7 +50,7 @@ class SegmentInfo(NamedTuple):
     segment_id: int
     node: str
     host: str
-    """Equal on both ends when they may see the same ``/dev/shm``; see ``kvstore.host``."""
+    """Equal on both ends when they may see the same ``/dev/shm``; see ``kvstore.network.host``."""
     size: int
     uuid: bytes
     """16 bytes, new at each creation; also written in the superblock."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
-from kvstore.fields import Between, NamespaceOrEmpty, Rows
+from kvstore.calls.fields import Between, NamespaceOrEmpty, Rows
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, Key, Namespace
 
 

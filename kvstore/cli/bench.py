@@ -26,7 +26,6 @@ from typing import Any
 import click
 from rich.live import Live
 
-from kvstore.addresses import shown_place
 from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
 from kvstore.bench.ours import NAMESPACE, OurDriver, own_store
 from kvstore.bench.session import (
@@ -43,6 +42,7 @@ from kvstore.cli.options import CONTEXT, agreed, debug_option, json_option
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
 from kvstore.errors import InvalidArgumentError, NoSpaceError
+from kvstore.network.addresses import shown_place
 from kvstore.texts import size_text
 
 SIZES = (4096, 65536, 1 << 20, 4 << 20)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from xxhash import xxh3_64
 
 from kvstore.calls import SegmentInfo
-from kvstore.children import start_master, start_node
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.client.flows.getting import locate
 from kvstore.client.flows.steps import Transfer
@@ -32,6 +31,7 @@ from kvstore.config import ClientConfig
 from kvstore.errors import InternalError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
+from kvstore.process.children import start_master, start_node
 from kvstore.texts import size_text
 from kvstore.transport.base import Move
 from kvstore.transport.mooncake.engine import Engine, EngineSettings

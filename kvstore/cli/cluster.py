@@ -8,13 +8,13 @@ from typing import Any
 import click
 
 from kvstore._version import __version__
-from kvstore.addresses import shown_place
 from kvstore.calls import ClusterStatus
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, FAILED, debug_option, installation_notices, json_option
 from kvstore.cli.progress import byte_progress
 from kvstore.cli.show import plain, print_json
 from kvstore.limits import PROTOCOL_VERSION
+from kvstore.network.addresses import shown_place
 from kvstore.texts import size_text
 
 

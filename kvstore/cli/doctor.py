@@ -13,8 +13,8 @@ from kvstore.cli.options import CONTEXT, FAILED, config_options, debug_option, j
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
-from kvstore.doctor import software
-from kvstore.doctor.findings import Check, Finding, ok, problem, run_all
+from kvstore.diagnosis import software
+from kvstore.diagnosis.findings import Check, Finding, ok, problem, run_all
 
 EXAMPLE = """\b
 Examples:
@@ -84,7 +84,7 @@ def _checks(
 
     def of_host(name: str, *arguments: object) -> tuple[str, Check]:
         def check() -> list[Finding]:
-            from kvstore.doctor import host
+            from kvstore.diagnosis import host
 
             found: list[Finding] = getattr(host, name)(*arguments)
             return found
@@ -116,7 +116,7 @@ def _checks(
     yield "GPU", lambda: software.graphics(IMPORTS_TIMEOUT_S)
 
     def of_cluster() -> list[Finding]:
-        from kvstore.doctor import cluster
+        from kvstore.diagnosis import cluster
 
         found = cluster.ports(master, timeout_s)
         named = "master" in client.model_fields_set

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import click
 
-from kvstore.addresses import join_address
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT
 from kvstore.cli.show import print_json
 from kvstore.config import HTTP_PORT, HTTP_TOKEN_VARIABLE, http_token_given, read_token
 from kvstore.errors import KVStoreError
+from kvstore.network.addresses import join_address
 from kvstore.texts import key_text, name_text, size_text
-from kvstore.web.following import Told, follow
+from kvstore.web.events.following import Told, follow
 
 PAUSE_S = 1.0
 

@@ -6,8 +6,6 @@ from typing import NoReturn
 
 import click
 
-from kvstore import logs
-from kvstore.children import ParentLink
 from kvstore.cli.options import (
     CONTEXT,
     FAILED,
@@ -20,6 +18,8 @@ from kvstore.cli.options import (
     version_option,
 )
 from kvstore.config import NodeConfig, load
+from kvstore.process import logs
+from kvstore.process.children import ParentLink
 
 EXAMPLE = """\b
 Examples:

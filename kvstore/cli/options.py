@@ -17,10 +17,10 @@ from typing import Any, NoReturn, TextIO, TypeVar
 
 import click
 
-from kvstore import descriptors
 from kvstore._version import __version__
 from kvstore.config import CONFIG_VARIABLE, STRICT_VARIABLE, Config, settings
 from kvstore.errors import KVStoreError, UsageError
+from kvstore.process import descriptors
 
 FAILED = 1
 ASKED_WRONGLY = 2
@@ -112,7 +112,7 @@ def version_option(command: Command) -> Command:
 
 def installation_notices() -> list[str]:
     """What --version should report about the installation of kvstore."""
-    from kvstore.doctor.software import installation  # not above: it reads package metadata
+    from kvstore.diagnosis.software import installation  # not above: it reads package metadata
 
     return [f"{row.found}. {row.advice}" for row in installation() if row.state != "ok"]
 
@@ -131,7 +131,7 @@ def json_option(command: Command) -> Command:
 
 
 def parent_option(command: Command) -> Command:
-    """For ``kvstore.children``, which starts the servers as children of other programs."""
+    """For ``kvstore.process.children``, which starts the servers as children of other programs."""
     return click.option(
         "--parent-fd",
         type=click.IntRange(min=0),

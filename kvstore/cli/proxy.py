@@ -6,7 +6,6 @@ from typing import NoReturn
 
 import click
 
-from kvstore import logs
 from kvstore.cli.options import (
     CONTEXT,
     SOURCES,
@@ -17,6 +16,7 @@ from kvstore.cli.options import (
 )
 from kvstore.config import ProxyConfig, load
 from kvstore.errors import StartupError
+from kvstore.process import logs
 
 EXAMPLE = """\b
 Examples:

@@ -9,14 +9,14 @@ from typing import Final
 
 import click
 
-from kvstore import logs
-from kvstore.addresses import join_address
 from kvstore.cli.options import CONTEXT, SOURCES, config_options, debug_option
 from kvstore.config import MasterConfig, load
 from kvstore.errors import AddressInUseError, SharedMemoryTooSmallError
-from kvstore.listening import listen
 from kvstore.memory import cgroup
 from kvstore.memory.entries import SHM_DIRECTORY
+from kvstore.network.addresses import join_address
+from kvstore.network.listening import listen
+from kvstore.process import logs
 from kvstore.texts import size_text
 
 SETTINGS: Final = ("host", "port", "http_port", "log_level")
@@ -76,10 +76,12 @@ def quickstart(config_path: str | None, **flags: object) -> int:
     logs.configure(config.log_level)
     click.echo(f"kvstore quickstart: takes {size_text(config.memory)} of memory (--memory) ...")
 
-    from kvstore.host import own_address  # these after the settings: a typo is reported at once
-    from kvstore.listening import EVERY_INTERFACE
     from kvstore.master.app import Temporary
     from kvstore.master.app import run as serve
+    from kvstore.network.host import (
+        own_address,  # these after the settings: a typo is reported at once
+    )
+    from kvstore.network.listening import EVERY_INTERFACE
 
     host = own_address() if config.host in EVERY_INTERFACE else config.host
 
@@ -105,7 +107,7 @@ def spare_memory() -> int:
     Raises:
         SharedMemoryTooSmallError: less than ``MEMORY_MIN``.
     """
-    from kvstore.doctor.host import memory_available
+    from kvstore.diagnosis.host import memory_available
 
     room = os.statvfs(SHM_DIRECTORY)
     shared = room.f_bavail * room.f_frsize if room.f_blocks else None

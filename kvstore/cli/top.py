@@ -12,7 +12,6 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from kvstore.addresses import shown_place
 from kvstore.calls import ClusterStatus
 from kvstore.cli.cluster import status_json
 from kvstore.cli.invocation import Invocation, connects
@@ -20,6 +19,7 @@ from kvstore.cli.options import CONTEXT
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.errors import KVStoreError
+from kvstore.network.addresses import shown_place
 from kvstore.texts import duration_text, name_text, size_text
 
 NAMESPACES: Final = 10

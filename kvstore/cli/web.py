@@ -9,9 +9,9 @@ import sys
 
 import click
 
-from kvstore import logs
-from kvstore.children import ParentLink
 from kvstore.config import HTTP_TOKEN_VARIABLE
+from kvstore.process import logs
+from kvstore.process.children import ParentLink
 
 
 @click.command()
@@ -45,8 +45,8 @@ def command(
 ) -> None:
     del config  # every child of ours is given one
     logs.configure(log_level)
-    from kvstore.web.access import Secured
     from kvstore.web.of_master import Served, serve
+    from kvstore.web.server.access import Secured
 
     with ParentLink(parent_fd) as parent:
         asyncio.run(

@@ -1,8 +1,8 @@
 """``kvstore why``: who writes, who asks, and why nothing is found.
 
 It gathers what the master remembers of each namespace and the fleet records of engines, and prints
-what ``kvstore.why`` makes of them. Names and keys come from strangers: none reaches the terminal
-as it is.
+what ``kvstore.diagnosis.why`` makes of them. Names and keys come from strangers: none reaches the
+terminal as it is.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvstore.addresses import shown_place
 from kvstore.calls import ClientTraffic, ClusterStatus, NamespaceTraffic
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE
 from kvstore.cli.show import print_json
+from kvstore.diagnosis.why import Cause, Evidence, Party, counted, diagnose, parties_of, select
 from kvstore.errors import KVStoreError
 from kvstore.fleet import RECORDS_MAX, Record, parse, worth_reading
 from kvstore.limits import FLEET_NAMESPACE
+from kvstore.network.addresses import shown_place
 from kvstore.texts import duration_text, key_text, shown_text, size_text
-from kvstore.why import Cause, Evidence, Party, counted, diagnose, parties_of, select
 
 if TYPE_CHECKING:
     from kvstore import Client

@@ -6,7 +6,6 @@ import re
 
 from pydantic import Field, model_validator
 
-from kvstore.addresses import ETCD_PREFIX, EtcdPlace, checked_etcd, parse_etcd
 from kvstore.config.base import at_least
 from kvstore.config.http import HttpConfig
 from kvstore.config.values import (
@@ -30,6 +29,7 @@ from kvstore.config.values import (
     Text,
 )
 from kvstore.errors import InvalidArgumentError
+from kvstore.network.addresses import ETCD_PREFIX, EtcdPlace, checked_etcd, parse_etcd
 
 _NAME_OF_A_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
 

@@ -8,9 +8,9 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from kvstore.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import check_namespace
+from kvstore.network.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
 
 DEFAULT_PORT = 50001
 """The port of Mooncake's master, too: its users' firewalls already let it through."""

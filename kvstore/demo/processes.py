@@ -23,7 +23,7 @@ from random import SystemRandom
 from types import FrameType, TracebackType
 from typing import Self, TypeVar
 
-from kvstore import interpreter
+from kvstore.process import interpreter
 
 POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0

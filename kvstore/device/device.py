@@ -22,7 +22,7 @@ from kvstore.device.locks import WINDOW_BYTES, Locked, Locks
 from kvstore.device.memory import DeviceMemory
 from kvstore.device.ring import Ring
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
-from kvstore.stopping import current
+from kvstore.process.stopping import current
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from typing import Final
 from kvstore.clocks import uptime
 from kvstore.device.driver import Driver
 from kvstore.errors import ClosedError, DeadlineExceededError
-from kvstore.stopping import Bell
+from kvstore.process.stopping import Bell
 
 SLOTS: Final = 8
 """Equal parts of a ring. Each transfer uses one or two, so that one is filled while another is

@@ -10,7 +10,6 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from kvstore.addresses import EtcdPlace
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, NotLeaderError, ProtocolError
 from kvstore.etcd import rpc_pb2 as rpc
@@ -31,7 +30,8 @@ from kvstore.etcd.wire import (
     unavailable,
     worth_another_member,
 )
-from kvstore.names import UnknownNameError, grpc_target
+from kvstore.network.addresses import EtcdPlace
+from kvstore.network.names import UnknownNameError, grpc_target
 
 log = logging.getLogger("kvstore.master")
 

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from kvstore.addresses import EtcdPlace
 from kvstore.clocks import uptime
 from kvstore.errors import EtcdUnreachableError
 from kvstore.etcd import rpc_pb2 as rpc
@@ -29,7 +28,8 @@ from kvstore.etcd.wire import (
     unavailable,
     worth_another_member,
 )
-from kvstore.names import UnknownNameError, grpc_target
+from kvstore.network.addresses import EtcdPlace
+from kvstore.network.names import UnknownNameError, grpc_target
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 

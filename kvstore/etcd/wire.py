@@ -8,7 +8,6 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from kvstore.addresses import EtcdPlace
 from kvstore.errors import (
     EtcdUnreachableError,
     KVStoreError,
@@ -16,6 +15,7 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.etcd import rpc_pb2 as rpc
+from kvstore.network.addresses import EtcdPlace
 
 ResponseT = TypeVar("ResponseT", bound=Message)
 

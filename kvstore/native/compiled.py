@@ -26,8 +26,9 @@ def choose(directory: str) -> None:
 
 def prefer_sources(directory: str) -> None:
     """Has the modules of this directory imported from their sources, unless they were imported."""
-    finder = FileFinder(directory, (SourceFileLoader, SOURCE_SUFFIXES))
-    sys.path_importer_cache[directory] = finder
+    for folder in {directory, *(str(path.parent) for path in modules(directory))}:
+        finder = FileFinder(folder, (SourceFileLoader, SOURCE_SUFFIXES))
+        sys.path_importer_cache[folder] = finder
 
 
 def library(directory: str) -> Path:
@@ -40,11 +41,13 @@ def library_name(directory: str) -> str:
     these sources is used."""
     digest = blake2b(digest_size=8)
     for path in modules(directory):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        name = str(path.relative_to(directory))
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return "of_" + digest.hexdigest()
 
 
 def modules(directory: str) -> list[Path]:
-    """The compiled modules: all but ``__init__``, which decides whether the library is used."""
-    found = Path(directory).glob("*.py")
+    """The compiled modules, of packages inside, too: all but each ``__init__``. That of the
+    directory decides whether the library is used."""
+    found = Path(directory).rglob("*.py")
     return sorted(path for path in found if path.name != "__init__.py")

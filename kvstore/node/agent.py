@@ -22,7 +22,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from kvstore._version import __version__
-from kvstore.background import start_task
 from kvstore.calls import (
     MasterAccepted,
     MasterBeat,
@@ -49,6 +48,7 @@ from kvstore.memory.header import Owner
 from kvstore.memory.segment import Segment, is_believed
 from kvstore.node import inventory
 from kvstore.node.masters import Masters
+from kvstore.process.background import start_task
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_protocol import DATA_PROTOCOL_VERSION
 from kvstore.transport.tcp_server import DataServer
@@ -98,7 +98,7 @@ class NodeAgent:
         """
         Args:
             name: unique among the master's nodes.
-            host: ``kvstore.host.host_id()``.
+            host: ``kvstore.network.host.host_id()``.
             master: ``host:port``; or several addresses, separated by commas, which are tried in
                 turn; or ``etcd://...``, which names the leader.
             segment: owned by the caller, who closes it after ``run``.

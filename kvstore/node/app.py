@@ -24,11 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from kvstore import background, descriptors, supervisor
-from kvstore.addresses import ETCD_SCHEME, join_address, parse_etcd, shown_place, split_address
-from kvstore.background import EXIT_BROKEN
 from kvstore.calls import MasterAccepted
-from kvstore.children import NO_PARENT, ParentLink
 from kvstore.clocks import uptime
 from kvstore.config import DATA_PORTS, NodeConfig
 from kvstore.errors import (
@@ -40,25 +36,35 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.etcd.finding import find_leader
-from kvstore.host import address_towards, host_id, is_loopback, places_of, why_only_here
-from kvstore.listening import EVERY_INTERFACE, hears
 from kvstore.memory import numa
 from kvstore.memory.entries import free_node_name
 from kvstore.memory.header import Owner
 from kvstore.memory.segment import Segment
 from kvstore.memory.taking import MemoryOptions
+from kvstore.network.addresses import (
+    ETCD_SCHEME,
+    join_address,
+    parse_etcd,
+    shown_place,
+    split_address,
+)
+from kvstore.network.host import address_towards, host_id, is_loopback, places_of, why_only_here
+from kvstore.network.listening import EVERY_INTERFACE, hears
 from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.masters import LOCATE_S
 from kvstore.node.starting import Starting
 from kvstore.node.starting import served as starting_served
 from kvstore.node.web import answers_of
+from kvstore.process import background, descriptors, supervisor
+from kvstore.process.background import EXIT_BROKEN
+from kvstore.process.children import NO_PARENT, ParentLink
 from kvstore.texts import size_text
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
-from kvstore.web.access import Access, secured_by
-from kvstore.web.serving import bind, serving
+from kvstore.web.server.access import Access, secured_by
+from kvstore.web.server.serving import bind, serving
 
 log = logging.getLogger("kvstore.node")
 

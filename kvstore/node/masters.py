@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from kvstore.addresses import ETCD_SCHEME, parse_etcd
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, NotLeaderError
 from kvstore.etcd.finding import find_leader
+from kvstore.network.addresses import ETCD_SCHEME, parse_etcd
 
 LOCATE_S: Final = 2.0
 """How long etcd may take to name the leader."""

@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-from kvstore import supervisor
-from kvstore.background import start_thread
+from kvstore.process import supervisor
+from kvstore.process.background import start_thread
 from kvstore.texts import duration_text, size_text
 from kvstore.web import metrics
-from kvstore.web.access import Access
 from kvstore.web.families import NODE
-from kvstore.web.serving import Answers, Readiness, serving
+from kvstore.web.server.access import Access
+from kvstore.web.server.serving import Answers, Readiness, serving
 
 log = logging.getLogger("kvstore.node")
 

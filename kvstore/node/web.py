@@ -11,7 +11,7 @@ from kvstore.transport.tcp_server import DataServer
 from kvstore.web import metrics
 from kvstore.web.families import NODE
 from kvstore.web.metrics import Rows
-from kvstore.web.serving import Answers, Readiness
+from kvstore.web.server.serving import Answers, Readiness
 
 
 def answers_of(agent: NodeAgent, segment: Segment, server: DataServer) -> Answers:

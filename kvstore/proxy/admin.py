@@ -1,6 +1,6 @@
 """Instances added, drained and removed while the proxy runs: ``/admin/instances``.
 
-Guarded as what changes something at any of our ports for HTTP (``kvstore.web.access``): by
+Guarded as what changes something at any of our ports for HTTP (``kvstore.web.server.access``): by
 ``--admin-token``, or, without one, by a connection from this host.
 """
 
@@ -12,16 +12,16 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from kvstore.addresses import join_address, split_address
 from kvstore.errors import InvalidArgumentError
+from kvstore.network.addresses import join_address, split_address
 from kvstore.proxy import bodies
 from kvstore.proxy.asked import REQUEST_ID, error_response, request_id_of
 from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instance, Instances, Role
 from kvstore.proxy.metrics import clock_ms
 from kvstore.texts import field_text
-from kvstore.web.access import Access, Advice
-from kvstore.web.hosts import Hosts
+from kvstore.web.server.access import Access, Advice
+from kvstore.web.server.hosts import Hosts
 
 log = logging.getLogger("kvstore.proxy")
 

@@ -12,12 +12,12 @@ from typing import Final
 
 from aiohttp import web
 
-from kvstore import background
 from kvstore._version import __version__
-from kvstore.addresses import join_address, shown_place
-from kvstore.background import EXIT_BROKEN, start_task
 from kvstore.config import ProxyConfig
 from kvstore.errors import AddressInUseError, StartupError
+from kvstore.network.addresses import join_address, shown_place
+from kvstore.process import background
+from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.proxy import bodies, metrics
 from kvstore.proxy.admin import Admin, rows
 from kvstore.proxy.asked import (
@@ -33,7 +33,7 @@ from kvstore.proxy.instances import ROLES, Instances, Rules
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.serving import serve
-from kvstore.web.doors import RETRY_AFTER_S, Doors, Waits, answering, connections_max, listen
+from kvstore.web.server.doors import RETRY_AFTER_S, Doors, Waits, answering, connections_max, listen
 
 log = logging.getLogger("kvstore.proxy")
 

@@ -20,7 +20,7 @@ from kvstore.proxy.engine import Engines
 from kvstore.proxy.instances import Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
-from kvstore.web.doors import Waits
+from kvstore.web.server.doors import Waits
 
 REQUEST_ID: Final = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

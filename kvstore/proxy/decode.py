@@ -21,7 +21,7 @@ from kvstore.proxy.asked import REQUEST_ID, Asked, Parts, error_response
 from kvstore.proxy.engine import EngineError, Streamed
 from kvstore.proxy.instances import Turn
 from kvstore.proxy.metrics import clock_ms
-from kvstore.web.doors import RETRY_AFTER_S
+from kvstore.web.server.doors import RETRY_AFTER_S
 
 log = logging.getLogger("kvstore.proxy")
 

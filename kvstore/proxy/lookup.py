@@ -14,17 +14,17 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.background import start_task
 from kvstore.breaker import Breaker
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.fleet import RECORDS_MAX, worth_reading
 from kvstore.limits import FLEET_NAMESPACE
+from kvstore.process.background import start_task
 from kvstore.proxy import records
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.records import FleetRecord, Held
-from kvstore.web.fleet import rows_of
+from kvstore.web.dashboard.fleet import rows_of
 
 log = logging.getLogger("kvstore.proxy")
 

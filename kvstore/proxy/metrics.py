@@ -18,7 +18,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvstore import logs
+from kvstore.process import logs
 from kvstore.proxy.instances import Instances
 
 # From a short prompt on an idle engine to a long one behind a queue.

@@ -10,7 +10,7 @@ import logging
 from aiohttp import web
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.logs import EACH
+from kvstore.process.logs import EACH
 from kvstore.proxy import bodies
 from kvstore.proxy.affinity import fingerprints
 from kvstore.proxy.asked import (
@@ -26,7 +26,7 @@ from kvstore.proxy.decode import decode, no_decoder
 from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.prefill import prefill
 from kvstore.proxy.render import render
-from kvstore.web.doors import CLIENT_LEFT, RETRY_AFTER_S, CrowdedOutError
+from kvstore.web.server.doors import CLIENT_LEFT, RETRY_AFTER_S, CrowdedOutError
 
 log = logging.getLogger("kvstore.proxy")
 

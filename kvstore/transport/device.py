@@ -27,13 +27,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.background import in_one_piece
 from kvstore.calls import DevicePlace, SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.device.device import Device
 from kvstore.device.driver import driver_of_handle
 from kvstore.errors import ClosedError, DeviceError, KVStoreError, NodeUnreachableError
-from kvstore.host import host_id
 from kvstore.memory import alive
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, is_of_a_node
 from kvstore.memory.header import (
@@ -44,7 +42,9 @@ from kvstore.memory.header import (
     unpack_owner,
     unpack_superblock,
 )
-from kvstore.stopping import check_current
+from kvstore.network.host import host_id
+from kvstore.process.background import in_one_piece
+from kvstore.process.stopping import check_current
 from kvstore.transport.base import Move, Transport
 from kvstore.transport.on_device import DeviceRanges
 from kvstore.transport.pieces import deadline_exceeded, invalid_range, segment_gone

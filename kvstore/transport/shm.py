@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvstore.background import in_one_piece
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError, NodeUnreachableError, SegmentGoneError
-from kvstore.host import host_id
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.mapping import Mapping
 from kvstore.native import fast
 from kvstore.native.kinds import ReadRow, WriteRow
-from kvstore.stopping import current
+from kvstore.network.host import host_id
+from kvstore.process.background import in_one_piece
+from kvstore.process.stopping import current
 from kvstore.transport.base import PIECE_BYTES, Move, Transport
 from kvstore.transport.pieces import (
     batch_ended,

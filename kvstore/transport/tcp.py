@@ -18,7 +18,7 @@ from kvstore.errors import ClosedError
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import fast
 from kvstore.native.kinds import ReadRow, WriteRow
-from kvstore.stopping import Bell, Known, Stop, current
+from kvstore.process.stopping import Bell, Known, Stop, current
 from kvstore.transport.base import Move, Transport
 from kvstore.transport.pieces import check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection

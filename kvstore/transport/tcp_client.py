@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvstore import names
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import (
@@ -31,6 +30,7 @@ from kvstore.native.kinds import (
     ReadRow,
     WriteRow,
 )
+from kvstore.network import names
 from kvstore.transport import tcp_protocol as protocol
 from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.pieces import deadline_exceeded, feed, segment_gone, windows

@@ -14,10 +14,10 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from kvstore.addresses import join_address
 from kvstore.clocks import uptime
 from kvstore.errors import AddressInUseError, InternalError, StartupError
-from kvstore.listening import listen
+from kvstore.network.addresses import join_address
+from kvstore.network.listening import listen
 from kvstore.transport.stream import Stream
 from kvstore.transport.tcp_connection import (
     Connection,

@@ -16,9 +16,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvstore import logs
 from kvstore.calls import ClusterStatus
 from kvstore.histograms import cumulative
+from kvstore.process import logs
 from kvstore.web.families import MASTER, OF_COUNTERS, STORE, Family
 
 NAMESPACES_SHOWN: Final = 50

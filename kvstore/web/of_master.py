@@ -13,30 +13,32 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from aiohttp import web
 
-from kvstore import background, logs
-from kvstore.background import start_task
 from kvstore.calls import ClusterStatus
-from kvstore.children import ParentLink
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.fleet import Record
-from kvstore.web import metrics, openapi, shapes
-from kvstore.web.access import HEADERS, NOT_SECURED, Access, Secured
-from kvstore.web.api import Api
-from kvstore.web.chains import Prefixes
-from kvstore.web.dashboard import Dashboard
-from kvstore.web.drains import Nodes
-from kvstore.web.events import Events, not_asked_for
-from kvstore.web.fleet import RECORDS_MAX, read_records
-from kvstore.web.hosts import Hosts
-from kvstore.web.link import Link
-from kvstore.web.objects import Objects
-from kvstore.web.places import Places
-from kvstore.web.serving import Answers, Readiness, Route, serving
+from kvstore.process import background, logs
+from kvstore.process.background import start_task
+from kvstore.process.children import ParentLink
+from kvstore.web import metrics
+from kvstore.web.api import shapes
+from kvstore.web.api.chains import Prefixes
+from kvstore.web.api.drains import Nodes
+from kvstore.web.api.objects import Objects
+from kvstore.web.api.places import Places
+from kvstore.web.api.questions import Api
+from kvstore.web.dashboard.fleet import RECORDS_MAX, read_records
+from kvstore.web.dashboard.paths import Dashboard
+from kvstore.web.events.paths import Events, not_asked_for
+from kvstore.web.server import openapi
+from kvstore.web.server.access import HEADERS, NOT_SECURED, Access, Secured
+from kvstore.web.server.hosts import Hosts
+from kvstore.web.server.link import Link
+from kvstore.web.server.serving import Answers, Readiness, Route, serving
 
 if TYPE_CHECKING:
-    from kvstore.web.publisher import Publisher
+    from kvstore.web.events.publisher import Publisher
 
 log = logging.getLogger("kvstore.web")
 
@@ -200,7 +202,9 @@ def _routes(
 
 
 def _publisher(served: Served, events: Events, master: Master) -> Publisher:
-    from kvstore.web.publisher import Publisher  # needs packages that are installed if asked for
+    from kvstore.web.events.publisher import (
+        Publisher,  # needs packages that are installed if asked for
+    )
 
     pool = served.cluster or "kvstore"
     return Publisher(served.events_at, pool, events.journal, events.streams, master.fleet)

@@ -15,8 +15,8 @@ functions in Python, as ``dataclasses`` does, so that nothing is looked up or de
         return Lookup(namespace, keys)
 
 How a field travels follows from its type on both sides, and what it may hold from its annotation
-(``kvstore.fields``). A number, text or bytes whose default is not the empty one takes that default
-where a peer left it out. ``BY_HAND`` has the classes whose messages have another form.
+(``kvstore.calls.fields``). A number, text or bytes whose default is not the empty one takes that
+default where a peer left it out. ``BY_HAND`` has the classes whose messages have another form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
-from kvstore import calls, fields
+from kvstore import calls
+from kvstore.calls import fields
 from kvstore.errors import InvalidArgumentError, ProtocolError
 from kvstore.limits import Key, Namespace, check_count, check_key, check_namespace
 from kvstore.v1 import common_pb2

@@ -37,7 +37,6 @@ from typing import Any
 
 from kvstore import calls
 from kvstore.master.state.asking import Asking
-from kvstore.master.state.chains import Chains
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Effect
@@ -51,10 +50,11 @@ from kvstore.master.state.putting import Putting
 from kvstore.master.state.records import Segment
 from kvstore.master.state.removing import Removing
 from kvstore.master.state.repairing import Repairs
-from kvstore.master.state.report import Report
 from kvstore.master.state.returning import Returning
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.sweeping import Sweeping
+from kvstore.master.state.views.chains import Chains
+from kvstore.master.state.views.report import Report
 from kvstore.master.state.waiting import WaitingPuts
 
 

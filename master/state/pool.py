@@ -24,7 +24,7 @@ from kvstore.master.state.liveness import Node
 from kvstore.master.state.pins import Pins
 from kvstore.master.state.placement import preferred
 from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
-from kvstore.master.state.traffic import Traffic
+from kvstore.master.state.views.traffic import Traffic
 from kvstore.memory.header import extent_bytes
 
 EVICTIONS_PER_STEP = 128

@@ -16,9 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvstore.calls import DevicePlace, EngineAddress, SegmentInfo
-from kvstore.host import host_id
 from kvstore.memory.entries import SHM_DIRECTORY
 from kvstore.memory.segment import Segment
+from kvstore.network.host import host_id
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer

@@ -37,7 +37,7 @@ from kvstore.errors import (
 from kvstore.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, Key, Namespace
 from kvstore.master.carriers import Carriers
 from kvstore.master.lane import LaneSettings
-from kvstore.stopping import Stop
+from kvstore.process.stopping import Stop
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, frame
 from kvstore.wire.messages import encode_request
 from kvstore.wire.status import decode_error

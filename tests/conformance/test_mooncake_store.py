@@ -21,7 +21,6 @@ import pytest
 
 import kvstore.mooncake
 from kvstore.bench import mooncake
-from kvstore.children import start_master
 from kvstore.connectors.mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator
 from kvstore.connectors.mooncake.names import Code, code_of
 from kvstore.connectors.mooncake.objects import slices
@@ -39,6 +38,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.process.children import start_master
 from tests import leaks
 from tests.programs import need_engine
 

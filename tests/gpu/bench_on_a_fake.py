@@ -12,7 +12,7 @@ import torch
 
 from kvstore.bench.gpu import GPU, main
 from kvstore.bench.ours import Store, own_master
-from kvstore.children import Child
+from kvstore.process.children import Child
 from tests import fake_device
 
 NOTE = "The GPU is a fake, made of the host's memory: these numbers mean nothing."

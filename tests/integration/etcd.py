@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import pytest
 
-from kvstore.addresses import EtcdPlace
 from kvstore.demo.processes import free_port
 from kvstore.errors import KVStoreError, PermissionDeniedError
 from kvstore.etcd.finding import find_leader
+from kvstore.network.addresses import EtcdPlace
 from tests.integration.cluster import until
 
 START_S: Final = 20.0

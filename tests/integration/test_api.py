@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstore.demo.processes import free_port
-from kvstore.web.api import EXISTS_PATH, MATCH_PATH, STAT_PATH
+from kvstore.web.api.questions import EXISTS_PATH, MATCH_PATH, STAT_PATH
 from tests.integration.cluster import Cluster, Node
 from tests.integration.http import get
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.background import EXIT_BROKEN
+from kvstore.process.background import EXIT_BROKEN
 from tests.integration.cluster import ROOT, entry, unique_name
 
 MASTER = """

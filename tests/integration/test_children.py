@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from kvstore.children import Child
 from kvstore.errors import ConfigError, DeadlineExceededError, StartupError
+from kvstore.process.children import Child
 from tests.integration.cluster import NODE, ROOT
 
 EMBEDDED = """
@@ -162,7 +162,7 @@ def test_a_child_that_ends_without_a_word_says_how() -> None:
 
 SLOW = """
 import sys, time
-from kvstore.children import ParentLink
+from kvstore.process.children import ParentLink
 parent = ParentLink(int(sys.argv[sys.argv.index("--parent-fd") + 1]))
 parent.tell_step("counts to a thousand")
 time.sleep(60)

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from kvstore import Client
-from kvstore.children import start_master
 from kvstore.client import values
+from kvstore.process.children import start_master
 
 GIB = 1 << 30
 MEMORY = 64 << 20

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstore._version import __version__
-from kvstore.connectors.fleet import Fleet
+from kvstore.connectors.engine.fleet import Fleet
 from kvstore.demo.processes import free_port
 from kvstore.limits import FLEET_NAMESPACE
-from kvstore.web.dashboard import NAMESPACES_SHOWN
+from kvstore.web.dashboard.paths import NAMESPACES_SHOWN
 from tests.integration.browser import PHONE, Browser, browsing
 from tests.integration.cluster import MASTER, Cluster, until
 from tests.integration.etcd import running

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.addresses import EtcdPlace
 from kvstore.clocks import uptime
 from kvstore.demo.processes import free_port
 from kvstore.errors import (
@@ -21,6 +20,7 @@ from kvstore.errors import (
 )
 from kvstore.etcd.client import Etcd
 from kvstore.etcd.finding import find_leader
+from kvstore.network.addresses import EtcdPlace
 from tests.integration.etcd import EtcdServer, Relay, running
 
 

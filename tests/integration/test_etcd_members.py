@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from kvstore.addresses import EtcdPlace
 from kvstore.clocks import uptime
 from kvstore.demo.processes import free_port
 from kvstore.errors import EtcdUnreachableError, KVStoreError
 from kvstore.etcd.client import Etcd
 from kvstore.etcd.finding import MemberSeen, find_leader, look_at
+from kvstore.network.addresses import EtcdPlace
 from tests.integration.cluster import MASTER, ROOT, Cluster, Server, children_of, until
 from tests.integration.etcd import START_S, EtcdServer, need
 

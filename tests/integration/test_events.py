@@ -19,7 +19,7 @@ import pytest
 from kvstore import Client, KVStoreError
 from kvstore.client.state import MasterHTTP
 from kvstore.demo.processes import free_port
-from kvstore.web.following import follow
+from kvstore.web.events.following import follow
 from tests.integration.cluster import ROOT, Cluster, Server, flags_of, until
 from tests.integration.etcd import running
 from tests.integration.http import get

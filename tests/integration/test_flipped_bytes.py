@@ -17,8 +17,8 @@ import pytest
 
 from kvstore import Client, PutOutcome
 from kvstore.client.flows.getting import ATTEMPTS
-from kvstore.logs import BURST
 from kvstore.memory.header import HEADER_BYTES
+from kvstore.process.logs import BURST
 from tests.integration.cluster import Cluster, Node, until
 from tests.integration.conftest import either_client
 from tests.integration.traffic import content

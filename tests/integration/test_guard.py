@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from kvstore.connectors.guard import Guard
+from kvstore.connectors.engine.guard import Guard
 from tests.integration.cluster import Cluster
 
 

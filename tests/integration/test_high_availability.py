@@ -20,12 +20,12 @@ import grpc
 import pytest
 
 from kvstore import Client, PutOutcome, calls
-from kvstore.addresses import EtcdPlace
 from kvstore.clocks import uptime
 from kvstore.demo.processes import free_port
 from kvstore.errors import KVStoreError, NotLeaderError, UnavailableError
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
+from kvstore.network.addresses import EtcdPlace
 from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of

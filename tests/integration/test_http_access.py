@@ -16,8 +16,8 @@ import pytest
 
 from kvstore.demo.processes import free_port
 from kvstore.errors import PermissionDeniedError
-from kvstore.web.following import follow
-from kvstore.web.objects import LIST_PATH, PATH, REMOVE_PATH
+from kvstore.web.api.objects import LIST_PATH, PATH, REMOVE_PATH
+from kvstore.web.events.following import follow
 from tests.integration.browser import browsing
 from tests.integration.cluster import MASTER, NODE, SHORT, Cluster, children_of, until
 from tests.integration.http import Reply, request

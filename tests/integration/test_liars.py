@@ -21,10 +21,10 @@ import pytest
 from kvstore import calls
 from kvstore.calls import MasterAccepted, MasterMessage, NodeBeat, NodeJoin, NodeMessage
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.host import host_id
 from kvstore.limits import EPOCH_AHEAD_MAX, EPOCH_MAX, PROTOCOL_VERSION
 from kvstore.memory import alive
 from kvstore.memory import header as layout
+from kvstore.network.host import host_id
 from kvstore.wire.messages import CALLS, encode_request
 from kvstore.wire.node_messages import (
     SESSION_PATH,

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvstore.demo.processes import free_port
-from kvstore.logs import BURST
+from kvstore.process.logs import BURST
 from tests.integration.cluster import Cluster, Server, until
 from tests.integration.http import get, http_port_of, metric
 from tests.integration.test_http import child_of

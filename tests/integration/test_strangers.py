@@ -17,8 +17,8 @@ import grpc
 import pytest
 
 from kvstore import PutOutcome, calls
-from kvstore.addresses import split_address
 from kvstore.demo.processes import free_port
+from kvstore.network.addresses import split_address
 from kvstore.wire.messages import CALLS, decode_reply, encode_reply
 from tests.integration.cluster import Cluster
 from tests.integration.conftest import either_client

@@ -17,7 +17,7 @@ import pytest
 from kvstore import AsyncClient, Client, calls
 from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
-from kvstore.connectors.fleet import Fleet
+from kvstore.connectors.engine.fleet import Fleet
 from kvstore.fingerprint import fingerprint
 from kvstore.limits import Key, Namespace
 from kvstore.master.carriers import Endpoints

@@ -19,11 +19,11 @@ import pytest
 
 from kvstore.client import values
 from kvstore.demo.processes import free_port
-from kvstore.web.api import EXISTS_PATH, MATCH_PATH, STAT_PATH
-from kvstore.web.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
-from kvstore.web.drains import DRAIN_PATH, DRAINS_MAX, NODES_PATH, UNDRAIN_PATH
-from kvstore.web.objects import LIST_PATH, PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, UNPIN_PATH
-from kvstore.web.openapi import PATH as OPENAPI_PATH
+from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
+from kvstore.web.api.drains import DRAIN_PATH, DRAINS_MAX, NODES_PATH, UNDRAIN_PATH
+from kvstore.web.api.objects import LIST_PATH, PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, UNPIN_PATH
+from kvstore.web.api.questions import EXISTS_PATH, MATCH_PATH, STAT_PATH
+from kvstore.web.server.openapi import PATH as OPENAPI_PATH
 from tests.integration.cluster import Cluster, Node, until
 from tests.integration.http import Reply, request
 

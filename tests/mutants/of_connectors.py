@@ -776,21 +776,21 @@ MUTANTS: Final = (
     ),
     Mutant(
         "an-object-of-another-size-fails-all",
-        "connectors/guard.py",
+        "connectors/engine/guard.py",
         "            except BufferMismatchError:",
         "            except ZeroDivisionError:",
         GUARD,
     ),
     Mutant(
         "a-failing-store-is-asked-on",
-        "connectors/guard.py",
+        "connectors/engine/guard.py",
         "            opened = self._breaker.failed(time.monotonic())\n",
         "            opened = False\n",
         GUARD,
     ),
     Mutant(
         "a-usage-error-opens-the-guard",
-        "connectors/guard.py",
+        "connectors/engine/guard.py",
         "            if not isinstance(error, UnavailableError):\n"
         "                self._breaker.succeeded()\n"
         "                return\n",
@@ -799,7 +799,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "large-reads-have-the-time-of-small",
-        "connectors/guard.py",
+        "connectors/engine/guard.py",
         "self.client.config.timeout_ms + size // BYTES_PER_MS",
         "self.client.config.timeout_ms",
         GUARD,

@@ -472,7 +472,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "any-number-of-warnings-is-told",
-        "connectors/fleet.py",
+        "connectors/engine/fleet.py",
         "            if len(warnings) >= WARNINGS_MAX:\n                break\n",
         "",
         RECORDS,

@@ -33,7 +33,7 @@ WIRE: Final = ("tests/unit/wire",)
 EPOCHS: Final = ("tests/unit/master/test_epochs.py",)
 TOLD: Final = ("tests/unit/master/test_chains.py",)
 ASKING: Final = "master/state/asking.py"
-CHAINS: Final = "master/state/chains.py"
+CHAINS: Final = "master/state/views/chains.py"
 CODEC: Final = "kvstore/wire/codec.py"
 COMMON: Final = "master/state/common.py"
 ENDS: Final = "master/state/ends.py"
@@ -47,19 +47,19 @@ REMOVING: Final = "master/state/removing.py"
 RETURNING: Final = "master/state/returning.py"
 POOL: Final = "master/state/pool.py"
 RECLAIM: Final = "master/state/reclaim.py"
-ACCESS: Final = "kvstore/web/access.py"
-DOORS: Final = "kvstore/web/doors.py"
-FEED: Final = "kvstore/web/feed.py"
-JOURNAL: Final = "kvstore/web/journal.py"
-LINK: Final = "kvstore/web/link.py"
-OBJECTS: Final = "kvstore/web/objects.py"
-OPENAPI: Final = "kvstore/web/openapi.py"
+ACCESS: Final = "kvstore/web/server/access.py"
+DOORS: Final = "kvstore/web/server/doors.py"
+FEED: Final = "kvstore/web/events/feed.py"
+JOURNAL: Final = "kvstore/web/events/journal.py"
+LINK: Final = "kvstore/web/server/link.py"
+OBJECTS: Final = "kvstore/web/api/objects.py"
+OPENAPI: Final = "kvstore/web/server/openapi.py"
 OUTRUNS: Final = "master/outruns.py"
 PACKED: Final = "kvstore/wire/packed.py"
-PEERS: Final = "kvstore/web/peers.py"
-PUBLISHER: Final = "kvstore/web/publisher.py"
-SERVING: Final = "kvstore/web/serving.py"
-SUBSCRIBERS: Final = "kvstore/web/subscribers.py"
+PEERS: Final = "kvstore/web/events/peers.py"
+PUBLISHER: Final = "kvstore/web/events/publisher.py"
+SERVING: Final = "kvstore/web/server/serving.py"
+SUBSCRIBERS: Final = "kvstore/web/events/subscribers.py"
 DEVICE: Final = "kvstore/device/device.py"
 DTYPES: Final = "client/dtypes.py"
 MAPPING: Final = "kvstore/memory/mapping.py"
@@ -67,7 +67,7 @@ RAW: Final = "kvstore/memory/raw.py"
 REGIONS: Final = "kvstore/memory/regions.py"
 REGISTERED: Final = "client/registered.py"
 VALUES: Final = "client/values.py"
-TRAFFIC: Final = "master/state/traffic.py"
+TRAFFIC: Final = "master/state/views/traffic.py"
 
 
 MUTANTS: Final = (
@@ -559,12 +559,12 @@ MUTANTS: Final = (
     ),
     Mutant(
         "stopped-call-goes-on-with-its-answer",
-        "kvstore/stopping.py",
+        "kvstore/process/stopping.py",
         "                if self.is_set:\n"
         "                    raise CallStoppedError\n"
         "                self._is_waiting = False",
         "                self._is_waiting = False",
-        ("tests/unit/test_stopping.py", "tests/unit/client/test_aio.py"),
+        ("tests/unit/process/test_stopping.py", "tests/unit/client/test_aio.py"),
     ),
     Mutant(
         "call-in-the-line-has-no-deadline",
@@ -575,14 +575,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "lease-rises-again",
-        "client/lent/leases.py",
+        "client/leases/leases.py",
         "                self.end()\n        return self._kept\n",
         "                return False\n        return self._kept\n",
         CLIENT,
     ),
     Mutant(
         "unmounted-view-is-renewed",
-        "client/lent/leases.py",
+        "client/leases/leases.py",
         "        if self._mounted():\n            self.extend(until)",
         "        if True:\n            self.extend(until)",
         CLIENT,
@@ -1751,14 +1751,14 @@ MUTANTS: Final = (
         "kvstore/errors.py",
         "    return error.with_traceback(None)\n",
         "    return error\n",
-        ("tests/unit/test_names.py",),
+        ("tests/unit/network/test_names.py",),
     ),
     Mutant(
         "a-refusal-refers-to-its-frame",
-        "kvstore/names.py",
+        "kvstore/network/names.py",
         "        del failure  # its traceback refers to this frame\n",
         "        pass\n",
-        ("tests/unit/test_names.py",),
+        ("tests/unit/network/test_names.py",),
     ),
     *of_connectors.MUTANTS,
     *of_engines.MUTANTS,

@@ -19,7 +19,7 @@ from kvstore.client.calling.retries import CarrierBrokenError, Link, attempts
 from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Ready, Transfer
-from kvstore.client.lent.leases import Lease, Mounted, Named
+from kvstore.client.leases.leases import Lease, Mounted, Named
 from kvstore.client.operations import Operations
 from kvstore.config import ClientConfig
 from kvstore.errors import (

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstore import calls
-from kvstore.client.lent.leases import (
+from kvstore.client.leases.leases import (
     Granted,
     Lease,
     Mounted,
@@ -18,7 +18,7 @@ from kvstore.client.lent.leases import (
     What,
     found_at,
 )
-from kvstore.client.lent.views import Watched, Watches
+from kvstore.client.leases.views import Watched, Watches
 from kvstore.client.values import Bytes1D
 from kvstore.errors import KVStoreError
 from kvstore.memory.header import HEADER_BYTES

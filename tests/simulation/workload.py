@@ -9,7 +9,7 @@ from random import Random
 from kvstore.calls import PutOutcome, Version
 from kvstore.client.flows import getting
 from kvstore.client.flows.getting import Target
-from kvstore.client.lent.leases import Granted, Lease, Named
+from kvstore.client.leases.leases import Granted, Lease, Named
 from kvstore.client.operations import View
 from kvstore.client.values import Value
 from kvstore.errors import KVStoreError, NoSpaceError, ReservationLostError

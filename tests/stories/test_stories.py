@@ -20,8 +20,8 @@ import pytest
 from kvstore import Client, PutOutcome
 from kvstore.demo.processes import free_port
 from kvstore.errors import KVStoreError, NoSpaceError
-from kvstore.web.following import follow
-from kvstore.web.objects import PATH
+from kvstore.web.api.objects import PATH
+from kvstore.web.events.following import follow
 from tests.integration.cluster import SHORT, Cluster, Node, Server, until
 from tests.integration.engines import World, play, stored
 from tests.integration.http import request

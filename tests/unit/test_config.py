@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.addresses import EtcdPlace, join_address, split_address
 from kvstore.config import (
     KINDS,
     ClientConfig,
@@ -24,6 +23,7 @@ from kvstore.config import (
     settings,
 )
 from kvstore.errors import ConfigError, InvalidArgumentError
+from kvstore.network.addresses import EtcdPlace, join_address, split_address
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 
 from kvstore import fleet
 from kvstore.calls import ObjectRow
-from kvstore.connectors import fleet as fleets
-from kvstore.connectors.fleet import Fleet
+from kvstore.connectors.engine import fleet as fleets
+from kvstore.connectors.engine.fleet import Fleet
 from kvstore.fingerprint import fingerprint
 from kvstore.fleet import ANNOUNCED_EVERY_S, LIFETIME_S, Record
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, Key

@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import pytest
 
-from kvstore.connectors import guard
-from kvstore.connectors.guard import BYTES_PER_MS, Guard
+from kvstore.connectors.engine import guard
+from kvstore.connectors.engine.guard import BYTES_PER_MS, Guard
 from kvstore.errors import DeadlineExceededError, KVStoreError, NoSpaceError, UnavailableError
 
 log = logging.getLogger("test")

@@ -100,6 +100,6 @@ def test_a_right_command_is_not(text: str) -> None:
 
 
 def test_the_distribution_has_the_name_that_the_program_looks_for() -> None:
-    from kvstore import distribution
+    from kvstore.diagnosis import distribution
 
     assert PROJECT["name"] == distribution.NAME

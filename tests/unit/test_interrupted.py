@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.background import Job, Workers, in_one_piece, join_all, start_thread
 from kvstore.errors import ClosedError
-from kvstore.stopping import Bell, Known, Latch, NotOurTurnError, Turn
+from kvstore.process.background import Job, Workers, in_one_piece, join_all, start_thread
+from kvstore.process.stopping import Bell, Known, Latch, NotOurTurnError, Turn
 from tests.cuts import cut
 from tests.leaks import leaked, snapshot
 

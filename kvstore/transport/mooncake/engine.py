@@ -37,12 +37,12 @@ from pathlib import Path
 from time import sleep
 from typing import Any, Final, NamedTuple
 
-from kvstore import names
-from kvstore.addresses import split_address
 from kvstore.calls import EngineAddress
 from kvstore.clocks import uptime
 from kvstore.config import P2P
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError, TransferEngineError
+from kvstore.network import names
+from kvstore.network.addresses import split_address
 
 log = logging.getLogger("kvstore.mooncake")
 

@@ -34,7 +34,7 @@ from kvstore.errors import (
 )
 from kvstore.memory.raw import address_of
 from kvstore.memory.regions import Region, Regions
-from kvstore.stopping import NotOurTurnError, Turn, current
+from kvstore.process.stopping import NotOurTurnError, Turn, current
 from kvstore.transport.base import Move, Transport
 from kvstore.transport.mooncake.call import Call, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings

@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from kvstore.connectors.guard import BYTES_PER_MS, DEADLINE_MS
+from kvstore.connectors.engine.guard import BYTES_PER_MS, DEADLINE_MS
 from kvstore.connectors.vllm_plugin import register
 from kvstore.connectors.vllm_tier import KVStoreTier, identity
 from kvstore.connectors.vllm_tier.identity import ENGINE

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-from kvstore.connectors.guard import BYTES_PER_MS
+from kvstore.connectors.engine.guard import BYTES_PER_MS
 from kvstore.connectors.sglang import KVStoreHiCache, identity
 from kvstore.connectors.sglang import backend as backends
 from kvstore.connectors.sglang.backend import PAGES_AT_ONCE

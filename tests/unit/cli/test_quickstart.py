@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.cli import quickstart
-from kvstore.doctor import host
+from kvstore.diagnosis import host
 from kvstore.errors import SharedMemoryTooSmallError
 from kvstore.memory import cgroup
 

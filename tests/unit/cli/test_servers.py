@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvstore.children import ParentLink
 from kvstore.cli import master, node
 from kvstore.cli.options import run
 from kvstore.config import Config, MasterConfig, NodeConfig, settings
 from kvstore.errors import AddressInUseError
+from kvstore.process.children import ParentLink
 
 
 class Served:

@@ -15,7 +15,7 @@ import pytest
 from kvstore import AsyncClient, Client
 from kvstore.client import aio
 from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError
-from kvstore.stopping import CallStoppedError, current
+from kvstore.process.stopping import CallStoppedError, current
 
 
 @asynccontextmanager

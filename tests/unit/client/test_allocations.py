@@ -10,8 +10,8 @@ import pytest
 from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.client.devices import ClientDevices
-from kvstore.client.lent.leases import Unneeded
-from kvstore.client.lent.views import Views
+from kvstore.client.leases.leases import Unneeded
+from kvstore.client.leases.views import Views
 from kvstore.client.operations import Operations
 from kvstore.client.values import Bytes1D
 from kvstore.clocks import uptime

@@ -19,7 +19,7 @@ from kvstore.errors import (
     NodeUnreachableError,
     SegmentGoneError,
 )
-from kvstore.stopping import Stop, current
+from kvstore.process.stopping import Stop, current
 from kvstore.transport.base import Move, Transport
 from tests.unit.client.world import segment
 

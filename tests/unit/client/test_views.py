@@ -14,9 +14,9 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import PutRevoke, Renew, Renewed
-from kvstore.client.lent import leases as module
-from kvstore.client.lent.leases import Granted, Lease, LeaseTable, Mounted, Named, Place
-from kvstore.client.lent.views import Views
+from kvstore.client.leases import leases as module
+from kvstore.client.leases.leases import Granted, Lease, LeaseTable, Mounted, Named, Place
+from kvstore.client.leases.views import Views
 from kvstore.client.values import Bytes1D
 from kvstore.clocks import uptime
 from kvstore.errors import MasterUnreachableError

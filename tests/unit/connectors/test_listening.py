@@ -12,7 +12,7 @@ import pytest
 from kvstore.connectors.vllm import listening
 from kvstore.connectors.vllm.listening import Heard, Listener
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.web import following
+from kvstore.web.events import following
 from tests.integration.cluster import until
 
 GROUPS = {"vllm/f/g0/p0t0": 0, "vllm/f/g1/p0t0": 1}

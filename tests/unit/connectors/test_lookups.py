@@ -13,7 +13,7 @@ from kvstore.connectors.vllm import lookups as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.lookups import FRESH_S, PENDING_MAX, STEP_PATIENCE_S, Lookup, Lookups
 from kvstore.errors import ClosedError, KVStoreError, MasterUnreachableError
-from kvstore.stopping import Latch
+from kvstore.process.stopping import Latch
 
 PLAIN = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
 HYBRID = Groups(hash_block_tokens=16, scheduler_block_tokens=32, block_tokens={0: 16, 1: 32})

@@ -16,7 +16,7 @@ from kvstore.device.copies import Copies
 from kvstore.device.device import Device
 from kvstore.device.driver import Way, driver_of, use
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
-from kvstore.stopping import Stop
+from kvstore.process.stopping import Stop
 from tests.fake_device import FakeDriver
 
 

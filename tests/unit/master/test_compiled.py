@@ -51,7 +51,7 @@ EAGER = {
 def test_no_generator_expression_is_meant_to_be_taken_in_part() -> None:
     """mypyc makes a list of it: ``islice`` of one over a table took 3 s with 10 million objects."""
     lazy = []
-    for path in sorted(Path(FOLDER).glob("*.py")):
+    for path in sorted(Path(FOLDER).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             children: set[Any]
             if isinstance(node, ast.Call):

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from kvstore.master.notices import NOTICES_MAX, PAGE, TEXT_MAX, Notices
-from kvstore.web.link import ANSWER_BYTES_MAX
+from kvstore.web.server.link import ANSWER_BYTES_MAX
 
 
 def kept(count: int) -> Notices:

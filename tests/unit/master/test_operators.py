@@ -6,8 +6,8 @@ import pytest
 
 from kvstore import calls
 from kvstore.limits import Key, Namespace
-from kvstore.master.state import report
 from kvstore.master.state.records import ONE_SHARD_RECORDS
+from kvstore.master.state.views import report
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 

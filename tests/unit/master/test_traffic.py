@@ -13,10 +13,10 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state import report
 from kvstore.master.state.effects import Later
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, Caller, Traffic
+from kvstore.master.state.views import report
+from kvstore.master.state.views.traffic import CLIENTS_MAX, SPACES_MAX, Caller, Traffic
 from tests.unit.master.cluster import EPOCH, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 from tests.unit.master.test_inventories import back, claim

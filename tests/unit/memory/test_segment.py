@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import ConfigError, NodeNameTakenError, SharedMemoryTooSmallError, StartupError
-from kvstore.host import host_id
 from kvstore.limits import Key, Namespace
 from kvstore.memory import entries, taking
 from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, freed_by_removal
@@ -29,6 +28,7 @@ from kvstore.memory.header import (
 from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import Segment
 from kvstore.memory.taking import MemoryOptions
+from kvstore.network.host import host_id
 
 MIB = 1 << 20
 
@@ -374,7 +374,7 @@ def test_the_name_of_a_killed_owner_is_free(name: str) -> None:
 
 
 def test_host_id_is_the_same_in_every_process_of_a_host() -> None:
-    code = "from kvstore.host import host_id; print(host_id())"
+    code = "from kvstore.network.host import host_id; print(host_id())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert other.stdout.strip() == host_id()
     assert not host_id().startswith("unknown")

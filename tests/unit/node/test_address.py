@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.config import NodeConfig
 from kvstore.errors import StartupError
-from kvstore.host import places_of
+from kvstore.network.host import places_of
 from kvstore.node import app
 
 OURS = "10.0.0.8"

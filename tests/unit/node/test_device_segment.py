@@ -22,11 +22,11 @@ from kvstore.errors import (
     NodeUnreachableError,
     SegmentGoneError,
 )
-from kvstore.host import host_id
 from kvstore.limits import Key, Namespace
 from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, left_overs
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, Owner, pack_into
 from kvstore.memory.segment import Segment
+from kvstore.network.host import host_id
 from kvstore.node import device_segment, inventory
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.transport.base import Move

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.node import starting as module
 from kvstore.node.starting import Starting, served
-from kvstore.web.access import Access
+from kvstore.web.server.access import Access
 from tests.integration.http import get, metric
 
 GIB = 1 << 30

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from kvstore.background import EXIT_BROKEN
 from kvstore.config import ProxyConfig
+from kvstore.process.background import EXIT_BROKEN
 from kvstore.proxy import app
 from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import Instances, Rules

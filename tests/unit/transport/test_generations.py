@@ -13,9 +13,9 @@ import pytest
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import SegmentGoneError
-from kvstore.host import host_id
 from kvstore.memory.segment import Segment
 from kvstore.native import fast
+from kvstore.network.host import host_id
 from kvstore.transport import shm, tcp_connection
 from kvstore.transport.base import Move
 from kvstore.transport.shm import ShmTransport

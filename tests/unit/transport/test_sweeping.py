@@ -12,8 +12,8 @@ import pytest
 
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
-from kvstore.host import host_id
 from kvstore.memory.segment import Segment
+from kvstore.network.host import host_id
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.stream import Stream
 from kvstore.transport.tcp import TcpTransport

@@ -9,9 +9,9 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
 
-from kvstore.web import serving
-from kvstore.web.access import Access
-from kvstore.web.serving import Answers, Readiness, Route
+from kvstore.web.server import serving
+from kvstore.web.server.access import Access
+from kvstore.web.server.serving import Answers, Readiness, Route
 
 
 class Port:

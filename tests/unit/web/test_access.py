@@ -14,8 +14,8 @@ from multidict import CIMultiDict
 
 from kvstore.config import MasterConfig, NodeConfig, load, read_token, settings
 from kvstore.errors import ConfigError
-from kvstore.web.access import Access, is_loopback
-from kvstore.web.hosts import Hosts
+from kvstore.web.server.access import Access, is_loopback
+from kvstore.web.server.hosts import Hosts
 
 TOKEN = "0123456789abcdef-secret"
 HERE = ("127.0.0.1", 40_000)

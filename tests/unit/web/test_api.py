@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from kvstore.web import openapi
-from kvstore.web.serving import AT_WORK_MAX, Route
+from kvstore.web.server import openapi
+from kvstore.web.server.serving import AT_WORK_MAX, Route
 from tests.unit.web.ports import Port, run
 
 

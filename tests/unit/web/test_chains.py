@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key
 from kvstore.texts import key_text
-from kvstore.web.chains import FIND_KEYS_MAX, keys_of
+from kvstore.web.api.chains import FIND_KEYS_MAX, keys_of
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvstore.web import serving
-from kvstore.web.access import HEADERS
-from kvstore.web.doors import BUFFER_BYTES, CrowdedOutError, Waits
-from kvstore.web.serving import Route, read_body
+from kvstore.web.server import serving
+from kvstore.web.server.access import HEADERS
+from kvstore.web.server.doors import BUFFER_BYTES, CrowdedOutError, Waits
+from kvstore.web.server.serving import Route, read_body
 from tests.unit.web import ports
 from tests.unit.web.ports import Port
 

@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from kvstore.errors import InvalidArgumentError, UnavailableError
-from kvstore.web import feed as feed_module
-from kvstore.web import journal as journal_module
-from kvstore.web.feed import ASKED_MAX, GONE_SIZE, Channel, Event, Feed, Page
-from kvstore.web.journal import Journal, Place, Streams
+from kvstore.web.events import feed as feed_module
+from kvstore.web.events import journal as journal_module
+from kvstore.web.events.feed import ASKED_MAX, GONE_SIZE, Channel, Event, Feed, Page
+from kvstore.web.events.journal import Journal, Place, Streams
 
 
 class Rows:

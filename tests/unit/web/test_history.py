@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
 from kvstore.histograms import Histogram, quantile
-from kvstore.web.history import EVERY_S, POINTS_MAX, History, Sample, added, sample
+from kvstore.web.dashboard.history import EVERY_S, POINTS_MAX, History, Sample, added, sample
 
 EVERY_MS = int(EVERY_S * 1000)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.web.hosts import Hosts
+from kvstore.web.server.hosts import Hosts
 
 HOSTS = Hosts(["Cache-1", "kv.example.com"])
 

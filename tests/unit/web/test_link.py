@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import UnavailableError
-from kvstore.web.link import Answers, Link, answer_forever
+from kvstore.web.server.link import Answers, Link, answer_forever
 
 LONG_S = 30.0
 
@@ -106,8 +106,8 @@ def test_a_child_that_asks_what_is_no_question_is_let_go(said: bytes) -> None:
 def test_a_child_that_hangs_is_noticed_and_one_that_lives_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvstore.web.link.SILENT_S", 0.5)
-    monkeypatch.setattr("kvstore.web.link.ASK_S", 0.02)
+    monkeypatch.setattr("kvstore.web.server.link.SILENT_S", 0.5)
+    monkeypatch.setattr("kvstore.web.server.link.ASK_S", 0.02)
 
     async def test(link: Link, ours: socket.socket) -> None:
         answering = asyncio.create_task(answer_forever(ours, {"a": _nothing}))

@@ -12,8 +12,8 @@ from kvstore.calls import PutOutcome, Version
 from kvstore.client.aio import AsyncClient
 from kvstore.client.operations import Raw
 from kvstore.client.values import Described
-from kvstore.web import objects as objects_module
-from kvstore.web.objects import PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, Objects
+from kvstore.web.api import objects as objects_module
+from kvstore.web.api.objects import PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, Objects
 from tests.unit.web import ports
 from tests.unit.web.ports import Port
 

@@ -15,9 +15,15 @@ from kvstore.calls import (
     SegmentStatus,
 )
 from kvstore.master.state import shortage
-from kvstore.web.history import COUNTED, History, sample
-from kvstore.web.problems import NODES_NAMED, REFUSED, of_a_standby, of_engines, of_the_store
-from tests.unit.test_why import asks, record, writes
+from kvstore.web.dashboard.history import COUNTED, History, sample
+from kvstore.web.dashboard.problems import (
+    NODES_NAMED,
+    REFUSED,
+    of_a_standby,
+    of_engines,
+    of_the_store,
+)
+from tests.unit.diagnosis.test_why import asks, record, writes
 from tests.unit.web.test_history import EVERY_MS, histogram, measured
 
 

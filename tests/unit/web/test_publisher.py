@@ -17,10 +17,10 @@ from zmq.utils import garbage
 
 from kvstore.demo.processes import free_port
 from kvstore.errors import StartupError
-from kvstore.web import publisher as publisher_module
-from kvstore.web import subscribers
-from kvstore.web.journal import Journal
-from kvstore.web.publisher import END, Publisher
+from kvstore.web.events import publisher as publisher_module
+from kvstore.web.events import subscribers
+from kvstore.web.events.journal import Journal
+from kvstore.web.events.publisher import END, Publisher
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(16) + b"\0" + bytes(31)
 SUBSCRIBES = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB" + b"\0\1\1"

@@ -8,8 +8,8 @@ import contextlib
 import pytest
 
 from kvstore.errors import BusyError
-from kvstore.web import objects
-from kvstore.web.objects import LEAST_BYTES, Room
+from kvstore.web.api import objects
+from kvstore.web.api.objects import LEAST_BYTES, Room
 
 MIB = 1 << 20
 

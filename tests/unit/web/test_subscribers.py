@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.web.subscribers import TENURE_S, Subscribers
+from kvstore.web.events.subscribers import TENURE_S, Subscribers
 
 
 class Doorman:
@@ -14,7 +14,7 @@ class Doorman:
         self.now = 100.0
         self.cut: list[str] = []
         self.subscribers = Subscribers(4)
-        monkeypatch.setattr("kvstore.web.subscribers.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("kvstore.web.events.subscribers.time.monotonic", lambda: self.now)
 
     def come(self, name: str) -> bool:
         """``name``: the address, and something after it."""

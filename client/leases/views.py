@@ -1,0 +1,434 @@
+"""Pool memory that the caller uses directly: leased views, and allocations to compute into.
+
+Both are numpy arrays over the mapped segment (or torch tensors over such an array). The lease
+(``leases.Lease``) belongs to the first array over the memory: slices, reshapes and tensors of it
+keep that array alive, and its finalizer ends the lease. One background thread, started with the
+first view, renews leases before they end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstore import calls
+from kvstore.calls import SegmentInfo
+from kvstore.client.leases.leases import Granted, Lease, LeaseTable, Mounted, Named, Place, found_at
+from kvstore.clocks import uptime
+from kvstore.errors import KVStoreError
+from kvstore.process.background import CLOSE_S, join_all, start_thread
+from kvstore.process.stopping import Latch
+
+if TYPE_CHECKING:
+    from kvstore.client.values import Value
+
+log = logging.getLogger("kvstore.client")
+
+BROKEN_PAUSE_S: Final = 0.2
+"""The pause of the renewing thread after an exception that is a bug."""
+
+
+MakeCall = Callable[[calls.Request, float], calls.Reply]
+"""Takes a request and the seconds that the call may last; raises KVStoreError."""
+
+
+Watched = tuple["NDArray[np.generic]", int, Named | Granted, float, Place | None, object]
+"""An array to watch, the address of its first byte, and the other arguments of ``Views.add``, among
+them the value that was made of it."""
+
+
+class _Watch(weakref.ref["NDArray[np.generic]"]):
+    """A weak reference to an array, at a sixth of the cost of ``weakref.finalize``."""
+
+    __slots__ = ("address", "array", "lease", "storage", "wakes")
+
+    address: int
+    array: int
+    """``id`` of the array, unique for as long as the array lives."""
+    lease: Lease
+    storage: int
+    """Identifies the storage of the tensor over it; 0: there is none."""
+    wakes: weakref.ref[NDArray[np.generic]] | None
+    """Of an allocation: wakes the renewing thread when it is gone."""
+
+    __hash__ = object.__hash__  # of the reference: an array has no hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class Watches:
+    """Which arrays were handed out, and the lease of each.
+
+    A lease belongs to the first array over its memory. What a program makes of that array leads
+    back to it: arrays by their ``base``, memoryviews by their ``obj``, tensors by their storage. If
+    that trace is lost (a tensor that the program made of an array, DLPack), the address decides; if
+    the memory was leased more than once, the answer is the lease that promises least.
+
+    The end of an array runs calls of C, ``deque.append`` and ``SimpleQueue.put``: it may come
+    between any two steps of any thread, whatever locks that holds, and a signal handler that raises
+    must not cut it short. ``settle`` does the rest. Any thread may read; only one thread at a time
+    may call the other methods.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = uptime,
+    ) -> None:
+        self.leases = LeaseTable(clock)
+        self._allocations: set[_Watch] = set()
+        self.woken: SimpleQueue[object] = SimpleQueue()
+        """Wakes the renewing thread, also when an allocation is gone, to be revoked. Its ``put``
+        takes no lock and may interrupt another one: made for finalizers."""
+        self._arrays: dict[int, _Watch] = {}
+        self._storages: dict[int, _Watch] = {}
+        self._let_go: deque[weakref.ref[NDArray[np.generic]]] = deque()
+        self.let_go = self._let_go.append
+        """Notes that an array is gone."""
+
+    @property
+    def allocated(self) -> int:
+        """Arrays alive that came from ``allocate``."""
+        return len(self._allocations)
+
+    def add(self, arrays: Iterable[Watched], mounted: Mounted) -> list[Lease]:
+        """As ``Views.add_many``.
+
+        A signal handler may raise between any two steps. Until the watch is in ``_arrays`` the
+        lease is in no table; from then on the end of the array lets go of whatever there is.
+        """
+        leases: list[Lease] = []
+        lease_for = self.leases.lease_for
+        for array, address, held, until, place, value in arrays:
+            lease = lease_for(address, array.nbytes, held, until, mounted, place)
+            storage = 0 if value is array else _storage(value)
+            self._watch_array(array, address, lease, storage, self.let_go)
+            leases.append(lease)
+        return leases
+
+    def _watch_array(
+        self,
+        array: NDArray[np.generic],
+        address: int,
+        lease: Lease,
+        storage: int,
+        ended: Callable[[weakref.ref[NDArray[np.generic]]], object],
+    ) -> None:
+        is_granted = type(lease.what) is Granted
+        wakes = weakref.ref(array, self.woken.put) if is_granted else None  # called after ``ended``
+        watch = _Watch(array, ended)
+        watch.wakes = wakes
+        watch.address, watch.lease = address, lease
+        watch.array, watch.storage = id(array), storage
+        self._arrays[id(array)] = watch
+        self.leases.enter(address, lease, watch)
+        if is_granted:
+            self._allocations.add(watch)
+        if storage:
+            self._storages[storage] = watch
+
+    def settle_alone(self) -> None:
+        """From now on no thread settles: the end of an array does."""
+        for watch in list(self._arrays.values()):
+            array = watch()
+            if array is not None:
+                self._watch_array(
+                    array, watch.address, watch.lease, watch.storage, self._settle_last
+                )
+                watch.lease.holders.discard(watch)
+                self._allocations.discard(watch)
+        self.settle([])
+
+    def _settle_last(self, watch: weakref.ref[NDArray[np.generic]]) -> None:
+        self.let_go(watch)
+        self.settle([])
+
+    def settle(self, dropped: list[Granted]) -> None:
+        """Removes arrays that are gone; adds the allocations that can no longer be put to
+        ``dropped``. Each watch leaves the queue last: what a signal has cut short is done again."""
+        while self._let_go:
+            watch = self._let_go[0]
+            assert isinstance(watch, _Watch)
+            if self._arrays.get(watch.array) is watch:  # else another array has its id by now
+                self._arrays.pop(watch.array, None)
+            if watch.storage and self._storages.get(watch.storage) is watch:
+                self._storages.pop(watch.storage, None)
+            self._allocations.discard(watch)
+            granted = self.leases.let_go(watch.address, watch.lease, watch)
+            if granted is not None:
+                dropped.append(granted)
+            with contextlib.suppress(IndexError, ValueError):  # another thread was faster
+                self._let_go.remove(watch)
+
+    def of(self, value: object) -> Lease | None:
+        """As ``Views.of``."""
+        watch = self._watch(value)
+        if watch is not None:
+            return watch.lease
+        there = [lease for _, lease in self.leases.around(_address(value))]
+        return next((lease for lease in there if not lease.held), there[0] if there else None)
+
+    def allocation(self, data: memoryview) -> Lease | None:
+        """As ``Views.allocation``."""
+        if not self.allocated or not data.nbytes:
+            return None
+        watch, address = self._watch(data), _address(data)
+        if watch is not None:
+            lease = watch.lease
+            is_it = watch.address == address and isinstance(lease.what, Granted)
+            return lease if is_it else None
+        if not self.leases.starts_at(address):
+            return None
+        there = self.leases.around(address)
+        granted = [
+            lease for start, lease in there if start == address and isinstance(lease.what, Granted)
+        ]
+        if len(there) == 1 and granted:
+            return granted[0]
+        # Several leases cover this memory. A lost allocation must not be put; others are copied.
+        return next((lease for lease in granted if not lease.held), None)
+
+    def end(self) -> None:
+        """Ends every lease; see ``Lease.end``."""
+        for watch in list(self._arrays.values()):
+            watch.lease.end()
+
+    def _watch(self, value: object) -> _Watch | None:
+        """The watch of the array that ``value`` was made of."""
+        while True:
+            if isinstance(value, np.ndarray):
+                watch = self._arrays.get(id(value))
+                if watch is not None and watch() is value:
+                    return watch
+                value = value.base
+            elif isinstance(value, memoryview):
+                value = value.obj
+            elif storage := _storage(value):
+                watch = self._storages.get(storage)
+                return watch if watch is not None and watch() is not None else None
+            else:
+                return None
+
+
+class Views:
+    """All views and allocations of one client."""
+
+    def __init__(
+        self,
+        ask: MakeCall,
+        *,
+        lease_margin_s: float,
+        watch: Callable[[SegmentInfo], Mounted] | None = None,
+    ) -> None:
+        """
+        Args:
+            watch: ``Movers.watch``; None: a lease runs out after its segment was mounted anew.
+        """
+        self._ask = ask
+        self._watch = watch
+        self._margin_s = lease_margin_s
+        self._watches = Watches()
+        self._begin()
+
+    def _begin(self) -> None:
+        # Reentrant: the collector may run a program's own finalizer here, which calls the client.
+        self._lock = threading.RLock()
+        self._dropped: list[Granted] = []  # allocations dropped without a put, to be revoked
+        self._wake_at = math.inf
+        self._closing = Latch()
+        self._thread: threading.Thread | None = None
+
+    def add(
+        self,
+        array: NDArray[np.generic],
+        held: Named | Granted,
+        until: float,
+        mounted: Mounted,
+        place: Place | None = None,
+        value: object = None,
+    ) -> Lease:
+        """Watch ``array``, the first array over some payload, until its memory is let go.
+
+        Args:
+            array: over the payload.
+            held: what the lease is on.
+            until: when the promise ends.
+            mounted: whether the segment under it is mounted as it was.
+            place: of the object; then it is found again when its segment was mounted anew.
+            value: a tensor over the array, if the program gets that instead of the array.
+        """
+        (lease,) = self.add_many([(array, array.ctypes.data, held, until, place, value)], mounted)
+        return lease
+
+    def add_many(
+        self,
+        arrays: Iterable[Watched],
+        mounted: Mounted,
+    ) -> list[Lease]:
+        """``add`` of several on one segment."""
+        with self._lock:
+            self._settle()
+            leases = self._watches.add(arrays, mounted)
+            if leases and min(lease.renew_at for lease in leases) < self._wake_at:
+                self._watches.woken.put(None)
+        if self._thread is None and not self._closing.is_set():
+            start_thread("kvstore-renew", self._renew_forever)
+        return leases
+
+    def of(self, value: Value | memoryview) -> Lease | None:
+        """The lease of the view or allocation that ``value`` is or was made of; None: it is not of
+        this pool."""
+        return self._watches.of(value)
+
+    def allocation(self, data: memoryview) -> Lease | None:
+        """The allocation whose memory starts with ``data``, if it is one that was not put yet."""
+        return self._watches.allocation(data)
+
+    @property
+    def allocated(self) -> int:
+        """Arrays alive that came from ``allocate``."""
+        return self._watches.allocated
+
+    def stop_renewing(self) -> None:
+        """Stops renewals. A call to the master may still be under way; closing its stub ends it."""
+        self._closing.set()
+        self._watches.woken.put(None)
+
+    def close(self) -> None:
+        """Stops renewals. Views stay readable; their leases run out."""
+        self.stop_renewing()
+        if self._thread is not None:
+            join_all([self._thread], CLOSE_S)
+        self._watches.settle_alone()
+
+    def begin_anew(self) -> None:
+        """As ``Forked._begin_anew``: the leases are the parent's, which renews and ends them."""
+        self._watches.end()
+        closed = self._closing.is_set()
+        self._begin()
+        if closed:
+            self._closing.set()
+            self._watches.settle_alone()
+
+    def __len__(self) -> int:
+        with self._lock:
+            self._settle()
+            return len(self._watches.leases)
+
+    def _settle(self) -> None:
+        self._watches.settle(self._dropped)
+
+    def _follow(self, moved: list[Lease]) -> None:
+        """Asks for objects whose segments were mounted anew, one by one, until a call fails."""
+        for lease in moved:
+            lease.plan_renewal()
+        for lease in moved:
+            what, asked = lease.what, uptime()
+            if not isinstance(what, Named) or self._watch is None or not lease.held:
+                continue
+            try:
+                patience_s = max(0.05, lease.seconds_left / 2)
+                found = self._ask(calls.Lookup(what.namespace, [what.key]), patience_s)
+                assert isinstance(found, calls.Found)
+                segments = calls.DescribeSegments(found.placements.segments)
+                described = self._ask(segments, patience_s)
+                assert isinstance(described, calls.Segments)
+            except KVStoreError as error:
+                if self._closing.is_set():
+                    return
+                log.warning("lease_renewal_failed leases=%d error=%s", len(moved), str(error))
+                for each in moved:
+                    each.plan_retry()
+                return
+            segment = found_at(lease, found, described)
+            if segment is not None:
+                until = asked + found.lease_ms / 1000 - self._margin_s
+                lease.mounted_again(self._watch(segment), until)
+
+    def _renew_forever(self) -> None:
+        with self._lock:
+            if self._thread is not None:  # several callers have started it
+                return
+            self._thread = threading.current_thread()
+        while not self._closing.is_set():
+            try:
+                self._wait()
+                if not self._closing.is_set():
+                    self._revoke_dropped()
+                    self._renew()
+            except Exception:
+                # A bug. The next round tries again what it kept from being renewed.
+                log.exception("lease_renewal_broken views=%d", len(self._watches.leases))
+                self._closing.wait(BROKEN_PAUSE_S)
+
+    def _wait(self) -> None:
+        """Waits until a renewal is due, or there is an allocation to revoke."""
+        with self._lock:  # ``add_many`` sees this time, and wakes the thread if one is due sooner
+            self._settle()
+            self._wake_at = self._watches.leases.wake_at()
+        pause = min(self._wake_at - uptime(), threading.TIMEOUT_MAX)
+        if pause > 0 and not self._dropped:
+            with contextlib.suppress(Empty):
+                self._watches.woken.get(timeout=pause)
+        with contextlib.suppress(Empty):
+            while True:
+                self._watches.woken.get_nowait()
+        with self._lock:
+            self._settle()
+
+    def _renew(self) -> None:
+        with self._lock:
+            self._settle()
+            due, moved = self._watches.leases.due(), self._watches.leases.moved()
+        self._follow(moved)
+        for renewal in due:
+            asked = uptime()
+            try:
+                renewed = self._ask(renewal.request, renewal.patience_s)
+            except KVStoreError as error:
+                if self._closing.is_set():
+                    return
+                renewal.failed(error)
+            else:
+                assert isinstance(renewed, calls.Renewed)
+                renewal.answered(renewed, asked, self._margin_s)
+
+    def _revoke_dropped(self) -> None:
+        while self._dropped:
+            lost = self._dropped.pop()
+            try:
+                self._ask(calls.PutRevoke(lost.epoch, [lost.token], True), 1.0)
+            except KVStoreError as error:
+                log.debug("revoke_failed token=%d error=%s", lost.token, str(error))
+
+
+def _storage(value: object) -> int:
+    """Identifies a tensor's storage while that lives; 0: not a tensor, or one without storage."""
+    storage = getattr(value, "untyped_storage", None)  # without importing torch
+    if storage is None:
+        return 0
+    try:
+        return int(storage()._cdata)
+    except (AttributeError, RuntimeError):  # sparse, or without memory
+        return 0
+
+
+def _address(value: object) -> int:
+    data_ptr = getattr(value, "data_ptr", None)  # a torch tensor, without importing torch
+    if data_ptr is not None:
+        return int(data_ptr())
+    if isinstance(value, np.ndarray):
+        return int(value.ctypes.data)
+    if isinstance(value, memoryview) and value.nbytes:
+        return int(np.frombuffer(value, np.uint8).ctypes.data)
+    return 0

@@ -1,0 +1,378 @@
+"""The cluster as seen from this host: ports, masters, the lane, and each node's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, cast
+
+import grpc
+
+from kvstore import calls
+from kvstore._version import __version__
+from kvstore.calls import ClusterStatus, Joined, NodeStatus, SegmentInfo, Segments, TrafficReport
+from kvstore.client.calling.stub import MasterStub
+from kvstore.clocks import uptime
+from kvstore.config import DEFAULT_PORT, MasterConfig
+from kvstore.diagnosis.findings import Finding, ok, problem, warning
+from kvstore.errors import KVStoreError, MasterUnreachableError, NotLeaderError
+from kvstore.etcd.finding import look_at
+from kvstore.etcd.wire import advice_on
+from kvstore.memory.entries import ENTRY_GONE, directories
+from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.network import names
+from kvstore.network.addresses import (
+    ETCD_SCHEME,
+    EtcdPlace,
+    join_address,
+    parse_etcd,
+    split_address,
+)
+from kvstore.network.host import host_id
+from kvstore.network.listening import listen, reached_at
+from kvstore.network.ports import start_command
+from kvstore.transport.base import Move
+from kvstore.transport.device import DeviceTransport
+from kvstore.transport.shm import ShmTransport
+from kvstore.transport.tcp import TcpTransport
+from kvstore.wire.frames import ERROR, FrameReader, hello
+from kvstore.wire.messages import CALLS, encode_request
+from kvstore.wire.status import decode_error, detail_of
+
+PROBE_BYTES = 4_096
+PROBE_RING_BYTES = 64 << 10
+
+AT_ONCE_MAX = 16
+"""Masters or nodes that are checked at the same time."""
+
+QUESTIONS_MIN = 16
+"""Fewer in a namespace say nothing: the first prompts find nothing."""
+
+CLOCK_S = 300.0
+"""Clocks of two hosts may differ by this much without a warning. Epochs begin as Unix time."""
+
+Deadline = float
+"""A ``uptime()`` value."""
+
+
+def ports(config: MasterConfig, timeout_s: float) -> list[Finding]:
+    """The ports that a master on this host would listen on. A port that a running master has
+    already is fine."""
+    found = []
+    for name, port in (("gRPC", config.port), ("lane", config.lane_port_wanted)):
+        why = port_taken(config.host, port)
+        if why is None:
+            found.append(ok("ports", f"{port} ({name}) is free"))
+        elif why == errno.EADDRINUSE and master_at(config.host, config.port, timeout_s):
+            found.append(ok("ports", f"{port} ({name}) is taken, and a master answers here"))
+        elif why == errno.EADDRINUSE:
+            advice = f"ss -ltnp 'sport = :{port}' shows the process; or choose another --port"
+            what = f"{port} ({name}) is taken by a process that is not a master"
+            found.append(warning("ports", what, advice))
+        else:
+            what = f"cannot listen on {config.host}:{port}: {errno.errorcode[why]}"
+            advice = "ip address: --host must be an address of this host"
+            found.append(warning("ports", what, advice))
+    return found
+
+
+def port_taken(host: str, port: int) -> int | None:
+    """Why a server cannot listen on ``host:port`` (an errno); None: it can."""
+    try:
+        with listen(host, port):
+            return None
+    except OSError as error:
+        return error.errno or errno.EIO
+
+
+def master_at(host: str, port: int, timeout_s: float) -> bool:
+    stub = MasterStub(
+        join_address(reached_at(host), port), host=host_id(), name="doctor", lane=False
+    )
+    try:
+        stub.join(uptime() + min(1.0, timeout_s / 3))
+        return True
+    except KVStoreError:
+        return False
+    finally:
+        stub.close()
+
+
+def cluster(masters: str, timeout_s: float) -> list[Finding]:
+    """Checks the masters of a list, and through the leader the nodes; for an etcd, its members and
+    the leader that they name. Slow checks run in parallel, each with the whole ``timeout_s``."""
+    if masters.startswith(ETCD_SCHEME):
+        return by_etcd(parse_etcd(masters), timeout_s)
+    places = [place.strip() for place in masters.split(",")]
+    with ThreadPoolExecutor(AT_ONCE_MAX) as pool:
+        seen = list(pool.map(lambda place: master(place, timeout_s), places))
+        found = [finding for each in seen for finding in each.found]
+        leader = next((place for place, each in zip(places, seen) if each.serves), None)
+        if leader is None:
+            # The list does not name the leader, or the leader has changed meanwhile.
+            leader = next((each.leader for each in seen if each.leader), None)
+            if leader is None:
+                return found
+            found += master(leader, timeout_s).found
+        stub = MasterStub(leader, host=host_id(), name="doctor", lane=False)
+        try:
+            return found + nodes(stub, timeout_s, pool) + hits(stub, leader, timeout_s)
+        finally:
+            stub.close()
+
+
+def by_etcd(place: EtcdPlace, timeout_s: float) -> list[Finding]:
+    """Checks the members of an etcd, and the master that they name as leader."""
+    found: list[Finding] = []
+    leaders: set[str] = set()
+    silent = 0
+    with ThreadPoolExecutor(AT_ONCE_MAX) as pool:
+        by = uptime() + timeout_s
+        asked = [(each, pool.submit(look_at, place, each, by)) for each in place.endpoints]
+        for member, future in asked:
+            subject = f"etcd {member}"
+            try:
+                seen = future.result()
+            except KVStoreError as error:
+                silent += 1
+                found.append(problem(subject, error.message, error.advice))
+                continue
+            leaders.add(seen.master)
+            does = "leads the etcd" if seen.leads else "follows"
+            what = f"answers, version {seen.version}, {does}"
+            if seen.errors:
+                says = "; ".join(seen.errors)
+                found.append(problem(subject, f"{what}; it says: {says}", advice_on(says)))
+            else:
+                found.append(ok(subject, what))
+    if silent == len(place.endpoints):
+        return found
+    if silent:
+        why = f"{silent} of {len(place.endpoints)} members do not answer; the others are asked"
+        found.append(warning("etcd", why, "The loss of one more member may stop the masters."))
+    leaders.discard("")
+    if not leaders:
+        what = f"no master leads under the prefix {place.prefix!r}"
+        advice = f"kvstore-master --etcd {','.join(place.endpoints)} on two hosts or more"
+        return [*found, problem("leader", what, advice)]
+    found += [ok("leader", f"{leader} leads the masters") for leader in sorted(leaders)]
+    return found + cluster(",".join(sorted(leaders)), timeout_s)
+
+
+class _Seen(NamedTuple):
+    """The answer of one master itself; a standby is not followed to its leader."""
+
+    found: list[Finding]
+    serves: bool = False
+    leader: str = ""
+    """The leader's address, as a standby names it."""
+
+
+def master(place: str, timeout_s: float) -> _Seen:
+    deadline = uptime() + timeout_s
+    subject = f"master {place}"
+    stub = MasterStub(place, host=host_id(), name="doctor", lane=False)
+    try:
+        _ask_only(place, deadline)
+        joined = stub.join(deadline)
+    except NotLeaderError as error:
+        leader = str(error.fields.get("leader", ""))
+        if leader:
+            return _Seen([ok(subject, f"answers, and stands by; {leader} leads")], leader=leader)
+        what = "answers, and stands by; it knows no leader"
+        advice = "kvstore doctor --master etcd://... says whether the etcd is well"
+        return _Seen([problem(subject, what, advice)])
+    except KVStoreError as error:
+        advice = error.advice
+        if not isinstance(error, MasterUnreachableError) or "kvstore doctor" in advice:
+            advice = (
+                f"A firewall may drop packets to that port, or that host is down: let it pass, and "
+                f"run {start_command(place)} there."
+            )
+        return _Seen([problem(subject, error.message, advice)])
+    finally:
+        stub.close()
+    found = []
+    if joined.version != __version__:
+        what = f"answers, version {joined.version}; this host has {__version__}"
+        found.append(warning(subject, what, "Install the same release on both hosts."))
+    else:
+        found.append(ok(subject, f"answers, version {joined.version}, epoch {joined.epoch}"))
+    ahead_s = joined.epoch / 1000 - time.time()
+    if ahead_s > CLOCK_S:
+        what = f"its epoch is {ahead_s / 60:.0f} min ahead of this host's clock"
+        advice = (
+            "A clock has been set back: the master's before it started, or this host's. No data "
+            "is lost. Synchronize the clocks: timedatectl set-ntp true"
+        )
+        found.append(warning(subject, what, advice))
+    host, _ = split_address(place, default_port=DEFAULT_PORT)
+    return _Seen([*found, lane(host, joined, deadline)], serves=True)
+
+
+def _ask_only(place: str, deadline: float) -> None:
+    """Asks exactly this master; the client would go on to the leader.
+
+    Raises:
+        NotLeaderError: the master stands by. Otherwise the master serves, or ``join`` will say
+            what is wrong.
+    """
+    address = join_address(*split_address(place, default_port=DEFAULT_PORT))
+    call = CALLS[calls.Status]
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
+        try:
+            ask(encode_request(calls.Status()), timeout=max(0.1, deadline - uptime()) / 2)
+        except grpc.RpcError as error:
+            detail = detail_of(error)
+            failure = decode_error(detail) if detail else None
+            if isinstance(failure, NotLeaderError):
+                raise failure from None
+
+
+def lane(host: str, joined: Joined, deadline: Deadline) -> Finding:
+    """Checks the lane by its TCP port, which clients on other hosts use."""
+    subject = "lane"
+    if not joined.lane_port:
+        what = "the master has no lane"
+        return warning(subject, what, "Calls take 300 µs more; see --lane-port.")
+    address = join_address(host, joined.lane_port)
+    try:
+        by = max(deadline, uptime() + 0.1)
+        with names.connect(host, joined.lane_port, by) as sock:
+            sock.sendall(hello(joined.lane_token))
+            reader = FrameReader()
+            while (answer := reader.next()) is None:
+                if not (count := sock.recv_into(reader.space())):
+                    raise ConnectionError("the master closed the connection")
+                reader.received(count)
+        if answer[1] == ERROR:
+            raise decode_error(answer[3])
+    except (OSError, KVStoreError) as error:
+        what = f"{address} does not answer: {error}"
+        advice = f"Open port {joined.lane_port}: without the lane calls take 300 µs more."
+        return warning(subject, what, advice)
+    return ok(subject, f"{address} answers")
+
+
+def nodes(stub: MasterStub, timeout_s: float, pool: ThreadPoolExecutor) -> list[Finding]:
+    """Checks for each node that it is alive, that its data port answers, and, for a node on this
+    host, that its memory can be mapped."""
+    deadline = uptime() + timeout_s
+    try:
+        status = cast(ClusterStatus, stub.call(calls.Status(), deadline))
+        while status.next_cursor:
+            page = stub.call(calls.Status(status.next_cursor), deadline)
+            status = status.with_page(cast(ClusterStatus, page))
+        ids = [segment.segment_id for node in status.nodes for segment in node.segments]
+        described = cast(Segments, stub.call(calls.DescribeSegments(ids), deadline)).segments
+    except KVStoreError as error:
+        return [problem("nodes", error.message, error.advice)]
+    if not status.nodes:
+        advice = "kvstore-node --master ... --memory 4GiB"
+        return [problem("nodes", "no node has joined", advice)]
+    asked = {s.segment_id: pool.submit(by_tcp, s, timeout_s) for s in described}
+    found = []
+    for node in status.nodes:
+        found.append(node_well(node))
+        for segment in described:
+            if segment.node == node.name:
+                found += [asked[segment.segment_id].result(), *by_shm(segment)]
+    return found
+
+
+def hits(stub: MasterStub, master: str, timeout_s: float) -> list[Finding]:
+    """Checks that clients that ask find something; a page of what the master remembers."""
+    try:
+        report = cast(TrafficReport, stub.call(calls.Traffic(), uptime() + timeout_s))
+    except KVStoreError:
+        return []  # a master of the release before does not know the call
+    asked = [space for space in report.namespaces if space.questions >= QUESTIONS_MIN]
+    vain = [space for space in asked if not any(row.found for row in space.askers)]
+    if not vain:
+        return [ok("hits", "clients that ask find something")] if asked else []
+    what = f"in {len(vain)} of {len(asked)} namespaces clients ask and find nothing"
+    return [warning("hits", what, f"kvstore why --master {master}")]
+
+
+def node_well(node: NodeStatus) -> Finding:
+    subject = f"node {node.name}"
+    if node.entry_gone:
+        return problem(subject, "the entry of its memory in /dev/shm is gone", f"{ENTRY_GONE}.")
+    if node.state in ("alive", "draining"):
+        return ok(subject, f"{node.state}, last heard {node.silent_ms} ms ago")
+    what = f"{node.state}, last heard {node.silent_ms} ms ago"
+    return warning(
+        subject, what, "The node's log says what it does; the network to its host may lose packets."
+    )
+
+
+def by_tcp(segment: SegmentInfo, timeout_s: float) -> Finding:
+    deadline = uptime() + timeout_s
+    subject = f"node {segment.node}"
+    reached = f"data port {segment.address}"
+    try:
+        _read(lambda move: transport.read(segment, [move], deadline), transport := TcpTransport())
+    except KVStoreError as error:
+        advice = "Start it with --host or --advertise and an address that this host can reach."
+        return problem(subject, f"{reached} does not answer: {error.message}", advice)
+    return ok(subject, f"{reached} answers")
+
+
+def by_shm(segment: SegmentInfo) -> list[Finding]:
+    """Checks the segment's memory if its node is on this host, as far as the kernel tells."""
+    subject = f"node {segment.node}"
+    here, there = host_id(), segment.host
+    if here != there:
+        if here.rpartition("-")[0] != there.rpartition("-")[0]:
+            return []
+        advice = "docker run --ipc=host, or --volume /dev/shm:/dev/shm, for both"
+        what = "on this kernel, but in a container with another /dev/shm: clients use tcp"
+        return [warning(subject, what, advice)]
+    if segment.device is not None:
+        return [by_device(subject, segment)]
+    try:
+        _read(
+            lambda move: transport.read(segment, [move], uptime() + 1),
+            transport := ShmTransport(),
+        )
+    except KVStoreError as error:
+        for directory in directories():
+            with contextlib.suppress(OSError):
+                size = os.stat(f"{directory}/{segment.shm_name}").st_size
+                if size < segment.size:
+                    what = f"its memory file was truncated to {size} of {segment.size} bytes"
+                    advice = "Programs that map it die of SIGBUS. Start the node with --discard."
+                    return [problem(subject, what, advice)]
+        advice = (
+            "Run both as one user, or start the node with --shm-group and a group that both are "
+            "in. Until then clients use tcp."
+        )
+        what = f"on this host, but its memory cannot be mapped: {error.message}"
+        return [warning(subject, what, advice)]
+    return [ok(subject, "its memory can be mapped")]
+
+
+def by_device(subject: str, segment: SegmentInfo) -> Finding:
+    """Checks whether this process can open the memory of the device."""
+    transport = DeviceTransport(PROBE_RING_BYTES)
+    try:
+        _read(lambda move: transport.read(segment, [move], uptime() + 1), transport)
+    except KVStoreError as error:
+        what = f"on this host, but its memory of a device cannot be opened: {error.message}"
+        advice = "Let both see the GPU and the same /dev/shm. Until then clients use tcp."
+        return warning(subject, what, advice)
+    return ok(subject, "its memory of a device can be opened")
+
+
+def _read(
+    read: Callable[[Move], None], transport: ShmTransport | DeviceTransport | TcpTransport
+) -> None:
+    try:
+        read(Move(SUPERBLOCK_BYTES, memoryview(bytearray(PROBE_BYTES))))
+    finally:
+        transport.close()

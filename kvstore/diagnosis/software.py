@@ -1,0 +1,253 @@
+"""Python, the packages that kvstore needs, and those that it can use.
+
+Packages are imported in another process: a broken package ends only that process, and a slow
+import ends at its deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from kvstore import native
+from kvstore._version import __version__
+from kvstore.diagnosis import distribution
+from kvstore.diagnosis.findings import Finding, ok, problem, warning
+from kvstore.mooncake import is_ours
+from kvstore.native import compiled
+from kvstore.process import interpreter
+
+NEEDED: Final = ("numpy", "grpcio", "protobuf", "pydantic", "xxhash", "click", "rich")
+OPTIONAL: Final = {
+    "torch": "tensors as values: pip install torch",
+    "vllm": "the connector: pip install vllm",
+    "aiohttp": "kvstore-proxy: pip install aiohttp prometheus-client cbor2",
+}
+ENGINES: Final = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+
+_STATE: Final = Path(native.__file__).parents[1] / "master" / "state"
+
+_PROBE: Final = (
+    "import json; from kvstore.transport.mooncake import probe; "
+    "print(json.dumps([each._asdict() for each in probe()]))"
+)
+
+_PROBE_GPU: Final = (
+    "import json; from kvstore.device import cuda; from kvstore.errors import DeviceError\n"
+    "try: print(json.dumps(cuda.probe()))\n"
+    "except DeviceError as error: print(json.dumps(error.message))"
+)
+
+# Everything that a client and a master import, generated code included.
+_IMPORT_ALL: Final = "import kvstore.client.sync, kvstore.master.app, kvstore.node.app"
+
+
+def python(timeout_s: float) -> list[Finding]:
+    """The interpreter and the packages that kvstore needs."""
+    versions = ", ".join(f"{name} {version(name) or 'missing'}" for name in NEEDED)
+    found = [ok("Python", f"{platform.python_version()}, kvstore {__version__}")]
+    failure = import_failure(_IMPORT_ALL, timeout_s)
+    if failure is None:
+        return [*found, ok("packages", versions)]
+    needed = distribution.requirements() or NEEDED
+    advice = f"{sys.executable} -m pip install --upgrade {shlex.join(needed)}"
+    return [*found, problem("packages", f"{versions}; {failure}", advice)]
+
+
+def installation() -> list[Finding]:
+    """Whether another project's package hides this one, and whether the C parts are compiled."""
+    return [*_same_name(), _compiled()]
+
+
+def _same_name() -> list[Finding]:
+    return [
+        warning(
+            "distribution",
+            f"{stranger} is installed, which is another project (this one is "
+            f"{distribution.NAME}); its module is also called kvstore, and may hide this one",
+            f"{sys.executable} -m pip uninstall {distribution.NAME_BEFORE}",
+        )
+        for stranger in distribution.strangers()
+    ]
+
+
+def _compiled() -> Finding:
+    subject = "compiled parts"
+    if os.environ.get("KVSTORE_NATIVE") == "0":
+        return ok(subject, "not used, because KVSTORE_NATIVE=0")
+    missing = []
+    if native.fast is None:
+        missing.append("the steps of the hot path")
+    if not compiled.library(str(_STATE)).exists():
+        missing.append("the master's state")
+    if not missing:
+        return ok(subject, "the steps of the hot path and the master's state")
+    what = f"not compiled: {', '.join(missing)}; plain Python does the same work, slower"
+    advice = (
+        "Install a compiler (apt-get install gcc python3-dev), then kvstore again: "
+        "pip install . in a checkout compiles them."
+    )
+    return warning(subject, what, advice)
+
+
+def optional() -> list[Finding]:
+    """Reads only the versions of optional packages: importing vLLM takes many seconds."""
+    found = []
+    for name, purpose in OPTIONAL.items():
+        number = version(name)
+        what = f"{name} {number}" if number else f"{name} is not installed ({purpose})"
+        found.append(ok("optional", what))
+    return found
+
+
+def mooncake_store() -> list[Finding]:
+    """Whose ``mooncake.store`` an engine finds that is started with this environment."""
+    subject = "mooncake.store"
+    try:
+        found = find_spec("mooncake.store")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        return [ok(subject, "not installed; kvstore as-mooncake -- COMMAND gives it this store")]
+    if is_ours(found.origin):
+        return [ok(subject, "this store (its directory is in front on PYTHONPATH)")]
+    what = f"Mooncake's own ({found.origin}); kvstore as-mooncake -- COMMAND gives it this store"
+    return [ok(subject, what)]
+
+
+def transfer_engine(timeout_s: float, *, transfer: bool) -> list[Finding]:
+    """Whether Mooncake's transfer engine can be used; with ``transfer``, whether bytes arrive."""
+    subject = "transfer engine"
+    installed = next((f"{name} {number}" for name in ENGINES if (number := version(name))), None)
+    if installed is None:
+        what = "not installed (RDMA needs it)"
+        advice = f"pip install {ENGINES[-1]}"
+        return [problem(subject, what, advice)] if transfer else [ok(subject, what)]
+    failure = import_failure("from mooncake.engine import TransferEngine", timeout_s)
+    if failure is not None:
+        advice = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
+        if ".so" not in failure:
+            advice = f"{sys.executable} -m pip install --force-reinstall {installed.split()[0]}"
+        return [(problem if transfer else warning)(subject, f"{installed}: {failure}", advice)]
+    if find_spec("kvstore.transport.mooncake") is None:
+        what = f"{installed}, which this release does not use"
+        advice = "Use shm and tcp, or a later release."
+        return [problem(subject, what, advice)] if transfer else [ok(subject, what)]
+    found = _probed(installed, timeout_s)
+    return [*found, loop_back(timeout_s)] if transfer else found
+
+
+def _probed(installed: str, timeout_s: float) -> list[Finding]:
+    """What the transport reports of the engine: protocols, kinds of metadata servers, cards."""
+    subject = "transfer engine"
+    try:
+        done = _run(["-c", _PROBE], timeout_s)
+        rows = json.loads(done.stdout.strip().rpartition("\n")[2])
+    except (subprocess.TimeoutExpired, ValueError):
+        what = f"{installed}: the probe of its transport failed or took over {timeout_s:.0f} s"
+        return [warning(subject, what, f"{sys.executable} -c '{_PROBE}'")]
+    found = []
+    for row in rows:
+        what = f"{row['what']}: {row['found']}"
+        if row["ok"] or (row["what"] == "devices" and row["found"] == "no RDMA card"):
+            found.append(ok(subject, what))
+        else:
+            found.append(warning(subject, what, row["advice"]))
+    return found
+
+
+def graphics(timeout_s: float) -> list[Finding]:
+    """Whether the memory of GPUs can be copied, and how."""
+    subject = "GPU"
+    try:
+        done = _run(["-c", _PROBE_GPU], timeout_s)
+        rows = json.loads(done.stdout.strip().rpartition("\n")[2])
+    except (subprocess.TimeoutExpired, ValueError):
+        what = f"the probe of NVIDIA's driver failed or took over {timeout_s:.0f} s"
+        return [warning(subject, what, "nvidia-smi says whether the driver works.")]
+    if not isinstance(rows, list):
+        return [ok(subject, f"none is used: {rows}")]
+    found = []
+    for name, copies_batches, locks in rows:
+        if not locks:
+            advice = "Raise the limit of locked memory: ulimit -l unlimited, or the container's."
+            what = f"{name}: memory of the host cannot be page-locked, so bytes are copied twice"
+            found.append(warning(subject, what, advice))
+        elif not copies_batches:
+            what = f"{name}: the driver is older than CUDA 12.8, so each page is a call of its own"
+            found.append(warning(subject, what, "Install a newer driver."))
+        else:
+            found.append(ok(subject, f"{name}: copies straight from and to the pool, in batches"))
+    return found or [ok(subject, "none")]
+
+
+def loop_back(timeout_s: float) -> Finding:
+    """Runs puts and gets through the engine, against a store on this host; by RDMA where there is
+    a card."""
+    subject = "transfer engine"
+    protocol = os.environ.get("KVSTORE_CLIENT_PROTOCOL") or "tcp"
+    if "KVSTORE_CLIENT_PROTOCOL" not in os.environ and any(Path("/sys/class/infiniband").glob("*")):
+        protocol = "rdma"
+    arguments = ["-m", "kvstore.cli.main", "bench", "--transport", "mooncake",
+                 "--seconds", "0.05", "--json"]  # fmt: skip
+    again = f"KVSTORE_CLIENT_PROTOCOL={protocol} kvstore bench --transport mooncake"
+    try:
+        environ = os.environ | {"KVSTORE_CLIENT_PROTOCOL": protocol}
+        done = _run(arguments, timeout_s, environ)
+    except subprocess.TimeoutExpired:
+        what = f"no bytes arrived by {protocol} within {timeout_s:.0f} s"
+        return problem(subject, what, f"{again} shows where it stops")
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    speeds = [row["ours_gb_per_second"] for row in rows if row.get("op") == "get"]
+    if done.returncode != 0 or not speeds:
+        reason = done.stderr.strip().rpartition("\n")[2][:300]
+        return problem(subject, f"no bytes arrived by {protocol}: {reason}", again)
+    return ok(subject, f"bytes arrive by {protocol}: gets at {max(speeds):.2f} GB/s")
+
+
+# --- what the checks read ----------------------------------------------------------------------
+
+
+def version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def import_failure(code: str, timeout_s: float) -> str | None:
+    """Why ``code`` fails to import, in one line; None: it does not."""
+    script = (
+        "import json, sys\n"
+        "try:\n"
+        f"    exec({code!r})\n"
+        "except BaseException as error:\n"
+        "    print(json.dumps(f'{type(error).__name__}: {error}'))\n"
+    )
+    try:
+        done = _run(["-c", script], timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"the import took over {timeout_s:.0f} s"
+    if done.returncode != 0:
+        return f"the import ended with status {done.returncode}"
+    last = done.stdout.strip().rpartition("\n")[2]
+    return str(json.loads(last)).partition("\n")[0] if last.startswith('"') else None
+
+
+def _run(
+    arguments: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python."""
+    return subprocess.run(
+        interpreter.command(*arguments), env=interpreter.environment(environ),
+        capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip

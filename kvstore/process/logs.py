@@ -1,0 +1,276 @@
+"""What our servers write to standard output and standard error.
+
+One line per event, ``key=value``. A server writes to a disk that may be full, a pipe that its
+reader has closed, or one that is not read: none of that may stop or end it. ``configure`` puts both
+streams behind a bounded queue and a thread of their own: a write never blocks and never fails. What
+does not fit, or cannot be written, is dropped and counted, and a line says so once lines can be
+written again. Prints, progress bars and tracebacks take the same way.
+
+Lines of one kind (one format of one logger) are limited in rate, because strangers cause many of
+them. No text of a peer begins a line of its own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import io
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import IO, Any, Final, TextIO, cast
+
+from kvstore.process.background import start_thread
+from kvstore.texts import shown_text
+
+PIECES_MAX: Final = 2_000
+"""Lines that wait to be written; a traceback counts as one."""
+
+PIECE_BYTES_MAX: Final = 1 << 14
+"""A longer line, or traceback, is cut."""
+
+TEXT_MAX: Final = 4_000
+"""Characters of a message, and of a line of a traceback."""
+
+DRAIN_S: Final = 1.0
+"""How long the end of the process waits for what is still to be written."""
+
+BURST: Final = 100
+PER_S: Final = 1.0
+"""Lines of one kind: so many at once, and so many a second for long."""
+
+KINDS_MAX: Final = 500
+"""Kinds of lines whose rate is known. More would be a bug: text of a peer in a format."""
+
+EACH: Final = {"each": True}
+"""``extra=EACH`` of a call of ``log``: its lines are asked for one by one, and not limited."""
+
+
+def configure(level: str) -> None:
+    """For processes of ours only; a library leaves this to its program.
+
+    Args:
+        level: ``debug``, ``info``, ``warning`` or ``error``.
+    """
+    _take_over()
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LINE)
+    handler.addFilter(limit)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def counters() -> dict[str, int]:
+    """Lines since the start that were not written, by name of a metric."""
+    return {
+        "log_lines_dropped": sum(writer.dropped for writer in _writers),
+        "log_lines_left_out": limit.left_out,
+    }
+
+
+class Limit(logging.Filter):
+    """Bounds the rate of lines of one kind. The next line of that kind says how many were left
+    out."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self.left_out = 0
+        """Lines since the start."""
+        self._clock = clock
+        self._kinds: dict[tuple[str, str], _Rate] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """As ``logging.Filter``: whether to write it. Never blocks."""
+        if record.levelno <= logging.DEBUG or getattr(record, "each", False):
+            return True
+        if len(self._kinds) > KINDS_MAX:
+            self._kinds.clear()
+        now = self._clock()
+        rate = self._kinds.setdefault((record.name, str(record.msg)), _Rate(now))
+        if not rate.allows(now):
+            self.left_out += 1
+            return False
+        record.left_out, rate.left_out = rate.left_out, 0
+        return True
+
+
+class _Rate:
+    """A token bucket."""
+
+    def __init__(self, now: float) -> None:
+        self.left_out = 0
+        self._tokens = float(BURST)
+        self._at = now
+
+    def allows(self, now: float) -> bool:
+        self._tokens = min(BURST, self._tokens + (now - self._at) * PER_S)
+        self._at = now
+        if self._tokens < 1:
+            self.left_out += 1
+            return False
+        self._tokens -= 1
+        return True
+
+
+limit: Final = Limit()
+"""Of this process."""
+
+
+class LineFormatter(logging.Formatter):
+    """One line a record: what would begin another line, or control a terminal, is escaped. Lines of
+    a traceback are indented, so that none looks like a record."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "%(asctime)s.%(msecs)03d %(levelname).1s %(name)s %(message)s",
+            datefmt="%Y-%m-%dT%H:%M:%S",
+        )
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's own name
+        """As ``logging.Formatter``, on one line."""
+        if trace := getattr(record, "trace", ""):
+            record.message += f" trace={trace}"
+        record.message = shown_text(record.message, TEXT_MAX)
+        if left_out := getattr(record, "left_out", 0):
+            record.message += f" left_out={left_out}"
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802  # logging's own name
+        """As ``logging.Formatter``, indented."""
+        lines = super().formatException(ei).splitlines()
+        return "\n".join("  " + shown_text(line, TEXT_MAX) for line in lines)
+
+
+_LINE: Final = LineFormatter()
+
+
+class Writer:
+    """Writes to a descriptor in a thread of its own. Threads: any."""
+
+    def __init__(self, fd: int) -> None:
+        """Raises RuntimeError: the system has no thread left."""
+        self.dropped = 0
+        self._fd = fd
+        self._queue: SimpleQueue[bytes | threading.Event] = SimpleQueue()
+        self._told = 0
+        self._is_cut = False
+        """Whether the last line was written in part."""
+        start_thread(f"kvstore-output-{fd}", self._write_forever)
+
+    def write(self, piece: bytes) -> None:
+        """Never blocks. Takes no lock: a finalizer or a handler of a signal may call it."""
+        if self._queue.qsize() >= PIECES_MAX:
+            self.dropped += 1
+        elif len(piece) > PIECE_BYTES_MAX:
+            self._queue.put(piece[: PIECE_BYTES_MAX - 5] + b" ...\n")
+        else:
+            self._queue.put(piece)
+
+    def drain(self, deadline: float) -> bool:
+        """Waits until all is written, or dropped, that was given to ``write`` before. Returns
+        whether it was by ``deadline``, a ``time.monotonic()`` value."""
+        done = threading.Event()
+        self._queue.put(done)
+        return done.wait(max(0.0, deadline - time.monotonic()))
+
+    def _write_forever(self) -> None:
+        while True:
+            piece = self._queue.get()
+            if isinstance(piece, threading.Event):
+                self._tell()
+                piece.set()
+                continue
+            self._tell()
+            if not self._write(piece):
+                self.dropped += 1
+
+    def _tell(self) -> None:
+        """Says what was dropped, once that can be written."""
+        dropped = self.dropped
+        if dropped == self._told:
+            return
+        said = _LINE.format(
+            logging.makeLogRecord(
+                {
+                    "name": __name__, "levelno": logging.WARNING, "levelname": "WARNING",
+                    "msg": "log_lines_dropped count=%d: they could not be written",
+                    "args": (dropped - self._told,),
+                }
+            )
+        )  # fmt: skip
+        if self._write(said.encode() + b"\n"):
+            self._told = dropped
+
+    def _write(self, piece: bytes) -> bool:
+        if self._is_cut:
+            piece = b"\n" + piece
+        rest = memoryview(piece)
+        while rest:
+            try:
+                rest = rest[os.write(self._fd, rest) :]
+            except BlockingIOError:  # another process has made the terminal non-blocking
+                poll = select.poll()
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll()
+            except OSError:  # a full disk, a reader that is gone
+                self._is_cut = self._is_cut or len(rest) < len(piece)
+                return False
+        self._is_cut = False
+        return True
+
+
+class _Stream(io.RawIOBase):
+    """What lies below ``sys.stdout`` and ``sys.stderr``."""
+
+    def __init__(self, fd: int, writer: Writer) -> None:
+        self._fd = fd
+        self._writer = writer
+        self.name = fd  # as that of a file without a path
+
+    def write(self, data: Any, /) -> int:
+        """Takes all of it."""
+        piece = bytes(data)
+        self._writer.write(piece)
+        return len(piece)
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return os.isatty(self._fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+
+_writers: Final[list[Writer]] = []
+
+
+def _take_over() -> None:
+    """Puts both streams behind writers. One that is closed, or was replaced, stays as it is."""
+    shared: Writer | None = None
+    for name, fd in (("stderr", 2), ("stdout", 1)):
+        stream: TextIO | None = getattr(sys, name)
+        if stream is None or stream is not getattr(sys, f"__{name}__"):
+            continue
+        with contextlib.suppress(OSError, RuntimeError):
+            if shared is None or not os.path.sameopenfile(1, 2):  # one file: in order
+                shared = Writer(fd)
+                _writers.append(shared)
+            raw = cast(IO[bytes], _Stream(fd, shared))  # without a buffer: the queue is one
+            text = io.TextIOWrapper(
+                raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True
+            )
+            setattr(sys, name, text)
+    if _writers:
+        atexit.register(_drain)
+
+
+def _drain() -> None:
+    deadline = time.monotonic() + DRAIN_S
+    for writer in _writers:
+        writer.drain(deadline)

@@ -1,0 +1,1 @@
+"""``/api/v1``: objects, nodes and prefixes, for programs."""

@@ -1,0 +1,365 @@
+"""``/api/v1`` for people who look at prefixes: the chains that are used most, the blocks of one,
+and where pasted keys are.
+
+It only reads, and leases nothing: what is looked at here is not used by that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Final
+
+from aiohttp import web
+from pydantic import BaseModel, Field
+
+from kvstore import calls
+from kvstore.client.aio import AsyncClient
+from kvstore.errors import InvalidArgumentError, InvalidKeyError
+from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, check_key
+from kvstore.texts import HEX, key_from_text, key_text
+from kvstore.web.api.objects import TIMEOUT_MS
+from kvstore.web.api.places import Places
+from kvstore.web.server.openapi import Described, HexKey, Question, answered, body_of, query_of
+from kvstore.web.server.serving import Route
+
+CHAINS_PATH: Final = "/api/v1/chains"
+BLOCKS_PATH: Final = "/api/v1/blocks"
+FIND_PATH: Final = "/api/v1/find"
+
+FRESH_S: Final = 1.0
+"""How long an answer about chains is used again."""
+
+KEPT_MAX: Final = 64
+"""Answers about chains that are kept."""
+
+SHARE: Final = 0.2
+"""Of the time, how much may go into questions about chains, which take the master up to 100 ms."""
+
+REST_S: Final = 2.0
+"""The longest pause between two questions."""
+
+FIND_KEYS_MAX: Final = 1_024
+FIND_NAMESPACES_MAX: Final = 300
+"""The largest ones, where none is named."""
+
+FIND_SHOWN: Final = 20
+"""Namespaces in an answer, those with most of the keys."""
+
+
+class ChainsQuestion(Question):
+    """Which chains."""
+
+    namespace: str = Field(
+        default="", description="Empty: the last ones in which clients put or asked."
+    )
+    key: list[HexKey] = Field(
+        default=[],
+        max_length=CHAINS_MAX,
+        description="The chains that end at these blocks instead; in hexadecimal.",
+    )
+    count: int = Field(
+        default=0, ge=0, le=CHAINS_MAX, description=f"Chains; 0: {CHAINS_MAX}, which is the most."
+    )
+
+
+class BlocksQuestion(Question):
+    """Which blocks."""
+
+    key: list[HexKey] = Field(default=[], max_length=BLOCKS_MAX, description="In hexadecimal.")
+    namespace: str = DEFAULT_NAMESPACE
+    above: int = Field(
+        default=0, ge=0, le=BLOCKS_MAX, description="Blocks above the last key that are told, too."
+    )
+
+
+class BranchAnswer(BaseModel):
+    """A run of blocks, each of which is the parent of the next one."""
+
+    namespace: str
+    above: int = Field(description="Number of the branch that it continues, from 1; 0: none.")
+    first: str = Field(description="Key of the first block, as kvstore ls shows it.")
+    last: str = Field(description="Key of the last block, as kvstore ls shows it.")
+    key: str = Field(description="Key of the last block, in hexadecimal.")
+    blocks: int
+    missing: int = Field(description="Of those: without bytes. No match finds what is below.")
+    being_written: int = Field(description="Of those: being written now.")
+    size: int = Field(description="Payload bytes, replicas not counted.")
+    depth: int = Field(description="Ancestors of the last block, as far as known.")
+    children: int = Field(description="Blocks directly below the last one.")
+    matched: int = Field(description="Counted matches that ended in this branch or below it.")
+    ended: int = Field(description="Of those: at its last block.")
+    counted_ms: int = Field(description="Since when they are counted.")
+    idle_ms: int = Field(description="Since it, or a branch below it, was used.")
+    leased_ms: int
+    pinned: int = Field(description="Blocks that pins hold.")
+    cut: bool = Field(description="The chain goes on above it, and was not walked further.")
+    nodes: dict[str, int] = Field(description="Replicas by node, where most of them are.")
+
+
+class ChainsAnswer(BaseModel):
+    """The chains that were matched most and used last; each branch after the one it continues."""
+
+    branches: list[BranchAnswer]
+    whole: bool = Field(description="Whether every wanted chain was walked.")
+    uptime_ms: int = Field(description="Of the master, which remembers no match from before.")
+
+
+class BlockAnswer(BaseModel):
+    key: str = Field(description="In hexadecimal.")
+    text: str = Field(description="The key as kvstore ls shows it.")
+    state: str = Field(description="complete, being_written, missing or absent.")
+    parent: str = Field(description="In hexadecimal; empty: a root, or not known.")
+    children: int
+    depth: int
+    size: int
+    idle_ms: int
+    leased_ms: int
+    pinned_ms: int
+    nodes: list[str]
+
+
+class BlocksAnswer(BaseModel):
+    """A block, and those above it."""
+
+    blocks: list[BlockAnswer]
+
+
+class FindQuestion(Question):
+    """Which of these blocks are stored, and where?"""
+
+    text: str = Field(
+        max_length=1 << 20,
+        description="Keys: in hexadecimal, with 0x or hex: or without, or as kvstore ls shows "
+        "them; between them white space or commas, or a list in JSON.",
+    )
+    namespaces: list[str] | None = Field(
+        default=None,
+        min_length=1,
+        max_length=FIND_NAMESPACES_MAX,
+        description=f"Without it: the {FIND_NAMESPACES_MAX} largest ones.",
+    )
+
+
+class FoundIn(BaseModel):
+    namespace: str
+    found: int = Field(description="Keys that are stored.")
+    leading: int = Field(description="Keys that are stored, from the first on.")
+    chain: bool = Field(description="Whether each stored block continues the one before it.")
+    blocks: list[BlockAnswer] = Field(description="One per key.")
+
+
+class FindAnswer(BaseModel):
+    """The namespaces that have any of the keys, those with most of them first."""
+
+    keys: int
+    looked_in: int = Field(description="Namespaces.")
+    found_in: list[FoundIn]
+    others: int = Field(description="Further namespaces that have some.")
+
+
+class Prefixes:
+    """Answers these questions, as a client of the master. Use it in one event loop."""
+
+    def __init__(self, client: AsyncClient, places: Places) -> None:
+        self._client = client
+        self._places = places
+        self._asking = asyncio.Lock()
+        self._rest_until = 0.0
+        self._kept: dict[tuple[str | None, int], tuple[float, calls.ChainsFound]] = {}
+        """Answers, and until when they are used again."""
+
+    def routes(self) -> list[tuple[Described, Route]]:
+        answers = [(CHAINS, self._chains), (BLOCKS, self._blocks), (FIND, self._find)]
+        return [(each, Route(each.method, each.path, answered(way))) for each, way in answers]
+
+    async def _chains(self, request: web.Request) -> BaseModel:
+        asked = query_of(request, ChainsQuestion)
+        found = await self._ask(asked.namespace or None, asked.key, asked.count)
+        nodes = await self._places.of(chain.from_iterable(row.segments for row in found.branches))
+        return ChainsAnswer(
+            branches=[_branch(row, nodes) for row in found.branches],
+            whole=found.whole,
+            uptime_ms=found.uptime_ms,
+        )
+
+    async def _ask(
+        self, namespace: str | None, keys: Sequence[bytes], count: int
+    ) -> calls.ChainsFound:
+        """One question at a time, however many pages are open, and none for a while after it."""
+        async with self._asking:
+            until, answer = self._kept.get((namespace, count), (0.0, None))
+            if answer is not None and not keys and time.monotonic() < until:
+                return answer
+            await asyncio.sleep(self._rest_until - time.monotonic())
+            started = time.monotonic()
+            try:
+                found = await self._client.chains(
+                    namespace, keys=keys, count=count, timeout_ms=TIMEOUT_MS
+                )
+            finally:
+                ended = time.monotonic()
+                self._rest_until = ended + min(REST_S, (ended - started) * (1 / SHARE - 1))
+            if not keys:
+                self._kept.pop((namespace, count), None)
+                while len(self._kept) >= KEPT_MAX:
+                    del self._kept[next(iter(self._kept))]
+                self._kept[namespace, count] = ended + FRESH_S, found
+            return found
+
+    async def _blocks(self, request: web.Request) -> BaseModel:
+        asked = query_of(request, BlocksQuestion)
+        found = await self._client.blocks(
+            asked.key, above=asked.above, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
+        )
+        nodes = await self._places.of(chain.from_iterable(row.segments for row in found))
+        return BlocksAnswer(blocks=[_block(each, nodes) for each in found])
+
+    async def _find(self, request: web.Request) -> BaseModel:
+        asked = await body_of(request, FindQuestion)
+        readings = keys_of(asked.text)
+        names: Sequence[str] = asked.namespaces or ()
+        if not names:
+            status = await self._client.status(timeout_ms=TIMEOUT_MS)
+            largest = heapq.nlargest(
+                FIND_NAMESPACES_MAX, status.namespaces, key=lambda row: (row.size, row.name)
+            )
+            names = [row.name for row in largest]
+        found: list[tuple[str, Sequence[calls.Block]]] = []
+        for name in dict.fromkeys(names):
+            for keys in readings:
+                rows = await self._rows(name, keys)
+                if any(map(_is_there, rows)):
+                    found.append((name, rows))
+                    break
+        every = chain.from_iterable(rows for _, rows in found)
+        nodes = await self._places.of(chain.from_iterable(row.segments for row in every))
+        told = [_found_in(name, rows, nodes) for name, rows in found]
+        told.sort(key=lambda each: (-each.leading, -each.found, each.namespace))
+        return FindAnswer(
+            keys=len(readings[0]),
+            looked_in=len(names),
+            found_in=told[:FIND_SHOWN],
+            others=len(told[FIND_SHOWN:]),
+        )
+
+    async def _rows(self, namespace: str, keys: Sequence[Key]) -> Sequence[calls.Block]:
+        rows: list[calls.Block] = []
+        for start in range(0, len(keys), BLOCKS_MAX):
+            rows += await self._client.blocks(
+                keys[start : start + BLOCKS_MAX], namespace=namespace, timeout_ms=TIMEOUT_MS
+            )
+        return rows
+
+
+def _is_there(row: calls.Block) -> bool:
+    return row.state == "complete"
+
+
+def _found_in(namespace: str, rows: Sequence[calls.Block], nodes: Mapping[int, str]) -> FoundIn:
+    there = [_is_there(row) for row in rows]
+    pairs = zip(rows, rows[1:], there, there[1:])
+    return FoundIn(
+        namespace=namespace,
+        found=sum(there),
+        leading=(*there, False).index(False),
+        chain=all(
+            below.parent == above.key for above, below, first, second in pairs if first and second
+        ),
+        blocks=[_block(row, nodes) for row in rows],
+    )
+
+
+def keys_of(text: str) -> list[list[Key]]:
+    """What a text of keys may mean: one reading, or two where plain text could be hexadecimal.
+
+    Raises:
+        InvalidArgumentError: no key, too many, or one that no object can have.
+    """
+    text = text.strip()
+    if text.startswith("["):
+        try:
+            words = json.loads(text)
+        except (ValueError, RecursionError):
+            raise InvalidArgumentError("this begins like a list in JSON, and is none") from None
+        if not all(isinstance(word, str) for word in words):
+            raise InvalidArgumentError("a key in JSON is a text")
+    else:
+        words = [word for each in re.split(r"[\s,;]+", text) if (word := each.strip("\"'"))]
+    if not 0 < len(words) <= FIND_KEYS_MAX:
+        raise InvalidArgumentError(f"give 1 to {FIND_KEYS_MAX} keys, not {len(words)}")
+    readings: list[list[Key]] = []
+    for reading in (_as_hex, _as_shown):
+        try:
+            keys = [reading(word) for word in words]
+        except (InvalidKeyError, ValueError):
+            continue
+        if keys not in readings:
+            readings.append(keys)
+    if not readings:
+        raise InvalidArgumentError("not all of this are keys: in hexadecimal, or as kvstore ls")
+    return readings
+
+
+def _as_hex(word: str) -> Key:
+    """Raises ValueError, InvalidKeyError."""
+    return check_key(bytes.fromhex(word.removeprefix(HEX).removeprefix("0x").removeprefix("0X")))
+
+
+def _as_shown(word: str) -> Key:
+    """Raises ValueError, InvalidKeyError."""
+    return _as_hex(word) if word[:2] in ("0x", "0X") else key_from_text(word)
+
+
+def _branch(row: calls.Branch, names: Mapping[int, str]) -> BranchAnswer:
+    replicas = row.replicas_by_node(names)
+    return BranchAnswer(
+        **{
+            name: getattr(row, name)
+            for name in BranchAnswer.model_fields
+            if name not in ("first", "last", "key", "nodes")
+        },
+        first=key_text(row.first),
+        last=key_text(row.last),
+        key=row.last.hex(),
+        nodes={node: count for node, count in replicas.items() if node},
+    )
+
+
+def _block(row: calls.Block, names: Mapping[int, str]) -> BlockAnswer:
+    return BlockAnswer(
+        key=row.key.hex(),
+        text=key_text(row.key),
+        state=row.state,
+        parent=row.parent.hex(),
+        children=row.children,
+        depth=row.depth,
+        size=row.size,
+        idle_ms=row.idle_ms,
+        leased_ms=row.leased_ms,
+        pinned_ms=row.pinned_ms,
+        nodes=_distinct(names.get(segment, "") for segment in row.segments),
+    )
+
+
+def _distinct(names: Iterable[str]) -> list[str]:
+    return [name for name in dict.fromkeys(names) if name]
+
+
+CHAINS: Final = Described(
+    "GET", CHAINS_PATH, "The chains that are used most.",
+    {200: ("Each branch after the one that it continues.", ChainsAnswer)}, query=ChainsQuestion,
+)  # fmt: skip
+BLOCKS: Final = Described(
+    "GET", BLOCKS_PATH, "A block, and those above it.",
+    {200: ("One per key, then those above the last one.", BlocksAnswer)}, query=BlocksQuestion,
+)  # fmt: skip
+FIND: Final = Described(
+    "POST", FIND_PATH, "Which blocks are stored, and where.",
+    {200: ("By namespace.", FindAnswer)}, body=FindQuestion,
+)  # fmt: skip

@@ -1,0 +1,446 @@
+"""Objects over HTTP: get, put, remove, list, pin.
+
+A payload is in the memory of this process as a whole: a get verifies all of it before the first
+byte leaves, and a put has all of it before the store hears of it. ``Room`` bounds that memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+from aiohttp import web
+from pydantic import BaseModel, Field
+
+from kvstore.calls import ObjectRow, PutOutcome
+from kvstore.client.aio import AsyncClient
+from kvstore.client.operations import Raw
+from kvstore.client.values import Described as Value
+from kvstore.errors import BufferMismatchError, BusyError, StaleReadError, ValueTooLargeError
+from kvstore.limits import (
+    BATCH_KEYS_MAX,
+    DEFAULT_NAMESPACE,
+    PIN_MS_MAX,
+    REPLICAS_MAX,
+    TTL_MS_MAX,
+)
+from kvstore.texts import key_text
+from kvstore.web.server.access import HEADERS
+from kvstore.web.server.openapi import (
+    BYTES,
+    Described,
+    HexKey,
+    HexPrefix,
+    Question,
+    answered,
+    as_json,
+    body_of,
+    query_of,
+    refusal,
+)
+from kvstore.web.server.serving import Route
+
+PATH: Final = "/api/v1/objects"
+LIST_PATH: Final = "/api/v1/objects/list"
+REMOVE_PATH: Final = "/api/v1/remove"
+PIN_PATH: Final = "/api/v1/pin"
+UNPIN_PATH: Final = "/api/v1/unpin"
+
+ROOM_BYTES: Final = 256 << 20
+"""Payloads in memory at once. Also the largest payload: clients of the library have no such bound.
+"""
+
+LEAST_BYTES: Final = 64 << 10
+"""What a small payload counts as, for the buffers of its connection."""
+
+WAITING_MAX: Final = 256
+ROOM_S: Final = 10.0
+"""How many requests wait for memory, and how long, before they are told to come again."""
+
+TRANSFER_S: Final = 10.0
+BYTES_PER_S_MIN: Final = 1 << 20
+"""The time for a payload to come, to be put, or to leave: this, and its size at this rate."""
+
+PIECE_BYTES: Final = 256 << 10
+"""Handed to a connection at once."""
+
+TIMEOUT_MS: Final = 2_000
+"""Of a call to the store that moves no bytes."""
+
+_NO_BYTES: Final = re.compile("bytes=-0+", re.IGNORECASE)
+"""A range that no object has: the last no bytes."""
+
+VERSION: Final = "Kvstore-Version"
+DESCRIPTOR: Final = "Kvstore-Descriptor"
+
+
+class ObjectQuestion(Question):
+    """Which object."""
+
+    key: HexKey = Field(description="In hexadecimal.")
+    namespace: str = DEFAULT_NAMESPACE
+
+
+class PutQuestion(ObjectQuestion):
+    """Which object, and how it is kept."""
+
+    parent: HexKey | None = Field(
+        default=None, description="Key of the object before it in its chain, in hexadecimal."
+    )
+    ttl_ms: int | None = Field(
+        default=None, ge=1, le=TTL_MS_MAX, description="Time after which it is gone."
+    )
+    replicas: int | None = Field(default=None, ge=1, le=REPLICAS_MAX)
+    overwrite: bool = Field(
+        default=False, description="Write a new version even if the key exists."
+    )
+
+
+class ListQuestion(Question):
+    """Which objects, and which page of them."""
+
+    namespace: str = Field(default="", description="Empty: all.")
+    prefix: HexPrefix = Field(default=b"", description="Of their keys, in hexadecimal.")
+    cursor: int = Field(default=0, ge=0, lt=1 << 63, description="0: the first page.")
+
+
+class RemoveQuestion(Question):
+    """Which objects to remove, or to unpin."""
+
+    keys: list[HexKey] = Field(max_length=BATCH_KEYS_MAX, description="In hexadecimal.")
+    namespace: str = DEFAULT_NAMESPACE
+
+
+class PinQuestion(RemoveQuestion):
+    """Which objects to keep from eviction, and for how long."""
+
+    seconds: float = Field(gt=0, le=PIN_MS_MAX / 1000, description="From now on.")
+
+
+class PutAnswer(BaseModel):
+    """What became of a put."""
+
+    outcome: str = Field(description="stored, found (it was there already) or being_written.")
+    size: int = Field(description="Payload bytes.")
+
+
+class RemoveAnswer(BaseModel):
+    removed: list[bool] = Field(description="Per key: whether there was such an object.")
+
+
+class PinAnswer(BaseModel):
+    pinned: list[bool] = Field(description="Per key: whether it is there, and pinned now.")
+
+
+class UnpinAnswer(BaseModel):
+    unpinned: list[bool] = Field(description="Per key: whether it was pinned.")
+
+
+class ObjectAnswer(BaseModel):
+    """One object."""
+
+    namespace: str
+    key: str = Field(description="In hexadecimal.")
+    text: str = Field(description="The key as kvstore ls shows it.")
+    size: int = Field(description="Payload bytes.")
+    replicas: int
+    depth: int = Field(description="Ancestors, as far as known.")
+    leased_ms: int
+    state: str = Field(description="complete, detached or being_written.")
+
+
+class ListAnswer(BaseModel):
+    """One page."""
+
+    objects: list[ObjectAnswer]
+    cursor: int = Field(description="Of the next page; 0: there is none.")
+
+
+class Room:
+    """Memory for payloads, given in the order of asking. Use it in one event loop."""
+
+    def __init__(self, size: int) -> None:
+        self.free = size
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    @contextlib.asynccontextmanager
+    async def of(self, size: int) -> AsyncIterator[None]:
+        """Holds this many bytes. Raises BusyError: there were none in time."""
+        size = max(size, LEAST_BYTES)
+        await self._take(size)
+        try:
+            yield
+        finally:
+            self.free += size
+            self._give()
+
+    async def _take(self, size: int) -> None:
+        if not self._waiting and size <= self.free:
+            self.free -= size
+            return
+        if len(self._waiting) >= WAITING_MAX:
+            raise BusyError(f"{WAITING_MAX} requests wait for memory")
+        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((size, granted))
+        try:
+            async with asyncio.timeout(ROOM_S):
+                await granted
+        except BaseException as error:
+            if granted.done() and not granted.cancelled():
+                self.free += size
+            else:
+                self._waiting.remove((size, granted))
+            self._give()
+            if isinstance(error, TimeoutError):
+                raise BusyError(f"other payloads used the memory for {ROOM_S:g} s") from None
+            raise
+
+    def _give(self) -> None:
+        while self._waiting and self._waiting[0][0] <= self.free:
+            size, granted = self._waiting.popleft()
+            if granted.cancelled():  # its task takes it out
+                self._waiting.appendleft((size, granted))
+                return
+            self.free -= size
+            granted.set_result(None)
+
+
+class Objects:
+    """Gets, puts, removes, lists and pins as a client of the master. Use it in one event loop."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._room = Room(ROOM_BYTES)
+
+    def routes(self) -> list[tuple[Described, Route]]:
+        answers = [
+            (GET, answered(self._get, moves_bytes=True)),
+            (PUT, answered(self._put, moves_bytes=True)),
+            (DELETE, answered(self._delete)),
+            (LIST, answered(self._list)),
+            (REMOVE, answered(self._remove)),
+            (PIN, answered(self._pin)),
+            (UNPIN, answered(self._unpin)),
+        ]
+        return [(each, Route(each.method, each.path, way)) for each, way in answers]
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    async def _get(self, request: web.Request) -> web.StreamResponse:
+        asked = query_of(request, ObjectQuestion)
+        for _ in range(2):  # a larger version may have replaced it since its size was asked
+            found = await self._client.lookup(
+                [asked.key], namespace=asked.namespace, timeout_ms=TIMEOUT_MS
+            )
+            size = found[0]
+            if size is None:
+                return _missing()
+            if size > ROOM_BYTES:
+                return refusal(
+                    413, f"the object has {size} bytes; over HTTP {ROOM_BYTES} can be fetched"
+                )
+            with contextlib.suppress(BufferMismatchError):
+                async with self._room.of(size):
+                    raw = await self._client.get_raw(
+                        asked.key,
+                        namespace=asked.namespace,
+                        size_max=size,
+                        timeout_ms=int(1000 * _seconds(size)),
+                    )
+                    return _missing() if raw is None else await _send(request, raw)
+        raise StaleReadError("the object is being replaced")
+
+    async def _put(self, request: web.Request) -> web.StreamResponse:
+        asked = query_of(request, PutQuestion)
+        size = request.content_length
+        if size is None:
+            return refusal(411, "a put needs a Content-Length")
+        if size > ROOM_BYTES:
+            raise ValueTooLargeError(f"over HTTP {ROOM_BYTES} bytes can be put, not {size}")
+        async with self._room.of(size):
+            body = await _body(request, size)
+            if body is None:
+                return refusal(408, f"the body did not come within {_seconds(size):.0f} s")
+            outcome = await self._client.put(
+                asked.key,
+                body,
+                namespace=asked.namespace,
+                parent=asked.parent,
+                ttl=None if asked.ttl_ms is None else asked.ttl_ms / 1000,
+                replicas=asked.replicas,
+                overwrite=asked.overwrite,
+                timeout_ms=int(1000 * _seconds(size)),
+            )
+        status = {PutOutcome.STORED: 201, PutOutcome.BEING_WRITTEN: 202}.get(outcome, 200)
+        return as_json(PutAnswer(outcome=outcome.name.lower(), size=size), status=status)
+
+    # --- the rest -----------------------------------------------------------------------------
+
+    async def _delete(self, request: web.Request) -> web.StreamResponse:
+        asked = query_of(request, ObjectQuestion)
+        removed = await self._client.remove(asked.key, namespace=asked.namespace)
+        return web.Response(status=204, headers=HEADERS) if removed else _missing()
+
+    async def _remove(self, request: web.Request) -> BaseModel:
+        asked = await body_of(request, RemoveQuestion)
+        removed = await self._client.remove_many(asked.keys, namespace=asked.namespace)
+        return RemoveAnswer(removed=removed)
+
+    async def _pin(self, request: web.Request) -> BaseModel:
+        asked = await body_of(request, PinQuestion)
+        pinned = await self._client.pin(asked.keys, asked.seconds, namespace=asked.namespace)
+        return PinAnswer(pinned=pinned)
+
+    async def _unpin(self, request: web.Request) -> BaseModel:
+        asked = await body_of(request, RemoveQuestion)
+        unpinned = await self._client.unpin(asked.keys, namespace=asked.namespace)
+        return UnpinAnswer(unpinned=unpinned)
+
+    async def _list(self, request: web.Request) -> BaseModel:
+        asked = query_of(request, ListQuestion)
+        page = await self._client.list_page(
+            asked.namespace, asked.prefix, asked.cursor, timeout_ms=TIMEOUT_MS
+        )
+        return ListAnswer(
+            objects=[ObjectAnswer(**fields_of(each)) for each in page.objects],
+            cursor=page.next_cursor,
+        )
+
+
+def fields_of(row: ObjectRow) -> dict[str, Any]:
+    """Those of an ``ObjectAnswer``."""
+    return {**row._asdict(), "key": row.key.hex(), "text": key_text(row.key)}
+
+
+def _seconds(size: int) -> float:
+    """How long a payload of this size may take on its way."""
+    return TRANSFER_S + size / BYTES_PER_S_MIN
+
+
+def _missing() -> web.Response:
+    return refusal(404, "no such object")
+
+
+async def _body(request: web.Request, size: int) -> bytearray | None:
+    """The body; None: it did not come in time. If the client leaves, this is cancelled."""
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0
+    body, at = bytearray(size), 0
+    try:
+        async with asyncio.timeout(_seconds(size)):
+            async for piece in request.content.iter_any():
+                body[at : at + len(piece)] = piece
+                at += len(piece)
+    except TimeoutError:
+        return None
+    assert at == size, "the parser counts the bytes"
+    return body
+
+
+async def _send(request: web.Request, raw: Raw) -> web.StreamResponse:
+    """The payload, or the range of it that was asked for."""
+    size = len(raw.data)
+    version = f"{raw.version.epoch}.{raw.version.counter}"
+    headers = {
+        **HEADERS,
+        "Content-Type": BYTES,
+        "Accept-Ranges": "bytes",
+        "ETag": f'"{version}"',
+        VERSION: version,
+        DESCRIPTOR: _descriptor(raw.described),
+    }
+    part = slice(0, size)
+    if (
+        "Range" in request.headers
+        and request.headers.get("If-Range", f'"{version}"') == f'"{version}"'
+    ):
+        with contextlib.suppress(ValueError):  # what is no range of bytes is ignored (RFC 9110)
+            start, stop, _ = request.http_range.indices(size)
+            if start >= stop or _NO_BYTES.fullmatch(request.headers["Range"]):
+                headers["Content-Range"] = f"bytes */{size}"
+                return web.Response(
+                    status=416,
+                    text="no such range\n",
+                    headers={
+                        name: value for name, value in headers.items() if name != "Content-Type"
+                    },
+                )
+            part = slice(start, stop)
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+    data = raw.data[part]
+    response = web.StreamResponse(
+        status=206 if "Content-Range" in headers else 200, headers=headers
+    )
+    response.content_length = len(data)
+    await response.prepare(request)
+    try:
+        if request.method != "HEAD":
+            async with asyncio.timeout(_seconds(len(data))):
+                for start in range(0, len(data), PIECE_BYTES):
+                    await response.write(data[start : start + PIECE_BYTES])
+        await response.write_eof()
+    except TimeoutError:  # its memory is needed
+        if request.transport is not None:
+            request.transport.abort()
+    except ConnectionError:
+        pass  # the client has left
+    return response
+
+
+def _descriptor(value: Value) -> str:
+    """As JSON without a control character: it was written by a client."""
+    text = json.dumps({"kind": value.kind, "dtype": value.dtype, "shape": value.shape})
+    return text.replace("\x7f", "\\u007f")
+
+
+_NO_OBJECT: Final = ("No such object.", "text/plain")
+_TOO_LARGE: Final = (f"More than {ROOM_BYTES} bytes.", "text/plain")
+
+GET: Final = Described(
+    "GET", PATH,
+    "The bytes of an object, verified. Kvstore-Descriptor says what they are (JSON: kind, dtype, "
+    "shape); Kvstore-Version names the put.",
+    {
+        200: ("The payload.", BYTES), 206: ("The range of it that was asked for.", BYTES),
+        404: _NO_OBJECT, 413: _TOO_LARGE, 416: ("No such range.", "text/plain"),
+    },
+    query=ObjectQuestion, is_trusted=True,
+)  # fmt: skip
+PUT: Final = Described(
+    "PUT", PATH, "Store bytes.",
+    {
+        201: ("Stored by this request.", PutAnswer), 200: ("It was there already.", PutAnswer),
+        202: ("Another client is writing it at this moment.", PutAnswer),
+        408: ("The body was too slow.", "text/plain"),
+        411: ("There is no Content-Length.", "text/plain"), 413: _TOO_LARGE,
+        507: ("The pool is full of leased and pinned objects.", "text/plain"),
+    },
+    query=PutQuestion, body=BYTES, is_trusted=True,
+)  # fmt: skip
+DELETE: Final = Described(
+    "DELETE", PATH, "Remove an object.", {204: ("Removed.", None), 404: _NO_OBJECT},
+    query=ObjectQuestion, is_trusted=True,
+)  # fmt: skip
+LIST: Final = Described(
+    "GET", LIST_PATH, "Objects, a page of up to 1,000 at a time.",
+    {200: ("One page.", ListAnswer)}, query=ListQuestion,
+)  # fmt: skip
+REMOVE: Final = Described(
+    "POST", REMOVE_PATH, "Remove objects.", {200: ("Done.", RemoveAnswer)},
+    body=RemoveQuestion, is_trusted=True,
+)  # fmt: skip
+PIN: Final = Described(
+    "POST", PIN_PATH, "Keep objects, and those before them in their chains, from eviction.",
+    {200: ("Done.", PinAnswer), 507: ("Pins hold their share of the pool.", "text/plain")},
+    body=PinQuestion, is_trusted=True,
+)  # fmt: skip
+UNPIN: Final = Described(
+    "POST", UNPIN_PATH, "End the pins of objects.", {200: ("Done.", UnpinAnswer)},
+    body=RemoveQuestion, is_trusted=True,
+)  # fmt: skip

@@ -1,0 +1,172 @@
+"""Questions of programs over HTTP: how much of a chain is stored and where, what exists, an object.
+
+Keys are bytes, so they travel in hexadecimal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Final
+
+from aiohttp import web
+from pydantic import BaseModel, Field
+
+from kvstore.client.aio import AsyncClient
+from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX
+from kvstore.web.api.objects import TIMEOUT_MS, ObjectAnswer, ObjectQuestion, fields_of
+from kvstore.web.api.places import Places
+from kvstore.web.server.openapi import (
+    Answer,
+    Described,
+    HexKey,
+    Question,
+    answered,
+    body_of,
+    query_of,
+    refusal,
+)
+from kvstore.web.server.serving import Route
+
+MATCH_PATH: Final = "/api/v1/match"
+EXISTS_PATH: Final = "/api/v1/exists"
+STAT_PATH: Final = "/api/v1/stat"
+
+
+class MatchQuestion(Question):
+    """How many of these keys, from the first on, are stored?"""
+
+    keys: list[HexKey] = Field(
+        max_length=BATCH_KEYS_MAX, description="Of a chain, from its root; in hexadecimal."
+    )
+    namespaces: list[str] = Field(
+        default=[DEFAULT_NAMESPACE],
+        min_length=1,
+        max_length=NAMESPACES_MAX,
+        description="Where to look; each has an answer of its own.",
+    )
+
+
+class ExistsQuestion(Question):
+    """Which of these keys are stored?"""
+
+    keys: list[HexKey] = Field(max_length=BATCH_KEYS_MAX, description="In hexadecimal.")
+    namespace: str = DEFAULT_NAMESPACE
+
+
+class MatchAnswer(BaseModel):
+    """Of one namespace."""
+
+    namespace: str
+    matched: int = Field(description="Leading keys that are stored; they are leased by this.")
+    being_written: int = Field(description="Keys after those that are being written now.")
+    nodes: list[str] = Field(description="Nodes that hold the last matched block.")
+
+
+class MatchAnswers(BaseModel):
+    matches: list[MatchAnswer]
+
+
+class ExistsAnswer(BaseModel):
+    exists: list[bool] = Field(description="Per key.")
+
+
+class Place(BaseModel):
+    node: str
+    segment: int
+    offset: int
+
+
+class StatAnswer(ObjectAnswer):
+    """One object, in detail."""
+
+    parent: str | None = Field(description="Its key, in hexadecimal.")
+    children: int
+    version: str
+    idle_ms: int = Field(description="Time since its last use.")
+    places: list[Place]
+
+
+class Api:
+    """Answers programs, as a client of the master does. Use it in one event loop."""
+
+    def __init__(self, client: AsyncClient, places: Places) -> None:
+        self._client = client
+        self._places = places
+
+    def routes(self) -> list[tuple[Described, Route]]:
+        answers: list[tuple[Described, Answer]] = [
+            (MATCH, self._match),
+            (EXISTS, self._exists),
+            (STAT, self._stat),
+        ]
+        return [(each, Route(each.method, each.path, answered(way))) for each, way in answers]
+
+    async def _match(self, request: web.Request) -> BaseModel:
+        asked = await body_of(request, MatchQuestion)
+        found = await self._client.matches(
+            asked.keys, namespaces=asked.namespaces, timeout_ms=TIMEOUT_MS
+        )
+        segments = [
+            await self._segments(namespace, asked.keys[match.matched - 1]) if match.matched else []
+            for namespace, match in zip(asked.namespaces, found, strict=True)
+        ]
+        names = await self._places.of(chain.from_iterable(segments))
+        return MatchAnswers(
+            matches=[
+                MatchAnswer(
+                    namespace=namespace,
+                    matched=match.matched,
+                    being_written=match.being_written,
+                    nodes=[names[each] for each in holding if each in names],
+                )
+                for namespace, match, holding in zip(asked.namespaces, found, segments, strict=True)
+            ]
+        )
+
+    async def _exists(self, request: web.Request) -> BaseModel:
+        asked = await body_of(request, ExistsQuestion)
+        found = await self._client.exists_many(
+            asked.keys, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
+        )
+        return ExistsAnswer(exists=found)
+
+    async def _stat(self, request: web.Request) -> BaseModel | web.StreamResponse:
+        asked = query_of(request, ObjectQuestion)
+        found = await self._client.stat(asked.key, namespace=asked.namespace, timeout_ms=TIMEOUT_MS)
+        if found is None or found.detail.row is None:
+            return refusal(404, "no such object")
+        detail, row = found.detail, found.detail.row
+        names = await self._places.of(detail.placements.segments)
+        places = zip(detail.placements.segments, detail.placements.offsets, strict=True)
+        return StatAnswer(
+            **fields_of(row),
+            parent=detail.parent.hex() if detail.parent else None,
+            children=detail.children,
+            version=f"{detail.version.epoch}.{detail.version.counter}",
+            idle_ms=detail.idle_ms,
+            places=[
+                Place(node=names.get(segment, ""), segment=segment, offset=offset)
+                for segment, offset in places
+            ],
+        )
+
+    async def _segments(self, namespace: str, key: bytes) -> Sequence[int]:
+        """Where the object is."""
+        found = await self._client.stat(key, namespace=namespace, timeout_ms=TIMEOUT_MS)
+        return [] if found is None else found.detail.placements.segments
+
+
+MATCH: Final = Described(
+    "POST", MATCH_PATH, "The longest stored prefix.",
+    {200: ("In each namespace.", MatchAnswers)}, body=MatchQuestion,
+)  # fmt: skip
+EXISTS: Final = Described(
+    "POST", EXISTS_PATH, "What is stored.", {200: ("Per key.", ExistsAnswer)},
+    body=ExistsQuestion,
+)  # fmt: skip
+STAT: Final = Described(
+    "GET", STAT_PATH, "One object.",
+    {200: ("What is known of it.", StatAnswer), 404: ("No such object.", "text/plain")},
+    query=ObjectQuestion,
+)  # fmt: skip

@@ -1,0 +1,163 @@
+"""What the paths of the dashboard and of events answer, for the OpenAPI document; ``Member`` and
+``Memory`` are told of a node by other paths, too."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from pydantic import BaseModel, Field
+
+from kvstore.web.events import paths as events
+from kvstore.web.server import openapi
+from kvstore.web.server.openapi import Described, Question
+
+
+class Problem(BaseModel):
+    level: str = Field(description="bad, warning or note.")
+    text: str
+
+
+class Memory(BaseModel):
+    """How memory of a node is used, in bytes."""
+
+    size: int
+    used: int
+    largest_free: int
+    pending: int
+    quarantined: int
+    reclaim: int
+    device: str = Field(description="Whose memory it is; empty: the host's.")
+
+
+class Segment(Memory):
+    """Memory of a node, in bytes."""
+
+    segment_id: int
+    shm_name: str
+
+
+class Member(BaseModel):
+    """What is told of a node."""
+
+    name: str
+    host: str
+    address: str
+    state: str = Field(description="alive, draining, suspect or dead.")
+    silent_ms: int = Field(description="Time since the master last heard of it.")
+    version: str = Field(description="Of its program; empty: not known.")
+
+
+class Node(Member):
+    segments: list[Segment]
+    transports: list[str]
+
+
+class Namespace(BaseModel):
+    name: str
+    objects: int
+    size: int
+    pinned_objects: int
+    pinned_bytes: int
+
+
+class OtherNamespaces(Namespace):
+    namespaces: int = Field(description="How many these are.")
+
+
+class Status(BaseModel):
+    """A master that stands by tells the first ones, leader and leader_page only."""
+
+    at_ms: int = Field(description="Since 1970.")
+    leads: bool
+    epoch: int
+    version: str
+    cluster: str
+    connections: dict[str, int]
+    problems: list[Problem]
+    leader: str
+    leader_page: str = ""
+    role: str = ""
+    uptime_ms: int = 0
+    nodes: list[Node] = []
+    namespaces: list[Namespace] = Field(default=[], description="The largest 300.")
+    other_namespaces: OtherNamespaces | None = None
+    counters: dict[str, int] = {}
+
+
+class History(BaseModel):
+    """Lists of one length, a point every 10 s. null: it did not happen in these ten seconds."""
+
+    every_s: float
+    at_ms: list[int]
+    matched_per_s: list[float]
+    missed_per_s: list[float]
+    stored_per_s: list[float]
+    stored_bytes_per_s: list[float]
+    evicted_per_s: list[float]
+    calls_per_s: list[float]
+    call_p50_s: list[float | None]
+    call_p99_s: list[float | None]
+    eviction_age_s: list[float | None]
+    used_bytes: list[int]
+    size_bytes: list[int]
+    objects: list[int]
+
+
+class NoticesQuestion(Question):
+    after: int = Field(default=0, ge=0, description="The last number that is known.")
+
+
+class Notices(BaseModel):
+    run: int = Field(description="Another one is another start of the master.")
+    last: int
+    notices: list[list[Any]] = Field(description="Number, time, name, fields.")
+
+
+class FleetRecord(BaseModel):
+    fingerprint: str
+    loaded: str
+    namespaces: list[str]
+    differing: list[str] = Field(description="What it says in each of the differing fields.")
+
+
+class FleetModel(BaseModel):
+    engine: str
+    model: str
+    differing: list[str] = Field(description="Fields in which its records differ.")
+    records: list[FleetRecord]
+
+
+class Fleet(BaseModel):
+    models: list[FleetModel]
+
+
+class SnapshotQuestion(Question):
+    namespace: str = Field(default="", description="Empty: all.")
+
+
+class EventsQuestion(SnapshotQuestion):
+    snapshot: int = Field(default=0, description="1: begin with all that is there.")
+    since: str = Field(default="", alias="from", description="Resume after this event.")
+
+
+_NONE: Final = (404, ("This master has no events.", "text/plain"))
+
+DESCRIBED: Final = (
+    Described("GET", "/api/v1/status", "The cluster.", {200: ("At a glance.", Status)}),
+    Described("GET", "/api/v1/history", "The last hour.", {200: ("In columns.", History)}),
+    Described(
+        "GET", "/api/v1/notices", "The last events of the cluster.",
+        {200: ("Those after a number.", Notices)}, query=NoticesQuestion,
+    ),
+    Described("GET", "/api/v1/fleet", "The engines.", {200: ("By model.", Fleet)}),
+    Described(
+        "GET", events.PATH, "What becomes visible in the store and what is gone.",
+        dict([(200, ("Server-sent events.", "text/event-stream")), _NONE]), query=EventsQuestion,
+    ),
+    Described(
+        "GET", events.SNAPSHOT_PATH, "What is in the store.",
+        dict([(200, ("A line of JSON per object.", "application/x-ndjson")), _NONE]),
+        query=SnapshotQuestion,
+    ),
+    Described("GET", openapi.PATH, "This document.", {200: ("OpenAPI 3.1.", openapi.JSON)}),
+)  # fmt: skip

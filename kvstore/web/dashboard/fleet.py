@@ -1,0 +1,78 @@
+"""Fleet records (``kvstore.connectors.engine.fleet``) as the dashboard shows them: which engines
+share blocks, and in which fields those of one model differ that do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvstore.calls import ObjectRow
+from kvstore.client.aio import AsyncClient
+from kvstore.fleet import ROWS_MAX, Record, parse, worth_reading
+from kvstore.limits import FLEET_NAMESPACE
+
+RECORDS_MAX: Final = 200
+"""What the dashboard shows."""
+
+RECORD_BYTES_MAX: Final = 1 << 16
+NAMESPACES_MAX: Final = 64
+"""Of one record."""
+
+FIELDS_MAX: Final = 64
+TEXT_MAX: Final = 200
+"""Characters of a value that is shown."""
+
+
+async def read_records(client: AsyncClient, records_max: int) -> list[Record]:
+    """The first ``records_max`` that can be read. Raises KVStoreError: the store did not answer."""
+    found: list[Record] = []
+    for keys in worth_reading(await rows_of(client), RECORD_BYTES_MAX):
+        values = await client.get_many(keys, namespace=FLEET_NAMESPACE, kind="bytes")
+        parsed = [parse(value, partial=True) for value in values if isinstance(value, bytes)]
+        found += [record for record in parsed if record is not None]
+        if len(found) >= records_max:
+            break
+    return found[:records_max]
+
+
+async def rows_of(client: AsyncClient) -> list[ObjectRow]:
+    """The objects beside the records and the records, as many as a reader looks at."""
+    rows: list[ObjectRow] = []
+    async for row in client.list_objects(namespace=FLEET_NAMESPACE):
+        rows.append(row)
+        if len(rows) == ROWS_MAX:
+            break
+    return rows
+
+
+def compared(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """By engine and model: the fields in which its records differ, and what each says there."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.engine, record.model), []).append(record)
+    return [
+        {"engine": engine, "model": model, **_compared(group)}
+        for (engine, model), group in sorted(groups.items())
+    ]
+
+
+def _compared(group: Sequence[Record]) -> dict[str, Any]:
+    told = [
+        {name: json.dumps(value, sort_keys=True) for name, value in record.description.items()}
+        for record in group
+    ]
+    names = sorted({name for each in told for name in each})
+    differing = [name for name in names if len({each.get(name) for each in told}) > 1]
+    return {
+        "differing": differing[:FIELDS_MAX],
+        "records": [
+            {
+                "fingerprint": record.fingerprint,
+                "loaded": record.models[0][:TEXT_MAX],
+                "namespaces": record.namespaces[:NAMESPACES_MAX],
+                "differing": [each.get(name, "")[:TEXT_MAX] for name in differing[:FIELDS_MAX]],
+            }
+            for record, each in zip(group, told)
+        ],
+    }

@@ -1,0 +1,195 @@
+"""The dashboard of a master: the page, and the paths of JSON that it reads.
+
+Everything here only reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import time
+from collections.abc import Mapping
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Final
+
+from aiohttp import web
+
+from kvstore.calls import ClusterStatus, NamespaceStatus, NodeStatus
+from kvstore.errors import InvalidArgumentError, KVStoreError, UnavailableError
+from kvstore.network.addresses import join_address, split_address
+from kvstore.process.background import start_task
+from kvstore.web.dashboard import problems
+from kvstore.web.dashboard.fleet import compared
+from kvstore.web.dashboard.history import EVERY_S, History, sample
+from kvstore.web.server.access import HEADERS
+from kvstore.web.server.doors import Handler
+from kvstore.web.server.serving import Routes
+
+if TYPE_CHECKING:
+    from kvstore.web.of_master import Master, Seen
+
+log = logging.getLogger("kvstore.web")
+
+NAMESPACES_SHOWN: Final = 300
+"""The largest ones; the rest is one row."""
+
+FILES: Final = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/prefixes.js": ("prefixes.js", "text/javascript"),
+}
+
+
+class Dashboard:
+    """Samples the history and answers. Use it in one event loop."""
+
+    def __init__(self, master: Master, *, port: int, scheme: str) -> None:
+        """``port``, ``scheme``: those of this server, which are taken to be those of other
+        masters, too."""
+        self._master = master
+        self._port = port
+        self._scheme = scheme
+        self._history = History()
+        self._of_engines: list[problems.Problem] = []
+        """As of the last sample."""
+        self._task = start_task("history", self._sample_forever())
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def page(self) -> Routes:
+        """The files of the page, which hold nothing of the store."""
+        page = resources.files("kvstore.web") / "page"
+        return {
+            path: _file((page / name).read_bytes(), kind) for path, (name, kind) in FILES.items()
+        }
+
+    def routes(self) -> Routes:
+        return {
+            "/api/v1/status": self._answer_status,
+            "/api/v1/history": self._answer_history,
+            "/api/v1/notices": self._answer_notices,
+            "/api/v1/fleet": self._answer_fleet,
+        }
+
+    async def _sample_forever(self) -> None:
+        while True:
+            try:
+                seen = await self._master.seen()
+                self._history.add(sample(seen.at_ms, seen.measured, seen.status))
+                self._of_engines = await self._look_at_engines(leads=seen.measured["leads"])
+            except KVStoreError as error:
+                log.debug("no_sample reason=%s", error)
+            await asyncio.sleep(EVERY_S)
+
+    async def _look_at_engines(self, *, leads: bool) -> list[problems.Problem]:
+        if not leads:
+            return []
+        report = await self._master.client.traffic()
+        return problems.of_engines(report.namespaces, await self._master.fleet_records())
+
+    async def _answer_status(self, request: web.Request) -> web.Response:
+        del request
+        seen = await self._master.seen()
+        if seen.measured["leads"]:
+            if seen.status is None:
+                raise UnavailableError("this master leads, and does not tell its status in time")
+            found = problems.of_the_store(seen.status, self._history, seen.at_ms)
+            found += self._of_engines
+            return _json(status_json(seen, seen.status, found))
+        return _json(
+            {
+                **_process(seen),
+                "leader": seen.leader,
+                "leader_page": self._page_of(seen.leader),
+                "problems": [each._asdict() for each in problems.of_a_standby(seen.leader)],
+            }
+        )
+
+    async def _answer_history(self, request: web.Request) -> web.Response:
+        del request
+        return _json(self._history.as_columns(time.time_ns() // 1_000_000))
+
+    async def _answer_notices(self, request: web.Request) -> web.Response:
+        after = request.query.get("after", "0")
+        if not (after.isascii() and after.isdigit() and len(after) <= 15):
+            return web.Response(status=400, text="after is a number\n", headers=HEADERS)
+        run, last, kept = await self._master.notices()
+        new = [each for each in kept if each[0] > int(after)]
+        return _json({"run": run, "last": last, "notices": new})
+
+    async def _answer_fleet(self, request: web.Request) -> web.Response:
+        del request
+        return _json({"models": compared(await self._master.fleet_records())})
+
+    def _page_of(self, leader: str) -> str:
+        try:
+            host, _ = split_address(leader)
+        except InvalidArgumentError:
+            return ""
+        return f"{self._scheme}://{join_address(host, self._port)}/"
+
+
+def status_json(seen: Seen, status: ClusterStatus, found: list[problems.Problem]) -> dict[str, Any]:
+    """What ``kvstore status`` shows, and what is wrong."""
+    rows = status.namespaces
+    largest = heapq.nlargest(NAMESPACES_SHOWN, rows, key=lambda row: (row.size, row.name))
+    sums = (sum(column) for column in zip(*(row[1:] for row in rows)))
+    shown = (sum(column) for column in zip(*(row[1:] for row in largest)))
+    rest = [whole - part for whole, part in zip(sums, shown)] or [0, 0, 0, 0]
+    return {
+        **_process(seen),
+        "role": status.role,
+        "leader": status.leader,
+        "uptime_ms": status.uptime_ms,
+        "nodes": [_node(node) for node in status.nodes],
+        "namespaces": [row._asdict() for row in largest],
+        "other_namespaces": {
+            "namespaces": len(rows) - len(largest),
+            **NamespaceStatus("", *rest)._asdict(),
+        },
+        "counters": dict(status.counters),
+        "problems": [each._asdict() for each in found],
+    }
+
+
+def _process(seen: Seen) -> dict[str, Any]:
+    """Of the process, whether it leads or not."""
+    measured: Mapping[str, Any] = seen.measured
+    return {
+        "at_ms": seen.at_ms,
+        "leads": measured["leads"],
+        "epoch": measured["epoch"],
+        "version": measured["version"],
+        "cluster": measured["cluster"],
+        "connections": measured["connections"],
+    }
+
+
+def _node(node: NodeStatus) -> dict[str, Any]:
+    segments = [segment._asdict() for segment in node.segments]
+    ways = {
+        "shm": any(segment.shm_name for segment in node.segments),
+        "device": any(segment.device for segment in node.segments),
+        "tcp": bool(node.address),
+    }
+    return {
+        **node._asdict(),
+        "segments": segments,
+        "transports": [name for name, is_there in ways.items() if is_there],
+    }
+
+
+def _file(body: bytes, kind: str) -> Handler:
+    async def file(request: web.Request) -> web.Response:
+        del request
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
+
+    return file
+
+
+def _json(value: Any) -> web.Response:
+    return web.json_response(value, headers=HEADERS)

@@ -1,0 +1,269 @@
+"""What is wrong now, in words: pure, from what the master says and its last hour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
+from kvstore.diagnosis.why import Evidence, diagnose, parties_of
+from kvstore.fleet import Record
+from kvstore.memory.entries import ENTRY_GONE
+from kvstore.texts import duration_text, name_text, shown_text, size_text
+from kvstore.web.dashboard.history import History, added, spread_of
+
+RECENT_S: Final = 600.0
+HOUR_S: Final = 3600.0
+
+FULL: Final = 0.95
+"""Of the memory, what is used when the pool counts as full."""
+
+YOUNG_MS: Final = 600_000
+"""Objects that are evicted after less than ten minutes without use would often be used again."""
+
+QUARANTINE_SHARE: Final = 0.05
+RECLAIM_SHARE: Final = 0.25
+"""Shares of a node's memory."""
+
+PINNED_SHARE: Final = 0.5
+"""Of the memory, what pins hold when puts begin to feel it."""
+
+LATE_US: Final = 50_000
+"""How late the loop may be in one of a hundred times."""
+
+NODES_NAMED: Final = 5
+"""Nodes that have a line of their own for one kind of problem."""
+
+
+REFUSED: Final = {
+    "leased": "all that is there is leased, pinned or being written",
+    "restarted": "the master or the nodes had just started, and did not give out memory yet",
+    "suspect": "the nodes that had room were suspect",
+    "draining": "the nodes that had room were being drained",
+    "avoided": "their clients could not reach the nodes that had room: run kvstore doctor there",
+    "not_here": "their clients use shared memory alone, and no node of their host had room",
+    "on_device": "they wanted memory of a host, and only devices had room",
+    "no_node": "no node had joined",
+}
+"""Why a put finds no room: each cause of a ``NoSpaceError``."""
+
+
+KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace")
+"""Causes (``kvstore.diagnosis.why``) that no further prompt cures. Others may be of new prompts."""
+
+
+class Problem(NamedTuple):
+    level: str
+    """bad: something is lost or refused; warning: look at it; note: it was asked for."""
+    text: str
+
+
+def of_the_store(status: ClusterStatus, history: History, now_ms: int) -> list[Problem]:
+    """Of a master that leads: the worst first."""
+    found = [*_nodes(status), *_memory(status, history, now_ms), *_lately(history, now_ms)]
+    order = ("bad", "warning", "note")
+    return sorted(found, key=lambda problem: order.index(problem.level))
+
+
+def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) -> list[Problem]:
+    """Of engines that asked a moment ago and found nothing, because what other engines of their
+    model put is kept apart from what they ask for."""
+    everyone = parties_of(spaces, records)
+    asking = [
+        party
+        for party in everyone
+        if party.asked and not party.found
+        if min((row.idle_ms for row in party.askers), default=0) < RECENT_S * 1000
+    ]
+    causes = diagnose(Evidence(uptime_ms=0, spaces=spaces, records=records), asking, everyone)
+    found = []
+    for cause in causes[:NODES_NAMED]:
+        if cause.code in KEPT_APART:
+            fields = f": {'; '.join(cause.fields)}" if cause.fields else ""
+            text = shown_text(f"{cause.text}{fields}. {cause.remedy}", 600)
+            found.append(Problem("warning", f"{text} (kvstore why)"))
+    return found
+
+
+def of_a_standby(leader: str) -> list[Problem]:
+    if leader:
+        return []
+    return [Problem("bad", "No master leads: every call of clients waits or fails. Is etcd well?")]
+
+
+def _nodes(status: ClusterStatus) -> Iterator[Problem]:
+    if not status.nodes:
+        yield Problem("bad", "No node has joined: nothing can be stored.")
+    yield from _named(
+        "bad",
+        [
+            (node, f"not heard of for {duration_text(node.silent_ms)}; no new object goes there")
+            for node in status.nodes
+            if node.state == "suspect"
+        ],
+        "is suspect",
+    )
+    yield from _named(
+        "bad",
+        [(node, "its objects are gone") for node in status.nodes if node.state == "dead"],
+        "is dead",
+    )
+    yield from _named(
+        "note",
+        [(node, "its objects move away") for node in status.nodes if node.state == "draining"],
+        "is draining",
+    )
+    yield from _named(
+        "bad",
+        [(node, node.unreachable) for node in status.nodes if node.unreachable],
+        "is unreachable from the master",
+    )
+    yield from _named(
+        "bad",
+        [
+            (node, ENTRY_GONE)
+            for node in status.nodes
+            if node.entry_gone
+        ],
+        "has no entry in /dev/shm any more",
+    )  # fmt: skip
+    yield from _gone(status.gone)
+    short = dict(status.counters).get("under_replicated_objects", 0)
+    if short:
+        yield Problem(
+            "warning", f"{_count(short, 'object')} with fewer replicas than were asked for."
+        )
+
+
+def _gone(gone: Sequence[GoneNode]) -> Iterator[Problem]:
+    """Nodes that are away, by name, with what went with them."""
+    shown = [each for each in gone if each.why != "left" or each.missing or each.lost]
+    for each in shown[:NODES_NAMED]:
+        who = f"Node {name_text(each.name)} ({each.host})"
+        how = "left" if each.why == "left" else f"died ({each.why})"
+        ago = f"{duration_text(each.gone_ms)} ago"
+        if each.reports:
+            text = f"{who} is back and reports its objects: {_count(each.missing, 'object')} to go."
+            yield Problem("note", text)
+        elif each.missing:
+            yield Problem(
+                "warning" if each.why == "left" else "bad",
+                f"{who} {how} {ago}: {_count(each.missing, 'object')} that no other node has. They "
+                "are back once it is started again with the same --name and memory.",
+            )
+        elif each.lost:
+            lost = f"{_count(each.lost, 'object')} that no other node had did not come back"
+            yield Problem("bad", f"{who} {how} {ago}: {lost}, and are lost.")
+        else:
+            yield Problem("bad", f"{who} {how} {ago}.")
+    if len(shown) > NODES_NAMED:
+        yield Problem("bad", f"{len(shown) - NODES_NAMED} more nodes left or died.")
+
+
+def _named(level: str, nodes: list[tuple[NodeStatus, str]], what: str) -> Iterator[Problem]:
+    for node, why in nodes[:NODES_NAMED]:
+        yield Problem(level, f"Node {node.name} ({node.address or node.host}) {what}: {why}.")
+    if len(nodes) > NODES_NAMED:
+        yield Problem(level, f"{len(nodes) - NODES_NAMED} more nodes: each {what}.")
+
+
+def _waiting(status: ClusterStatus) -> Iterator[Problem]:
+    """Memory that is there and not given out, after a start of the master or of its node."""
+    alive = [node for node in status.nodes if node.state == "alive"]
+    segments = [segment for node in alive for segment in node.segments]
+    waiting = [segment for segment in segments if segment.ready_ms or segment.reports]
+    if not waiting or len(waiting) < len(segments):
+        return
+    longest_ms = min(segment.ready_ms for segment in waiting)
+    reports = all(segment.reports for segment in waiting)
+    when = f"for {duration_text(longest_ms)} more" if longest_ms else "yet"
+    also = ", and until a node has reported its objects" if reports else ""
+    yield Problem(
+        "bad",
+        f"No put finds room {when}{also}: the master or all nodes have just started, and memory is "
+        "given out when no reader of before can have a lease on it. Puts wait, gets work.",
+    )
+
+
+def _memory(status: ClusterStatus, history: History, now_ms: int) -> Iterator[Problem]:
+    recent = history.lately(now_ms, RECENT_S)
+    segments = [segment for node in status.nodes for segment in node.segments]
+    size, used = (sum(getattr(each, of) for each in segments) for of in ("size", "used"))
+    yield from _waiting(status)
+    for cause, why in REFUSED.items():
+        refused = added(recent, f"refused_{cause}")
+        if refused:
+            what = f"{_count(refused, 'put')} found no room in the last 10 min"
+            yield Problem("bad", f"{what}: {why}.")
+    pinned = dict(status.counters).get("pinned_bytes", 0)
+    if size and pinned > PINNED_SHARE * size:
+        by_size = sorted(status.namespaces, key=lambda each: -each.pinned_bytes)
+        most = [
+            f"{name_text(each.name)} {size_text(each.pinned_bytes)}"
+            for each in by_size[:3]
+            if each.pinned_bytes
+        ]
+        of = f" (most: {', '.join(most)})" if most else ""
+        yield Problem(
+            "warning",
+            f"Pins keep {size_text(pinned)} of {size_text(size)}{of}: puts have only the rest. "
+            "Pins end by themselves, after a day at most, or by unpin.",
+        )
+    unpinned = added(recent, "refused_pins")
+    if unpinned:
+        yield Problem(
+            "warning",
+            f"{_count(unpinned, 'pin')} refused in the last 10 min: pins hold all that they may "
+            "(--pinned-max, --pinned-all-max).",
+        )
+    age_ms = spread_of([each.ages_ms for each in recent], 0.5)
+    if size and used > FULL * size and age_ms is not None and age_ms < YOUNG_MS:
+        yield Problem(
+            "warning",
+            "The pool is full, and evicts objects soon after their last use: half of them within "
+            f"{duration_text(int(age_ms))} (last 10 min). More memory would raise the hit ratio.",
+        )
+    heavy: list[tuple[NodeStatus, str]] = []
+    waiting: list[tuple[NodeStatus, str]] = []
+    for node in status.nodes:
+        whole = sum(each.size for each in node.segments)
+        quarantined = sum(each.quarantined for each in node.segments)
+        reclaim = sum(each.reclaim for each in node.segments)
+        if quarantined > QUARANTINE_SHARE * whole:
+            heavy.append(
+                (node, f"{size_text(quarantined)}, of writers that did not end their puts")
+            )
+        if reclaim > RECLAIM_SHARE * whole:
+            waiting.append((node, f"{size_text(reclaim)}, until leases on it have ended"))
+    yield from _named("warning", heavy, "has memory in quarantine")
+    yield from _named("warning", waiting, "has memory that awaits its reclaim")
+
+
+def _lately(history: History, now_ms: int) -> Iterator[Problem]:
+    hour, recent = history.lately(now_ms, HOUR_S), history.lately(now_ms, RECENT_S)
+    for points, of, within, level, one, text in (
+        (hour, "corrupt_objects", "hour", "bad", "object",
+         "had no replica with good bytes: look at the memory of its nodes (see Events)"),
+        (hour, "corrupt_replicas", "hour", "bad", "replica", "had bad bytes"),
+        (recent, "connections_stalled", "10 min", "warning", "connection",
+         "cut because the client did not read"),
+        (recent, "connections_refused", "10 min", "warning", "connection",
+         "refused: no token, too many, or another protocol"),
+        (recent, "events_dropped", "10 min", "warning", "event",
+         "dropped: subscribers begin anew"),
+        (recent, "etcd_failures", "10 min", "warning", "call", "to etcd failed"),
+    ):  # fmt: skip
+        count = added(points, of)
+        if count:
+            yield Problem(level, f"{_count(count, one)} {text}, in the last {within}.")
+    late_us = spread_of([each.late_us for each in history.lately(now_ms, 60.0)], 0.99)
+    if late_us is not None and late_us > LATE_US:
+        yield Problem(
+            "warning",
+            f"The master's loop is slow: one call in a hundred waits {late_us / 1000:.0f} ms "
+            "or more. Its host may lack processor time.",
+        )
+
+
+def _count(number: int, one: str) -> str:
+    return f"{number:,} {one}{'' if number == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""Events of a master's objects: their journal, and those who follow them by HTTP or ZeroMQ."""

@@ -1,0 +1,97 @@
+"""The peers of a ZeroMQ socket that is bound: their number is limited, and one can be cut.
+
+libzmq limits neither, and keeps what a peer does not read. But it tells of each connection that it
+accepts and closes, by its descriptor, and the descriptors are of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+import termios
+from typing import Final
+
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from kvstore.web.events.subscribers import Subscribers
+
+HANDSHAKE_MS: Final = 5_000
+
+SEND_BYTES: Final = 256 << 10
+"""The kernel's buffer for one peer."""
+
+SAID_BYTES_MAX: Final = 1_024
+"""What a peer may send at once: an identity, a topic, a number."""
+
+
+class Peers:
+    """The peers of one socket. Use it in one event loop."""
+
+    def __init__(self, sock: zmq.asyncio.Socket, most: int) -> None:
+        """Call it before ``sock`` is bound."""
+        sock.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        sock.set(zmq.MAXMSGSIZE, SAID_BYTES_MAX)
+        sock.set(zmq.SNDBUF, SEND_BYTES)
+        self._monitor = sock.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._subscribers = Subscribers(most)
+        self._connected: dict[int, tuple[socket.socket, int | None]] = {}
+        """By descriptor: another descriptor of the same connection, and its place."""
+
+    def __len__(self) -> int:
+        return len(self._connected)
+
+    async def watch(self) -> None:
+        """Until it is cancelled."""
+        try:
+            while True:
+                said = await recv_monitor_message(self._monitor)
+                self._gone(said["value"])
+                if said["event"] == zmq.EVENT_ACCEPTED:
+                    self._came(said["value"])
+        finally:
+            for each in list(self._connected):
+                self._gone(each)
+
+    def cut_those_behind(self, bytes_min: int) -> int:
+        """Cuts all peers that have not taken so much of what the kernel has for them; their number.
+        They may connect again."""
+        behind = [sock for sock, _ in self._connected.values() if _unsent(sock) >= bytes_min]
+        for each in behind:
+            _cut(each)
+        return len(behind)
+
+    def _came(self, fd: int) -> None:
+        try:
+            sock = socket.socket(fileno=os.dup(fd))
+            peer = sock.getpeername()
+        except OSError:
+            return  # it has left already, and libzmq has closed it
+        address = str(peer[0]) if isinstance(peer, tuple) else ""
+        number = self._subscribers.enter(address, lambda: _cut(sock))
+        self._connected[fd] = sock, number
+        if number is None:
+            _cut(sock)
+
+    def _gone(self, fd: int) -> None:
+        sock, number = self._connected.pop(fd, (None, None))
+        if number is not None:
+            self._subscribers.leave(number)
+        if sock is not None:
+            sock.close()
+
+
+def _cut(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)  # libzmq sees the end, and forgets the peer
+
+
+def _unsent(sock: socket.socket) -> int:
+    """Bytes in the kernel that the other host has not acknowledged."""
+    try:
+        return int(struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))[0])
+    except OSError:
+        return 0

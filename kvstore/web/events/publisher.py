@@ -1,0 +1,343 @@
+"""Publishes events by ZeroMQ, as vLLM publishes those of its own cache; needs pyzmq and msgpack.
+
+Three frames: topic, number of the batch (64 bits, big endian), and ``[time, [event, ...], rank]``
+in msgpack. Each event is a map with the fields of vLLM's events and of those of Mooncake's master.
+A second socket replays the last batches by vLLM's protocol. When a term begins, or this process has
+missed events, it publishes ``AllBlocksCleared`` and then all that is visible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import marshal
+import re
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+import msgpack
+import zmq
+import zmq.asyncio
+
+from kvstore.errors import StartupError, UnavailableError
+from kvstore.process.background import start_task
+from kvstore.web.events.feed import GONE_SIZE, Event
+from kvstore.web.events.journal import HEARTBEAT_S, Journal, Place, Streams
+from kvstore.web.events.peers import Peers
+
+log = logging.getLogger("kvstore.web")
+
+PEERS_MAX: Final = 256
+"""Of each socket; one more takes the place of another one (``Subscribers``)."""
+
+BATCHES_WAITING_MAX: Final = 500
+"""Batches that wait for one subscriber, some 400 KiB each at most; further ones are dropped for it,
+and it sees a gap in their numbers."""
+
+WAITING_BYTES_MAX: Final = 256 << 20
+"""Batches that are kept or wait for any peer, each counted once, because peers share them. Beyond
+it, peers that are behind are cut."""
+
+LOOK_S: Final = 1.0
+"""How often that is looked at."""
+
+BEHIND_BYTES: Final = 64 << 10
+"""What the kernel holds for a peer that is behind."""
+
+REPLAYS_MAX: Final = 16
+"""Replays at once; more peers stand in line."""
+
+REPLAY_WAITING_MAX: Final = 8
+"""Batches of a replay that wait for its peer."""
+
+FULL_S: Final = 0.005
+STALLED_S: Final = 10.0
+"""When a replay looks again whether its peer has read, and when it gives up."""
+
+REPLAY_BYTES_MAX: Final = 64 << 20
+REPLAY_BATCHES_MAX: Final = 10_000
+
+JOINING_S: Final = 1.0
+"""After the start: subscribers of the process before connect again, every 100 ms by default."""
+
+FLEET_S: Final = 10.0
+"""How often the records of the fleet are read again for a namespace that is in none of them."""
+
+MEDIUM: Final = "STORAGE"
+END: Final = (-1).to_bytes(8, "big", signed=True)
+
+CLEARED: Final = {"type": "AllBlocksCleared", "event_type": "cleared"}
+
+_HASH_BYTES: Final = 8
+_GROUP: Final = re.compile(r"/g(\d+)/")
+
+
+Model = tuple[str, int]
+"""Whose blocks are in a namespace: its name, and the tokens of a block (0: not known)."""
+
+Fleet = Mapping[str, Model]
+"""By namespace."""
+
+
+class Batch(NamedTuple):
+    """As it was published."""
+
+    topic: bytes
+    number: int
+    payload: zmq.Frame
+
+
+class Publisher:
+    """Use it in one event loop."""
+
+    def __init__(
+        self,
+        addresses: str,
+        pool: str,
+        journal: Journal,
+        streams: Streams,
+        fleet: Callable[[], Awaitable[Fleet]],
+    ) -> None:
+        """
+        Args:
+            addresses: to publish at, and, after a comma, to replay at.
+            pool: the name of this store in topics.
+            fleet: reads the records of the fleet.
+
+        Raises:
+            StartupError: an address cannot be bound.
+        """
+        self._pool = pool
+        self._journal = journal
+        self._streams = streams
+        self._read_fleet = fleet
+        self._fleet: Fleet = {}
+        self._fleet_read = -FLEET_S
+        self._topics: set[bytes] = set()
+        """Those that were cleared in this term."""
+        self._known: set[bytes] = set()
+        # Above those of the process before, so that subscribers notice that they missed something.
+        self._batch = itertools.count(time.time_ns() // 1_000)
+        self._sent: deque[Batch] = deque()
+        """The last ones, with numbers in a row."""
+        self._sent_bytes = 0
+        self._alive: list[tuple[zmq.MessageTracker, int]] = []
+        """Payloads that ``_sent`` or libzmq may still hold, with their sizes."""
+        self._looked = 0.0
+        self._asked: dict[bytes, int] = {}
+        """The first batch that each peer wants again; ordered."""
+        self._served: set[bytes] = set()
+        """Peers of the replays under way."""
+        self._wanted = asyncio.Event()
+        self._context = zmq.asyncio.Context()
+        self._peers: list[Peers] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        at, _, replay_at = addresses.partition(",")
+        self._socket = self._bound(zmq.PUB, at, BATCHES_WAITING_MAX)
+        self._tasks.append(start_task("publisher", self._run()))
+        if replay_at:
+            self._router = self._bound(zmq.ROUTER, replay_at, REPLAY_WAITING_MAX)
+            self._tasks.append(start_task("replay requests", self._hear_forever()))
+            for _ in range(REPLAYS_MAX):
+                self._tasks.append(start_task("replay", self._replay_forever()))
+
+    def _bound(self, kind: int, address: str, waiting_max: int) -> zmq.asyncio.Socket:
+        made: zmq.asyncio.Socket = self._context.socket(kind)
+        made.set_hwm(waiting_max)
+        made.linger = 0
+        if kind == zmq.ROUTER:
+            made.set(zmq.ROUTER_MANDATORY, 1)  # says so if a peer does not read
+        peers = Peers(made, PEERS_MAX)
+        self._peers.append(peers)
+        self._tasks.append(start_task("peers", peers.watch()))
+        try:
+            made.bind(address)
+        except zmq.ZMQError as error:
+            for task in self._tasks:
+                task.cancel()
+            self._context.destroy(0)
+            raise StartupError(
+                f"events cannot be published at {address}: {error}",
+                advice="Give --events another address.",
+            ) from None
+        return made
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(0)
+
+    # --- publishing -----------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        journal = self._journal
+        await asyncio.sleep(JOINING_S)
+        while True:
+            epoch = journal.epoch
+            number = await self._begin(epoch) if epoch else None
+            if number is None:
+                await journal.change(HEARTBEAT_S)
+                continue
+            while journal.has(Place(epoch, number)):
+                for frame in journal.after(number, journal.end):
+                    events = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
+                    await self._publish(events[max(0, number - frame.before) :])
+                    number = frame.before + frame.count
+                if number == journal.end:
+                    await journal.change(HEARTBEAT_S)
+
+    async def _begin(self, epoch: int) -> int | None:
+        """Publishes all that is visible. Returns the number of the last event; None: cut short."""
+        self._topics.clear()
+        for topic in sorted(self._known):
+            await self._send(topic, [])
+        number = -1
+        try:
+            async for after, events in self._streams.changes(epoch, ""):
+                number = after
+                await self._publish(events)
+        except UnavailableError:
+            return None
+        return number if number >= 0 and self._journal.epoch == epoch else None
+
+    async def _publish(self, events: Iterable[Event]) -> None:
+        batches: dict[bytes, list[dict[str, Any]]] = {}
+        for namespace, of_namespace in itertools.groupby(events, key=lambda event: event[0]):
+            model = await self._model_of(namespace)
+            topic = f"kv@pool:{self._pool}@{model[0]}".encode()
+            batch = batches.setdefault(topic, [])
+            batch += [described(event, model) for event in of_namespace]
+        for topic, batch in batches.items():
+            await self._send(topic, batch)
+
+    async def _model_of(self, namespace: str) -> Model:
+        model = self._fleet.get(namespace)
+        if model is None and time.monotonic() - self._fleet_read >= FLEET_S:
+            self._fleet = await self._read_fleet()
+            self._fleet_read = time.monotonic()
+            model = self._fleet.get(namespace)
+        return model or (namespace, 0)
+
+    async def _send(self, topic: bytes, events: list[dict[str, Any]]) -> None:
+        if topic not in self._topics:
+            self._topics.add(topic)
+            self._known.add(topic)
+            events = [CLEARED, *events]
+        packed: Any = msgpack.packb([time.time(), events, 0])
+        payload = zmq.Frame(packed, copy=False, track=True)
+        number = next(self._batch)
+        self._sent.append(Batch(topic, number, payload))
+        self._sent_bytes += len(packed)
+        while self._sent_bytes > REPLAY_BYTES_MAX or len(self._sent) > REPLAY_BATCHES_MAX:
+            self._sent_bytes -= len(self._sent.popleft().payload)
+        self._bound_waiting(payload)
+        await self._socket.send_multipart((topic, number.to_bytes(8, "big"), payload))
+
+    def _bound_waiting(self, payload: zmq.Frame) -> None:
+        self._alive.append((payload.tracker, len(payload)))
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        self._alive = [each for each in self._alive if not each[0].done]
+        waiting = sum(size for _, size in self._alive)
+        if waiting > WAITING_BYTES_MAX:
+            cut = sum(each.cut_those_behind(BEHIND_BYTES) for each in self._peers)
+            log.warning("event_peers_cut count=%d waiting_bytes=%d", cut, waiting)
+
+    # --- replaying ------------------------------------------------------------------------------
+
+    async def _hear_forever(self) -> None:
+        while True:
+            request = await self._router.recv_multipart()
+            if len(request) != 3 or len(request[2]) != _HASH_BYTES:
+                continue
+            if request[0] in self._asked or len(self._asked) < 2 * PEERS_MAX:
+                self._asked[request[0]] = int.from_bytes(request[2], "big")
+                self._wanted.set()
+
+    async def _replay_forever(self) -> None:
+        while True:
+            waiting = (each for each in self._asked if each not in self._served)
+            peer = next(waiting, None)
+            if peer is None:
+                self._wanted.clear()
+                await self._wanted.wait()
+                continue
+            self._served.add(peer)
+            try:
+                await self._replay(peer, self._asked.pop(peer))
+            finally:
+                self._served.remove(peer)
+                self._wanted.set()
+
+    async def _replay(self, peer: bytes, first: int) -> None:
+        """Also what is published meanwhile; what is not kept any more by then is left out."""
+        while self._sent and first <= self._sent[-1].number:
+            first = max(first, self._sent[0].number)
+            topic, number, payload = self._sent[first - self._sent[0].number]
+            if not await self._hand(peer, (topic, number.to_bytes(8, "big"), payload)):
+                return
+            first += 1
+        await self._hand(peer, (b"", END, b""))
+
+    async def _hand(self, peer: bytes, frames: tuple[bytes, bytes, zmq.Frame | bytes]) -> bool:
+        """False: it has left, or does not read."""
+        until = time.monotonic() + STALLED_S
+        while time.monotonic() < until:
+            try:
+                await self._router.send_multipart((peer, b"", *frames), flags=zmq.DONTWAIT)
+            except zmq.Again:
+                await asyncio.sleep(FULL_S)
+            except zmq.ZMQError:
+                return False
+            else:
+                return True
+        return False
+
+
+def described(event: Event, model: Model) -> dict[str, Any]:
+    """In both vocabularies: vLLM's ``type`` ..., and Mooncake's ``event_type`` ..."""
+    namespace, key, parent, size, depth = event
+    group = _GROUP.search(namespace)
+    both: dict[str, Any] = {
+        "block_hashes": [_hash(key)],
+        "medium": MEDIUM,
+        "group_idx": int(group[1]) if group else None,
+        "object_key": _text(key),
+        "tenant_id": namespace,
+        "seq_hashes": [_hash(key)],
+    }
+    if size == GONE_SIZE:
+        return {"type": "BlockRemoved", "event_type": "removed", **both}
+    return {
+        "type": "BlockStored",
+        "event_type": "stored",
+        **both,
+        "parent_block_hash": _hash(parent) if parent else None,
+        "parent_hash": _hash(parent) if parent else None,
+        "base_block_idx": depth,
+        "token_ids": [],
+        "block_size": model[1],
+        "lora_id": None,
+        "lora_name": None,
+        "size": size,
+    }
+
+
+def _hash(key: bytes) -> int:
+    """As vLLM and SGLang send hashes: the last 8 bytes as an integer."""
+    return int.from_bytes(key[-_HASH_BYTES:], "big")
+
+
+def _text(key: bytes) -> str:
+    """A key that is text, as it is; another one in hexadecimal."""
+    try:
+        text = key.decode()
+    except UnicodeDecodeError:
+        return key.hex()
+    return text if text.isprintable() else key.hex()

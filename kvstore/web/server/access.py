@@ -1,0 +1,218 @@
+"""Who may ask what over HTTP, at the ports of masters, nodes and the proxy.
+
+A request that changes something, or that fetches bytes of an object, is *trusted* if it carries the
+token. Without a token configured, it is trusted if its connection comes from a loopback address.
+Once there is a token, loopback needs it as well: behind a proxy on this host every request comes
+from loopback.
+
+A browser on this host also connects from loopback, on behalf of whatever page it shows. So a
+request is refused if it came by a name that the operator does not know (``hosts``), or if the
+browser says that a page of another site has made it. There are no CORS headers, so no other site
+may send what browsers ask permission for (PUT, DELETE, JSON, ``Authorization``), or read an answer.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import ssl
+from collections.abc import Callable
+from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from kvstore.config import HttpConfig, read_token
+from kvstore.web.server.certificates import tls_of
+from kvstore.web.server.doors import Handler
+from kvstore.web.server.hosts import Hosts
+
+HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Of every answer under ``/`` and ``/api``."""
+
+FORGED: Final = "A page of another site has made this request.\n"
+LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"
+
+
+class Advice(NamedTuple):
+    """How the operator of a port lets others in; goes into refusals."""
+
+    names: str
+    token: str
+
+
+OF_MASTER: Final = Advice(
+    "or have the master know the name: kvstore-master --http-names NAME",
+    "kvstore-master --http-token-file FILE",
+)
+
+
+def token_of(config: HttpConfig) -> str:
+    """The token of this port; empty: there is none. Reads its file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no token. The error does not show it.
+    """
+    return read_token(config.http_token_file) if config.http_token_file else config.http_token
+
+
+class Secured(NamedTuple):
+    """How a port is protected."""
+
+    token: str = ""
+    reads: str = "all"
+    cert: str = ""
+    key: str = ""
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.cert else "http"
+
+    def tls(self) -> ssl.SSLContext | None:
+        """None: plain HTTP. Raises ConfigError, as ``tls_of``."""
+        return tls_of(self.cert, self.key) if self.cert else None
+
+
+NOT_SECURED: Final = Secured()
+
+
+def secured_by(config: HttpConfig) -> Secured:
+    """Reads the files that the settings name.
+
+    Raises:
+        ConfigError: one cannot be read, or is no use.
+    """
+    secured = Secured(token_of(config), config.http_reads, config.http_cert, config.http_key)
+    secured.tls()
+    return secured
+
+
+class Access:
+    """The rules of one port. Threads: any."""
+
+    def __init__(
+        self,
+        hosts: Hosts | None,
+        *,
+        token: str = "",
+        reads: str = "all",
+        advice: Advice = OF_MASTER,
+    ) -> None:
+        """
+        Args:
+            hosts: by which names browsers may come; None: by any. Then nothing can be changed, or
+                only with a token, which no page of another site has.
+            token: empty: there is none.
+            reads: ``all`` or ``token``: who may read.
+            advice: for those who are refused.
+        """
+        self._hosts = hosts
+        self._token = token.encode()
+        self._reads_need_token = reads == "token"
+        self._advice = advice
+
+    def named(self, handler: Handler) -> Handler:
+        """For requests that come by a known name: what is no secret, such as the page."""
+        return _guarded(handler, self._misdirected)
+
+    def reading(self, handler: Handler) -> Handler:
+        """For requests that may read."""
+        return _guarded(handler, self._misdirected, self._unread)
+
+    def trusted(self, handler: Handler) -> Handler:
+        """For requests that may change something, or fetch bytes of objects."""
+        return _guarded(handler, self.distrusts)
+
+    def distrusts(self, request: web.Request) -> web.Response | None:
+        """The refusal of a request that is not ``trusted``."""
+        return self._misdirected(request) or _forged(request) or self._untrusted(request)
+
+    def measuring(self, handler: Handler) -> Handler:
+        """For requests that may read numbers, by whatever name they come."""
+        return _guarded(handler, self._unread)
+
+    def _misdirected(self, request: web.Request) -> web.Response | None:
+        if self._hosts is None or self._hosts.allow(request.headers.getall("Host", [])):
+            return None
+        return _refusal(421, f"This name is not known here. Use an address, {self._advice.names}\n")
+
+    def _unread(self, request: web.Request) -> web.Response | None:
+        if not self._reads_need_token or self._has_token(request):
+            return None
+        return _unauthorized()
+
+    def _untrusted(self, request: web.Request) -> web.Response | None:
+        if self._token:
+            return None if self._has_token(request) else _unauthorized()
+        if is_loopback(request):
+            return None
+        return _refusal(
+            403,
+            "Without a token this is answered from loopback only. Give this port a token: "
+            f"{self._advice.token}\n",
+        )
+
+    def _has_token(self, request: web.Request) -> bool:
+        given = request.headers.getall("Authorization", [])
+        if len(given) != 1 or not self._token:
+            return False
+        scheme, _, token = given[0].partition(" ")
+        sent = token.strip().encode("utf-8", "surrogateescape")
+        return scheme.lower() == "bearer" and hmac.compare_digest(sent, self._token)
+
+
+def is_loopback(request: web.Request) -> bool:
+    """Whether the connection comes from a loopback address; headers do not count."""
+    peer = None if request.transport is None else request.transport.get_extra_info("peername")
+    try:
+        address = ipaddress.ip_address(str(peer[0]).partition("%")[0]) if peer else None
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return address is not None and address.is_loopback
+
+
+def _forged(request: web.Request) -> web.Response | None:
+    """The refusal of a request that a browser has sent for a page of another site."""
+    sites = request.headers.getall("Sec-Fetch-Site", [])
+    origins = request.headers.getall("Origin", [])
+    if all(site.lower() in ("none", "same-origin") for site in sites) and all(
+        _netloc(origin) == request.host.lower() for origin in origins
+    ):
+        return None
+    return _refusal(403, FORGED)
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
+
+
+def _guarded(handler: Handler, *checks: Callable[[web.Request], web.Response | None]) -> Handler:
+    async def guarded(request: web.Request) -> web.StreamResponse:
+        for check in checks:
+            if (refusal := check(request)) is not None:
+                return refusal
+        return await handler(request)
+
+    return guarded
+
+
+def _refusal(status: int, text: str) -> web.Response:
+    return web.Response(status=status, text=text, headers=HEADERS)
+
+
+def _unauthorized() -> web.Response:
+    headers = {**HEADERS, "WWW-Authenticate": 'Bearer realm="kvstore"'}
+    return web.Response(status=401, text=LOCKED, headers=headers)

@@ -1,0 +1,287 @@
+"""A port for HTTP: health, readiness, metrics. What they say comes from ``Answers``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from kvstore.errors import AddressInUseError, BusyError, StartupError, UnavailableError
+from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
+from kvstore.network.addresses import join_address
+from kvstore.network.listening import listen
+from kvstore.network.ports import what_answers
+from kvstore.web.server.access import HEADERS, Access
+from kvstore.web.server.doors import (
+    BUFFER_BYTES,
+    RETRY_AFTER_S,
+    CrowdedOutError,
+    Doors,
+    Handler,
+    Waits,
+    answering,
+    connections_max,
+    listen_on,
+)
+
+log = logging.getLogger("kvstore.web")
+
+HEALTH: Final = ("/healthz", "/readyz")
+
+AT_WORK_MAX: Final = 8
+"""Questions that are worked on at once: more of them would only slow each other, and health, down.
+"""
+
+_BODIES: Final = web.AppKey("bodies", Waits)
+_WORK: Final = web.AppKey("work", asyncio.Semaphore)
+
+PORTS: Final = 16
+"""The default port, or the next free one of so many: several processes on one host."""
+
+TAKEN_S: Final = 2.0
+"""How long a port may be taken by the child of a master that was killed."""
+
+REQUESTS_MAX: Final = 128
+"""Requests under way at once, streams of events among them; one more is told to come again. Health
+and readiness do not count: there is always a connection for them."""
+
+BODY_BYTES_MAX: Final = BATCH_KEYS_MAX * (2 * KEY_BYTES_MAX + 4) + (1 << 20)
+"""Of a body of JSON: as many keys as one question may have, each as long as it may be, and names.
+"""
+
+BODIES_BYTES: Final = 32 << 20
+BODY_S: Final = 5.0
+"""Bodies of JSON that may be arriving at once, in bytes, and how long one may take."""
+
+UNREAD_BYTES: Final = 16 << 20
+READ_S: Final = 10.0
+READ_BYTES_PER_S_MIN: Final = 1 << 18
+"""Answers that clients have not read yet, and how long a client may take: this, and the size of the
+answer at this rate."""
+
+LINE_BYTES_MAX: Final = 1 << 13
+IDLE_CONNECTION_S: Final = 120.0
+
+
+class Readiness(NamedTuple):
+    ready: bool
+    """Whether traffic may be sent here."""
+    reason: str
+
+
+class Answers(NamedTuple):
+    """What a process says of itself. Both raise UnavailableError: it does not answer in time."""
+
+    readiness: Callable[[], Awaitable[Readiness]]
+    metrics: Callable[[], Awaitable[bytes]]
+
+
+def bind(host: str, port: int, *, is_given: bool) -> socket.socket:
+    """A listening socket on ``port``; on the next free one if the user has not asked for this one.
+    Blocks for up to ``TAKEN_S``.
+
+    Raises:
+        AddressInUseError, StartupError
+    """
+    patience = time.monotonic() + TAKEN_S
+    while True:
+        for each in range(port, port + (1 if is_given else PORTS)):
+            try:
+                listener = listen(host, each)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise StartupError(
+                    f"HTTP cannot listen on {join_address(host, each)}: {error.strerror or error}",
+                    advice="Give --host an address of this host, or --http-port 0.",
+                ) from None
+            if each != port:
+                log.warning(
+                    "http_port_taken wanted=%d port=%d: choose one with --http-port", port, each
+                )
+            return listener
+        if time.monotonic() >= patience:
+            by = what_answers(join_address(host, port))
+            said = f": {by} answers there" if by else ""
+            raise AddressInUseError(
+                f"port {port} for HTTP is taken on {host}{said}",
+                advice="Give another one with --http-port, or 0 for none.",
+                port=port,
+            )
+        time.sleep(0.05)
+
+
+Routes = Mapping[str, Handler]
+"""Handlers of GET, by path."""
+
+
+class Route(NamedTuple):
+    method: str
+    path: str
+    handler: Handler
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    listener: socket.socket,
+    answers: Answers,
+    routes: Iterable[Route] = (),
+    *,
+    access: Access,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[None]:
+    """Serves inside the block, and ``routes`` as well. Closes ``listener``.
+
+    Args:
+        access: who may read the metrics.
+        tls: serve HTTPS; None: HTTP.
+    """
+    connections = connections_max(REQUESTS_MAX)
+    doors = Doors(connections)
+    # Fewer than connections: there are always idle ones that can make room.
+    requests = Requests(max(1, min(REQUESTS_MAX, connections // 2)))
+    application = _application(answers, [doors.middleware, requests.middleware], routes, access)
+    async with answering(
+        application, doors, idle_s=IDLE_CONNECTION_S, line_bytes_max=LINE_BYTES_MAX, log=log
+    ):
+        server = await listen_on(doors, listener, tls)
+        try:
+            yield
+        finally:
+            server.close()
+
+
+class Requests:
+    """The requests under way on one port. Use it in one event loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0
+        self._unread = Waits(UNREAD_BYTES)
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Refuses a request that is one too many, unless it asks for health; waits until its client
+        has read the answer, and no longer than it may take."""
+        if request.path in HEALTH:
+            return await handler(request)
+        if self._count >= self._most:
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            return web.Response(status=503, text="too many requests at once\n", headers=headers)
+        self._count += 1
+        try:
+            response = await handler(request)
+            if isinstance(response, web.Response):
+                await self._send(request, response)
+            return response
+        finally:
+            self._count -= 1
+
+    async def _send(self, request: web.Request, response: web.Response) -> None:
+        size = response.content_length or 0
+        if size < BUFFER_BYTES:
+            return  # and aiohttp sends it
+        try:
+            async with self._unread.wait(READ_S + size / READ_BYTES_PER_S_MIN, size):
+                await response.prepare(request)
+                await response.write_eof()
+        except (CrowdedOutError, TimeoutError):
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionError:
+            pass  # the client has left
+
+
+async def read_body(request: web.Request) -> bytes:
+    """The body of a request for one of ``routes``, which is limited to ``BODY_BYTES_MAX``.
+
+    Raises:
+        BusyError: it has not come in time, or not before another one needed its place.
+        web.HTTPRequestEntityTooLarge
+    """
+    size = request.content_length
+    weight = BODY_BYTES_MAX if size is None else min(size, BODY_BYTES_MAX)
+    try:
+        async with request.app[_BODIES].wait(BODY_S, max(weight, BUFFER_BYTES)):
+            return await request.read()
+    except CrowdedOutError:
+        raise BusyError("the body did not come, and others needed its place") from None
+    except TimeoutError:
+        raise BusyError(f"the body did not come within {BODY_S:g} s") from None
+
+
+def at_work(request: web.Request) -> asyncio.Semaphore:
+    """To be held while a question is worked on, but not while its client is waited for."""
+    return request.app[_WORK]
+
+
+async def _protect(request: web.Request, response: web.StreamResponse) -> None:
+    """Every answer tells browsers what they may do with it."""
+    del request
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
+
+
+def _application(
+    answers: Answers,
+    middlewares: Sequence[Middleware],
+    routes: Iterable[Route],
+    access: Access,
+) -> web.Application:
+    async def healthz(request: web.Request) -> web.Response:
+        del request
+        ready, reason = await answers.readiness()
+        return web.Response(text="ok\n" if ready else f"ok: {reason}\n")
+
+    async def readyz(request: web.Request) -> web.Response:
+        del request
+        ready, reason = await answers.readiness()
+        return web.Response(text=reason + "\n", status=200 if ready else 503)
+
+    async def metrics(request: web.Request) -> web.Response:
+        del request
+        return web.Response(
+            body=await answers.metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    @web.middleware
+    async def answered(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except UnavailableError as error:
+            return web.Response(status=503, text=error.message + "\n")
+
+    application = web.Application(
+        middlewares=[*middlewares, answered], client_max_size=BODY_BYTES_MAX
+    )
+    application[_BODIES] = Waits(BODIES_BYTES)
+    application[_WORK] = asyncio.Semaphore(AT_WORK_MAX)
+    application.on_response_prepare.append(_protect)
+    own = {"/healthz": healthz, "/readyz": readyz, "/metrics": access.measuring(metrics)}
+    for path, handler in own.items():
+        application.router.add_get(path, handler)
+    for method, path, handler in routes:
+        if method == "GET":
+            application.router.add_get(path, handler)  # and HEAD
+        else:
+            wait = _wait if method == "PUT" else None
+            application.router.add_route(method, path, handler, expect_handler=wait)
+    return application
+
+
+async def _wait(request: web.Request) -> web.StreamResponse | None:
+    """Instead of asking for the body at once: the handler of a PUT asks when it has room."""
+    del request
+    return None

@@ -1,0 +1,467 @@
+"""The forest as operators see it: the chains that are used most, and where they branch.
+
+A record knows its parent and how many children it has, not which. So the tree is built from below:
+from tips, each chain is walked to its root, or to a branch that another walk has found. A branch
+ends where the chain forks, so only forks and tips are remembered during the walks.
+
+Tips come from two places, without a search through all objects: those at which the last matches
+ended (``traffic``), and the leaves among the records that were added last to a namespace's table.
+An answer is made in slices between other calls. So it is no picture of one moment, but each branch
+was there when it was walked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from typing import Final
+
+from kvstore import calls
+from kvstore.errors import BusyError
+from kvstore.limits import CHAINS_MAX, Key
+from kvstore.master.state.common import Common
+from kvstore.master.state.effects import Answer, Later
+from kvstore.master.state.records import NEVER_MS, NamespaceTable, ObjectRecord
+from kvstore.master.state.views.traffic import Tip
+
+STEPS = 6_000
+"""Records that one slice walks over: 1 ms."""
+
+LOOKS = 2_000
+"""Records that one slice looks at for tips, and those of one more namespace: 1 ms."""
+
+STEPS_MAX = 400_000
+"""Records that the walks of one answer pass: 70 ms, in slices. Longer chains are cut."""
+
+BRANCHES_MAX = 256
+"""Branches in one answer."""
+
+SPACES_MAX: Final = 256
+"""Namespaces that a question about all of them looks at."""
+
+NEWEST: Final = 512
+"""Records that were added last to a namespace, and are looked at for leaves; of a table in many
+dictionaries four times as many. A question about all namespaces looks at an eighth of that."""
+
+WAITING_MAX: Final = 16
+"""Questions that wait."""
+
+SEGMENTS_TOLD: Final = 8
+"""Segments of a branch that are named, those with most replicas."""
+
+_NEVER: Final = 1 << 62
+"""Later than any time."""
+
+
+class _Found:
+    """A block at which a chain may be walked from."""
+
+    __slots__ = ("first_ms", "matched", "record")
+
+    def __init__(self, record: ObjectRecord, tip: Tip | None) -> None:
+        self.record = record
+        self.matched = 0 if tip is None else tip.matched
+        self.first_ms = _NEVER if tip is None else tip.first_ms
+
+
+class _Branch:
+    """As ``calls.Branch``, while it is made."""
+
+    __slots__ = (
+        "above", "being_written", "below", "blocks", "children", "counted_ms", "cut", "ended",
+        "last", "leased_ms", "matched", "missing", "number", "pinned", "places", "size", "top",
+        "used_ms",
+    )  # fmt: skip
+
+    def __init__(self, last: ObjectRecord) -> None:
+        self.last = last
+        self.top = last
+        self.above: _Branch | None = None
+        self.below: list[_Branch] = []
+        self.number = 0
+        """In the answer, from 1."""
+        self.blocks = 0
+        self.missing = 0
+        self.being_written = 0
+        self.size = 0
+        self.children = last.children
+        self.matched = 0
+        self.ended = 0
+        self.counted_ms = _NEVER
+        """When the oldest of its counts began."""
+        self.used_ms = NEVER_MS
+        self.leased_ms = NEVER_MS
+        """Until when."""
+        self.pinned = 0
+        self.cut = False
+        self.places: dict[int, int] = {}
+
+
+class _Question:
+    """A question, and how far its answer is made."""
+
+    __slots__ = (
+        "at", "branch", "branches", "count", "found", "marks", "names", "newest", "place",
+        "steps_left", "ticket", "tips", "whole",
+    )  # fmt: skip
+
+    def __init__(self, ticket: int, names: list[str], count: int) -> None:
+        self.ticket = ticket
+        self.names = names
+        """Namespaces in which tips are still looked for."""
+        self.newest = NEWEST if len(names) == 1 else NEWEST >> 3
+        self.count = count
+        self.found: list[_Found] = []
+        self.tips: list[_Found] = []
+        """From which chains are walked, once all are found."""
+        self.place = 0
+        """How many of these were begun."""
+        self.branches: list[_Branch] = []
+        self.marks: dict[ObjectRecord, _Branch | None] = {}
+        """Forks and tips, and the branch that ends there; None: it was not walked yet."""
+        self.branch: _Branch | None = None
+        """That is being walked."""
+        self.at: ObjectRecord | None = None
+        """Its next block."""
+        self.steps_left = STEPS_MAX
+        self.whole = True
+
+
+class Chains:
+    """See the module."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+        self._forest = common.forest
+        self._pins = common.pool.pins
+        self._lifetimes = common.pool.lifetimes
+        self._questions: deque[_Question] = deque()
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def find(self, now_ms: int, request: calls.Chains) -> Later:
+        """
+        Raises:
+            BusyError: too many such questions wait.
+        """
+        del now_ms
+        if len(self._questions) >= WAITING_MAX:
+            raise BusyError(
+                f"{WAITING_MAX} questions about chains wait already", advice="Try again."
+            )
+        count = request.limit or CHAINS_MAX
+        names = [request.namespace] if request.namespace else self._names()
+        question = _Question(self._common.ticket(), [] if request.keys else names, count)
+        table = self._forest.table(request.namespace)
+        if request.keys and table is not None:
+            known = dict(self._tips(request.namespace))
+            for key in dict.fromkeys(request.keys):
+                record = table.get(key)
+                if record is not None:
+                    question.found.append(_Found(record, known.get(key)))
+        self._questions.append(question)
+        return Later(question.ticket)
+
+    def _names(self) -> list[str]:
+        """The namespaces of the last callers, and others where those are few."""
+        names: dict[str, None] = {}
+        for space in reversed(self._common.traffic.spaces("")):
+            names[space.name] = None
+        for shard in self._forest.namespaces.shards:
+            if len(names) >= SPACES_MAX:
+                break
+            for name in islice(shard, SPACES_MAX):
+                names[name] = None
+        return list(islice(names, SPACES_MAX))
+
+    def _tips(self, namespace: str) -> list[tuple[Key, Tip]]:
+        spaces = self._common.traffic.spaces(namespace)
+        return spaces[0].tips.all() if spaces else []
+
+    def blocks(self, now_ms: int, request: calls.Blocks) -> calls.BlocksFound:
+        table = self._forest.table(request.namespace)
+        found: list[calls.Block] = []
+        record: ObjectRecord | None = None
+        for key in request.keys:
+            record = None if table is None else table.get(key)
+            found.append(self._block(now_ms, key, record))
+        for _ in range(request.above):
+            record = None if record is None else record.parent
+            if record is None:
+                break
+            found.append(self._block(now_ms, record.key, record))
+        return calls.BlocksFound(found)
+
+    def _block(self, now_ms: int, key: Key, record: ObjectRecord | None) -> calls.Block:
+        if record is None:
+            return calls.Block(key, "absent", b"", 0, 0, 0, 0, 0, 0, [])
+        there = self._there(now_ms, record)
+        segments: list[int] = []
+        if there:
+            segments = [segment.segment_id for segment, _ in record.extents() if segment.alive]
+        state = "complete" if there else "being_written" if record.writer else "missing"
+        return calls.Block(
+            key=key,
+            state=state,
+            parent=b"" if record.parent is None else record.parent.key,
+            children=record.children,
+            depth=record.depth,
+            size=record.size if there else 0,
+            idle_ms=max(0, now_ms - record.last_used_ms),
+            leased_ms=max(0, record.lease_until_ms - now_ms),
+            pinned_ms=max(0, self._pins.ends.of(record) - now_ms),
+            segments=segments,
+        )
+
+    def cancel(self, ticket: int) -> None:
+        for question in self._questions:
+            if question.ticket == ticket:
+                self._questions.remove(question)
+                return
+
+    # --- slices -------------------------------------------------------------------------------
+
+    def walks(self) -> bool:
+        return bool(self._questions)
+
+    def walk_on(self, now_ms: int) -> None:
+        """Does a slice for the first question: looks for tips, or walks, or answers."""
+        question = self._questions[0]
+        if question.names:
+            self._look(now_ms, question)
+        elif not question.tips:
+            self._choose(now_ms, question)
+        elif question.branch is not None or question.place < len(question.tips):
+            self._walk(now_ms, question)
+        else:
+            self._answer(now_ms, question)
+
+    def _look(self, now_ms: int, question: _Question) -> None:
+        """Looks for tips in the next namespaces."""
+        steps = 0
+        while question.names and steps < LOOKS:
+            name = question.names.pop()
+            table = self._forest.table(name)
+            if table is None:
+                continue
+            known = self._tips(name)
+            steps += len(known) + 16
+            for key, tip in known:
+                record = table.get(key)
+                if record is not None and self._there(now_ms, record):
+                    question.found.append(_Found(record, tip))
+            steps += self._look_at_newest(question, table)
+        question.found = _best(question.found, question.count)
+
+    def _look_at_newest(self, question: _Question, table: NamespaceTable) -> int:
+        """Finds leaves among the records that were added last. Returns how many it looked at."""
+        shards, each = len(table.shards), question.newest
+        if shards > 1:
+            each = max(1, 4 * each // shards)
+        steps = 0
+        for shard in table.shards:
+            for record in islice(reversed(shard.values()), each):
+                steps += 1
+                if not record.children:
+                    question.found.append(_Found(record, None))
+        return steps
+
+    def _choose(self, now_ms: int, question: _Question) -> None:
+        """Chooses from which tips chains are walked."""
+        chosen = _best(question.found, question.count)
+        question.found = []
+        if not chosen:
+            self._finish(now_ms, question, [])
+            return
+        question.tips = chosen
+        for tip in chosen:
+            question.marks[tip.record] = None
+
+    def _walk(self, now_ms: int, question: _Question) -> None:
+        """Walks up to ``STEPS`` records further up."""
+        steps = min(STEPS, question.steps_left)
+        question.steps_left -= steps
+        marks, pins = question.marks, self._pins
+        some_ended = now_ms >= self._lifetimes.next_ms
+        while steps > 0:
+            branch, at = question.branch, question.at
+            if branch is None or at is None:
+                if question.place == len(question.tips):
+                    return
+                steps -= 1
+                tip = question.tips[question.place]
+                record = tip.record
+                question.place += 1
+                if self._forest.get(record.namespace, record.key) is not record:
+                    continue  # it has been removed or evicted meanwhile
+                above = marks[record]
+                if above is None:
+                    above = self._begin(question, record)
+                    if above is None:
+                        return
+                above.ended = above.matched = tip.matched
+                above.counted_ms = tip.first_ms
+                continue
+            steps -= 1
+            branch.blocks += 1
+            branch.top = at
+            branch.used_ms = max(branch.used_ms, at.last_used_ms)
+            branch.leased_ms = max(branch.leased_ms, at.lease_until_ms)
+            segment = at.segment
+            if (
+                segment is None
+                or not (segment.alive or at.complete)
+                or (some_ended and self._lifetimes.ended(at, now_ms))
+            ):
+                if at.writer:
+                    branch.being_written += 1
+                else:
+                    branch.missing += 1
+            else:
+                branch.size += at.size
+                places = branch.places
+                if segment.alive:
+                    places[segment.segment_id] = places.get(segment.segment_id, 0) + 1
+                for other, _ in at.more:
+                    if other.alive:
+                        places[other.segment_id] = places.get(other.segment_id, 0) + 1
+            if pins.holds(at):
+                branch.pinned += 1
+            parent = at.parent
+            question.at = parent
+            if parent is None:
+                question.branch = None
+            elif parent.children > 1 or parent in marks:
+                known = marks.get(parent)
+                branch.above = known
+                if known is None:
+                    branch.above = self._begin(question, parent)
+                    if branch.above is None:
+                        branch.cut = True
+                        return
+                else:
+                    question.branch = None
+        if not question.steps_left and (question.branch or question.place < len(question.tips)):
+            question.whole = False
+            question.place = len(question.tips)
+            if question.branch is not None:
+                question.branch.cut = True
+                question.branch = None
+
+    def _begin(self, question: _Question, last: ObjectRecord) -> _Branch | None:
+        """Begins a branch that ends at ``last``; None: there are too many, so the walks end."""
+        if len(question.branches) == BRANCHES_MAX:
+            question.whole = False
+            question.place = len(question.tips)
+            question.branch = None
+            return None
+        branch = _Branch(last)
+        question.branches.append(branch)
+        question.marks[last] = branch
+        question.branch, question.at = branch, last
+        return branch
+
+    def _answer(self, now_ms: int, question: _Question) -> None:
+        """Puts the branches in order, each after the one above it, and answers."""
+        roots: list[_Branch] = []
+        for branch in question.branches:
+            if branch.blocks:
+                (roots if branch.above is None else branch.above.below).append(branch)
+        ordered = _downwards(roots)
+        for branch in reversed(ordered):
+            above = branch.above
+            if above is not None:
+                above.matched += branch.matched
+                above.used_ms = max(above.used_ms, branch.used_ms)
+                above.leased_ms = max(above.leased_ms, branch.leased_ms)
+                above.counted_ms = min(above.counted_ms, branch.counted_ms)
+        for branch in ordered:
+            branch.below.sort(key=_rank)
+        roots.sort(key=_rank)
+        ordered = _downwards(roots)
+        for number, branch in enumerate(ordered, 1):
+            branch.number = number
+            branch.below = []  # leaves no reference cycle
+        self._finish(now_ms, question, [_told(branch, now_ms) for branch in ordered])
+
+    def _finish(self, now_ms: int, question: _Question, branches: Sequence[calls.Branch]) -> None:
+        common = self._common
+        self._questions.popleft()
+        uptime_ms = now_ms - common.started_ms
+        reply = calls.ChainsFound(common.epoch, uptime_ms, branches, question.whole)
+        common.effect(Answer(question.ticket, reply))
+
+    def _there(self, now_ms: int, record: ObjectRecord) -> bool:
+        return record.complete and not self._lifetimes.ended(record, now_ms)
+
+
+def _best(found: list[_Found], count: int) -> list[_Found]:
+    """The most matched ones, and those that were used last: half of ``count`` each, if there are
+    as many."""
+    distinct: dict[ObjectRecord, _Found] = {}
+    for each in found:
+        known = distinct.get(each.record)
+        if known is None or known.matched < each.matched:
+            distinct[each.record] = each
+    matched = [each for each in distinct.values() if each.matched]
+    matched.sort(key=_by_matches)
+    chosen = matched[: (count + 1) // 2]
+    for each in chosen:
+        del distinct[each.record]
+    rest = list(distinct.values())
+    rest.sort(key=_by_use)
+    return chosen + rest[: count - len(chosen)]
+
+
+def _by_matches(found: _Found) -> int:
+    return -found.matched
+
+
+def _by_use(found: _Found) -> int:
+    return -found.record.last_used_ms
+
+
+def _rank(branch: _Branch) -> tuple[int, int]:
+    return -branch.matched, -branch.used_ms
+
+
+def _downwards(roots: list[_Branch]) -> list[_Branch]:
+    """The branches below these, each after the one above it. Leaves out what is below none: a
+    chain that was taken apart between two slices."""
+    ordered: list[_Branch] = []
+    waiting = roots[::-1]
+    while waiting:
+        branch = waiting.pop()
+        ordered.append(branch)
+        waiting += branch.below[::-1]
+    return ordered
+
+
+def _told(branch: _Branch, now_ms: int) -> calls.Branch:
+    places = sorted(branch.places.items(), key=_by_replicas)[:SEGMENTS_TOLD]
+    return calls.Branch(
+        namespace=branch.last.namespace,
+        above=0 if branch.above is None else branch.above.number,
+        first=branch.top.key,
+        last=branch.last.key,
+        blocks=branch.blocks,
+        missing=branch.missing,
+        being_written=branch.being_written,
+        size=branch.size,
+        depth=branch.last.depth,
+        children=branch.children,
+        matched=branch.matched,
+        ended=branch.ended,
+        counted_ms=max(0, now_ms - branch.counted_ms),
+        idle_ms=max(0, now_ms - branch.used_ms),
+        leased_ms=max(0, branch.leased_ms - now_ms),
+        pinned=branch.pinned,
+        cut=branch.cut,
+        segments=[segment for segment, _ in places],
+        replicas=[count for _, count in places],
+    )
+
+
+def _by_replicas(place: tuple[int, int]) -> int:
+    return -place[1]

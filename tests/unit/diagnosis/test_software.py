@@ -1,0 +1,109 @@
+"""What is said of the installation: another project's package in our place, parts not compiled."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvstore import native
+from kvstore.diagnosis import distribution, software
+from kvstore.diagnosis.findings import Finding
+
+OURS = "[console_scripts]\nkvstore-master = kvstore.cli.master:main\n"
+
+
+def install(
+    place: Path, name: str, version: str, *, entry_points: str = "", needs: str = ""
+) -> None:
+    info = place / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir()
+    wanted = f"Requires-Dist: {needs}\n" if needs else ""
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{wanted}"
+    )
+    if entry_points:
+        (info / "entry_points.txt").write_text(entry_points)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only one where anything is installed."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    return tmp_path
+
+
+def of(subject: str) -> list[Finding]:
+    return [row for row in software.installation() if row.subject == subject]
+
+
+def test_nothing_is_said_of_our_own_distribution_under_either_name(place: Path) -> None:
+    install(place, "kvstore-llm", "0.1.0", entry_points=OURS)
+    install(place, "kvstore", "0.1.0", entry_points=OURS)
+    assert not of("distribution")
+
+
+def test_the_name_before_is_found_where_it_is_the_only_one(place: Path) -> None:
+    install(place, "kvstore", "0.1.0", entry_points=OURS, needs="protobuf<8,>=6.33.5")
+    found = distribution.ours()
+    assert found is not None
+    assert found.name == "kvstore"
+    assert distribution.requirements() == ["protobuf<8,>=6.33.5"]
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside ours", "in our place"])
+def test_another_projects_package_is_told(place: Path, beside: bool) -> None:
+    if beside:
+        install(place, "kvstore-llm", "0.1.0", entry_points=OURS)
+    install(place, "kvstore", "0.1.1")
+    [row] = of("distribution")
+    assert row.state == "warning"
+    assert row.found.startswith("kvstore 0.1.1 is installed, which is another project")
+    assert row.advice.endswith("-m pip uninstall kvstore")
+    assert (distribution.ours() is not None) == beside
+
+
+def test_packages_that_are_missing_are_named_as_pip_takes_them(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(place, "kvstore-llm", "0.1.0", entry_points=OURS, needs="protobuf<8,>=6.33.5")
+    monkeypatch.setattr(software, "import_failure", lambda *_: "ImportError: no protobuf")
+    [row] = [row for row in software.python(1.0) if row.state == "problem"]
+    assert row.advice.endswith("-m pip install --upgrade 'protobuf<8,>=6.33.5'")
+
+
+def test_an_installation_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
+    monkeypatch.setattr(native, "fast", None)
+    [row] = of("compiled parts")
+    assert row.state == "warning"
+    assert "the steps of the hot path" in row.found
+    assert "apt-get install gcc" in row.advice
+    monkeypatch.setenv("KVSTORE_NATIVE", "0")  # as somebody wanted it
+    assert of("compiled parts")[0].state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("printed", "state", "said"),
+    [
+        ('"no libcuda.so.1"', "ok", "none is used: no libcuda.so.1"),
+        ("[]", "ok", "none"),
+        ('[["cuda:1", true, true]]', "ok", "cuda:1: copies straight"),
+        ('[["cuda:1", false, true]]', "warning", "older than CUDA 12.8"),
+        ('[["cuda:1", true, false]]', "warning", "cannot be page-locked"),
+        ("nothing", "warning", "probe of NVIDIA's driver failed"),
+    ],
+)
+def test_gpus(printed: str, state: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "_PROBE_GPU", f"print({printed!r})")
+    [row] = software.graphics(60)
+    assert (row.subject, row.state) == ("GPU", state)
+    assert said in row.found
+
+
+def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "_PROBE_GPU", "import threading; threading.Event().wait()")
+    [row] = software.graphics(0.2)
+    assert row.state == "warning"
+    assert "took over" in row.found

@@ -1,0 +1,384 @@
+"""Why nothing is found: one story per cause, as the master and the fleet records tell it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
+from kvstore.diagnosis.why import Cause, Evidence, diagnose, parties_of, select
+from kvstore.fleet import Record
+from kvstore.limits import FLEET_NAMESPACE, Key
+
+DESCRIPTION = {"dtype": "bfloat16", "weights": "files 1a", "groups": [{"block_tokens": 16}]}
+KEY = b"k" * 32
+
+
+def client(
+    name: str, keys: int, *, found: int = 0, stored: int = 0, key: bytes = KEY, idle_ms: int = 5
+) -> ClientTraffic:
+    return ClientTraffic(name, "10.0.0.8", 9_000, idle_ms, keys, found, stored, key)
+
+
+def miss(key: bytes = b"m" * 32, *, found: int = 0, present: bool = False) -> MissedKey:
+    return MissedKey(Key(key), "decode", "10.0.0.9", 7, found, 8, present)
+
+
+def space(
+    name: str,
+    objects: int = 0,
+    *,
+    putters: Sequence[ClientTraffic] = (),
+    askers: Sequence[ClientTraffic] = (),
+    misses: Sequence[MissedKey] = (),
+    none: int = 0,
+    partly: int = 0,
+    evicted: int = 0,
+) -> NamespaceTraffic:
+    questions = max(none + partly, len(askers))
+    return NamespaceTraffic(
+        name, objects, 10 * objects, putters, askers, misses, questions, none, partly, evicted,
+        3, 240_000,
+    )  # fmt: skip
+
+
+def record(mark: str, *, engine: str = "vllm", model: str = "/models/m", **changes: Any) -> Record:
+    description = {**DESCRIPTION, **changes}
+    return Record(engine, (model,), mark * 8, (f"{engine}/{mark}",), description)
+
+
+def writes(name: str, objects: int = 8, who: str = "prefill", **more: Any) -> NamespaceTraffic:
+    return space(name, objects, putters=[client(who, 8, stored=8)], **more)
+
+
+def asks(name: str, objects: int = 0, who: str = "decode", **more: Any) -> NamespaceTraffic:
+    more = {"misses": [miss()], "none": 1, **more}
+    return space(name, objects, askers=[client(who, 8, key=b"")], **more)
+
+
+def both(name: str, objects: int = 8, *, found: int = 0, **more: Any) -> NamespaceTraffic:
+    """Of one namespace."""
+    return space(
+        name, objects, putters=[client("prefill", 8, stored=8)],
+        askers=[client("decode", 100, found=found, key=b"")], **{"misses": [miss()], **more},
+    )  # fmt: skip
+
+
+def causes(
+    *spaces: NamespaceTraffic,
+    records: Sequence[Record] = (),
+    namespace: str = "",
+    model: str = "",
+    **evidence: Any,
+) -> list[Cause]:
+    everything = Evidence(uptime_ms=60_000, spaces=spaces, records=records, **evidence)
+    parties = parties_of(spaces, records)
+    return diagnose(everything, select(parties, namespace=namespace, model=model), parties)
+
+
+def only(*spaces: NamespaceTraffic, **more: Any) -> Cause:
+    (cause,) = causes(*spaces, **more)
+    return cause
+
+
+def test_nothing_was_put_or_asked_for() -> None:
+    assert only().code == "nothing"
+    assert only(records=[record("a")]).code == "nothing"
+    assert only(space(FLEET_NAMESPACE, 3)).code == "nothing", "records alone are no traffic"
+
+
+def test_no_node_serves_memory() -> None:
+    assert only(asks("n"), nodes=0).code == "no_node"
+
+
+def test_engines_of_one_model_with_other_fingerprints_are_told_the_fields() -> None:
+    ours, theirs = record("a"), record("b", dtype="float16", groups=[{"block_tokens": 32}])
+    found = causes(writes("vllm/a"), asks("vllm/b"), records=[ours, theirs])
+    (cause,) = found
+    assert cause.code == "other_fingerprint"
+    assert "prefill writes m under vllm aaaaaaaa" in cause.text
+    assert "decode asks under vllm bbbbbbbb" in cause.text
+    assert cause.fields == (
+        "dtype: bfloat16 writes, float16 asks",
+        "groups.0.block_tokens: 16 writes, 32 asks",
+    )
+    assert cause.namespaces == ("vllm/a", "vllm/b")
+
+
+def test_the_fields_are_told_even_if_the_asker_writes_as_well() -> None:
+    """Two engines with kv_both, each alone with its own blocks."""
+    cause = causes(
+        writes("vllm/a"), both("vllm/b"), records=[record("a"), record("b", dtype="float16")]
+    )[0]
+    assert cause.code == "other_fingerprint"
+    assert cause.fields == ("dtype: bfloat16 writes, float16 asks",)
+
+
+def test_a_known_difference_comes_before_a_lonely_question() -> None:
+    found = causes(
+        asks("default"), writes("vllm/a"), asks("vllm/b"),
+        records=[record("a"), record("b", dtype="float16")],
+    )  # fmt: skip
+    assert [cause.code for cause in found] == ["other_fingerprint", "only_readers"]
+    two = space("n", askers=[client("one", 8), client("two", 8)], none=1)
+    assert only(two).text.startswith("one, two ask in n, ")
+
+
+def test_fingerprints_that_differ_in_nothing_described_say_so() -> None:
+    cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b")])
+    assert cause.code == "other_fingerprint"
+    assert "layout" in cause.text
+    assert cause.fields == ()
+
+
+def test_many_and_long_fields_stay_on_one_screen() -> None:
+    more = {f"field{number}": "x" * 500 for number in range(50)}
+    cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b", **more)])
+    assert cause.fields[-1] == "and 42 more fields"
+    assert len(cause.fields) == 9
+    assert max(map(len, cause.fields)) < 150
+
+
+def test_engines_of_another_kind_never_share() -> None:
+    records = [record("a"), record("b", engine="sglang")]
+    assert only(writes("vllm/a"), asks("sglang/b"), records=records).code == "other_engine"
+
+
+def test_the_ranks_of_one_engine_are_one_party() -> None:
+    names = tuple(f"vllm/a/{rank}" for rank in range(4))
+    one = record("a")._replace(namespaces=names)
+    (cause,) = causes(*(both(name, found=90) for name in names), records=[one])
+    assert cause.code == "fine"
+    assert "90 % of 400 keys" in cause.text
+
+
+def test_another_model_is_no_partner() -> None:
+    records = [record("a", model="other"), record("b")]
+    by_code = {cause.code for cause in causes(writes("vllm/a"), asks("vllm/b"), records=records)}
+    assert by_code == {"only_writers", "only_readers"}
+
+
+def test_only_readers() -> None:
+    cause = only(asks("n"))
+    assert cause.code == "only_readers"
+    assert "kv_producer" in cause.remedy
+
+
+def test_only_writers() -> None:
+    cause = only(writes("n"))
+    assert cause.code == "only_writers"
+    assert "kv_consumer" in cause.remedy
+
+
+def test_objects_from_before_the_masters_start_are_no_problem() -> None:
+    cause = only(space("n", 5))
+    assert (cause.code, cause.is_problem) == ("no_traffic", False)
+
+
+def test_puts_that_store_nothing() -> None:
+    cause = only(space("n", putters=[client("p", 64)], askers=[client("d", 8)], none=1))
+    assert cause.code == "put_fails"
+    assert "64 keys" in cause.text
+
+
+def test_a_writer_is_no_partner_because_it_is_there() -> None:
+    """A miss in one namespace says nothing of a writer in another one."""
+    found = {cause.code: cause for cause in causes(writes("prod-a"), asks("default"))}
+    assert found.keys() == {"only_readers", "only_writers"}
+    for cause in found.values():
+        assert len(cause.namespaces) == 1
+    assert "prod-a" not in found["only_readers"].text + found["only_readers"].remedy
+    assert "write other namespaces" in found["only_readers"].remedy
+    only_one = only(asks("default"))
+    assert "write other namespaces" not in only_one.remedy
+
+
+@pytest.mark.parametrize("asked", [asks("default"), asks("vllm/x"), both("fine", found=99)])
+def test_a_model_that_is_only_written_is_told_whatever_others_ask(
+    asked: NamespaceTraffic,
+) -> None:
+    records = [record("a"), record("x", model="another")]
+    (cause,) = causes(writes("vllm/a"), asked, records=records, model="m")
+    assert cause.code == "only_writers"
+    assert "no client asks for m" in cause.text
+
+
+def test_a_model_that_is_only_written_is_compared_with_who_asks_for_it() -> None:
+    """Wherever the asker is in the report, and if it finds what it wrote itself."""
+    records = [record("a"), record("b", dtype="float16")]
+    for asked in (asks("vllm/b"), both("vllm/b", found=99)):
+        (cause,) = causes(
+            writes("vllm/a"), asks("default"), asked, records=records, namespace="vllm/a"
+        )
+        assert cause.code == "other_fingerprint"
+        assert cause.fields == ("dtype: bfloat16 writes, float16 asks",)
+        assert cause.namespaces == ("vllm/a", "vllm/b")
+
+
+def test_the_nearest_writer_is_compared_not_the_last_one() -> None:
+    records = [
+        record("a", dtype="float16", weights="files 2b", groups=[]),
+        record("b", dtype="float16"),
+        record("c", engine="sglang"),
+        record("d"),
+    ]
+    last = space("vllm/a", 8, putters=[client("last", 8, stored=8, idle_ms=1)])
+    near = space("vllm/b", 8, putters=[client("near", 8, stored=8, idle_ms=9_000)])
+    (cause,) = causes(
+        last, near, writes("sglang/c"), asks("vllm/d"), records=records, namespace="vllm/d"
+    )
+    assert cause.fields == ("dtype: float16 writes, bfloat16 asks",)
+    assert "near writes" in cause.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"dtype": "float16"}, "--dtype"),
+        ({"cache_dtype": "fp8"}, "--kv-cache-dtype"),
+        ({"weights": "files 2b"}, "other checkpoints or revisions. That is right if the models"),
+        ({"groups": [{"block_tokens": 32}]}, "--block-size"),
+        ({"page_tokens": 64}, "--page-size"),
+        ({"tensor_parallel": 2}, "--tensor-parallel-size"),
+        ({"hash_algorithm": "sha256"}, "--prefix-caching-hash-algo"),
+        ({"none_hash": "1f"}, "PYTHONHASHSEED"),
+        ({"unheard_of": 1}, "same weights and settings"),
+    ],
+)
+def test_the_remedy_is_that_of_the_field(changes: dict[str, Any], advice: str) -> None:
+    cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b", **changes)])
+    assert advice in cause.remedy
+    assert cause.remedy.count(". ") <= 1
+
+
+def test_each_remedy_is_told_once_and_few_of_them() -> None:
+    changes: dict[str, Any] = {
+        "weights": "w", "config": "c", "dtype": "d", "none_hash": "n", "page_tokens": 1,
+    }  # fmt: skip
+    cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b", **changes)])
+    assert cause.remedy.count("other checkpoints") == 1
+    assert cause.remedy.count("start both") <= 3
+
+
+def test_a_key_that_is_in_another_namespace_proves_it() -> None:
+    found = causes(writes("x", who="p"), both("y"), elsewhere={"y": "x"})
+    assert [cause.code for cause in found] == ["other_namespace"]
+    assert "is stored in x" in found[0].text
+
+
+def test_what_was_put_has_been_evicted() -> None:
+    assert only(both("n", 0, evicted=8, none=1)).code == "evicted"
+    cause = only(both("n", 4, evicted=90, none=1))
+    assert cause.code == "evicted"
+    assert "4 min" in cause.text
+
+
+def test_what_was_put_was_removed_or_lost() -> None:
+    assert only(both("n", 0, none=1)).code == "gone"
+
+
+def test_other_keys_from_the_first_block_on() -> None:
+    cause = only(both("n", none=3))
+    assert cause.code == "other_keys"
+    assert "PYTHONHASHSEED" in cause.remedy
+
+
+def test_one_client_that_writes_and_asks_has_one_seed() -> None:
+    alone = space(
+        "n", 8, putters=[client("one", 8, stored=8)], askers=[client("one", 8)], none=3,
+        misses=[miss()],
+    )  # fmt: skip
+    cause = only(alone)
+    assert cause.code == "other_keys"
+    assert "PYTHONHASHSEED" not in cause.remedy
+
+
+def test_keys_of_another_length_are_another_hash() -> None:
+    cause = only(both("n", none=3, misses=[miss(b"m" * 16)]))
+    assert cause.code == "other_keys"
+    assert "32 bytes" in cause.text
+    assert "16 bytes" in cause.text
+    named = only(both("n", none=3, misses=[miss(b"model/layer")]))
+    assert "bytes" not in named.text, "names may be of any length"
+
+
+def test_the_reader_was_too_early() -> None:
+    assert only(both("n", none=1, misses=[miss(present=True)])).code == "too_early"
+
+
+def test_a_broken_chain() -> None:
+    assert only(both("n", none=1), detached={"n": (6, 8)}).code == "broken_chain"
+    assert only(both("n", none=1), detached={"n": (1, 8)}).code == "other_keys"
+
+
+def test_a_prefix_that_ends() -> None:
+    cause = only(both("n", found=20, partly=4, none=1, misses=[miss(found=5)]))
+    assert (cause.code, cause.is_problem) == ("prefix_ends", False)
+    assert "after 5 of 8 keys" in cause.text
+    assert only(both("n", found=20, evicted=30, partly=4)).code == "evicted"
+
+
+def test_few_hits_of_new_prompts_are_no_problem() -> None:
+    cause = only(both("n", found=20, none=4, partly=1))
+    assert (cause.code, cause.is_problem) == ("few_hits", False)
+
+
+def test_everything_is_fine() -> None:
+    cause = only(both("n", found=87, partly=1))
+    assert (cause.code, cause.is_problem) == ("fine", False)
+    assert "87 %" in cause.text
+
+
+def test_problems_come_first_and_parties_can_be_chosen() -> None:
+    spaces = [both("good", found=99), asks("bad")]
+    assert [cause.code for cause in causes(*spaces)] == ["only_readers", "fine"]
+    assert only(*spaces, namespace="good").code == "fine"
+    records = [record("a", model="org/m-8b")]
+    chosen = select(parties_of([both("vllm/a")], records), model="/somewhere/m-8b/")
+    assert [party.name for party in chosen] == ["vllm aaaaaaaa"]
+    assert not select(parties_of([both("vllm/a")], records), model="m-70b")
+    assert not select(parties_of(spaces, []), namespace="unknown")
+
+
+NUMBERS = st.integers(0, 1 << 40)
+CLIENTS = st.lists(st.builds(ClientTraffic, *[st.text(max_size=5)] * 2, *[NUMBERS] * 5,
+                             st.binary(max_size=4)), max_size=3)  # fmt: skip
+MISSES = st.lists(
+    st.builds(MissedKey, st.binary(min_size=1, max_size=4), *[st.text(max_size=5)] * 2,
+              *[NUMBERS] * 3, st.booleans()), max_size=3,
+)  # fmt: skip
+SPACES = st.lists(
+    st.builds(NamespaceTraffic, st.sampled_from("abcd"), NUMBERS, NUMBERS, CLIENTS, CLIENTS, MISSES,
+              *[NUMBERS] * 6),
+    max_size=4, unique_by=lambda row: row.name,
+)  # fmt: skip
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+RECORDS = st.lists(
+    st.builds(Record, st.sampled_from(["vllm", ""]), st.tuples(st.text(max_size=3)),
+              st.text(max_size=3), st.lists(st.sampled_from("abcd")).map(tuple),
+              st.dictionaries(st.text(max_size=5), JSON)),
+    max_size=4,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@given(SPACES, RECORDS, st.dictionaries(st.sampled_from("abcd"), st.text(max_size=3)))
+@pytest.mark.timeout(120)
+def test_whatever_the_evidence_there_is_an_answer(
+    spaces: list[NamespaceTraffic], records: list[Record], elsewhere: dict[str, str]
+) -> None:
+    """Counts of a stranger's master may contradict each other."""
+    found = causes(*spaces, records=records, elsewhere=elsewhere)
+    for cause in found:
+        assert cause.text
+        assert cause.remedy or not cause.is_problem
+    if any(row.keys for space in spaces for row in space.askers):
+        assert found, "a client asks, and is told nothing"

@@ -1,0 +1,42 @@
+"""The datagrams that systemd gets."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.process import supervisor
+
+
+@pytest.fixture(params=["path", "abstract"])
+def systemd(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[socket.socket]:
+    name = f"@kvstore-test-{secrets.token_hex(8)}"
+    address = str(tmp_path / "notify") if request.param == "path" else name
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(address.replace("@", "\0") if address == name else address)
+        listening.settimeout(5)
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        yield listening
+
+
+def test_what_it_is_told(systemd: socket.socket) -> None:
+    supervisor.still_starting("reserves memory")
+    assert systemd.recv(200) == b"STATUS=reserves memory\nEXTEND_TIMEOUT_USEC=60000000"
+    supervisor.ready("serves")
+    assert systemd.recv(200) == b"READY=1\nSTATUS=serves"
+    supervisor.stopping()
+    assert systemd.recv(200) == b"STOPPING=1"
+
+
+@pytest.mark.parametrize("address", ["", "/nowhere/notify", "@nobody", "vsock:2:1234"])
+def test_a_supervisor_that_does_not_listen_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", address)
+    supervisor.ready("serves")
