@@ -6,8 +6,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from kvstore.device.device import Device
-from kvstore.device.driver import driver_of, full_name
-from kvstore.device.memory import DeviceMemory
+from kvstore.device.drivers import driver_of, full_name
+from kvstore.device.memory import DeviceMemory, memory_of
 from kvstore.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class ClientDevices:
             device = self.of(f"cuda:{place.index or 0}")
         except DeviceError:  # an accelerator of another kind under that name: torch copies
             return None
-        return device.memory_of(value)
+        return memory_of(device, value)
 
     def sweep(self) -> None:
         """Unlocks the memory of segments that are gone."""

@@ -9,8 +9,8 @@ from prometheus_client.registry import Collector
 
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
-from kvstore.web.families import CLIENT
-from kvstore.web.metrics import Rows, metric
+from kvstore.metrics.exposition import Rows, metric
+from kvstore.metrics.families import CLIENT
 
 
 class ClientMetrics(Collector):

@@ -59,7 +59,7 @@ from kvstore.client.values import (
     writable,
 )
 from kvstore.config import ClientConfig
-from kvstore.device.memory import DeviceMemory
+from kvstore.device.memory import DeviceMemory, memory_of
 from kvstore.device.streams import computing_on, handle_of
 from kvstore.errors import (
     BufferMismatchError,
@@ -167,7 +167,7 @@ class _OnDevice(Target):
     def make_room(self, size: int) -> Payload:
         if self.tensor.numel() != size:
             self.tensor = self.device.empty(size)
-        return self.device.memory_of(self.tensor) if size else []
+        return memory_of(self.device, self.tensor) if size else []
 
 
 class Operations:

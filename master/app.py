@@ -391,7 +391,7 @@ class _Master:
         return {"leads": leads, "leader": "" if leads else self._standby.leader}
 
     def measures(self) -> dict[str, object]:
-        """What ``kvstore.web.metrics`` shows of this process."""
+        """What ``kvstore.metrics.exposition`` shows of this process."""
         carriers, service = self.carriers, self._service
         nothing = Histogram()
         step_us = late_us = age_ms = reuse_ms = nothing

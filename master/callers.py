@@ -11,7 +11,7 @@ import hmac
 from typing import Final
 
 from kvstore.errors import ProtocolError
-from kvstore.master.state.views.traffic import Caller
+from kvstore.master.state.traffic import Caller
 from kvstore.wire.frames import TOKEN_BYTES_MAX
 from kvstore.wire.packed import unpack_text
 

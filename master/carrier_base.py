@@ -19,7 +19,7 @@ from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
 from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
 from kvstore.histograms import Histogram
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.master.state.views.traffic import Caller
+from kvstore.master.state.traffic import Caller
 from kvstore.master.traces import tracing
 from kvstore.wire.messages import CALLS, Call, decode_request, encode_reply
 from kvstore.wire.status import unexpected

@@ -23,9 +23,9 @@ from kvstore.errors import (
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
-from kvstore.master.state.views.traffic import Caller
+from kvstore.master.state.traffic import Caller
 from kvstore.network.addresses import join_address
-from kvstore.network.ports import what_answers
+from kvstore.ports import what_answers
 from kvstore.wire import traces
 from kvstore.wire.messages import CALLS, JOIN_METADATA, Call
 from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message

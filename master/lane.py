@@ -25,7 +25,7 @@ from kvstore.errors import (
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
-from kvstore.master.state.views.traffic import Caller
+from kvstore.master.state.traffic import Caller
 from kvstore.network.listening import listen
 from kvstore.wire import frames
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame

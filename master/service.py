@@ -42,7 +42,7 @@ from kvstore.master.pieces import CUTS, Cut
 from kvstore.master.reaching import AGAIN_S, Reach
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.views.traffic import Caller
+from kvstore.master.state.traffic import Caller
 from kvstore.process.background import Died, start_task
 from kvstore.texts import field_text
 

@@ -92,7 +92,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A run begins, or a worker of pytest-xdist."""
-    strict, record = os.environ.get("CI") == "true", config.getoption("record_costs")
+    strict, record = os.environ.get("CI") == "true", bool(config.getoption("record_costs"))
     config.pluginmanager.register(costs.Costs(strict=strict, record=record))
     if apart.is_worker(config) and not apart.give_worker_its_own_shared_memory():
         leaks.share_memory_with_other_workers()

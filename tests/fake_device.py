@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from kvstore.device.driver import PAGE_ALIGNMENT, Event, Numbers, Way, add_kind
+from kvstore.device.driver import PAGE_ALIGNMENT, Event, Numbers, Way
+from kvstore.device.drivers import add_kind
 from kvstore.errors import DeviceError
 from kvstore.memory.raw import address_of
 

@@ -40,7 +40,7 @@ from kvstore.network.addresses import (
     shown_place,
     split_address,
 )
-from kvstore.network.ports import ASK_S, GRPC, NO_MASTER, is_strange, unreachable_advice
+from kvstore.ports import ASK_S, GRPC, NO_MASTER, is_strange, unreachable_advice
 from kvstore.wire.messages import JOIN_METADATA, Call
 from kvstore.wire.status import brief, decode_error, detail_of, from_grpc
 
@@ -147,7 +147,7 @@ class OnGrpc(NamedTuple):
 
 class Identify(NamedTuple):
     """Find out what else than a master listens at ``address``. Answer: as of
-    ``kvstore.network.ports.what_answers``."""
+    ``kvstore.ports.what_answers``."""
 
     address: str
     timeout_s: float

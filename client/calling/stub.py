@@ -43,7 +43,7 @@ from kvstore.etcd.finding import find_leader
 from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.native import fast
 from kvstore.network.addresses import split_address
-from kvstore.network.ports import what_answers
+from kvstore.ports import what_answers
 from kvstore.process.background import in_one_piece
 from kvstore.process.stopping import Known, Latch, NotOurTurnError, Stop, Turn, current
 from kvstore.wire.frames import ERROR

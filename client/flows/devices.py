@@ -34,11 +34,10 @@ from kvstore.client.flows.objects import (
     headers,
     is_whole,
 )
-from kvstore.device.copies import laid_out
 from kvstore.device.device import GROUP_BYTES, Device
 from kvstore.device.driver import Event, Way
 from kvstore.device.locks import Locked
-from kvstore.device.memory import DeviceMemory
+from kvstore.device.memory import DeviceMemory, laid_out
 from kvstore.limits import Namespace
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE, Header
 from kvstore.memory.raw import address_of

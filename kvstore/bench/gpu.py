@@ -45,10 +45,9 @@ from kvstore.bench.show import (
     write_page,
 )
 from kvstore.calls import PutOutcome
-from kvstore.device.copies import laid_out
 from kvstore.device.device import Device
-from kvstore.device.driver import driver_of
-from kvstore.device.memory import DeviceMemory
+from kvstore.device.drivers import driver_of
+from kvstore.device.memory import DeviceMemory, laid_out
 from kvstore.device.ring import SLOTS
 
 if TYPE_CHECKING:

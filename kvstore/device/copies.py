@@ -5,13 +5,11 @@ A batch of 1,000 blocks of 64 pages is 64,000 copies. All functions are pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from kvstore.device.driver import PAGE_ALIGNMENT, Numbers
-from kvstore.device.memory import DeviceMemory
 
 PAGES_MIN: Final = 16
 """Fewer copies take less time than the start of a kernel."""
@@ -26,22 +24,6 @@ class Copies(NamedTuple):
     """Addresses, mostly of the host."""
     sizes: Numbers
     """Bytes; none is 0."""
-
-
-def laid_out(values: Sequence[DeviceMemory], places: Sequence[int]) -> Copies:
-    """The copies between values on a device and places beside it: the runs of a value lie end to
-    end from its place on.
-
-    Args:
-        places: an address per value.
-    """
-    device = np.concatenate([each.addresses for each in values])
-    sizes = np.concatenate([each.sizes for each in values])
-    counts = np.fromiter((len(each.sizes) for each in values), np.int64, len(values))
-    starts = np.cumsum(sizes) - sizes
-    firsts = np.cumsum(counts) - counts
-    shift = np.asarray(places, np.int64) - starts[firsts]
-    return merged(Copies(device, starts + np.repeat(shift, counts), sizes))
 
 
 def merged(copies: Copies) -> Copies:

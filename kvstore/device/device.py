@@ -13,13 +13,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-
 from kvstore.clocks import uptime
 from kvstore.device.copies import Copies, are_pages, cut
 from kvstore.device.driver import Driver, Event, Way
 from kvstore.device.locks import WINDOW_BYTES, Locked, Locks
-from kvstore.device.memory import DeviceMemory
 from kvstore.device.ring import Ring
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
 from kvstore.process.stopping import current
@@ -36,8 +33,6 @@ long enough that the gap between two groups does not show."""
 SETTLE_S: Final = 5.0
 """How long copies under way may still take when the deadline has passed. At 25 GB/s a group of
 copies takes 1.3 ms; a device that needs seconds has failed."""
-
-_NONE: Final = np.empty(0, np.int64)
 
 NAP_MIN_S: Final = 20e-6
 NAP_MAX_S: Final = 500e-6
@@ -147,13 +142,6 @@ class Device:
     def empty(self, size: int) -> torch.Tensor:
         """As ``Driver.empty``."""
         return self.driver.empty(size)
-
-    def memory_of(self, tensor: torch.Tensor) -> DeviceMemory:
-        """The memory of a contiguous tensor on this device, which is kept alive."""
-        size = tensor.numel() * tensor.element_size()
-        if not size:
-            return DeviceMemory(self, _NONE, _NONE)
-        return DeviceMemory(self, np.array([tensor.data_ptr()]), np.array([size]), (), tensor, size)
 
     def sweep(self) -> None:
         self.locks.sweep()

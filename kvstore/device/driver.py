@@ -1,23 +1,16 @@
-"""What kvstore needs of an accelerator's driver, and the drivers of this process by device.
+"""What kvstore needs of an accelerator's driver.
 
 A driver queues copies and says when they have ended. It decides nothing: what is copied, in which
-pieces and after what, is said by ``kvstore.device.device`` and above. ``cuda`` is that of NVIDIA's
-devices. The tests have another one, which they add themselves: what peers and settings name is
-looked up in ``_kinds``, so nothing may be in there that is safe in tests only.
+pieces and after what, is said by ``kvstore.device.device`` and above.
 """
 
 from __future__ import annotations
 
 import enum
-import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from kvstore.device.streams import current_device
-from kvstore.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
@@ -145,82 +138,3 @@ class Driver(Protocol):
     def close(self, address: int) -> None:
         """Undoes ``open``. No copy of the memory is under way."""
         ...
-
-
-_drivers: Final[dict[str, Driver]] = {}
-_lock: Final = threading.Lock()
-
-
-def full_name(name: str) -> str:
-    """The name of a device with its number: ``cuda`` is the device on which this thread computes,
-    as it is for torch."""
-    if name != "cuda":
-        return name
-    return f"cuda:{current_device()}"
-
-
-def driver_of(name: str) -> Driver:
-    """The driver of a device, made once per process.
-
-    Raises:
-        DeviceError: there is no such device, or no driver for it.
-    """
-    name = full_name(name)
-    with _lock:
-        known = _drivers.get(name)
-        if known is None:
-            known = _drivers[name] = _new(name)
-        return known
-
-
-def driver_of_handle(name: str, handle: str) -> Driver:
-    """The driver of the device whose memory another process has exported, by any number that the
-    device has in this process.
-
-    Args:
-        name: of the device in the exporting process.
-        handle: as ``Driver.export`` returned it there.
-
-    Raises:
-        DeviceError: this process cannot use that device.
-    """
-    if name.startswith("cuda:"):
-        from kvstore.device.cuda import name_of  # loads the driver's library
-
-        name = name_of(handle)
-    return driver_of(name)
-
-
-def use(name: str, driver: Driver | None) -> None:
-    """Makes ``driver`` the driver of this device in this process; None: the usual one again. For
-    tests."""
-    with _lock:
-        _drivers.pop(name, None)
-        if driver is not None:
-            _drivers[name] = driver
-
-
-def add_kind(kind: str, make: Callable[[int], Driver]) -> None:
-    """Makes devices of another kind known in this process. For tests."""
-    _kinds[kind] = make
-
-
-def _new(name: str) -> Driver:
-    kind, _, number = name.partition(":")
-    make = _kinds.get(kind)
-    if make is None or not (number.isascii() and number.isdigit()):
-        raise DeviceError(
-            f"{name} is no device whose memory kvstore can copy",
-            advice="Name a CUDA device, such as cuda:0.",
-            device=name,
-        )
-    return make(int(number))
-
-
-def _cuda(number: int) -> Driver:
-    from kvstore.device.cuda import CUDADriver  # loads the driver's library
-
-    return CUDADriver(number)
-
-
-_kinds: Final[dict[str, Callable[[int], Driver]]] = {"cuda": _cuda}

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from kvstore.device.copies import Copies, merged
+from kvstore.device.device import Device
 from kvstore.device.driver import Event, Numbers
 from kvstore.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvstore.device.device import Device
+    import torch
+
+_NONE: Final = np.empty(0, np.int64)
 
 
 class DeviceMemory:
@@ -78,3 +82,27 @@ class DeviceMemory:
         sizes = np.concatenate([each.sizes for each in memories])
         events = [event for each in memories for event in each.after]
         return DeviceMemory(memories[0].device, addresses, sizes, events, list(memories))
+
+
+def memory_of(device: Device, tensor: torch.Tensor) -> DeviceMemory:
+    """The memory of a contiguous tensor on this device, which is kept alive."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return DeviceMemory(device, _NONE, _NONE)
+    return DeviceMemory(device, np.array([tensor.data_ptr()]), np.array([size]), (), tensor, size)
+
+
+def laid_out(values: Sequence[DeviceMemory], places: Sequence[int]) -> Copies:
+    """The copies between values on a device and places beside it: the runs of a value lie end to
+    end from its place on.
+
+    Args:
+        places: an address per value.
+    """
+    device = np.concatenate([each.addresses for each in values])
+    sizes = np.concatenate([each.sizes for each in values])
+    counts = np.fromiter((len(each.sizes) for each in values), np.int64, len(values))
+    starts = np.cumsum(sizes) - sizes
+    firsts = np.cumsum(counts) - counts
+    shift = np.asarray(places, np.int64) - starts[firsts]
+    return merged(Copies(device, starts + np.repeat(shift, counts), sizes))

@@ -34,7 +34,7 @@ from kvstore.network.addresses import (
 )
 from kvstore.network.host import host_id
 from kvstore.network.listening import listen, reached_at
-from kvstore.network.ports import start_command
+from kvstore.ports import start_command
 from kvstore.transport.base import Move
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.shm import ShmTransport

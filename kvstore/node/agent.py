@@ -48,11 +48,11 @@ from kvstore.memory.header import Owner
 from kvstore.memory.segment import Segment, is_believed
 from kvstore.node import inventory
 from kvstore.node.masters import Masters
+from kvstore.node.stream import NodeStream
 from kvstore.process.background import start_task
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_protocol import DATA_PROTOCOL_VERSION
 from kvstore.transport.tcp_server import DataServer
-from kvstore.wire.node_stream import NodeStream
 
 log = logging.getLogger("kvstore.node")
 

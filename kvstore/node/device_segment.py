@@ -20,7 +20,7 @@ from typing import Final
 from kvstore.calls import DevicePlace
 from kvstore.clocks import uptime
 from kvstore.device.device import Device
-from kvstore.device.driver import driver_of
+from kvstore.device.drivers import driver_of
 from kvstore.errors import ConfigError, DeviceError
 from kvstore.memory import alive
 from kvstore.memory import header as layout

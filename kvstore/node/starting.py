@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
+from kvstore.metrics import exposition
+from kvstore.metrics.families import NODE
 from kvstore.process import supervisor
 from kvstore.process.background import start_thread
 from kvstore.texts import duration_text, size_text
-from kvstore.web import metrics
-from kvstore.web.families import NODE
 from kvstore.web.server.access import Access
 from kvstore.web.server.serving import Answers, Readiness, serving
 
@@ -63,12 +63,12 @@ class Starting:
             return Readiness(False, self.text)
 
         async def page() -> bytes:
-            rows: dict[str, metrics.Rows] = {
+            rows: dict[str, exposition.Rows] = {
                 "kvstore_node_joined": {(): 0},
                 "kvstore_node_memory_bytes": {(): self._done},
-                **metrics.of_log("node"),
+                **exposition.of_log("node"),
             }
-            return metrics.page(NODE, rows, pid=os.getpid())
+            return exposition.page(NODE, rows, pid=os.getpid())
 
         return Answers(readiness, page)
 

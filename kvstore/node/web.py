@@ -6,11 +6,11 @@ import os
 
 from kvstore._version import __version__
 from kvstore.memory.segment import Segment
+from kvstore.metrics import exposition
+from kvstore.metrics.exposition import Rows
+from kvstore.metrics.families import NODE
 from kvstore.node.agent import NodeAgent
 from kvstore.transport.tcp_server import DataServer
-from kvstore.web import metrics
-from kvstore.web.families import NODE
-from kvstore.web.metrics import Rows
 from kvstore.web.server.serving import Answers, Readiness
 
 
@@ -21,7 +21,7 @@ def answers_of(agent: NodeAgent, segment: Segment, server: DataServer) -> Answer
         return Readiness(False, "looks for a master to join")
 
     async def page() -> bytes:
-        return metrics.page(NODE, _values(agent, segment, server), pid=os.getpid())
+        return exposition.page(NODE, _values(agent, segment, server), pid=os.getpid())
 
     return Answers(readiness, page)
 
@@ -46,5 +46,5 @@ def _values(agent: NodeAgent, segment: Segment, server: DataServer) -> dict[str,
             ("read",): counted.read_bytes,
             ("write",): counted.written_bytes,
         },
-        **metrics.of_log("node"),
+        **exposition.of_log("node"),
     }

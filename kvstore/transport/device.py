@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from kvstore.calls import DevicePlace, SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.device.device import Device
-from kvstore.device.driver import driver_of_handle
+from kvstore.device.drivers import driver_of_handle
 from kvstore.errors import ClosedError, DeviceError, KVStoreError, NodeUnreachableError
 from kvstore.memory import alive
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, is_of_a_node

@@ -6,113 +6,32 @@ import asyncio
 import logging
 import signal
 import socket
-import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiohttp import web
 
-from kvstore.calls import ClusterStatus
-from kvstore.client.aio import AsyncClient
-from kvstore.client.sync import Client
-from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.fleet import Record
-from kvstore.process import background, logs
-from kvstore.process.background import start_task
+from kvstore.process import background
 from kvstore.process.children import ParentLink
-from kvstore.web import metrics
 from kvstore.web.api import shapes
 from kvstore.web.api.chains import Prefixes
 from kvstore.web.api.drains import Nodes
 from kvstore.web.api.objects import Objects
 from kvstore.web.api.places import Places
 from kvstore.web.api.questions import Api
-from kvstore.web.dashboard.fleet import RECORDS_MAX, read_records
+from kvstore.web.dashboard.master import Master
 from kvstore.web.dashboard.paths import Dashboard
 from kvstore.web.events.paths import Events, not_asked_for
 from kvstore.web.server import openapi
 from kvstore.web.server.access import HEADERS, NOT_SECURED, Access, Secured
 from kvstore.web.server.hosts import Hosts
 from kvstore.web.server.link import Link
-from kvstore.web.server.serving import Answers, Readiness, Route, serving
+from kvstore.web.server.serving import Answers, Route, serving
 
 if TYPE_CHECKING:
     from kvstore.web.events.publisher import Publisher
 
 log = logging.getLogger("kvstore.web")
-
-ANSWER_S: Final = 1.0
-"""How long the master may take to say how it is: a probe of Kubernetes waits as long by default."""
-
-STATUS_MS: Final = 5_000
-"""How long the status of the store may take."""
-
-SHARE: Final = 0.05
-"""Of the time, how much may go into asking for the status: it is asked again after so many times
-its own duration, whatever the number of scrapes."""
-
-
-FRESH_S: Final = 1.0
-"""How long an answer is used again: the master is asked no more often, however many pages are
-open."""
-
-FLEET_S: Final = 10.0
-"""The sampling of the last hour asks that often; a new engine is on the page after as long."""
-NOTICES_MAX: Final = 1_000
-
-
-ValueT = TypeVar("ValueT")
-
-
-class Seen(NamedTuple):
-    measured: dict[str, Any]
-    """The answer to ``measures``."""
-    status: ClusterStatus | None
-    """None: it does not lead, or the store could not be asked."""
-    leader: str
-    """Who leads instead, ``host:port``; empty: it does, or it knows of none."""
-    at_ms: int
-    """Wall clock, milliseconds since 1970."""
-
-
-class Noticed(NamedTuple):
-    """See ``kvstore.master.notices.Notices.after``."""
-
-    run: int
-    last: int
-    kept: deque[list[Any]]
-    """Number, time, event and fields of the last ones."""
-
-
-class Shared(Generic[ValueT]):
-    """A question that is asked once for all who want its answer meanwhile, or within some time
-    after it came. Those who wait share an error, too; the next one asks again."""
-
-    def __init__(
-        self, name: str, ask: Callable[[], Coroutine[Any, Any, ValueT]], fresh_s: float
-    ) -> None:
-        self._name = name
-        self._ask = ask
-        self._fresh_s = fresh_s
-        self._fresh_until = 0.0
-        self._task: asyncio.Task[ValueT] | None = None
-
-    async def __call__(self) -> ValueT:
-        """Raises UnavailableError: the master does not answer."""
-        if self._task is None or (self._task.done() and time.monotonic() >= self._fresh_until):
-            self._task = start_task(self._name, self._answer(), expected=UnavailableError)
-        return await asyncio.shield(self._task)
-
-    def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _answer(self) -> ValueT:
-        self._fresh_until = 0.0
-        answer = await self._ask()
-        self._fresh_until = time.monotonic() + self._fresh_s
-        return answer
 
 
 class Served(NamedTuple):
@@ -146,7 +65,7 @@ async def serve(served: Served) -> None:
     background.hear_signals()
     assert served.parent.fd is not None
     loop.add_reader(served.parent.fd, stopped.set)
-    master = Master(served)
+    master = Master(served.master, cluster=served.cluster, pid=served.pid, link=Link(served.link))
     answers = Answers(master.readiness, master.metrics)
     events = Events(served.events, master.readiness) if served.events else None
     secured = served.secured
@@ -208,112 +127,3 @@ def _publisher(served: Served, events: Events, master: Master) -> Publisher:
 
     pool = served.cluster or "kvstore"
     return Publisher(served.events_at, pool, events.journal, events.streams, master.fleet)
-
-
-class Master:
-    """The parent, as its child sees it. Its methods raise UnavailableError: it does not answer."""
-
-    def __init__(self, served: Served) -> None:
-        self._pid = served.pid
-        self._link = Link(served.link)
-        self._lives = start_task("lives", self._link.ask_forever("role", ANSWER_S))
-        self.client = AsyncClient(
-            served.master, cluster=served.cluster, name="kvstore-web", timeout_ms=STATUS_MS
-        )
-        self._served = served
-        self._status: ClusterStatus | None = None
-        self._fresh_until = 0.0
-        self._noticed = Noticed(0, 0, deque(maxlen=NOTICES_MAX))
-        self.seen = Shared("look", self._look, FRESH_S)
-        """What is measured, and known of the store."""
-        self.notices = Shared("notices", self._note, FRESH_S)
-        self.fleet_records = Shared("fleet", self._read_fleet, FLEET_S)
-        """Empty as long as they cannot be read."""
-        self.nodes = Shared("nodes", self.client.status, FRESH_S)
-        """The cluster, whichever master leads."""
-
-    async def close(self) -> None:
-        for shared in (self.seen, self.notices, self.fleet_records, self.nodes):
-            shared.close()
-        self._lives.cancel()
-        self._link.close()
-        await self.client.close()
-
-    def connect(self) -> Client:
-        """Another client, for a thread of its own."""
-        return Client(self._served.master, cluster=self._served.cluster, name="kvstore-web-drain")
-
-    async def readiness(self) -> Readiness:
-        """Whether clients may be sent here: it leads, or knows who does."""
-        said = await self._ask("role")
-        if said["leads"]:
-            return Readiness(True, "leads")
-        if said["leader"]:
-            return Readiness(True, f"stands by; {said['leader']} leads")
-        return Readiness(False, "stands by, and knows of no master that leads")
-
-    async def _look(self) -> Seen:
-        measured, leader, status = await self._ask("measures"), "", None
-        if measured["leads"]:
-            status = await self._store_status()
-        else:
-            leader = (await self._ask("role"))["leader"]
-        return Seen(measured, status, leader, time.time_ns() // 1_000_000)
-
-    async def _note(self) -> Noticed:
-        while True:
-            answer = await self._ask(f"notices {self._noticed.last}")
-            if answer["run"] != self._noticed.run:
-                self._noticed = Noticed(answer["run"], 0, deque(maxlen=NOTICES_MAX))
-                continue
-            self._noticed.kept.extend(answer["notices"])
-            self._noticed = self._noticed._replace(last=answer["last"])
-            if answer["is_all"]:
-                return self._noticed
-
-    async def metrics(self) -> bytes:
-        seen = await self.seen()
-        measured, status = seen.measured, seen.status
-        of_both = measured["counters"] | {
-            name: own + measured["counters"].get(name, 0) for name, own in logs.counters().items()
-        }
-        measured = measured | {"counters": of_both}
-        return await asyncio.to_thread(metrics.of_master, measured, status, pid=self._pid)
-
-    async def nodes_by_segment(self) -> dict[int, str]:
-        """The node of each segment, as far as the last look at the store shows."""
-        status = (await self.seen()).status
-        return {} if status is None else status.nodes_by_segment()
-
-    async def _read_fleet(self, records_max: int = RECORDS_MAX) -> list[Record]:
-        try:
-            return await read_records(self.client, records_max)
-        except KVStoreError as error:
-            log.warning("fleet_unknown reason=%s", error)
-            return []
-
-    async def fleet(self) -> dict[str, tuple[str, int]]:
-        """The model of each namespace that is in a record of the fleet, and tokens per block."""
-        return {
-            name: (record.models[0], record.block_size)
-            for record in await self._read_fleet()
-            for name in record.namespaces
-        }
-
-    async def _ask(self, question: str) -> dict[str, Any]:
-        try:
-            return await self._link.ask(question, ANSWER_S)
-        except UnavailableError as error:
-            raise UnavailableError(f"the master does not answer: {error.message}") from None
-
-    async def _store_status(self) -> ClusterStatus | None:
-        started = time.monotonic()
-        if started >= self._fresh_until:
-            try:
-                self._status = await self.client.status()
-            except KVStoreError as error:
-                log.warning("status_unknown reason=%s", error)
-                self._status = None
-            ended = time.monotonic()
-            self._fresh_until = ended + (ended - started) / SHARE
-        return self._status

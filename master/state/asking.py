@@ -19,7 +19,7 @@ from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.records import NamespaceTable, ObjectRecord
 from kvstore.master.state.returning import Returning
-from kvstore.master.state.views.traffic import Caller
+from kvstore.master.state.traffic import Caller
 
 ANSWERED_PER_STEP = 16_384
 """Keys of waiting questions that one step answers; at least one question."""

@@ -14,13 +14,12 @@ from kvstore.calls import Placements, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import liveness
 from kvstore.master.state.effects import Effect, Later
-from kvstore.master.state.eviction import EvictionPolicy
 from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.membership import Membership
 from kvstore.master.state.pool import Pool
 from kvstore.master.state.puts import Pending
 from kvstore.master.state.reclaim import Reclaim, Wiping
-from kvstore.master.state.records import Extent, ObjectRecord, Remains
+from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, Remains
 from kvstore.master.state.rules import MasterRules
 
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)

@@ -1,4 +1,4 @@
-"""What to evict: the contract of a policy, and LRU.
+"""What to evict: LRU.
 
 Candidates are leaves of the forest that are complete: evicting one never breaks a chain. A policy
 orders the candidates of one segment. It never touches the forest; the caller evicts what ``peek``
@@ -9,67 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, islice
-from typing import Protocol
 
 from kvstore.master.state.order import TicketOrder
-from kvstore.master.state.records import ObjectRecord
-
-MOVES_PER_STEP = 512
-"""Records that one step of the loop moves to their present place, on all segments: 2 to 4 ms."""
-
-
-class EvictionPolicy(Protocol):
-    """Contract:
-
-    * ``add`` a record once; it is a candidate until ``discard``. ``record.ticket`` is the policy's
-      own, not 0 while the record is a candidate; of two candidates, also of two segments, the one
-      with the lower ticket goes first.
-    * Uses are not announced: the policy reads ``last_used_ms`` and ``lease_until_ms``, which only
-      grow while the record is a candidate.
-    * ``peek`` never returns a record whose lease lives at ``now_ms``.
-    """
-
-    unfinished: bool
-    """Whether the last ``peek`` reached its limit before it found a candidate."""
-
-    moved: int
-    """Records that the last ``peek`` moved to their present place."""
-
-    def add(self, record: ObjectRecord, *, detached: bool = False) -> None:
-        """``detached``: no path from a root leads to the record, so it is evicted before others."""
-        ...
-
-    def discard(self, record: ObjectRecord) -> None: ...
-
-    def detached(self, record: ObjectRecord) -> bool:
-        """Whether this candidate was added as detached."""
-        ...
-
-    def peek(self, now_ms: int, moves: int = MOVES_PER_STEP) -> ObjectRecord | None:
-        """The next to evict, which stays a candidate; None when all are leased, or when the
-        search is ``unfinished`` after ``moves``."""
-        ...
-
-    def hold(self, record: ObjectRecord, until_ms: int) -> None:
-        """``peek`` does not return this candidate before then, unless it is added again."""
-        ...
-
-    def next_lease_end_ms(self) -> int | None:
-        """When the first leased candidate, or one on ``hold``, may become evictable; None: ``peek``
-        has seen no leased one."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[ObjectRecord]: ...
-
-    def after(self, ticket: int, count: int) -> list[ObjectRecord]:
-        """Up to ``count`` candidates with tickets above ``ticket``, in their order. So a sweep can
-        continue where it stopped, whichever candidates came and went meanwhile."""
-        ...
-
-    def check_invariants(self) -> None: ...
-
+from kvstore.master.state.records import MOVES_PER_STEP, ObjectRecord
 
 _SEQUENCE_BITS = 40
 _PARKED = 1 << 110

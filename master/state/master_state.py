@@ -41,13 +41,13 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Effect
 from kvstore.master.state.events import Event, Survey
-from kvstore.master.state.eviction import LRU, EvictionPolicy
+from kvstore.master.state.eviction import LRU
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.keeping import Keeping
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.nodes import Nodes
 from kvstore.master.state.putting import Putting
-from kvstore.master.state.records import Segment
+from kvstore.master.state.records import EvictionPolicy, Segment
 from kvstore.master.state.removing import Removing
 from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.returning import Returning

@@ -23,9 +23,8 @@ from kvstore.errors import (
 from kvstore.limits import agreed_protocol, check_cluster
 from kvstore.master.state import liveness
 from kvstore.master.state.effects import Effect, Hangup, Notice
-from kvstore.master.state.eviction import EvictionPolicy
 from kvstore.master.state.liveness import LivenessRules, Node
-from kvstore.master.state.records import Segment
+from kvstore.master.state.records import EvictionPolicy, Segment
 from kvstore.memory.header import SUPERBLOCK_BYTES
 
 NODES_MAX = 4_096

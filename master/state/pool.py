@@ -18,13 +18,19 @@ from kvstore.histograms import Histogram
 from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import repairing
 from kvstore.master.state.ends import Ends
-from kvstore.master.state.eviction import MOVES_PER_STEP, EvictionPolicy
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.pins import Pins
 from kvstore.master.state.placement import preferred
-from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment
-from kvstore.master.state.views.traffic import Traffic
+from kvstore.master.state.records import (
+    MOVES_PER_STEP,
+    EvictionPolicy,
+    Extent,
+    ObjectRecord,
+    Remains,
+    Segment,
+)
+from kvstore.master.state.traffic import Traffic
 from kvstore.memory.header import extent_bytes
 
 EVICTIONS_PER_STEP = 128

@@ -11,7 +11,7 @@ what is dropped is gone at once. That is why a record has its namespace's name, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from kvstore.calls import Presence, SegmentOffer
 from kvstore.keys import PackedKeys
@@ -21,7 +21,6 @@ from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
 from kvstore.native import fast
 
 if TYPE_CHECKING:
-    from kvstore.master.state.eviction import EvictionPolicy
     from kvstore.master.state.liveness import Node
 
 TABLE_SHARDS = 256
@@ -45,6 +44,63 @@ _ABSENT: Final = int(Presence.ABSENT)
 _COMPLETE: Final = int(Presence.COMPLETE)
 _BEING_WRITTEN: Final = int(Presence.BEING_WRITTEN)
 _ONE: Final = tuple(bytes([presence]) for presence in (_ABSENT, _COMPLETE, _BEING_WRITTEN))
+
+
+MOVES_PER_STEP = 512
+"""Records that one step of the loop moves to their present place, on all segments: 2 to 4 ms."""
+
+
+class EvictionPolicy(Protocol):
+    """Contract:
+
+    * ``add`` a record once; it is a candidate until ``discard``. ``record.ticket`` is the policy's
+      own, not 0 while the record is a candidate; of two candidates, also of two segments, the one
+      with the lower ticket goes first.
+    * Uses are not announced: the policy reads ``last_used_ms`` and ``lease_until_ms``, which only
+      grow while the record is a candidate.
+    * ``peek`` never returns a record whose lease lives at ``now_ms``.
+    """
+
+    unfinished: bool
+    """Whether the last ``peek`` reached its limit before it found a candidate."""
+
+    moved: int
+    """Records that the last ``peek`` moved to their present place."""
+
+    def add(self, record: ObjectRecord, *, detached: bool = False) -> None:
+        """``detached``: no path from a root leads to the record, so it is evicted before others."""
+        ...
+
+    def discard(self, record: ObjectRecord) -> None: ...
+
+    def detached(self, record: ObjectRecord) -> bool:
+        """Whether this candidate was added as detached."""
+        ...
+
+    def peek(self, now_ms: int, moves: int = MOVES_PER_STEP) -> ObjectRecord | None:
+        """The next to evict, which stays a candidate; None when all are leased, or when the
+        search is ``unfinished`` after ``moves``."""
+        ...
+
+    def hold(self, record: ObjectRecord, until_ms: int) -> None:
+        """``peek`` does not return this candidate before then, unless it is added again."""
+        ...
+
+    def next_lease_end_ms(self) -> int | None:
+        """When the first leased candidate, or one on ``hold``, may become evictable; None: ``peek``
+        has seen no leased one."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[ObjectRecord]: ...
+
+    def after(self, ticket: int, count: int) -> list[ObjectRecord]:
+        """Up to ``count`` candidates with tickets above ``ticket``, in their order. So a sweep can
+        continue where it stopped, whichever candidates came and went meanwhile."""
+        ...
+
+    def check_invariants(self) -> None: ...
 
 
 class Segment:

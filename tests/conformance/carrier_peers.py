@@ -26,7 +26,7 @@ from kvstore.master.callers import token_for
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.lane import LaneSettings
 from kvstore.master.spin import new_event_loop
-from kvstore.master.state.views import traffic
+from kvstore.master.state import traffic
 from kvstore.process.stopping import Stop
 from kvstore.wire.frames import Frame, FrameReader, hello
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.device import driver
+from kvstore.device import drivers
 from kvstore.errors import InvalidRangeError, SegmentGoneError, UnavailableError
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 from kvstore.native.kinds import CORRUPT, STALE
@@ -30,11 +30,11 @@ class SameDeviceWay(DeviceWay):
     def __init__(self) -> None:
         super().__init__(DeviceTransport(8 * MIB))
         self.fake.name = POOLED
-        driver.use(POOLED, self.fake)
+        drivers.use(POOLED, self.fake)
 
     def close(self) -> None:
         super().close()
-        driver.use(POOLED, None)
+        drivers.use(POOLED, None)
 
 
 WAYS: dict[str, Callable[[], Way]] = {
@@ -93,7 +93,7 @@ def test_what_one_way_writes_every_other_reads(
     writer.carry(writes(segment, some, parts=parts))
     writer.close()
     if isinstance(way, SameDeviceWay):
-        driver.use(POOLED, way.fake)
+        drivers.use(POOLED, way.fake)
     for verify in (True, False):
         transfer, targets = reads(segment, sizes, parts=parts, verify=verify)
         way.carry(transfer)
@@ -158,7 +158,7 @@ def test_a_fake_that_is_not_eager(peer: Peer) -> None:
     sizes = [100, 70_000, 3, 2 * MIB, 8_000]
     for seed in range(5):
         fake = FakeDriver(POOLED, seed=seed)
-        driver.use(POOLED, fake)
+        drivers.use(POOLED, fake)
         transport = DeviceTransport(MIB)
         host = Way(transport, in_one_go=False)
         host.carry(writes(peer.info, values(sizes), parts=3, version=seed + 1))
@@ -168,4 +168,4 @@ def test_a_fake_that_is_not_eager(peer: Peer) -> None:
         assert fake.is_idle
         assert targets == values(sizes)
         transport.close()
-        driver.use(POOLED, None)
+        drivers.use(POOLED, None)

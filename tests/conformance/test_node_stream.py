@@ -27,8 +27,8 @@ from kvstore.errors import (
     ProtocolError,
     UsageError,
 )
+from kvstore.node.stream import NodeStream
 from kvstore.wire.node_messages import SESSION_PATH
-from kvstore.wire.node_stream import NodeStream
 from tests.conformance.carrier_peers import ScriptedService, Server
 
 OFFER = calls.SegmentOffer(1 << 20, b"u" * 16, "kvstore-x", "h:1", b"t" * 16, 5, 1, True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvstore import Client
-from kvstore.device.driver import driver_of
+from kvstore.device.drivers import driver_of
 from tests.gpu.machine import GPU, IS_REAL, NAME, POOL_BYTES, VARIABLE, machine
 from tests.integration.cluster import Cluster
 

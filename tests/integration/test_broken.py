@@ -24,7 +24,7 @@ async def watch(child):
     service.MasterService._carry_out = tick
     await whole(child)
 app._watch = watch
-from kvstore import logs
+from kvstore.process import logs
 logs.configure("info")
 sys.exit(app.run(app.MasterConfig(port=0, memory=16 << 20)))
 """
@@ -35,7 +35,7 @@ from kvstore.node import app, agent
 async def beat(self, link, accepted):
     raise MemoryError("no more")
 agent.NodeAgent._beat = beat
-from kvstore import logs
+from kvstore.process import logs
 logs.configure("info")
 sys.exit(app.run(app.NodeConfig(master=sys.argv[2], name=sys.argv[1], memory=16 << 20)))
 """

@@ -87,7 +87,7 @@ def test_connections_that_wait_for_the_master_to_start_count(tmp_path: Path) -> 
 
 def test_a_low_limit_of_descriptors_is_raised_or_kept() -> None:
     program = (
-        "import resource, sys; from kvstore import descriptors; "
+        "import resource, sys; from kvstore.process import descriptors; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1]))); "
         "print(descriptors.allow(int(sys.argv[2])), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )

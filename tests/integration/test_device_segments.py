@@ -18,7 +18,7 @@ import pytest
 
 from kvstore import Client, PutOutcome
 from kvstore.client import movers
-from kvstore.device import driver
+from kvstore.device import drivers
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import NoSpaceError
@@ -42,9 +42,9 @@ SIZES = [0, 1, 1_000, 4_096, 70_001, 3 << 20]
 def fake(request: pytest.FixtureRequest) -> Iterator[FakeDriver]:
     """The client's device: that of the node, or another one."""
     made = FakeDriver(request.param, seed=7)
-    driver.use(made.name, made)
+    drivers.use(made.name, made)
     yield made
-    driver.use(made.name, None)
+    drivers.use(made.name, None)
 
 
 def start(cluster: Cluster, **settings: Any) -> Node:
@@ -381,7 +381,7 @@ def test_memory_stays_open_while_it_is_lent(
     monkeypatch.setattr(DeviceTransport, "sweep", counted)
     node = start(cluster)
     client = cluster.client(timeout_ms=3_000)
-    fake = driver.driver_of(POOLED)
+    fake = drivers.driver_of(POOLED)
     assert isinstance(fake, FakeDriver)
     before = set(fake.memory)
     value = torch.arange(100_000)

@@ -19,7 +19,8 @@ from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
 from kvstore.device import device as device_module
 from kvstore.device.device import Device
-from kvstore.device.driver import Way, use
+from kvstore.device.driver import Way
+from kvstore.device.drivers import use
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import (
     BufferMismatchError,

@@ -13,7 +13,7 @@ from kvstore.client import sync
 from kvstore.connectors.mooncake.names import Code
 from kvstore.connectors.mooncake.store import MooncakeDistributedStore
 from kvstore.device import cuda
-from kvstore.device.driver import use
+from kvstore.device.drivers import use
 from tests.fake_device import FakeDriver
 
 NAME = "cuda:3"

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import Client
+from kvstore import Client, ports
 from kvstore.diagnosis import cluster as doctor
 from kvstore.errors import MasterUnreachableError
-from kvstore.network import ports
 from tests.integration.cluster import ROOT, Cluster, until
 from tests.integration.http import http_port_of
 

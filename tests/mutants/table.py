@@ -67,7 +67,7 @@ RAW: Final = "kvstore/memory/raw.py"
 REGIONS: Final = "kvstore/memory/regions.py"
 REGISTERED: Final = "client/registered.py"
 VALUES: Final = "client/values.py"
-TRAFFIC: Final = "master/state/views/traffic.py"
+TRAFFIC: Final = "master/state/traffic.py"
 
 
 MUTANTS: Final = (
@@ -1629,8 +1629,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "empty-tensors-have-an-address",
-        DEVICE,
-        "        if not size:\n            return DeviceMemory(self, _NONE, _NONE)\n",
+        "kvstore/device/memory.py",
+        "    if not size:\n        return DeviceMemory(device, _NONE, _NONE)\n",
         "",
         WAITS,
     ),

@@ -17,9 +17,10 @@ from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, highest_believed
 from kvstore.master.outruns import Outruns
-from kvstore.master.state.eviction import LRU, EvictionPolicy
+from kvstore.master.state.eviction import LRU
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.records import EvictionPolicy
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
 from tests.simulation import inside

@@ -60,9 +60,10 @@ def test_the_links_for_tools_that_read_the_source_in_place(name: str) -> None:
 
 
 def test_the_files_of_the_dashboard_are_shipped() -> None:
-    web = ROOT / "kvstore/web"
-    listed = {path for glob in SETUPTOOLS["package-data"]["kvstore.web"] for path in web.glob(glob)}
-    there = {path for path in (web / "page").rglob("*") if path.is_file()}
+    dashboard = ROOT / "kvstore/web/dashboard"
+    globs = SETUPTOOLS["package-data"]["kvstore.web.dashboard"]
+    listed = {path for glob in globs for path in dashboard.glob(glob)}
+    there = {path for path in (dashboard / "page").rglob("*") if path.is_file()}
     assert there
     assert there == listed
 

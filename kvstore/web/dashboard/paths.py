@@ -27,7 +27,7 @@ from kvstore.web.server.doors import Handler
 from kvstore.web.server.serving import Routes
 
 if TYPE_CHECKING:
-    from kvstore.web.of_master import Master, Seen
+    from kvstore.web.dashboard.master import Master, Seen
 
 log = logging.getLogger("kvstore.web")
 

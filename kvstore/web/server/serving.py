@@ -20,7 +20,7 @@ from kvstore.errors import AddressInUseError, BusyError, StartupError, Unavailab
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
-from kvstore.network.ports import what_answers
+from kvstore.ports import what_answers
 from kvstore.web.server.access import HEADERS, Access
 from kvstore.web.server.doors import (
     BUFFER_BYTES,

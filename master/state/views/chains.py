@@ -23,7 +23,7 @@ from kvstore.limits import CHAINS_MAX, Key
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.records import NEVER_MS, NamespaceTable, ObjectRecord
-from kvstore.master.state.views.traffic import Tip
+from kvstore.master.state.traffic import Tip
 
 STEPS = 6_000
 """Records that one slice walks over: 1 ms."""

@@ -11,7 +11,7 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.membership import describe
 from kvstore.master.state.records import ObjectRecord, Segment, shards_from
-from kvstore.master.state.views.traffic import Row, Space
+from kvstore.master.state.traffic import Row, Space
 
 LIST_ROWS_MAX = 1_000
 _POSITION_BITS = 32

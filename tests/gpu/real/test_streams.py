@@ -16,7 +16,8 @@ import torch
 
 from kvstore import AsyncClient, Client
 from kvstore.device.cuda import CUDADriver, device_of
-from kvstore.device.driver import Way, driver_of
+from kvstore.device.driver import Way
+from kvstore.device.drivers import driver_of
 from tests.gpu.machine import BUSY_CYCLES, GPU, MIB, NAME
 from tests.gpu.test_values import same, values
 from tests.integration.cluster import ROOT, Cluster

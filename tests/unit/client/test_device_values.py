@@ -11,7 +11,7 @@ import torch
 
 from kvstore.client.devices import ClientDevices
 from kvstore.client.values import encode, encode_all, fillable
-from kvstore.device.driver import use
+from kvstore.device.drivers import use
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import BufferMismatchError, UnsupportedValueError
 from tests.fake_device import FakeDriver

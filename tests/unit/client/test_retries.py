@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore import calls
+from kvstore import calls, ports
 from kvstore.calls import Joined
 from kvstore.client.calling.retries import (
     BACKOFF_FIRST_S,
@@ -48,7 +48,6 @@ from kvstore.errors import (
     PermissionDeniedError,
 )
 from kvstore.limits import Key, Namespace
-from kvstore.network import ports
 from kvstore.wire.messages import CALLS
 
 EXISTS = CALLS[calls.Exists]

@@ -22,7 +22,8 @@ from kvstore.connectors.vllm.pages import CUDAPages, Mark, survey
 from kvstore.connectors.vllm.worker import WorkerSide, client_config
 from kvstore.device import device as device_module
 from kvstore.device.device import Device
-from kvstore.device.driver import Way, use
+from kvstore.device.driver import Way
+from kvstore.device.drivers import use
 from kvstore.errors import DeviceError
 from tests.fake_device import COMPUTE, FakeDriver
 from tests.unit.connectors.vllm_caches import MODELS, Model

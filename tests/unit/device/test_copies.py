@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.device.copies import PAGES_MIN, Copies, are_pages, cut, laid_out, merged
+from kvstore.device.copies import PAGES_MIN, Copies, are_pages, cut, merged
 from kvstore.device.device import Device
-from kvstore.device.memory import DeviceMemory
+from kvstore.device.memory import DeviceMemory, laid_out
 from kvstore.errors import InvalidArgumentError
 from tests.fake_device import FakeDriver
 

@@ -17,7 +17,8 @@ import torch
 
 from kvstore.device import cuda
 from kvstore.device.cuda import CUDADriver, Probed, device_of, probe
-from kvstore.device.driver import Way, driver_of, use
+from kvstore.device.driver import Way
+from kvstore.device.drivers import driver_of, use
 from kvstore.errors import DeviceError
 
 KERNEL = "kvstore.device.kernel"

@@ -14,7 +14,9 @@ from kvstore.clocks import uptime
 from kvstore.device import device as module
 from kvstore.device.copies import Copies
 from kvstore.device.device import Device
-from kvstore.device.driver import Way, driver_of, use
+from kvstore.device.driver import Way
+from kvstore.device.drivers import driver_of, use
+from kvstore.device.memory import memory_of
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
 from kvstore.process.stopping import Stop
 from tests.fake_device import FakeDriver
@@ -151,7 +153,7 @@ def test_a_device_that_has_failed_is_used_for_nothing(monkeypatch: pytest.Monkey
 
 def test_a_tensor_of_nothing_has_no_memory() -> None:
     _, device = made()
-    memory = device.memory_of(torch.empty(0, 3))
+    memory = memory_of(device, torch.empty(0, 3))
     assert (memory.nbytes, len(memory.addresses), len(memory.sizes)) == (0, 0, 0)
 
 

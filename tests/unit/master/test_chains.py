@@ -16,8 +16,8 @@ from kvstore.limits import CHAINS_MAX, Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.records import ONE_SHARD_RECORDS
 from kvstore.master.state.rules import MasterRules
+from kvstore.master.state.traffic import TIPS_MAX, Tips
 from kvstore.master.state.views import chains
-from kvstore.master.state.views.traffic import TIPS_MAX, Tips
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 

@@ -14,7 +14,7 @@ from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.carrier_base import Dispatcher
 from kvstore.master.lane import LaneServer, _Connection
-from kvstore.master.state.views.traffic import Caller
+from kvstore.master.state.traffic import Caller
 from kvstore.wire.messages import CALLS, encode_request
 
 

@@ -32,8 +32,8 @@ from kvstore.master.state import draining, forest, pool, removing, repairing, sw
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
+from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, TIPS_MAX, Caller
 from kvstore.master.state.views import chains, report
-from kvstore.master.state.views.traffic import CLIENTS_MAX, SPACES_MAX, TIPS_MAX, Caller
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES, extent_bytes
 
 LINES_MAX = 300_000

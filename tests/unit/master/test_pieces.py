@@ -15,7 +15,7 @@ from kvstore.master.pieces import CUTS, KEYS_PER_PIECE, LOOKUPS_PER_PIECE, PROBE
 from kvstore.master.service import MasterService
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.views.traffic import Caller
+from kvstore.master.state.traffic import Caller
 from tests.unit.master.test_term import JOIN
 
 SPACE = Namespace("n")

@@ -15,8 +15,8 @@ from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.rules import MasterRules
+from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, Caller, Traffic
 from kvstore.master.state.views import report
-from kvstore.master.state.views.traffic import CLIENTS_MAX, SPACES_MAX, Caller, Traffic
 from tests.unit.master.cluster import EPOCH, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 from tests.unit.master.test_inventories import back, claim

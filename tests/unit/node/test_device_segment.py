@@ -13,7 +13,7 @@ import pytest
 
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
-from kvstore.device import driver
+from kvstore.device import drivers
 from kvstore.errors import (
     ConfigError,
     DeviceError,
@@ -40,9 +40,9 @@ POOLED = "fake:0"
 @pytest.fixture
 def fake() -> Iterator[FakeDriver]:
     fake = FakeDriver(POOLED, seed=5)
-    driver.use(POOLED, fake)
+    drivers.use(POOLED, fake)
     yield fake
-    driver.use(POOLED, None)
+    drivers.use(POOLED, None)
 
 
 @pytest.fixture

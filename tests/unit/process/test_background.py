@@ -131,7 +131,7 @@ def test_a_closed_terminal_ends_a_server_unless_nohup_started_it(
 def test_a_server_hears_signals_that_its_parent_blocked_or_ignored() -> None:
     code = (
         "import signal\n"
-        "from kvstore import background\n"
+        "from kvstore.process import background\n"
         "background.hear_signals()\n"
         "assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())\n"
         "assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL\n"

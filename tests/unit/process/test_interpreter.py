@@ -21,7 +21,7 @@ print(json.dumps([click.__file__, sys.path, flags.optimize, sys.warnoptions, fla
 PARENT = f"""
 import subprocess, sys
 sys.path.insert(0, {str(ROOT)!r})
-from kvstore import interpreter
+from kvstore.process import interpreter
 done = subprocess.run(
     interpreter.command("-c", {CHILD!r}), env=interpreter.environment(), stdout=subprocess.PIPE
 )

@@ -19,7 +19,7 @@ END_S = 20.0
 
 FLOOD = """
 import logging, sys, time
-from kvstore import logs
+from kvstore.process import logs
 logs.configure("info")
 log = logging.getLogger("kvstore.test")
 for number in range(5_000):
@@ -103,7 +103,7 @@ def test_what_was_dropped_is_counted_and_told() -> None:
 def test_all_is_written_at_the_end_and_in_order() -> None:
     program = """
 import logging
-from kvstore import logs
+from kvstore.process import logs
 logs.configure("info")
 for number in range(300):
     print("printed", number)
@@ -114,14 +114,14 @@ for number in range(300):
 
 
 def test_what_ends_the_process_is_written() -> None:
-    program = "from kvstore import logs; logs.configure('info'); raise ValueError('why')"
+    program = "from kvstore.process import logs; logs.configure('info'); raise ValueError('why')"
     assert output_of(program, code=1).endswith("ValueError: why\n")
 
 
 def test_a_thread_that_dies_is_written() -> None:
     program = """
 import threading
-from kvstore import background, logs
+from kvstore.process import background, logs
 logs.configure("info")
 background.watch_threads()
 def fail(): raise ValueError("why")

@@ -18,9 +18,9 @@ from typing import Any, Final
 import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from kvstore.metrics.families import CLIENT, MASTER, NODE, STORE
 from kvstore.proxy.instances import Instances, Rules
 from kvstore.proxy.metrics import Metrics
-from kvstore.web.families import CLIENT, MASTER, NODE, STORE
 from tests.programs import need_program
 
 ROOT: Final = Path(__file__).parents[3]

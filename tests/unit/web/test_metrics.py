@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
 from kvstore.histograms import Histogram
-from kvstore.web.families import CLIENT, MASTER, NODE, STORE
-from kvstore.web.metrics import NAMESPACES_SHOWN, of_master
+from kvstore.metrics.exposition import NAMESPACES_SHOWN, of_master
+from kvstore.metrics.families import CLIENT, MASTER, NODE, STORE
 
 TABLE = Path(__file__).parents[3] / "docs/metrics.md"
 

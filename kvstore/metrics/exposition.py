@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 
 from kvstore.calls import ClusterStatus
 from kvstore.histograms import cumulative
+from kvstore.metrics.families import MASTER, OF_COUNTERS, STORE, Family
 from kvstore.process import logs
-from kvstore.web.families import MASTER, OF_COUNTERS, STORE, Family
 
 NAMESPACES_SHOWN: Final = 50
 NODE_STATES: Final = ("alive", "suspect", "dead", "draining")

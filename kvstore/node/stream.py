@@ -16,7 +16,7 @@ from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.network.names import RESOLVE_S, UnknownNameError, grpc_target
-from kvstore.network.ports import GRPC, NO_MASTER, is_strange, unreachable_advice, what_answers
+from kvstore.ports import GRPC, NO_MASTER, is_strange, unreachable_advice, what_answers
 from kvstore.process.background import start_task
 from kvstore.wire.node_messages import SESSION_PATH, decode_master_message, encode_node_message
 from kvstore.wire.status import brief, decode_error, detail_of, from_grpc, unexpected
