@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
+.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check size imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -105,6 +105,9 @@ check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python proto/generate.py --check
+
+size: ## How many lines each folder has, and may have (.ci/size.json)
+	@$(PYTHON) .ci/size.py $(ARGS)
 
 imports: $(VENV)/.dev ## Draw which part imports which, for Graphviz (ARGS=kvstore.client draws inside one)
 	@$(BIN)/import-linter drawgraph --show-lazy-imports $(or $(ARGS),kvstore)

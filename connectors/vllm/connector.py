@@ -21,14 +21,14 @@ from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from kvstore.client.sync import Client
 from kvstore.connectors.vllm.config import read_config
 from kvstore.connectors.vllm.core import is_part_of_several
+from kvstore.connectors.vllm.decisions import Decisions
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.identity import Adapters, identify
 from kvstore.connectors.vllm.layout import wanted_layout
 from kvstore.connectors.vllm.messages import Drained, Hello, Orders, Report
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.pages import pages_of, survey
-from kvstore.connectors.vllm.scheduler import SchedulerSide
-from kvstore.connectors.vllm.scheduler_role import SchedulerRole
+from kvstore.connectors.vllm.scheduler import Scheduler
 from kvstore.connectors.vllm.worker import WorkerSide, client_config
 from kvstore.errors import ConfigError
 
@@ -70,13 +70,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.options: dict[str, Any] = dict(transfer.kv_connector_extra_config)
         self._config = read_config(self.options)
         self._groups = _groups_of(vllm_config, kv_cache_config)
-        self._scheduler: SchedulerRole | None = None
+        self._scheduler: Scheduler | None = None
         self._worker: WorkerSide | None = None
         self._adapters: Adapters | None = None
         if role is KVConnectorRole.SCHEDULER:
             if transfer.is_kv_consumer and transfer.kv_load_failure_policy == "fail":
                 log.warning(FAIL_POLICY)
-            self._scheduler = SchedulerRole(
+            self._scheduler = Scheduler(
                 vllm_config, kv_cache_config, self._config, self._groups, self.options, _on_worker
             )
 
@@ -93,9 +93,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- scheduler ----------------------------------------------------------------------------
 
     @property
-    def _scheduler_side(self) -> SchedulerSide:
+    def _decisions(self) -> Decisions:
         assert self._scheduler is not None, "the worker's connector has no scheduler side"
-        return self._scheduler.side
+        return self._scheduler.decisions
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         assert self._scheduler is not None
@@ -104,36 +104,36 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def on_new_request(self, request: Request) -> None:
         assert self._scheduler is not None
         self._scheduler.prepare_early()
-        self._scheduler_side.new_request(request)
+        self._decisions.new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         assert self._scheduler is not None
         self._scheduler.prepare(request, num_computed_tokens)
-        return self._scheduler_side.matched_tokens(request, num_computed_tokens)
+        return self._decisions.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduler_side.allocated(request, blocks, num_external_tokens)
+        self._decisions.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         assert self._scheduler is not None
         self._scheduler.audit_events()
         if scheduler_output.num_scheduled_tokens:
             self._scheduler.prepare()
-        return self._scheduler_side.orders(scheduler_output)
+        return self._decisions.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler_side.arrived(connector_output.finished_recving or ())
+        self._decisions.arrived(connector_output.finished_recving or ())
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
             assert self._scheduler is not None
             self._scheduler.reported(report)
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler_side.wants_steps(self._config.transfer_timeout_ms / 1000)
+        return self._decisions.wants_steps(self._config.transfer_timeout_ms / 1000)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -147,7 +147,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         their own."""
         assert self._scheduler is not None
         self._scheduler.finished(request.request_id)
-        return False, self._scheduler_side.finished(request)
+        return False, self._decisions.finished(request)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         assert self._scheduler is not None

@@ -1,483 +1,406 @@
-"""The scheduler side, in vLLM's engine core: decides what is loaded and what is saved.
-
-    new request ─► lookup ─► number of stored tokens ─► blocks allocated ─► Load ─► blocks arrived
-    each step ─► blocks that are full now ─► pinned ─► Save ─► every worker has reported ─► unpinned
-
-This module runs on the scheduler's thread, for which every running request waits: no call blocks,
-and no failure of the store raises. vLLM's objects are only read, except for the reference counts of
-pinned blocks.
-"""
+"""Connects the scheduler side, in the engine core, with its clients, the lookup thread, the fleet
+records and the identity of the workers."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import time
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final
 
+from kvstore.client.flows.asking import Match
+from kvstore.client.sync import Client
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.vllm.events import Events
-from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
+from kvstore.connectors.engine.fleet import Fleet
+from kvstore.connectors.vllm import fingerprint
+from kvstore.connectors.vllm.core import Core, before_reset
+from kvstore.connectors.vllm.decisions import Decisions
+from kvstore.connectors.vllm.events import Block, Events, audit
+from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.listening import NOTHING, Listener
 from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, Save
+from kvstore.connectors.vllm.messages import Hello, Report, namespace, under_of
+from kvstore.connectors.vllm.metrics import StoreStats
+from kvstore.connectors.vllm.worker import client_config
+from kvstore.errors import ConfigError, KVStoreError
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.kvstore")
 
-LOADS_MAX = 2
-"""After this many failed loads of a request, all its tokens are computed."""
+LOOKUP_TIMEOUT_MS: Final = 200
+"""The least time-out of one call to the master. The scheduler does not wait for it; the breaker
+counts it."""
 
-SAVES_MAX = 2
-"""After this many failed saves of a request, no more of its blocks are saved."""
+RESET_TIMEOUT_S: Final = 30.0
+ANNOUNCE_PAUSE_S: Final = 5.0
+ANNOUNCE_EVERY_S: Final = 30.0
+"""The announcement is repeated, because a master may restart and the store may evict it."""
 
-
-@dataclass
-class Tracked:
-    """One request, from its arrival until it is finished."""
-
-    request: Request
-    saved: dict[int, int] = field(default_factory=dict)
-    """By group: blocks before this index are in the store, or being saved."""
-    external_tokens: int = 0
-    """Tokens that the last lookup has told vLLM to expect from the store."""
-    missed: int | None = None
-    """Tokens that the lookup did not find; None: not looked up, or counted already."""
-    limit: int | None = None
-    """The most external tokens that vLLM is told after a load has failed."""
-    failed_loads: int = 0
-    failed_saves: int = 0
-    promised: int | None = None
-    """Tokens before the first block that can no longer be saved; None: all blocks can be."""
-    is_stale: bool = False
-    """Whether some of its blocks were computed with weights that have been replaced."""
-    salt: bytes = b""
-    salted: list[bytes] = field(default_factory=list)
-    """Keys of its hash blocks, if an adapter is part of the keys."""
+NO_PREFIX_CACHING: Final = (
+    "prefix caching is off. vLLM turns it off by itself if a model or its attention backend cannot "
+    "continue from a cached prefix; loaded blocks would then give wrong tokens. The connector "
+    "cannot tell whether vLLM or --no-enable-prefix-caching turned it off."
+)
 
 
-@dataclass
-class Pinned:
-    """Blocks of one save, which vLLM may not reuse meanwhile."""
-
-    request_id: str
-    block_ids: list[int]
-    workers_left: int
-    runs: list[Run]
-    stored: bool = True
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    """Token ids of each run, for events."""
-    lora: str | None = None
-    plain: dict[bytes, bytes] = field(default_factory=dict)
-    """vLLM's hashes, by key, of keys that are different from them; for events."""
-    fingerprint: str = ""
-
-
-class SchedulerSide:
-    """See the module. For the scheduler's thread only."""
+class Scheduler:
+    """Builds the scheduler side (``decisions``), and connects it; see the module."""
 
     def __init__(
         self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
         config: ConnectorConfig,
         groups: Groups,
-        lookups: Lookups,
-        events: Events,
-        *,
-        loads: bool,
-        saves: bool,
-        workers: int,
+        options: dict[str, Any],
+        on_worker: Callable[[Any, dict[str, Any], str], Any],
     ) -> None:
         """
         Args:
-            loads, saves: as the role says (``kv_consumer``, ``kv_producer``).
-            workers: how many workers report each save.
+            options: this connector's options, by which its parts on the workers are found.
+            on_worker: called on each worker as ``on_worker(worker, options, method)``; a function
+                of a module, because it is pickled by name.
         """
-        self.fingerprint = ""
-        """The current fingerprint; "": not known, and then no block is loaded or saved."""
-        self.salt: Callable[[Request], bytes | None] = lambda _: b""
-        """The salt that this request's keys contain besides vLLM's hash; None: not known."""
-        self.counters: dict[str, int] = {}
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._vllm_config = vllm_config
         self._config = config
         self._groups = groups
-        self._lookups = lookups
-        self._events = events
-        self._does_load = loads
-        self._does_save = saves
-        self._workers = workers
-        self._pool: BlockPool | None = None
-        self._tracked: dict[str, Tracked] = {}
-        self._loads: list[Load] = []
-        self._pinned: dict[int, Pinned] = {}
-        self._pinned_blocks = 0
-        self._loading: set[str] = set()
-        self._next_save = 0
-        self._last_pinned = 0.0
-
-    # --- looking up ---------------------------------------------------------------------------
-
-    def new_request(self, request: Request) -> None:
-        """Starts the request's lookup, so that the answer is ready when the scheduler needs it."""
-        tracked = self._tracked[request.request_id] = Tracked(request)
-        if self._may_load(request) and len(request.block_hashes):
-            hashes = self._hashes(tracked)
-            if hashes is not None:
-                self._want(request, hashes)
-
-    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """As ``get_num_new_matched_tokens``: tokens beyond those ``computed`` here that can be
-        loaded, in the background; None: not known yet."""
-        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
-        tracked.external_tokens = 0
-        if not self._may_load(request):
-            return 0, False
-        hashes = self._hashes(tracked)
-        if hashes is None:
-            return 0, False
-        limit = self._limit(tracked)
-        useful = limit > computed
-        there = self._lookups.tokens(self._want(request, hashes), patient=useful)
-        if there is None:
-            return (None if useful else 0), False
-        tracked.saved = {
-            group: there // tokens for group, tokens in self._groups.block_tokens.items()
-        }
-        if not useful:  # the lookup still tells which blocks need not be saved
-            return 0, False
-        tokens = self._groups.aligned(min(there, limit))
-        tracked.missed = limit - max(tokens, computed)
-        if tokens <= computed:
-            return 0, False
-        tracked.external_tokens = tokens
-        return tokens - computed, True
-
-    def _may_load(self, request: Request) -> bool:
-        is_wanted = self._does_load and not _params(request).get("no_load")
-        return bool(self.fingerprint and is_wanted)
-
-    def _hashes(self, tracked: Tracked) -> Sequence[bytes] | None:
-        """The hash of each hash block, from which keys are made; None: not known."""
-        request = tracked.request
-        hashes: Sequence[bytes] = request.block_hashes
-        if request.lora_request is None:
-            return hashes
-        salt = self.salt(request)
-        if salt is None or (tracked.salt and tracked.salt != salt):
-            return None
-        tracked.salt = salt
-        known = len(tracked.salted)
-        tracked.salted += (hashlib.sha256(salt + each).digest() for each in hashes[known:])
-        return tracked.salted
-
-    def _limit(self, tracked: Tracked) -> int:
-        """The most tokens that may be loaded: vLLM must compute at least one."""
-        request = tracked.request
-        limit = self._groups.aligned(max(request.num_tokens - 1, 0))
-        wanted = _params(request).get("max_load_tokens")
-        if isinstance(wanted, int):
-            limit = min(limit, self._groups.aligned(max(wanted, 0)))
-        return limit if tracked.limit is None else min(limit, tracked.limit)
-
-    def _want(self, request: Request, hashes: Sequence[bytes]) -> Any:
-        expected = _params(request).get("stored_tokens")
-        return self._lookups.want(
-            request.request_id,
-            hashes,
-            expected if isinstance(expected, int) else 0,
+        self._options = options
+        self._on_worker = on_worker
+        self._description = fingerprint.describe(vllm_config, kv_cache_config)
+        self._identified: dict[str, Any] = {}
+        self._first_weights = ""
+        self._mark = ""
+        self._left: list[str] = []
+        """Former fingerprints of this engine that are still announced."""
+        self._namespaces: dict[int, list[str]] = {}
+        self._is_outdated = True
+        """Whether the workers have to be asked for their identity."""
+        self._off = ""
+        """Why no block is loaded or saved; empty: blocks are."""
+        self._adapters: dict[int, dict[int, str]] = {}
+        self._known_adapters: dict[int, bytes] = {}
+        self._asked_for: set[str] = set()
+        """Requests for which the workers have been asked for adapters."""
+        self._client = Client(
+            config=client_config(config, max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms))
         )
-
-    def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
-        """As ``update_state_after_alloc``: ``tokens`` are to be loaded into these blocks."""
-        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
-        if tracked.missed:
-            self._count("missed_tokens", tracked.missed)
-            tracked.missed = None
-        if tokens <= 0 or not tracked.external_tokens:
-            return
-        first = {
-            group: (tracked.external_tokens - tokens) // size
-            for group, size in self._groups.block_tokens.items()
-        }
-        hashes = self._hashes(tracked)
-        assert hashes is not None, "external tokens have keys"
-        runs = list(
-            self._groups.runs(hashes, blocks.get_block_ids(), first, tracked.external_tokens)
-        )
-        self._loads.append(Load(request.request_id, runs))
-        self._loading.add(request.request_id)
-        self._count("loaded_requests")
-        self._count("hit_tokens", tokens)
-        tracked.external_tokens = 0
-
-    # --- every step ---------------------------------------------------------------------------
-
-    def orders(self, output: SchedulerOutput) -> Orders:
-        """As ``build_connector_meta``."""
-        self._lookups.new_step()
-        orders = Orders(self.fingerprint, self._loads)
-        self._loads = []
-        if self._does_save and self.fingerprint:
-            orders.saves = list(self._saves(output))
-        for request_id in output.finished_req_ids:
-            self._tracked.pop(request_id, None)
-            self._lookups.forget(request_id)
-        return orders
-
-    def _saves(self, output: SchedulerOutput) -> Iterator[Save]:
-        state = output.kv_connector_block_state
-        if state is None:
-            return
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            tracked = self._tracked.get(request_id)
-            if (
-                tracked is None
-                or tracked.is_stale
-                or tracked.failed_saves >= SAVES_MAX
-                or _params(tracked.request).get("no_store")
-            ):
-                continue
-            to_save = self._tokens_to_save(tracked.request, scheduled)
-            if not self._is_news(tracked, to_save):
-                continue
-            tokens = self._fitting(tracked, to_save)
-            if tokens < to_save:
-                self._count("saves_refused")
-                if not self._is_news(tracked, tokens):
-                    continue
-            table = state.get_block_ids(request_id)
-            hashes = self._hashes(tracked)
-            if table is None or hashes is None:
-                continue
-            runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
-            self._note_holes(tracked, table, tokens)
-            if runs:
-                for group, size in self._groups.block_tokens.items():
-                    tracked.saved[group] = max(tracked.saved.get(group, 0), tokens // size)
-                yield self._pin(tracked.request, runs)
-
-    def _note_holes(self, tracked: Tracked, table: Sequence[Sequence[int]], tokens: int) -> None:
-        """Notes blocks that a window passed before they were saved: no engine is told to wait for
-        the tokens after them."""
-        for group, size in self._groups.block_tokens.items():
-            first = tracked.saved.get(group, 0)
-            if NULL_BLOCK in table[group][first : tokens // size]:
-                hole = table[group].index(NULL_BLOCK, first) * size
-                known = tracked.promised
-                tracked.promised = hole if known is None else min(known, hole)
-
-    def _is_news(self, tracked: Tracked, tokens: int) -> bool:
-        """Whether some group has a block of these tokens that is not saved; in most steps this is
-        false for most requests."""
-        sizes = self._groups.block_tokens.items()
-        return any(tokens // size > tracked.saved.get(group, 0) for group, size in sizes)
-
-    def _tokens_to_save(self, request: Request, scheduled: int) -> int:
-        """Tokens whose blocks are full after this step. Only confirmed tokens have a hash;
-        speculative ones have none."""
-        tokens: int = min(
-            request.num_computed_tokens + scheduled,
-            len(request.block_hashes) * self._groups.hash_block_tokens,
-        )
-        if not self._config.save_decode:
-            tokens = min(tokens, request.num_prompt_tokens)
-        return tokens
-
-    def _fitting(self, tracked: Tracked, tokens: int) -> int:
-        """How many of these tokens may be pinned now; the rest is saved in a later step."""
-        assert self._pool is not None, "bind_block_pool comes first"
-        room = int(self._pool.num_gpu_blocks * self._config.pinned_max) - self._pinned_blocks
-
-        def blocks(tokens: int) -> int:
-            return sum(
-                max(0, tokens // size - tracked.saved.get(group, 0))
-                for group, size in self._groups.block_tokens.items()
+        self._patient = Client(config=client_config(config, 5_000))
+        self._fleet = Fleet(self._patient, log)
+        events = vllm_config.kv_events_config
+        self.events = Events(groups, wanted=bool(events and events.enable_kv_cache_events))
+        self._lookups = Lookups(
+            self._ask, groups,
+            deadline_s=config.lookup_deadline_ms / 1000,
+            writers_wait_s=config.writers_wait_ms / 1000,
+        )  # fmt: skip
+        self.decisions = Decisions(
+            config, groups, self._lookups, self.events,
+            loads=transfer.is_kv_consumer,
+            saves=transfer.is_kv_producer or config.save_decode,
+            workers=parallel.world_size,
+        )  # fmt: skip
+        self.decisions.salt = self._salt
+        self._auditing: Future[list[Block]] | None = None
+        self._audited: list[Block] = []
+        self._listeners: list[Listener] = []
+        """The last one is of the present namespaces, those before it are ending."""
+        self._closed = False
+        for warning in fingerprint.hash_warnings(self._description):
+            log.warning("FLEET: %s", warning)
+        self._core = Core.above()
+        if self._core is None:
+            self._switch_off(
+                "the connector was not created by vLLM's engine core, and cannot ask the workers"
             )
+        elif not vllm_config.cache_config.enable_prefix_caching:
+            self._switch_off(NO_PREFIX_CACHING)
+        else:
+            self._core.watch(weights=self._outdate, adapters=self._outdate_adapters)
+            self.prepare()
 
-        if blocks(tokens) <= room:
-            return tokens
-        scheduler_block = self._groups.scheduler_block_tokens
-        return (
-            bisect_right(
-                range(tokens // scheduler_block + 1),
-                room,
-                key=lambda each: blocks(each * scheduler_block),
-            )
-            - 1
-        ) * scheduler_block
+    # --- identity of the workers --------------------------------------------------------------
 
-    def _pin(self, request: Request, runs: list[Run]) -> Save:
-        """Takes a reference of each block, so that vLLM does not reuse it before it is saved."""
-        pool = self._pool
-        assert pool is not None, "bind_block_pool comes first"
-        block_ids = list(dict.fromkeys(each for run in runs for each in run.block_ids))
-        assert NULL_BLOCK not in block_ids
-        pool.touch([pool.blocks[block_id] for block_id in block_ids])
-        self._pinned_blocks += len(block_ids)
-        self._next_save += 1
-        self._last_pinned = time.monotonic()
-        pinned = Pinned(request.request_id, block_ids, self._workers, runs)
-        pinned.fingerprint = self.fingerprint
-        if self._events.wanted:
-            pinned.tokens = self._events.tokens_of(request, runs)
-            pinned.plain = dict(zip(self._tracked[request.request_id].salted, request.block_hashes))
-            pinned.lora = request.lora_request.lora_name if request.lora_request else None
-        self._pinned[self._next_save] = pinned
-        return Save(self._next_save, runs)
+    def _switch_off(self, reason: str) -> None:
+        if not self._off:
+            log.warning("this engine neither loads nor saves blocks: %s", reason)
+        self._off = reason
+        self.decisions.fingerprint = ""
 
-    def reported(self, report: Report) -> None:
-        """Handles the transfers that workers report as ended."""
-        for number, end in report.saves.items():
-            pinned = self._pinned.get(number)
-            if pinned is None:
-                continue
-            pinned.workers_left -= end.workers
-            pinned.stored &= end.stored == end.workers
-            if pinned.workers_left > 0:
-                continue
-            del self._pinned[number]
-            self._unpin(pinned)
-            if pinned.stored and pinned.fingerprint == self.fingerprint:
-                self._events.stored(pinned.runs, pinned.tokens, pinned.lora, pinned.plain)
-            elif not pinned.stored:
-                self._save_failed(pinned)
-        for request_id, tokens in report.failed_loads.items():
-            self._load_failed(request_id, tokens)
+    def _outdate(self) -> None:
+        """The weights may have changed. No block is loaded or saved until they are known again."""
+        self._is_outdated = True
+        self.decisions.fingerprint = ""
 
-    def arrived(self, request_ids: Iterable[str]) -> None:
-        """Called when all workers have reported these loads."""
-        self._loading.difference_update(request_ids)
-
-    def drained(self, left: set[int]) -> None:
-        """Called when no worker reads blocks of a save any more, except for the saves in ``left``.
-        A report may still come, in a step that vLLM has not processed yet."""
-        for number, pinned in self._pinned.items():
-            if number not in left:
-                self._unpin(pinned)
-
-    def _unpin(self, pinned: Pinned) -> None:
-        pool = self._pool
-        assert pool is not None
-        block_ids, pinned.block_ids = pinned.block_ids, []
-        self._pinned_blocks -= len(block_ids)
-        # Tail first, so that the shared prefix is evicted last.
-        pool.free_blocks(pool.blocks[block_id] for block_id in reversed(block_ids))
-
-    def _save_failed(self, pinned: Pinned) -> None:
-        """Marks the blocks to be saved again with the next ones: a lookup stops at a hole."""
-        self._count("saves_failed")
-        tracked = self._tracked.get(pinned.request_id)
-        if tracked is not None:
-            tracked.failed_saves += 1
-            for run in pinned.runs:
-                tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
-
-    def _load_failed(self, request_id: str, good_tokens: int) -> None:
-        """Limits what vLLM is told for this request from now on to the tokens that were loaded."""
-        self._count("loads_failed")
-        tracked = self._tracked.get(request_id)
-        if tracked is None:
-            return
-        tracked.failed_loads += 1
-        again = self._groups.aligned(good_tokens) if tracked.failed_loads < LOADS_MAX else 0
-        tracked.limit = again if tracked.limit is None else min(again, tracked.limit)
-        for group, size in self._groups.block_tokens.items():  # missing blocks are saved again
-            tracked.saved[group] = min(tracked.saved.get(group, 0), tracked.limit // size)
-        self._lookups.forget(request_id)
-
-    # --- other --------------------------------------------------------------------------------
-
-    def bind_block_pool(self, pool: BlockPool) -> None:
-        self._pool = pool
-
-    @property
-    def has_pinned(self) -> bool:
-        return bool(self._pinned)
-
-    @property
-    def loading(self) -> frozenset[str]:
-        """Requests whose loads are ordered and not reported yet."""
-        return frozenset(self._loading)
-
-    def wants_steps(self, within_s: float) -> bool:
-        """Whether vLLM must run further steps, so that workers can report. The time is bounded: a
-        save that hangs keeps its blocks, but an engine without requests, and engines that step
-        along with it, become idle.
+    def prepare(self, request: Request | None = None, computed: int = 0) -> None:
+        """Learns the workers' identity, before any block is looked up or saved.
 
         Args:
-            within_s: the bound, after the last save was ordered.
+            request: a request that is about to run, for which vLLM has ``computed`` tokens.
         """
-        return bool(self._pinned) and time.monotonic() - self._last_pinned < within_s
+        if self._is_outdated and not self._off:
+            has_moved = self._identify()
+            if request is not None and has_moved and computed:
+                self.decisions.outdated(request)
 
-    @property
-    def pinned_blocks(self) -> int:
-        return self._pinned_blocks
+    def prepare_early(self) -> None:
+        """Called for a new request, before vLLM looks it up in its own prefix cache. A paused
+        engine has reset that cache, and its weights may not even be in memory."""
+        if self._core is not None and not self._core.is_paused:
+            self.prepare()
 
-    def finished(self, request: Request) -> dict[str, Any] | None:
-        """The parameters returned with the request: how many of its tokens the store has, or will
-        have."""
-        tracked = self._tracked.get(request.request_id)
-        if tracked is None or not self._does_save:
+    def _identify(self) -> bool:
+        """Asks the workers for their identity; returns whether it has changed."""
+        assert self._core is not None
+        hellos = [each for each in self._core.ask(self._on_worker, self._options, "hello") if each]
+        self._is_outdated = False
+        errors = [hello.error for hello in hellos if hello.error]
+        if errors or not hellos:
+            self._switch_off(f"its weights could not be identified: {errors[:1]}")
+            return False
+        if not all(hello.prefix_caching for hello in hellos):
+            self._switch_off(NO_PREFIX_CACHING)
+            return False
+        self._take_adapters({hello.rank: hello.adapters for hello in hellos})
+        weights = fingerprint.identified(self._description, hellos)["weights"]
+        self._first_weights = self._first_weights or weights
+        name = self._config.model_id
+        if name and weights != self._first_weights:  # the name is that of the first weights
+            name = f"{name}, then {weights}"
+        self._identified = fingerprint.identified(self._description, hellos, name=name)
+        mark = fingerprint.fingerprint(self._identified, hellos)
+        if mark == self._mark:
+            self.decisions.fingerprint = mark
+            return False
+        self._move(mark, hellos)
+        return True
+
+    def _move(self, mark: str, hellos: Sequence[Hello]) -> None:
+        namespaces: dict[int, list[str]] = {}
+        for hello in hellos:
+            for group in hello.groups:
+                names = namespaces.setdefault(group, [])
+                name = namespace(mark, group, hello.part)
+                if name not in names:
+                    names.append(name)
+        missing = self._groups.block_tokens.keys() - namespaces.keys()
+        if missing:
+            raise ConfigError(f"no worker holds a layer of cache groups {sorted(missing)}")
+        before, self._mark, self._namespaces = self._mark, mark, namespaces
+        if not before:
+            self.decisions.fingerprint = mark
+            self._lookups.start(namespaces, self._announce)
+        else:
+            self._left.append(before)
+            log.info("weights_changed fingerprint=%s before=%s", mark, before)
+            self.decisions.moved(mark)
+            self.events.cleared()
+            self._lookups.move(namespaces)
+        if self.events.wanted:
+            self._listen()
+
+    # --- adapters -----------------------------------------------------------------------------
+
+    def reported(self, report: Report) -> None:
+        if report.adapters:
+            self._take_adapters(report.adapters)
+        self.decisions.reported(report)
+
+    def _take_adapters(self, by_rank: Mapping[int, dict[int, str]]) -> None:
+        self._adapters.update(by_rank)
+        changed = set()
+        for number in {number for loaded in by_rank.values() for number in loaded}:
+            salt = self._salt_of(number)
+            if salt is not None:
+                before = self._known_adapters.setdefault(number, salt)
+                if before != salt:
+                    self._known_adapters[number] = salt
+                    changed.add(number)
+        if changed:
+            log.info("adapters_changed ids=%s", sorted(changed))
+            self.decisions.adapters_changed(changed)
+
+    def _salt_of(self, number: int) -> bytes | None:
+        """The salt of an adapter that every worker has loaded; None: not every worker has."""
+        workers = self._vllm_config.parallel_config.world_size
+        loaded = [self._adapters[rank].get(number) for rank in sorted(self._adapters)]
+        if len(loaded) < workers or None in loaded:
             return None
-        sizes = self._groups.block_tokens
-        tokens = min(tracked.saved.get(group, 0) * size for group, size in sizes.items())
-        if tracked.promised is not None:
-            tokens = min(tokens, tracked.promised)
-        return {"stored_tokens": self._groups.aligned(tokens)} if tokens else None
+        return hashlib.sha256(repr(loaded).encode()).digest()
 
-    def moved(self, fingerprint: str) -> None:
-        """Sets the fingerprint of new blocks: blocks that were computed before are neither saved
-        nor found again, not even by this engine."""
-        self.fingerprint = fingerprint
-        self.reset()
-        self._outdate(list(self._tracked.values()))
+    def _salt(self, request: Request) -> bytes | None:
+        """The salt of a request's adapter. Asks the workers at most once per request: it may be the
+        first one with an adapter that they have loaded."""
+        number = request.lora_request.lora_int_id
+        salt = self._salt_of(number)
+        if salt is None and self._core is not None and request.request_id not in self._asked_for:
+            self._asked_for.add(request.request_id)
+            for loaded in self._core.ask(self._on_worker, self._options, "adapters"):
+                self._take_adapters(loaded or {})
+            salt = self._salt_of(number)
+        return salt
 
-    def adapters_changed(self, ids: set[int]) -> None:
-        """Called when these ids have different adapters now."""
-        self._outdate(
-            [
-                each
-                for each in self._tracked.values()
-                if each.request.lora_request and each.request.lora_request.lora_int_id in ids
-            ]
-        )
+    def _outdate_adapters(self) -> None:
+        self._adapters.clear()
+        self._asked_for.clear()
 
-    def outdated(self, request: Request) -> None:
-        """Called when the request starts with blocks of vLLM's prefix cache that were computed with
-        earlier weights."""
-        tracked = self._tracked.get(request.request_id)
-        if tracked is not None:
-            tracked.is_stale = True
+    def finished(self, request_id: str) -> None:
+        self._asked_for.discard(request_id)
 
-    def _outdate(self, requests: list[Tracked]) -> None:
-        for tracked in requests:
-            tracked.is_stale |= tracked.request.num_computed_tokens > 0
-        if self._pool is not None:
-            self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+    # --- the store ----------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Called when the store was cleared: forgets which blocks it has."""
-        self._lookups.clear()
-        for tracked in self._tracked.values():
-            tracked.saved = {}
-            tracked.external_tokens = 0
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        self.decisions.bind_block_pool(pool)
+        if self._core is not None:
+            before_reset(pool, self._before_reset)
 
-    def take_counters(self) -> dict[str, int]:
-        counters, self.counters = self.counters, {}
-        return counters
+    def _before_reset(self) -> None:
+        """Frees blocks before vLLM resets its prefix cache, for example because the weights change:
+        vLLM does not reset a cache whose blocks are in use."""
+        if self._off:
+            return
+        if self._core is not None and not self._core.is_running:
+            self._free_blocks(self._core)
+        self._outdate()
 
-    def check_invariants(self) -> None:
-        assert self._pinned_blocks == sum(len(each.block_ids) for each in self._pinned.values())
-        assert all(each.workers_left > 0 for each in self._pinned.values())
+    def _free_blocks(self, core: Core) -> None:
+        """Frees blocks of saves, and of loads under way or arrived: requests that wait for those
+        loads begin anew."""
+        loading = self.decisions.loading
+        if self.decisions.has_pinned or loading:
+            drained = [each for each in core.ask(self._on_worker, self._options, "drain") if each]
+            for each in drained:
+                if each.report is not None:
+                    self.reported(each.report)
+            self.decisions.drained(set().union(*(each.saves for each in drained)))
+            if left := set().union(*(each.loads for each in drained)):
+                log.warning("loads_hang requests=%d", len(left))
+                return
+        try:
+            core.free_waiting(loading)
+        except AttributeError:  # another version of vLLM, which reports the failed reset itself
+            log.exception("blocks_not_freed")
+            return
+        if loading:
+            core.ask(self._on_worker, self._options, "forget_failures")
 
-    def _count(self, what: str, number: int = 1) -> None:
-        self.counters[what] = self.counters.get(what, 0) + number
+    def _ask(self, keys: Sequence[bytes], namespaces: Sequence[str]) -> Sequence[Match]:
+        return self._client.matches(keys, namespaces=namespaces)
 
+    def _announce(self) -> float:
+        """Puts this engine's description into the store, and warns of different ones; returns when
+        to do so again. Runs on the lookups' thread."""
+        mark = self._mark
+        models = fingerprint.models_of(self._vllm_config)
+        names = [name for names in self._namespaces.values() for name in names]
+        try:
+            while self._left:
+                self._fleet.leave(models, self._left[0])
+                self._left.pop(0)
+            self._fleet.announce(
+                "vllm",
+                models,
+                mark,
+                self._identified,
+                names,
+                block_size=self._groups.scheduler_block_tokens,
+                hash_block_size=self._groups.hash_block_tokens,
+                hash_algorithm=self._identified["hash_algorithm"],
+                none_hash=self._identified["none_hash"],
+            )
+            self._client.exists(mark)  # connects, so that the first lookup need not
+        except KVStoreError as error:
+            log.warning("fleet_not_announced reason=%s", error)
+            return ANNOUNCE_PAUSE_S
+        return ANNOUNCE_EVERY_S
 
-def _params(request: Request) -> dict[str, Any]:
-    return request.kv_transfer_params or {}
+    def _listen(self) -> None:
+        """To events of the present namespaces."""
+        groups = {name: group for group, names in self._namespaces.items() for name in names}
+        for each in self._listeners:
+            each.stop()
+        self._listeners = [each for each in self._listeners if each.is_alive]
+        self._listeners.append(Listener(self._find_events, under_of(self._mark), groups))
+
+    def _find_events(self) -> str:
+        http = self._patient.http()
+        return http.address if http.has_events else ""
+
+    def audit_events(self) -> None:
+        """Audits blocks that may have gone, and reports those that have. Called each step; never
+        waits."""
+        if not self.events.wanted:
+            return
+        heard = self._listeners[-1].take() if self._listeners else NOTHING
+        if heard.missed:
+            self.events.suspect_all()
+        self.events.suspect(heard.blocks)
+        if self._auditing is not None:
+            if not self._auditing.done():
+                return
+            if self._auditing.exception() is None:
+                self.events.gone(self._auditing.result())
+            else:
+                self.events.suspect(self._audited)
+            self._auditing = None
+        if blocks := self.events.to_audit(time.monotonic(), listening=heard.listening):
+            namespaces, self._audited = self._namespaces, blocks
+            self._auditing = self._lookups.errand(lambda: audit(blocks, namespaces, self._there))
+
+    def _there(self, keys: Sequence[bytes], name: str) -> Sequence[bool]:
+        return self._client.exists_many(keys, namespace=name)
+
+    def reset(self) -> bool | None:
+        if self._off:
+            return None
+        assert self._core is not None
+        self._outdate()
+        self.decisions.reset()
+        if self._core.is_paused:
+            return True
+        self.prepare()
+        names = [name for names in self._namespaces.values() for name in names]
+
+        def clear() -> None:
+            for name in names:
+                self._patient.clear(name)
+
+        try:
+            self._lookups.errand(clear).result(RESET_TIMEOUT_S)
+        except (KVStoreError, TimeoutError) as error:
+            log.warning("reset_failed error=%s", error)
+            return False
+        self.decisions.reset()
+        self.events.cleared()
+        return True
+
+    def take_stats(self) -> StoreStats:
+        stats = StoreStats()
+        for counters in (self.decisions.take_counters(), self._lookups.take_counters()):
+            for name, number in counters.items():
+                stats.count(name, number)
+        times = self._lookups.take_latencies_us()
+        stats.count("lookups", len(times))
+        for microseconds in times:
+            stats.time("lookup_us", microseconds)
+        stats.gauge("pinned_blocks", self.decisions.pinned_blocks)
+        stats.gauge("breaker_open", int(self._lookups.breaker.is_open(time.monotonic())))
+        return stats
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._client.close()
+            self._patient.close()
+            for each in self._listeners:
+                each.stop()
+            self._lookups.close()
+            for each in self._listeners:
+                each.close()

@@ -22,7 +22,7 @@ from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.core import Core, callers
 from kvstore.connectors.vllm.identity import identify
 from kvstore.connectors.vllm.messages import Hello
-from kvstore.connectors.vllm.scheduler_role import NO_PREFIX_CACHING
+from kvstore.connectors.vllm.scheduler import NO_PREFIX_CACHING
 from kvstore.fingerprint import digest
 from kvstore.network.host import host_id
 

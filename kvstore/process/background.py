@@ -30,7 +30,7 @@ from kvstore.errors import ClosedError
 from kvstore.process import descriptors
 from kvstore.process.stopping import Latch
 
-log = logging.getLogger("kvstore.process.background")
+log = logging.getLogger("kvstore.background")
 
 Died = Callable[[BaseException], None]
 """Tells the owner that its task or thread has failed. Called once, in the loop's thread for a task,

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-HOME: Final = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir))
+HOME: Final = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
 """The directory from which ``kvstore`` is imported."""
 
 

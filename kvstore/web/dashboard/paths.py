@@ -62,7 +62,7 @@ class Dashboard:
 
     def page(self) -> Routes:
         """The files of the page, which hold nothing of the store."""
-        page = resources.files("kvstore.web") / "page"
+        page = resources.files("kvstore.web.dashboard") / "page"
         return {
             path: _file((page / name).read_bytes(), kind) for path, (name, kind) in FILES.items()
         }

@@ -110,9 +110,9 @@ def test_pausing_straight_after_traffic_works_and_leaves_the_store_alone(
             ids = [random.Random(seed).randrange(2, 258) for _ in range(1500)]
             sampling = SamplingParams(temperature=0, max_tokens=1)
             llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
-            pinned = connector._scheduler.side.has_pinned
+            pinned = connector._scheduler.decisions.has_pinned
             core.pause_scheduler("abort", clear_cache=True)
-            result.append((pinned, connector._scheduler.side.has_pinned))
+            result.append((pinned, connector._scheduler.decisions.has_pinned))
             core.resume_scheduler()
         """
     )

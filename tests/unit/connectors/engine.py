@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvstore.config import ConnectorConfig
+from kvstore.connectors.vllm.decisions import Decisions
 from kvstore.connectors.vllm.events import Events
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import Orders, Report, Save, SaveEnd
 from kvstore.connectors.vllm.metrics import COUNTERS
-from kvstore.connectors.vllm.scheduler import SchedulerSide
 
 HASH_TOKENS = 4
 PLAIN = Groups(hash_block_tokens=4, scheduler_block_tokens=4, block_tokens={0: 4})
@@ -167,7 +167,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.asked = Asked()
         self.events = Events(self.groups, wanted=self.events_wanted)
-        self.side = SchedulerSide(
+        self.side = Decisions(
             self.config, self.groups, self.asked, self.events,  # type: ignore[arg-type]
             loads=self.loads, saves=self.saves, workers=self.workers,
         )  # fmt: skip

@@ -90,3 +90,7 @@ def test_the_working_folder_may_be_gone(monkeypatch: pytest.MonkeyPatch, tmp_pat
     gone.rmdir()
     monkeypatch.setattr(sys, "path", ["", "/elsewhere", "relative"])
     assert interpreter.path() == "/elsewhere"
+
+
+def test_children_look_for_kvstore_where_it_is() -> None:
+    assert Path(interpreter.HOME, "kvstore", "process") == Path(interpreter.__file__).parent
