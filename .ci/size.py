@@ -1,7 +1,8 @@
 """``make size``: how many lines each folder has, beside those that it may have.
 
-``size.json`` beside this file says how many. A folder that has more fails; its figure is raised only
-by a commit that says which feature came. ``--lower`` writes the present figures where they are lower.
+``size.json`` beside this file says how many. A folder that has more fails; its figure is raised
+only by a commit that says which feature came. ``--lower`` writes the present figures where they
+are lower.
 Counted are lines of what git knows: sources (with their comments), tests, and words of documents.
 """
 
@@ -53,10 +54,8 @@ def main() -> int:
     sizes, allowed = counted(), json.loads(FILE.read_text())
     print(f"{'':22}{'lines':>8}{'allowed':>9}")
     for where in sorted({*sizes, *allowed}):
-        grown = sizes[where] > allowed.get(where, 0)
-        print(
-            f"{where:22}{sizes[where]:8,}{allowed.get(where, 0):9,}{'  too many' if grown else ''}"
-        )
+        size, most = sizes[where], allowed.get(where, 0)
+        print(f"{where:22}{size:8,}{most:9,}{'  too many' if size > most else ''}")
     parts = [where for where in sizes if where not in ("tests", "documents, words", "tools")]
     print(f"{'product':22}{sum(sizes[where] for where in parts):8,}")
     if "--lower" in sys.argv:
