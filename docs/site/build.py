@@ -35,7 +35,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 HERE: Final = Path(__file__).parent
 PAGES: Final = (
     "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE",
-    "tests/README.md", "docs", "deploy",
+    "tests/README.md", "tests/track-record.md", "docs", "deploy",
 )  # fmt: skip
 SERVERS: Final[dict[str, tuple[click.Command, type[Config]]]] = {
     "kvstore-master": (master.command, MasterConfig),

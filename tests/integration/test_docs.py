@@ -32,7 +32,7 @@ from kvstore.config import Config, settings
 from tests.integration.cluster import Cluster
 
 ROOT: Final = Path(__file__).parents[2]
-PAGES: Final = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests/README.md"])
+PAGES: Final = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/*.md")])
 KINDS: Final[dict[str, type[Config]]] = {kind.section: kind for kind in config.KINDS}
 COMMANDS: Final = {
     "kvstore": main.cli,

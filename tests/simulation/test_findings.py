@@ -1,5 +1,5 @@
-"""Bugs that the simulation has found, each as the shortest story that shows it. ``tests/README.md``
-explains.
+"""Bugs that the simulation has found, each as the shortest story that shows it.
+``tests/track-record.md`` explains.
 
 A story that is marked ``xfail`` is an open bug: its fix removes the mark here, and its rules from
 ``known.py``. The story stays as a regression test.
