@@ -22,6 +22,7 @@ from kvstore.breaker import Breaker
 from kvstore.calls import PutOutcome
 from kvstore.client.sync import Client
 from kvstore.config import ClientConfig, ConnectorConfig
+from kvstore.config.store import StoreSettings
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
     Drained,
@@ -430,21 +431,9 @@ def _pieces(run: Run) -> list[Run]:
 
 def client_config(config: ConnectorConfig, timeout_ms: int, *, memory: int = 0) -> ClientConfig:
     """The settings of the connector's clients."""
-    return ClientConfig(
-        master=config.master,
-        cluster=config.cluster,
-        transports=config.transports,
-        protocol=config.protocol,
-        device_name=config.device_name,
-        metadata_server=config.metadata_server,
-        engine_buffer=config.engine_buffer,
-        device_ring=config.device_ring,
-        device_locked=config.device_locked,
-        device_kernel=config.device_kernel,
-        verify=config.verify,
-        replicas=config.replicas,
-        timeout_ms=timeout_ms,
-        put_wait_ms=min(1_000, timeout_ms // 2),
-        placements_max=0,
-        memory=memory,
-    )
+    shared = {name: getattr(config, name) for name in StoreSettings.model_fields}
+    own = {
+        "timeout_ms": timeout_ms, "put_wait_ms": min(1_000, timeout_ms // 2), "placements_max": 0,
+        "memory": memory,
+    }  # fmt: skip
+    return ClientConfig(**shared | own)

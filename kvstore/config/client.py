@@ -4,44 +4,22 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from kvstore.config.base import Config
+from kvstore.config.store import StoreSettings
 from kvstore.config.values import (
-    DEFAULT_PORT,
-    MASTER_HELP,
-    P2P,
-    TRANSPORTS_KNOWN,
-    Bytes,
-    Cluster,
     Count,
-    DeviceKernel,
-    DeviceLocked,
-    DeviceRing,
-    Devices,
-    EngineBuffer,
-    Master,
-    MetadataServer,
     Microseconds,
     Milliseconds,
-    MoversProtocol,
     Name,
     NamespaceName,
     RefusedError,
-    Transports,
-    Verify,
 )
-from kvstore.limits import REPLICAS_MAX
 
 
-class ClientConfig(Config):
+class ClientConfig(StoreSettings):
     """A ``Client``, and with it every command of ``kvstore``."""
 
     section = "client"
 
-    master: Master = Field(
-        default=f"127.0.0.1:{DEFAULT_PORT}",
-        description=MASTER_HELP,
-    )
-    cluster: Cluster = ""
     timeout_ms: Milliseconds = Field(
         default=10_000,
         ge=1,
@@ -56,20 +34,8 @@ class ClientConfig(Config):
         description="The longest that a transfer over tcp may move no byte before it is given up "
         "for another node, or a miss.",
     )
-    transports: Transports = Field(
-        default=TRANSPORTS_KNOWN,
-        description="Ways to move bytes, the best first; the first that reaches a segment is "
-        "taken. shm works on the node's own host only.",
-    )
     namespace: NamespaceName = Field(
         default="default", description="Whom to share with, where a call does not say."
-    )
-    replicas: Count = Field(
-        default=1,
-        ge=1,
-        le=REPLICAS_MAX,
-        description=f"Copies on distinct nodes, 1 to {REPLICAS_MAX}: what is lost can be computed "
-        "again, so one.",
     )
     put_wait_ms: Milliseconds = Field(
         default=1_000,
@@ -77,12 +43,6 @@ class ClientConfig(Config):
         le=600_000,
         description="How long a put waits for room when everything is leased; less than "
         "--timeout-ms. 0 gives up at once.",
-    )
-    verify: Verify = Field(
-        default="payload",
-        description="What a get checks before it returns: the header alone; or the payload's "
-        "checksum, too, which is computed while copying; or (all) also that of views, which are "
-        "read once for it.",
     )
     lease_margin_ms: Milliseconds = Field(
         default=200,
@@ -112,16 +72,6 @@ class ClientConfig(Config):
         default="",
         description="What the master's log calls this client; empty: host name and process id.",
     )
-    memory: Bytes = Field(
-        default=0, description="Memory that this process also pools (2GiB); 0 contributes none."
-    )
-    device_ring: DeviceRing = 64 << 20
-    device_locked: DeviceLocked = 1 << 40
-    device_kernel: DeviceKernel = 0
-    protocol: MoversProtocol = ""
-    device_name: Devices = ""
-    metadata_server: MetadataServer = P2P
-    engine_buffer: EngineBuffer = 64 << 20
 
     @model_validator(mode="after")
     def _rules(self) -> ClientConfig:

@@ -4,61 +4,19 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from kvstore.config.base import Config
+from kvstore.config.store import StoreSettings
 from kvstore.config.values import (
-    DEFAULT_PORT,
-    P2P,
-    TRANSPORTS_KNOWN,
-    Bytes,
-    Cluster,
-    Count,
-    DeviceKernel,
-    DeviceLocked,
-    DeviceRing,
-    Devices,
-    EngineBuffer,
-    Master,
-    MetadataServer,
     Milliseconds,
-    MoversProtocol,
     Share,
     Text,
-    Transports,
-    Verify,
 )
-from kvstore.limits import REPLICAS_MAX
 
 
-class ConnectorConfig(Config):
+class ConnectorConfig(StoreSettings):
     """The connector of an inference engine (``kv_connector_extra_config`` of vLLM)."""
 
     section = "connector"
 
-    master: Master = Field(
-        default=f"127.0.0.1:{DEFAULT_PORT}",
-        description="Where the master is, as of a client.",
-    )
-    cluster: Cluster = ""
-    memory: Bytes = Field(
-        default=0,
-        description="Memory that each worker pools (4GiB), served by a child process; 0: none.",
-    )
-    transports: Transports = Field(
-        default=TRANSPORTS_KNOWN, description="Ways to move bytes, the best first."
-    )
-    protocol: MoversProtocol = ""
-    device_name: Devices = ""
-    metadata_server: MetadataServer = P2P
-    engine_buffer: EngineBuffer = 64 << 20
-    device_ring: DeviceRing = 64 << 20
-    device_locked: DeviceLocked = 1 << 40
-    device_kernel: DeviceKernel = 0
-    verify: Verify = Field(
-        default="payload", description="What is checked of loaded blocks, as of a client."
-    )
-    replicas: Count = Field(
-        default=1, ge=1, le=REPLICAS_MAX, description="Copies of saved blocks, on distinct nodes."
-    )
     save_decode: bool = Field(
         default=False,
         description="Store the blocks of generated tokens, too: the next turn of a conversation "

@@ -1,0 +1,65 @@
+"""What everybody who uses a store says of it: clients, and connectors of engines."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from kvstore.config.base import Config
+from kvstore.config.values import (
+    DEFAULT_PORT,
+    MASTER_HELP,
+    P2P,
+    TRANSPORTS_KNOWN,
+    Bytes,
+    Cluster,
+    Count,
+    DeviceKernel,
+    DeviceLocked,
+    DeviceRing,
+    Devices,
+    EngineBuffer,
+    Master,
+    MetadataServer,
+    MoversProtocol,
+    Transports,
+    Verify,
+)
+from kvstore.limits import REPLICAS_MAX
+
+
+class StoreSettings(Config):
+    """Which store, and how bytes move to and from it."""
+
+    master: Master = Field(
+        default=f"127.0.0.1:{DEFAULT_PORT}",
+        description=MASTER_HELP,
+    )
+    cluster: Cluster = ""
+    transports: Transports = Field(
+        default=TRANSPORTS_KNOWN,
+        description="Ways to move bytes, the best first; the first that reaches a segment is "
+        "taken. shm works on the node's own host only.",
+    )
+    protocol: MoversProtocol = ""
+    device_name: Devices = ""
+    metadata_server: MetadataServer = P2P
+    engine_buffer: EngineBuffer = 64 << 20
+    device_ring: DeviceRing = 64 << 20
+    device_locked: DeviceLocked = 1 << 40
+    device_kernel: DeviceKernel = 0
+    verify: Verify = Field(
+        default="payload",
+        description="What a get checks before it returns: the header alone; or the payload's "
+        "checksum, too, which is computed while copying; or (all) also that of views, which are "
+        "read once for it.",
+    )
+    replicas: Count = Field(
+        default=1,
+        ge=1,
+        le=REPLICAS_MAX,
+        description=f"Copies on distinct nodes, 1 to {REPLICAS_MAX}: what is lost can be computed "
+        "again, so one.",
+    )
+    memory: Bytes = Field(
+        default=0, description="Memory that this process also pools (2GiB); 0 contributes none."
+    )
