@@ -89,11 +89,9 @@ class Scheduler:
         self._known_adapters: dict[int, bytes] = {}
         self._asked_for: set[str] = set()
         """Requests for which the workers have been asked for adapters."""
-        self._client = Client(
-            config=client_config(config, max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms))
-        )
-        self._patient = Client(config=client_config(config, 5_000))
-        self._fleet = Fleet(self._patient, log)
+        self._client = Client(config=client_config(config, 5_000))
+        self._lookup_ms = max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms)
+        self._fleet = Fleet(self._client, log)
         events = vllm_config.kv_events_config
         self.events = Events(groups, wanted=bool(events and events.enable_kv_cache_events))
         self._lookups = Lookups(
@@ -292,7 +290,7 @@ class Scheduler:
             core.ask(self._on_worker, self._options, "forget_failures")
 
     def _ask(self, keys: Sequence[bytes], namespaces: Sequence[str]) -> Sequence[Match]:
-        return self._client.matches(keys, namespaces=namespaces)
+        return self._client.matches(keys, namespaces=namespaces, timeout_ms=self._lookup_ms)
 
     def _announce(self) -> float:
         """Puts this engine's description into the store, and warns of different ones; returns when
@@ -315,7 +313,6 @@ class Scheduler:
                 hash_algorithm=self._identified["hash_algorithm"],
                 none_hash=self._identified["none_hash"],
             )
-            self._client.exists(mark)  # connects, so that the first lookup need not
         except KVStoreError as error:
             log.warning("fleet_not_announced reason=%s", error)
             return ANNOUNCE_PAUSE_S
@@ -330,7 +327,7 @@ class Scheduler:
         self._listeners.append(Listener(self._find_events, under_of(self._mark), groups))
 
     def _find_events(self) -> str:
-        http = self._patient.http()
+        http = self._client.http()
         return http.address if http.has_events else ""
 
     def audit_events(self) -> None:
@@ -355,7 +352,7 @@ class Scheduler:
             self._auditing = self._lookups.errand(lambda: audit(blocks, namespaces, self._there))
 
     def _there(self, keys: Sequence[bytes], name: str) -> Sequence[bool]:
-        return self._client.exists_many(keys, namespace=name)
+        return self._client.exists_many(keys, namespace=name, timeout_ms=self._lookup_ms)
 
     def reset(self) -> bool | None:
         if self._off:
@@ -370,7 +367,7 @@ class Scheduler:
 
         def clear() -> None:
             for name in names:
-                self._patient.clear(name)
+                self._client.clear(name)
 
         try:
             self._lookups.errand(clear).result(RESET_TIMEOUT_S)
@@ -398,7 +395,6 @@ class Scheduler:
         if not self._closed:
             self._closed = True
             self._client.close()
-            self._patient.close()
             for each in self._listeners:
                 each.stop()
             self._lookups.close()
