@@ -105,7 +105,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if suite not in SUITES:
             raise pytest.UsageError(f"{item.nodeid}: tests lie in one of {', '.join(SUITES)}")
         item.add_marker(suite)
-        if suite not in QUICK:
+        where = str(item.path.relative_to(ROOT))
+        if suite not in QUICK or where.startswith((*NEED_VLLM, KERNELS)):
             item.add_marker("slow")
     items.sort(key=lambda item: SUITES.index(item.path.relative_to(root).parts[0]))
 

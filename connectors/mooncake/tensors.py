@@ -10,9 +10,10 @@ torch is imported by the calls that make a tensor, because most engines use none
 
 from __future__ import annotations
 
+import inspect
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.client.values import Storable, encode
@@ -35,6 +36,15 @@ _DTYPES: Final = (
     "bool", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
 )  # fmt: skip
 """Mooncake's numbers for them: their places here."""
+
+_ELEMENT: Final = {
+    "keys": "key", "base_keys": "key", "tensors_list": "tensor", "buffer_ptrs": "buffer_ptr",
+    "sizes": "size", "parallelisms": "parallelism", "writer_partitions": "writer_partition",
+    "targets": "target",
+}  # fmt: skip
+"""Of a parameter that is a list: the parameter that is one element of it."""
+
+Configured = ReplicateConfig | None
 
 
 def encoded(tensor: Any) -> Storable | Code:
@@ -78,8 +88,31 @@ def decoded(data: memoryview) -> torch.Tensor | None:
     return torch.frombuffer(data, dtype=dtype, offset=start).reshape(shape)
 
 
+def _of_one(batch: Callable[..., list[Any]]) -> Callable[..., Any]:
+    """The method for one key, made from a method for many: a parameter that is a list there is one
+    element here, under its name in the singular."""
+    many = inspect.signature(batch)
+    one = many.replace(
+        parameters=[each.replace(name=_ELEMENT.get(name, name), annotation=Any)
+                    for name, each in many.parameters.items()],
+        return_annotation=Any,
+    )  # fmt: skip
+    is_list = [name in _ELEMENT for name in many.parameters]
+
+    def method(*given: Any, **named: Any) -> Any:
+        bound = one.bind(*given, **named)
+        bound.apply_defaults()
+        values = zip(bound.arguments.values(), is_list, strict=True)
+        return batch(*([value] if listed else value for value, listed in values))[0]
+
+    method.__name__ = batch.__name__.removeprefix("batch_")
+    method.__signature__ = one  # type: ignore[attr-defined]
+    return method
+
+
 class Tensors:
-    """The methods of a store that put and get tensors, over its ``_objects``.
+    """The methods of a store that put and get tensors, over its ``_objects``. Each method for many
+    keys has one for a single key, which is made from it.
 
     Tensors are put from any device, copied before the call returns, and got in CPU memory. Dtypes
     and shapes that the header has no place for are INVALID_PARAMS. ``put`` keeps what is there,
@@ -90,63 +123,24 @@ class Tensors:
 
     # --- putting ------------------------------------------------------------------------------
 
-    def put_tensor(self, key: str, tensor: Any, config: ReplicateConfig | None = None) -> int:
-        return self._put([key], [tensor], config)[0]
-
     def batch_put_tensor(
-        self,
-        keys: Sequence[str],
-        tensors_list: Sequence[Any],
-        config: ReplicateConfig | None = None,
+        self, keys: Sequence[str], tensors_list: Sequence[Any], config: Configured = None
     ) -> list[int]:
         """Per key 0 or a code."""
-        return self._put(keys, tensors_list, config)
+        return self._objects.put(keys, [encoded(tensor) for tensor in tensors_list], config)
 
-    def pub_tensor(self, key: str, tensor: Any, config: ReplicateConfig | None = None) -> int:
-        return self._put([key], [tensor], config)[0]
-
-    def batch_pub_tensor(
-        self,
-        keys: Sequence[str],
-        tensors_list: Sequence[Any],
-        config: ReplicateConfig | None = None,
+    def batch_upsert_tensor(
+        self, keys: Sequence[str], tensors_list: Sequence[Any], config: Configured = None
     ) -> list[int]:
-        return self._put(keys, tensors_list, config)
+        values = [encoded(tensor) for tensor in tensors_list]
+        return self._objects.put(keys, values, config, overwrite=True)
 
-    def upsert_tensor(self, key: str, tensor: Any) -> int:
-        return self._put([key], [tensor], None, overwrite=True)[0]
-
-    def batch_upsert_tensor(self, keys: Sequence[str], tensors_list: Sequence[Any]) -> list[int]:
-        return self._put(keys, tensors_list, None, overwrite=True)
-
-    def upsert_pub_tensor(
-        self, key: str, tensor: Any, config: ReplicateConfig | None = None
-    ) -> int:
-        return self._put([key], [tensor], config, overwrite=True)[0]
-
-    def batch_upsert_pub_tensor(
-        self,
-        keys: Sequence[str],
-        tensors_list: Sequence[Any],
-        config: ReplicateConfig | None = None,
-    ) -> list[int]:
-        return self._put(keys, tensors_list, config, overwrite=True)
-
-    def _put(
-        self,
-        keys: Sequence[str],
-        tensors: Sequence[Any],
-        config: ReplicateConfig | None,
-        *,
-        overwrite: bool = False,
-    ) -> list[int]:
-        values = [encoded(tensor) for tensor in tensors]
-        return self._objects.put(keys, values, config, overwrite=overwrite)
+    batch_pub_tensor = batch_put_tensor
+    batch_upsert_pub_tensor = batch_upsert_tensor
+    put_tensor = pub_tensor = _of_one(batch_put_tensor)
+    upsert_tensor = upsert_pub_tensor = _of_one(batch_upsert_tensor)
 
     # --- putting from registered memory: header and payload, ``size`` bytes in all ------------
-
-    def put_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
-        return self.batch_put_tensor_from([key], [buffer_ptr], [size])[0]
 
     def batch_put_tensor_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
@@ -154,13 +148,13 @@ class Tensors:
         """Per key 0 or a code; INVALID_PARAMS for memory that does not hold a tensor."""
         return self._objects.put(keys, self._held(buffer_ptrs, sizes), None)
 
-    def upsert_tensor_from(self, key: str, buffer_ptr: int, size: int) -> int:
-        return self.batch_upsert_tensor_from([key], [buffer_ptr], [size])[0]
-
     def batch_upsert_tensor_from(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
         return self._objects.put(keys, self._held(buffer_ptrs, sizes), None, overwrite=True)
+
+    put_tensor_from = _of_one(batch_put_tensor_from)
+    upsert_tensor_from = _of_one(batch_upsert_tensor_from)
 
     def _held(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Found]:
         return [
@@ -170,42 +164,29 @@ class Tensors:
 
     # --- getting ------------------------------------------------------------------------------
 
-    def get_tensor(self, key: str) -> Any:
-        """A tensor of its own; None on a miss, an error, or a value that is no tensor."""
-        return self.batch_get_tensor([key])[0]
-
     def batch_get_tensor(self, keys: Sequence[str]) -> list[Any]:
+        """Per key a tensor of its own; None on a miss, an error, or a value that is no tensor."""
         handles = self._objects.handles(keys)
         return [None if each is None else decoded(each.data) for each in handles]
-
-    def get_tensor_into(self, key: str, buffer_ptr: int, size: int) -> Any:
-        """A tensor over registered memory, which holds its header too; None as ``get_tensor``."""
-        return self._get_into([key], [buffer_ptr], [size])[0]
 
     def batch_get_tensor_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[Any]:
-        """As ``get_tensor_into``; only codes, if the lists differ in length."""
+        """Per key a tensor over registered memory, which holds its header too; None as
+        ``batch_get_tensor``; only codes, if the lists differ in length."""
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [Code.INVALID_PARAMS] * len(keys)
-        return self._get_into(keys, buffer_ptrs, sizes)
-
-    def _get_into(
-        self, keys: Sequence[str], pointers: Sequence[int], sizes: Sequence[int]
-    ) -> list[Any]:
-        memories = self._objects.memories_of(pointers, sizes)
+        memories = self._objects.memories_of(buffer_ptrs, sizes)
         read = self._objects.get_into(keys, memories)
         return [
             None if isinstance(memory, Code) or size < 0 else _tensor_in(memory, size)
             for memory, size in zip(memories, read, strict=True)
         ]
 
-    # --- slices: of rank R of key K under K_tp_R ----------------------------------------------
+    get_tensor = _of_one(batch_get_tensor)
+    get_tensor_into = _of_one(batch_get_tensor_into)
 
-    def put_tensor_with_tp(
-        self, key: str, tensor: Any, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
-    ) -> int:
-        return self.pub_tensor_with_tp(key, tensor, None, tp_rank, tp_size, split_dim)
+    # --- slices: of rank R of key K under K_tp_R ----------------------------------------------
 
     def batch_put_tensor_with_tp(
         self,
@@ -219,24 +200,11 @@ class Tensors:
             base_keys, tensors_list, None, tp_rank, tp_size, split_dim
         )
 
-    def pub_tensor_with_tp(
-        self,
-        key: str,
-        tensor: Any,
-        config: ReplicateConfig | None = None,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        split_dim: int = 0,
-    ) -> int:
-        return self.batch_pub_tensor_with_tp([key], [tensor], config, tp_rank, tp_size, split_dim)[
-            0
-        ]
-
     def batch_pub_tensor_with_tp(
         self,
         base_keys: Sequence[str],
         tensors_list: Sequence[Any],
-        config: ReplicateConfig | None = None,
+        config: Configured = None,
         tp_rank: int = 0,
         tp_size: int = 1,
         split_dim: int = 0,
@@ -250,25 +218,11 @@ class Tensors:
         for key, tensor in zip(base_keys, tensors_list, strict=True):
             slices = _slices(tensor, tp_size, split_dim)
             names = [_name_of_slice(key, rank, tp_size) for rank in range(len(slices))]
-            put = self._put(names, slices, config) if key else []
+            put = self.batch_put_tensor(names, slices, config) if key else []
             codes.append(
                 next((code for code in put if code), Code.OK if put else Code.INVALID_PARAMS)
             )
         return codes
-
-    def put_tensor_with_tp_from(
-        self,
-        key: str,
-        buffer_ptr: int,
-        size: int,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        split_dim: int = 0,
-    ) -> int:
-        pointers, sizes = [buffer_ptr], [size]
-        return self.batch_put_tensor_with_tp_from(
-            [key], pointers, sizes, tp_rank, tp_size, split_dim
-        )[0]
 
     def batch_put_tensor_with_tp_from(
         self,
@@ -283,29 +237,12 @@ class Tensors:
         tensors = [_tensor_in(each) for each in self._objects.memories_of(buffer_ptrs, sizes)]
         return self.batch_put_tensor_with_tp(base_keys, tensors, tp_rank, tp_size, split_dim)
 
-    def get_tensor_with_tp(
-        self, key: str, tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
-    ) -> Any:
-        del split_dim
-        return self.batch_get_tensor_with_tp([key], tp_rank, tp_size)[0]
-
     def batch_get_tensor_with_tp(
-        self, base_keys: Sequence[str], tp_rank: int = 0, tp_size: int = 1
+        self, base_keys: Sequence[str], tp_rank: int = 0, tp_size: int = 1, split_dim: int = 0
     ) -> list[Any]:
         """Per key the slice of this rank, or None."""
-        return self.batch_get_tensor([_name_of_slice(key, tp_rank, tp_size) for key in base_keys])
-
-    def get_tensor_with_tp_into(
-        self,
-        key: str,
-        buffer_ptr: int,
-        size: int,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        split_dim: int = 0,
-    ) -> Any:
         del split_dim
-        return self.get_tensor_into(_name_of_slice(key, tp_rank, tp_size), buffer_ptr, size)
+        return self.batch_get_tensor([_name_of_slice(key, tp_rank, tp_size) for key in base_keys])
 
     def batch_get_tensor_with_tp_into(
         self,
@@ -314,70 +251,32 @@ class Tensors:
         sizes: Sequence[int],
         tp_rank: int = 0,
         tp_size: int = 1,
+        split_dim: int = 0,
     ) -> list[Any]:
+        del split_dim
         keys = [_name_of_slice(key, tp_rank, tp_size) for key in base_keys]
         return self.batch_get_tensor_into(keys, buffer_ptrs, sizes)
 
-    # --- by a description of its parallelism: whole tensors only -------------------------------
+    put_tensor_with_tp = _of_one(batch_put_tensor_with_tp)
+    pub_tensor_with_tp = _of_one(batch_pub_tensor_with_tp)
+    put_tensor_with_tp_from = _of_one(batch_put_tensor_with_tp_from)
+    get_tensor_with_tp = _of_one(batch_get_tensor_with_tp)
+    get_tensor_with_tp_into = _of_one(batch_get_tensor_with_tp_into)
 
-    def put_tensor_with_parallelism(
-        self,
-        key: str,
-        tensor: Any,
-        parallelism: Any = None,
-        config: ReplicateConfig | None = None,
-        writer_partition: Any = None,
-    ) -> int:
-        """INVALID_PARAMS for a tensor in parts; ``put_tensor_with_tp`` puts slices."""
-        parts = [parallelism], config, [writer_partition]
-        return self.batch_put_tensor_with_parallelism([key], [tensor], *parts)[0]
+    # --- by a description of its parallelism: whole tensors only; parts are INVALID_PARAMS, or None
 
     def batch_put_tensor_with_parallelism(
         self,
         keys: Sequence[str],
         tensors_list: Sequence[Any],
         parallelisms: Any = None,
-        config: ReplicateConfig | None = None,
+        config: Configured = None,
         writer_partitions: Any = None,
     ) -> list[int]:
         if _in_parts(parallelisms, writer_partitions):
             return [Code.INVALID_PARAMS] * len(keys)
-        return self._put(keys, tensors_list, config)
-
-    def upsert_tensor_with_parallelism(
-        self,
-        key: str,
-        tensor: Any,
-        parallelism: Any = None,
-        config: ReplicateConfig | None = None,
-        writer_partition: Any = None,
-    ) -> int:
-        parts = [parallelism], config, [writer_partition]
-        return self.batch_upsert_tensor_with_parallelism([key], [tensor], *parts)[0]
-
-    def batch_upsert_tensor_with_parallelism(
-        self,
-        keys: Sequence[str],
-        tensors_list: Sequence[Any],
-        parallelisms: Any = None,
-        config: ReplicateConfig | None = None,
-        writer_partitions: Any = None,
-    ) -> list[int]:
-        if _in_parts(parallelisms, writer_partitions):
-            return [Code.INVALID_PARAMS] * len(keys)
-        return self._put(keys, tensors_list, config, overwrite=True)
-
-    def put_tensor_with_parallelism_from(
-        self,
-        key: str,
-        buffer_ptr: int,
-        size: int,
-        parallelism: Any = None,
-        config: ReplicateConfig | None = None,
-        writer_partition: Any = None,
-    ) -> int:
-        parts = [parallelism], config, [writer_partition]
-        return self.batch_put_tensor_with_parallelism_from([key], [buffer_ptr], [size], *parts)[0]
+        values = [encoded(each) for each in tensors_list]
+        return self._objects.put(keys, values, config)
 
     def batch_put_tensor_with_parallelism_from(
         self,
@@ -385,26 +284,26 @@ class Tensors:
         buffer_ptrs: Sequence[int],
         sizes: Sequence[int],
         parallelisms: Any = None,
-        config: ReplicateConfig | None = None,
+        config: Configured = None,
         writer_partitions: Any = None,
     ) -> list[int]:
         if _in_parts(parallelisms, writer_partitions):
             return [Code.INVALID_PARAMS] * len(keys)
         return self._objects.put(keys, self._held(buffer_ptrs, sizes), config)
 
-    def upsert_tensor_with_parallelism_from(
+    def batch_upsert_tensor_with_parallelism(
         self,
-        key: str,
-        buffer_ptr: int,
-        size: int,
-        parallelism: Any = None,
-        config: ReplicateConfig | None = None,
-        writer_partition: Any = None,
-    ) -> int:
-        parts = [parallelism], config, [writer_partition]
-        return self.batch_upsert_tensor_with_parallelism_from([key], [buffer_ptr], [size], *parts)[
-            0
-        ]
+        keys: Sequence[str],
+        tensors_list: Sequence[Any],
+        parallelisms: Any = None,
+        config: Configured = None,
+        writer_partitions: Any = None,
+    ) -> list[int]:
+        if _in_parts(parallelisms, writer_partitions):
+            return [Code.INVALID_PARAMS] * len(keys)
+        return self._objects.put(
+            keys, [encoded(each) for each in tensors_list], config, overwrite=True
+        )
 
     def batch_upsert_tensor_with_parallelism_from(
         self,
@@ -412,26 +311,17 @@ class Tensors:
         buffer_ptrs: Sequence[int],
         sizes: Sequence[int],
         parallelisms: Any = None,
-        config: ReplicateConfig | None = None,
+        config: Configured = None,
         writer_partitions: Any = None,
     ) -> list[int]:
         if _in_parts(parallelisms, writer_partitions):
             return [Code.INVALID_PARAMS] * len(keys)
         return self._objects.put(keys, self._held(buffer_ptrs, sizes), config, overwrite=True)
 
-    def get_tensor_with_parallelism(self, key: str, target: Any = None) -> Any:
-        """None if ``target`` names a part."""
-        return self.batch_get_tensor_with_parallelism([key], [target])[0]
-
     def batch_get_tensor_with_parallelism(
         self, keys: Sequence[str], targets: Any = None
     ) -> list[Any]:
         return [None] * len(keys) if _in_parts(targets) else self.batch_get_tensor(keys)
-
-    def get_tensor_with_parallelism_into(
-        self, key: str, buffer_ptr: int, size: int, target: Any = None
-    ) -> Any:
-        return self.batch_get_tensor_with_parallelism_into([key], [buffer_ptr], [size], [target])[0]
 
     def batch_get_tensor_with_parallelism_into(
         self,
@@ -443,6 +333,13 @@ class Tensors:
         if _in_parts(targets):
             return [None] * len(keys)
         return self.batch_get_tensor_into(keys, buffer_ptrs, sizes)
+
+    put_tensor_with_parallelism = _of_one(batch_put_tensor_with_parallelism)
+    put_tensor_with_parallelism_from = _of_one(batch_put_tensor_with_parallelism_from)
+    upsert_tensor_with_parallelism = _of_one(batch_upsert_tensor_with_parallelism)
+    upsert_tensor_with_parallelism_from = _of_one(batch_upsert_tensor_with_parallelism_from)
+    get_tensor_with_parallelism = _of_one(batch_get_tensor_with_parallelism)
+    get_tensor_with_parallelism_into = _of_one(batch_get_tensor_with_parallelism_into)
 
 
 def _in_parts(*given: Any) -> bool:
