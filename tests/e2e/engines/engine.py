@@ -248,7 +248,7 @@ def main() -> None:
             case "reset":
                 answer(llm.reset_prefix_cache(reset_connector=command["store"]))
             case "saved":
-                half = getattr(connector, "_scheduler_side", None)  # none of a MultiConnector's own
+                half = getattr(connector, "_decisions", None)  # none of a MultiConnector's own
                 while half.has_pinned if half else connector.has_pending_push_work():
                     if half:  # steps go on, however long a save takes
                         half._last_pinned = time.monotonic()
