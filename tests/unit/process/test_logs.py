@@ -128,7 +128,7 @@ def fail(): raise ValueError("why")
 thread = threading.Thread(target=fail, name="tried"); thread.start(); thread.join()
 """
     text = output_of(program)
-    assert " E kvstore.process.background background_died name=tried " in text
+    assert " E kvstore.background background_died name=tried " in text
     assert text.endswith("  ValueError: why\n")
 
 
