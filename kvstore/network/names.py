@@ -11,6 +11,7 @@ can end without it.
 
 from __future__ import annotations
 
+import _thread
 import os
 import socket
 import threading
@@ -88,12 +89,11 @@ class _Lookups:
                     f"{host!r} is not looked up: the name server has not answered for "
                     f"{LOOKUPS_MAX} other names"
                 )
-            # Started under the lock: a signal cannot leave an entry without its thread behind.
-            thread = threading.Thread(target=self._look_up, args=(host,), daemon=True)
-            thread.name = "kvstore-name"
+            # Started under the lock: a signal cannot leave an entry without its thread behind. Not
+            # by ``Thread.start``, which waits for the thread in Python code that a signal can cut.
             self.waiting[host] = [answer]
             try:
-                thread.start()
+                _thread.start_new_thread(self._look_up, (host,))
             except BaseException:
                 self.waiting.pop(host, None)
                 raise

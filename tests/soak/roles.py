@@ -620,7 +620,6 @@ class Comers(Mixed):
 
     def _left(self) -> set[str]:
         threads = {each.name for each in threading.enumerate() if each.name.startswith("kvstore")}
-        threads.discard("kvstore-name")  # asks a silent name server, and ends when that is given up
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
             maps = {line.split(maxsplit=5)[5].strip() for line in lines if "/kvstore." in line}
         return threads | maps | closing_sockets()

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
+from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
+from kvstore.network import names
 from kvstore.process.background import Job, Workers, in_one_piece, join_all, start_thread
 from kvstore.process.stopping import Bell, Known, Latch, NotOurTurnError, Turn
 from tests.cuts import cut
@@ -124,6 +126,11 @@ def test_starting_a_thread() -> None:
     thread = start_thread("whole", lambda: began.append(1))
     join_all([thread], 10)
     assert began
+
+
+def test_looking_up_a_name() -> None:
+    each_place(lambda: names.resolve("localhost", 1, uptime() + 5))
+    elsewhere(lambda: names.resolve("localhost", 1, uptime() + 5))
 
 
 def test_workers_go_on_after_their_caller_was_cut() -> None:
