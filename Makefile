@@ -57,7 +57,8 @@ test-vllm: $(VENV)/.vllm ## Run the tests on real vLLM engines (installs vLLM fo
 
 test-engines: $(ENGINES:%=$(ENGINE_VENV)%/.ready) ## Run the tests with engines' own classes, on CPUs (installs 1.5 GB)
 	set -e; for engine in $(ENGINES); do \
-	    $(ENGINE_VENV)$$engine/bin/python -m pytest tests/engines/$$engine --durations=15 $(ARGS); done
+	    $(ENGINE_VENV)$$engine/bin/python -m pytest --numprocesses $(ENGINE_JOBS) --dist loadfile \
+	        tests/engines/$$engine --durations=15 $(ARGS); done
 
 test-containers: $(VENV)/.dev ## Run the tests in containers (needs root, docker.io, docker-compose)
 	$(BIN)/python -m pytest tests/containers $(ARGS)
