@@ -213,6 +213,13 @@ class _Alarmed:
         self._rng = rng
         self._armed = False
         signal.signal(signal.SIGALRM, self._ring)
+        sys.unraisablehook = self._unraisable
+
+    @staticmethod
+    def _unraisable(ignored: sys.UnraisableHookArgs) -> None:
+        """An alarm within a finalizer, gRPC's for one, ends there: CPython tells and goes on."""
+        if ignored.exc_type is not _Alarm:
+            sys.__unraisablehook__(ignored)
 
     def _ring(self, *_: object) -> None:
         if self._armed:
