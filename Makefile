@@ -175,15 +175,15 @@ $(VENV)/.kvstore: $(VENV)/.torch pyproject.toml setup.py
 
 EXTRAS = $(BIN)/python -c 'import sys, tomllib; \
     extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-    print(*(each for name in sys.argv[1:] for each in extras[name]), sep="\n")' $(1) | \
-    $(PIP) --requirement /dev/stdin
+    print(*(each for name in sys.argv[1:] for each in extras[name]), sep="\n")' $(1) > $@.txt && \
+    $(PIP) --requirement $@.txt
 
 $(VENV)/.demo: $(VENV)/.kvstore
 	$(call EXTRAS,demo)
 	@touch $@
 
 # What is measured must be compiled; elsewhere changed sources run as they are.
-$(VENV)/.compiled: $(VENV)/.kvstore $(wildcard master/state/*.py kvstore/native/*.[ch])
+$(VENV)/.compiled: $(VENV)/.kvstore $(wildcard master/state/*.py master/state/*/*.py kvstore/native/*.[ch])
 	$(PIP) --editable .
 	@touch $@
 

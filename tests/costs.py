@@ -70,7 +70,7 @@ class Costs:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        cost = dict(report.user_properties)["cost"]
+        cost = dict(report.user_properties).get("cost", 0.0)  # none of a worker that has crashed
         assert isinstance(cost, float)
         self._sum += cost
         if report.when == "call":

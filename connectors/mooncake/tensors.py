@@ -275,8 +275,7 @@ class Tensors:
     ) -> list[int]:
         if _in_parts(parallelisms, writer_partitions):
             return [Code.INVALID_PARAMS] * len(keys)
-        values = [encoded(each) for each in tensors_list]
-        return self._objects.put(keys, values, config)
+        return self.batch_put_tensor(keys, tensors_list, config)
 
     def batch_put_tensor_with_parallelism_from(
         self,
@@ -301,9 +300,7 @@ class Tensors:
     ) -> list[int]:
         if _in_parts(parallelisms, writer_partitions):
             return [Code.INVALID_PARAMS] * len(keys)
-        return self._objects.put(
-            keys, [encoded(each) for each in tensors_list], config, overwrite=True
-        )
+        return self.batch_upsert_tensor(keys, tensors_list, config)
 
     def batch_upsert_tensor_with_parallelism_from(
         self,

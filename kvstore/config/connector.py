@@ -6,6 +6,7 @@ from pydantic import Field
 
 from kvstore.config.store import StoreSettings
 from kvstore.config.values import (
+    Bytes,
     Milliseconds,
     Share,
     Text,
@@ -17,6 +18,10 @@ class ConnectorConfig(StoreSettings):
 
     section = "connector"
 
+    memory: Bytes = Field(
+        default=0,
+        description="Memory that each worker pools (4GiB), served by a child process; 0: none.",
+    )
     save_decode: bool = Field(
         default=False,
         description="Store the blocks of generated tokens, too: the next turn of a conversation "
