@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check size imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-vllm proto constraints clean clean-all
+.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check size imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-vllm proto reference constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -99,13 +99,14 @@ soak: $(VENV)/.dev ## Break a store of real processes while a checker watches (S
 mutants: $(VENV)/.dev ## Plant small faults, and say which of them the tests do not notice (ARGS='-k lease')
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated code
+check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated code and tables
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/python docs/site/reference.py --check
 
 size: ## How many lines each folder has, and may have (.ci/size.json)
 	@$(PYTHON) .ci/size.py $(ARGS)
@@ -139,6 +140,9 @@ bench-vllm: $(VENV)/.vllm ## Measure vLLM without a store, with this one, with i
 
 proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 	$(BIN)/python proto/generate.py
+
+reference: $(VENV)/.dev ## Write the tables of docs that the code owns: settings, metrics, errors, limits
+	$(BIN)/python docs/site/reference.py
 
 constraints: ## Write down the versions in the environment, for the tests of others
 	{ sed '/^#/!d' tests/constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | \

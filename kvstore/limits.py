@@ -25,15 +25,19 @@ Namespace = NewType("Namespace", str)
 """Who shares with whom; at most ``NAMESPACE_BYTES_MAX`` bytes of UTF-8."""
 
 KEY_BYTES_MAX = 256
+"""Bytes of a key, at least 1."""
+
 NAMESPACE_BYTES_MAX = 128
+"""Bytes of a namespace's name in UTF-8, at least 1."""
+
 FLEET_NAMESPACE = Namespace("vllm-fleet")
 """The namespace in which connectors of engines describe themselves, for the proxy."""
 
 DEFAULT_NAMESPACE = Namespace("default")
 
 BATCH_KEYS_MAX = 16_384
-"""Keys in one call. 16,384 keys of 256 bytes are 4 MiB, a quarter of ``FRAME_BYTES_MAX``. Asking
-about so many holds the master's loop for a few milliseconds."""
+"""Keys in one call that asks, gets or removes. 16,384 keys of 256 bytes are 4 MiB, a quarter of
+``FRAME_BYTES_MAX``. Asking about so many holds the master's loop for a few milliseconds."""
 
 PUT_KEYS_MAX = 512
 """Objects that one call asks space for: that holds the master's loop for 1 to 2 ms, and cannot be
@@ -58,12 +62,13 @@ PIN_KEYS_MAX = 512
 batches."""
 
 PIN_MS_MAX = 86_400_000
-"""The longest pin: a day. It can be pinned again."""
+"""The longest pin, in ms: a day. It can be pinned again."""
 
 TTL_MS_MAX = 604_800_000
-"""The longest time to live that a put may ask for: a week."""
+"""The longest time to live that a put may ask for, in ms: a week."""
 
 REPLICAS_MAX = 8
+"""Replicas of an object, on distinct nodes."""
 
 CONNECTIONS_CUT_MAX = 64
 """Connections to data servers that one revocation names: each transfer has one."""
@@ -79,16 +84,17 @@ CLAIMS_UNANSWERED_MAX = 8
 """Messages of an inventory that may be on their way: the master need not hold more."""
 
 NODE_SEGMENTS_MAX = 1_024
-"""Segments that one node offers."""
+"""Segments in a message of a node; a master accepts 64 of one node."""
 
 SIZE_BYTES_MAX = 1 << 48
-"""256 TiB: more than any real object, segment or sum of them has."""
+"""Bytes of any size in a message: 256 TiB, more than any real object, segment or sum of them
+has. A value must also fit into one segment."""
 
 WAIT_MS_MAX = 3_600_000
-"""The longest a call may ask the master to hold its reply."""
+"""The longest a call may ask the master to hold its reply, in ms."""
 
 FRAME_BYTES_MAX = 16 << 20
-"""One control message on either carrier."""
+"""Bytes of one control message on either carrier: 16 MiB."""
 
 EPOCH_MAX = 1 << 62
 """No epoch is higher, whatever a clock shows. Epochs are near Unix time in milliseconds, which has

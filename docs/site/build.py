@@ -2,7 +2,7 @@
 
 The pages are those of the repository, at the same relative places, so that links lead to the same
 pages here and there. ``index.md`` beside this file is the table of contents. The reference of
-settings, commands and calls is written from the code.
+commands and calls is written from the code.
 """
 
 from __future__ import annotations
@@ -17,19 +17,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from reference import SERVERS, cell, code
 
 from kvstore import calls
-from kvstore.cli import main, master, node, proxy
-from kvstore.cli.options import SOURCES
-from kvstore.config import (
-    ClientConfig,
-    Config,
-    ConnectorConfig,
-    MasterConfig,
-    NodeConfig,
-    ProxyConfig,
-    settings,
-)
+from kvstore.cli import main
+from kvstore.config import ClientConfig, Config, settings
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 HERE: Final = Path(__file__).parent
@@ -37,15 +29,6 @@ PAGES: Final = (
     "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE",
     "tests/README.md", "tests/track-record.md", "docs", "deploy",
 )  # fmt: skip
-SERVERS: Final[dict[str, tuple[click.Command, type[Config]]]] = {
-    "kvstore-master": (master.command, MasterConfig),
-    "kvstore-node": (node.command, NodeConfig),
-    "kvstore-proxy": (proxy.command, ProxyConfig),
-}
-OTHERS: Final[dict[str, type[Config]]] = {
-    "Client, and every command of kvstore": ClientConfig,
-    "The vLLM connector": ConnectorConfig,
-}
 EVERYWHERE: Final = {"--help", "--debug", "--json", "--config", "--strict-config"}
 
 
@@ -65,7 +48,6 @@ def stage(source: Path) -> None:
     (source / "docs/adr/index.md").write_text("\n".join(decisions()))
     (source / "reference").mkdir()
     for name, lines in {
-        "settings": of_settings(),
         "commands": of_commands(),
         "client": of_client(),
         "calls": of_calls(),
@@ -79,36 +61,11 @@ def decisions() -> Iterator[str]:
     yield "```\n"
 
 
-def cell(text: str) -> str:
-    """Text of a cell, in which no character of Markdown or HTML has a meaning."""
-    return re.sub(r"([\\|<>*_\[\]`$])", r"\\\1", " ".join(text.split()))
-
-
-def code(text: str) -> str:
-    return f"`{text.replace('|', chr(92) + '|')}`" if text else ""
-
-
-def of_settings() -> Iterator[str]:
-    yield f"# Settings\n\n{cell(SOURCES)}\n"
-    titles = {name: kind for name, (_, kind) in SERVERS.items()} | OTHERS
-    for title, kind in titles.items():
-        yield f"## {title}\n\nSection `[{kind.section}]` of the file.\n"
-        yield "| name in the file | flag | variable | default | |\n|---|---|---|---|---|"
-        for each in settings(kind):
-            other = f" {each.metavar}" if each.metavar else f", --no-{each.flag[2:]}"
-            flag = each.flag + other
-            flag = flag if kind is not ConnectorConfig else ""
-            variables = ", ".join(map(code, each.variables))
-            row = code(each.key), code(flag), variables, code(each.default), cell(each.help)
-            yield f"| {' | '.join(row)} |"
-        yield ""
-
-
 def of_commands() -> Iterator[str]:
     yield "# Commands\n"
-    yield "Flags that are settings are in [Settings](settings.md). Every command has `--help`,"
-    yield "`--debug` and `--config FILE`; commands that print results have `--json`. Exit codes: 0"
-    yield "done, 1 failed, 2 wrong usage, 3 no such object, 130 interrupted.\n"
+    yield "Flags that are settings are in [Settings](../docs/settings.md). Every command has"
+    yield "`--help`, `--debug` and `--config FILE`; commands that print results have `--json`."
+    yield "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no such object, 130 interrupted.\n"
     context = click.Context(main.cli, info_name="kvstore")
     for name in main.cli.list_commands(context):
         command = main.cli.get_command(context, name)
@@ -145,7 +102,7 @@ def of_command(name: str, command: click.Command, kind: type[Config]) -> Iterato
     if taken and name not in SERVERS:
         yield f"Settings: {', '.join(taken)}.\n"
     elif taken:
-        yield f"All settings of [{name}](settings.md#{name}).\n"
+        yield f"All settings of [{name}](../docs/settings.md#{name}).\n"
     examples = (command.epilog or "").replace("\b", "").partition("\n\n")[0].strip("\n")
     if examples.strip().startswith("Example"):
         _, _, lines = examples.partition("\n")

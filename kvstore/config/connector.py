@@ -50,8 +50,8 @@ class ConnectorConfig(StoreSettings):
         default=5_000,
         ge=10,
         le=600_000,
-        description="The longest that loading the blocks of one request, or saving those of one "
-        "step, may take.",
+        description="The longest that loading the blocks of one request, waiting included, or "
+        "saving those of one step, may take; the engine computes what is not loaded by then.",
     )
     pin_timeout_ms: Milliseconds = Field(
         default=60_000,

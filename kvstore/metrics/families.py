@@ -1,4 +1,4 @@
-"""Every metric of masters, nodes and clients: name, kind, labels, meaning; docs/metrics.md is this table.
+"""Every metric of masters, nodes and clients: name, kind, labels, meaning; docs/metrics.md is made of it.
 
 Names follow Prometheus: base units, ``_total`` for what only grows. What concerns the store as a
 whole begins with ``kvstore_`` and is served by the master that leads; what concerns one process

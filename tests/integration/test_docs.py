@@ -14,6 +14,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -26,7 +27,7 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from kvstore import config, errors, limits
+from kvstore import config, errors
 from kvstore.cli import main, master, node, proxy
 from kvstore.config import Config, settings
 from tests.integration.cluster import Cluster
@@ -315,31 +316,32 @@ def test_variables_exist() -> None:
 # --- tables that are the code's ---------------------------------------------------------------
 
 
-def rows(page: str) -> list[list[str]]:
-    """The cells of all tables of a page that begin with code: what is between backticks there."""
-    lines = (ROOT / "docs" / page).read_text().splitlines()
-    return [[cell.strip() for cell in each.split(" | ")] for each in lines if each[:3] == "| `"]
+def test_tables_are_what_the_code_says() -> None:
+    command = [sys.executable, "docs/site/reference.py", "--check"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_page_of_errors_names_every_code_and_whether_to_try_again() -> None:
-    told = {row[0].strip("| `"): (row[1].strip("`"), row[2]) for row in rows("errors.md")}
-    real = {
-        code: (kind.__name__, "yes" if kind.retriable else "no")
-        for code, kind in errors.BY_CODE.items()
-        if kind is not errors.KVStoreError
-    }
-    assert told == real
-
-
-def test_the_page_of_limits_names_every_bound_with_its_value() -> None:
-    told = {row[0].strip("| `"): row[1] for row in rows("limits.md")}
-    real = {
-        name: value
-        for name, value in vars(limits).items()
-        if name.endswith("_MAX") and isinstance(value, int)
-    }
-    assert {name: int(re.sub(r"\D", "", told.get(name, "0"))) for name in real} == real
-    assert {name for name in told if name.isupper()} == set(real)
+@pytest.mark.parametrize(
+    ("page", "there", "instead"),
+    [
+        ("errors.md", "| `no_space` | `NoSpaceError` | yes", "| `no_space` | `NoSpaceError` | no"),
+        ("limits.md", "| `KEY_BYTES_MAX` | 256 |", "| `KEY_BYTES_MAX` | 128 |"),
+        ("metrics.md", "| `kvstore_nodes` | gauge |", "| `kvstore_nodes` | counter |"),
+        ("settings.md", "`--retries N`", "`--retrys N`"),
+        ("settings.md", "reference.py: settings", "reference.py: limits"),
+    ],
+)
+def test_another_table_is_found(tmp_path: Path, page: str, there: str, instead: str) -> None:
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    copy = tmp_path / "docs" / page
+    text = copy.read_text()
+    assert there in text
+    copy.write_text(text.replace(there, instead))
+    command = [sys.executable, str(tmp_path / "docs/site/reference.py"), "--check"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert page in done.stderr or "table settings: 0 times" in done.stderr
 
 
 # --- files and Python -------------------------------------------------------------------------

@@ -1,0 +1,154 @@
+"""Writes the tables of docs that the code owns: ``python docs/site/reference.py [--check]``.
+
+A page of docs names a table in the line above it, and whatever stands between that line and the
+next ``<!-- end -->`` is the table:
+
+    <!-- by docs/site/reference.py: metrics MASTER -->
+    <!-- end -->
+
+The rest of a page is written by hand. ``--check`` writes nothing, and fails if a page's tables are
+not what the code says.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import click
+
+from kvstore import errors, limits
+from kvstore.cli import master, node, proxy
+from kvstore.cli.options import SOURCES
+from kvstore.config import (
+    ClientConfig,
+    Config,
+    ConnectorConfig,
+    MasterConfig,
+    NodeConfig,
+    ProxyConfig,
+    settings,
+)
+from kvstore.metrics import families
+
+DOCS: Final = Path(__file__).resolve().parents[1]
+TABLE: Final = re.compile(
+    r"(<!-- by docs/site/reference\.py: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL
+)
+SERVERS: Final[dict[str, tuple[click.Command, type[Config]]]] = {
+    "kvstore-master": (master.command, MasterConfig),
+    "kvstore-node": (node.command, NodeConfig),
+    "kvstore-proxy": (proxy.command, ProxyConfig),
+}
+OTHERS: Final[dict[str, type[Config]]] = {
+    "Client, and every command of kvstore": ClientConfig,
+    "The vLLM connector": ConnectorConfig,
+}
+
+
+def cell(text: str) -> str:
+    """Text of a cell, in which no character of Markdown or HTML has a meaning."""
+    return re.sub(r"([\\|<>*_\[\]`$])", r"\\\1", " ".join(text.split()))
+
+
+def code(text: str) -> str:
+    return f"`{text.replace('|', chr(92) + '|')}`" if text else ""
+
+
+def of_docstring(text: str) -> str:
+    """A docstring as a cell: ``x`` is code, and docs/page.md#heading a link beside the pages."""
+    text = " ".join(text.split()).removesuffix(".").replace("``", "`").replace("|", "\\|")
+    return re.sub(r"\bdocs/((\w[\w-]*)\.md(#[\w-]+)?)", r"[\2](\1)", text)
+
+
+def of_settings() -> Iterator[str]:
+    yield f"{cell(SOURCES)}\n"
+    titles = {name: kind for name, (_, kind) in SERVERS.items()} | OTHERS
+    for title, kind in titles.items():
+        yield f"## {title}\n\nSection `[{kind.section}]` of the file.\n"
+        yield "| name in the file | flag | variable | default | |\n|---|---|---|---|---|"
+        for each in settings(kind):
+            other = f" {each.metavar}" if each.metavar else f", --no-{each.flag[2:]}"
+            flag = each.flag + other
+            flag = flag if kind is not ConnectorConfig else ""
+            variables = ", ".join(map(code, each.variables))
+            row = code(each.key), code(flag), variables, code(each.default), cell(each.help)
+            yield f"| {' | '.join(row)} |"
+        yield ""
+
+
+def of_metrics(group: tuple[families.Family, ...]) -> Iterator[str]:
+    yield "| name | kind | labels | meaning |\n|---|---|---|---|"
+    for name, kind, labels, text, _ in group:
+        yield f"| `{name}` | {kind} | {', '.join(labels)} | {cell(text)} |"
+
+
+def of_errors(below: type[errors.KVStoreError]) -> Iterator[str]:
+    """The class and those below it; of the base: those directly below it that have none."""
+    yield "| code | class | try again | meaning | do |\n|---|---|---|---|---|"
+    is_base = below is errors.KVStoreError
+    for kind in errors.BY_CODE.values():
+        if (kind is below and is_base) or not issubclass(kind, below):
+            continue
+        if is_base and (kind.__base__ is not below or kind.__subclasses__()):
+            continue
+        meaning, _, do = " ".join((kind.__doc__ or "").split()).partition("Do: ")
+        again = "yes" if kind.retriable else "no"
+        row = f"`{kind.code}`", f"`{kind.__name__}`", again, of_docstring(meaning), of_docstring(do)
+        yield f"| {' | '.join(row)} |"
+
+
+def of_limits() -> Iterator[str]:
+    yield "| name | value | of what |\n|---|---|---|"
+    body = ast.parse(inspect.getsource(limits)).body
+    for each, after in itertools.pairwise(body):
+        match each, after:
+            case (
+                ast.Assign(targets=[ast.Name(name)]),
+                ast.Expr(value=ast.Constant(value=str(text))),
+            ) if name.endswith("_MAX"):
+                yield f"| `{name}` | {getattr(limits, name):,} | {of_docstring(text)} |"
+
+
+TABLES: Final[dict[str, Callable[[], Iterator[str]]]] = {
+    "settings": of_settings,
+    "limits": of_limits,
+    **{f"metrics {name}": partial(of_metrics, getattr(families, name))
+       for name in ("MASTER", "STORE", "NODE", "CLIENT")},
+    **{f"errors {kind.__name__}": partial(of_errors, kind)
+       for kind in (errors.UsageError, errors.UnavailableError, errors.KVStoreError,
+                    errors.StartupError)},
+}  # fmt: skip
+
+
+def written(page: str) -> str:
+    """A page with its tables as the code has them now."""
+    return TABLE.sub(lambda at: f"{at[1]}\n" + "\n".join(TABLES[at[2]]()) + f"\n\n{at[3]}", page)
+
+
+def main(*arguments: str) -> int:
+    pages = {page: page.read_text() for page in sorted(DOCS.glob("*.md"))}
+    named = [name for text in pages.values() for _, name, _ in TABLE.findall(text)]
+    wrong = [
+        f"table {name}: {named.count(name)} times" for name in TABLES if named.count(name) != 1
+    ]
+    for page, text in pages.items():
+        if text == (new := written(text)):
+            continue
+        if "--check" in arguments:
+            wrong.append(f"docs/{page.name}: make reference writes its tables anew")
+        else:
+            page.write_text(new)
+    sys.stderr.writelines(f"{line}\n" for line in wrong)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
