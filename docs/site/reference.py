@@ -76,8 +76,7 @@ def of_settings() -> Iterator[str]:
         yield "| name in the file | flag | variable | default | |\n|---|---|---|---|---|"
         for each in settings(kind):
             other = f" {each.metavar}" if each.metavar else f", --no-{each.flag[2:]}"
-            flag = each.flag + other
-            flag = flag if kind is not ConnectorConfig else ""
+            flag = each.flag + other if each.flag and kind is not ConnectorConfig else ""
             variables = ", ".join(map(code, each.variables))
             row = code(each.key), code(flag), variables, code(each.default), cell(each.help)
             yield f"| {' | '.join(row)} |"

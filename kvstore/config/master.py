@@ -93,7 +93,7 @@ class MasterConfig(HttpConfig):
         ge=1_000,
         le=600_000,
         description="How long a writer has between put_start and put_end, 1 s to 10 min: a batch "
-        "of gigabytes over a slow network; memory of a writer that died is lost so long.",
+        "of gigabytes over a slow network; memory of a writer that died is unused so long.",
     )
     quarantine_ms: Milliseconds = Field(
         default=20_000,

@@ -165,14 +165,15 @@ class ProxyConfig(Config):
         default=5_000,
         ge=1,
         le=3_600_000,
-        description="How long that is; then one request tries whether it works again.",
+        description="How long an engine gets no requests after these failures; then one request "
+        "tries whether it works again.",
     )
     grace_ms: Milliseconds = Field(
         default=30_000,
         ge=0,
         le=3_600_000,
-        description="What requests under way get to end when the proxy is asked to stop: what "
-        "Kubernetes waits before it kills.",
+        description="How long requests under way may take when the proxy is asked to stop: as "
+        "long as Kubernetes waits before it kills.",
     )
     admin_token: Secret = Field(
         default="",

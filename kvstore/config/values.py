@@ -298,7 +298,7 @@ Cluster = Annotated[
     AfterValidator(_cluster),
     Field(
         description="Name of the cluster; empty: it has none, and is known by the address of its "
-        "master. Who names another one, or brings memory of another one, is refused."
+        "master. A peer that names another one, or brings memory of another one, is refused."
     ),
 ]
 NamespaceName = Annotated[str, As("NAME"), AfterValidator(_namespace)]
