@@ -27,7 +27,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 HERE: Final = Path(__file__).parent
 PAGES: Final = (
     "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE",
-    "tests/README.md", "tests/track-record.md", "docs", "deploy",
+    "proto/README.md", "tests/README.md", "tests/track-record.md", "docs", "deploy",
 )  # fmt: skip
 EVERYWHERE: Final = {"--help", "--debug", "--json", "--config", "--strict-config"}
 
