@@ -90,15 +90,14 @@ def of_metrics(group: tuple[families.Family, ...]) -> Iterator[str]:
 
 
 def of_errors(below: type[errors.KVStoreError]) -> Iterator[str]:
-    """The class and those below it; of the base: those directly below it that have none."""
+    """The class and those below it; of the base: those that are in no other group."""
     yield "| code | class | try again | meaning | do |\n|---|---|---|---|---|"
-    is_base = below is errors.KVStoreError
-    for kind in errors.BY_CODE.values():
-        if (kind is below and is_base) or not issubclass(kind, below):
-            continue
-        if is_base and (kind.__base__ is not below or kind.__subclasses__()):
-            continue
+    kinds = [kind for kind in errors.BY_CODE.values() if issubclass(kind, below)]
+    if below is errors.KVStoreError:
+        kinds = [kind for kind in below.__subclasses__() if not kind.__subclasses__()]
+    for kind in kinds:
         meaning, _, do = " ".join((kind.__doc__ or "").split()).partition("Do: ")
+        assert do, f"{kind.__name__}: its docstring does not say what to do"
         again = "yes" if kind.retriable else "no"
         row = f"`{kind.code}`", f"`{kind.__name__}`", again, of_docstring(meaning), of_docstring(do)
         yield f"| {' | '.join(row)} |"
@@ -106,14 +105,14 @@ def of_errors(below: type[errors.KVStoreError]) -> Iterator[str]:
 
 def of_limits() -> Iterator[str]:
     yield "| name | value | of what |\n|---|---|---|"
-    body = ast.parse(inspect.getsource(limits)).body
-    for each, after in itertools.pairwise(body):
+    told = {}
+    for each, after in itertools.pairwise(ast.parse(inspect.getsource(limits)).body):
         match each, after:
-            case (
-                ast.Assign(targets=[ast.Name(name)]),
-                ast.Expr(value=ast.Constant(value=str(text))),
-            ) if name.endswith("_MAX"):
-                yield f"| `{name}` | {getattr(limits, name):,} | {of_docstring(text)} |"
+            case ast.Assign(targets=[ast.Name(name)]), ast.Expr(ast.Constant(str(text))):
+                told[name] = of_docstring(text)
+    for name, value in vars(limits).items():
+        if name.endswith("_MAX"):
+            yield f"| `{name}` | {value:,} | {told[name]} |"
 
 
 TABLES: Final[dict[str, Callable[[], Iterator[str]]]] = {

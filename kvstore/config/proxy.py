@@ -165,8 +165,7 @@ class ProxyConfig(Config):
         default=5_000,
         ge=1,
         le=3_600_000,
-        description="How long an engine gets no requests after these failures; then one request "
-        "tries whether it works again.",
+        description="How long such an engine gets no requests; then one request tests it.",
     )
     grace_ms: Milliseconds = Field(
         default=30_000,

@@ -322,6 +322,12 @@ def test_tables_are_what_the_code_says() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_the_page_of_errors_leaves_none_out() -> None:
+    text = (ROOT / "docs/errors.md").read_text()
+    kinds = [kind for kind in errors.BY_CODE.values() if kind is not errors.KVStoreError]
+    assert [kind for kind in kinds if f"| `{kind.code}` | `{kind.__name__}` |" not in text] == []
+
+
 @pytest.mark.parametrize(
     ("page", "there", "instead"),
     [
