@@ -35,7 +35,7 @@ class ClientConfig(StoreSettings):
         "for another node, or a miss.",
     )
     namespace: NamespaceName = Field(
-        default="default", description="Whom to share with, where a call does not say."
+        default="default", description="The namespace of calls that name none."
     )
     put_wait_ms: Milliseconds = Field(
         default=1_000,

@@ -61,15 +61,15 @@ class MasterConfig(HttpConfig):
     )
     http_names: Text = Field(
         default="",
-        description="Names, separated by commas, by which browsers and programs reach the page "
+        description="Names, separated by commas, by which browsers and programs may reach the page "
         "and /api, beside addresses, localhost, --host, --advertise and this host's name. Others "
-        "are refused: a web page could have a name of its own point here.",
+        "are refused: a web page could point a name of its own at this address.",
     )
     events: Text = Field(
         default="",
-        description="Tell what becomes visible in the store and what is gone: 'on': over HTTP; "
-        "'tcp://*:5557': published by ZeroMQ, too, in vLLM's format; 'tcp://*:5557,tcp://*:5558': "
-        "with replay at the second address. Empty: no events.",
+        description="Publish which objects become visible and which are gone: 'on': over HTTP; "
+        "'tcp://*:5557': by ZeroMQ, too, in vLLM's format; 'tcp://*:5557,tcp://*:5558': with "
+        "replay at the second address. Empty: no events.",
     )
     memory: Bytes = Field(
         default=0,
@@ -92,8 +92,8 @@ class MasterConfig(HttpConfig):
         default=30_000,
         ge=1_000,
         le=600_000,
-        description="How long a writer has between put_start and put_end, 1 s to 10 min: a batch "
-        "of gigabytes over a slow network; memory of a writer that died is unused so long.",
+        description="How long a writer has between put_start and put_end, 1 s to 10 min: enough "
+        "for gigabytes over a slow network. Memory of a writer that died is unused that long.",
     )
     quarantine_ms: Milliseconds = Field(
         default=20_000,
@@ -127,8 +127,8 @@ class MasterConfig(HttpConfig):
         default=256,
         ge=0,
         le=65_536,
-        description="Puts that may wait for room at once; the next one is told at once that "
-        "there is none. Each waits with its whole batch in memory.",
+        description="Puts that may wait for room at the same time; further ones fail at once. Each "
+        "waits with its whole batch in memory.",
     )
     pending_puts_max: Count = Field(
         default=65_536,
@@ -141,15 +141,15 @@ class MasterConfig(HttpConfig):
         default=3_000,
         ge=0,
         le=60_000,
-        description="After a restart: what would be a miss waits up to so long for nodes to tell "
-        "what they hold; 4 GiB in 100,000 objects take about two seconds. 0: it is a miss at once.",
+        description="How long after a restart a get that would be a miss waits for nodes to report "
+        "what they hold; 4 GiB in 100,000 objects take about two seconds. 0: no waiting.",
     )
     repair_after_ms: Milliseconds = Field(
         default=30_000,
         ge=0,
         le=86_400_000,
-        description="An object that was put with several replicas gets another one so long after "
-        "the node of one has died: a node that is only started again comes back with it. At least "
+        description="How long after a node's death an object that was put with several replicas "
+        "gets another one: a node that is only started again comes back with its own. At least "
         "--lease-ms.",
     )
     repair_bytes_per_s: Limit = Field(
@@ -181,15 +181,15 @@ class MasterConfig(HttpConfig):
         default=0.5,
         ge=0.0,
         le=1.0,
-        description="Share of the pool's memory that the pins of one namespace may hold, because "
-        "what is pinned is not evicted for puts; 0: pins are refused.",
+        description="Share of the pool's memory that the pins of one namespace may hold: pinned "
+        "objects are not evicted for puts. 0: pins are refused.",
     )
     pinned_all_max: Share = Field(
         default=0.75,
         ge=0.0,
         le=1.0,
-        description="Share of the pool's memory that the pins of all namespaces together may hold: "
-        "the rest is for puts, whoever pins. No less than --pinned-max.",
+        description="Share of the pool's memory that the pins of all namespaces together may hold; "
+        "the rest stays for puts. No less than --pinned-max.",
     )
     lane_spin_us: Microseconds = Field(
         default=200,
@@ -241,7 +241,7 @@ class MasterConfig(HttpConfig):
     )
     advertise: Advertise = Field(
         default="",
-        description="Where this master says that it is when it leads, if that differs from --host "
+        description="The address that this master announces when it leads, if that is not --host "
         "and --port; empty: those. Clients and nodes must reach it there.",
     )
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")

@@ -78,9 +78,9 @@ class NodeConfig(HttpConfig):
     )
     advertise: Advertise = Field(
         default="",
-        description="What clients are told to connect to, where that differs from --host and "
-        "--port (behind NAT); empty: those, and with --host :: or 0.0.0.0 this host's own address "
-        "on the way to the master.",
+        description="The address that clients connect to, if that is not --host and --port (behind "
+        "NAT); empty: those, and with --host :: or 0.0.0.0 this host's own address on the way to "
+        "the master.",
     )
     memory: Annotated[Bytes, Field(ge=MEMORY_BYTES_MIN)] = Field(
         default=1 << 30,
@@ -100,8 +100,8 @@ class NodeConfig(HttpConfig):
     )
     numa_node: Annotated[Count, Field(ge=-1, le=1_023)] = Field(
         default=-1,
-        description="Take the memory from this NUMA node and serve it by its processors; -1: as "
-        "the kernel likes. One kvstore-node per NUMA node uses all of a host.",
+        description="Take the memory from this NUMA node and serve it by its processors; -1: the "
+        "kernel chooses. One kvstore-node per NUMA node uses all of a host.",
     )
     lock_memory: LockMemory = Field(
         default="auto",

@@ -54,21 +54,21 @@ class ProxyConfig(Config):
         default=256,
         ge=0,
         le=16_777_216,
-        description="Tokens below which a prompt, or what the store lacks of it, is left to the "
-        "decoder: so few ride along in a decoding step, which waits for weights and not for "
-        "arithmetic, and cost it less than the way over a prefiller and the store.",
+        description="A prompt with fewer tokens, or of which the store lacks fewer, goes to the "
+        "decoder alone: so few tokens cost little within a decoding step, which waits for "
+        "weights, and less than a prefiller and the store.",
     )
     affinity: Affinity = Field(
         default="none",
-        description="none: the engine with the fewest requests; prefix: rather the one that "
-        "lately had the longest beginning of this prompt.",
+        description="none: the engine with the fewest requests; prefix: the one that recently had "
+        "the longest prefix of this prompt.",
     )
     affinity_slack: Count = Field(
         default=4,
         ge=0,
         le=65_536,
-        description="How many more requests than the least busy engine the one preferred by "
-        "--affinity may have: a few wait shorter than a prefix takes to load.",
+        description="How many more requests than the least busy engine the one that --affinity "
+        "prefers may have: waiting for a few takes less time than loading a prefix.",
     )
     affinity_blocks_max: Count = Field(
         default=131_072,
@@ -87,8 +87,8 @@ class ProxyConfig(Config):
         default=1_024,
         ge=1,
         le=1_048_576,
-        description="Requests at once; the next one is told to come back (503, Retry-After): "
-        "what some decoders run together, each with its body in memory.",
+        description="Requests at once, each with its body in memory; further ones get 503 with "
+        "Retry-After. As many as some decoders run together.",
     )
     body_max: Annotated[Limit, Field(ge=1_024, le=1 << 30)] = Field(
         default=32 << 20,
@@ -105,7 +105,7 @@ class ProxyConfig(Config):
         default=2_000,
         ge=1,
         le=600_000,
-        description="How long a connection to an engine may take: two lost SYNs.",
+        description="How long a connection to an engine may take: time for two lost SYNs.",
     )
     render_timeout_ms: Milliseconds = Field(
         default=5_000,
@@ -125,8 +125,8 @@ class ProxyConfig(Config):
         default=600_000,
         ge=1,
         le=86_400_000,
-        description="How long a decoder may take until its first byte, which without streaming "
-        "is the whole answer: what OpenAI's own clients wait.",
+        description="How long a decoder may take until its first byte, which without streaming is "
+        "the whole answer: as long as OpenAI's own clients wait.",
     )
     idle_timeout_ms: Milliseconds = Field(
         default=120_000,
@@ -145,7 +145,7 @@ class ProxyConfig(Config):
         default=1_000,
         ge=10,
         le=3_600_000,
-        description="How often each engine is asked whether it is well.",
+        description="How often the proxy asks each engine for its health.",
     )
     health_timeout_ms: Milliseconds = Field(
         default=1_000,
@@ -158,8 +158,8 @@ class ProxyConfig(Config):
         default=5,
         ge=1,
         le=1_000_000,
-        description="Failed requests in a row after which an engine gets none for a while, "
-        "although it says that it is well.",
+        description="Failed requests in a row after which an engine gets none for a while, even if "
+        "its health checks succeed.",
     )
     breaker_open_ms: Milliseconds = Field(
         default=5_000,

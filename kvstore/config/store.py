@@ -49,9 +49,9 @@ class StoreSettings(Config):
     device_kernel: DeviceKernel = 0
     verify: Verify = Field(
         default="payload",
-        description="What a get checks before it returns: the header alone; or the payload's "
-        "checksum, too, which is computed while copying; or (all) also that of views, which are "
-        "read once for it.",
+        description="What a get checks before it returns. header: the header alone; payload: also "
+        "the payload's checksum, which is computed during the copy; all: also that of views, for "
+        "which they are read once.",
     )
     replicas: Count = Field(
         default=1,
