@@ -1,12 +1,11 @@
-"""What the producer and the consumer agree on beforehand, and what they report afterwards.
+"""What the producer and the consumer agree on: a model, and the prefix of a prompt.
 
-They share a model and the prefix of a prompt. They do not know each other.
+They do not know each other.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 BLOCK_TOKENS = 64
 """Tokens in one object of the store. Smaller blocks match more of a prompt, larger ones cost
@@ -32,9 +31,8 @@ VOCABULARY = 8192
 POSITIONS_MAX = 32_768
 KV_BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4  # keys and values, float32
 
-PRODUCER_TAIL_TOKENS = 64
-CONSUMER_TAIL_TOKENS = 100
-"""More than a block, as is the producer's tail: each prompt has a block of its own at its end."""
+TAIL_TOKENS = {"producer": 64, "consumer": 100}
+"""Of each prompt, after the prefix: a block or more, so each prompt has a block of its own."""
 
 PREFIX_TOKENS_MAX = 16_384
 """Two cores compute this many in a minute or two."""
@@ -43,72 +41,11 @@ NEW_TOKENS = 32
 TIMED_RUNS = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """One demonstration; equal values give equal weights and prompts."""
-
-    prefix_tokens: int
-    """Shared by both prompts; up to ``PREFIX_TOKENS_MAX``."""
-    seed: int
-    transport: str
-    """``shm`` or ``tcp``."""
-
-    @property
-    def shared_blocks(self) -> int:
-        """Whole blocks of the shared prefix: all that the consumer can reuse."""
-        return self.prefix_tokens // BLOCK_TOKENS
-
-    @property
-    def producer_prompt(self) -> list[int]:
-        return self._shared_prefix() + self._tokens("producer", PRODUCER_TAIL_TOKENS)
-
-    @property
-    def consumer_prompt(self) -> list[int]:
-        return self._shared_prefix() + self._tokens("consumer", CONSUMER_TAIL_TOKENS)
-
-    def _shared_prefix(self) -> list[int]:
-        return self._tokens("prefix", self.prefix_tokens)
-
-    def _tokens(self, part: str, count: int) -> list[int]:
-        chance = random.Random(f"{self.seed} {part}")  # noqa: S311  equal in every process
-        return chance.choices(range(VOCABULARY), k=count)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Produced:
-    """What the producer reports. Times are wall-clock milliseconds."""
-
-    pid: int
-    device: str
-    """Where it computed: ``cuda`` or ``cpu``."""
-    namespace: str
-    prompt_tokens: int
-    blocks_stored: int
-    stored_bytes: int
-    prefill_ms: float
-    put_ms: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Consumed:
-    """What the consumer reports. Times are wall-clock milliseconds from prompt to first token."""
-
-    pid: int
-    device: str
-    prompt_tokens: int
-    blocks_asked: int
-    blocks_reused: int
-    """The fewest of all runs."""
-    moved_bytes: int
-    """Per run."""
-    tokens_computed: list[int]
-    """Generated without the store."""
-    tokens_reused: list[int]
-    """Generated with the prefix from the store."""
-    first_token_computed_ms: list[float]
-    first_token_reused_ms: list[float]
-    logit_difference_max: float
-    """Between the two ways, over all generated tokens."""
-    logit_lead_min: float
-    """The least distance of a chosen token's logit from the second best. If it is larger than twice
-    the difference, rounding cannot change a token."""
+def prompt(role: str, prefix_tokens: int, seed: int) -> list[int]:
+    """The prompt of the ``producer`` or the ``consumer``: the shared prefix, and a tail."""
+    lengths = {"prefix": prefix_tokens, role: TAIL_TOKENS[role]}
+    tokens: list[int] = []
+    for part, length in lengths.items():
+        chance = random.Random(f"{seed} {part}")  # noqa: S311  equal in every process
+        tokens += chance.choices(range(VOCABULARY), k=length)
+    return tokens
