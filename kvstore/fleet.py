@@ -62,8 +62,18 @@ DEPTH_MAX: Final = 4
 _KEY: Final = re.compile(rb"/[0-9a-f]{8,64}\Z")
 """What keys of records end with: the fingerprint (``kvstore.connectors.engine.fleet``)."""
 
-_DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0}
+_DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0, "format": FORMAT}
 _PARTIAL: Final = {**_DEFAULTS, "fingerprint": "", "description": {}}
+
+
+class Hashes(NamedTuple):
+    """How engines compute the keys of a prompt's blocks."""
+
+    block_size: int
+    """Tokens per hash, of which ``Record.block_size`` is a multiple."""
+    algorithm: str
+    none_hash: bytes
+    """The hash before the first block."""
 
 
 class Record(NamedTuple):
@@ -77,6 +87,9 @@ class Record(NamedTuple):
     description: Mapping[str, Any]
     block_size: int = 0
     """Tokens per block; 0: not told."""
+    hashes: Hashes | None = None
+    """None: not told, or wrong."""
+    format: int = FORMAT
 
     @property
     def model(self) -> str:
@@ -141,6 +154,8 @@ def parse(data: bytes, *, partial: bool = False) -> Record | None:
             namespaces=tuple(value["namespaces"]),
             description=_cut(value["description"], LEVELS_MAX),
             block_size=value["block_size"],
+            hashes=_hashes(value),
+            format=value["format"],
         )
         for text in (record.engine, record.fingerprint, *record.models, *record.namespaces):
             text.encode()  # raises for other types, and for text that no UTF-8 can hold
@@ -154,6 +169,16 @@ def parse(data: bytes, *, partial: bool = False) -> Record | None:
         and 0 <= record.block_size <= BLOCK_TOKENS_MAX
     )
     return record if is_one else None
+
+
+def _hashes(value: Mapping[str, Any]) -> Hashes | None:
+    size, algorithm = value.get("hash_block_size"), value.get("hash_algorithm")
+    if type(size) is not int or size <= 0 or not isinstance(algorithm, str):
+        return None
+    try:
+        return Hashes(size, algorithm, bytes.fromhex(value["none_hash"]))
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _cut(value: Any, levels: int) -> Any:

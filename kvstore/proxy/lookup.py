@@ -18,12 +18,12 @@ from kvstore.breaker import Breaker
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.fleet import RECORDS_MAX, worth_reading
+from kvstore.fleet import RECORDS_MAX, Record, worth_reading
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.process.background import start_task
 from kvstore.proxy import records
 from kvstore.proxy.metrics import Metrics, clock_ms
-from kvstore.proxy.records import FleetRecord, Held
+from kvstore.proxy.records import Held
 from kvstore.web.dashboard.fleet import rows_of
 
 log = logging.getLogger("kvstore.proxy")
@@ -50,7 +50,7 @@ class StoreLookup:
             config=ClientConfig(master=master, cluster=cluster, timeout_ms=CLIENT_TIMEOUT_MS)
         )
         self._breaker = Breaker(failures_max=FAILURES_MAX, open_for=REST_MS)
-        self._records: dict[bytes, FleetRecord] = {}
+        self._records: dict[bytes, Record] = {}
         self._refused: set[bytes] = set()
         self._reading: asyncio.Task[None] | None = None
         self._reachable = True
@@ -96,7 +96,7 @@ class StoreLookup:
         self._metrics.lookups.labels("held" if blocks else "missing").inc()
         return Held(blocks, record.block_size)
 
-    async def _blocks(self, record: FleetRecord, keys: list[bytes]) -> int:
+    async def _blocks(self, record: Record, keys: list[bytes]) -> int:
         async with asyncio.timeout(self._timeout_s):
             matched = await self._client.match_prefixes(keys, namespaces=record.namespaces)
         return min(matched)
@@ -117,7 +117,7 @@ class StoreLookup:
             await asyncio.sleep(REFRESH_S)
 
     async def _read(self) -> None:
-        found: dict[bytes, FleetRecord] = {}
+        found: dict[bytes, Record] = {}
         for key in itertools.chain.from_iterable(worth_reading(await rows_of(self._client))):
             await self._read_one(found, key)
             if len(found) == RECORDS_MAX:
@@ -126,7 +126,7 @@ class StoreLookup:
             log.info("fleet_read records=%d", len(found))
         self._records = dict(sorted(found.items()))
 
-    async def _read_one(self, found: dict[bytes, FleetRecord], key: bytes) -> None:
+    async def _read_one(self, found: dict[bytes, Record], key: bytes) -> None:
         try:
             data = await self._client.get(key, namespace=FLEET_NAMESPACE, kind="bytes")
             record = records.parse(bytes(data)) if isinstance(data, bytes) else None
@@ -149,9 +149,9 @@ class StoreLookup:
                 log.warning("store_unreachable reason=%s", reason)
 
 
-async def _keys(record: FleetRecord, token_ids: Sequence[int]) -> list[bytes]:
+async def _keys(record: Record, token_ids: Sequence[int]) -> list[bytes]:
     keys: list[bytes] = []
-    for key in record.keys(token_ids):
+    for key in records.keys(record, token_ids):
         keys.append(key)
         if len(keys) % KEYS_AT_ONCE == 0:
             await asyncio.sleep(0)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from kvstore.errors import ProtocolError
+from kvstore.fleet import Record
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.proxy.hashes import ALGORITHMS, block_hashes
-from kvstore.proxy.records import FleetRecord, Held, parse, serving
+from kvstore.proxy.records import Held, keys, parse, serving
 
 TOKENS = [0, 1, 255, 256, 65535, 65536, 151643, 2**31 - 1, 7, 7, 7, 7, 128000, 3, 2, 1]
 
@@ -80,7 +81,7 @@ def record(**more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def parsed(**more: Any) -> FleetRecord | None:
+def parsed(**more: Any) -> Record | None:
     return parse(json.dumps(record(**more)).encode())
 
 
@@ -89,16 +90,17 @@ def test_a_record_names_the_keys_of_a_prompt() -> None:
     assert found is not None
     assert sorted(found.models) == ["alias", "m"]
     assert found.namespaces == ("a", "b")
-    keys = [key.hex() for key in found.keys(TOKENS)]
-    assert keys == CHAIN["sha256"][1::2]  # the last hash of each two
-    assert [key.hex() for key in found.keys(TOKENS[:15])] == CHAIN["sha256"][1:2]
-    assert list(found.keys(TOKENS[:7])) == []
+    assert [key.hex() for key in keys(found, TOKENS)] == CHAIN["sha256"][
+        1::2
+    ]  # the last hash of each two
+    assert [key.hex() for key in keys(found, TOKENS[:15])] == CHAIN["sha256"][1:2]
+    assert list(keys(found, TOKENS[:7])) == []
 
 
 def test_no_more_keys_than_one_question_may_have() -> None:
     found = parsed(block_size=2, hash_block_size=1)
     assert found is not None
-    assert len(list(found.keys(range(2 * BATCH_KEYS_MAX + 10)))) == BATCH_KEYS_MAX
+    assert len(list(keys(found, range(2 * BATCH_KEYS_MAX + 10)))) == BATCH_KEYS_MAX
 
 
 def test_an_algorithm_that_differs_between_processes_is_passed_over() -> None:
