@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from ipaddress import ip_address
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -87,12 +88,36 @@ def format_size(size: int) -> str:
     return str(size)
 
 
-def _size(value: object) -> object:
-    if isinstance(value, int | str) and not isinstance(value, bool):
+class RefusedError(ValueError):
+    """A value that is not allowed; pydantic hands it through to ``config_error``."""
+
+    def __init__(self, message: str, advice: str = "", *, key: str = "") -> None:
+        super().__init__(message)
+        self.advice = advice
+        self.key = key
+        """The field to blame, for a rule between several."""
+
+
+ValueT = TypeVar("ValueT")
+ResultT = TypeVar("ResultT")
+
+
+def _refusing(check: Callable[[ValueT], ResultT]) -> Callable[[ValueT], ResultT]:
+    """A validator of pydantic, made of a function that raises InvalidArgumentError."""
+
+    def checked(value: ValueT) -> ResultT:
         try:
-            return parse_size(value)
+            return check(value)
         except InvalidArgumentError as error:
             raise RefusedError(error.message, error.advice) from error
+
+    return checked
+
+
+@_refusing
+def _size(value: object) -> object:
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        return parse_size(value)
     return value
 
 
@@ -109,68 +134,50 @@ def _memory(value: int) -> int:
     return value
 
 
+def _place(text: str, default_port: int | None = None) -> str:
+    host, port = split_address(text, default_port=default_port)
+    if not port:
+        raise RefusedError("must name a port: no client can connect to port 0")
+    return join_address(host, port)
+
+
+@_refusing
 def _master(value: str) -> str:
     if value.strip().startswith(ETCD_SCHEME):
-        try:
-            return str(parse_etcd(value))
-        except InvalidArgumentError as error:
-            raise RefusedError(error.message, error.advice) from error
-    places = []
-    for place in value.split(","):
-        try:
-            host, port = split_address(place, default_port=DEFAULT_PORT)
-        except InvalidArgumentError as error:
-            raise RefusedError(error.message, error.advice) from error
-        if not port:
-            raise RefusedError("must name a port: no client can connect to port 0")
-        places.append(join_address(host, port))
-    return ",".join(places)
+        return str(parse_etcd(value))
+    return ",".join(_place(place, DEFAULT_PORT) for place in value.split(","))
 
 
+@_refusing
 def _etcd(value: str) -> str:
     """Takes members of an etcd, or a whole ``etcd://`` place; returns the latter."""
-    if not value.strip():
-        return ""
-    try:
-        return str(parse_etcd(value))
-    except InvalidArgumentError as error:
-        raise RefusedError(error.message, error.advice) from error
+    return str(parse_etcd(value)) if value.strip() else ""
 
 
 def _optional_master(value: str) -> str:
     return _master(value) if value.strip() else ""
 
 
+@_refusing
 def _addresses(value: object) -> object:
     """Takes addresses between commas or blanks; a flag given several times is a tuple of texts."""
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
         return value
-    found = []
-    for word in (word for each in value for word in each.replace(",", " ").split()):
-        try:
-            host, port = split_address(word)
-        except InvalidArgumentError as error:
-            raise RefusedError(error.message, error.advice) from error
-        if not port:
-            raise RefusedError("must name a port: no client can connect to port 0")
-        found.append(join_address(host, port))
+    found = [_place(word) for each in value for word in each.replace(",", " ").split()]
     if len(set(found)) != len(found):
         raise RefusedError("must name each once")
     return tuple(found)
 
 
+@_refusing
 def _advertise(value: str) -> str:
     value = value.strip()
-    if not value:
-        return ""
     if _is_ipv6(value):  # as Kubernetes writes a pod's address
         return f"[{value}]"
-    try:
+    if value:
         split_address(value, default_port=0)
-    except InvalidArgumentError as error:
-        raise RefusedError(error.message, error.advice) from error
     return value
 
 
@@ -204,13 +211,6 @@ def _cluster(value: str) -> str:
             "must be 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first"
         )
     return value
-
-
-def _namespace(value: str) -> str:
-    try:
-        return check_namespace(value)
-    except InvalidArgumentError as error:
-        raise RefusedError(error.message, error.advice) from error
 
 
 def _words(value: object) -> object:
@@ -254,16 +254,6 @@ def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-class RefusedError(ValueError):
-    """A value that is not allowed; pydantic hands it through to ``config_error``."""
-
-    def __init__(self, message: str, advice: str = "", *, key: str = "") -> None:
-        super().__init__(message)
-        self.advice = advice
-        self.key = key
-        """The field to blame, for a rule between several."""
-
-
 class As(NamedTuple):
     """Metadata of a type: what ``--help`` calls its values."""
 
@@ -301,7 +291,7 @@ Cluster = Annotated[
         "master. A peer that names another one, or brings memory of another one, is refused."
     ),
 ]
-NamespaceName = Annotated[str, As("NAME"), AfterValidator(_namespace)]
+NamespaceName = Annotated[str, As("NAME"), AfterValidator(_refusing(check_namespace))]
 Transports = Annotated[
     tuple[str, ...], As("NAME,..."), BeforeValidator(_words), AfterValidator(_transports)
 ]
