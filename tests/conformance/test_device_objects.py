@@ -19,7 +19,7 @@ from kvstore.transport.device import DeviceTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
 from tests.conformance.test_objects import MIB, DeviceWay, Way, one_go, reads, values, writes
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 POOLED = "fake:0"
 

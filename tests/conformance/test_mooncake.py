@@ -34,8 +34,8 @@ from kvstore.transport.mooncake.station import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from tests.conformance.peer import ROOT, Peer
 from tests.conformance.test_transports import At, empty, noise, soon
-from tests.metadata_servers import metadata_server
-from tests.programs import need_engine
+from tests.support.metadata_servers import metadata_server
+from tests.support.programs import need_engine
 
 MIB = 1 << 20
 SEGMENT_BYTES = 64 * MIB

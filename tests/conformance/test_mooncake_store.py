@@ -39,8 +39,8 @@ from kvstore.errors import (
 )
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.process.children import start_master
-from tests import leaks
-from tests.programs import need_engine
+from tests.support import leaks
+from tests.support.programs import need_engine
 
 MIB = 1 << 20
 POOL_BYTES = 64 * MIB

@@ -38,7 +38,7 @@ from kvstore.transport.base import Transport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 MIB = 1 << 20
 SPACE = Namespace("space")

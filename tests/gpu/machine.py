@@ -20,7 +20,7 @@ import torch
 from kvstore.client.operations import Stream
 from kvstore.device.cuda import CUDADriver
 from kvstore.device.drivers import driver_of, use
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 NAME: Final = "cuda:0"
 VARIABLE: Final = "TEST_GPU"

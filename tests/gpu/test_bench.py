@@ -23,7 +23,7 @@ from kvstore.bench.gpu import (
 )
 from tests.gpu.bench_on_a_fake import NOTE
 from tests.gpu.machine import IS_REAL
-from tests.integration.cluster import ROOT
+from tests.support.processes import ROOT
 
 
 def test_every_row_is_measured_and_written(tmp_path: Path) -> None:

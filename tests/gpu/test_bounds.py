@@ -21,7 +21,7 @@ from kvstore.errors import DeadlineExceededError, DeviceError
 from tests.gpu.caches import SPLIT, Cache, Case
 from tests.gpu.machine import GPU, IS_REAL, MIB, NAME
 from tests.gpu.test_caches import OLD, SAVED, distinct, get, keys_of, put
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 CASE = Case("llama-8b-tp8-bf16", 32, 8192, SPLIT)
 RING = 8 * MIB

@@ -15,7 +15,8 @@ from kvstore import Client
 from tests.gpu.decoder import BLOCKS, NEW_TOKENS
 from tests.gpu.machine import GPU
 from tests.gpu.test_values import values
-from tests.integration.cluster import ROOT, Cluster
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT
 
 
 def said(module: str, *arguments: str) -> Any:

@@ -17,8 +17,9 @@ from tests.gpu.caches import BLOCK, LAYER, SPLIT, Cache, Case
 from tests.gpu.machine import GIB, GPU, IS_REAL, MIB, NAME
 from tests.gpu.test_caches import blocks_come_back_into_others
 from tests.gpu.test_values import same, values
-from tests.integration.cluster import SHORT, Cluster, Node, until
-from tests.integration.traffic import kill_while_used
+from tests.support.cluster import SHORT, Cluster, Node
+from tests.support.traffic import kill_while_used
+from tests.support.waiting import until
 
 POOLED = NAME if IS_REAL else "fake:0"
 POOL_BYTES = 8 * GIB if IS_REAL else 64 * MIB

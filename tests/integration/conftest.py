@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvstore import AsyncClient, Client
-from tests.integration.browser import Browser, browsing
-from tests.integration.cluster import SHORT, Cluster
+from tests.support.browser import Browser, browsing
+from tests.support.cluster import SHORT, Cluster
 
 
 class Blocking:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstore.demo.processes import free_port
 from kvstore.web.api.questions import EXISTS_PATH, MATCH_PATH, STAT_PATH
-from tests.integration.cluster import Cluster, Node
-from tests.integration.http import get
+from tests.support.cluster import Cluster, Node
+from tests.support.http import get
+from tests.support.processes import free_port
 
 KEYS = [bytes([number]) * 16 for number in range(1, 6)]
 

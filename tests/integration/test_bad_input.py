@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome
-from kvstore.demo.processes import free_port
 from kvstore.errors import (
     BatchTooLargeError,
     BufferMismatchError,
@@ -35,8 +34,9 @@ from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, MATCH_KEYS_MAX
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.transport.base import Move
 from kvstore.transport.tcp import TcpTransport
-from tests.integration.cluster import MASTER, NODE, ROOT, Cluster, entry, unique_name
 from tests.integration.conftest import either_client
+from tests.support.cluster import MASTER, NODE, Cluster, entry, unique_name
+from tests.support.processes import ROOT, free_port
 
 STORED = PutOutcome.STORED
 

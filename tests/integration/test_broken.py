@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.process.background import EXIT_BROKEN
-from tests.integration.cluster import ROOT, entry, unique_name
+from tests.support.cluster import entry, unique_name
+from tests.support.processes import ROOT
 
 MASTER = """
 import sys

@@ -20,15 +20,16 @@ import pytest
 
 from kvstore._version import __version__
 from kvstore.connectors.engine.fleet import Fleet
-from kvstore.demo.processes import free_port
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web.dashboard.paths import NAMESPACES_SHOWN
-from tests.integration.browser import PHONE, Browser, browsing
-from tests.integration.cluster import MASTER, Cluster, until
-from tests.integration.etcd import running
-from tests.integration.http import get
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
+from tests.support.browser import PHONE, Browser, browsing
+from tests.support.cluster import MASTER, Cluster
+from tests.support.etcd import running
+from tests.support.http import get
+from tests.support.processes import free_port
+from tests.support.waiting import until
 
 VIEWS = ("overview", "nodes", "prefixes", "namespaces", "events")
 PATHS = ("/", "/api/v1/status", "/api/v1/history", "/api/v1/notices", "/api/v1/fleet")

@@ -26,8 +26,8 @@ import pytest
 
 from kvstore import AsyncClient, Client
 from kvstore.errors import InvalidArgumentError, KVStoreError
-from tests.integration.cluster import SHORT, Cluster
 from tests.integration.test_network import ip
+from tests.support.cluster import SHORT, Cluster
 
 TIMEOUT_MS = 1_200
 SLACK_S = 0.8

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.demo.processes import free_port
-from tests.integration.cluster import Cluster, Server, until
-from tests.integration.http import get
 from tests.integration.test_http import child_of
+from tests.support.cluster import Cluster
+from tests.support.http import get
+from tests.support.processes import Server, free_port
+from tests.support.waiting import until
 
 
 @contextlib.contextmanager

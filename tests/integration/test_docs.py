@@ -29,7 +29,7 @@ from markdown_it.token import Token
 from kvstore import config, errors, limits
 from kvstore.cli import main, master, node, proxy
 from kvstore.config import Config, settings
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 ROOT: Final = Path(__file__).parents[2]
 PAGES: Final = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/*.md")])

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import pytest
 
-from kvstore.demo.processes import free_port
-from tests.integration.cluster import ROOT, Cluster
 from tests.integration.test_memory import needs_root, own_shm
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT, free_port
 
 
 class Report(NamedTuple):

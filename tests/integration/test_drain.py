@@ -19,7 +19,9 @@ from kvstore import Client
 from kvstore.calls import PutOutcome
 from kvstore.client.flows.steps import Transfer
 from kvstore.errors import KVStoreError
-from tests.integration.cluster import NODE, ROOT, SHORT, Cluster, Node, until
+from tests.support.cluster import NODE, SHORT, Cluster, Node
+from tests.support.processes import ROOT
+from tests.support.waiting import until
 
 KIB, MIB = 1 << 10, 1 << 20
 SETTINGS = SHORT | {"put_deadline_ms": 20_000}

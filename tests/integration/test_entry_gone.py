@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.integration.cluster import SHORT, Cluster, until
+from tests.support.cluster import SHORT, Cluster
+from tests.support.waiting import until
 
 KEYS = [f"k{number}" for number in range(20)]
 

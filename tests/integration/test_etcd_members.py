@@ -16,13 +16,14 @@ import pytest
 
 from kvstore import Client
 from kvstore.clocks import uptime
-from kvstore.demo.processes import free_port
 from kvstore.errors import EtcdUnreachableError, KVStoreError
 from kvstore.etcd.client import Etcd
 from kvstore.etcd.finding import MemberSeen, find_leader, look_at
 from kvstore.network.addresses import EtcdPlace
-from tests.integration.cluster import MASTER, ROOT, Cluster, Server, children_of, until
-from tests.integration.etcd import START_S, EtcdServer, need
+from tests.support.cluster import MASTER, Cluster
+from tests.support.etcd import START_S, EtcdServer, need
+from tests.support.processes import ROOT, Server, children_of, free_port
+from tests.support.waiting import until
 
 LEASE_S = 3.0
 HANGS_S = 2.5 * LEASE_S

@@ -18,13 +18,14 @@ import pytest
 
 from kvstore import Client, KVStoreError
 from kvstore.client.state import MasterHTTP
-from kvstore.demo.processes import free_port
 from kvstore.web.events.following import follow
-from tests.integration.cluster import ROOT, Cluster, Server, flags_of, until
-from tests.integration.etcd import running
-from tests.integration.http import get
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
+from tests.support.cluster import Cluster
+from tests.support.etcd import running
+from tests.support.http import get
+from tests.support.processes import ROOT, Server, flags_of, free_port
+from tests.support.waiting import until
 
 Name = tuple[str, str]
 

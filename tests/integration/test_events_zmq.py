@@ -13,10 +13,11 @@ import msgpack
 import pytest
 import zmq
 
-from kvstore.demo.processes import free_port
 from kvstore.limits import FLEET_NAMESPACE
-from tests.integration.cluster import MASTER, Cluster, until
 from tests.integration.test_http import child_of
+from tests.support.cluster import MASTER, Cluster
+from tests.support.processes import free_port
+from tests.support.waiting import until
 
 
 class Subscriber:

@@ -11,10 +11,11 @@ import pytest
 from kvstore import PutOutcome
 from kvstore.client.flows.placements import AVOID_FIRST_S
 from kvstore.clocks import uptime
-from tests.integration.cluster import SHORT, Cluster, until
 from tests.integration.test_deadlines import OF_MASTER, OF_NODE, Island
 from tests.integration.test_deadlines import island as island  # a fixture
-from tests.integration.traffic import content
+from tests.support.cluster import SHORT, Cluster
+from tests.support.traffic import content
+from tests.support.waiting import until
 
 STORED, FOUND = PutOutcome.STORED, PutOutcome.FOUND
 KEYS = [f"key-{number}" for number in range(20)]

@@ -19,9 +19,10 @@ from kvstore import Client, PutOutcome
 from kvstore.client.flows.getting import ATTEMPTS
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.process.logs import BURST
-from tests.integration.cluster import Cluster, Node, until
 from tests.integration.conftest import either_client
-from tests.integration.traffic import content
+from tests.support.cluster import Cluster, Node
+from tests.support.traffic import content
+from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 FLIPS = 600

@@ -12,11 +12,12 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.errors import DeadlineExceededError, KVStoreError, PutRefusedError
-from tests.integration.cluster import SHORT, Cluster, until
-from tests.integration.remote import Remote
 from tests.integration.test_deadlines import OF_MASTER, OF_NODE, Island
 from tests.integration.test_deadlines import island as island  # a fixture
-from tests.integration.traffic import content
+from tests.support.cluster import SHORT, Cluster
+from tests.support.remote import Remote
+from tests.support.traffic import content
+from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 SLOW: dict[str, Any] = {"suspect_ms": 20_000, "dead_ms": 60_000, "quarantine_ms": 60_000}

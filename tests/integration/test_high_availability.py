@@ -21,7 +21,6 @@ import pytest
 
 from kvstore import Client, PutOutcome, calls
 from kvstore.clocks import uptime
-from kvstore.demo.processes import free_port
 from kvstore.errors import KVStoreError, NotLeaderError, UnavailableError
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
@@ -29,11 +28,13 @@ from kvstore.network.addresses import EtcdPlace
 from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
-from tests.integration.cluster import MASTER, ROOT, SHORT, Cluster, Server, until
 from tests.integration.conftest import either_client
-from tests.integration.etcd import EtcdServer, Relay, running
-from tests.integration.http import get, http_port_of, metric
-from tests.integration.traffic import Worker, at_work, content, getter, putter
+from tests.support.cluster import MASTER, SHORT, Cluster
+from tests.support.etcd import EtcdServer, Relay, running
+from tests.support.http import get, http_port_of, metric
+from tests.support.processes import ROOT, Server, free_port
+from tests.support.traffic import Worker, at_work, content, getter, putter
+from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 LEASE_S = 3.0

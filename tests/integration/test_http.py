@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.processes import free_port
-from tests.integration.cluster import MASTER, NODE, Cluster, Server, children_of, is_running, until
-from tests.integration.http import get, http_port_of, metric
-from tests.programs import need_program
+from tests.support.cluster import MASTER, NODE, Cluster
+from tests.support.http import get, http_port_of, metric
+from tests.support.processes import Server, children_of, free_port, is_running
+from tests.support.programs import need_program
+from tests.support.waiting import until
 
 
 def child_of(server: Server) -> int:

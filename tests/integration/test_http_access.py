@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from kvstore.demo.processes import free_port
 from kvstore.errors import PermissionDeniedError
 from kvstore.web.api.objects import LIST_PATH, PATH, REMOVE_PATH
 from kvstore.web.events.following import follow
-from tests.integration.browser import browsing
-from tests.integration.cluster import MASTER, NODE, SHORT, Cluster, children_of, until
-from tests.integration.http import Reply, request
 from tests.integration.test_http import child_of
+from tests.support.browser import browsing
+from tests.support.cluster import MASTER, NODE, SHORT, Cluster
+from tests.support.http import Reply, request
+from tests.support.processes import children_of, free_port
+from tests.support.waiting import until
 
 TOKEN = "s3cret-0123456789abcdef"
 WRITES = ("PUT", "DELETE", "GET")

@@ -14,20 +14,11 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from kvstore.demo.processes import free_port
 from kvstore.errors import ClusterMismatchError
 from kvstore.memory.entries import SHM_DIRECTORY, left_overs
-from tests.integration.cluster import (
-    MASTER,
-    NODE,
-    SHORT,
-    Cluster,
-    Node,
-    Server,
-    flags_of,
-    unique_name,
-    until,
-)
+from tests.support.cluster import MASTER, NODE, SHORT, Cluster, Node, unique_name
+from tests.support.processes import Server, flags_of, free_port
+from tests.support.waiting import until
 
 MEMORY = "16MiB"
 

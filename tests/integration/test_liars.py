@@ -32,7 +32,9 @@ from kvstore.wire.node_messages import (
     encode_node_message,
 )
 from kvstore.wire.status import detail_of, from_grpc
-from tests.integration.cluster import NODE, ROOT, SHORT, Cluster, unique_name, until
+from tests.support.cluster import NODE, SHORT, Cluster, unique_name
+from tests.support.processes import ROOT
+from tests.support.waiting import until
 
 LIES = 20
 YEAR_MS = 365 * 86_400_000

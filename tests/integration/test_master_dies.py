@@ -18,9 +18,11 @@ from kvstore.errors import (
     NoSpaceError,
     UnavailableError,
 )
-from tests.integration.cluster import MASTER, SHORT, Cluster, children_of, is_running, until
 from tests.integration.conftest import either_client
-from tests.integration.traffic import at_work, content, getter, putter
+from tests.support.cluster import MASTER, SHORT, Cluster
+from tests.support.processes import children_of, is_running
+from tests.support.traffic import at_work, content, getter, putter
+from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 KEYS = [f"key-{number}" for number in range(20)]

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.calls import PutOutcome
-from tests.integration.cluster import NODE, ROOT, Cluster, Node, Server, unique_name, until
+from tests.support.cluster import NODE, Cluster, Node, unique_name
+from tests.support.processes import ROOT, Server
+from tests.support.waiting import until
 
 MIB = 1 << 20
 MEMORY = 32 * MIB

@@ -16,10 +16,10 @@ from kvstore import Client, PutOutcome
 from kvstore.clocks import uptime
 from kvstore.errors import ConfigError, DeadlineExceededError, KVStoreError
 from kvstore.transport.mooncake.transport import MooncakeTransport
-from tests.integration.cluster import Cluster
-from tests.integration.traffic import at_work, content, getter, putter
-from tests.metadata_servers import metadata_server
-from tests.programs import need_engine
+from tests.support.cluster import Cluster
+from tests.support.metadata_servers import metadata_server
+from tests.support.programs import need_engine
+from tests.support.traffic import at_work, content, getter, putter
 
 STORED = PutOutcome.STORED
 ENGINE = {"transports": ("mooncake",), "protocol": "tcp"}

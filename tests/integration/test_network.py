@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cluster import SHORT, Cluster, until
-from tests.integration.remote import Remote, RemoteError
+from tests.support.cluster import SHORT, Cluster
+from tests.support.remote import Remote, RemoteError
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.netns
 

@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 from kvstore.proxy.hashes import block_hashes
-from tests.integration.cluster import Cluster, until
-from tests.integration.engines import World, play
+from tests.support.cluster import Cluster
+from tests.support.engines import World, play
+from tests.support.waiting import until
 
 BLOCK = 8
 NONE_HASH = bytes(range(32))

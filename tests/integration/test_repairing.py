@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from tests.integration.cluster import SHORT, Cluster, Node, until
+from tests.support.cluster import SHORT, Cluster, Node
+from tests.support.waiting import until
 
 SETTINGS = SHORT | {"put_deadline_ms": 20_000, "repair_after_ms": 1_000}
 

@@ -11,18 +11,10 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.memory import header as layout
-from tests.integration.cluster import (
-    NODE,
-    SHORT,
-    Cluster,
-    Node,
-    Server,
-    children_of,
-    flags_of,
-    is_running,
-    until,
-)
-from tests.integration.traffic import at_work, content, getter, putter
+from tests.support.cluster import NODE, SHORT, Cluster, Node
+from tests.support.processes import Server, children_of, flags_of, is_running
+from tests.support.traffic import at_work, content, getter, putter
+from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 SIZE = 20_000

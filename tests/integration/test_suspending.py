@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster, until
-from tests.integration.etcd import running
-from tests.integration.remote import Remote, RemoteError
 from tests.integration.suspending import Suspended
 from tests.integration.test_high_availability import HaCluster
+from tests.support.cluster import Cluster
+from tests.support.etcd import running
+from tests.support.remote import Remote, RemoteError
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from kvstore import AsyncClient, Client
 from kvstore.client.tracing import tracing
 from kvstore.errors import NoSpaceError, ValueTooLargeError
 from kvstore.wire.traces import MARK
-from tests.integration.cluster import Cluster, until
+from tests.support.cluster import Cluster
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.demo.processes import free_port
 from kvstore.errors import (
     KVStoreError,
     MasterUnreachableError,
     NodeUnreachableError,
     ReservationLostError,
 )
-from tests.integration.cluster import ROOT, SHORT, Cluster, children_of, entry, is_running, until
 from tests.integration.conftest import either_client
+from tests.support.cluster import SHORT, Cluster, entry
+from tests.support.processes import ROOT, children_of, free_port, is_running
+from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 LEASE_S = SHORT["lease_ms"] / 1000

@@ -24,7 +24,8 @@ from kvstore.master.carriers import Endpoints
 from kvstore.wire.frames import CALL, frame
 from kvstore.wire.messages import encode_request
 from tests.conformance.carrier_peers import RawLane
-from tests.integration.cluster import SHORT, Cluster, until
+from tests.support.cluster import SHORT, Cluster
+from tests.support.waiting import until
 
 MODEL = "/models/Llama-3.1-8B"
 BLOCKS = [bytes([number]) * 32 for number in range(16)]

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.integration.cluster import ROOT, Cluster
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT
 
 PROGRAM = """
 import importlib.abc, sys

@@ -13,8 +13,10 @@ import pytest
 from kvstore import Client, ports
 from kvstore.diagnosis import cluster as doctor
 from kvstore.errors import MasterUnreachableError
-from tests.integration.cluster import ROOT, Cluster, until
-from tests.integration.http import http_port_of
+from tests.support.cluster import Cluster
+from tests.support.http import http_port_of
+from tests.support.processes import ROOT
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")

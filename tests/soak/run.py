@@ -32,7 +32,6 @@ from typing import Final
 
 from kvstore import Client
 from kvstore.errors import KVStoreError
-from tests.name_server import ADDRESS
 from tests.soak.checker import Checker, Violation
 from tests.soak.hands import Settings
 from tests.soak.journal import Reader
@@ -40,6 +39,7 @@ from tests.soak.nemesis import KINDS, Nemesis, filter_reason, schedule, set_cloc
 from tests.soak.processes import Cluster, Forked, Process, clock_reason, need
 from tests.soak.roles import ROLES
 from tests.soak.worker import work
+from tests.support.name_server import ADDRESS
 
 INSIDE: Final = "SOAK_INSIDE"
 SHM_SIZE: Final = "800m"

@@ -27,7 +27,7 @@ def test_slow(): spends(0.2)
 """
 
 PROGRAM = (
-    "import sys, pytest; from tests import costs; costs.QUICK_S = 0.1;"
+    "import sys, pytest; from tests.support import costs; costs.QUICK_S = 0.1;"
     "sys.exit(pytest.main(sys.argv[2:],"
     " plugins=[costs.Costs(strict=sys.argv[1] == 'CI', record=False)]))"
 )

@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvstore.demo.processes import free_port
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
 from tests.e2e.engines.engine import Engine, Result, transfer_config
-from tests.integration.cluster import Cluster, until
+from tests.support.cluster import Cluster
+from tests.support.processes import free_port
+from tests.support.waiting import until
 
 WHOLE = 4 * BLOCK_TOKENS
 """Of a prompt of 600 tokens: its full blocks."""

@@ -11,7 +11,8 @@ import pytest
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import Engine, transfer_config
-from tests.integration.cluster import Cluster, until
+from tests.support.cluster import Cluster
+from tests.support.waiting import until
 
 WHOLE = 4 * BLOCK_TOKENS
 NOTICED_S = 0.05

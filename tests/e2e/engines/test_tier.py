@@ -33,7 +33,8 @@ from kvstore.errors import ConfigError
 from kvstore.limits import FLEET_NAMESPACE
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.offloading import BLOCK_TOKENS, TIER, Engine, weights
-from tests.integration.cluster import Cluster, until
+from tests.support.cluster import Cluster
+from tests.support.waiting import until
 
 BREAKER_S = 12.0
 """The longest that a breaker stays open, and a little more."""

@@ -18,12 +18,13 @@ import pytest
 import zmq
 
 from kvstore import Client, KVStoreError
-from kvstore.demo.processes import free_port
 from kvstore.errors import NoSpaceError
 from tests.engines.dynamo.index import Index, Router
-from tests.integration.cluster import Cluster, until
-from tests.integration.etcd import running
 from tests.integration.test_high_availability import HaCluster
+from tests.support.cluster import Cluster
+from tests.support.etcd import running
+from tests.support.processes import free_port
+from tests.support.waiting import until
 
 NAMESPACE = "vllm/f/g0/p0t0"
 TOPIC = f"kv@pool:kvstore@{NAMESPACE}"

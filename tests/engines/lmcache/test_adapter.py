@@ -32,7 +32,6 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 
 from kvstore.connectors.lmcache import locks
-from kvstore.demo.processes import free_port
 from kvstore.errors import ConfigError
 from kvstore.limits import FLEET_NAMESPACE
 from tests.engines.lmcache.tasks import (
@@ -46,7 +45,9 @@ from tests.engines.lmcache.tasks import (
     layouts,
     same,
 )
-from tests.integration.cluster import ROOT, Cluster, until
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT, free_port
+from tests.support.waiting import until
 
 StartAdapter = Callable[..., Adapter]
 

@@ -18,7 +18,8 @@ from kvstore.connectors.lmcache.chunks import _description
 from kvstore.connectors.lmcache.identity import Namespaces
 from kvstore.connectors.lmcache.remote import KVStoreConnector
 from tests.engines.lmcache.inside import TOKENS, Inside
-from tests.integration.cluster import SHORT, Cluster, until
+from tests.support.cluster import SHORT, Cluster
+from tests.support.waiting import until
 
 StartInside = Callable[..., Inside]
 

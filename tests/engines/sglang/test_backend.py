@@ -37,7 +37,9 @@ from tests.engines.sglang.hicache import (
     indices,
     mamba_pool,
 )
-from tests.integration.cluster import ROOT, Cluster, Server, until
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT, Server
+from tests.support.waiting import until
 
 KEYS = [f"{number:064x}" for number in range(8)]
 LAYOUTS = ["page_first", "page_first_direct", "layer_first"]

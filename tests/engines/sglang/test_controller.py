@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from tests.engines.sglang import hicache
 from tests.engines.sglang.hicache import PAGE_TOKENS, TOKENS
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 TOKEN_IDS = list(range(PAGE_TOKENS * 10))
 PAGES = len(TOKEN_IDS) // PAGE_TOKENS

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.integration.cluster import ROOT
+from tests.support.processes import ROOT
 
 PROGRAM = """
 import importlib, pkgutil, click

@@ -23,7 +23,7 @@ from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.v1 import admin_pb2, client_pb2, common_pb2, node_pb2
 from kvstore.wire import messages, node_messages
 from kvstore.wire.messages import BY_WIRE_NAME, CALLS, Call
-from tests.wire_values import MASTER_MESSAGES, NODE_MESSAGES, REPLIES, REQUESTS
+from tests.support.wire_values import MASTER_MESSAGES, NODE_MESSAGES, REPLIES, REQUESTS
 
 NAMESPACE = Namespace("default")
 ROWS = list(CALLS.values())

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvstore.demo.processes import free_port
-from tests.programs import need_engine, need_program
+from tests.support.processes import free_port
+from tests.support.programs import need_engine, need_program
 
 READY_S = 30.0
 

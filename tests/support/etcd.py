@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import pytest
 
-from kvstore.demo.processes import free_port
 from kvstore.errors import KVStoreError, PermissionDeniedError
 from kvstore.etcd.finding import find_leader
 from kvstore.network.addresses import EtcdPlace
-from tests.integration.cluster import until
+from tests.support.processes import free_port
+from tests.support.waiting import until
 
 START_S: Final = 20.0
 
