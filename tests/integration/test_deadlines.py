@@ -301,7 +301,6 @@ def check(cluster: Cluster, fault: Callable[[], object], *, per_call: bool = Fal
 def test_after_a_signal(cluster: Cluster, who: str, fault: str) -> None:
     cluster.start(2, memory="256MiB")
     master = cluster.master_server
-    assert master is not None
     server = master if who == "master" else cluster.nodes[0]
     try:
         check(cluster, getattr(server, fault))
@@ -316,7 +315,6 @@ def test_after_a_signal(cluster: Cluster, who: str, fault: str) -> None:
 def test_both_stop(cluster: Cluster, per_call: bool) -> None:
     """What clients hold and know is of no use then, and costs them no second deadline."""
     cluster.start(2, memory="256MiB")
-    assert cluster.master_server is not None
     servers = (cluster.master_server, *cluster.nodes)
 
     def freeze() -> None:
@@ -332,7 +330,6 @@ def test_both_stop(cluster: Cluster, per_call: bool) -> None:
 
 def test_memory_is_not_given_to_a_master_that_does_not_answer(cluster: Cluster) -> None:
     cluster.start()
-    assert cluster.master_server is not None
     cluster.master_server.freeze()
     started = time.monotonic()
     try:

@@ -52,13 +52,9 @@ def doctor(*arguments: str, prefix: tuple[str, ...] | list[str] = (), **variable
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    try:
+    with Cluster(tmp_path) as cluster:
         cluster.master()
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def test_this_host() -> None:

@@ -43,13 +43,9 @@ class Result(NamedTuple):
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, settings=SETTINGS)
-    try:
+    with Cluster(tmp_path, settings=SETTINGS) as cluster:
         cluster.master()
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def launch(store: Cluster, node: Node, *options: str) -> subprocess.Popen[str]:
@@ -230,7 +226,6 @@ def test_a_copy_that_lands_after_a_removal_is_not_found_by_the_next_master(
         moved = pool.submit(mover.move_some, old.name)
         assert arrived.wait(60)
         assert client.remove("removed")
-        assert store.master_server is not None
         store.master_server.kill()
         goes_on.set()
         assert landed.wait(60)

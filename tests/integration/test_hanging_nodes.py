@@ -41,12 +41,8 @@ def timed(call: Callable[..., object], *args: Any, **more: Any) -> tuple[object,
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, settings=SHORT | SLOW)
-    try:
+    with Cluster(tmp_path, settings=SHORT | SLOW) as cluster:
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def test_a_node_that_hangs_costs_about_a_second(slow: Cluster) -> None:

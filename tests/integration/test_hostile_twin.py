@@ -194,7 +194,6 @@ def honest(cluster: Cluster) -> Honest:
 
 def starts_again(cluster: Cluster, honest: Honest) -> None:
     """A killed master finds everything: nothing that a liar said has stayed in memory."""
-    assert cluster.master_server is not None
     cluster.master_server.kill()
     cluster.master()
     until(lambda: {node.state for node in cluster.status().nodes} == {"alive"}, within_s=30)

@@ -103,7 +103,6 @@ def test_a_token_is_needed_and_is_seen_nowhere(started: Started, tmp_path: Path,
         assert answer.status == 200, path
         assert TOKEN not in answer.text
     server = cluster.master_server
-    assert server is not None
     child = child_of(server)
     for pid in {server.pid, child, *children_of(server.pid)}:
         assert TOKEN.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -229,7 +228,6 @@ def test_from_another_host(net: tuple[str, str], tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}{KEY}"
         done = subprocess.run([*curl, url], capture_output=True, check=True, timeout=60)
         assert done.stdout.endswith(b"201")
-        assert cluster.master_server is not None
         cluster.master_server.terminate()
         cluster.master(http_token_file=of_token(tmp_path))
         until(lambda: cluster.state_of(cluster.nodes[0]) == "alive")

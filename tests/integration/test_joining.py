@@ -25,9 +25,8 @@ MEMORY = "16MiB"
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.finish()
+    with Cluster(tmp_path) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -149,7 +148,6 @@ def test_a_cluster_that_gets_a_name_keeps_its_memory_also_where_it_moves(cluster
     cluster.client().put("key", b"value")
     assert node.terminate() == 0
     for settings in ({"cluster": "prod"}, {"cluster": "prod", "port": free_port()}):
-        assert cluster.master_server is not None
         cluster.master_server.kill()
         cluster.close_clients()
         cluster.settings |= settings
@@ -175,7 +173,6 @@ def test_a_clock_that_is_put_back_loses_nothing(
     node = cluster.node()
     cluster.client().put("key", b"value")
     epoch = cluster.status().epoch
-    assert cluster.master_server is not None
     cluster.master_server.kill()
     if not lives_on:
         node.kill()

@@ -46,13 +46,9 @@ with Client(sys.argv[1], transports=("shm",)) as near, Client(sys.argv[1], trans
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    try:
+    with Cluster(tmp_path) as cluster:
         cluster.master()
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def own_shm(mount: str) -> list[str]:

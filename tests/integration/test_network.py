@@ -101,19 +101,15 @@ def net() -> Iterator[Net]:
 @pytest.fixture
 def near(net: Net, tmp_path: Path) -> Iterator[Cluster]:
     """A master, and a node that clients reach over the data link."""
-    cluster = Cluster(
+    with Cluster(
         tmp_path,
         settings=SHORT | {"host": "0.0.0.0", "lease_ms": 3_000},
         prefix=["ip", "netns", "exec", net.near],
         reached_at=f"{WATCH}.1",
-    )
-    try:
+    ) as cluster:
         cluster.master()
         start_node(cluster, f"{DATA}.1")
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def start_node(cluster: Cluster, host: str) -> None:

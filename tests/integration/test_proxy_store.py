@@ -90,7 +90,6 @@ def test_a_store_that_dies_costs_requests_nothing_but_the_hop(
         await w.until(lambda: known(w))
         assert (await w.complete(PROMPT))[0] == 200
         assert not w.prefillers[0].calls
-        assert cluster.master_server is not None
         cluster.master_server.kill()
         for _ in range(5):
             assert (await w.complete(PROMPT))[0] == 200

@@ -23,13 +23,9 @@ def value_of(key: str, size: int = 200 << 10) -> bytes:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, settings=SETTINGS)
-    try:
+    with Cluster(tmp_path, settings=SETTINGS) as cluster:
         cluster.master()
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def nodes_of(client: Client, key: str) -> set[str]:

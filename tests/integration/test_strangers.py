@@ -81,7 +81,6 @@ def test_noise_on_every_port_while_a_client_works(store: Cluster) -> None:
     client = store.client()
     client.put_many([(key, content(key)) for key in keys])
     ports = ports_of(store)
-    assert store.master_server is not None
     servers = [store.master_server, store.nodes[0]]
     before = [rss_bytes(server.pid) for server in servers]
     with (

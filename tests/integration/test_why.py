@@ -35,9 +35,8 @@ VALUES = [b"v" * 1_000] * len(BLOCKS)
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, settings=SHORT)
-    yield cluster
-    cluster.finish()
+    with Cluster(tmp_path, settings=SHORT) as cluster:
+        yield cluster
 
 
 class Engine:
@@ -97,7 +96,6 @@ def test_the_field_in_which_two_engines_differ_is_named(cluster: Cluster, lane: 
         assert "dtype: bfloat16 writes, float16 asks" in shown
         assert "block_tokens:" not in shown
 
-    assert cluster.master_server is not None
     cluster.master_server.process.send_signal(signal.SIGKILL)
     cluster.master_server.wait()
     cluster.master()

@@ -82,7 +82,7 @@ class Cluster:
         self.prefix = list(prefix)
         usual = {"host": "127.0.0.1", "port": 0, "http_port": 0}
         self.settings: dict[str, Any] = usual | dict(settings or {})
-        self.master_server: Server | None = None
+        self._master: Server | None = None
         self.nodes: list[Node] = []
         self._servers: list[Server] = []
         self._clients: list[Client] = []
@@ -101,6 +101,16 @@ class Cluster:
             self.close()
 
     # --- the processes ------------------------------------------------------------------------
+
+    @property
+    def master_server(self) -> Server:
+        assert self._master is not None, "start a master first"
+        return self._master
+
+    @master_server.setter
+    def master_server(self, server: Server | None) -> None:
+        """None: it is not to serve any more."""
+        self._master = server
 
     @property
     def address(self) -> str:
@@ -189,8 +199,8 @@ class Cluster:
         """The master is alive and serves; nobody's log holds a traceback."""
         for server in self._servers:
             assert "Traceback" not in server.errors, server.errors
-        if self.master_server is not None:
-            assert self.master_server.process.poll() is None, self.master_server.errors
+        if self._master is not None:
+            assert self._master.process.poll() is None, self._master.errors
             assert self.status().epoch > 0
 
     def finish(self) -> None:

@@ -83,7 +83,6 @@ def test_vllm_finds_again_what_it_has_put(
 
     until(found, within_s=WRITTEN_S)
 
-    assert store.master_server is not None
     for server in (store.master_server, *store.nodes):
         server.kill()
     one.reset()

@@ -476,7 +476,6 @@ class TestFailures:
         """The engine starts, and has hits once the store is there."""
         cluster.start()
         master = cluster.master_server
-        assert master is not None
         master.kill()
         pool = host_pool(filled=1)
         one = backend(pool)
@@ -490,7 +489,6 @@ class TestFailures:
         one = backend(pool)
         saved(one, pool)
         before = [bytes_at(pool, page) for page in range(len(KEYS))]
-        assert store.master_server is not None
         store.master_server.kill()
         store.nodes[0].kill()
         self._are_misses(one)
@@ -508,7 +506,6 @@ class TestFailures:
         one = backend(pool, transports=[transport])
         saved(one, pool)
         before = [bytes_at(pool, page) for page in range(len(KEYS))]
-        assert store.master_server is not None
         servers = [store.master_server, store.nodes[0]]
 
         def kill() -> None:
@@ -541,7 +538,6 @@ class TestFailures:
         one = backend(pool, transports=["tcp"])
         saved(one, pool)
         before = [bytes_at(pool, page) for page in range(len(KEYS))]
-        assert store.master_server is not None
         hanging: list[Server] = []
         if which != "node":
             hanging.append(store.master_server)
