@@ -1,41 +1,46 @@
-"""Hypothesis strategies for every message of ``kvstore.calls``, within the protocol's bounds."""
+"""Hypothesis strategies for every message of ``kvstore.calls``, within the protocol's bounds.
+
+They follow from the annotations of the messages and from the widths of numbers in ``proto``, as the
+codec does, so that a new field or call has them at once. ``BY_HAND`` has those whose columns depend
+on each other.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import enum
+import functools
+import types
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any
 
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import strategies as st
 
 from kvstore import calls
-from kvstore.limits import (
-    BLOCKS_MAX,
-    CHAINS_MAX,
-    PIN_MS_MAX,
-    TTL_MS_MAX,
-    Key,
-    Namespace,
-)
+from kvstore.calls import fields
+from kvstore.limits import KEY_BYTES_MAX, Key, Namespace
+from kvstore.v1 import node_pb2
+from kvstore.wire.messages import CALLS
 
-U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
-SIZES = st.integers(0, 1 << 48)
 FLAGS = st.booleans()
-VERSION = st.builds(calls.Version, U64, U64)
-KEY = st.binary(min_size=1, max_size=256).map(Key)
+KEY = st.binary(min_size=1, max_size=KEY_BYTES_MAX).map(Key)
 PARENT = st.none() | KEY
 NAMESPACE = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).map(Namespace)
-ANY_NAMESPACE = st.just("") | NAMESPACE
 NAME = st.from_regex(r"[a-z0-9.:_-]{1,40}", fullmatch=True)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 BYTES = st.binary(max_size=40)
-ANY_NAME = st.just("") | NAME
-PROTOCOL = st.integers(1, 2**32 - 1)
-EPOCH = st.integers(0, 1 << 62)
+ENTRY = st.from_regex(r"[a-z][a-z0-9._-]{0,20}", fullmatch=True)
 SIXTEEN = st.binary(min_size=16, max_size=16)
-AVOID = st.lists(SIXTEEN, max_size=64).map(tuple)
+ROWS_MAX = 60
+MESSAGES_MAX = 4
+"""Rows that are messages themselves."""
 
 
-def keys(*, distinct: bool = False, least: int = 0, most: int = 60) -> st.SearchStrategy[list[Key]]:
+def keys(
+    *, distinct: bool = False, least: int = 0, most: int = ROWS_MAX
+) -> st.SearchStrategy[list[Key]]:
     """Keys of one length or of several."""
 
     def batch(one: st.SearchStrategy[Key]) -> st.SearchStrategy[list[Key]]:
@@ -51,8 +56,79 @@ def column(rows: int, values: st.SearchStrategy[int] = U64) -> st.SearchStrategy
     return same | st.lists(values, min_size=rows, max_size=rows)
 
 
-def flags(rows: int) -> st.SearchStrategy[bytes]:
-    return st.binary(min_size=rows, max_size=rows)
+# --- by annotation -----------------------------------------------------------------------------
+
+
+@functools.cache
+def of(kind: Any, message: Descriptor) -> st.SearchStrategy[Any]:
+    """Values of ``kind``, a NamedTuple that travels as ``message``."""
+    if kind in BY_HAND:
+        return BY_HAND[kind]
+    hints = typing.get_type_hints(kind, include_extras=True)
+
+    @st.composite
+    def made(draw: st.DrawFn) -> Any:
+        row: dict[str, Any] = {}
+        for name in kind._fields:
+            values = _field(hints[name], message.fields_by_name[name], row)
+            if kind._field_defaults.get(name) not in (None, 0, "", ()):
+                values = values.filter(bool)  # an empty one is left out, and is the default then
+            row[name] = draw(values)
+        return kind(**row)
+
+    return made()
+
+
+def _field(hint: Any, field: FieldDescriptor, row: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """``row``: the fields before this one."""
+    rules: list[Any] = []
+    if typing.get_origin(hint) is Annotated:
+        hint, *rules = typing.get_args(hint)
+    bound = next((rule for rule in rules if isinstance(rule, fields.Rows)), fields.Rows())
+    rule = next((rule for rule in rules if not isinstance(rule, fields.Rows)), None)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kind = next(each for each in typing.get_args(hint) if each is not types.NoneType)
+        return st.none() | _field(kind, field, row)
+    if typing.get_origin(hint) is not Sequence:
+        return _one(hint, rule, field)
+    (item,) = typing.get_args(hint)
+    if item is int and field.type == FieldDescriptor.TYPE_BYTES:
+        return BYTES
+    least, most = 0, min(bound.most, MESSAGES_MAX if hasattr(item, "_fields") else ROWS_MAX)
+    if bound.like:
+        least = most = len(row[bound.like])
+    if item is Key:
+        return keys(distinct=bound.distinct, least=least, most=most)
+    if item is int and bound.like:
+        return column(least, st.integers(0, bound.value_max or 2**64 - 1))
+    rows = st.lists(_one(item, rule, field), min_size=least, max_size=most)
+    return rows.map(tuple) if isinstance(rule, fields.Sixteen) else rows
+
+
+def _one(hint: Any, rule: Any, field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    if hasattr(hint, "_fields"):
+        return of(hint, field.message_type)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return st.sampled_from(hint)
+    match rule:
+        case fields.Between(least, most):
+            return st.integers(least, most)
+        case fields.Text(empty):
+            return st.just("") | NAME if empty else NAME
+        case fields.FileName():
+            return st.just("") | ENTRY
+        case fields.Sixteen():
+            return SIXTEEN
+        case fields.KeyPrefix():
+            return st.binary(max_size=KEY_BYTES_MAX)
+        case fields.AnyNamespace():
+            return st.just("") | NAMESPACE
+    if hint is int:
+        return st.integers(0, 2**32 - 1) if field.type == FieldDescriptor.TYPE_UINT32 else U64
+    return {bool: FLAGS, str: TEXT, bytes: BYTES, Key: KEY, Namespace: NAMESPACE}[hint]
+
+
+# --- by hand -----------------------------------------------------------------------------------
 
 
 @st.composite
@@ -62,40 +138,16 @@ def placements(draw: st.DrawFn, rows: int | None = None) -> calls.Placements:
         return calls.NO_PLACEMENTS
     replicas = draw(column(rows, st.integers(0, 8)))
     extents = sum(replicas)
-    return calls.Placements(
-        draw(column(rows)),
-        draw(column(rows)),
-        draw(column(rows)),
-        replicas,
-        draw(column(extents)),
-        draw(column(extents)),
-    )
+    sizes, epochs, counters = (draw(column(rows)) for _ in range(3))
+    segments, offsets = (draw(column(extents)) for _ in range(2))
+    return calls.Placements(sizes, epochs, counters, replicas, segments, offsets)
 
 
 @st.composite
 def prefix_matches(draw: st.DrawFn) -> calls.PrefixMatch:
     matched = draw(st.integers(0, 40))
     places = draw(st.just(calls.NO_PLACEMENTS) | placements(matched))
-    return calls.PrefixMatch(matched, draw(U32), places)
-
-
-@st.composite
-def put_starts(draw: st.DrawFn) -> calls.PutStart:
-    batch = draw(keys(distinct=True))
-    return calls.PutStart(
-        draw(NAMESPACE),
-        batch,
-        draw(column(len(batch), SIZES)),
-        draw(PARENT),
-        draw(FLAGS),
-        draw(st.integers(1, 8)),
-        draw(FLAGS),
-        draw(st.integers(0, 3_600_000)),
-        draw(st.just("") | NAME),
-        draw(AVOID),
-        draw(FLAGS),
-        draw(U64),
-    )
+    return calls.PrefixMatch(matched, draw(st.integers(0, 2**32 - 1)), places)
 
 
 @st.composite
@@ -103,243 +155,30 @@ def grants(draw: st.DrawFn) -> calls.Grants:
     outcomes = bytes(draw(st.lists(st.sampled_from((1, 2, 3)), max_size=40)))
     granted = outcomes.count(1)
     replicas = draw(st.integers(0, 8))
-    return calls.Grants(
-        draw(U64),
-        draw(U64),
-        outcomes,
-        replicas,
-        draw(column(granted)),
-        draw(column(granted * replicas)),
-        draw(column(granted * replicas)),
-    )
+    extents = [draw(column(granted * replicas)) for _ in range(2)]
+    return calls.Grants(draw(U64), draw(U64), outcomes, replicas, draw(column(granted)), *extents)
 
 
 @st.composite
 def renews(draw: st.DrawFn) -> calls.Renew:
     batch = draw(keys())
-    placed = len(batch) if draw(st.booleans()) else 0
+    placed = len(batch) if draw(FLAGS) else 0
     return calls.Renew(
-        draw(NAMESPACE),
-        batch,
-        draw(column(len(batch))),
-        draw(column(len(batch))),
-        draw(U64),
+        draw(NAMESPACE), batch, draw(column(len(batch))), draw(column(len(batch))), draw(U64),
         draw(st.lists(U64, max_size=40)),
-        tuple(draw(st.lists(SIXTEEN, min_size=placed, max_size=placed))),
-        draw(column(placed)),
-    )
-
-
-@st.composite
-def corrupt_reports(draw: st.DrawFn) -> calls.ReportCorrupt:
-    batch = draw(keys())
-    epochs, counters = draw(column(len(batch))), draw(column(len(batch)))
-    uuids = draw(st.lists(SIXTEEN, min_size=len(batch), max_size=len(batch)))
-    return calls.ReportCorrupt(draw(NAMESPACE), batch, epochs, counters, uuids)
-
-
-@st.composite
-def wipes(draw: st.DrawFn) -> calls.MasterWipe:
-    rows, cut = draw(st.integers(0, 40)), draw(st.integers(0, 5))
-    return calls.MasterWipe(
-        draw(U64), draw(SIXTEEN), draw(column(rows)), draw(column(rows)), draw(column(rows)),
-        draw(VERSION), draw(column(cut)), draw(column(cut)),
+        tuple(draw(st.lists(SIXTEEN, min_size=placed, max_size=placed))), draw(column(placed)),
     )  # fmt: skip
-
-
-ENGINE = st.none() | st.builds(calls.EngineAddress, NAME, U64, NAME, NAME)
-ENTRY = st.from_regex(r"[a-z][a-z0-9._-]{0,20}", fullmatch=True)
-DEVICE = st.none() | st.builds(calls.DevicePlace, NAME, ENTRY, NAME)
-SEGMENT_INFO = st.builds(
-    calls.SegmentInfo,
-    U64,
-    NAME,
-    NAME,
-    U64,
-    SIXTEEN,
-    NAME,
-    NAME,
-    SIXTEEN,
-    U64,
-    U64,
-    ENGINE,
-    PROTOCOL,
-    DEVICE,
-)
-SEGMENT_STATUS = st.builds(
-    calls.SegmentStatus, U64, U64, U64, U64, NAME, U64, U64, U64, ANY_NAME, U64, st.booleans()
-)
-NODE_STATUS = st.builds(
-    calls.NodeStatus, NAME, NAME, NAME, NAME, U64, st.lists(SEGMENT_STATUS, max_size=3), ANY_NAME,
-    TEXT, st.booleans(),
-)  # fmt: skip
-GONE_NODE = st.builds(calls.GoneNode, NAME, NAME, NAME, U64, U64, U64, st.booleans())
-NAMESPACE_STATUS = st.builds(calls.NamespaceStatus, NAMESPACE, U64, U64, U64, U64)
-OBJECT_ROW = st.builds(calls.ObjectRow, NAMESPACE, KEY, U64, U32, U64, U64, NAME)
-CLIENT_TRAFFIC = st.builds(calls.ClientTraffic, TEXT, ANY_NAME, U64, U64, U64, U64, U64, BYTES)
-MISSED_KEY = st.builds(calls.MissedKey, KEY, TEXT, ANY_NAME, U64, U64, U64, FLAGS)
-NAMESPACE_TRAFFIC = st.builds(
-    calls.NamespaceTraffic, NAMESPACE, U64, U64,
-    *[st.lists(rows, max_size=3) for rows in (CLIENT_TRAFFIC, CLIENT_TRAFFIC, MISSED_KEY)],
-    U64, U64, U64, U64, U64, U64,
-)  # fmt: skip
-PLACES = st.lists(U64, max_size=3)
-BRANCH = st.builds(
-    calls.Branch, NAMESPACE, U32, KEY, KEY, *[U64] * 12, FLAGS, PLACES, PLACES,
-)  # fmt: skip
-BLOCK = st.builds(calls.Block, KEY, NAME, BYTES, U64, U64, U64, U64, U64, U64, PLACES)
-OFFER = st.builds(
-    calls.SegmentOffer,
-    st.integers(1, 1 << 48),
-    SIXTEEN,
-    ENTRY | st.just(""),
-    NAME | st.just(""),
-    SIXTEEN,
-    U64,
-    U64,
-    FLAGS,
-    VERSION,
-    ENGINE,
-    PROTOCOL,
-    DEVICE,
-)
 
 
 @st.composite
 def moves_started(draw: st.DrawFn) -> calls.MovesStarted:
     found = draw(grants())
     rows = len(found.tokens)
-    names = st.lists(NAMESPACE, min_size=rows, max_size=rows)
     return calls.MovesStarted(
-        draw(U64),
-        draw(U64),
-        draw(U64),
-        draw(U64),
-        draw(U64),
-        draw(names),
-        draw(keys(least=rows, most=rows)),
-        draw(placements(rows)),
-        found,
-    )
-
-
-REQUESTS: dict[type, st.SearchStrategy[Any]] = {
-    calls.Join: st.builds(calls.Join, NAME, NAME, U32, U32, ANY_NAME, EPOCH),
-    calls.MatchPrefix: st.builds(calls.MatchPrefix, st.lists(NAMESPACE, max_size=5), keys(), FLAGS),
-    calls.Lookup: st.builds(calls.Lookup, NAMESPACE, keys()),
-    calls.Exists: st.builds(calls.Exists, NAMESPACE, keys(), st.booleans()),
-    calls.PutStart: put_starts(),
-    calls.PutEnd: st.builds(calls.PutEnd, U64, st.lists(U64, max_size=40)),
-    calls.PutRevoke: st.builds(
-        calls.PutRevoke, U64, st.lists(U64, max_size=40), FLAGS, st.lists(U64, max_size=64)
-    ),
-    calls.Allocate: st.builds(
-        calls.Allocate, SIZES, st.integers(0, 3_600_000), st.just("") | NAME, AVOID, FLAGS, U64
-    ),
-    calls.Commit: st.builds(
-        calls.Commit, U64, U64, NAMESPACE, KEY, PARENT, SIZES, FLAGS, st.integers(0, TTL_MS_MAX)
-    ),
-    calls.Pin: st.builds(calls.Pin, NAMESPACE, keys(), st.integers(1, PIN_MS_MAX)),
-    calls.Unpin: st.builds(calls.Unpin, NAMESPACE, keys()),
-    calls.Renew: renews(),
-    calls.Remove: st.builds(calls.Remove, NAMESPACE, keys()),
-    calls.Clear: st.builds(calls.Clear, ANY_NAMESPACE, st.integers(1, 16_384)),
-    calls.DescribeSegments: st.builds(calls.DescribeSegments, st.lists(U64, max_size=40)),
-    calls.ReportFailure: st.builds(
-        calls.ReportFailure, st.lists(U64, max_size=40), *[st.just("") | NAME] * 3, U64
-    ),
-    calls.ReportCorrupt: corrupt_reports(),
-    calls.Status: st.builds(calls.Status, U64),
-    calls.ListObjects: st.builds(
-        calls.ListObjects,
-        ANY_NAMESPACE,
-        st.binary(max_size=256),
-        U64,
-        st.integers(1, 16_384),
-    ),
-    calls.StatObject: st.builds(calls.StatObject, NAMESPACE, KEY),
-    calls.Traffic: st.builds(calls.Traffic, ANY_NAMESPACE, U64),
-    calls.Chains: st.builds(calls.Chains, ANY_NAMESPACE, keys(most=20), st.integers(0, CHAINS_MAX)),
-    calls.Blocks: st.builds(calls.Blocks, NAMESPACE, keys(), st.integers(0, BLOCKS_MAX)),
-    calls.Drain: st.builds(calls.Drain, NAME, st.sampled_from(calls.DrainStep)),
-    calls.StartMoves: st.builds(
-        calls.StartMoves,
-        NAME,
-        U64,
-        st.integers(1, 16_384),
-        SIZES,
-        AVOID,
-        U64,
-        st.booleans(),
-        VERSION,
-    ),
-}
-
-REPLIES: dict[type, st.SearchStrategy[Any]] = {
-    calls.Joined: st.builds(
-        calls.Joined,
-        U64,
-        st.integers(0, 65_535),
-        TEXT,
-        BYTES,
-        U64,
-        U64,
-        TEXT,
-        PROTOCOL,
-        ANY_NAME,
-        st.integers(0, 65_535),
-        st.booleans(),
-    ),
-    calls.Matched: st.builds(calls.Matched, U64, U64, st.lists(prefix_matches(), max_size=4)),
-    calls.Found: st.builds(calls.Found, U64, U64, placements()),
-    calls.Existing: st.builds(calls.Existing, BYTES),
-    calls.Grants: grants(),
-    calls.PutEnded: st.builds(calls.PutEnded, BYTES),
-    calls.Revoked: st.builds(calls.Revoked, U32),
-    calls.Committed: st.builds(calls.Committed, st.integers(1, 5)),
-    calls.Renewed: st.builds(calls.Renewed, U64, U64, BYTES, BYTES),
-    calls.Pinned: st.builds(calls.Pinned, BYTES),
-    calls.Unpinned: st.builds(calls.Unpinned, BYTES),
-    calls.Removed: st.builds(calls.Removed, BYTES),
-    calls.Cleared: st.builds(calls.Cleared, U64, U64),
-    calls.Segments: st.builds(calls.Segments, U64, st.lists(SEGMENT_INFO, max_size=4)),
-    calls.Reported: st.builds(calls.Reported, U32),
-    calls.Dropped: st.builds(calls.Dropped, U32),
-    calls.ClusterStatus: st.builds(
-        calls.ClusterStatus,
-        U64,
-        TEXT,
-        U64,
-        st.lists(NODE_STATUS, max_size=3),
-        st.lists(NAMESPACE_STATUS, max_size=3),
-        st.lists(st.builds(calls.Counter, NAME, U64), max_size=5),
-        NAME,
-        TEXT,
-        TEXT,
-        U64,
-        st.lists(GONE_NODE, max_size=3),
-    ),
-    calls.TrafficReport: st.builds(
-        calls.TrafficReport, U64, U64, st.lists(NAMESPACE_TRAFFIC, max_size=3), U64
-    ),
-    calls.ChainsFound: st.builds(
-        calls.ChainsFound, U64, U64, st.lists(BRANCH, max_size=3), st.booleans()
-    ),
-    calls.BlocksFound: st.builds(calls.BlocksFound, st.lists(BLOCK, max_size=3)),
-    calls.Drained: st.builds(calls.Drained, U64, U64, U64, VERSION),
-    calls.MovesStarted: moves_started(),
-    calls.Listed: st.builds(calls.Listed, st.lists(OBJECT_ROW, max_size=5), U64),
-    calls.ObjectDetail: st.builds(
-        calls.ObjectDetail,
-        st.none() | OBJECT_ROW,
-        BYTES,
-        U64,
-        st.builds(calls.Version, U64, U64),
-        U64,
-        placements(),
-        U64,
-    ),
-}
+        draw(U64), draw(U64), draw(U64), draw(U64), draw(U64),
+        draw(st.lists(NAMESPACE, min_size=rows, max_size=rows)),
+        draw(keys(least=rows, most=rows)), draw(placements(rows)), found, draw(FLAGS),
+    )  # fmt: skip
 
 
 @st.composite
@@ -351,45 +190,43 @@ def claims(draw: st.DrawFn) -> calls.NodeClaims:
     )
     places = st.integers(0, max(0, len(namespaces) - 1))
 
-    def column(values: st.SearchStrategy[Any]) -> list[Any]:
-        return draw(st.lists(values, min_size=rows, max_size=rows))
+    def columns(*values: st.SearchStrategy[Any]) -> list[Any]:
+        return [draw(st.lists(each, min_size=rows, max_size=rows)) for each in values]
 
+    (of_rows,) = columns(places)
     return calls.NodeClaims(
-        draw(st.integers(0, 63)), draw(FLAGS), draw(FLAGS), namespaces, column(places), found,
-        column(PARENT), column(U64), column(U64), column(U64), column(U64),
+        draw(st.integers(0, 63)), draw(FLAGS), draw(FLAGS), namespaces, of_rows, found,
+        *columns(PARENT, U64, U64, U64, U64),
     )  # fmt: skip
 
 
-NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
-    calls.NodeJoin: st.builds(
-        calls.NodeJoin,
-        NAME,
-        NAME,
-        U32,
-        U64,
-        st.lists(OFFER, max_size=3),
-        U32,
-        EPOCH,
-        ANY_NAME,
-        ANY_NAME,
-    ),
-    calls.NodeBeat: st.builds(calls.NodeBeat, U64, st.booleans()),
-    calls.NodeWiped: st.builds(calls.NodeWiped, U64),
-    calls.NodeLeave: st.builds(calls.NodeLeave),
+BY_HAND: dict[type, st.SearchStrategy[Any]] = {
+    calls.Placements: placements(),
+    calls.PrefixMatch: prefix_matches(),
+    calls.Grants: grants(),
+    calls.Renew: renews(),
+    calls.MovesStarted: moves_started(),
     calls.NodeClaims: claims(),
 }
 
+# --- all messages ------------------------------------------------------------------------------
+
+
+def _travels(kind: Any, message: Any, inside: str = "") -> st.SearchStrategy[Any]:
+    return of(kind, message.fields_by_name[inside].message_type if inside else message)
+
+
+_NODE = node_pb2.DESCRIPTOR.message_types_by_name
+REQUESTS: dict[type, st.SearchStrategy[Any]] = {
+    row.request: _travels(row.request, row._message("Request").DESCRIPTOR) for row in CALLS.values()
+}
+REPLIES: dict[type, st.SearchStrategy[Any]] = {
+    row.reply: _travels(row.reply, row._message("Reply").DESCRIPTOR, row.reply_field)
+    for row in CALLS.values()
+}
+NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
+    kind: of(kind, _NODE[kind.__name__]) for kind in typing.get_args(calls.NodeMessage)
+}
 MASTER_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
-    calls.MasterAccepted: st.builds(
-        calls.MasterAccepted,
-        U64,
-        st.integers(1, 3_600_000),
-        st.integers(1, 86_400_000),
-        st.lists(U64, max_size=5),
-        PROTOCOL,
-        ANY_NAME,
-    ),
-    calls.MasterBeat: st.builds(calls.MasterBeat, U64),
-    calls.MasterWipe: wipes(),
-    calls.MasterClaimed: st.builds(calls.MasterClaimed, U32),
+    kind: of(kind, _NODE[kind.__name__]) for kind in typing.get_args(calls.MasterMessage)
 }

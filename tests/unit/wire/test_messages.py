@@ -91,13 +91,6 @@ def test_a_master_message_comes_out_as_it_went_in(kind: type, data: st.DataObjec
     assert node_messages.decode_master_message(encoded) == message
 
 
-def test_the_strategies_cover_every_message() -> None:
-    assert set(REQUESTS) == set(CALLS)
-    assert set(REPLIES) == {row.reply for row in ROWS}
-    assert set(NODE_MESSAGES) == set(typing.get_args(calls.NodeMessage))
-    assert set(MASTER_MESSAGES) == set(typing.get_args(calls.MasterMessage))
-
-
 # --- hostile bytes -----------------------------------------------------------------------------
 
 
@@ -184,6 +177,34 @@ def put_start(**fields: Any) -> client_pb2.PutStartRequest:
         "replicas": 1,
     }
     return client_pb2.PutStartRequest(**{**valid, **fields})
+
+
+LONG, SIZE_MAX, WAIT_MAX, TTL_MAX = Key(b"k" * 256), 1 << 48, 3_600_000, 604_800_000
+AVOIDED = (bytes(16),) * 64
+AT_THEIR_BOUNDS: tuple[calls.Request, ...] = (
+    calls.Join("c" * 255, "h" * 255, 2**32 - 1, 2**32 - 1, "n" * 255, 2**64 - 1),
+    calls.MatchPrefix([Namespace("n" * 128)] * 256, [LONG] * BATCH_KEYS_MAX, placements=True),
+    calls.PutStart(
+        NAMESPACE, [Key(number.to_bytes(2, "big")) for number in range(512)], [SIZE_MAX] * 512,
+        LONG, True, 8, False, WAIT_MAX, "h" * 255, AVOIDED, True, 2**64 - 1, TTL_MAX,
+    ),
+    calls.PutEnd(2**64 - 1, [2**64 - 1] * BATCH_KEYS_MAX),
+    calls.PutRevoke(1, [2] * BATCH_KEYS_MAX, False, [3] * 64),
+    calls.Allocate(SIZE_MAX, WAIT_MAX, "h", AVOIDED, True, 1),
+    calls.Commit(1, 2, NAMESPACE, LONG, LONG, SIZE_MAX, True, TTL_MAX),
+    calls.Pin(NAMESPACE, [LONG] * 512, 86_400_000),
+    calls.Chains("", [LONG] * 128, 128),
+    calls.Blocks(NAMESPACE, [LONG] * 256, 256),
+    calls.Clear("", BATCH_KEYS_MAX),
+    calls.ListObjects("", bytes(256), 1, BATCH_KEYS_MAX),
+    calls.StartMoves("n", 0, BATCH_KEYS_MAX, SIZE_MAX, AVOIDED, 1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("request_", AT_THEIR_BOUNDS, ids=lambda each: type(each).__name__)
+def test_what_is_at_a_bound_is_taken(request_: calls.Request) -> None:
+    row = CALLS[type(request_)]
+    assert messages.decode_request(row, messages.encode_request(request_)) == request_
 
 
 REFUSED = {
