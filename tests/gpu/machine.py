@@ -203,6 +203,12 @@ def _adopted(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def tensor(value: object) -> torch.Tensor:
+    """What a get returned, which must be one."""
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
 @contextlib.contextmanager
 def machine(seed: int = 0) -> Iterator[GPU]:
     """The GPU of this process, idle at the end."""

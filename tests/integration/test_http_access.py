@@ -17,9 +17,11 @@ import pytest
 from kvstore.errors import PermissionDeniedError
 from kvstore.web.api.objects import LIST_PATH, PATH, REMOVE_PATH
 from kvstore.web.events.following import follow
+from tests.integration.conftest import OF_MASTER
 from tests.integration.test_http import child_of
 from tests.support.browser import browsing
 from tests.support.cluster import MASTER, NODE, SHORT, Cluster
+from tests.support.hosts import Island
 from tests.support.http import Reply, request
 from tests.support.processes import children_of, free_port
 from tests.support.waiting import until
@@ -176,42 +178,10 @@ def test_settings_that_are_no_use_are_an_error_at_the_start(
 # --- from elsewhere -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def net() -> Iterator[tuple[str, str]]:
-    """A network namespace for the master, and its address as seen from here."""
-    name, link = f"kvs-http-{os.getpid()}", f"kvsh{os.getpid() % 10**7}"
-    address = f"198.19.{os.getpid() % 256}"
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
-
-    try:
-        try:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("link", "add", link, "type", "veth", "peer", "name", "there", "netns", name)
-            ip("-n", name, "address", "add", f"{address}.1/30", "dev", "there")
-            ip("-n", name, "link", "set", "there", "up")
-            ip("address", "add", f"{address}.2/30", "dev", link)
-            ip("link", "set", link, "up")
-        except (FileNotFoundError, subprocess.CalledProcessError) as error:
-            why = getattr(error, "stderr", "") or str(error)
-            pytest.skip(f"needs root and iproute2: requests from elsewhere ({why.strip()})")
-        yield name, f"{address}.1"
-    finally:
-        for arguments in (["link", "del", link], ["netns", "del", name]):
-            with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
-                ip(*arguments)
-
-
 @pytest.mark.netns
-def test_from_another_host(net: tuple[str, str], tmp_path: Path) -> None:
-    namespace, host = net
-    port = free_port()
-    settings = SHORT | {"host": "0.0.0.0", "http_port": port}
-    prefix = ["ip", "netns", "exec", namespace]
-    cluster = Cluster(tmp_path, settings=settings, prefix=prefix, reached_at=host)
-    with cluster:
+def test_from_another_host(island: Island, tmp_path: Path) -> None:
+    host, port, prefix = f"{OF_MASTER}.1", free_port(), island.prefix
+    with island.cluster(tmp_path, http_port=port) as cluster:
         cluster.master()
         cluster.node(master=f"127.0.0.1:{cluster.settings['port']}", host=host)
 

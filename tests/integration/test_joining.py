@@ -17,7 +17,7 @@ from kvstore import Client
 from kvstore.errors import ClusterMismatchError
 from kvstore.memory.entries import SHM_DIRECTORY, left_overs
 from tests.support.cluster import MASTER, NODE, SHORT, Cluster, Node, unique_name
-from tests.support.processes import Server, flags_of, free_port
+from tests.support.processes import KVSTORE, Server, flags_of, free_port, run_python
 from tests.support.waiting import until
 
 MEMORY = "16MiB"
@@ -48,10 +48,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", *arguments],
-        check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
-    )  # fmt: skip
+    return run_python(*KVSTORE, *arguments)
 
 
 def unnamed(cluster: Cluster, number: int) -> Server:

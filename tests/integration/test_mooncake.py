@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from kvstore.errors import ConfigError, DeadlineExceededError, KVStoreError
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from tests.support.cluster import Cluster
 from tests.support.metadata_servers import metadata_server
+from tests.support.processes import run_python
 from tests.support.programs import need_engine
 from tests.support.traffic import at_work, content, getter, putter
 
@@ -113,10 +112,7 @@ def test_a_store_with_a_metadata_server(cluster: Cluster, kind: str, tmp_path: P
             "    client.put('k', b'x' * 5_000_000)\n"
             "    print(client.get('k') == b'x' * 5_000_000)\n"
         )
-        said = subprocess.run(
-            [sys.executable, "-c", code, cluster.address, url],
-            check=False, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        said = run_python("-c", code, cluster.address, url)
         assert said.stdout.strip() == "True", said
         cluster.nodes[0].terminate()
 
@@ -223,13 +219,7 @@ try:
 except TransferEngineError as error:
     print(error.fields["device_name"])
 """
-    said = subprocess.run(
-        [sys.executable, "-c", code, store.address],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    said = run_python("-c", code, store.address)
     assert said.stdout.strip() == "mlx9_0", said
     with caplog.at_level(logging.ERROR, "kvstore.mooncake"):
         client = store.client(transports=("mooncake", "tcp"), **impossible)

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import SHORT, Cluster
+from tests.support.hosts import ip
 from tests.support.remote import Remote, RemoteError
 from tests.support.waiting import until
 
@@ -32,10 +33,6 @@ TIMEOUT_MS = 3_000
 LONGEST_S = TIMEOUT_MS / 1000 + 1.0
 
 LARGE = 8 << 20
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
 
 
 class Net:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +22,7 @@ from kvstore.wire.frames import CALL, frame
 from kvstore.wire.messages import encode_request
 from tests.conformance.carrier_peers import RawLane
 from tests.support.cluster import SHORT, Cluster
+from tests.support.processes import KVSTORE, run_python
 from tests.support.waiting import until
 
 MODEL = "/models/Llama-3.1-8B"
@@ -62,13 +60,13 @@ class Engine:
 
 
 def why(cluster: Cluster, *arguments: str, code: int = 1) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", "--master", cluster.address, "why", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    done = run_python(
+        *KVSTORE,
+        "--master",
+        cluster.address,
+        "why",
+        *arguments,
+        variables={"PYTHONIOENCODING": "utf-8"},
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout

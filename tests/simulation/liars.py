@@ -27,7 +27,7 @@ from tests.simulation.workload import NAMESPACES, PIN_S_MAX
 from tests.support.twin import KEY, MINE, Lie, Theirs, lies, true_calls, true_join, true_messages
 
 if TYPE_CHECKING:
-    from tests.simulation.cluster import Cluster
+    from tests.simulation.cluster import SimulatedCluster
 
 HOUR_US = 3600 * SECOND
 """No clock from which a master takes its epoch shows so much in a run."""
@@ -61,7 +61,7 @@ class LyingClient(Client):
 class Liars:
     """Those of one run, until ``stop``."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self._processes: list[Process] = []
 

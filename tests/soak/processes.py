@@ -222,7 +222,7 @@ class Node(Process):
         return Path("/dev/shm", f"kvstore.{self.name}")
 
 
-class Cluster:
+class SoakedCluster:
     """All servers. Nothing waits for them: who cannot reach what, tries again."""
 
     def __init__(self, directory: Path, *, masters: int, nodes: int, memory: str,

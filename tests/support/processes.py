@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Final
@@ -25,6 +25,8 @@ START_S: Final = 30.0
 STOP_S: Final = 15.0
 PORTS: Final = range(10_000, 32_000, 2)
 """Linux gives none of them to outgoing connections."""
+KVSTORE: Final = ("-m", "kvstore.cli.main")
+"""The command, for ``run_python``."""
 
 
 def flags_of(settings: dict[str, Any]) -> list[str]:
@@ -34,6 +36,26 @@ def flags_of(settings: dict[str, Any]) -> list[str]:
         for key, value in settings.items()
         for word in ("--" + key.replace("_", "-"), str(value))
     ]
+
+
+def run_python(
+    *arguments: str,
+    prefix: Sequence[str] = (),
+    within_s: float = 60.0,
+    check: bool = False,
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs ``python ARGUMENTS`` to its end, with nothing to read, and returns what it said.
+
+    Args:
+        prefix: what the command begins with, to run it elsewhere.
+        check: raises CalledProcessError: its status is not 0.
+        variables: of the environment, beside those of this process.
+    """
+    return subprocess.run(
+        [*prefix, sys.executable, *arguments], stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, cwd=ROOT, env=os.environ | dict(variables or {}), timeout=within_s, check=check,
+    )  # fmt: skip
 
 
 def free_port() -> int:
