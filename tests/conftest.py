@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.config import NATIVE_VARIABLE
-from tests import apart, costs, fake_device, leaks
+from tests.support import apart, costs, fake_device, leaks
 
 ROOT = Path(__file__).parents[1]
 NEED_VLLM = ("tests/unit/connectors", "tests/e2e/engines")

@@ -41,122 +41,60 @@ SEGMENT = calls.SegmentInfo(
 )
 ROW = calls.ObjectRow(N, KEYS[0], 4096, 1, 0, 100, "complete")
 
+STATUS = calls.ClusterStatus(
+    7, "0.1", 5,
+    [calls.NodeStatus("n", "h", "alive", "", 3, [calls.SegmentStatus(3, 9, 5, 4, "")])],
+    [calls.NamespaceStatus(N, 2, 4106)], [calls.Counter("puts", 2)],
+    gone=[calls.GoneNode("m", "h", "left", 9, 3, 0, False)],
+)  # fmt: skip
+TRAFFIC = calls.NamespaceTraffic(
+    N, 2, 4106,
+    [calls.ClientTraffic("p", "10.0.0.8", 9, 1, 4, 1, 3, b"k")],
+    [calls.ClientTraffic("d", "local", 9, 1, 4, 1, 0, b"")],
+    [calls.MissedKey(KEYS[0], "d", "local", 1, 0, 2, present=True)],
+    2, 1, 1, 3, 8, 600,
+)  # fmt: skip
+BRANCH = calls.Branch(
+    N, 0, KEYS[0], KEYS[0], 1, 0, 0, 9, 0, 2, 3, 1, 60, 5, 4, 1, True, [3], [1]
+)  # fmt: skip
+BLOCK = calls.Block(KEYS[0], "complete", b"p", 2, 1, 9, 5, 4, 3, [3, 4])
+PLACE = calls.Placements([4096], [7], [1], [1], [3], [0])
+
 SAMPLES: dict[type, tuple[Any, Any]] = {
     type(request): (request, reply)
     for request, reply in (
-        (
-            calls.MatchPrefix([N, Namespace("other")], KEYS, placements=True),
-            calls.Matched(
-                7,
-                10_000,
-                [calls.PrefixMatch(2, 0, PLACES), calls.PrefixMatch(0, 1, calls.NO_PLACEMENTS)],
-            ),
-        ),
+        (calls.MatchPrefix([N, Namespace("other")], KEYS, placements=True),
+         calls.Matched(7, 10_000, [
+             calls.PrefixMatch(2, 0, PLACES), calls.PrefixMatch(0, 1, calls.NO_PLACEMENTS),
+         ])),
         (calls.Lookup(N, KEYS), calls.Found(7, 10_000, PLACES)),
         (calls.Exists(N, KEYS), calls.Existing(b"\x01\x02")),
-        (
-            calls.PutStart(N, KEYS, [4096, 10], None, True, 1, False, 0, "host"),
-            calls.Grants(7, 30_000, b"\x01\x02", 1, [9], [3], [4096]),
-        ),
+        (calls.PutStart(N, KEYS, [4096, 10], None, True, 1, False, 0, "host"),
+         calls.Grants(7, 30_000, b"\x01\x02", 1, [9], [3], [4096])),
         (calls.PutEnd(7, [9]), calls.PutEnded(b"\x04")),
         (calls.PutRevoke(7, [9], False, [5, 6]), calls.Revoked(1)),
-        (
-            calls.Allocate(4096, 0, "host"),
-            calls.Grants(7, 30_000, b"\x01", 1, [10], [3], [4096]),
-        ),
+        (calls.Allocate(4096, 0, "host"), calls.Grants(7, 30_000, b"\x01", 1, [10], [3], [4096])),
         (calls.Commit(7, 10, N, KEYS[0], KEYS[1], 4096, False), calls.Committed(4)),
-        (
-            calls.Renew(N, KEYS, [7, 7], [1, 2], 7, [10], (b"u" * 16, b"v" * 16), [4096, 8192]),
-            calls.Renewed(10_000, 30_000, b"\x01\x00", b"\x01"),
-        ),
+        (calls.Renew(N, KEYS, [7, 7], [1, 2], 7, [10], (b"u" * 16, b"v" * 16), [4096, 8192]),
+         calls.Renewed(10_000, 30_000, b"\x01\x00", b"\x01")),
         (calls.Remove(N, KEYS), calls.Removed(b"\x01\x00")),
         (calls.Clear(N, 100), calls.Cleared(2, 0)),
         (calls.DescribeSegments([3, 4]), calls.Segments(7, [SEGMENT])),
         (calls.ReportFailure([3]), calls.Reported(1)),
         (calls.ReportCorrupt(N, KEYS, [7, 7], [1, 2], [bytes(16)] * 2), calls.Dropped(1)),
-        (
-            calls.Status(),
-            calls.ClusterStatus(
-                7,
-                "0.1",
-                5,
-                [calls.NodeStatus("n", "h", "alive", "", 3, [calls.SegmentStatus(3, 9, 5, 4, "")])],
-                [calls.NamespaceStatus(N, 2, 4106)],
-                [calls.Counter("puts", 2)],
-                gone=[calls.GoneNode("m", "h", "left", 9, 3, 0, False)],
-            ),
-        ),
+        (calls.Status(), STATUS),
         (calls.ListObjects(N, b"", 0, 10), calls.Listed([ROW], 0)),
-        (
-            calls.StatObject(N, KEYS[0]),
-            calls.ObjectDetail(
-                ROW,
-                b"",
-                1,
-                calls.Version(7, 1),
-                5,
-                calls.Placements([4096], [7], [1], [1], [3], [0]),
-                8,
-            ),
-        ),
-        (
-            calls.Traffic(N, 3),
-            calls.TrafficReport(
-                7,
-                5,
-                [
-                    calls.NamespaceTraffic(
-                        N,
-                        2,
-                        4106,
-                        [calls.ClientTraffic("p", "10.0.0.8", 9, 1, 4, 1, 3, b"k")],
-                        [calls.ClientTraffic("d", "local", 9, 1, 4, 1, 0, b"")],
-                        [calls.MissedKey(KEYS[0], "d", "local", 1, 0, 2, present=True)],
-                        2,
-                        1,
-                        1,
-                        3,
-                        8,
-                        600,
-                    )
-                ],
-                4,
-            ),
-        ),
-        (
-            calls.Chains(N, KEYS[:1], 5),
-            calls.ChainsFound(
-                7,
-                5,
-                [
-                    calls.Branch(
-                        N, 0, KEYS[0], KEYS[0], 1, 0, 0, 9, 0, 2, 3, 1, 60, 5, 4, 1, True, [3], [1]
-                    )
-                ],
-                True,
-            ),
-        ),
-        (
-            calls.Blocks(N, KEYS, 2),
-            calls.BlocksFound([calls.Block(KEYS[0], "complete", b"p", 2, 1, 9, 5, 4, 3, [3, 4])]),
-        ),
+        (calls.StatObject(N, KEYS[0]),
+         calls.ObjectDetail(ROW, b"", 1, calls.Version(7, 1), 5, PLACE, 8)),
+        (calls.Traffic(N, 3), calls.TrafficReport(7, 5, [TRAFFIC], 4)),
+        (calls.Chains(N, KEYS[:1], 5), calls.ChainsFound(7, 5, [BRANCH], True)),
+        (calls.Blocks(N, KEYS, 2), calls.BlocksFound([BLOCK])),
         (calls.Drain("n", calls.DrainStep.BEGIN), calls.Drained(7, 4096, 1)),
-        (
-            calls.StartMoves("n", 0, 10, 1 << 20),
-            calls.MovesStarted(
-                5,
-                1,
-                2,
-                9,
-                3,
-                [N],
-                KEYS[:1],
-                calls.Placements([4096], [7], [1], [1], [3], [0]),
-                calls.Grants(7, 30_000, b"\x01", 1, [11], [4], [8192]),
-            ),
-        ),
+        (calls.StartMoves("n", 0, 10, 1 << 20),
+         calls.MovesStarted(5, 1, 2, 9, 3, [N], KEYS[:1], PLACE,
+                            calls.Grants(7, 30_000, b"\x01", 1, [11], [4], [8192]))),
     )
-}
+}  # fmt: skip
 """One request and its reply for every call but Join."""
 
 

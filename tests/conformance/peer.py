@@ -22,8 +22,8 @@ from kvstore.network.host import host_id
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
-from tests import fake_device
-from tests.programs import ENGINE
+from tests.support import fake_device
+from tests.support.programs import ENGINE
 
 ROOT = Path(__file__).parents[2]
 

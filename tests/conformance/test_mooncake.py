@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -32,10 +31,11 @@ from kvstore.transport.mooncake import server, transport
 from kvstore.transport.mooncake.engine import Engine, EngineSettings
 from kvstore.transport.mooncake.station import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
-from tests.conformance.peer import ROOT, Peer
+from tests.conformance.peer import Peer
 from tests.conformance.test_transports import At, empty, noise, soon
-from tests.metadata_servers import metadata_server
-from tests.programs import need_engine
+from tests.support.metadata_servers import metadata_server
+from tests.support.processes import run_python
+from tests.support.programs import need_engine
 
 MIB = 1 << 20
 SEGMENT_BYTES = 64 * MIB
@@ -106,9 +106,7 @@ def test_this_build_does_not_know_redis(tmp_path: Path) -> None:
             "from mooncake.engine import TransferEngine\n"
             f"TransferEngine().initialize('127.0.0.1:12345', {url!r}, 'tcp', '')"
         )
-        bare = subprocess.run(
-            [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
-        )
+        bare = run_python("-c", code)
         assert bare.returncode == -6, "SIGABRT; if it knows redis now, test it as the others"
         assert "Unable to find metadata storage plugin redis" in bare.stderr
         with pytest.raises(TransferEngineError, match="does not support redis") as caught:
@@ -415,10 +413,7 @@ def test_others_go_on_while_a_transfer_waits(peer: Peer) -> None:
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60,
-        cwd=ROOT, env=os.environ | environment,
-    )  # fmt: skip
+    return run_python("-c", code, variables=environment)
 
 
 TRY = """

@@ -39,8 +39,9 @@ from kvstore.errors import (
 )
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.process.children import start_master
-from tests import leaks
-from tests.programs import need_engine
+from tests.support import leaks
+from tests.support.processes import KVSTORE, run_python
+from tests.support.programs import need_engine
 
 MIB = 1 << 20
 POOL_BYTES = 64 * MIB
@@ -859,18 +860,12 @@ WHOSE = "import mooncake.store as s; print(s.MooncakeDistributedStore.__module__
 
 
 def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environ}, capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+    return run_python("-c", code, variables=environ)
 
 
 def test_a_command_finds_this_store() -> None:
     command = [sys.executable, "-m", "kvstore.cli.main", "as-mooncake", "--"]
-    done = subprocess.run(
-        [*command, sys.executable, "-c", WHOSE],
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+    done = run_python("-c", WHOSE, prefix=command)
     assert (done.returncode, done.stdout.strip()) == (0, "kvstore.connectors.mooncake.store")
     assert done.stderr.startswith("mooncake.store is kvstore ")
 
@@ -924,8 +919,7 @@ def test_install_after_another_module_of_a_mooncake(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_command_that_is_not_there() -> None:
-    command = [sys.executable, "-m", "kvstore.cli.main", "as-mooncake", "--", "no-such-program"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = run_python(*KVSTORE, "as-mooncake", "--", "no-such-program")
     assert done.returncode == 2
     assert "no-such-program cannot be started" in done.stderr
     assert "Traceback" not in done.stderr

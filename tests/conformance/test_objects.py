@@ -1,13 +1,17 @@
 """Whole objects, moved in one go (compiled) or move by move, over every transport, from and to the
-host's memory or a device's: the same bytes, outcomes and errors."""
+host's memory or a device's, in segments of the host's memory or a device's: the same bytes,
+outcomes and errors."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,7 @@ from kvstore.client.flows.objects import ObjectReads, ObjectWrites
 from kvstore.client.flows.placements import Placed
 from kvstore.client.flows.steps import Transfer
 from kvstore.clocks import uptime
+from kvstore.device import drivers
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import (
@@ -35,13 +40,15 @@ from kvstore.memory.raw import address_of
 from kvstore.native import fast
 from kvstore.native.kinds import CORRUPT, STALE
 from kvstore.transport.base import Transport
+from kvstore.transport.device import DeviceTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 MIB = 1 << 20
 SPACE = Namespace("space")
+POOLED = "fake:0"
 LARGE = [8 * MIB] * 7
 """More than sockets buffer: in the middle of it both ends are at work."""
 
@@ -105,49 +112,105 @@ class DeviceWay(Way):
         return made
 
 
+class SameDeviceWay(DeviceWay):
+    """The memory of the transfers' buffers is of the device that holds the segment."""
+
+    def __init__(self) -> None:
+        super().__init__(DeviceTransport(8 * MIB))
+        self.fake.name = POOLED
+
+    def carry(self, transfer: Transfer, seconds: float = 30.0) -> None:
+        drivers.use(POOLED, self.fake)
+        super().carry(transfer, seconds)
+
+    def close(self) -> None:
+        super().close()
+        drivers.use(POOLED, None)
+
+
 def one_go(make: Callable[[], Transport]) -> Way:
     if fast is None:
         pytest.skip("kvstore.native.fast is not built here")
     return Way(make(), in_one_go=True)
 
 
-WAYS: dict[str, Callable[[], Way]] = {
-    "shm-one-go": lambda: one_go(ShmTransport),
-    "shm-moves": lambda: Way(ShmTransport(), in_one_go=False),
-    "shm-device": lambda: DeviceWay(ShmTransport()),
-    "shm-device-not-locked": lambda: DeviceWay(ShmTransport(), lock_max=0),
-    "tcp-one-go": lambda: one_go(TcpTransport),
-    "tcp-moves": lambda: Way(TcpTransport(), in_one_go=False),
-    "tcp-device": lambda: DeviceWay(TcpTransport()),
+WAYS: dict[str, dict[str, Callable[[], Way]]] = {
+    "host": {
+        "shm-one-go": lambda: one_go(ShmTransport),
+        "shm-moves": lambda: Way(ShmTransport(), in_one_go=False),
+        "shm-device": lambda: DeviceWay(ShmTransport()),
+        "shm-device-not-locked": lambda: DeviceWay(ShmTransport(), lock_max=0),
+        "tcp-one-go": lambda: one_go(TcpTransport),
+        "tcp-moves": lambda: Way(TcpTransport(), in_one_go=False),
+        "tcp-device": lambda: DeviceWay(TcpTransport()),
+    },
+    "device": {
+        "same-device": SameDeviceWay,
+        "other-device": lambda: DeviceWay(DeviceTransport(8 * MIB)),
+        "host": lambda: Way(DeviceTransport(8 * MIB), in_one_go=False),
+        "tcp-one-go": lambda: one_go(TcpTransport),
+        "tcp-moves": lambda: Way(TcpTransport(), in_one_go=False),
+        "tcp-device": lambda: DeviceWay(TcpTransport()),
+    },
 }
+"""By the memory that the segment is in."""
+EVERY = [(memory, way) for memory, ways in WAYS.items() for way in ways]
+HOST = [each for each in EVERY if each[0] == "host"]
+DEVICE = [each for each in EVERY if each[0] == "device"]
+
+
+def by(ways: list[tuple[str, str]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("memory", "way"), ways, indirect=["way"])
+
+
+def new_peer(memory: str, name: str) -> Peer:
+    device = POOLED if memory == "device" else ""
+    return Peer(f"{name}-{os.getpid()}", 64 * MIB, device=device)
 
 
 @pytest.fixture(scope="module")
-def shared_peer() -> Iterator[Peer]:
-    peer = Peer(f"objects-{os.getpid()}", 64 * MIB)
+def peers() -> Iterator[dict[str, Peer]]:
+    peers = {memory: new_peer(memory, f"objects-{memory}") for memory in WAYS}
+    yield peers
+    for peer in peers.values():
+        peer.close()
+
+
+@pytest.fixture
+def shared_peer(memory: str, peers: dict[str, Peer]) -> Peer:
+    return peers[memory]
+
+
+@pytest.fixture
+def peer(memory: str) -> Iterator[Peer]:
+    peer = new_peer(memory, "victim")
     yield peer
     peer.close()
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
-    peer = Peer(f"victim-{os.getpid()}", 64 * MIB)
-    yield peer
-    peer.close()
-
-
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> Iterator[Way]:
-    way = WAYS[request.param]()
+def way(memory: str, request: pytest.FixtureRequest) -> Iterator[Way]:
+    way = WAYS[memory][request.param]()
     yield way
     way.close()
 
 
-@pytest.fixture(params=WAYS)
-def other(request: pytest.FixtureRequest) -> Iterator[Way]:
-    way = WAYS[request.param]()
+@pytest.fixture
+def other(memory: str, request: pytest.FixtureRequest) -> Iterator[Way]:
+    way = WAYS[memory][request.param]()
     yield way
     way.close()
+
+
+@contextmanager
+def memory_of(peer: Peer) -> Iterator[mmap.mmap]:
+    """The memory of the peer's segment."""
+    path = peer.entry
+    if peer.info.device is not None:
+        owned = Path(f"/proc/{peer.pid}/fd").iterdir()
+        path = next(each for each in owned if "kvstore-fake-device" in os.readlink(each))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        yield memory
 
 
 def values(sizes: list[int]) -> list[bytes]:
@@ -193,53 +256,64 @@ def reads(
     return transfer, targets
 
 
+SIZES: dict[str, dict[str, tuple[list[int], int]]] = {
+    "host": {
+        "empty": ([0], 1), "few": ([1, 0, 4096], 1), "batch": ([4096] * 64, 3),
+        "odd": ([300_000, 5, MIB + 1], 7), "many": ([10] * 2_000, 1),
+        "large": ([8 * MIB, 9 * MIB], 1_000), "gathered": ([100_000], 5_000),
+    },
+    "device": {
+        "empty": ([0], 1), "few": ([1, 0, 4096], 1), "odd": ([300_000, 5, 9 * MIB], 7),
+        "many": ([10] * 500, 1),
+    },
+}  # fmt: skip
+"""Of objects, and into how many parts their buffers are cut."""
+
+
 @pytest.mark.parametrize(
-    ("sizes", "parts"),
+    ("memory", "way", "other", "sizes"),
     [
-        ([0], 1),
-        ([1, 0, 4096], 1),
-        ([4096] * 64, 3),
-        ([300_000, 5, MIB + 1], 7),
-        ([10] * 2_000, 1),
-        ([8 * MIB, 9 * MIB], 1_000),
-        ([100_000], 5_000),
+        (memory, one, two, sizes)
+        for memory, ways in WAYS.items()
+        for one in ways
+        for two in ways
+        for sizes in SIZES[memory]
     ],
-    ids=["empty", "few", "batch", "odd", "many", "large", "gathered"],
+    indirect=["way", "other"],
 )
 def test_what_one_way_writes_every_other_reads(
-    shared_peer: Peer, way: Way, other: Way, sizes: list[int], parts: int
+    shared_peer: Peer, memory: str, way: Way, other: Way, sizes: str
 ) -> None:
-    segment, some = shared_peer.info, values(sizes)
+    segment, (size_of, parts) = shared_peer.info, SIZES[memory][sizes]
+    some = values(size_of)
     way.carry(writes(segment, some, parts=parts))
-    transfer, targets = reads(segment, sizes, parts=parts)
-    other.carry(transfer)
-    assert transfer.outcomes() == [b"descriptor"] * len(sizes)
-    assert targets == some
+    for verify in (True,) if memory == "host" else (True, False):
+        transfer, targets = reads(segment, size_of, parts=parts, verify=verify)
+        other.carry(transfer)
+        assert transfer.outcomes() == [b"descriptor"] * len(some)
+        assert targets == some
 
 
+@by(EVERY)
 def test_outcomes(shared_peer: Peer, way: Way) -> None:
     segment, sizes = shared_peer.info, [5_000] * 4
     way.carry(writes(segment, values(sizes)))
-    with_shm = ShmTransport()
-    memory = with_shm.memory(segment)
     extent = extent_bytes(5_000)
-    memory[MIB + extent + HEADER_BYTES + 4_999] ^= 1  # payload of the second
-    memory[MIB + 2 * extent + 70] ^= 1  # header of the third
-    memory[MIB + 3 * extent : MIB + 3 * extent + 64] = bytes(64)  # the fourth is wiped
-    expected = [b"descriptor", CORRUPT, STALE, STALE]
+    with memory_of(shared_peer) as memory:
+        memory[MIB + extent + HEADER_BYTES + 4_999] ^= 1  # payload of the second
+        memory[MIB + 2 * extent + 70] ^= 1  # header of the third
+        memory[MIB + 3 * extent : MIB + 3 * extent + 64] = bytes(64)  # the fourth is wiped
     for verify in (True, False):
         transfer, _ = reads(segment, sizes, verify=verify)
         way.carry(transfer)
-        assert transfer.outcomes() == (
-            expected if verify else [b"descriptor", b"descriptor", STALE, STALE]
-        )
+        second = CORRUPT if verify else b"descriptor"
+        assert transfer.outcomes() == [b"descriptor", second, STALE, STALE]
     transfer, _ = reads(segment, sizes, version=2)
     way.carry(transfer)
     assert transfer.outcomes() == [STALE] * 4
-    del memory
-    with_shm.close()
 
 
+@by(HOST)
 @pytest.mark.parametrize("verify", [True, False])
 def test_of_another_object_nothing_is_written(shared_peer: Peer, way: Way, verify: bool) -> None:
     """What is read in the end may be shorter than what stood there first."""
@@ -247,21 +321,18 @@ def test_of_another_object_nothing_is_written(shared_peer: Peer, way: Way, verif
     some = values(sizes)
     way.carry(writes(segment, some, parts=3))
     extents = [extent_bytes(size) for size in sizes]
-    with_shm = ShmTransport()
-    memory = with_shm.memory(segment)
-    for index in range(0, len(sizes), 2):
-        at = MIB + sum(extents[:index])
-        memory[at : at + 64] = bytes(64)
+    with memory_of(shared_peer) as memory:
+        for index in range(0, len(sizes), 2):
+            at = MIB + sum(extents[:index])
+            memory[at : at + 64] = bytes(64)
     transfer, targets = reads(segment, sizes, parts=3, verify=verify)
     way.carry(transfer)
     assert transfer.outcomes() == [STALE, b"descriptor"] * 4 + [STALE]
     for index, (target, value) in enumerate(zip(targets, some, strict=True)):
         assert target == (value if index % 2 else bytes(len(value))), index
-    del memory
-    with_shm.close()
-    way.close()
 
 
+@by(EVERY)
 def test_bad_ranges_and_strangers(shared_peer: Peer, way: Way) -> None:
     segment = shared_peer.info
     for start in (0, 4095, segment.size - HEADER_BYTES - 99):
@@ -278,6 +349,7 @@ def test_bad_ranges_and_strangers(shared_peer: Peer, way: Way) -> None:
     way.carry(writes(segment, values([100])))
 
 
+@by(EVERY)
 def test_a_fence_ends_it(peer: Peer, way: Way) -> None:
     before = peer.info
     way.carry(writes(before, values([100])))
@@ -292,6 +364,7 @@ def test_a_fence_ends_it(peer: Peer, way: Way) -> None:
     assert targets == values([100])
 
 
+@by(HOST)
 @pytest.mark.parametrize("verb", ["read", "write"])
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_a_node_that_dies_or_freezes(peer: Peer, way: Way, verb: str, how: str) -> None:
@@ -333,12 +406,42 @@ def test_a_node_that_dies_or_freezes(peer: Peer, way: Way, verb: str, how: str) 
         way.carry(writes(segment, some))
 
 
-def test_a_connection_that_ended_meanwhile_is_made_anew(peer: Peer) -> None:
-    way = WAYS["tcp-one-go"]()
+@by([("host", "tcp-one-go")])
+def test_a_connection_that_ended_meanwhile_is_made_anew(peer: Peer, way: Way) -> None:
     way.carry(writes(peer.info, values([100])))
     peer.ask("restart")
     transfer, targets = reads(peer.info, [100])
     way.carry(transfer)
     assert targets == values([100])
     assert peer.counters()["connections"] == 1  # of the new server
-    way.close()
+
+
+@by(DEVICE)
+def test_a_dead_node_gives_no_bytes_of_a_device(peer: Peer, way: Way) -> None:
+    segment = peer.info
+    way.carry(writes(segment, values([100])))
+    peer.kill()
+    for transfer in (writes(segment, values([100])), reads(segment, [100])[0]):
+        with pytest.raises(UnavailableError):
+            way.carry(transfer)
+    assert peer.entry.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["device"])
+def test_a_fake_that_is_not_eager(peer: Peer) -> None:
+    """Copies run late and in a random order, so each missing wait is a wrong byte."""
+    sizes = [100, 70_000, 3, 2 * MIB, 8_000]
+    for seed in range(5):
+        fake = FakeDriver(POOLED, seed=seed)
+        drivers.use(POOLED, fake)
+        transport = DeviceTransport(MIB)
+        host = Way(transport, in_one_go=False)
+        host.carry(writes(peer.info, values(sizes), parts=3, version=seed + 1))
+        assert fake.is_idle
+        transfer, targets = reads(peer.info, sizes, parts=3, version=seed + 1)
+        host.carry(transfer)
+        assert fake.is_idle
+        assert targets == values(sizes)
+        transport.close()
+        drivers.use(POOLED, None)

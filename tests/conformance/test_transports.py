@@ -39,7 +39,7 @@ from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_protocol import HELLO_BYTES, RANGE_BYTES, RANGES_MAX, REQUEST_BYTES
 from tests.conformance.peer import Peer
-from tests.programs import ENGINE, engine_or_skip_reason, need_engine
+from tests.support.programs import ENGINE, engine_or_skip_reason, need_engine
 
 MIB = 1 << 20
 SEGMENT_BYTES = 64 * MIB

@@ -19,7 +19,7 @@ import yaml
 
 from tests.containers.docker import ROOT, Container, Docker
 from tests.containers.test_containers import GET, PUT
-from tests.integration.cluster import until
+from tests.support.waiting import until
 
 BASE_PACKAGES = "python3,python3-venv,python3-dev,gcc,libc6-dev"
 MIRROR = os.environ.get("DEBIAN_MIRROR", "http://deb.debian.org/debian")

@@ -13,7 +13,7 @@ import torch
 from kvstore.bench.gpu import GPU, main
 from kvstore.bench.ours import Store, own_master
 from kvstore.process.children import Child
-from tests import fake_device
+from tests.support import fake_device
 
 NOTE = "The GPU is a fake, made of the host's memory: these numbers mean nothing."
 
@@ -33,8 +33,8 @@ class FakeGPU(GPU):
     def store_on_it(self, pool_bytes: int) -> Iterator[Store]:
         with own_master("--lease-ms", "1000") as (address, pid):
             node = Child.start(
-                "tests.fake_node", "--master", address, "--memory", str(pool_bytes), "--port", "0",
-                "--no-keep", "--device", self.name,
+                "tests.support.fake_node", "--master", address, "--memory", str(pool_bytes),
+                "--port", "0", "--no-keep", "--device", self.name,
             )  # fmt: skip
             try:
                 yield Store(address, {"master": pid, "storage": node.pid})

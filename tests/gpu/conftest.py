@@ -14,7 +14,7 @@ import torch
 from kvstore import Client
 from kvstore.device.drivers import driver_of
 from tests.gpu.machine import GPU, IS_REAL, NAME, POOL_BYTES, VARIABLE, machine
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 if IS_REAL and not torch.cuda.is_available():
     raise pytest.UsageError(f"{VARIABLE}=1, but torch sees no GPU here")

@@ -20,7 +20,7 @@ import torch
 from kvstore.client.operations import Stream
 from kvstore.device.cuda import CUDADriver
 from kvstore.device.drivers import driver_of, use
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 NAME: Final = "cuda:0"
 VARIABLE: Final = "TEST_GPU"
@@ -201,6 +201,12 @@ def _adopted(tensor: torch.Tensor) -> torch.Tensor:
             driver.memory[storage.data_ptr()] = storage.nbytes()
             driver._kept.append(storage)
     return tensor
+
+
+def tensor(value: object) -> torch.Tensor:
+    """What a get returned, which must be one."""
+    assert isinstance(value, torch.Tensor)
+    return value
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -23,15 +22,12 @@ from kvstore.bench.gpu import (
 )
 from tests.gpu.bench_on_a_fake import NOTE
 from tests.gpu.machine import IS_REAL
-from tests.integration.cluster import ROOT
+from tests.support.processes import ROOT, run_python
 
 
 def test_every_row_is_measured_and_written(tmp_path: Path) -> None:
     module = "kvstore.bench.gpu" if IS_REAL else "tests.gpu.bench_on_a_fake"
-    command = [sys.executable, "-m", module, "--quick", "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=170, check=False
-    )
+    done = run_python("-m", module, "--quick", "--out", str(tmp_path), within_s=170)
     assert done.returncode == 0, done.stderr
     assert (NOTE in done.stdout) == (not IS_REAL)
     found = json.loads((tmp_path / "gpu.json").read_text())

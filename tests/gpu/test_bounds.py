@@ -19,9 +19,9 @@ from kvstore.device.device import Device
 from kvstore.device.driver import Driver
 from kvstore.errors import DeadlineExceededError, DeviceError
 from tests.gpu.caches import SPLIT, Cache, Case
-from tests.gpu.machine import GPU, IS_REAL, MIB, NAME
+from tests.gpu.machine import GPU, IS_REAL, MIB, NAME, tensor
 from tests.gpu.test_caches import OLD, SAVED, distinct, get, keys_of, put
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 CASE = Case("llama-8b-tp8-bf16", 32, 8192, SPLIT)
 RING = 8 * MIB
@@ -207,8 +207,7 @@ def test_an_error_in_the_middle_leaves_nothing(
         assert in_use(device) == (0, 0)
     gpu.finish()
     for key, value in sent.items():
-        back = client.get(key, device=NAME)
-        assert isinstance(back, torch.Tensor)
+        back = tensor(client.get(key, device=NAME))
         assert torch.equal(gpu.read(back), value)
 
 

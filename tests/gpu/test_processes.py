@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -15,15 +13,13 @@ from kvstore import Client
 from tests.gpu.decoder import BLOCKS, NEW_TOKENS
 from tests.gpu.machine import GPU
 from tests.gpu.test_values import values
-from tests.integration.cluster import ROOT, Cluster
+from tests.support.cluster import Cluster
+from tests.support.processes import run_python
 
 
 def said(module: str, *arguments: str) -> Any:
     """The JSON that another process prints."""
-    command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
-    )
+    done = run_python("-m", module, *arguments, within_s=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -14,11 +14,12 @@ import torch
 
 from kvstore import Client, PutOutcome
 from tests.gpu.caches import BLOCK, LAYER, SPLIT, Cache, Case
-from tests.gpu.machine import GIB, GPU, IS_REAL, MIB, NAME
+from tests.gpu.machine import GIB, GPU, IS_REAL, MIB, NAME, tensor
 from tests.gpu.test_caches import blocks_come_back_into_others
 from tests.gpu.test_values import same, values
-from tests.integration.cluster import SHORT, Cluster, Node, until
-from tests.integration.traffic import kill_while_used
+from tests.support.cluster import SHORT, Cluster, Node
+from tests.support.traffic import kill_while_used
+from tests.support.waiting import until
 
 POOLED = NAME if IS_REAL else "fake:0"
 POOL_BYTES = 8 * GIB if IS_REAL else 64 * MIB
@@ -53,11 +54,8 @@ def test_values_of_the_host_and_of_the_gpu(gpu: GPU, client: Client, transport: 
     assert client.put("gpu", gpu.tensor(value)) is STORED
     assert client.put("host", value) is STORED
     for key in ("gpu", "host"):
-        on_gpu, on_host = client.get(key, device=NAME), client.get(key)
-        assert isinstance(on_gpu, torch.Tensor)
-        assert isinstance(on_host, torch.Tensor)
-        assert same(gpu.read(on_gpu), value)
-        assert same(on_host, value)
+        assert same(gpu.read(tensor(client.get(key, device=NAME))), value)
+        assert same(tensor(client.get(key)), value)
     assert used(client) == {"device" if transport == "shm" else "tcp"}
 
 
@@ -90,9 +88,7 @@ def test_a_node_is_killed_while_its_memory_is_open(
     assert same(gpu.read(room), torch.zeros_like(value))
     node_on(cluster, name=node.name)
     assert until(lambda: client.put("new", gpu.tensor(value)) is STORED)
-    back = client.get("new", device=NAME)
-    assert isinstance(back, torch.Tensor)
-    assert same(gpu.read(back), value)
+    assert same(gpu.read(tensor(client.get("new", device=NAME))), value)
 
 
 def test_a_tensor_over_the_memory_of_a_node(gpu: GPU, cluster: Cluster) -> None:
@@ -101,8 +97,7 @@ def test_a_tensor_over_the_memory_of_a_node(gpu: GPU, cluster: Cluster) -> None:
     client = cluster.client(timeout_ms=30_000)
     value = values()
     assert client.put("k", gpu.tensor(value)) is STORED
-    view = client.get("k", device=POOLED, copy=False)
-    assert isinstance(view, torch.Tensor)
+    view = tensor(client.get("k", device=POOLED, copy=False))
     lease = client.lease(view)
     assert lease is not None
     assert lease.held

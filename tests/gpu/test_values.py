@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from kvstore import Client
 from kvstore.calls import PutOutcome
 from kvstore.errors import BufferMismatchError
-from tests.gpu.machine import GPU, IS_REAL, MIB, NAME
+from tests.gpu.machine import GPU, IS_REAL, MIB, NAME, tensor
 
 DTYPES = [
     torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn,
@@ -43,11 +44,8 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_every_dtype(gpu: GPU, client: Client, dtype: torch.dtype) -> None:
     value = values(dtype)
     assert client.put("k", gpu.tensor(value)) == STORED
-    back = client.get("k", device=NAME)
-    assert isinstance(back, torch.Tensor)
-    assert same(gpu.read(back), value)
-    in_host_memory = client.get("k")
-    assert isinstance(in_host_memory, torch.Tensor)
+    assert same(gpu.read(tensor(client.get("k", device=NAME))), value)
+    in_host_memory = tensor(client.get("k"))
     assert in_host_memory.device.type == "cpu"
     assert same(in_host_memory, value)
     room = gpu.tensor(torch.zeros_like(value))
@@ -60,14 +58,10 @@ def test_what_was_put_from_the_host_is_got_into_the_gpu(gpu: GPU, client: Client
     client.put("torch", value)
     client.put("numpy", np.arange(1000, dtype=np.float32))
     client.put("bytes", b"0123456789")
-    tensor, array, flat, nothing = client.get_many(
-        ["torch", "numpy", "bytes", "missing"], device=NAME
-    )
+    *found, nothing = client.get_many(["torch", "numpy", "bytes", "missing"], device=NAME)
     assert nothing is None
-    assert isinstance(tensor, torch.Tensor)
-    assert isinstance(array, torch.Tensor)
-    assert isinstance(flat, torch.Tensor)
-    assert same(gpu.read(tensor), value)
+    one, array, flat = map(tensor, found)
+    assert same(gpu.read(one), value)
     assert torch.equal(gpu.read(array), torch.arange(1000, dtype=torch.float32))
     assert gpu.read(flat).numpy().tobytes() == b"0123456789"
 
@@ -75,28 +69,20 @@ def test_what_was_put_from_the_host_is_got_into_the_gpu(gpu: GPU, client: Client
 def test_a_value_that_is_larger_than_a_slot_of_the_ring(gpu: GPU, client: Client) -> None:
     value = values(torch.uint8, (300 if IS_REAL else 9) * MIB + 3)
     assert client.put("k", gpu.tensor(value)) == STORED
-    back = client.get("k", device=NAME)
-    assert isinstance(back, torch.Tensor)
-    assert same(gpu.read(back), value)
+    assert same(gpu.read(tensor(client.get("k", device=NAME))), value)
 
 
 def test_tensors_that_are_not_contiguous(gpu: GPU, client: Client) -> None:
     value = values()
-    for name, view in (
-        ("transposed", value.transpose(0, 1)),
-        ("strided", value[::2]),
-        ("expanded", value[:1].expand(4, *value.shape[1:])),
-    ):
-        on_gpu = gpu.tensor(value)
-        moved = {
-            "transposed": lambda on=on_gpu: on.transpose(0, 1),
-            "strided": lambda on=on_gpu: on[::2],
-            "expanded": lambda on=on_gpu: on[:1].expand(4, *value.shape[1:]),
-        }[name]()
-        assert client.put(name, moved) == STORED
-        back = client.get(name, device=NAME)
-        assert isinstance(back, torch.Tensor)
-        assert same(gpu.read(back), view.contiguous()), name
+    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "transposed": lambda on: on.transpose(0, 1),
+        "strided": lambda on: on[::2],
+        "expanded": lambda on: on[:1].expand(4, *value.shape[1:]),
+    }
+    for name, view in views.items():
+        assert client.put(name, view(gpu.tensor(value))) == STORED
+        back = tensor(client.get(name, device=NAME))
+        assert same(gpu.read(back), view(value).contiguous()), name
 
 
 def test_tensors_to_fill_must_be_contiguous_and_of_the_dtype(gpu: GPU, client: Client) -> None:
@@ -115,8 +101,7 @@ def test_empty_tensors(gpu: GPU, client: Client) -> None:
     assert client.put_many([("empty", empty), ("full", full)]) == [STORED, STORED]
     assert client.put("alone", empty) == STORED
     for name in ("empty", "alone"):
-        back = client.get(name, device=NAME)
-        assert isinstance(back, torch.Tensor)
+        back = tensor(client.get(name, device=NAME))
         assert (back.shape, back.dtype) == ((0, 5), torch.float16)
     assert client.get_into(["empty", "full"], [empty, full]) == [0, 10]
 
@@ -126,11 +111,8 @@ def test_a_batch_of_values_in_several_memories(gpu: GPU, client: Client) -> None
     batch: list[tuple[str, Any]] = [("gpu", gpu.tensor(value)), ("cpu", value), ("bytes", b"abc")]
     assert client.put_many(batch) == [STORED] * 3
     assert client.put("list", [gpu.tensor(value), value]) == STORED
-    on_gpu, on_cpu = client.get_many(["gpu", "cpu"], device=NAME)
-    assert isinstance(on_gpu, torch.Tensor)
-    assert isinstance(on_cpu, torch.Tensor)
-    assert same(gpu.read(on_gpu), value)
-    assert same(gpu.read(on_cpu), value)
+    for found in client.get_many(["gpu", "cpu"], device=NAME):
+        assert same(gpu.read(tensor(found)), value)
     flat = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     assert client.get("list") == flat + flat
     with pytest.raises(BufferMismatchError, match="in different memories"):
@@ -165,9 +147,7 @@ def test_a_stream_that_is_named_is_waited_for(gpu: GPU, client: Client) -> None:
     handle = stream if isinstance(stream, int) else stream.cuda_stream
     gpu.launch(lambda: source.copy_(old), stream)
     assert client.put("k2", source, stream=handle) == STORED
-    back = client.get("k2")
-    assert isinstance(back, torch.Tensor)
-    assert same(back, before)
+    assert same(tensor(client.get("k2")), before)
 
 
 def test_memory_of_a_get_can_be_used_at_once(gpu: GPU, client: Client) -> None:
@@ -178,6 +158,4 @@ def test_memory_of_a_get_can_be_used_at_once(gpu: GPU, client: Client) -> None:
         used = gpu.tensor(torch.zeros_like(value))
         gpu.launch(lambda used=used: used.fill_(7))  # type: ignore[misc]
         del used
-        back = client.get("k", device=NAME)
-        assert isinstance(back, torch.Tensor)
-        assert same(gpu.read(back), value)
+        assert same(gpu.read(tensor(client.get("k", device=NAME))), value)

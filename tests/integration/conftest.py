@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvstore import AsyncClient, Client
-from tests.integration.browser import Browser, browsing
-from tests.integration.cluster import SHORT, Cluster
+from tests.support.browser import Browser, browsing
+from tests.support.cluster import SHORT, Cluster
+from tests.support.hosts import Island, island_with
 
 
 class Blocking:
@@ -100,6 +102,16 @@ def verbs(request: pytest.FixtureRequest, store: Cluster) -> Iterator[Any]:
     kind, transport, lane = request.param
     with either_client(kind, store.address, transports=(transport,), lane=lane) as client:
         yield client
+
+
+OF_MASTER, OF_NODE = f"198.19.{os.getpid() % 128}", f"198.19.{128 + os.getpid() % 128}"
+"""Of this process: tests that run side by side have an island each, and share the host's routes."""
+
+
+@pytest.fixture(scope="module")
+def island() -> Iterator[Island]:
+    with island_with(OF_MASTER, OF_NODE) as island:
+        yield island
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvstore import Client
 from kvstore.errors import KVStoreError
-from tests.name_server import ADDRESS, HERE, NameServer
+from tests.support.name_server import ADDRESS, HERE, NameServer
 
 MASTER, NODE = 26011, 26013
 TIMEOUT_MS = 2_000

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstore.demo.processes import free_port
 from kvstore.web.api.questions import EXISTS_PATH, MATCH_PATH, STAT_PATH
-from tests.integration.cluster import Cluster, Node
-from tests.integration.http import get
+from tests.support.cluster import Cluster, Node
+from tests.support.http import get
+from tests.support.processes import free_port
 
 KEYS = [bytes([number]) * 16 for number in range(1, 6)]
 
@@ -118,7 +118,6 @@ def test_a_question_that_is_too_long_is_refused(store: Store) -> None:
 
 def test_without_a_master_that_leads_programs_are_told_to_ask_again(store: Store) -> None:
     master = store.cluster.master_server
-    assert master is not None
     master.freeze()
     try:
         status, text = post(store.port, EXISTS_PATH, {"keys": ["00"]})

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome
-from kvstore.demo.processes import free_port
 from kvstore.errors import (
     BatchTooLargeError,
     BufferMismatchError,
@@ -35,8 +32,10 @@ from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, MATCH_KEYS_MAX
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.transport.base import Move
 from kvstore.transport.tcp import TcpTransport
-from tests.integration.cluster import MASTER, NODE, ROOT, Cluster, entry, unique_name
 from tests.integration.conftest import either_client
+from tests.support.cluster import MASTER, NODE, Cluster, entry, unique_name
+from tests.support.hosts import need_own_shm, own_shm
+from tests.support.processes import free_port, run_python
 
 STORED = PutOutcome.STORED
 
@@ -322,9 +321,9 @@ def test_shared_memory_that_is_too_small(store: Cluster) -> None:
 
 def test_shared_memory_that_looks_large_enough_and_is_not(store: Cluster, tmp_path: Path) -> None:
     """A container's: a file system of its own, of 24 MiB."""
-    skip_without_mounts()
+    need_own_shm()
     settings = {"master": store.address, "name": unique_name(), "memory": "32MiB"}
-    inner = own_shm("24m")
+    inner = own_shm("size=24m")
     server = Cluster(tmp_path, prefix=inner).launch(NODE, settings)
     try:
         assert server.wait() == 1
@@ -342,9 +341,9 @@ def test_a_second_node_of_the_same_name(store: Cluster) -> None:
 
 def test_a_second_node_of_the_same_name_on_another_host(store: Cluster, tmp_path: Path) -> None:
     """As the master sees it: with shared memory of its own."""
-    skip_without_mounts()
+    need_own_shm()
     name = store.nodes[0].name
-    elsewhere = Cluster(tmp_path, prefix=own_shm("64m"))
+    elsewhere = Cluster(tmp_path, prefix=own_shm("size=64m"))
     settings = {"master": store.address, "name": name, "memory": "8MiB"}
     server = elsewhere.launch(NODE, settings)
     try:
@@ -361,8 +360,8 @@ def test_shared_memory_of_another_host_is_not_mistaken_for_ours(
     store: Cluster, tmp_path: Path
 ) -> None:
     """Same kernel, same name in ``/dev/shm``, another file system: it is reached by tcp."""
-    skip_without_mounts()
-    elsewhere = Cluster(tmp_path, prefix=own_shm("64m"))
+    need_own_shm()
+    elsewhere = Cluster(tmp_path, prefix=own_shm("size=64m"))
     settings = {"master": store.address, "name": unique_name(), "memory": "16MiB"}
     server = elsewhere.launch(NODE, settings)
     try:
@@ -379,21 +378,6 @@ def test_shared_memory_of_another_host_is_not_mistaken_for_ours(
     finally:
         assert server.terminate() == 0
         server.close()
-
-
-def skip_without_mounts() -> None:
-    probe = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
-    try:
-        able = subprocess.run(probe, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        able = False
-    if not able:
-        pytest.skip("needs root and unshare: hosts with a /dev/shm of their own were not tested")
-
-
-def own_shm(size: str) -> list[str]:
-    mount = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
-    return ["unshare", "--mount", "sh", "-c", mount, "sh"]
 
 
 # --- configuration -----------------------------------------------------------------------------
@@ -432,12 +416,4 @@ def test_configuration_that_is_unreadable_or_misspelt(store: Cluster, tmp_path: 
 def run(
     module: str, *arguments: str, environ: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        cwd=ROOT,
-        check=False,
-        env=os.environ | (environ or {}),
-    )
+    return run_python("-m", module, *arguments, within_s=30, variables=environ)

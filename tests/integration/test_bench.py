@@ -20,6 +20,7 @@ from kvstore.bench.side_by_side import Plan, compare
 from kvstore.bench.worker import MOONCAKE, OURS, Settings, Worker, environment
 from kvstore.demo.processes import ChildError, Children
 from kvstore.limits import BATCH_KEYS_MAX
+from tests.support.processes import run_python
 
 GIB = 1 << 30
 POOL = 256 << 20
@@ -199,13 +200,7 @@ def test_a_page_of_growth(tmp_path: Path) -> None:
 @roomy
 def test_restarts_lose_nothing() -> None:
     size, once = ["--memory", "64MiB", "--objects", "1200"], ["--rounds", "1", "--lease-ms", "1000"]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore.bench.restarts", "--json", *size, *once],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_python("-m", "kvstore.bench.restarts", "--json", *size, *once, within_s=120)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["killed"] for row in rows] == ["master", "node"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.process.background import EXIT_BROKEN
-from tests.integration.cluster import ROOT, entry, unique_name
+from tests.support.cluster import entry, unique_name
+from tests.support.processes import ROOT, run_python
 
 MASTER = """
 import sys
@@ -42,10 +43,7 @@ sys.exit(app.run(app.NodeConfig(master=sys.argv[2], name=sys.argv[1], memory=16 
 
 
 def run(program: str, *arguments: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = run_python("-c", program, *arguments)
     return done.returncode, done.stderr
 
 

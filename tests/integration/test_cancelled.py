@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 SIZE = 24 << 20
 

@@ -17,7 +17,8 @@ import pytest
 from kvstore import Client
 from kvstore.errors import ConfigError, DeadlineExceededError, StartupError
 from kvstore.process.children import Child
-from tests.integration.cluster import NODE, ROOT
+from tests.support.cluster import NODE
+from tests.support.processes import ROOT
 
 EMBEDDED = """
 import os, signal, sys, time

@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from kvstore import Client
-from kvstore.demo.processes import free_port
-from tests.integration.cluster import MASTER, ROOT, Server, until
+from tests.support.cluster import MASTER
+from tests.support.processes import ROOT, Server, free_port
+from tests.support.waiting import until
 
 BOUND = 20
 

@@ -20,15 +20,16 @@ import pytest
 
 from kvstore._version import __version__
 from kvstore.connectors.engine.fleet import Fleet
-from kvstore.demo.processes import free_port
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web.dashboard.paths import NAMESPACES_SHOWN
-from tests.integration.browser import PHONE, Browser, browsing
-from tests.integration.cluster import MASTER, Cluster, until
-from tests.integration.etcd import running
-from tests.integration.http import get
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
+from tests.support.browser import PHONE, Browser, browsing
+from tests.support.cluster import MASTER, Cluster
+from tests.support.etcd import running
+from tests.support.http import get
+from tests.support.processes import free_port
+from tests.support.waiting import until
 
 VIEWS = ("overview", "nodes", "prefixes", "namespaces", "events")
 PATHS = ("/", "/api/v1/status", "/api/v1/history", "/api/v1/notices", "/api/v1/fleet")
@@ -165,7 +166,6 @@ def test_the_history_fills_also_when_no_page_is_open(cluster: Cluster, port: int
 
 def test_events_survive_the_child_and_a_history_begins_anew(cluster: Cluster, port: int) -> None:
     assert events(port) == ["leads", "node_joined", "node_joined"]
-    assert cluster.master_server is not None
     before = told(port, "/api/v1/notices")
     os.kill(child_of(cluster.master_server), signal.SIGKILL)
     after = json.loads(get(port, "/api/v1/notices", timeout_s=60).text)
@@ -179,7 +179,6 @@ def test_events_survive_the_child_and_a_history_begins_anew(cluster: Cluster, po
 
 
 def test_a_master_that_hangs_makes_no_queue_of_readers(cluster: Cluster, port: int) -> None:
-    assert cluster.master_server is not None
     assert asked(port, "/api/v1/status").status == 200
     cluster.master_server.freeze()
     try:
@@ -313,7 +312,6 @@ def test_a_page_that_is_open_says_that_the_master_is_gone_and_goes_on(
 ) -> None:
     browser.open(port)
     until(lambda: "Hit ratio" in browser.text("#tiles"))
-    assert cluster.master_server is not None
     cluster.master_server.kill()
     until(lambda: "does not answer" in browser.text("#lost"))
     cluster.master()

@@ -13,10 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -26,8 +25,9 @@ import pytest
 
 from kvstore import AsyncClient, Client
 from kvstore.errors import InvalidArgumentError, KVStoreError
-from tests.integration.cluster import SHORT, Cluster
-from tests.integration.test_network import ip
+from tests.integration.conftest import OF_MASTER, OF_NODE
+from tests.support.cluster import Cluster
+from tests.support.hosts import Island
 
 TIMEOUT_MS = 1_200
 SLACK_S = 0.8
@@ -301,7 +301,6 @@ def check(cluster: Cluster, fault: Callable[[], object], *, per_call: bool = Fal
 def test_after_a_signal(cluster: Cluster, who: str, fault: str) -> None:
     cluster.start(2, memory="256MiB")
     master = cluster.master_server
-    assert master is not None
     server = master if who == "master" else cluster.nodes[0]
     try:
         check(cluster, getattr(server, fault))
@@ -316,7 +315,6 @@ def test_after_a_signal(cluster: Cluster, who: str, fault: str) -> None:
 def test_both_stop(cluster: Cluster, per_call: bool) -> None:
     """What clients hold and know is of no use then, and costs them no second deadline."""
     cluster.start(2, memory="256MiB")
-    assert cluster.master_server is not None
     servers = (cluster.master_server, *cluster.nodes)
 
     def freeze() -> None:
@@ -332,7 +330,6 @@ def test_both_stop(cluster: Cluster, per_call: bool) -> None:
 
 def test_memory_is_not_given_to_a_master_that_does_not_answer(cluster: Cluster) -> None:
     cluster.start()
-    assert cluster.master_server is not None
     cluster.master_server.freeze()
     started = time.monotonic()
     try:
@@ -346,68 +343,11 @@ def test_memory_is_not_given_to_a_master_that_does_not_answer(cluster: Cluster) 
 
 # --- a network that drops everything -----------------------------------------------------------
 
-OF_MASTER, OF_NODE = f"198.19.{os.getpid() % 128}", f"198.19.{128 + os.getpid() % 128}"
-"""Of this process: tests that run side by side have an island each, and share the host's routes."""
-
-
-class Island:
-    """A namespace whose master and node this process reaches at addresses of their own."""
-
-    def __init__(self) -> None:
-        self.name = f"kvs-island-{os.getpid()}"
-        self._link = f"kvsi{os.getpid() % 10**7}"
-
-    def make(self) -> None:
-        ip("netns", "add", self.name)
-        ip("-n", self.name, "link", "set", "lo", "up")
-        ip("link", "add", self._link, "type", "veth", "peer", "name", "out", "netns", self.name)
-        for subnet in (OF_MASTER, OF_NODE):
-            ip("-n", self.name, "address", "add", f"{subnet}.1/30", "dev", "out")
-            ip("address", "add", f"{subnet}.2/30", "dev", self._link)
-        ip("-n", self.name, "link", "set", "out", "up")
-        ip("link", "set", self._link, "up")
-
-    def cut(self, subnet: str) -> None:
-        """What we send arrives; no answer does, nor any sign that there is none."""
-        ip("-n", self.name, "route", "add", "blackhole", f"{subnet}.2/32")
-
-    def mend(self) -> None:
-        for subnet in (OF_MASTER, OF_NODE):
-            with contextlib.suppress(Exception):
-                ip("-n", self.name, "route", "del", "blackhole", f"{subnet}.2/32")
-
-    def remove(self) -> None:
-        for arguments in (("link", "del", self._link), ("netns", "del", self.name)):
-            with contextlib.suppress(Exception):
-                ip(*arguments)
-
-
-@pytest.fixture(scope="module")
-def island() -> Iterator[Island]:
-    island = Island()
-    try:
-        try:
-            island.make()
-        except Exception as error:
-            why = getattr(error, "stderr", "") or str(error)
-            if os.environ.get("CI"):
-                raise
-            pytest.skip(f"needs root and iproute2: cut networks were not tested ({why.strip()})")
-        yield island
-    finally:
-        island.remove()
-
 
 @pytest.mark.netns
 @pytest.mark.parametrize("who", ["master", "node"])
 def test_after_the_network_is_cut(island: Island, tmp_path: Path, who: str) -> None:
-    cluster = Cluster(
-        tmp_path,
-        settings=SHORT | {"host": "0.0.0.0"},
-        prefix=["ip", "netns", "exec", island.name],
-        reached_at=f"{OF_MASTER}.1",
-    )
-    try:
+    with island.cluster(tmp_path) as cluster:
         cluster.master()
         master = f"{OF_MASTER}.1:{cluster.settings['port']}"
         cluster.node(host=f"{OF_NODE}.1", master=master, memory="256MiB")
@@ -415,6 +355,3 @@ def test_after_the_network_is_cut(island: Island, tmp_path: Path, who: str) -> N
             check(cluster, lambda: island.cut(OF_MASTER if who == "master" else OF_NODE))
         finally:
             island.mend()
-        cluster.finish()
-    finally:
-        cluster.close()

@@ -7,17 +7,16 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from kvstore.demo.processes import free_port
-from tests.integration.cluster import Cluster, Server, until
-from tests.integration.http import get
 from tests.integration.test_http import child_of
+from tests.support.cluster import Cluster
+from tests.support.http import get
+from tests.support.processes import Server, free_port, run_python
+from tests.support.waiting import until
 
 
 @contextlib.contextmanager
@@ -129,8 +128,5 @@ def test_a_client_without_descriptors_raises_errors_of_ours(
 ) -> None:
     """With none, and with each number that lasts for a part of what it opens."""
     cluster.start()
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, cluster.address, transport],
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+    done = run_python("-c", PROGRAM, cluster.address, transport, within_s=110)
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ from kvstore.errors import (
     KVStoreError,
     UnsupportedValueError,
 )
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 Bytes = NDArray[np.uint8]
 NAME = "cuda:0"

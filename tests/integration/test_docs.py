@@ -30,7 +30,8 @@ from markdown_it.token import Token
 from kvstore import config, errors
 from kvstore.cli import main, master, node, proxy
 from kvstore.config import Config, settings
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
+from tests.support.processes import run_python
 
 ROOT: Final = Path(__file__).parents[2]
 PAGES: Final = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/*.md")])
@@ -367,10 +368,7 @@ def test_python_can_be_compiled(block: Block) -> None:
 @pytest.mark.parametrize("block", [block for block in PYTHON if block.is_run], ids=str)
 def test_python_runs(block: Block, store: Cluster) -> None:
     text = ADDRESSES.sub(store.address, block.text)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", text],
-        check=False, capture_output=True, text=True, timeout=60, cwd=ROOT,
-    )  # fmt: skip
+    done = run_python("-W", "error", "-c", text)
     assert done.returncode == 0, f"{block}\n{done.stderr}"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from kvstore.demo.processes import free_port
-from tests.integration.cluster import ROOT, Cluster
-from tests.integration.test_memory import needs_root, own_shm
+from tests.support.cluster import Cluster
+from tests.support.hosts import need_own_shm, own_shm
+from tests.support.processes import KVSTORE, free_port, run_python
 
 
 class Report(NamedTuple):
@@ -31,14 +29,8 @@ class Report(NamedTuple):
 
 
 def doctor(*arguments: str, prefix: tuple[str, ...] | list[str] = (), **variables: str) -> Report:
-    done = subprocess.run(
-        [*prefix, sys.executable, "-m", "kvstore.cli.main", "doctor", "--json", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        cwd=ROOT,
-        check=False,
-        env={**os.environ, **variables},
+    done = run_python(
+        *KVSTORE, "doctor", "--json", *arguments, prefix=prefix, within_s=90, variables=variables
     )
     assert done.stderr == ""
     rows = [json.loads(line) for line in done.stdout.splitlines()]
@@ -52,13 +44,9 @@ def doctor(*arguments: str, prefix: tuple[str, ...] | list[str] = (), **variable
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    try:
+    with Cluster(tmp_path) as cluster:
         cluster.master()
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def test_this_host() -> None:
@@ -73,8 +61,7 @@ def test_this_host() -> None:
 
 
 def test_what_a_person_sees() -> None:
-    command = [sys.executable, "-m", "kvstore.cli.main", "doctor", "--memory", "60TiB"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = run_python(*KVSTORE, "doctor", "--memory", "60TiB", within_s=90)
     assert done.returncode == 1
     table, _, todo = done.stdout.partition("What to do:\n")
     assert "problem  shared memory" in table
@@ -136,9 +123,9 @@ def test_ports_that_are_taken(store: Cluster) -> None:
 
 
 def test_a_container_with_little_shared_memory_of_its_own(store: Cluster) -> None:
-    needs_root()
+    need_own_shm()
     node = store.node()
-    small = own_shm("-o size=24m")
+    small = own_shm("size=24m")
     found = doctor("--master", store.address, prefix=small)
     row = found.one("shared memory", "24.0 MiB of 24.0 MiB free")
     assert row["state"] == "problem"
@@ -148,16 +135,16 @@ def test_a_container_with_little_shared_memory_of_its_own(store: Cluster) -> Non
 
 
 def test_huge_pages_are_tried_and_not_only_read_about() -> None:
-    needs_root()
-    advised = doctor(prefix=own_shm("-o huge=advise,size=64m")).of("huge pages")[0]
+    need_own_shm()
+    advised = doctor(prefix=own_shm("huge=advise,size=64m")).of("huge pages")[0]
     assert advised["state"] == "ok"
-    never = doctor(prefix=own_shm("-o huge=never,size=64m")).of("huge pages")[0]
+    never = doctor(prefix=own_shm("huge=never,size=64m")).of("huge pages")[0]
     assert never["state"] == "warning"
     assert "mount -o remount,huge=advise /dev/shm" in never["advice"]
 
 
 def test_another_users_memory_is_told(store: Cluster) -> None:
-    needs_root()
+    need_own_shm()
     node = store.node()
     os.chown(node.entry, 65_534, 65_534)
     no_rights = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -19,19 +18,16 @@ from kvstore import Client
 from kvstore.calls import PutOutcome
 from kvstore.client.flows.steps import Transfer
 from kvstore.errors import KVStoreError
-from tests.integration.cluster import NODE, ROOT, SHORT, Cluster, Node, until
+from tests.support.cluster import NODE, SHORT, Cluster, Node
+from tests.support.processes import KVSTORE, ROOT, run_python
+from tests.support.traffic import content
+from tests.support.waiting import until
 
-KIB, MIB = 1 << 10, 1 << 20
+SIZE, MIB = 200 << 10, 1 << 20
 SETTINGS = SHORT | {"put_deadline_ms": 20_000}
 """Who moves or allocates keeps what it was granted, however busy the machine is."""
 
 TRANSPORTS = (("shm",), ("tcp",))
-
-
-def value_of(key: str, size: int = 200 * KIB) -> bytes:
-    """Its content, which depends on its key alone."""
-    seed = hashlib.sha256(key.encode()).digest()
-    return (seed * (size // len(seed) + 1))[:size]
 
 
 class Result(NamedTuple):
@@ -41,13 +37,9 @@ class Result(NamedTuple):
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, settings=SETTINGS)
-    try:
+    with Cluster(tmp_path, settings=SETTINGS) as cluster:
         cluster.master()
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def launch(store: Cluster, node: Node, *options: str) -> subprocess.Popen[str]:
@@ -93,9 +85,9 @@ def fill(store: Cluster, count: int = 60) -> list[str]:
     keys = [f"key-{number}" for number in range(count)]
     client = store.client()
     for key in keys[: count // 2]:
-        assert client.put(key, value_of(key)) is PutOutcome.STORED
+        assert client.put(key, content(key, SIZE)) is PutOutcome.STORED
     chain = keys[count // 2 :]
-    outcomes = client.put_chain(chain, [value_of(key) for key in chain])
+    outcomes = client.put_chain(chain, [content(key, SIZE) for key in chain])
     assert set(outcomes) == {PutOutcome.STORED}
     client.put("empty", b"")
     return [*keys, "empty"]
@@ -105,8 +97,8 @@ def all_right(store: Cluster, keys: list[str]) -> None:
     for transports in TRANSPORTS:
         client = store.client(transports=transports)
         for key in keys:
-            size = 0 if key == "empty" else 200 * KIB
-            assert client.get(key) == value_of(key, size), (key, transports)
+            size = 0 if key == "empty" else SIZE
+            assert client.get(key) == content(key, size), (key, transports)
     chain = [key for key in keys if key.startswith("key-")][len(keys) // 2 :]
     assert store.client().match_prefix(chain) == len(chain)
 
@@ -131,7 +123,7 @@ class Reader(threading.Thread):
                 except Exception as error:
                     self.wrong.append(f"{key}: {error!r}")
                     return
-                if found != value_of(key, 0 if key == "empty" else 200 * KIB):
+                if found != content(key, 0 if key == "empty" else SIZE):
                     self.wrong.append(f"{key}: {'a miss' if found is None else 'other bytes'}")
             self.rounds += 1
 
@@ -188,7 +180,7 @@ def test_what_is_put_meanwhile_goes_elsewhere_and_what_is_removed_stays_removed(
     removed = keys[::3]
     added = [f"new-{number}" for number in range(len(removed))]
     for key, new in zip(removed, added, strict=True):
-        assert client.put(new, value_of(new)) is PutOutcome.STORED
+        assert client.put(new, content(new, SIZE)) is PutOutcome.STORED
         assert client.remove(key)
     assert result_of(process).code == 0
     has_left(old)
@@ -196,7 +188,7 @@ def test_what_is_put_meanwhile_goes_elsewhere_and_what_is_removed_stays_removed(
         assert client.get(key) is None, key
     kept = [key for key in keys if key not in removed]
     for key in (*kept, *added):
-        assert client.get(key) == value_of(key, 0 if key == "empty" else 200 * KIB), key
+        assert client.get(key) == content(key, 0 if key == "empty" else SIZE), key
 
 
 def test_a_copy_that_lands_after_a_removal_is_not_found_by_the_next_master(
@@ -206,7 +198,7 @@ def test_a_copy_that_lands_after_a_removal_is_not_found_by_the_next_master(
     is gone already; and the master dies before it hears of it."""
     old = store.node(memory="64MiB")
     client = store.client()
-    client.put("removed", value_of("removed"))
+    client.put("removed", content("removed", SIZE))
     new = store.node(memory="64MiB")
     mover = store.client(transports=("shm",), timeout_ms=60_000)
     arrived, goes_on, landed = (threading.Event() for _ in range(3))
@@ -228,7 +220,6 @@ def test_a_copy_that_lands_after_a_removal_is_not_found_by_the_next_master(
         moved = pool.submit(mover.move_some, old.name)
         assert arrived.wait(60)
         assert client.remove("removed")
-        assert store.master_server is not None
         store.master_server.kill()
         goes_on.set()
         assert landed.wait(60)
@@ -252,7 +243,7 @@ def test_a_view_keeps_its_bytes_and_is_told(store: Cluster) -> None:
     assert drain(store, old).code == 0
     has_left(old)
     until(lambda: not lease.held)
-    assert view == value_of("key-7")
+    assert view == content("key-7", SIZE)
 
 
 def test_taken_back_it_is_used_again(store: Cluster) -> None:
@@ -265,8 +256,7 @@ def test_taken_back_it_is_used_again(store: Cluster) -> None:
     assert done.told["left"] == len(keys)
     assert not done.told["has_left"]
     assert store.state_of(node) == "draining"
-    status = [sys.executable, "-m", "kvstore.cli.main", "status", "--master", store.address]
-    shown = subprocess.run(status, capture_output=True, text=True, timeout=60, check=True).stdout
+    shown = run_python(*KVSTORE, "status", "--master", store.address, check=True).stdout
     assert f"{node.name}  draining" in " ".join(shown.split("\n")).replace("   ", "  ")
     assert drain(store, node, "--undo").told == {"node": node.name, "draining": False}
     assert store.state_of(node) == "alive"
@@ -282,7 +272,7 @@ def test_with_what_finds_no_room_it_stays_until_it_is_told_to_go(store: Cluster)
     client.drain(old.name)
     newer = [f"newer-{number}" for number in range(20)]  # 4 MiB, and put after all others
     for key in newer:
-        assert client.put(key, value_of(key)) is PutOutcome.STORED
+        assert client.put(key, content(key, SIZE)) is PutOutcome.STORED
     done = drain(store, old, "--evict")
     assert done.code == 1
     assert done.told["moved"] > 0
@@ -292,7 +282,7 @@ def test_with_what_finds_no_room_it_stays_until_it_is_told_to_go(store: Cluster)
     done = drain(store, old, "--discard")
     assert done.code == 0
     has_left(old)
-    assert all(client.get(key) == value_of(key) for key in newer)
+    assert all(client.get(key) == content(key, SIZE) for key in newer)
     assert not all(client.get(key) for key in keys)
 
 
@@ -302,7 +292,7 @@ def test_more_than_fits_is_not_begun(store: Cluster) -> None:
     client = store.client()
     keys = [f"key-{number}" for number in range(50)]
     for key in keys:
-        client.put(key, value_of(key, MIB))
+        client.put(key, content(key, MIB))
     store.node(memory="16MiB")
     until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
     error = refused(store, old)
@@ -320,7 +310,7 @@ def test_more_than_fits_is_not_begun(store: Cluster) -> None:
     assert done.code == 0
     assert done.told["left"] >= 34
     has_left(old)
-    assert sum(client.get(key) == value_of(key, MIB) for key in keys) == 50 - done.told["left"]
+    assert sum(client.get(key) == content(key, MIB) for key in keys) == 50 - done.told["left"]
 
 
 def test_what_nobody_used_for_longer_makes_room(store: Cluster) -> None:
@@ -329,11 +319,11 @@ def test_what_nobody_used_for_longer_makes_room(store: Cluster) -> None:
     client = store.client()
     client.drain(old.name)
     for number in range(35):
-        client.put(f"older-{number}", value_of("x"))
+        client.put(f"older-{number}", content("x", SIZE))
     client.drain(old.name, undo=True)
     client.drain(small.name)
     keys = [f"key-{number}" for number in range(30)]
-    client.put_chain(keys, [value_of(key) for key in keys])
+    client.put_chain(keys, [content(key, SIZE) for key in keys])
     client.drain(small.name, undo=True)
     until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
     done = drain(store, old, "--evict")
@@ -410,7 +400,7 @@ def test_the_target_dies_meanwhile(store: Cluster) -> None:
         assert drain(store, old).code == 0
     has_left(old)
     for key in kept:
-        assert client.get(key) == value_of(key, 0 if key == "empty" else 200 * KIB), key
+        assert client.get(key) == content(key, 0 if key == "empty" else SIZE), key
 
 
 def test_asked_wrongly(store: Cluster) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client
-from tests.integration.cluster import Cluster, until
-from tests.leaks import leaked, snapshot
+from tests.support.cluster import Cluster
+from tests.support.leaks import leaked, snapshot
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.integration.cluster import SHORT, Cluster, until
+from tests.support.cluster import SHORT, Cluster
+from tests.support.processes import KVSTORE, run_python
+from tests.support.waiting import until
 
 KEYS = [f"k{number}" for number in range(20)]
 
@@ -23,15 +23,11 @@ def test_a_removed_entry_is_told_and_costs_speed_alone(tmp_path: Path) -> None:
         until(lambda: cluster.status().nodes[0].entry_gone)
         assert node.errors.count("entry_gone") == 1
         assert "RemoveIPC" in node.errors
-        assert cluster.master_server is not None
         assert "node_entry_gone" in cluster.master_server.errors
         newcomer = cluster.client()
         for each in (client, newcomer):
             assert [each.get(key) for key in KEYS] == [key.encode() for key in KEYS]
-        doctor = subprocess.run(
-            [sys.executable, "-m", "kvstore.cli.main", "doctor", "--master", cluster.address],
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+        doctor = run_python(*KVSTORE, "doctor", "--master", cluster.address, within_s=120)
         assert doctor.returncode == 1
         assert "entry of its memory in /dev/shm is gone" in doctor.stdout
         assert "RemoveIPC" in doctor.stdout

@@ -19,8 +19,9 @@ import pytest
 
 from kvstore import AsyncClient, Client
 from kvstore.errors import KVStoreError
-from tests.integration.cluster import ROOT, Cluster
 from tests.integration.test_hurried_calls import ROWS, Row
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT
 
 CALLS: Final[dict[str, Callable[[Any], Any]]] = {
     name: lambda client, name=name, row=row: getattr(client, name)(**row.works)

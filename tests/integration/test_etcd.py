@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvstore.clocks import uptime
-from kvstore.demo.processes import free_port
 from kvstore.errors import (
     EtcdUnreachableError,
     NotLeaderError,
@@ -21,7 +20,8 @@ from kvstore.errors import (
 from kvstore.etcd.client import Etcd
 from kvstore.etcd.finding import find_leader
 from kvstore.network.addresses import EtcdPlace
-from tests.integration.etcd import EtcdServer, Relay, running
+from tests.support.etcd import EtcdServer, Relay, running
+from tests.support.processes import free_port
 
 
 @pytest.fixture(scope="module", params=["plain", "tls"])

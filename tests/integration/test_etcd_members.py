@@ -7,7 +7,6 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +15,15 @@ import pytest
 
 from kvstore import Client
 from kvstore.clocks import uptime
-from kvstore.demo.processes import free_port
 from kvstore.errors import EtcdUnreachableError, KVStoreError
 from kvstore.etcd.client import Etcd
 from kvstore.etcd.finding import MemberSeen, find_leader, look_at
 from kvstore.network.addresses import EtcdPlace
-from tests.integration.cluster import MASTER, ROOT, Cluster, Server, children_of, until
-from tests.integration.etcd import START_S, EtcdServer, need
+from tests.support.cluster import MASTER, Cluster
+from tests.support.etcd import START_S, EtcdServer
+from tests.support.processes import KVSTORE, Server, children_of, free_port, run_python
+from tests.support.programs import need_program
+from tests.support.waiting import until
 
 LEASE_S = 3.0
 HANGS_S = 2.5 * LEASE_S
@@ -64,7 +65,7 @@ class Members:
     """Three of them."""
 
     def __init__(self, directory: Path) -> None:
-        need("etcd", "etcd-server")
+        need_program("etcd", "etcd-server")
         directory.mkdir()
         self.all = [Member(name, directory) for name in ("one", "two", "three")]
 
@@ -211,10 +212,7 @@ def test_a_member_without_a_majority_is_told(tmp_path: Path) -> None:
 
 
 def doctor(*arguments: str) -> tuple[int, list[dict[str, str]]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", "doctor", "--json", *arguments],
-        capture_output=True, text=True, timeout=90, cwd=ROOT, check=False,
-    )  # fmt: skip
+    done = run_python(*KVSTORE, "doctor", "--json", *arguments, within_s=90)
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
 
 

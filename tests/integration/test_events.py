@@ -18,13 +18,14 @@ import pytest
 
 from kvstore import Client, KVStoreError
 from kvstore.client.state import MasterHTTP
-from kvstore.demo.processes import free_port
 from kvstore.web.events.following import follow
-from tests.integration.cluster import ROOT, Cluster, Server, flags_of, until
-from tests.integration.etcd import running
-from tests.integration.http import get
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
+from tests.support.cluster import Cluster
+from tests.support.etcd import running
+from tests.support.http import get
+from tests.support.processes import ROOT, Server, flags_of, free_port
+from tests.support.waiting import until
 
 Name = tuple[str, str]
 
@@ -176,7 +177,6 @@ def test_a_reader_that_comes_back_resumes_where_it_was(
 
 def test_the_child_is_killed(cluster_with_events: Cluster) -> None:
     cluster = cluster_with_events
-    assert cluster.master_server is not None
     with cluster.client() as client, reading(cluster) as reader:
         client.put(b"a", b"1")
         agree(reader, client)
@@ -207,7 +207,6 @@ def test_a_node_is_killed(cluster: Cluster) -> None:
 
 def test_the_master_is_killed_and_learns_again(cluster_with_events: Cluster) -> None:
     cluster = cluster_with_events
-    assert cluster.master_server is not None
     with cluster.client() as client, reading(cluster) as reader:
         for number in range(500):
             client.put(b"%d" % number, b"x")
@@ -320,7 +319,6 @@ def test_a_client_knows_where_its_master_serves_events(tmp_path: Path, cluster: 
     port = free_port()
     with cluster.client() as client:
         assert client.http() == MasterHTTP("127.0.0.1", "", has_events=False)
-        assert cluster.master_server is not None
         cluster.master_server.kill()
         cluster.settings |= {"http_port": port}
         cluster.master()
@@ -348,7 +346,6 @@ def test_a_client_knows_where_its_master_serves_events(tmp_path: Path, cluster: 
 
 def test_the_command_follows(cluster_with_events: Cluster) -> None:
     cluster = cluster_with_events
-    assert cluster.master_server is not None
     settings = {"master": cluster.address}  # which says where its HTTP is
     with cluster.client(namespace="n") as client:
         client.put_chain([b"a", b"\xff"], [b"x", b"y" * 2048])
@@ -424,7 +421,6 @@ def test_the_reader_in_the_documentation(cluster_with_events: Cluster, port: int
                 assert told == ["cleared 0\n", "stored 1\n", "whole 1\n"]
                 client.remove(b"a")
                 assert reader.stdout.readline() == "removed 0\n"
-                assert cluster.master_server is not None
                 os.kill(child_of(cluster.master_server), signal.SIGKILL)
                 client.put(b"b", b"x")
                 assert reader.stdout.readline() in ("cleared 0\n", "stored 1\n")

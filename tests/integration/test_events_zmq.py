@@ -13,10 +13,11 @@ import msgpack
 import pytest
 import zmq
 
-from kvstore.demo.processes import free_port
 from kvstore.limits import FLEET_NAMESPACE
-from tests.integration.cluster import MASTER, Cluster, until
 from tests.integration.test_http import child_of
+from tests.support.cluster import MASTER, Cluster
+from tests.support.processes import free_port
+from tests.support.waiting import until
 
 
 class Subscriber:
@@ -159,7 +160,6 @@ def test_a_subscriber_stays_right_when_the_child_or_the_master_is_killed(
         client.put(b"%d" % number, b"")
     client.put(b"again", b"", overwrite=True)
     until(agrees)
-    assert cluster.master_server is not None
     os.kill(child_of(cluster.master_server), signal.SIGKILL)
     client.remove(b"7")
     client.put(b"new", b"")

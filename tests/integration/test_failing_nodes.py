@@ -11,10 +11,11 @@ import pytest
 from kvstore import PutOutcome
 from kvstore.client.flows.placements import AVOID_FIRST_S
 from kvstore.clocks import uptime
-from tests.integration.cluster import SHORT, Cluster, until
-from tests.integration.test_deadlines import OF_MASTER, OF_NODE, Island
-from tests.integration.test_deadlines import island as island  # a fixture
-from tests.integration.traffic import content
+from tests.integration.conftest import OF_MASTER, OF_NODE
+from tests.support.cluster import Cluster
+from tests.support.hosts import Island
+from tests.support.traffic import content
+from tests.support.waiting import until
 
 STORED, FOUND = PutOutcome.STORED, PutOutcome.FOUND
 KEYS = [f"key-{number}" for number in range(20)]
@@ -48,23 +49,13 @@ def test_descendants_of_what_died_are_whole_again_once_it_is_put_again(cluster: 
 def two_nodes(island: Island, tmp_path: Path) -> Iterator[Cluster]:
     """Nodes that this process reaches at different addresses."""
     times: dict[str, Any] = {"suspect_ms": 4_000, "dead_ms": 12_000, "quarantine_ms": 12_000}
-    cluster = Cluster(
-        tmp_path,
-        settings=SHORT | times | {"host": "0.0.0.0"},
-        prefix=["ip", "netns", "exec", island.name],
-        reached_at=f"{OF_MASTER}.1",
-    )
-    try:
+    with island.cluster(tmp_path, **times) as cluster:
         cluster.master()
         master = f"{OF_MASTER}.1:{cluster.settings['port']}"
         for subnet in (OF_NODE, OF_MASTER):
             cluster.node(host=f"{subnet}.1", master=master)
         yield cluster
         island.mend()
-        cluster.finish()
-    finally:
-        island.mend()
-        cluster.close()
 
 
 @pytest.mark.netns
@@ -96,7 +87,6 @@ def test_a_failing_node_costs_each_client_a_second_and_nobody_else_anything(
         stat = second.stat(f"new-{number}")
         assert stat is not None
         assert names[stat.detail.placements.segments[0]] != failing.name
-    assert two_nodes.master_server is not None
     reports = [line for line in two_nodes.master_server.errors.splitlines() if "_reported" in line]
     assert len(reports) == 1
     assert f"node={failing.name} " in reports[0]

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore import AsyncClient, Client, PutOutcome
 from kvstore.errors import ReservationLostError
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 VALUES = {f"k{number}": bytes([number]) * (10, 5_000, 300_000)[number % 3] for number in range(30)}
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.connectors.engine.guard import Guard
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 
 def test_objects_of_another_size_are_misses_and_spoil_no_other_one(

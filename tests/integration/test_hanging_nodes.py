@@ -12,11 +12,12 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.errors import DeadlineExceededError, KVStoreError, PutRefusedError
-from tests.integration.cluster import SHORT, Cluster, until
-from tests.integration.remote import Remote
-from tests.integration.test_deadlines import OF_MASTER, OF_NODE, Island
-from tests.integration.test_deadlines import island as island  # a fixture
-from tests.integration.traffic import content
+from tests.integration.conftest import OF_MASTER, OF_NODE
+from tests.support.cluster import SHORT, Cluster
+from tests.support.hosts import Island
+from tests.support.remote import Remote
+from tests.support.traffic import content
+from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 SLOW: dict[str, Any] = {"suspect_ms": 20_000, "dead_ms": 60_000, "quarantine_ms": 60_000}
@@ -40,12 +41,8 @@ def timed(call: Callable[..., object], *args: Any, **more: Any) -> tuple[object,
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, settings=SHORT | SLOW)
-    try:
+    with Cluster(tmp_path, settings=SHORT | SLOW) as cluster:
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def test_a_node_that_hangs_costs_about_a_second(slow: Cluster) -> None:
@@ -110,15 +107,9 @@ def test_the_only_node_hangs(slow: Cluster) -> None:
 
 @pytest.mark.netns
 def test_a_client_behind_a_firewall_troubles_nobody_else(island: Island, tmp_path: Path) -> None:
-    cluster = Cluster(
-        tmp_path,
-        # Long enough that no node is suspected because the machine is busy: what is asked here is
-        # whether the reports of the clients behind the wall make it so.
-        settings=SHORT
-        | {"host": "0.0.0.0", "suspect_ms": 5_000, "dead_ms": 15_000, "quarantine_ms": 15_000},
-        prefix=["ip", "netns", "exec", island.name],
-        reached_at=f"{OF_MASTER}.1",
-    )
+    # Long enough that no node is suspected because the machine is busy: what is asked here is
+    # whether the reports of the clients behind the wall make it so.
+    cluster = island.cluster(tmp_path, suspect_ms=5_000, dead_ms=15_000, quarantine_ms=15_000)
     stop = threading.Event()
     outcomes: list[object] = []
     workers: list[threading.Thread] = []

@@ -7,9 +7,6 @@ master answers under an epoch once another one has answered under a higher one.
 from __future__ import annotations
 
 import contextlib
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,19 +18,22 @@ import pytest
 
 from kvstore import Client, PutOutcome, calls
 from kvstore.clocks import uptime
-from kvstore.demo.processes import free_port
 from kvstore.errors import KVStoreError, NotLeaderError, UnavailableError
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
+from kvstore.master.carriers import Endpoints
 from kvstore.network.addresses import EtcdPlace
 from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
-from tests.integration.cluster import MASTER, ROOT, SHORT, Cluster, Server, until
+from tests.conformance.carrier_peers import RawLane
 from tests.integration.conftest import either_client
-from tests.integration.etcd import EtcdServer, Relay, running
-from tests.integration.http import get, http_port_of, metric
-from tests.integration.traffic import Worker, at_work, content, getter, putter
+from tests.support.cluster import MASTER, SHORT, Cluster
+from tests.support.etcd import EtcdServer, Relay, running
+from tests.support.http import get, http_port_of, metric
+from tests.support.processes import KVSTORE, Server, free_port, run_python
+from tests.support.traffic import Worker, at_work, content, getter, putter
+from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 LEASE_S = 3.0
@@ -208,12 +208,8 @@ def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
 
 @pytest.fixture
 def ha(tmp_path: Path, etcd: EtcdServer) -> Iterator[HaCluster]:
-    cluster = HaCluster(tmp_path, etcd)
-    try:
+    with HaCluster(tmp_path, etcd) as cluster:
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def fresh_client(cluster: HaCluster, **settings: Any) -> Client:
@@ -279,43 +275,24 @@ def test_reading_and_writing_go_on_over_two_take_overs(ha: HaCluster) -> None:
 # --- the leader is stopped ---------------------------------------------------------------------
 
 
-class RawLane:
+class LaneOf(RawLane):
     """A connection to the lane of exactly this master, for calls that wait in its socket."""
 
     def __init__(self, master: str) -> None:
         with grpc.insecure_channel(master) as channel:
             joined = ask(channel, calls.Join("raw", "h", PROTOCOL_VERSION))
-        self.epoch = joined.epoch
-        self._sock = socket.create_connection(("127.0.0.1", joined.lane_port), timeout=10)
-        self._reader = frames.FrameReader()
-        self._sock.sendall(frames.hello(joined.lane_token))
-        assert self._next() is not None
+        place = Endpoints("127.0.0.1", 0, joined.lane_port, "", b"")
+        super().__init__(place, token=joined.lane_token)
+        assert self.next() is not None
 
     def send(self, call_id: int, request: calls.Request) -> None:
         call = CALLS[type(request)]
         payload = encode_request(request)
-        self._sock.sendall(frames.frame(call_id, frames.CALL, call.wire_name, payload))
+        self.sock.sendall(frames.frame(call_id, frames.CALL, call.wire_name, payload))
 
     def replies(self) -> list[frames.Frame]:
         """Until the master cuts the connection."""
-        found = []
-        while (received := self._next()) is not None:
-            found.append(received)
-        return found
-
-    def close(self) -> None:
-        self._sock.close()
-
-    def _next(self) -> frames.Frame | None:
-        while (received := self._reader.next()) is None:
-            try:
-                count = self._sock.recv_into(self._reader.space())
-            except ConnectionError:
-                return None
-            if not count:
-                return None
-            self._reader.received(count)
-        return received
+        return list(iter(self.next, None))
 
 
 def test_a_leader_that_was_stopped_refuses_before_it_does_anything(ha: HaCluster) -> None:
@@ -323,10 +300,9 @@ def test_a_leader_that_was_stopped_refuses_before_it_does_anything(ha: HaCluster
     ha.node()
     ha.fill()
     client = fresh_client(ha)
-    lane = RawLane(first)
-    try:
+    with LaneOf(first) as lane:
         lane.send(1, calls.Exists(DEFAULT_NAMESPACE, [Key(KEYS[0].encode())]))
-        received = lane._next()
+        received = lane.next()
         assert received is not None
         assert received[1] == frames.REPLY
         ha.masters[first].freeze()
@@ -343,8 +319,6 @@ def test_a_leader_that_was_stopped_refuses_before_it_does_anything(ha: HaCluster
         assert all(each[1] == frames.ERROR for each in replies), replies
         errors = [decode_error(each[3]) for each in replies]
         assert all(isinstance(error, NotLeaderError) for error in errors), errors
-    finally:
-        lane.close()
     until(lambda: "stepped_down" in ha.masters[first].errors)
     until(lambda: f"standing_by leader={second}" in ha.masters[first].errors)
     ha.check_nothing_is_lost(client)
@@ -585,10 +559,7 @@ def test_what_a_standby_says(ha: HaCluster) -> None:
     with Client(second) as client:  # which knows nobody else
         assert client.status().leader == first
         assert not client.exists("nothing")
-    status = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", "status", "--master", second],
-        capture_output=True, text=True, timeout=30, check=True, cwd=ROOT,
-    )  # fmt: skip
+    status = run_python(*KVSTORE, "status", "--master", second, within_s=30, check=True)
     assert f"leader {first} (found by {second})" in status.stdout
     counters = dict(ha.client().status().counters)
     assert (counters["elections_won"], counters["leads_lost"]) == (1, 0)
@@ -634,7 +605,6 @@ def test_epochs_grow_from_a_single_master_to_an_elected_one_and_back(
         assert client.put("k", b"single") is STORED
         epochs = [client.status().epoch]
         for more in ({"etcd": f"127.0.0.1:{etcd.port}"}, {}, {"etcd": f"127.0.0.1:{etcd.port}"}):
-            assert cluster.master_server is not None
             cluster.master_server.terminate()
             cluster.master(**more)
             until(lambda: client.exists("k"))

@@ -24,7 +24,6 @@ import zmq
 from kvstore import calls
 from kvstore.client.calling.lane import LaneConnection, connect
 from kvstore.clocks import uptime
-from kvstore.demo.processes import free_port
 from kvstore.errors import InternalError, KVStoreError
 from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.network.addresses import split_address
@@ -34,9 +33,10 @@ from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, JOIN_METADATA, decode_reply, encode_request
 from kvstore.wire.node_messages import SESSION_PATH, encode_node_message
 from kvstore.wire.status import decode_error, detail_of
-from tests.integration.cluster import Cluster, until
-from tests.integration.http import request
-from tests.twin import (
+from tests.support.cluster import Cluster
+from tests.support.http import request
+from tests.support.processes import free_port
+from tests.support.twin import (
     MINE,
     NUMBERS,
     TEXTS,
@@ -47,6 +47,7 @@ from tests.twin import (
     true_join,
     true_messages,
 )
+from tests.support.waiting import until
 
 HONEST = "honest"
 CHAIN = [bytes([number]) * 16 for number in range(1, 9)]
@@ -193,7 +194,6 @@ def honest(cluster: Cluster) -> Honest:
 
 def starts_again(cluster: Cluster, honest: Honest) -> None:
     """A killed master finds everything: nothing that a liar said has stayed in memory."""
-    assert cluster.master_server is not None
     cluster.master_server.kill()
     cluster.master()
     until(lambda: {node.state for node in cluster.status().nodes} == {"alive"}, within_s=30)

@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 
-from kvstore.demo.processes import free_port
 from kvstore.errors import PermissionDeniedError
 from kvstore.web.api.objects import LIST_PATH, PATH, REMOVE_PATH
 from kvstore.web.events.following import follow
-from tests.integration.browser import browsing
-from tests.integration.cluster import MASTER, NODE, SHORT, Cluster, children_of, until
-from tests.integration.http import Reply, request
+from tests.integration.conftest import OF_MASTER
 from tests.integration.test_http import child_of
+from tests.support.browser import browsing
+from tests.support.cluster import MASTER, NODE, SHORT, Cluster
+from tests.support.hosts import Island
+from tests.support.http import Reply, request
+from tests.support.processes import children_of, free_port
+from tests.support.waiting import until
 
 TOKEN = "s3cret-0123456789abcdef"
 WRITES = ("PUT", "DELETE", "GET")
@@ -102,7 +105,6 @@ def test_a_token_is_needed_and_is_seen_nowhere(started: Started, tmp_path: Path,
         assert answer.status == 200, path
         assert TOKEN not in answer.text
     server = cluster.master_server
-    assert server is not None
     child = child_of(server)
     for pid in {server.pid, child, *children_of(server.pid)}:
         assert TOKEN.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -176,42 +178,10 @@ def test_settings_that_are_no_use_are_an_error_at_the_start(
 # --- from elsewhere -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def net() -> Iterator[tuple[str, str]]:
-    """A network namespace for the master, and its address as seen from here."""
-    name, link = f"kvs-http-{os.getpid()}", f"kvsh{os.getpid() % 10**7}"
-    address = f"198.19.{os.getpid() % 256}"
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
-
-    try:
-        try:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("link", "add", link, "type", "veth", "peer", "name", "there", "netns", name)
-            ip("-n", name, "address", "add", f"{address}.1/30", "dev", "there")
-            ip("-n", name, "link", "set", "there", "up")
-            ip("address", "add", f"{address}.2/30", "dev", link)
-            ip("link", "set", link, "up")
-        except (FileNotFoundError, subprocess.CalledProcessError) as error:
-            why = getattr(error, "stderr", "") or str(error)
-            pytest.skip(f"needs root and iproute2: requests from elsewhere ({why.strip()})")
-        yield name, f"{address}.1"
-    finally:
-        for arguments in (["link", "del", link], ["netns", "del", name]):
-            with contextlib.suppress(subprocess.CalledProcessError, FileNotFoundError):
-                ip(*arguments)
-
-
 @pytest.mark.netns
-def test_from_another_host(net: tuple[str, str], tmp_path: Path) -> None:
-    namespace, host = net
-    port = free_port()
-    settings = SHORT | {"host": "0.0.0.0", "http_port": port}
-    prefix = ["ip", "netns", "exec", namespace]
-    cluster = Cluster(tmp_path, settings=settings, prefix=prefix, reached_at=host)
-    with cluster:
+def test_from_another_host(island: Island, tmp_path: Path) -> None:
+    host, port, prefix = f"{OF_MASTER}.1", free_port(), island.prefix
+    with island.cluster(tmp_path, http_port=port) as cluster:
         cluster.master()
         cluster.node(master=f"127.0.0.1:{cluster.settings['port']}", host=host)
 
@@ -228,7 +198,6 @@ def test_from_another_host(net: tuple[str, str], tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}{KEY}"
         done = subprocess.run([*curl, url], capture_output=True, check=True, timeout=60)
         assert done.stdout.endswith(b"201")
-        assert cluster.master_server is not None
         cluster.master_server.terminate()
         cluster.master(http_token_file=of_token(tmp_path))
         until(lambda: cluster.state_of(cluster.nodes[0]) == "alive")

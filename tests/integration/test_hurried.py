@@ -16,8 +16,9 @@ import pytest
 
 from kvstore import Client
 from kvstore.cli.main import LATE, cli
-from tests.integration.cluster import ROOT, Cluster
 from tests.integration.hurried import CIRCUMSTANCES
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT
 
 NODE: Final = f"ip-10-0-12-31.eu-central-1.compute.internal-{os.getpid()}"
 KEY: Final = "a-key-of-a-system-prompt-that-is-longer-than-a-column/" + "x" * 80

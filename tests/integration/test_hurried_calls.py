@@ -17,8 +17,9 @@ import pytest
 
 from kvstore import AsyncClient, Client
 from kvstore.errors import InvalidArgumentError, InvalidKeyError, KVStoreError
-from tests.integration.cluster import Cluster, until
 from tests.integration.conftest import either_client
+from tests.support.cluster import Cluster
+from tests.support.waiting import until
 
 BUFFER = np.zeros(64, np.uint8)
 HUGE = 1 << 80

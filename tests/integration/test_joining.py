@@ -14,29 +14,19 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from kvstore.demo.processes import free_port
 from kvstore.errors import ClusterMismatchError
 from kvstore.memory.entries import SHM_DIRECTORY, left_overs
-from tests.integration.cluster import (
-    MASTER,
-    NODE,
-    SHORT,
-    Cluster,
-    Node,
-    Server,
-    flags_of,
-    unique_name,
-    until,
-)
+from tests.support.cluster import MASTER, NODE, SHORT, Cluster, Node, unique_name
+from tests.support.processes import KVSTORE, Server, flags_of, free_port, run_python
+from tests.support.waiting import until
 
 MEMORY = "16MiB"
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    yield cluster
-    cluster.finish()
+    with Cluster(tmp_path) as cluster:
+        yield cluster
 
 
 @pytest.fixture
@@ -58,10 +48,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", *arguments],
-        check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
-    )  # fmt: skip
+    return run_python(*KVSTORE, *arguments)
 
 
 def unnamed(cluster: Cluster, number: int) -> Server:
@@ -158,7 +145,6 @@ def test_a_cluster_that_gets_a_name_keeps_its_memory_also_where_it_moves(cluster
     cluster.client().put("key", b"value")
     assert node.terminate() == 0
     for settings in ({"cluster": "prod"}, {"cluster": "prod", "port": free_port()}):
-        assert cluster.master_server is not None
         cluster.master_server.kill()
         cluster.close_clients()
         cluster.settings |= settings
@@ -184,7 +170,6 @@ def test_a_clock_that_is_put_back_loses_nothing(
     node = cluster.node()
     cluster.client().put("key", b"value")
     epoch = cluster.status().epoch
-    assert cluster.master_server is not None
     cluster.master_server.kill()
     if not lives_on:
         node.kill()

@@ -20,7 +20,7 @@ from kvstore.wire.node_messages import (
     decode_node_message,
     encode_master_message,
 )
-from tests.integration.cluster import Cluster, entry
+from tests.support.cluster import Cluster, entry
 
 GENERATION: Final = struct.Struct("<Q")
 

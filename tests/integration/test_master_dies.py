@@ -18,16 +18,17 @@ from kvstore.errors import (
     NoSpaceError,
     UnavailableError,
 )
-from tests.integration.cluster import MASTER, SHORT, Cluster, children_of, is_running, until
 from tests.integration.conftest import either_client
-from tests.integration.traffic import at_work, content, getter, putter
+from tests.support.cluster import MASTER, SHORT, Cluster
+from tests.support.processes import children_of, is_running
+from tests.support.traffic import at_work, content, getter, putter
+from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 KEYS = [f"key-{number}" for number in range(20)]
 
 
 def kill_master(cluster: Cluster) -> None:
-    assert cluster.master_server is not None
     cluster.master_server.kill()
 
 
@@ -125,7 +126,6 @@ def test_a_frozen_master_costs_a_deadline(cluster: Cluster) -> None:
     client = cluster.client(timeout_ms=700)
     client.put("k", b"x")
     assert client.get("k") == b"x"
-    assert cluster.master_server is not None
     cluster.master_server.freeze()
     frozen = time.monotonic()
     assert client.get("k") == b"x"  # its lease lives: nobody is asked
@@ -167,7 +167,6 @@ def test_everything_stops_cleanly_in_any_order(cluster: Cluster, order: str) -> 
     client.put("k", b"x", replicas=2)
     view = client.get("k", copy=False)
     master = cluster.master_server
-    assert master is not None
     servers = [master, *cluster.nodes]
     if order == "nodes first":
         servers.reverse()
@@ -206,7 +205,6 @@ def test_a_master_with_memory_takes_its_node_along(tmp_path: Path, number: int) 
 
 def test_a_node_that_cannot_find_its_master_stops_when_told(cluster: Cluster) -> None:
     cluster.start()
-    assert cluster.master_server is not None
     assert cluster.master_server.terminate() == 0
     node = cluster.nodes[0]
     until(lambda: "waiting_for_master" in node.errors)
@@ -228,7 +226,6 @@ def test_a_stopping_master_lets_nobody_hang(cluster: Cluster) -> None:
     writing = putter(cluster.client(timeout_ms=2_000), "w", wait_ms=1_500)
     with at_work(lambda n: writing(n) if n == 1 else "over", longest_s=4) as writer:
         time.sleep(0.2)
-        assert cluster.master_server is not None
         assert cluster.master_server.terminate(within_s=5) == 0
         writer.wait_for("over")
     assert views

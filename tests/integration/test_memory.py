@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.calls import PutOutcome
-from tests.integration.cluster import NODE, ROOT, Cluster, Node, Server, unique_name, until
+from tests.support.cluster import NODE, Cluster, Node, unique_name
+from tests.support.hosts import need_own_shm, own_shm
+from tests.support.processes import ROOT, Server, run_python
+from tests.support.waiting import until
 
 MIB = 1 << 20
 MEMORY = 32 * MIB
@@ -44,30 +47,9 @@ with Client(sys.argv[1], transports=("shm",)) as near, Client(sys.argv[1], trans
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
-    try:
+    with Cluster(tmp_path) as cluster:
         cluster.master()
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
-
-
-def own_shm(mount: str) -> list[str]:
-    """A prefix of a command: with a ``/dev/shm`` of its own, no other process sees a change."""
-    script = f'mount -t tmpfs {mount} tmpfs /dev/shm && exec "$@"'
-    return ["unshare", "--mount", "sh", "-c", script, "sh"]
-
-
-def needs_root() -> None:
-    probe = subprocess.run(
-        [*own_shm("-o size=1m"), "true"], capture_output=True, text=True, check=False
-    )
-    if probe.returncode != 0:
-        why = f"needs root, to mount and to reserve huge pages: {probe.stderr.strip()}"
-        if os.environ.get("CI"):
-            pytest.fail(why)
-        pytest.skip(why)
 
 
 def kernel_says(pid: int, file: str, entry: str) -> str:
@@ -113,7 +95,7 @@ def test_a_numa_node_that_does_not_exist_is_refused(store: Cluster, tmp_path: Pa
 
 
 def test_memory_is_locked_where_it_is_allowed(store: Cluster) -> None:
-    needs_root()  # CAP_IPC_LOCK: the limit does not count
+    need_own_shm()  # CAP_IPC_LOCK: the limit does not count
     for wish, locked in (("on", True), ("auto", True), ("off", False)):
         node = store.node(lock_memory=wish)
         lines = kernel_says(node.pid, "smaps", node.entry.name)
@@ -122,7 +104,7 @@ def test_memory_is_locked_where_it_is_allowed(store: Cluster) -> None:
 
 
 def test_memory_that_may_not_be_locked(store: Cluster, tmp_path: Path) -> None:
-    needs_root()  # to give up the right to lock
+    need_own_shm()  # to give up the right to lock
     prefix = ["setpriv", "--bounding-set", "-ipc_lock", "prlimit", "--memlock=65536:65536"]
     says = ("32 MiB cannot be locked", "locked memory is 64 KiB", "ulimit -l unlimited")
     assert refused(store, tmp_path, prefix, *says, lock_memory="on") == 1
@@ -136,9 +118,9 @@ def test_memory_that_may_not_be_locked(store: Cluster, tmp_path: Path) -> None:
 
 
 def test_transparent_huge_pages_reach_node_and_clients(store: Cluster, tmp_path: Path) -> None:
-    needs_root()
+    need_own_shm()
     for wish in ("auto", "transparent"):
-        inner = Cluster(tmp_path, prefix=own_shm("-o huge=advise,size=256m"))
+        inner = Cluster(tmp_path, prefix=own_shm("huge=advise,size=256m"))
         node = inner.launch(
             NODE,
             {"master": store.address, "name": unique_name(), "memory": "32MiB"}
@@ -157,8 +139,8 @@ def test_transparent_huge_pages_reach_node_and_clients(store: Cluster, tmp_path:
 
 
 def test_off_means_small_pages_where_there_are_huge_ones(store: Cluster, tmp_path: Path) -> None:
-    needs_root()
-    inner = Cluster(tmp_path, prefix=own_shm("-o huge=advise,size=256m"))
+    need_own_shm()
+    inner = Cluster(tmp_path, prefix=own_shm("huge=advise,size=256m"))
     node = inner.launch(
         NODE,
         {"master": store.address, "name": unique_name(), "memory": "32MiB", "huge_pages": "off"},
@@ -172,8 +154,8 @@ def test_off_means_small_pages_where_there_are_huge_ones(store: Cluster, tmp_pat
 
 
 def test_transparent_huge_pages_that_are_not_given(store: Cluster, tmp_path: Path) -> None:
-    needs_root()
-    prefix = own_shm("-o huge=never,size=256m")
+    need_own_shm()
+    prefix = own_shm("huge=never,size=256m")
     says = ("/dev/shm provides no huge pages", "mount -o remount,huge=advise /dev/shm")
     assert refused(store, tmp_path, prefix, *says, huge_pages="transparent") == 1
 
@@ -181,7 +163,7 @@ def test_transparent_huge_pages_that_are_not_given(store: Cluster, tmp_path: Pat
 @pytest.fixture
 def reserved_pages() -> Iterator[None]:
     """Enough of them for one node of 32 MiB and no second one."""
-    needs_root()
+    need_own_shm()
     sysctl = Path("/proc/sys/vm/nr_hugepages")
     before = int(sysctl.read_text())
     wanted = before + MEMORY // (2 * MIB) + 4
@@ -267,7 +249,7 @@ def test_too_few_reserved_pages_are_told(hugetlb: Path, store: Cluster, tmp_path
 def test_reserved_pages_without_a_hugetlbfs_are_told(store: Cluster, tmp_path: Path) -> None:
     mounts = Path("/proc/self/mounts").read_text()
     if " hugetlbfs " in mounts:
-        needs_root()
+        need_own_shm()
     unmount = 'umount -a -t hugetlbfs; exec "$@"'
     prefix = ["unshare", "--mount", "sh", "-c", unmount, "sh"] if " hugetlbfs " in mounts else []
     says = ("no hugetlbfs is mounted", "mount -t hugetlbfs")
@@ -280,14 +262,7 @@ def seen_by_client(store: Cluster, node: Node | Server) -> dict[str, int]:
     with contextlib.suppress(OSError):
         if os.readlink(f"/proc/{node.pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt"):
             beside = []
-    done = subprocess.run(
-        [*beside, sys.executable, "-c", CLIENT, store.address],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        check=False,
-    )
+    done = run_python("-c", CLIENT, store.address, prefix=beside)
     assert done.returncode == 0, done.stderr
     rows = (line.split() for line in done.stdout.splitlines())
     return {name: int(size) for name, size in rows if int(size)}

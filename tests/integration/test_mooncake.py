@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +14,11 @@ from kvstore import Client, PutOutcome
 from kvstore.clocks import uptime
 from kvstore.errors import ConfigError, DeadlineExceededError, KVStoreError
 from kvstore.transport.mooncake.transport import MooncakeTransport
-from tests.integration.cluster import Cluster
-from tests.integration.traffic import at_work, content, getter, putter
-from tests.metadata_servers import metadata_server
-from tests.programs import need_engine
+from tests.support.cluster import Cluster
+from tests.support.metadata_servers import metadata_server
+from tests.support.processes import run_python
+from tests.support.programs import need_engine
+from tests.support.traffic import at_work, content, getter, putter
 
 STORED = PutOutcome.STORED
 ENGINE = {"transports": ("mooncake",), "protocol": "tcp"}
@@ -34,13 +33,9 @@ def there_is_an_engine() -> None:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """In place of the common one: its node has an engine."""
-    cluster = Cluster(tmp_path_factory.mktemp("store"))
-    try:
+    with Cluster(tmp_path_factory.mktemp("store")) as cluster:
         cluster.start(memory="256MiB", protocol="tcp")
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def test_what_is_put_is_got(store: Cluster) -> None:
@@ -117,10 +112,7 @@ def test_a_store_with_a_metadata_server(cluster: Cluster, kind: str, tmp_path: P
             "    client.put('k', b'x' * 5_000_000)\n"
             "    print(client.get('k') == b'x' * 5_000_000)\n"
         )
-        said = subprocess.run(
-            [sys.executable, "-c", code, cluster.address, url],
-            check=False, capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+        said = run_python("-c", code, cluster.address, url)
         assert said.stdout.strip() == "True", said
         cluster.nodes[0].terminate()
 
@@ -198,7 +190,6 @@ def test_a_node_that_fences_is_met_at_its_new_address(cluster: Cluster) -> None:
     cluster.start(protocol="tcp")
     client = cluster.client(**ENGINE)
     client.put("k", content("k"))
-    assert cluster.master_server is not None
     cluster.master_server.kill()
     cluster.master()
     deadline = uptime() + 30
@@ -228,13 +219,7 @@ try:
 except TransferEngineError as error:
     print(error.fields["device_name"])
 """
-    said = subprocess.run(
-        [sys.executable, "-c", code, store.address],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    said = run_python("-c", code, store.address)
     assert said.stdout.strip() == "mlx9_0", said
     with caplog.at_level(logging.ERROR, "kvstore.mooncake"):
         client = store.client(transports=("mooncake", "tcp"), **impossible)

@@ -14,7 +14,7 @@ from kvstore.connectors.mooncake.names import Code
 from kvstore.connectors.mooncake.store import MooncakeDistributedStore
 from kvstore.device import cuda
 from kvstore.device.drivers import use
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 NAME = "cuda:3"
 SIZE = 5_000

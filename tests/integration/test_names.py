@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.programs import skip
+from tests.support.programs import skip
 
 pytestmark = pytest.mark.netns
 

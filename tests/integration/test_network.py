@@ -20,8 +20,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cluster import SHORT, Cluster, until
-from tests.integration.remote import Remote, RemoteError
+from tests.support.cluster import SHORT, Cluster
+from tests.support.hosts import ip
+from tests.support.remote import Remote, RemoteError
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.netns
 
@@ -31,10 +33,6 @@ TIMEOUT_MS = 3_000
 LONGEST_S = TIMEOUT_MS / 1000 + 1.0
 
 LARGE = 8 << 20
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
 
 
 class Net:
@@ -100,19 +98,15 @@ def net() -> Iterator[Net]:
 @pytest.fixture
 def near(net: Net, tmp_path: Path) -> Iterator[Cluster]:
     """A master, and a node that clients reach over the data link."""
-    cluster = Cluster(
+    with Cluster(
         tmp_path,
         settings=SHORT | {"host": "0.0.0.0", "lease_ms": 3_000},
         prefix=["ip", "netns", "exec", net.near],
         reached_at=f"{WATCH}.1",
-    )
-    try:
+    ) as cluster:
         cluster.master()
         start_node(cluster, f"{DATA}.1")
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 def start_node(cluster: Cluster, host: str) -> None:

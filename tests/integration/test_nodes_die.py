@@ -11,8 +11,10 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.errors import KVStoreError, NoSpaceError
-from tests.integration.cluster import ROOT, SHORT, Cluster, until
-from tests.integration.traffic import at_work, content, getter, putter
+from tests.support.cluster import SHORT, Cluster
+from tests.support.processes import ROOT
+from tests.support.traffic import at_work, content, getter, putter
+from tests.support.waiting import until
 
 STORED, FOUND = PutOutcome.STORED, PutOutcome.FOUND
 BEING_WRITTEN = PutOutcome.BEING_WRITTEN
@@ -192,7 +194,7 @@ def test_a_client_is_killed_while_it_writes(cluster: Cluster) -> None:
     cluster.start(memory="64MiB")
     program = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from kvstore import Client\nfrom tests.integration.traffic import content\n"
+        "from kvstore import Client\nfrom tests.support.traffic import content\n"
         "client = Client(sys.argv[1], transports=(sys.argv[2],))\n"
         "for number in range(10**6):\n"
         "    key = f'new-{number % 40}'\n"

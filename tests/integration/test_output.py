@@ -13,11 +13,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvstore.demo.processes import free_port
 from kvstore.process.logs import BURST
-from tests.integration.cluster import Cluster, Server, until
-from tests.integration.http import get, http_port_of, metric
 from tests.integration.test_http import child_of
+from tests.support.cluster import Cluster
+from tests.support.http import get, http_port_of, metric
+from tests.support.processes import Server, free_port
+from tests.support.waiting import until
 
 STRANGERS = 3 * BURST
 
@@ -55,7 +56,6 @@ def call_lane(cluster: Cluster) -> bytes:
 
 
 def restart_master(cluster: Cluster) -> Server:
-    assert cluster.master_server is not None
     cluster.master_server.kill()
     return cluster.master()
 

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from kvstore.client.sync import Client
-from kvstore.demo.processes import free_port
 from kvstore.texts import key_text
 from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
 from kvstore.web.server.openapi import PATH as OPENAPI_PATH
-from tests.integration.browser import PHONE, Browser
-from tests.integration.cluster import Cluster, until
 from tests.integration.test_api import post
 from tests.integration.test_dashboard import HOSTILE, asked, told
+from tests.support.browser import PHONE, Browser
+from tests.support.cluster import Cluster
+from tests.support.processes import free_port
+from tests.support.waiting import until
 
 SYSTEM = [b"system %d" % number for number in range(4)]
 FIRST = [b"first %d" % number for number in range(3)]

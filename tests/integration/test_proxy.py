@@ -11,8 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.integration.cluster import Server
-from tests.integration.engines import (
+from tests.support.engines import (
     PROXY,
     Call,
     Engine,
@@ -25,6 +24,7 @@ from tests.integration.engines import (
     stored,
     tokens_of,
 )
+from tests.support.processes import Server
 
 PROMPT = "a prompt of five words"
 IDS = tokens_of(PROMPT)

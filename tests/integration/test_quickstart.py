@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore import Client
-from tests.integration.cluster import ROOT, STOP_S, is_running, until
-from tests.integration.http import get
-from tests.integration.quickstarts import Quickstart
+from tests.support.http import get
+from tests.support.processes import ROOT, STOP_S, is_running
+from tests.support.quickstarts import Quickstart
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -11,18 +11,10 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.memory import header as layout
-from tests.integration.cluster import (
-    NODE,
-    SHORT,
-    Cluster,
-    Node,
-    Server,
-    children_of,
-    flags_of,
-    is_running,
-    until,
-)
-from tests.integration.traffic import at_work, content, getter, putter
+from tests.support.cluster import NODE, SHORT, Cluster, Node
+from tests.support.processes import Server, children_of, flags_of, is_running
+from tests.support.traffic import at_work, content, getter, putter
+from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 SIZE = 20_000
@@ -53,7 +45,6 @@ def objects(cluster: Cluster) -> int:
 
 
 def kill_master(cluster: Cluster) -> None:
-    assert cluster.master_server is not None
     cluster.master_server.kill()
 
 
@@ -343,7 +334,6 @@ def test_a_rolling_upgrade_loses_nothing(tmp_path: Path) -> None:
             nodes[index] = start(name)
             says(nodes[index], "inventory_told")
             check(cluster)
-        assert cluster.master_server is not None
         assert cluster.master_server.terminate() == 0
         cluster.master()
         check(cluster)
@@ -363,7 +353,6 @@ def test_a_killed_master_leaves_the_memory_of_its_own_node(tmp_path: Path) -> No
     try:
         cluster.master()
         master = cluster.master_server
-        assert master is not None
         entry = Path("/dev/shm/kvstore." + master.line("owns 32 MiB as node (.+)")[1])
         fill(cluster)
         children = children_of(master.pid)
@@ -371,7 +360,6 @@ def test_a_killed_master_leaves_the_memory_of_its_own_node(tmp_path: Path) -> No
         until(lambda: not any(map(is_running, children)))
         assert entry.exists()
         cluster.master()
-        assert cluster.master_server is not None
         cluster.master_server.line("owns 32 MiB as node")
         until(lambda: objects(cluster) == len(KEYS) + len(CHAIN))
         check(cluster)

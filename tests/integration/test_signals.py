@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from kvstore import Client
-from tests.cuts import Cut, cut
-from tests.integration.cluster import Cluster, until
-from tests.leaks import leaked, snapshot
+from tests.support.cluster import Cluster
+from tests.support.cuts import Cut, cut
+from tests.support.leaks import leaked, snapshot
+from tests.support.waiting import until
 
 # What a finalizer raises goes nowhere: Python says so, and goes on.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo.processes import free_port
-from tests.integration.cluster import Cluster, until
-from tests.integration.http import get
+from tests.support.cluster import Cluster
+from tests.support.http import get
+from tests.support.processes import free_port
+from tests.support.waiting import until
 
 
 def test_health_answers_while_the_memory_is_reserved(

@@ -17,12 +17,12 @@ import grpc
 import pytest
 
 from kvstore import PutOutcome, calls
-from kvstore.demo.processes import free_port
 from kvstore.network.addresses import split_address
 from kvstore.wire.messages import CALLS, decode_reply, encode_reply
-from tests.integration.cluster import Cluster
 from tests.integration.conftest import either_client
-from tests.integration.traffic import at_work, content, getter, putter
+from tests.support.cluster import Cluster
+from tests.support.processes import free_port
+from tests.support.traffic import at_work, content, getter, putter
 
 STORED = PutOutcome.STORED
 GIB_4 = 0xFFFF_FFFF
@@ -81,7 +81,6 @@ def test_noise_on_every_port_while_a_client_works(store: Cluster) -> None:
     client = store.client()
     client.put_many([(key, content(key)) for key in keys])
     ports = ports_of(store)
-    assert store.master_server is not None
     servers = [store.master_server, store.nodes[0]]
     before = [rss_bytes(server.pid) for server in servers]
     with (

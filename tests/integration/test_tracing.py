@@ -16,7 +16,8 @@ from kvstore import AsyncClient, Client
 from kvstore.client.tracing import tracing
 from kvstore.errors import NoSpaceError, ValueTooLargeError
 from kvstore.wire.traces import MARK
-from tests.integration.cluster import Cluster, until
+from tests.support.cluster import Cluster
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -76,7 +77,6 @@ def test_lines_of_the_master_name_the_trace_of_the_call(
 ) -> None:
     cluster.master()
     cluster.node()
-    assert cluster.master_server is not None
     log = cluster.master_server.log
     with Client(cluster.address, lane=carrier == "lane") as client:
         view_of = client.put("a", bytes(20 << 20)), client.get("a", copy=False)  # leased

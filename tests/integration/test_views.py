@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.demo.processes import free_port
 from kvstore.errors import (
     KVStoreError,
     MasterUnreachableError,
     NodeUnreachableError,
     ReservationLostError,
 )
-from tests.integration.cluster import ROOT, SHORT, Cluster, children_of, entry, is_running, until
 from tests.integration.conftest import either_client
+from tests.support.cluster import SHORT, Cluster, entry
+from tests.support.processes import ROOT, children_of, free_port, is_running
+from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 LEASE_S = SHORT["lease_ms"] / 1000
@@ -33,13 +34,9 @@ LEASE_S = SHORT["lease_ms"] / 1000
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """With promises that end within seconds."""
-    cluster = Cluster(tmp_path_factory.mktemp("store"), settings=SHORT)
-    try:
+    with Cluster(tmp_path_factory.mktemp("store"), settings=SHORT) as cluster:
         cluster.start()
         yield cluster
-        cluster.finish()
-    finally:
-        cluster.close()
 
 
 @pytest.fixture(params=["sync", "async"])
@@ -175,7 +172,6 @@ def test_without_a_master_a_promise_ends_and_says_so(cluster: Cluster) -> None:
     assert isinstance(view, np.ndarray)
     lease = client.lease(view)
     assert lease is not None
-    assert cluster.master_server is not None
     cluster.master_server.kill()
     killed = time.monotonic()
     until(lambda: not lease.held, within_s=LEASE_S + 0.5)
@@ -294,7 +290,6 @@ def test_an_allocation_of_a_master_that_is_gone_is_lost(cluster: Cluster) -> Non
     array = client.allocate(100, kind="numpy")
     assert isinstance(array, np.ndarray)
     array[:] = 1
-    assert cluster.master_server is not None
     cluster.master_server.kill()
     cluster.master()
     with pytest.raises(ReservationLostError) as caught:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +21,9 @@ from kvstore.master.carriers import Endpoints
 from kvstore.wire.frames import CALL, frame
 from kvstore.wire.messages import encode_request
 from tests.conformance.carrier_peers import RawLane
-from tests.integration.cluster import SHORT, Cluster, until
+from tests.support.cluster import SHORT, Cluster
+from tests.support.processes import KVSTORE, run_python
+from tests.support.waiting import until
 
 MODEL = "/models/Llama-3.1-8B"
 BLOCKS = [bytes([number]) * 32 for number in range(16)]
@@ -34,9 +33,8 @@ VALUES = [b"v" * 1_000] * len(BLOCKS)
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, settings=SHORT)
-    yield cluster
-    cluster.finish()
+    with Cluster(tmp_path, settings=SHORT) as cluster:
+        yield cluster
 
 
 class Engine:
@@ -62,13 +60,13 @@ class Engine:
 
 
 def why(cluster: Cluster, *arguments: str, code: int = 1) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", "--master", cluster.address, "why", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    done = run_python(
+        *KVSTORE,
+        "--master",
+        cluster.address,
+        "why",
+        *arguments,
+        variables={"PYTHONIOENCODING": "utf-8"},
     )
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
@@ -96,7 +94,6 @@ def test_the_field_in_which_two_engines_differ_is_named(cluster: Cluster, lane: 
         assert "dtype: bfloat16 writes, float16 asks" in shown
         assert "block_tokens:" not in shown
 
-    assert cluster.master_server is not None
     cluster.master_server.process.send_signal(signal.SIGKILL)
     cluster.master_server.wait()
     cluster.master()

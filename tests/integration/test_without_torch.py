@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from tests.integration.cluster import ROOT, Cluster
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT, run_python
 
 PROGRAM = """
 import importlib.abc, sys
@@ -69,14 +70,7 @@ def test_everything_but_tensors_works_without_torch(store: Cluster) -> None:
     client = store.client()
     client.put("tensor", torch.arange(4))
     client.put("bfloat16", torch.arange(4, dtype=torch.bfloat16))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, store.address],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-        check=False,
-    )
+    done = run_python("-c", PROGRAM, store.address)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done 15.0\n"
 

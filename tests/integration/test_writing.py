@@ -18,14 +18,15 @@ import numpy as np
 import pytest
 
 from kvstore.client import values
-from kvstore.demo.processes import free_port
 from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
 from kvstore.web.api.drains import DRAIN_PATH, DRAINS_MAX, NODES_PATH, UNDRAIN_PATH
 from kvstore.web.api.objects import LIST_PATH, PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, UNPIN_PATH
 from kvstore.web.api.questions import EXISTS_PATH, MATCH_PATH, STAT_PATH
 from kvstore.web.server.openapi import PATH as OPENAPI_PATH
-from tests.integration.cluster import Cluster, Node, until
-from tests.integration.http import Reply, request
+from tests.support.cluster import Cluster, Node
+from tests.support.http import Reply, request
+from tests.support.processes import free_port
+from tests.support.waiting import until
 
 EVERY_BYTE = bytes(range(256))
 MIB = 1 << 20

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +11,10 @@ import pytest
 from kvstore import Client, ports
 from kvstore.diagnosis import cluster as doctor
 from kvstore.errors import MasterUnreachableError
-from tests.integration.cluster import ROOT, Cluster, until
-from tests.integration.http import http_port_of
+from tests.support.cluster import Cluster
+from tests.support.http import http_port_of
+from tests.support.processes import run_python
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +81,7 @@ def test_a_node_says_it(others: dict[str, str], cluster: Cluster) -> None:
 def test_an_error_is_short_to_read(tmp_path: Path) -> None:
     """One traceback, that of the call: none of the attempts that failed."""
     program = "from kvstore import Client; Client('127.0.0.1:9', timeout_ms=1500).get('key')"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60,
-        check=False,
-    )  # fmt: skip
+    done = run_python("-c", program)
     assert done.stderr.count("Traceback") == 1
     assert "another exception" not in done.stderr
     first, *_, last = done.stderr.splitlines()

@@ -17,7 +17,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
 from kvstore.v1 import common_pb2, node_pb2
 from kvstore.wire.node_messages import decode_node_message
-from tests.wire_values import SIXTEEN
+from tests.support.wire_values import SIXTEEN
 
 EPOCH = 5
 BLOCKS = 8

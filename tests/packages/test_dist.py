@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 
 from kvstore._version import __version__
-from tests.integration.cluster import ROOT, STOP_S
-from tests.integration.quickstarts import Quickstart
+from tests.support.processes import ROOT, STOP_S
+from tests.support.quickstarts import Quickstart
 
 DIST = ROOT / "dist"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

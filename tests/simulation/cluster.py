@@ -98,7 +98,7 @@ class Options:
     new_client: Callable[..., Client] = Client
 
 
-class Cluster:
+class SimulatedCluster:
     """Everything that there is; ``run`` is the whole story of a seed."""
 
     def __init__(self, options: Options) -> None:

@@ -13,7 +13,7 @@ from tests.simulation.node import LEAVE_US
 from tests.simulation.scheduler import MS, SECOND
 
 if TYPE_CHECKING:
-    from tests.simulation.cluster import Cluster
+    from tests.simulation.cluster import SimulatedCluster
 
 FAILURES = (
     "break_stream", "cut_one_way", "cut_both_ways", "stall_node", "stall_node_long",
@@ -41,7 +41,7 @@ GRANTS_AGAIN_US = 3 * SECOND
 class Faults:
     """Injects them until ``stop``, which undoes what can be undone."""
 
-    def __init__(self, cluster: Cluster, allowed: tuple[str, ...] = KINDS) -> None:
+    def __init__(self, cluster: SimulatedCluster, allowed: tuple[str, ...] = KINDS) -> None:
         self._cluster = cluster
         self._random = random = cluster.scheduler.random
         chosen = list(allowed)

@@ -1,7 +1,7 @@
 """A client and a node that join, speak well and lie, beside the honest ones.
 
-What they say is drawn from ``tests.twin``: one field of one message is a lie. The rules of the
-oracle are those of runs without liars. ``Liars.may_be_said`` leaves out what the store cannot
+What they say is drawn from ``tests.support.twin``: one field of one message is a lie. The rules of
+the oracle are those of runs without liars. ``Liars.may_be_said`` leaves out what the store cannot
 refuse while callers have no identities.
 """
 
@@ -24,10 +24,10 @@ from tests.simulation.client import Client
 from tests.simulation.network import BrokenStreamError, End
 from tests.simulation.scheduler import MS, SECOND, Process, TimedOutError
 from tests.simulation.workload import NAMESPACES, PIN_S_MAX
-from tests.twin import KEY, MINE, Lie, Theirs, lies, true_calls, true_join, true_messages
+from tests.support.twin import KEY, MINE, Lie, Theirs, lies, true_calls, true_join, true_messages
 
 if TYPE_CHECKING:
-    from tests.simulation.cluster import Cluster
+    from tests.simulation.cluster import SimulatedCluster
 
 HOUR_US = 3600 * SECOND
 """No clock from which a master takes its epoch shows so much in a run."""
@@ -61,7 +61,7 @@ class LyingClient(Client):
 class Liars:
     """Those of one run, until ``stop``."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self._processes: list[Process] = []
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 
-from tests.simulation.cluster import Cluster, Options
+from tests.simulation.cluster import Options, SimulatedCluster
 from tests.simulation.faults import KINDS
 from tests.simulation.known import KNOWN_ISSUES
 from tests.simulation.oracle import SimulationError
@@ -51,7 +51,7 @@ def run_seed(options: Options, steps: int | None = None, lines: int = 60) -> Res
     """One run; ``steps``: only so many, of the phase with faults."""
     logging.disable()  # thousands of failed nodes
     started = time.perf_counter()
-    cluster = Cluster(options)
+    cluster = SimulatedCluster(options)
     error: Exception | None = None
     try:
         if steps is None:
@@ -193,7 +193,7 @@ def line_of(result: Result) -> str:
     )
 
 
-def told(cluster: Cluster, error: Exception, lines: int) -> str:
+def told(cluster: SimulatedCluster, error: Exception, lines: int) -> str:
     """What a failure was about, and how to see it again."""
     about = error.about if isinstance(error, SimulationError) else []
     story = [

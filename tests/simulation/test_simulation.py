@@ -30,7 +30,7 @@ from kvstore.master.state.puts import Pending, PendingPut
 from kvstore.master.state.reclaim import Reclaim
 from kvstore.master.state.records import ObjectRecord
 from kvstore.memory.header import extent_bytes
-from tests.simulation.cluster import RULES, Cluster, Options
+from tests.simulation.cluster import RULES, Options, SimulatedCluster
 from tests.simulation.node import Node
 from tests.simulation.run import run_seed
 from tests.simulation.workload import Mix
@@ -72,7 +72,7 @@ def test_however_many_masters_there_are(masters: int) -> None:
 def test_the_same_seed_is_the_same_run() -> None:
     digests = []
     for seed in (3, 3, 4):
-        cluster = Cluster(Options(seed=seed))
+        cluster = SimulatedCluster(Options(seed=seed))
         cluster.run_steps(6_000)
         digests.append(cluster.scheduler.digest)
     assert digests[0] == digests[1]
@@ -97,7 +97,7 @@ def test_everything_happens_somewhere() -> None:
     """A simulation that does nothing finds nothing."""
     happened: dict[str, int] = {}
     for seed in range(100, 112):
-        cluster = Cluster(Options(seed=seed, fault_seconds=4))
+        cluster = SimulatedCluster(Options(seed=seed, fault_seconds=4))
         cluster.run()
         for what, number in cluster.oracle.counts.items():
             happened[what] = happened.get(what, 0) + number

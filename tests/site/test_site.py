@@ -14,11 +14,11 @@ from typing import Final
 import pytest
 
 from kvstore.config import MasterConfig, settings
-from kvstore.demo.processes import free_port
 from kvstore.errors import BY_CODE
-from tests.integration.browser import Browser, browsing
-from tests.integration.cluster import until
-from tests.programs import skip
+from tests.support.browser import Browser, browsing
+from tests.support.processes import free_port
+from tests.support.programs import skip
+from tests.support.waiting import until
 
 HTML: Final = Path(__file__).parents[2] / "build/docs/html"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from tests.soak.checker import Checker
-from tests.soak.processes import Cluster, Node, Process
+from tests.soak.processes import Node, Process, SoakedCluster
 
 FIRST_S: Final = 4.0
 PEACE_S: Final = 15.0
@@ -95,7 +95,7 @@ class Nemesis:
     """Carries a schedule out. ``act`` does what is due."""
 
     def __init__(
-        self, faults: list[Fault], cluster: Cluster, workers: list[Process],
+        self, faults: list[Fault], cluster: SoakedCluster, workers: list[Process],
         stoppable: Callable[[Process], bool], checker: Checker, clock: Path | None,
         small_disk: Path | None,
     ) -> None:  # fmt: skip

@@ -222,7 +222,7 @@ class Node(Process):
         return Path("/dev/shm", f"kvstore.{self.name}")
 
 
-class Cluster:
+class SoakedCluster:
     """All servers. Nothing waits for them: who cannot reach what, tries again."""
 
     def __init__(self, directory: Path, *, masters: int, nodes: int, memory: str,
@@ -232,14 +232,14 @@ class Cluster:
         Args:
             small_disk: where nodes log to; None: to the directory, as all others.
             clock: a file that says how wrong the servers' wall clock is; None: it is right.
-            has_names: whether names of ``tests/name_server.py`` are resolved here.
+            has_names: whether names of ``tests/support/name_server.py`` are resolved here.
         """
         self.directory = directory
         self.names: Process | None = None
         host = "127.0.0.1"
         if has_names:
             host = "kv.test"
-            command = [sys.executable, "tests/name_server.py"]
+            command = [sys.executable, "tests/support/name_server.py"]
             self.names = Process("names", command, directory / "names.log", environ={})
         environ = {"KVSTORE_CONFIG": ""}
         if clock is not None:

@@ -32,14 +32,14 @@ from typing import Final
 
 from kvstore import Client
 from kvstore.errors import KVStoreError
-from tests.name_server import ADDRESS
 from tests.soak.checker import Checker, Violation
 from tests.soak.hands import Settings
 from tests.soak.journal import Reader
 from tests.soak.nemesis import KINDS, Nemesis, filter_reason, schedule, set_clock
-from tests.soak.processes import Cluster, Forked, Process, clock_reason, need
+from tests.soak.processes import Forked, Process, SoakedCluster, clock_reason, need
 from tests.soak.roles import ROLES
 from tests.soak.worker import work
+from tests.support.name_server import ADDRESS
 
 INSIDE: Final = "SOAK_INSIDE"
 SHM_SIZE: Final = "800m"
@@ -122,7 +122,7 @@ class Soak:
             set_clock(self.clock, 0)
         logs = os.environ.get("SOAK_LOGS")
         self.small_disk = Path(logs) if logs else None
-        self.cluster = Cluster(
+        self.cluster = SoakedCluster(
             self.directory, masters=options.masters, nodes=NODES, memory=MEMORY, clock=self.clock,
             has_names="SOAK_NAMES" in os.environ, small_disk=self.small_disk,
         )  # fmt: skip

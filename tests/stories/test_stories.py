@@ -18,16 +18,17 @@ import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome
-from kvstore.demo.processes import free_port
 from kvstore.errors import KVStoreError, NoSpaceError
 from kvstore.web.api.objects import PATH
 from kvstore.web.events.following import follow
-from tests.integration.cluster import SHORT, Cluster, Node, Server, until
-from tests.integration.engines import World, play, stored
-from tests.integration.http import request
-from tests.integration.remote import Remote, RemoteError
 from tests.integration.test_network import Net, far, near, net
-from tests.integration.traffic import content
+from tests.support.cluster import SHORT, Cluster, Node
+from tests.support.engines import World, play, stored
+from tests.support.http import request
+from tests.support.processes import Server, free_port
+from tests.support.remote import Remote, RemoteError
+from tests.support.traffic import content
+from tests.support.waiting import until
 
 __all__ = ["far", "near", "net"]  # fixtures: two hosts with a network between them
 
@@ -56,7 +57,6 @@ def found(client: Client) -> int:
 
 def killed(cluster: Cluster) -> Server:
     """The master, by kill -9."""
-    assert cluster.master_server is not None
     cluster.master_server.kill()
     return cluster.master_server
 

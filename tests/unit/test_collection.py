@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,8 +17,7 @@ WITHOUT_VLLM = (
 
 
 def collected(*arguments: str) -> str:
-    command = [sys.executable, "-c", WITHOUT_VLLM, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    done = run_python("-c", WITHOUT_VLLM, *arguments)
     return done.stdout
 
 

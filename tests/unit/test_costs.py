@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run_python
+
 CASES = """
 import time
 import pytest
@@ -27,7 +29,7 @@ def test_slow(): spends(0.2)
 """
 
 PROGRAM = (
-    "import sys, pytest; from tests import costs; costs.QUICK_S = 0.1;"
+    "import sys, pytest; from tests.support import costs; costs.QUICK_S = 0.1;"
     "sys.exit(pytest.main(sys.argv[2:],"
     " plugins=[costs.Costs(strict=sys.argv[1] == 'CI', record=False)]))"
 )
@@ -51,11 +53,18 @@ def test_a_dear_case_fails_in_ci(tmp_path: Path, where: str, failed: set[str]) -
 def test_a_worker_that_crashes_is_reported(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text("import os\ndef test_crash(): os._exit(3)\n")
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "CI", "-p", "no:cacheprovider", "-n", "1",
-         "--max-worker-restart", "0", str(tmp_path)],
-        capture_output=True, text=True, check=False, cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )  # fmt: skip
+    done = run_python(
+        "-c",
+        PROGRAM,
+        "CI",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "1",
+        "--max-worker-restart",
+        "0",
+        str(tmp_path),
+        variables={"PYTHONPATH": str(root)},
+    )
     assert "crashed while running" in done.stdout, done.stdout
     assert "INTERNALERROR" not in done.stdout + done.stderr

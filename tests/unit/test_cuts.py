@@ -1,10 +1,10 @@
-"""The places at which ``tests.cuts`` raises."""
+"""The places at which ``tests.support.cuts`` raises."""
 
 from __future__ import annotations
 
 import threading
 
-from tests.cuts import cut
+from tests.support.cuts import cut
 
 
 def places(work: object) -> int:

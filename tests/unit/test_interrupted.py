@@ -1,4 +1,4 @@
-"""What waits and works in the threads of callers, cut short at every place (``tests.cuts``)."""
+"""What waits and works in the threads of callers, cut short everywhere (``tests.support.cuts``)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvstore.errors import ClosedError
 from kvstore.network import names
 from kvstore.process.background import Job, Workers, in_one_piece, join_all, start_thread
 from kvstore.process.stopping import Bell, Known, Latch, NotOurTurnError, Turn
-from tests.cuts import cut
-from tests.leaks import leaked, snapshot
+from tests.support.cuts import cut
+from tests.support.leaks import leaked, snapshot
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 

@@ -1,4 +1,4 @@
-"""The watchman watched: what ``tests.leaks`` finds, and what it lets pass."""
+"""The watchman watched: what ``tests.support.leaks`` finds, and what it lets pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import leaks
+from tests.support import leaks
 
 
 def test_nothing_is_nothing() -> None:

@@ -1,4 +1,4 @@
-"""The lies of the hostile twin (``tests/twin.py``): every field has some."""
+"""The lies of the hostile twin (``tests/support/twin.py``): every field has some."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kvstore import calls
 from kvstore.limits import TTL_MS_MAX, Key, Namespace
 from kvstore.wire.messages import CALLS
-from tests.twin import Theirs, lies, true_calls, true_join, true_messages
+from tests.support.twin import Theirs, lies, true_calls, true_join, true_messages
 
 THEIRS = Theirs([b"their key"], ["theirs"], [4711], ["their node"], [b"u" * 16])
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.engines.engine import Engine
 from tests.e2e.engines.preloaded import Preloaded
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 if importlib.util.find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from kvstore.demo.processes import free_port
 from kvstore.demo_vllm import servers
 from kvstore.demo_vllm.requests import MODEL, RequestError, counters
 from tests.e2e.engines.engine import transfer_config
 from tests.e2e.engines.preloaded import Fork, Preloaded
-from tests.integration.cluster import until
+from tests.support.processes import free_port
+from tests.support.waiting import until
 
 START_S = 240.0
 REQUEST_S = 120.0

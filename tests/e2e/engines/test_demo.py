@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.demonstrations import Demonstration
-from tests.integration.cluster import children_of, is_running, until
+from tests.support.processes import children_of, is_running
+from tests.support.waiting import until
 
 MODULE = "kvstore.demo_vllm"
 PROMPTS = 2

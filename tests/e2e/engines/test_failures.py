@@ -11,7 +11,8 @@ import pytest
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import Engine, transfer_config
-from tests.integration.cluster import Cluster, until
+from tests.support.cluster import Cluster
+from tests.support.waiting import until
 
 WHOLE = 4 * BLOCK_TOKENS
 NOTICED_S = 0.05
@@ -32,7 +33,6 @@ def test_a_master_that_stops_or_dies_does_not_hold_up_a_running_stream(
     good, bad = 0, []
     for run in range(-1, RUNS_MAX):  # the first one warms up
         master = store.master_server
-        assert master is not None
         new = [prompt(1_000 + 10 * run + number) for number in range(8)]
         without_it = plain.stream(prompt(run + 1), new)
         with_it = with_store.stream(prompt(run + 1), new, pid=master.pid, signal=how)

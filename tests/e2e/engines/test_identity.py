@@ -11,7 +11,7 @@ import pytest
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
 from tests.e2e.engines.engine import Engine, Result, transfer_config
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 WHOLE = 4 * BLOCK_TOKENS
 

@@ -8,7 +8,7 @@ from typing import Any
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import transfer_config
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 WHOLE = 4 * BLOCK_TOKENS
 

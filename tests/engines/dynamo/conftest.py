@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 if importlib.util.find_spec("dynamo") is None:
     collect_ignore_glob = ["test_*.py"]

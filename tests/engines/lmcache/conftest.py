@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.cluster import SHORT, Cluster
+from tests.support.cluster import SHORT, Cluster
 
 if importlib.util.find_spec("lmcache") is None:
     collect_ignore_glob = ["test_*.py"]

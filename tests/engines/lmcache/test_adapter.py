@@ -32,7 +32,6 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 
 from kvstore.connectors.lmcache import locks
-from kvstore.demo.processes import free_port
 from kvstore.errors import ConfigError
 from kvstore.limits import FLEET_NAMESPACE
 from tests.engines.lmcache.tasks import (
@@ -46,7 +45,9 @@ from tests.engines.lmcache.tasks import (
     layouts,
     same,
 )
-from tests.integration.cluster import ROOT, Cluster, until
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT, free_port
+from tests.support.waiting import until
 
 StartAdapter = Callable[..., Adapter]
 
@@ -391,7 +392,6 @@ def test_a_master_that_is_gone_makes_misses_in_time_and_comes_back(
     first = adapter()
     first.store([key(1)], [chunk(1)])
     master = store.master_server
-    assert master is not None
     master.kill() if how == "killed" else master.freeze()
     for _ in range(4):
         assert timed(lambda: first.look_up([key(2)])) == []
@@ -496,7 +496,6 @@ def test_the_store_dies_and_hangs_in_the_middle_of_the_work(
                           else "misses")  # fmt: skip
                 server.resume()
                 work.wait("hits")
-            assert store.master_server is not None
             store.master_server.kill()
             work.wait("misses")
             store.master()
@@ -513,7 +512,6 @@ def test_a_daemon_starts_without_a_store_and_finds_it_later(tmp_path: Path) -> N
     try:
         cluster.start(memory="32MiB")
         master = cluster.master_server
-        assert master is not None
         master.kill()
         adapter = Adapter({"master": cluster.address})
         assert timed(lambda: adapter.look_up([key(1)])) == []
@@ -531,7 +529,6 @@ def test_close_ends_tasks_under_way_before_their_memory_is_given_back(
     first = adapter()
     first.store([key(1)], [chunk(1)])
     master = store.master_server
-    assert master is not None
     master.freeze()
     try:
         tasks = [first.it.submit_load_task([key(n)], [chunk(None)]) for n in range(2, 12)]

@@ -18,7 +18,8 @@ from kvstore.connectors.lmcache.chunks import _description
 from kvstore.connectors.lmcache.identity import Namespaces
 from kvstore.connectors.lmcache.remote import KVStoreConnector
 from tests.engines.lmcache.inside import TOKENS, Inside
-from tests.integration.cluster import SHORT, Cluster, until
+from tests.support.cluster import SHORT, Cluster
+from tests.support.waiting import until
 
 StartInside = Callable[..., Inside]
 
@@ -314,7 +315,6 @@ def test_a_master_that_is_gone_makes_misses_in_time_and_comes_back(
     first.put([first.key(1)], [chunk])
     held = first.in_use()
     master = store.master_server
-    assert master is not None
     master.kill() if how == "killed" else master.freeze()
     for _ in range(4):
         assert not timed(lambda: first.backend.contains(first.key(2)))
@@ -349,7 +349,6 @@ def test_a_node_that_is_killed_makes_misses(inside: StartInside, store: Cluster)
 
 def test_an_engine_starts_without_a_store(inside: StartInside, store: Cluster) -> None:
     master = store.master_server
-    assert master is not None
     master.kill()
     first = timed(inside)
     assert not timed(lambda: first.backend.contains(first.key(1)))
@@ -360,7 +359,6 @@ def test_an_engine_starts_without_a_store(inside: StartInside, store: Cluster) -
 def test_close_with_calls_under_way(inside: StartInside, store: Cluster) -> None:
     first = inside()
     master = store.master_server
-    assert master is not None
     master.freeze()
     try:
         chunk = first.chunk(1)

@@ -10,7 +10,7 @@ import pytest
 import kvstore.mooncake
 from tests.engines.lmcache.inside import TOKENS, Inside
 from tests.engines.lmcache.test_inside import same
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 
 @pytest.fixture

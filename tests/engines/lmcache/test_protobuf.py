@@ -7,7 +7,7 @@ import importlib.metadata
 from packaging.requirements import Requirement
 
 from kvstore.calls import PutOutcome
-from tests.integration.cluster import Cluster
+from tests.support.cluster import Cluster
 
 
 def test_every_process_speaks_with_the_protobuf_that_lmcache_wants(store: Cluster) -> None:

@@ -37,7 +37,9 @@ from tests.engines.sglang.hicache import (
     indices,
     mamba_pool,
 )
-from tests.integration.cluster import ROOT, Cluster, Server, until
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT, Server
+from tests.support.waiting import until
 
 KEYS = [f"{number:064x}" for number in range(8)]
 LAYOUTS = ["page_first", "page_first_direct", "layer_first"]
@@ -474,7 +476,6 @@ class TestFailures:
         """The engine starts, and has hits once the store is there."""
         cluster.start()
         master = cluster.master_server
-        assert master is not None
         master.kill()
         pool = host_pool(filled=1)
         one = backend(pool)
@@ -488,7 +489,6 @@ class TestFailures:
         one = backend(pool)
         saved(one, pool)
         before = [bytes_at(pool, page) for page in range(len(KEYS))]
-        assert store.master_server is not None
         store.master_server.kill()
         store.nodes[0].kill()
         self._are_misses(one)
@@ -506,7 +506,6 @@ class TestFailures:
         one = backend(pool, transports=[transport])
         saved(one, pool)
         before = [bytes_at(pool, page) for page in range(len(KEYS))]
-        assert store.master_server is not None
         servers = [store.master_server, store.nodes[0]]
 
         def kill() -> None:
@@ -539,7 +538,6 @@ class TestFailures:
         one = backend(pool, transports=["tcp"])
         saved(one, pool)
         before = [bytes_at(pool, page) for page in range(len(KEYS))]
-        assert store.master_server is not None
         hanging: list[Server] = []
         if which != "node":
             hanging.append(store.master_server)

@@ -11,7 +11,8 @@ import subprocess
 import sys
 
 import kvstore.mooncake
-from tests.integration.cluster import ROOT, Cluster
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT
 
 MODULE = "sglang.srt.mem_cache.storage.mooncake_store.test_mooncake_store"
 LIMIT_S = 150

@@ -20,7 +20,8 @@ from kvstore.device.driver import Way
 from kvstore.device.drivers import driver_of
 from tests.gpu.machine import BUSY_CYCLES, GPU, MIB, NAME
 from tests.gpu.test_values import same, values
-from tests.integration.cluster import ROOT, Cluster
+from tests.support.cluster import Cluster
+from tests.support.processes import ROOT
 
 
 def cuda_driver() -> CUDADriver:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.integration.cluster import ROOT
+from tests.support.processes import run_python
 
 PROGRAM = """
 import importlib, pkgutil, click
@@ -21,8 +18,5 @@ for each in pkgutil.iter_modules(kvstore.cli.__path__):
 
 @pytest.mark.parametrize("flags", [(), ("-OO",)])
 def test_every_command_has_a_help(flags: tuple[str, ...]) -> None:
-    done = subprocess.run(
-        [sys.executable, *flags, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True,
-        timeout=60, check=True,
-    )  # fmt: skip
+    done = run_python(*flags, "-c", PROGRAM, check=True)
     assert done.stdout == ""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import click
 import numpy as np
@@ -20,12 +19,13 @@ from kvstore._version import __version__
 from kvstore.calls import PutOutcome
 from kvstore.cli import bench as cli_bench
 from kvstore.cli.main import LATE, cli
-from kvstore.cli.options import run
 from kvstore.client.flows.asking import ObjectStat
 from kvstore.config import ClientConfig
 from kvstore.errors import MasterUnreachableError, NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import Header
+from tests.support.processes import run_python
+from tests.unit.cli.conftest import KV, Result
 
 NAMESPACE = "default"
 CONTENT = b'{"kind": "torch", "dtype": "bfloat16", "shape": [2, 8]}'
@@ -110,39 +110,11 @@ class FakeClient:
         return calls.ObjectRow(namespace, Key(key), size, 1, 0, 0, "complete")
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     fake = FakeClient()
     monkeypatch.setattr(kvstore, "Client", fake)
     return fake
-
-
-@pytest.fixture
-def kv(store: FakeClient, capfdbinary: pytest.CaptureFixture[bytes]) -> Callable[..., Result]:
-    """Runs ``kvstore`` with these arguments, in this process."""
-
-    def call(*arguments: str) -> Result:
-        capfdbinary.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run(cli, "kvstore", arguments)
-        out, err = capfdbinary.readouterr()
-        assert isinstance(ended.value.code, int)
-        return Result(ended.value.code, out.decode(errors="surrogateescape"), err.decode())
-
-    return call
-
-
-KV = Callable[..., Result]
 
 
 def test_help_shows_an_example_and_the_variables(kv: KV) -> None:
@@ -171,9 +143,7 @@ def imported_by(*arguments: str) -> set[str]:
         "try:\n    main()\nexcept SystemExit:\n    pass\n"
         "print(*sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
-    )
+    done = run_python("-c", code, *arguments, check=True)
     return set(done.stderr.splitlines()[-1].split())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from types import ModuleType
 
@@ -12,6 +11,7 @@ from kvstore.cli import proxy
 from kvstore.cli.options import run
 from kvstore.config import ProxyConfig, load, settings
 from kvstore.errors import ConfigError
+from tests.support.processes import run_python
 
 APP = "kvstore.proxy.app"
 
@@ -81,8 +81,6 @@ def test_without_the_extra_it_says_what_to_install() -> None:
         "import sys; sys.modules['aiohttp'] = None; sys.argv[1:] = ['--port', '0']; "
         "from kvstore.cli.proxy import main; main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=False, text=True, timeout=60
-    )
+    done = run_python("-c", program)
     assert done.returncode == 1
     assert "pip install 'aiohttp>=3.12'" in done.stderr

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Self
 
 import pytest
 
 import kvstore
 from kvstore import calls
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
-from kvstore.cli.main import cli
-from kvstore.cli.options import run
 from kvstore.config import ClientConfig
 from kvstore.errors import NodeUnreachableError
 from kvstore.limits import FLEET_NAMESPACE, Key
 from kvstore.texts import shown_text
+from tests.unit.cli.conftest import KV
 
 HOSTILE = "".join(map(chr, range(256))) + "\u202e\u200b\u2028\U000e0001模é"
 """Every control character, and what turns or hides text."""
@@ -66,15 +66,6 @@ class FakeClient:
         return object() if (namespace, key) in self.held else None
 
 
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-KV = Callable[..., Result]
-
-
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
     fake = FakeClient()
@@ -83,16 +74,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> FakeClient:
 
 
 @pytest.fixture
-def why(store: FakeClient, capfdbinary: pytest.CaptureFixture[bytes]) -> KV:
-    def call(*arguments: str) -> Result:
-        capfdbinary.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            run(cli, "kvstore", ["why", *arguments])
-        out, err = capfdbinary.readouterr()
-        assert isinstance(ended.value.code, int)
-        return Result(ended.value.code, out.decode(), err.decode())
-
-    return call
+def why(kv: KV) -> KV:
+    return partial(kv, "why")
 
 
 def writer(name: str = "prefill-1", keys: int = 8) -> ClientTraffic:

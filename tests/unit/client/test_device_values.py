@@ -14,7 +14,7 @@ from kvstore.client.values import encode, encode_all, fillable
 from kvstore.device.drivers import use
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import BufferMismatchError, UnsupportedValueError
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 
 class Elsewhere(torch.Tensor):

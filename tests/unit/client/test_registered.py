@@ -17,7 +17,7 @@ from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import BufferMismatchError, InvalidArgumentError
 from kvstore.memory.raw import address_of, memory_at
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 PAGE = mmap.PAGESIZE
 

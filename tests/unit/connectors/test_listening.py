@@ -13,7 +13,7 @@ from kvstore.connectors.vllm import listening
 from kvstore.connectors.vllm.listening import Heard, Listener
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.web.events import following
-from tests.integration.cluster import until
+from tests.support.waiting import until
 
 GROUPS = {"vllm/f/g0/p0t0": 0, "vllm/f/g1/p0t0": 1}
 STREAM = (

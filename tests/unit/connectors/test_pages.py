@@ -13,7 +13,7 @@ from kvstore.connectors.vllm.pages import CPUPages, Geometry, Page, pages_of, su
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import ConfigError
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 BLOCKS, HEADS, TOKENS, CONTENT = 5, 2, 4, 6
 PAGE = HEADS * TOKENS * CONTENT * 2  # bytes, of float16

@@ -28,6 +28,7 @@ from kvstore.connectors.vllm.messages import (
 from kvstore.connectors.vllm.pages import CPUPages, Mark, Pages, survey
 from kvstore.connectors.vllm.worker import WorkerSide, client_config
 from kvstore.errors import DeadlineExceededError, NoSpaceError
+from tests.support.waiting import until
 from tests.unit.connectors.test_pages import Config, Group
 
 GROUPS = Groups(hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 4, 1: 8})
@@ -110,14 +111,6 @@ def run(group: int, block_ids: list[int], *, first: int = 0, name: str = "k") ->
     keys = [f"{name}{first + index}".encode() for index in range(len(block_ids))]
     parent = f"{name}{first - 1}".encode() if first else None
     return Run(group, keys, block_ids, first, parent)
-
-
-def until(ready: Callable[[], bool]) -> None:
-    """vLLM asks in each step, too: nothing tells."""
-    deadline = time.monotonic() + LONG_S
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def reports(worker: WorkerSide, number: int) -> dict[int, SaveEnd]:

@@ -1,5 +1,5 @@
-"""Blocks between a GPU's cache and a real store. The GPU is ``tests.fake_device``: what it was
-told runs late, in any order that a GPU might choose, so that a missing wait is a wrong byte."""
+"""Blocks between a GPU's cache and a real store. The GPU is ``tests.support.fake_device``: what it
+was told runs late, in any order that a GPU might choose, so that a missing wait is a wrong byte."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from kvstore.device.device import Device
 from kvstore.device.driver import Way
 from kvstore.device.drivers import use
 from kvstore.errors import DeviceError
-from tests.fake_device import COMPUTE, FakeDriver
+from tests.support.fake_device import COMPUTE, FakeDriver
+from tests.support.waiting import until
 from tests.unit.connectors.vllm_caches import MODELS, Model
 
 NAME = "cuda:0"
@@ -124,13 +125,6 @@ class Engine:
 
         until(ended)
         return found == [SaveEnd(1, 1)]
-
-
-def until(ready: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def runs(*block_ids: list[int]) -> list[Run]:

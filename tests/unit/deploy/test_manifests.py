@@ -23,7 +23,7 @@ import yaml
 from kvstore.cli import master, node
 from kvstore.config import MasterConfig, NodeConfig, load
 from kvstore.config.values import parse_size
-from tests.programs import need_program
+from tests.support.programs import need_program
 
 pytestmark = pytest.mark.slow  # not for its cost: programs of others read these files
 

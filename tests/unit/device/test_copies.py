@@ -11,7 +11,7 @@ from kvstore.device.copies import PAGES_MIN, Copies, are_pages, cut, merged
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory, laid_out
 from kvstore.errors import InvalidArgumentError
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 DEVICE = Device(FakeDriver(), ring_bytes=8, locked_max=0)
 

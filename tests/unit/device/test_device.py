@@ -19,7 +19,7 @@ from kvstore.device.drivers import driver_of, use
 from kvstore.device.memory import memory_of
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
 from kvstore.process.stopping import Stop
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 
 def made() -> tuple[FakeDriver, Device]:

@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.device.driver import Way
 from kvstore.errors import DeviceError
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 
 def arrays(*values: int) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.device import locks as module
 from kvstore.device.locks import Locks
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 MIB = 1 << 20
 

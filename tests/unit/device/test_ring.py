@@ -7,7 +7,7 @@ import pytest
 from kvstore.clocks import uptime
 from kvstore.device.ring import SLOTS, Ring
 from kvstore.errors import ClosedError, DeadlineExceededError
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 
 def test_slots_are_equal_parts_of_memory_that_is_locked_once() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.memory import alive
-from tests.integration.cluster import until
+from tests.support.waiting import until
 
 OWNER = """
 import sys, threading

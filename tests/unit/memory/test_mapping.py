@@ -18,6 +18,7 @@ from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.mapping import Mapping, is_shown
 from kvstore.memory.segment import Segment
+from tests.support.processes import run_python
 
 MIB = 1 << 20
 AT = SUPERBLOCK_BYTES
@@ -133,9 +134,7 @@ print("writes", flush=True)
 {write}
 print("has written", flush=True)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run_python("-c", program)
     assert (done.returncode, done.stdout) == (-11, "writes\n")
     assert segment.memory[5000] == 7
     assert os.path.exists(f"{SHM_DIRECTORY}/{SHM_PREFIX}{segment.node}")

@@ -29,6 +29,7 @@ from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import Segment
 from kvstore.memory.taking import MemoryOptions
 from kvstore.network.host import host_id
+from tests.support.processes import run_python
 
 MIB = 1 << 20
 
@@ -375,7 +376,7 @@ def test_the_name_of_a_killed_owner_is_free(name: str) -> None:
 
 def test_host_id_is_the_same_in_every_process_of_a_host() -> None:
     code = "from kvstore.network.host import host_id; print(host_id())"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    other = run_python("-c", code, check=True)
     assert other.stdout.strip() == host_id()
     assert not host_id().startswith("unknown")
 

@@ -31,7 +31,7 @@ from kvstore.node import device_segment, inventory
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.transport.base import Move
 from kvstore.transport.device import LOCK, DeviceTransport
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 MIB = 1 << 20
 POOLED = "fake:0"

@@ -11,7 +11,7 @@ import pytest
 from kvstore.node import starting as module
 from kvstore.node.starting import Starting, served
 from kvstore.web.server.access import Access
-from tests.integration.http import get, metric
+from tests.support.http import get, metric
 
 GIB = 1 << 30
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.process import interpreter
-from tests.integration.cluster import ROOT
+from tests.support.processes import ROOT
 
 CHILD = """
 import json, sys, click

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import skip
 from tests.soak.nemesis import set_clock
 from tests.soak.processes import clock_reason, faked
+from tests.support.programs import skip
 
 SLEEPS = """
 import subprocess, time

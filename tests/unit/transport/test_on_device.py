@@ -13,7 +13,7 @@ from kvstore.device.device import Device
 from kvstore.errors import DeviceError
 from kvstore.transport.base import Move
 from kvstore.transport.on_device import DeviceRanges
-from tests.fake_device import FakeDriver
+from tests.support.fake_device import FakeDriver
 
 SIZE = 1 << 20
 RING_BYTES = 8 * 4096

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from kvstore.metrics.families import CLIENT, MASTER, NODE, STORE
 from kvstore.proxy.instances import Instances, Rules
 from kvstore.proxy.metrics import Metrics
-from tests.programs import need_program
+from tests.support.programs import need_program
 
 ROOT: Final = Path(__file__).parents[3]
 ALERTS: Final = ROOT / "deploy/prometheus/alerts.yml"

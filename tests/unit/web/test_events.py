@@ -14,6 +14,7 @@ from kvstore.web.events import feed as feed_module
 from kvstore.web.events import journal as journal_module
 from kvstore.web.events.feed import ASKED_MAX, GONE_SIZE, Channel, Event, Feed, Page
 from kvstore.web.events.journal import Journal, Place, Streams
+from tests.support.waiting import until_async
 
 
 class Rows:
@@ -118,12 +119,6 @@ class Pair:
         return found
 
 
-async def soon(ask: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not ask():
-            await asyncio.sleep(0.001)
-
-
 def run(test: Callable[[Pair, Term], AsyncIterator[None]]) -> None:
     async def with_pair() -> None:
         pair, term = Pair(), Term(7)
@@ -137,10 +132,10 @@ def run(test: Callable[[Pair, Term], AsyncIterator[None]]) -> None:
 def test_events_arrive_in_order_with_their_numbers() -> None:
     async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
         async with pair.child():
-            await soon(lambda: pair.journal.epoch == 7)
+            await until_async(lambda: pair.journal.epoch == 7)
             term.store(3000)
             pair.feed.changed()
-            await soon(lambda: pair.journal.end == 3000)
+            await until_async(lambda: pair.journal.end == 3000)
             assert await pair.told(2, "7-2998") == ["stored 2999 7-2999", "stored 3000 7-3000"]
             assert (await pair.told(1, "7-0"))[:2] == ["stored 1 7-1", "stored 2 7-2"]
         yield
@@ -158,12 +153,12 @@ def test_a_child_that_does_not_read_costs_a_bounded_buffer_and_learns_what_it_mi
         async with pair.child(reads=False) as task:
             term.store(100_000)
             pair.feed.changed()
-            await soon(lambda: not term.waiting_events)
+            await until_async(lambda: not term.waiting_events)
             assert 0 < pair.feed.dropped < 100_000
             assert sum(map(len, pair.feed._buffer)) == pair.feed._buffered <= 1 << 17
             task.cancel()
             reading = asyncio.create_task(pair.channel.run())
-            await soon(lambda: pair.journal.end == 100_000)  # though no event followed
+            await until_async(lambda: pair.journal.end == 100_000)  # though no event followed
             assert not pair.journal.has(Place(7, 99_000))
             assert await pair.told(1, "7-99000") == ["gap 7-100000"]
             reading.cancel()
@@ -177,10 +172,10 @@ def test_without_a_child_events_are_only_counted() -> None:
     async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
         term.store(10)
         pair.feed.changed()
-        await soon(lambda: not term.waiting_events)
+        await until_async(lambda: not term.waiting_events)
         assert pair.feed.dropped == 0
         async with pair.child():
-            await soon(lambda: pair.journal.end == 10)
+            await until_async(lambda: pair.journal.end == 10)
             assert await pair.told(1) == ["begin 7-10"]
             assert await pair.told(1, "7-9") == ["gap 7-10"]
         yield
@@ -195,7 +190,7 @@ def test_another_term_begins_with_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         async with pair.child():
             term.store(1)
             pair.feed.changed()
-            await soon(lambda: pair.journal.end == 1)
+            await until_async(lambda: pair.journal.end == 1)
             subscriber = asyncio.create_task(pair.told(4))
             await asyncio.sleep(0.05)
             page = asyncio.create_task(pair.page())
@@ -209,7 +204,7 @@ def test_another_term_begins_with_nothing(monkeypatch: pytest.MonkeyPatch) -> No
             assert await subscriber == ["begin 7-1", "cleared 9-0", "stored 1 9-1", "stored 2 9-2"]
             assert await pair.told(1, "7-1") == ["cleared 9-0"]
             pair.feed.end()
-            await soon(lambda: pair.journal.epoch == 0)
+            await until_async(lambda: pair.journal.epoch == 0)
             assert await pair.told(1) == []  # the stream ends
             with pytest.raises(UnavailableError):
                 await pair.page()
@@ -227,7 +222,7 @@ def test_a_journal_keeps_a_bounded_number_of_events(monkeypatch: pytest.MonkeyPa
                 term.store(1 + count % 50)
                 pair.feed.changed()
                 await asyncio.sleep(0 if count % 100 else 0.01)
-            await soon(lambda: pair.journal.end == term.made)
+            await until_async(lambda: pair.journal.end == term.made)
             journal = pair.journal
             assert journal.start > 0
             assert journal._bytes <= 1 << 16
@@ -248,7 +243,7 @@ def test_all_is_known_after_the_last_page_and_not_before() -> None:
         async with pair.child():
             term.store(5)
             pair.feed.changed()
-            await soon(lambda: pair.journal.end == 5)
+            await until_async(lambda: pair.journal.end == 5)
             told = [
                 (number, [row[1] for row in rows])
                 async for number, rows in pair.streams.changes(7, "")
@@ -264,7 +259,7 @@ def test_the_whole_set_comes_amid_the_events() -> None:
         async with pair.child():
             term.store(5)
             pair.feed.changed()
-            await soon(lambda: pair.journal.end == 5)
+            await until_async(lambda: pair.journal.end == 5)
             told = asyncio.create_task(pair.told(9, whole=True))
             await asyncio.sleep(0.007)  # a page or two
             term.remove(1)
@@ -279,7 +274,7 @@ def test_the_whole_set_comes_amid_the_events() -> None:
                 (visible.add if name == "stored" else visible.discard)(key)
                 if event.startswith("whole"):
                     break
-            await soon(lambda: pair.journal.end == 7)
+            await until_async(lambda: pair.journal.end == 7)
             # Those after the survey come with numbers.
             assert visible - {"1", "5"} == {"2", "3", "4"}
         yield
@@ -306,9 +301,9 @@ def test_those_who_begin_a_snapshot_and_leave_cost_the_master_a_page_or_none() -
         async with pair.child():
             term.store(20)
             pair.feed.changed()
-            await soon(lambda: pair.journal.end == 20)
+            await until_async(lambda: pair.journal.end == 20)
             leaving = [asyncio.create_task(leave()) for _ in range(500)]
-            await soon(lambda: pages > 0)
+            await until_async(lambda: pages > 0)
             for task in leaving:
                 task.cancel()
             await asyncio.gather(*leaving, return_exceptions=True)
@@ -327,13 +322,13 @@ def test_a_survey_does_not_go_on_in_another_term() -> None:
         async with pair.child():
             term.store(20)
             pair.feed.changed()
-            await soon(lambda: pair.journal.end == 20)
+            await until_async(lambda: pair.journal.end == 20)
             async with contextlib.aclosing(pair.streams.snapshot("")) as lines:
                 assert b'"from": "7-20"' in await anext(lines)
                 later = Term(9)
                 later.store(20)
                 pair.feed.begin(later)
-                await soon(lambda: pair.journal.epoch == 9)
+                await until_async(lambda: pair.journal.epoch == 9)
                 assert b'"complete": false' in [line async for line in lines][-1]
             assert await pair.page(), "and all turns are there again"
         yield
@@ -349,11 +344,11 @@ def test_a_child_that_breaks_the_rules_is_let_go(said: bytes) -> None:
         async with pair.child(reads=False):
             pair.channel._socket.setblocking(True)
             sending = asyncio.create_task(asyncio.to_thread(_send, pair.channel._socket, said))
-            await soon(lambda: pair.feed._socket is None)
+            await until_async(lambda: pair.feed._socket is None)
             await sending
             term.store(1)
             pair.feed.changed()
-            await soon(lambda: not term.waiting_events)
+            await until_async(lambda: not term.waiting_events)
         yield
 
     run(test)
@@ -369,7 +364,7 @@ def test_a_quiet_stream_lives_as_long_as_the_master(monkeypatch: pytest.MonkeyPa
 
     async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
         async with pair.child():
-            await soon(lambda: pair.journal.epoch == 7)
+            await until_async(lambda: pair.journal.epoch == 7)
             texts = pair.streams.events(None, whole=False, namespace="")
             assert b"event: begin" in await anext(texts)
             assert await anext(texts) == b"id: 7-0\n\n"
@@ -394,7 +389,7 @@ def test_a_stream_without_events_of_its_own_lives_while_others_change(
                 await asyncio.sleep(0.005)
 
         async with pair.child():
-            await soon(lambda: pair.journal.epoch == 7)
+            await until_async(lambda: pair.journal.epoch == 7)
             texts = pair.streams.events(None, whole=False, namespace="", under="other/")
             assert b"event: begin" in await anext(texts)
             changing = asyncio.create_task(change_forever())

@@ -14,6 +14,7 @@ from kvstore.client.operations import Raw
 from kvstore.client.values import Described
 from kvstore.web.api import objects as objects_module
 from kvstore.web.api.objects import PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, Objects
+from tests.support.waiting import until_async
 from tests.unit.web import ports
 from tests.unit.web.ports import Port
 
@@ -126,25 +127,19 @@ def test_an_upload_that_ends_early_gives_its_room_back(monkeypatch: pytest.Monke
         size = 1 << 20
         head = f"PUT {PATH}?key=aa HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"
         sock = await port.stranger(head.encode() + bytes(1_000))
-        await until(lambda: objects._room.free == ROOM_BYTES - size)
+        await until_async(lambda: objects._room.free == ROOM_BYTES - size)
         sock.close()
-        await until(lambda: objects._room.free == ROOM_BYTES)
+        await until_async(lambda: objects._room.free == ROOM_BYTES)
         monkeypatch.setattr(objects_module, "TRANSFER_S", 0.05)
         monkeypatch.setattr(objects_module, "BYTES_PER_S_MIN", 1 << 40)
         slow = await port.stranger(head.encode() + bytes(1_000))
         assert b" 408 " in await asyncio.get_running_loop().sock_recv(slow, 100)
-        await until(lambda: objects._room.free == ROOM_BYTES)
+        await until_async(lambda: objects._room.free == ROOM_BYTES)
         assert not store.puts
         status, _, _ = await port.ask(f"{PATH}?key=aa", "PUT", bytes(size))
         assert (status, len(store.puts[0])) == (201, size)
 
     run(test)
-
-
-async def until(ask: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not ask():
-            await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ import zmq
 import zmq.asyncio
 from zmq.utils import garbage
 
-from kvstore.demo.processes import free_port
 from kvstore.errors import StartupError
 from kvstore.web.events import publisher as publisher_module
 from kvstore.web.events import subscribers
 from kvstore.web.events.journal import Journal
 from kvstore.web.events.publisher import END, Publisher
+from tests.support.processes import free_port
+from tests.support.waiting import until_async
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\0NULL" + bytes(16) + b"\0" + bytes(31)
 SUBSCRIBES = b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03SUB" + b"\0\1\1"
@@ -88,12 +89,6 @@ class Store:
         return sum(size for tracker, size in self.publisher._alive if not tracker.done)
 
 
-async def until(ask: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not ask():
-            await asyncio.sleep(0.01)
-
-
 def run(test: Callable[[Store], Any]) -> None:
     async def inside() -> None:
         async with _open() as store:
@@ -130,7 +125,7 @@ def test_replays_that_nobody_reads_take_no_memory(monkeypatch: pytest.MonkeyPatc
         assert len(await store.replayed()) == 19
         await store.publish(300)
         # Of each peer what waits, and what is on its way to the kernel.
-        await until(lambda: store.held_bytes < (20 + 10 * (2 + 4)) * BATCH)
+        await until_async(lambda: store.held_bytes < (20 + 10 * (2 + 4)) * BATCH)
         numbers = await store.replayed()
         assert numbers == list(range(numbers[0], numbers[0] + 19))
 
@@ -174,7 +169,7 @@ def test_peers_that_are_behind_are_cut_when_too_much_waits(
                 await store.publish(10)
                 while await honest.poll(20):
                     last = int.from_bytes((await honest.recv_multipart())[1], "big")
-        await until(lambda: store.held_bytes < 100 * BATCH)
+        await until_async(lambda: store.held_bytes < 100 * BATCH)
         while last < store.publisher._sent[-1].number:
             async with asyncio.timeout(20):
                 last = int.from_bytes((await honest.recv_multipart())[1], "big")
@@ -189,14 +184,14 @@ def test_the_number_of_peers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None
         peers = store.publisher._peers[0]
         for _ in range(12):
             await store.stranger(store.ports[0], SUBSCRIBES)
-        await until(lambda: len(peers) == 4)
+        await until_async(lambda: len(peers) == 4)
         monkeypatch.setattr(subscribers, "TENURE_S", 0.0)
         honest = await store.subscriber()
-        await until(lambda: len(peers) == 4)
+        await until_async(lambda: len(peers) == 4)
         honest.close(0)
         for each in store.strangers:
             each.close()
-        await until(lambda: len(peers) == len(peers._subscribers) == 0)
+        await until_async(lambda: len(peers) == len(peers._subscribers) == 0)
 
     run(test)
 
@@ -206,7 +201,7 @@ def test_a_peer_says_little_at_once() -> None:
         endless = DEALS + b"\x02" + struct.pack(">Q", 1 << 40) + b"x" * 10_000
         await store.stranger(store.ports[1], endless)
         await store.publish(1)
-        await until(lambda: len(store.publisher._peers[1]) == 0)
+        await until_async(lambda: len(store.publisher._peers[1]) == 0)
         assert len(await store.replayed()) == 1
 
     run(test)

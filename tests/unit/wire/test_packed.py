@@ -23,7 +23,7 @@ from kvstore.wire.packed import (
     unpack_column,
     unpack_text,
 )
-from tests.wire_values import U64
+from tests.support.wire_values import U64
 
 
 @given(

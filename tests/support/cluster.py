@@ -8,30 +8,18 @@ a traceback.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import re
-import select
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
-
-import pytest
+from typing import Any, Final, Self
 
 from kvstore import Client
 from kvstore.calls import ClusterStatus
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
-
-ROOT: Final = Path(__file__).parents[2]
-START_S: Final = 30.0
-STOP_S: Final = 15.0
-SOON_S: Final = 15.0
+from tests.support.processes import Server, flags_of, let_others_leave
 
 SHORT: Final = {
     "lease_ms": 1_000,
@@ -45,20 +33,10 @@ SHORT: Final = {
 
 MASTER: Final = "kvstore.cli.master"
 NODE: Final = "kvstore.cli.node"
-FAKE_NODE: Final = "tests.fake_node"
+FAKE_NODE: Final = "tests.support.fake_node"
 """A node that knows the tests' fake GPU."""
 
 _numbers = itertools.count(1)
-ResultT = TypeVar("ResultT")
-
-
-def flags_of(settings: dict[str, Any]) -> list[str]:
-    """``{"lease_ms": 5}`` as ``["--lease-ms", "5"]``."""
-    return [
-        word
-        for key, value in settings.items()
-        for word in ("--" + key.replace("_", "-"), str(value))
-    ]
 
 
 def unique_name() -> str:
@@ -69,126 +47,6 @@ def unique_name() -> str:
 def entry(node: str) -> Path:
     """The node's segment in the file system."""
     return Path(SHM_DIRECTORY, SHM_PREFIX + node)
-
-
-def _let_others_leave(*ports: int) -> None:
-    """Waits a while for ports that a master had: another test's process may have got one of them
-    from the system meanwhile."""
-    deadline = time.monotonic() + SOON_S
-    for port in filter(None, ports):
-        while time.monotonic() < deadline:
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("127.0.0.1", port))
-                break
-            time.sleep(0.1)
-
-
-def until(
-    ask: Callable[[], ResultT], *, within_s: float = SOON_S, every_s: float = 0.02
-) -> ResultT:
-    """``ask()`` once it is true; fails the test when it is not in time."""
-    deadline = time.monotonic() + within_s
-    while not (answer := ask()):
-        if time.monotonic() >= deadline:
-            pytest.fail(f"not within {within_s} s: {ask}, last {answer!r}")
-        time.sleep(every_s)
-    return answer
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it is no zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def children_of(pid: int) -> list[int]:
-    """Of a single-threaded parent or any other."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(OSError):
-            found += map(int, (task / "children").read_text().split())
-    return found
-
-
-class Server:
-    """One process: what it says, and its signals."""
-
-    def __init__(
-        self, module: str, arguments: Sequence[str], *, log: Path, prefix: Sequence[str] = ()
-    ) -> None:
-        self.log = log
-        self._name = " ".join((module, *arguments))
-        with log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", module, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                cwd=ROOT,
-            )
-        self._said = b""
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def errors(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def line(self, pattern: str, *, within_s: float = START_S) -> re.Match[str]:
-        """What it prints next that matches; what comes before is passed over."""
-        assert self.process.stdout is not None
-        fd = self.process.stdout.fileno()
-        deadline = time.monotonic() + within_s
-        while True:
-            while b"\n" in self._said:
-                line, _, self._said = self._said.partition(b"\n")
-                if found := re.search(pattern, line.decode(errors="replace")):
-                    return found
-            ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-            data = os.read(fd, 1 << 16) if ready else b""
-            if not data:
-                how = "it ended" if ready else f"not within {within_s} s"
-                pytest.fail(f"{self._name}: no line {pattern!r}, {how}\n{self.errors}")
-            self._said += data
-
-    def wait(self, *, within_s: float = STOP_S) -> int:
-        try:
-            return self.process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            pytest.fail(f"{self._name} did not end within {within_s} s\n{self.errors}")
-
-    def terminate(self, *, within_s: float = STOP_S) -> int:
-        """SIGTERM; its exit status."""
-        self.process.terminate()
-        return self.wait(within_s=within_s)
-
-    def kill(self) -> None:
-        """``kill -9``; returns when it is dead."""
-        self.process.kill()
-        self.process.wait()
-
-    def freeze(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.pid, os.WUNTRACED)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-
-    def close(self) -> None:
-        """End it by force, if it is still there."""
-        if self.process.poll() is None:
-            self.resume()
-            self.kill()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
 
 
 class Node(Server):
@@ -224,7 +82,7 @@ class Cluster:
         self.prefix = list(prefix)
         usual = {"host": "127.0.0.1", "port": 0, "http_port": 0}
         self.settings: dict[str, Any] = usual | dict(settings or {})
-        self.master_server: Server | None = None
+        self._master: Server | None = None
         self.nodes: list[Node] = []
         self._servers: list[Server] = []
         self._clients: list[Client] = []
@@ -245,6 +103,16 @@ class Cluster:
     # --- the processes ------------------------------------------------------------------------
 
     @property
+    def master_server(self) -> Server:
+        assert self._master is not None, "start a master first"
+        return self._master
+
+    @master_server.setter
+    def master_server(self, server: Server | None) -> None:
+        """None: it is not to serve any more."""
+        self._master = server
+
+    @property
     def address(self) -> str:
         return f"{self.reached_at}:{self.settings['port']}"
 
@@ -258,7 +126,7 @@ class Cluster:
     def master(self, **more: Any) -> Server:
         """Start it, or start it again on the port it had."""
         if not self.prefix:
-            _let_others_leave(self.settings.get("port", 0), self.settings.get("lane_port", 0))
+            let_others_leave(self.settings.get("port", 0), self.settings.get("lane_port", 0))
         server = self.launch(MASTER, self.settings | more)
         self.master_server = server
         ready = server.line(r"listening on \S*?:(\d+) \(gRPC\) and port (\d+) \(lane\)")
@@ -331,8 +199,8 @@ class Cluster:
         """The master is alive and serves; nobody's log holds a traceback."""
         for server in self._servers:
             assert "Traceback" not in server.errors, server.errors
-        if self.master_server is not None:
-            assert self.master_server.process.poll() is None, self.master_server.errors
+        if self._master is not None:
+            assert self._master.process.poll() is None, self._master.errors
             assert self.status().epoch > 0
 
     def finish(self) -> None:

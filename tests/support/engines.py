@@ -19,7 +19,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from tests.integration.cluster import STOP_S, Server, flags_of
+from tests.support.processes import STOP_S, Server, flags_of
 
 PROXY: Final = "kvstore.cli.proxy"
 SCENARIO_S: Final = 60.0

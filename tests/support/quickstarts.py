@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
-from tests.integration.cluster import ROOT, until
+from tests.support.processes import ROOT
+from tests.support.waiting import until
 
 READY = re.compile(rb"Dashboard: http://127\.0\.0\.1:(\d+)/\n")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.cli import node
-from tests import fake_device
+from tests.support import fake_device
 
 if __name__ == "__main__":
     fake_device.add()

@@ -103,5 +103,5 @@ def too_dear(item: pytest.Item, cost: float) -> str:
     was = recorded().get(item.nodeid, RECORDED_S)
     return (
         f"{item.nodeid} cost {cost:.1f} s of processor time ({was} s when it was recorded), and "
-        f"one that is not marked slow may cost {bound} s: see tests/costs.py"
+        f"one that is not marked slow may cost {bound} s: see tests/support/costs.py"
     )

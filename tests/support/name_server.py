@@ -3,7 +3,7 @@
 In a network namespace whose ``/etc/resolv.conf`` says ``nameserver 127.0.0.53``. As a program it
 serves until it is killed; stopped, it is a name server that takes questions and answers none.
 
-    python tests/name_server.py
+    python tests/support/name_server.py
 """
 
 from __future__ import annotations

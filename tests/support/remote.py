@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore.errors import KVStoreError
-from tests.integration.cluster import ROOT
+from tests.support.processes import ROOT
 
 
 class RemoteError(Exception):
@@ -32,7 +32,7 @@ class Remote:
     def __init__(self, address: str, settings: dict[str, Any], prefix: Sequence[str] = ()) -> None:
         self.took_s = 0.0
         """By the last expression."""
-        command = [*prefix, sys.executable, "-m", "tests.integration.remote", address]
+        command = [*prefix, sys.executable, "-m", "tests.support.remote", address]
         self._process = subprocess.Popen(
             [*command, json.dumps(settings)],
             stdin=subprocess.PIPE,
@@ -69,7 +69,7 @@ class Remote:
 
 def main() -> None:
     from kvstore import Client
-    from tests.integration import traffic
+    from tests.support import traffic
 
     settings = json.loads(sys.argv[2])
     names: dict[str, Any] = {"content": traffic.content, "traffic": traffic, "workers": {}}

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Final
 
-from tests.programs import need_program, skip
+from tests.support.programs import need_program, skip
 
 PHONE: Final = (375, 812)
 DESK: Final = (1280, 900)

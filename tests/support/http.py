@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.integration.cluster import Server
+from tests.support.processes import Server
 
 
 class Answer(NamedTuple):

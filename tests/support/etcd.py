@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,31 +14,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import pytest
-
-from kvstore.demo.processes import free_port
 from kvstore.errors import KVStoreError, PermissionDeniedError
 from kvstore.etcd.finding import find_leader
 from kvstore.network.addresses import EtcdPlace
-from tests.integration.cluster import until
+from tests.support.processes import free_port
+from tests.support.programs import need_program
+from tests.support.waiting import until
 
 START_S: Final = 20.0
-
-
-def need(program: str, package: str) -> None:
-    """Skips the test where ``program`` is missing; in CI that is a failure."""
-    if shutil.which(program) is None:
-        why = f"needs {program}: apt-get install {package}"
-        if os.environ.get("CI"):
-            pytest.fail(why)
-        pytest.skip(why)
 
 
 class EtcdServer:
     """One etcd of one member. It keeps its port and its data over ``stop`` and ``start``."""
 
     def __init__(self, directory: Path, *, tls: bool = False, flags: Sequence[str] = ()) -> None:
-        need("etcd", "etcd-server")
+        need_program("etcd", "etcd-server")
         self.directory = directory
         self._flags = flags
         directory.mkdir(parents=True, exist_ok=True)
@@ -113,7 +102,7 @@ class EtcdServer:
 
     def control(self, *arguments: str, user: str = "") -> str:
         """``etcdctl``; what it says."""
-        need("etcdctl", "etcd-client")
+        need_program("etcdctl", "etcd-client")
         command = ["etcdctl", "--endpoints", f"127.0.0.1:{self.port}", *arguments]
         if user:
             command += ["--user", user]
@@ -127,7 +116,7 @@ class EtcdServer:
 def make_certificates(directory: Path) -> dict[str, str]:
     """An authority, a server's certificate for 127.0.0.1 and a client's; the client's three files
     as fields of ``EtcdPlace``."""
-    need("openssl", "openssl")
+    need_program("openssl", "openssl")
     directory.mkdir(parents=True)
 
     def openssl(*arguments: str) -> None:

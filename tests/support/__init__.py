@@ -1,0 +1,1 @@
+"""What tests of several kinds share, each once: processes, clusters, waiting, and so on."""

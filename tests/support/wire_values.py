@@ -1,0 +1,232 @@
+"""Hypothesis strategies for every message of ``kvstore.calls``, within the protocol's bounds.
+
+They follow from the annotations of the messages and from the widths of numbers in ``proto``, as the
+codec does, so that a new field or call has them at once. ``BY_HAND`` has those whose columns depend
+on each other.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from hypothesis import strategies as st
+
+from kvstore import calls
+from kvstore.calls import fields
+from kvstore.limits import KEY_BYTES_MAX, Key, Namespace
+from kvstore.v1 import node_pb2
+from kvstore.wire.messages import CALLS
+
+U64 = st.integers(0, 2**64 - 1)
+FLAGS = st.booleans()
+KEY = st.binary(min_size=1, max_size=KEY_BYTES_MAX).map(Key)
+PARENT = st.none() | KEY
+NAMESPACE = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).map(Namespace)
+NAME = st.from_regex(r"[a-z0-9.:_-]{1,40}", fullmatch=True)
+TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
+BYTES = st.binary(max_size=40)
+ENTRY = st.from_regex(r"[a-z][a-z0-9._-]{0,20}", fullmatch=True)
+SIXTEEN = st.binary(min_size=16, max_size=16)
+ROWS_MAX = 60
+MESSAGES_MAX = 4
+"""Rows that are messages themselves."""
+
+
+def keys(
+    *, distinct: bool = False, least: int = 0, most: int = ROWS_MAX
+) -> st.SearchStrategy[list[Key]]:
+    """Keys of one length or of several."""
+
+    def batch(one: st.SearchStrategy[Key]) -> st.SearchStrategy[list[Key]]:
+        return st.lists(one, min_size=least, max_size=most, unique=distinct)
+
+    hashes = st.binary(min_size=32, max_size=32).map(Key)
+    return batch(hashes) | batch(KEY)
+
+
+def column(rows: int, values: st.SearchStrategy[int] = U64) -> st.SearchStrategy[list[int]]:
+    """Numbers, often all the same."""
+    same = values.map(lambda value: [value] * rows)
+    return same | st.lists(values, min_size=rows, max_size=rows)
+
+
+# --- by annotation -----------------------------------------------------------------------------
+
+
+@functools.cache
+def of(kind: Any, message: Descriptor) -> st.SearchStrategy[Any]:
+    """Values of ``kind``, a NamedTuple that travels as ``message``."""
+    if kind in BY_HAND:
+        return BY_HAND[kind]
+    hints = typing.get_type_hints(kind, include_extras=True)
+
+    @st.composite
+    def made(draw: st.DrawFn) -> Any:
+        row: dict[str, Any] = {}
+        for name in kind._fields:
+            values = _field(hints[name], message.fields_by_name[name], row)
+            if kind._field_defaults.get(name) not in (None, 0, "", ()):
+                values = values.filter(bool)  # an empty one is left out, and is the default then
+            row[name] = draw(values)
+        return kind(**row)
+
+    return made()
+
+
+def _field(hint: Any, field: FieldDescriptor, row: dict[str, Any]) -> st.SearchStrategy[Any]:
+    """``row``: the fields before this one."""
+    rules: list[Any] = []
+    if typing.get_origin(hint) is Annotated:
+        hint, *rules = typing.get_args(hint)
+    bound = next((rule for rule in rules if isinstance(rule, fields.Rows)), fields.Rows())
+    rule = next((rule for rule in rules if not isinstance(rule, fields.Rows)), None)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        kind = next(each for each in typing.get_args(hint) if each is not types.NoneType)
+        return st.none() | _field(kind, field, row)
+    if typing.get_origin(hint) is not Sequence:
+        return _one(hint, rule, field)
+    (item,) = typing.get_args(hint)
+    if item is int and field.type == FieldDescriptor.TYPE_BYTES:
+        return BYTES
+    least, most = 0, min(bound.most, MESSAGES_MAX if hasattr(item, "_fields") else ROWS_MAX)
+    if bound.like:
+        least = most = len(row[bound.like])
+    if item is Key:
+        return keys(distinct=bound.distinct, least=least, most=most)
+    if item is int and bound.like:
+        return column(least, st.integers(0, bound.value_max or 2**64 - 1))
+    rows = st.lists(_one(item, rule, field), min_size=least, max_size=most)
+    return rows.map(tuple) if isinstance(rule, fields.Sixteen) else rows
+
+
+def _one(hint: Any, rule: Any, field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    if hasattr(hint, "_fields"):
+        return of(hint, field.message_type)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return st.sampled_from(hint)
+    match rule:
+        case fields.Between(least, most):
+            return st.integers(least, most)
+        case fields.Text(empty):
+            return st.just("") | NAME if empty else NAME
+        case fields.FileName():
+            return st.just("") | ENTRY
+        case fields.Sixteen():
+            return SIXTEEN
+        case fields.KeyPrefix():
+            return st.binary(max_size=KEY_BYTES_MAX)
+        case fields.AnyNamespace():
+            return st.just("") | NAMESPACE
+    if hint is int:
+        return st.integers(0, 2**32 - 1) if field.type == FieldDescriptor.TYPE_UINT32 else U64
+    return {bool: FLAGS, str: TEXT, bytes: BYTES, Key: KEY, Namespace: NAMESPACE}[hint]
+
+
+# --- by hand -----------------------------------------------------------------------------------
+
+
+@st.composite
+def placements(draw: st.DrawFn, rows: int | None = None) -> calls.Placements:
+    rows = draw(st.integers(0, 40)) if rows is None else rows
+    if not rows:
+        return calls.NO_PLACEMENTS
+    replicas = draw(column(rows, st.integers(0, 8)))
+    extents = sum(replicas)
+    sizes, epochs, counters = (draw(column(rows)) for _ in range(3))
+    segments, offsets = (draw(column(extents)) for _ in range(2))
+    return calls.Placements(sizes, epochs, counters, replicas, segments, offsets)
+
+
+@st.composite
+def prefix_matches(draw: st.DrawFn) -> calls.PrefixMatch:
+    matched = draw(st.integers(0, 40))
+    places = draw(st.just(calls.NO_PLACEMENTS) | placements(matched))
+    return calls.PrefixMatch(matched, draw(st.integers(0, 2**32 - 1)), places)
+
+
+@st.composite
+def grants(draw: st.DrawFn) -> calls.Grants:
+    outcomes = bytes(draw(st.lists(st.sampled_from((1, 2, 3)), max_size=40)))
+    granted = outcomes.count(1)
+    replicas = draw(st.integers(0, 8))
+    extents = [draw(column(granted * replicas)) for _ in range(2)]
+    return calls.Grants(draw(U64), draw(U64), outcomes, replicas, draw(column(granted)), *extents)
+
+
+@st.composite
+def renews(draw: st.DrawFn) -> calls.Renew:
+    batch = draw(keys())
+    placed = len(batch) if draw(FLAGS) else 0
+    return calls.Renew(
+        draw(NAMESPACE), batch, draw(column(len(batch))), draw(column(len(batch))), draw(U64),
+        draw(st.lists(U64, max_size=40)),
+        tuple(draw(st.lists(SIXTEEN, min_size=placed, max_size=placed))), draw(column(placed)),
+    )  # fmt: skip
+
+
+@st.composite
+def moves_started(draw: st.DrawFn) -> calls.MovesStarted:
+    found = draw(grants())
+    rows = len(found.tokens)
+    return calls.MovesStarted(
+        draw(U64), draw(U64), draw(U64), draw(U64), draw(U64),
+        draw(st.lists(NAMESPACE, min_size=rows, max_size=rows)),
+        draw(keys(least=rows, most=rows)), draw(placements(rows)), found, draw(FLAGS),
+    )  # fmt: skip
+
+
+@st.composite
+def claims(draw: st.DrawFn) -> calls.NodeClaims:
+    found = draw(keys())
+    rows = len(found)
+    namespaces = draw(
+        st.lists(NAMESPACE, unique=True, min_size=min(1, rows), max_size=min(3, rows))
+    )
+    places = st.integers(0, max(0, len(namespaces) - 1))
+
+    def columns(*values: st.SearchStrategy[Any]) -> list[Any]:
+        return [draw(st.lists(each, min_size=rows, max_size=rows)) for each in values]
+
+    (of_rows,) = columns(places)
+    return calls.NodeClaims(
+        draw(st.integers(0, 63)), draw(FLAGS), draw(FLAGS), namespaces, of_rows, found,
+        *columns(PARENT, U64, U64, U64, U64),
+    )  # fmt: skip
+
+
+BY_HAND: dict[type, st.SearchStrategy[Any]] = {
+    calls.Placements: placements(),
+    calls.PrefixMatch: prefix_matches(),
+    calls.Grants: grants(),
+    calls.Renew: renews(),
+    calls.MovesStarted: moves_started(),
+    calls.NodeClaims: claims(),
+}
+
+# --- all messages ------------------------------------------------------------------------------
+
+
+def _travels(kind: Any, message: Any, inside: str = "") -> st.SearchStrategy[Any]:
+    return of(kind, message.fields_by_name[inside].message_type if inside else message)
+
+
+_NODE = node_pb2.DESCRIPTOR.message_types_by_name
+REQUESTS: dict[type, st.SearchStrategy[Any]] = {
+    row.request: _travels(row.request, row._message("Request").DESCRIPTOR) for row in CALLS.values()
+}
+REPLIES: dict[type, st.SearchStrategy[Any]] = {
+    row.reply: _travels(row.reply, row._message("Reply").DESCRIPTOR, row.reply_field)
+    for row in CALLS.values()
+}
+NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
+    kind: of(kind, _NODE[kind.__name__]) for kind in typing.get_args(calls.NodeMessage)
+}
+MASTER_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
+    kind: of(kind, _NODE[kind.__name__]) for kind in typing.get_args(calls.MasterMessage)
+}
