@@ -9,6 +9,7 @@ SIGTERM handler that calls ``sys.exit`` raise there. A timer hits one of these p
 from __future__ import annotations
 
 import dis
+import gc
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -83,7 +84,8 @@ def cut(work: Callable[[], object], place: int) -> str:
 
         return step
 
-    earlier = sys.gettrace()
+    earlier, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # it calls functions of others (Hypothesis has one), where an error reaches nobody
     try:
         sys.settrace(called)
         work()
@@ -91,4 +93,6 @@ def cut(work: Callable[[], object], place: int) -> str:
         pass
     finally:
         sys.settrace(earlier)
+        if collects:
+            gc.enable()
     return where
