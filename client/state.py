@@ -16,7 +16,6 @@ from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Context
 from kvstore.client.leases.views import Views
 from kvstore.client.movers import Movers
-from kvstore.client.operations import Operations
 from kvstore.client.registered import RegisteredMemory
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
@@ -92,6 +91,8 @@ class ClientState:
             client_number=client_number,
             segments=SegmentTable(),
             placements=PlacementCache(config.placements_max),
+            pool=self.movers,
+            views=self.views,
             lease_margin_s=margin_s,
             verify_payload=config.verify != "header",
             verify_views=config.verify == "all",
@@ -100,7 +101,6 @@ class ClientState:
             here_only=set(config.transports) <= {"shm"},
             failover_s=config.timeout_ms / 3000,
         )
-        self.operations = Operations(config, self.context, self.movers, self.views)
         self.registered = RegisteredMemory()
         self.children: list[Child] = []
 

@@ -509,14 +509,14 @@ MUTANTS: Final = (
     # --- client -------------------------------------------------------------------------------
     Mutant(
         "late-read-counts",
-        "client/flows/getting.py",
+        "client/flows/reading.py",
         "        if now >= known.until:\n",
         "        if False:\n",
         CLIENT,
     ),
     Mutant(
         "corrupt-at-the-first-sight",
-        "client/flows/getting.py",
+        "client/flows/reading.py",
         "if len(target.bad) > 1]",
         "if len(target.bad) > 0]",
         CLIENT,
@@ -530,14 +530,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "lease-counted-from-the-answer",
-        "client/flows/getting.py",
+        "client/flows/reading.py",
         "    until = asked + found.lease_ms / 1000 - context.lease_margin_s\n",
         "    until = context.clock() + found.lease_ms / 1000 - context.lease_margin_s\n",
         CLIENT,
     ),
     Mutant(
         "no-lease-margin",
-        "client/flows/getting.py",
+        "client/flows/reading.py",
         "    until = asked + found.lease_ms / 1000 - context.lease_margin_s\n",
         "    until = asked + found.lease_ms / 1000\n",
         CLIENT,
@@ -589,7 +589,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "put-refused-is-stored",
-        "client/flows/putting.py",
+        "client/flows/writing.py",
         "            outcomes[granted[number]] = PutOutcome.REFUSED\n",
         "            outcomes[granted[number]] = PutOutcome.STORED\n",
         CLIENT,
