@@ -9,41 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 
-from kvstore import calls
+from kvstore import calls, limits
 from kvstore.calls import DrainStep, PutOutcome
-from kvstore.client import forks
-from kvstore.client.arguments import (
-    ADDRESS_MAX,
-    CURSOR_MAX,
-    KINDS,
-    SIZE_MAX,
-    TIMEOUT_MS_MAX,
-    AnyKey,
-    DType,
-    Duration,
-    Pairs,
-    Range,
-    Stream,
-    check_apart,
-    duration_ms,
-    flag,
-    key_list,
-    one_of,
-    pairs,
-    parts,
-    per_key,
-    rows,
-    sequence,
-    text,
-    whole,
-    wholes,
-)
+from kvstore.client import arguments, forks
+from kvstore.client.arguments import AnyKey, DType, Duration, Pairs, Range, Stream
 from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows import allocating, asking, getting, moving, putting
 from kvstore.client.flows.asking import Match, ObjectStat
-from kvstore.client.flows.getting import GetOptions, Raw
+from kvstore.client.flows.getting import Raw
 from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.ranges import Parts, get_ranges
+from kvstore.client.flows.reading import GetOptions
 from kvstore.client.flows.steps import Ask, Flow, Pause, Ready, ask
 from kvstore.client.flows.writing import PutOptions
 from kvstore.client.leases.leases import Lease
@@ -65,21 +41,7 @@ from kvstore.config import ClientConfig, load, parse_size
 from kvstore.device import cuda
 from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError, KVStoreError
 from kvstore.keys import packed_keys
-from kvstore.limits import (
-    BLOCKS_MAX,
-    CHAINS_MAX,
-    MATCH_KEYS_MAX,
-    NAMESPACES_MAX,
-    PIN_MS_MAX,
-    REPLICAS_MAX,
-    TTL_MS_MAX,
-    Key,
-    Namespace,
-    check_count,
-    check_key,
-    check_keys,
-    check_namespace,
-)
+from kvstore.limits import Key, Namespace, check_count, check_key, check_keys, check_namespace
 from kvstore.memory.raw import is_of_cuda_device, memory_at
 from kvstore.network.addresses import join_address, shown_place, split_address
 from kvstore.process.children import start_master
@@ -298,7 +260,7 @@ class Client:
         Raises:
             DuplicateKeyError: a key occurs twice. Otherwise as ``put``.
         """
-        keys, values = pairs(items)
+        keys, values = arguments.pairs(items)
         options = self._put_options(
             namespace=namespace, parent=parent, replicas=replicas, overwrite=overwrite,
             partial=partial, wait_ms=wait_ms, ttl=ttl, timeout_ms=timeout_ms,
@@ -333,8 +295,8 @@ class Client:
         Raises:
             As ``put_many``; InvalidArgumentError: a key would become its own ancestor.
         """
-        keys = cast("Sequence[AnyKey]", sequence("keys", keys))
-        values = cast("Sequence[Storable]", rows("values", values))
+        keys = cast("Sequence[AnyKey]", arguments.sequence("keys", keys))
+        values = cast("Sequence[Storable]", arguments.rows("values", values))
         if len(keys) != len(values):
             raise InvalidArgumentError(
                 f"a chain needs one value per key: {len(keys)} keys, {len(values)} values"
@@ -366,9 +328,9 @@ class Client:
         Raises:
             NodeUnreachableError: there is no segment on this host. Otherwise as ``put``.
         """
-        one_of("kind", kind, KINDS[:2])
+        arguments.one_of("kind", kind, arguments.KINDS[:2])
         descriptor, size = described_as(shape, dtype, kind)
-        whole("the size", size, 0, SIZE_MAX, "bytes")
+        arguments.whole("the size", size, 0, arguments.SIZE_MAX, "bytes")
         waits_ms = self._wait_ms(wait_ms, timeout_ms)
         return self._run(allocating.allocate(self._context, descriptor, size, waits_ms), timeout_ms)
 
@@ -425,7 +387,9 @@ class Client:
         so, and ``stats().counters["unreadable_objects"]`` counts it; ``get`` raises why.
         """
         options = self._get_options(namespace, copy, kind, device, timeout_ms)
-        return self._run(getting.get_many(self._context, key_list(keys), options), timeout_ms)
+        return self._run(
+            getting.get_many(self._context, arguments.key_list(keys), options), timeout_ms
+        )
 
     def get_raw(
         self,
@@ -446,9 +410,9 @@ class Client:
             BufferMismatchError: it is larger; ``fields["size_bytes"]``. Nothing was read.
         """
         if size_max is not None:
-            size_max = whole("size_max", size_max, 0, SIZE_MAX, "bytes")
-        key, space = check_key(key), self._namespace(namespace)
-        flow = getting.get_raw(self._context, space, key, size_max, timeout_ms)
+            size_max = arguments.whole("size_max", size_max, 0, arguments.SIZE_MAX, "bytes")
+        options = GetOptions(self._namespace(namespace), timeout_ms=timeout_ms)
+        flow = getting.get_raw(self._context, check_key(key), size_max, options)
         return self._run(flow, timeout_ms)
 
     def get_into(
@@ -477,9 +441,9 @@ class Client:
                 Or it cannot be written to, as a view of the pool; nothing was read.
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
-        wanted, space = per_key(keys, buffers, "buffers"), self._namespace(namespace)
-        flow = getting.get_into(self._context, space, wanted, stream, timeout_ms)
-        return self._run(flow, timeout_ms)
+        wanted = arguments.per_key(keys, buffers, "buffers")
+        options = GetOptions(self._namespace(namespace), timeout_ms=timeout_ms)
+        return self._run(getting.get_into(self._context, wanted, options, stream), timeout_ms)
 
     def get_ranges(
         self,
@@ -505,8 +469,11 @@ class Client:
             BufferMismatchError: a range ends beyond its value, or a buffer cannot be filled.
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
-        wanted = [Parts(key, parts(each)) for key, each in per_key(keys, ranges, "lists of ranges")]
-        check_apart([(each.key, [view for _, view in each.ranges]) for each in wanted])
+        wanted = [
+            Parts(key, arguments.parts(each))
+            for key, each in arguments.per_key(keys, ranges, "lists of ranges")
+        ]
+        arguments.check_apart([(each.key, [view for _, view in each.ranges]) for each in wanted])
         space = self._namespace(namespace)
         return self._run(get_ranges(self._context, space, wanted, timeout_ms), timeout_ms)
 
@@ -531,14 +498,15 @@ class Client:
             TransferEngineError: the engine refuses it.
         """
         if isinstance(memory, int | np.integer):
-            memory = whole("address", memory, 0, ADDRESS_MAX)
+            memory = arguments.whole("address", memory, 0, arguments.ADDRESS_MAX)
             size = _size(size)
             if is_of_cuda_device(memory):
-                self._state.registered.add_of(self.device(cuda.device_of(memory)), memory, size)
+                device = self.device(cuda.device_of(memory))
+                self._state.movers.registered.add_of(device, memory, size)
             else:
-                self._state.register(memory_at(memory, size))
+                self._state.movers.register(memory_at(memory, size))
         elif size is None:
-            self._state.register(_one(memory))
+            self._state.movers.register(_one(memory))
         else:
             raise InvalidArgumentError("register(buffer) takes no size: a buffer has one")
 
@@ -547,9 +515,11 @@ class Client:
         be written to it any more: at once, or some 5 s after a read was given up. Unknown memory is
         ignored."""
         if isinstance(memory, int | np.integer):
-            self._state.unregister(whole("address", memory, 0, ADDRESS_MAX))
+            self._state.movers.unregister(
+                arguments.whole("address", memory, 0, arguments.ADDRESS_MAX)
+            )
         else:
-            self._state.unregister(_one(memory))
+            self._state.movers.unregister(_one(memory))
 
     def memory_at(self, address: int, size: int) -> memoryview:
         """``size`` bytes at an address of registered memory of the host: a value to put, or a
@@ -559,8 +529,9 @@ class Client:
         Raises:
             InvalidArgumentError: they are not within one registered memory, or on a device.
         """
-        return self._state.registered.at(
-            whole("address", address, 0, ADDRESS_MAX), whole("size", size, 0, SIZE_MAX, "bytes")
+        return self._state.movers.registered.at(
+            arguments.whole("address", address, 0, arguments.ADDRESS_MAX),
+            arguments.whole("size", size, 0, arguments.SIZE_MAX, "bytes"),
         )
 
     def payload_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
@@ -570,9 +541,9 @@ class Client:
             InvalidArgumentError: a run is not within one registered memory, or not where the first
                 one is.
         """
-        starts = wholes("addresses", addresses, 0, ADDRESS_MAX)
-        lengths = wholes("sizes", sizes, 0, SIZE_MAX, "bytes")
-        return self._state.registered.payload(starts, lengths)
+        starts = arguments.wholes("addresses", addresses, 0, arguments.ADDRESS_MAX)
+        lengths = arguments.wholes("sizes", sizes, 0, arguments.SIZE_MAX, "bytes")
+        return self._state.movers.registered.payload(starts, lengths)
 
     def device(self, name: str) -> Device:
         """A device as this client uses it, for values that are several runs of its memory: an
@@ -584,7 +555,7 @@ class Client:
         Raises:
             DeviceError: there is no such device, or its driver cannot be used.
         """
-        return self._state.movers.devices.of(text("name", name))
+        return self._state.movers.devices.of(arguments.text("name", name))
 
     def lease(self, view: View) -> Lease | None:
         """The lease of a value from ``get(copy=False)`` or ``allocate``, or of anything that was
@@ -617,9 +588,11 @@ class Client:
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
     ) -> list[Match]:
         """``match_prefixes``, and how many keys after those are being written at this moment."""
-        several = cast("Sequence[str | None]", sequence("namespaces", namespaces))
-        if not 0 < len(several) <= NAMESPACES_MAX:
-            raise InvalidArgumentError(f"match_prefix takes 1 to {NAMESPACES_MAX} namespaces")
+        several = cast("Sequence[str | None]", arguments.sequence("namespaces", namespaces))
+        if not 0 < len(several) <= limits.NAMESPACES_MAX:
+            raise InvalidArgumentError(
+                f"match_prefix takes 1 to {limits.NAMESPACES_MAX} namespaces"
+            )
         spaces = [self._namespace(each) for each in several]
         return self._run(asking.match_prefix(spaces, _packed(keys)), timeout_ms)
 
@@ -631,7 +604,7 @@ class Client:
         Objects that are found are leased as by ``get`` (``kvstore-master --lease-ms``), so that a
         ``get`` or ``get_into`` within that time finds them, without another call to the master.
         """
-        checked, space = key_list(keys), self._namespace(namespace)
+        checked, space = arguments.key_list(keys), self._namespace(namespace)
         return self._run(getting.lookup(self._context, space, checked), timeout_ms)
 
     def exists(
@@ -655,8 +628,8 @@ class Client:
             lease: keep those that exist from eviction for as long as a ``get`` would. This is
                 cheaper than ``lookup``, and a ``get`` afterwards still asks where they are.
         """
-        space, lease = self._namespace(namespace), flag("lease", lease)
-        packed = packed_keys(sequence("keys", keys))
+        space, lease = self._namespace(namespace), arguments.flag("lease", lease)
+        packed = packed_keys(arguments.sequence("keys", keys))
         return self._run(asking.exists(space, packed, lease), timeout_ms)
 
     def stat(
@@ -714,9 +687,9 @@ class Client:
             count: at most so many chains; 0: 128, which is the most. An answer has at most 256
                 branches.
         """
-        count = whole("count", count, 0, SIZE_MAX)
-        check_count(count, CHAINS_MAX, "chains")
-        checked = key_list(keys, CHAINS_MAX)
+        count = arguments.whole("count", count, 0, arguments.SIZE_MAX)
+        check_count(count, limits.CHAINS_MAX, "chains")
+        checked = arguments.key_list(keys, limits.CHAINS_MAX)
         if checked and namespace is None:
             raise InvalidArgumentError("blocks are looked for in one namespace: name it")
         request = calls.Chains(_one_or_all(namespace), checked, count)
@@ -732,9 +705,9 @@ class Client:
     ) -> Sequence[calls.Block]:
         """What the master knows of these blocks, and of ``above`` blocks before the last one in its
         chain. Up to 256 each. It leases nothing, and counts as no use, match or miss."""
-        above = whole("above", above, 0, SIZE_MAX)
-        check_count(above, BLOCKS_MAX, "blocks above")
-        checked = key_list(keys, BLOCKS_MAX)
+        above = arguments.whole("above", above, 0, arguments.SIZE_MAX)
+        check_count(above, limits.BLOCKS_MAX, "blocks above")
+        checked = arguments.key_list(keys, limits.BLOCKS_MAX)
         request = calls.Blocks(self._namespace(namespace), checked, above)
         return self._run(ask(request, calls.BlocksFound), timeout_ms).blocks
 
@@ -759,9 +732,9 @@ class Client:
         Args:
             cursor: 0: the first page.
         """
-        space = text("namespace", namespace) and check_namespace(namespace)
+        space = arguments.text("namespace", namespace) and check_namespace(namespace)
         begin = b"" if type(prefix) in (bytes, str) and not prefix else check_key(prefix)
-        cursor = whole("cursor", cursor, 0, CURSOR_MAX)
+        cursor = arguments.whole("cursor", cursor, 0, arguments.CURSOR_MAX)
         request = calls.ListObjects(space, begin, cursor, LIST_PAGE)
         return self._run(ask(request, calls.Listed), timeout_ms)
 
@@ -803,8 +776,8 @@ class Client:
             InvalidArgumentError: more than 8,192 ancestors would be pinned with one exchange. Pin
                 such a chain from its root, in several calls.
         """
-        hold_ms = duration_ms("seconds", seconds, PIN_MS_MAX)
-        checked, space = key_list(keys), self._namespace(namespace)
+        hold_ms = arguments.duration_ms("seconds", seconds, limits.PIN_MS_MAX)
+        checked, space = arguments.key_list(keys), self._namespace(namespace)
         return self._run(asking.pin(space, checked, hold_ms), timeout_ms)
 
     def unpin(
@@ -816,7 +789,7 @@ class Client:
         named. An ancestor of an object that is still pinned is kept.
         """
         space = self._namespace(namespace)
-        return self._run(asking.unpin(space, key_list(keys)), timeout_ms)
+        return self._run(asking.unpin(space, arguments.key_list(keys)), timeout_ms)
 
     # --- removing -----------------------------------------------------------------------------
 
@@ -832,7 +805,7 @@ class Client:
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> list[bool]:
         """``remove`` of several."""
-        checked, space = key_list(keys), self._namespace(namespace)
+        checked, space = arguments.key_list(keys), self._namespace(namespace)
         return self._run(asking.remove(self._context, space, checked), timeout_ms)
 
     def clear(
@@ -876,7 +849,11 @@ class Client:
         Raises:
             InvalidArgumentError: there is no such node; or ``leave``, and it is not being drained.
         """
-        node, undo, leave = text("node", node), flag("undo", undo), flag("leave", leave)
+        node, undo, leave = (
+            arguments.text("node", node),
+            arguments.flag("undo", undo),
+            arguments.flag("leave", leave),
+        )
         if undo and leave:
             raise InvalidArgumentError("leave and undo exclude each other")
         step = DrainStep.UNDO if undo else DrainStep.LEAVE if leave else DrainStep.BEGIN
@@ -905,8 +882,11 @@ class Client:
         Raises:
             InvalidArgumentError: there is no such node, or it is not being drained.
         """
-        node, cursor = text("node", node), whole("cursor", cursor, 0, CURSOR_MAX)
-        if flag("repair", repair):
+        node, cursor = (
+            arguments.text("node", node),
+            arguments.whole("cursor", cursor, 0, arguments.CURSOR_MAX),
+        )
+        if arguments.flag("repair", repair):
             flow = moving.repair_some(self._context, node)
         else:
             flow = moving.move_some(self._context, node, cursor, evict_up_to)
@@ -964,22 +944,22 @@ class Client:
     ) -> PutOptions:
         count = self.config.replicas
         if replicas is not None:
-            count = whole("replicas", replicas, 1, REPLICAS_MAX)
+            count = arguments.whole("replicas", replicas, 1, limits.REPLICAS_MAX)
         return PutOptions(
             namespace=self._namespace(namespace),
             parent=None if parent is None else check_key(parent),
             chain=chain,
             replicas=count,
-            overwrite=flag("overwrite", overwrite),
-            partial=flag("partial", partial),
-            ttl_ms=0 if ttl is None else duration_ms("ttl", ttl, TTL_MS_MAX),
+            overwrite=arguments.flag("overwrite", overwrite),
+            partial=arguments.flag("partial", partial),
+            ttl_ms=0 if ttl is None else arguments.duration_ms("ttl", ttl, limits.TTL_MS_MAX),
             wait_ms=self._wait_ms(wait_ms, timeout_ms),
         )
 
     def _wait_ms(self, wait_ms: int | None, timeout_ms: int | None) -> int:
         wanted = self.config.put_wait_ms
         if wait_ms is not None:
-            wanted = whole("wait_ms", wait_ms, 0, SIZE_MAX, "milliseconds")
+            wanted = arguments.whole("wait_ms", wait_ms, 0, arguments.SIZE_MAX, "milliseconds")
         longest = self.config.timeout_ms if timeout_ms is None else _timeout_ms(timeout_ms)
         # The master must answer before the call's own time-out, so that its error can say why.
         return min(wanted, longest * 9 // 10)
@@ -993,10 +973,10 @@ class Client:
         timeout_ms: int | None,
     ) -> GetOptions:
         if kind is not None:
-            one_of("kind", kind, KINDS)
+            arguments.one_of("kind", kind, arguments.KINDS)
         if kind == "torch":
             import_torch()
-        copy, space = flag("copy", copy), self._namespace(namespace)
+        copy, space = arguments.flag("copy", copy), self._namespace(namespace)
         name = "" if device is None or str(device) == "cpu" else str(device)
         if name and kind not in (None, "torch"):
             raise InvalidArgumentError("get(device=...) returns a torch tensor")
@@ -1059,11 +1039,11 @@ class Client:
 
 
 def _timeout_ms(timeout_ms: object) -> int:
-    return whole("timeout_ms", timeout_ms, 1, TIMEOUT_MS_MAX, "milliseconds")
+    return arguments.whole("timeout_ms", timeout_ms, 1, arguments.TIMEOUT_MS_MAX, "milliseconds")
 
 
 def _packed(keys: Sequence[AnyKey]) -> Sequence[Key]:
-    return packed_keys(sequence("keys", keys), MATCH_KEYS_MAX)
+    return packed_keys(arguments.sequence("keys", keys), limits.MATCH_KEYS_MAX)
 
 
 def _one_or_all(namespace: str | None) -> str:
@@ -1075,7 +1055,7 @@ def _size(size: int | None) -> int:
     """Of the memory at an address."""
     if size is None:
         raise InvalidArgumentError("register(address) needs the size of the memory, in bytes")
-    return whole("size", size, 1, SIZE_MAX, "bytes")
+    return arguments.whole("size", size, 1, arguments.SIZE_MAX, "bytes")
 
 
 def _one(buffer: object) -> memoryview:

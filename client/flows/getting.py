@@ -11,14 +11,13 @@ from kvstore.client.arguments import Stream, check_apart
 from kvstore.client.flows import viewing
 from kvstore.client.flows.devices import DeviceReads, ready
 from kvstore.client.flows.objects import ObjectReads
-from kvstore.client.flows.reading import Target, locate, read, read_tensors, read_values
+from kvstore.client.flows.reading import GetOptions, Target, locate, read, read_values
 from kvstore.client.flows.steps import Context, Flow
 from kvstore.client.values import (
     UNREADABLE,
     Buffer,
     Described,
     Found,
-    Kind,
     Payload,
     View,
     described_if_readable,
@@ -28,20 +27,6 @@ from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
 
 log = logging.getLogger("kvstore.client")
-
-
-class GetOptions(NamedTuple):
-    """How values are returned."""
-
-    namespace: Namespace
-    kind: Kind | None = None
-    """None: as they were put."""
-    copy: bool = True
-    """False: views of the pool's memory, where it is mapped here."""
-    device: str = ""
-    """Where tensors are returned; empty: in the host's memory."""
-    timeout_ms: int | None = None
-    """Of the whole call; None: the client's."""
 
 
 class Raw(NamedTuple):
@@ -97,25 +82,18 @@ def get_many(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow
 
 def _found(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
     """The flow that gets values so."""
-    namespace, kind, copy, name, timeout_ms = options
-    if name:
-        device = context.pool.devices.of(name)
-        on_device = read_tensors if copy else viewing.view_tensors
-        return on_device(context, namespace, keys, device, timeout_ms)
-    in_memory = read_values if copy else viewing.view_values
-    return in_memory(context, namespace, keys, kind, timeout_ms)
+    if options.copy:
+        return read_values(context, keys, options)
+    view = viewing.view_tensors if options.device else viewing.view_values
+    return view(context, keys, options)
 
 
 def get_raw(
-    context: Context,
-    namespace: Namespace,
-    key: Key,
-    size_max: int | None,
-    timeout_ms: int | None,
+    context: Context, key: Key, size_max: int | None, options: GetOptions
 ) -> Flow[Raw | None]:
     """As ``Client.get_raw``."""
     target = _Bounded(key, size_max)
-    yield from read(context, namespace, [target], timeout_ms)
+    yield from read(context, options.namespace, [target], options.timeout_ms)
     if target.descriptor is None or target.data is None or target.placed is None:
         return None
     data = memoryview(target.data)  # type: ignore[arg-type]
@@ -125,10 +103,9 @@ def get_raw(
 
 def get_into(
     context: Context,
-    namespace: Namespace,
     wanted: Iterable[tuple[Key, Buffer | Sequence[Buffer]]],
+    options: GetOptions,
     stream: Stream | None,
-    timeout_ms: int | None,
 ) -> Flow[list[int | None]]:
     """As ``Client.get_into``."""
     targets = [Target(key, *fillable(each, context.pool.devices)) for key, each in wanted]
@@ -137,7 +114,7 @@ def get_into(
     if device is not None:
         yield ready(device, [target.views or [] for target in targets], stream)
         kind = DeviceReads
-    yield from read(context, namespace, targets, timeout_ms, kind)
+    yield from read(context, options.namespace, targets, options.timeout_ms, kind)
     return [None if target.placed is None else target.placed.size for target in targets]
 
 

@@ -54,6 +54,20 @@ ATTEMPTS = 4
 """Lookups of one get before it is a miss."""
 
 
+class GetOptions(NamedTuple):
+    """Which values, and how they are returned."""
+
+    namespace: Namespace
+    kind: Kind | None = None
+    """None: as they were put."""
+    copy: bool = True
+    """False: views of the pool's memory, where it is mapped here."""
+    device: str = ""
+    """Where tensors are returned; empty: in the host's memory."""
+    timeout_ms: int | None = None
+    """Of the whole call; None: the client's."""
+
+
 class Target:
     """One object to read, and the memory for its payload."""
 
@@ -89,6 +103,15 @@ class Target:
         self.room = np.empty(size, np.uint8)
         return [memoryview(self.room)] if size else []  # type: ignore[arg-type]
 
+    def value(self, kind: Kind | None) -> Found:
+        """What was read, as ``kind`` or (None) as it was put; None: a miss."""
+        if self.descriptor is None or self.data is None:
+            return None
+        try:
+            return decode(self.descriptor, self.data, kind)
+        except UNREADABLE as error:
+            return unreadable(error, self.key)
+
 
 class _OnDevice(Target):
     """A target whose memory is allocated on a device."""
@@ -104,6 +127,13 @@ class _OnDevice(Target):
         if self.tensor.numel() != size:
             self.tensor = self.device.empty(size)
         return memory_of(self.device, self.tensor) if size else []
+
+    def value(self, kind: Kind | None) -> Found:
+        """As ``Target.value``: a tensor."""
+        del kind
+        return (
+            None if self.descriptor is None else tensor_of(self.key, self.descriptor, self.tensor)
+        )
 
 
 class Bad(NamedTuple):
@@ -213,44 +243,14 @@ def read(
     yield from report_bad(context, namespace, todo, targets)
 
 
-def read_values(
-    context: Context,
-    namespace: Namespace,
-    keys: Sequence[Key],
-    kind: Kind | None,
-    timeout_ms: int | None,
-) -> Flow[list[Found]]:
-    """Copies of values, one per key; as ``kind``, or (None) as they were put."""
-    targets = [Target(key) for key in keys]
-    yield from read(context, namespace, targets, timeout_ms)
-    return [_decoded(target, kind) for target in targets]
-
-
-def read_tensors(
-    context: Context,
-    namespace: Namespace,
-    keys: Sequence[Key],
-    device: Device,
-    timeout_ms: int | None,
-) -> Flow[list[Found]]:
-    """Copies of values on a device, one per key."""
-    targets = [_OnDevice(key, device) for key in keys]
-    yield from read(context, namespace, targets, timeout_ms, DeviceReads)
-    return [
-        None
-        if target.descriptor is None
-        else tensor_of(target.key, target.descriptor, target.tensor)
-        for target in targets
-    ]
-
-
-def _decoded(target: Target, kind: Kind | None) -> Found:
-    if target.descriptor is None or target.data is None:
-        return None
-    try:
-        return decode(target.descriptor, target.data, kind)
-    except UNREADABLE as error:
-        return unreadable(error, target.key)
+def read_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
+    """Copies of values, one per key."""
+    reads, targets = ObjectReads, [Target(key) for key in keys]
+    if options.device:
+        device = context.pool.devices.of(options.device)
+        reads, targets = DeviceReads, [_OnDevice(key, device) for key in keys]
+    yield from read(context, options.namespace, targets, options.timeout_ms, reads)
+    return [target.value(options.kind) for target in targets]
 
 
 def tensor_of(key: Key, descriptor: bytes, flat: torch.Tensor) -> torch.Tensor | Unreadable:

@@ -10,20 +10,18 @@ from kvstore.client.flows import reading
 from kvstore.client.flows.devices import DeviceLooks
 from kvstore.client.flows.objects import headers, is_whole
 from kvstore.client.flows.placements import Placed, Replica
-from kvstore.client.flows.reading import Bad, read_tensors, read_values, tensor_of, unreadable
+from kvstore.client.flows.reading import Bad, GetOptions, read_values, tensor_of, unreadable
 from kvstore.client.flows.steps import Context, Flow
 from kvstore.client.leases.leases import Named, Place, Watched
 from kvstore.client.values import (
     UNREADABLE,
     Bytes1D,
     Found,
-    Kind,
     Value,
     array_over,
     decode,
     read_descriptor,
 )
-from kvstore.device.device import Device
 from kvstore.errors import InvalidRangeError, SegmentGoneError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
@@ -41,14 +39,9 @@ class _Looks(NamedTuple):
     of: list[tuple[int, Placed, Replica]]
 
 
-def view_values(
-    context: Context,
-    namespace: Namespace,
-    keys: Sequence[Key],
-    kind: Kind | None,
-    timeout_ms: int | None,
-) -> Flow[list[Found]]:
+def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
     """Values over the pool's own memory, leased; copies of objects that are not mapped here."""
+    namespace = options.namespace
     views: list[Found] = [None] * len(keys)
     todo = list(range(len(keys)))
     copied: list[int] = []
@@ -78,7 +71,7 @@ def view_values(
                 copied.append(index)
         todo, fresh = [], True
         for looks in here.values():
-            todo += _look(context, namespace, looks, views, kind, bad)
+            todo += _look(context, options, looks, views, bad)
         if not todo:
             break
         for index in todo:
@@ -93,7 +86,7 @@ def view_values(
         yield from reading.report_corrupt(context, namespace, known_bad)
     if copied:
         wanted = [keys[index] for index in copied]
-        values = yield from read_values(context, namespace, wanted, kind, timeout_ms)
+        values = yield from read_values(context, wanted, options)
         for index, value in zip(copied, values, strict=True):
             views[index] = value
     return views
@@ -101,15 +94,15 @@ def view_values(
 
 def _look(
     context: Context,
-    namespace: Namespace,
+    options: GetOptions,
     looks: _Looks,
     views: list[Found],
-    kind: Kind | None,
     bad: dict[int, list[Bad]],
 ) -> list[int]:
     """Puts values over the segment into ``views``. Returns the indexes of objects to look up
     again, and adds to ``bad`` the places that hold other bytes now."""
     segment, shown, rows, of = looks
+    namespace, kind = options.namespace, options.kind
     try:
         memory = context.pool.memory(segment)
         mounted = context.pool.watch(segment)
@@ -161,15 +154,10 @@ def _look(
     return stale
 
 
-def view_tensors(
-    context: Context,
-    namespace: Namespace,
-    keys: Sequence[Key],
-    device: Device,
-    timeout_ms: int | None,
-) -> Flow[list[Found]]:
+def view_tensors(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
     """Tensors over the pool's own memory, leased, of objects that are in the memory of this
     device; copies of all others, and of those that are not found there after all."""
+    namespace, device = options.namespace, context.pool.devices.of(options.device)
     views: list[Found] = [None] * len(keys)
     here: dict[int, tuple[DeviceLooks, list[tuple[int, Placed, int]]]] = {}
     placed = yield from reading.locate(context, namespace, keys)
@@ -192,7 +180,7 @@ def view_tensors(
     rest = [index for index, view in enumerate(views) if view is None]
     if rest:
         wanted = [keys[index] for index in rest]
-        copies = yield from read_tensors(context, namespace, wanted, device, timeout_ms)
+        copies = yield from read_values(context, wanted, options)
         for index, copied in zip(rest, copies, strict=True):
             views[index] = copied
     return views

@@ -9,8 +9,7 @@ from random import Random
 from kvstore import calls
 from kvstore.calls import DrainStep, PutOutcome, Version
 from kvstore.client.flows import allocating, asking, getting, moving, putting, reading
-from kvstore.client.flows.getting import GetOptions
-from kvstore.client.flows.reading import Target
+from kvstore.client.flows.reading import GetOptions, Target
 from kvstore.client.flows.steps import ask
 from kvstore.client.flows.writing import PutOptions
 from kvstore.client.leases.leases import Granted, Lease, Named
