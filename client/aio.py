@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 from kvstore import calls
 from kvstore.client import forks
 from kvstore.client.leases.leases import Lease
-from kvstore.client.operations import View
 from kvstore.client.state import ClientStats
 from kvstore.client.sync import Client
-from kvstore.client.values import Buffer, Payload
+from kvstore.client.values import Buffer, Payload, View
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
 from kvstore.device import streams

@@ -11,19 +11,52 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Final, SupportsFloat, SupportsIndex, cast
+from typing import TYPE_CHECKING, Any, Final, SupportsFloat, SupportsIndex, Union, cast
 
 import numpy as np
 
-from kvstore.errors import InvalidArgumentError
-from kvstore.limits import MATCH_KEYS_MAX, SIZE_BYTES_MAX, check_count
+from kvstore.client.values import Buffer, Payload, Storable, writable
+from kvstore.device.memory import DeviceMemory
+from kvstore.errors import BufferMismatchError, InvalidArgumentError
+from kvstore.limits import (
+    BATCH_KEYS_MAX,
+    MATCH_KEYS_MAX,
+    SIZE_BYTES_MAX,
+    Key,
+    check_count,
+    check_key,
+    check_keys,
+)
+from kvstore.memory.mapping import is_shown
+from kvstore.memory.regions import overlap
+from kvstore.texts import key_text
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvstore.device.device import Device
+
+AnyKey = str | bytes
+Duration = float | timedelta | str
+"""In seconds, or a text with a unit: ``"90s"``, ``"1h"`` (``duration_ms``)."""
+Pairs = Mapping[Any, Storable] | Iterable[tuple[AnyKey, Storable]]
+"""Keys and their values."""
+Range = tuple[int, Buffer]
+"""Where a part of a payload begins, in bytes, and memory for it, which is as long as the part."""
+DType = Union[str, "torch.dtype", "np.dtype[np.generic]", type]
+Stream = Union[int, "torch.cuda.Stream"]
+"""A stream of a device: torch's, or the driver's handle of it."""
 
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _SECONDS: Final = {"ms": 0.001, "s": 1, "min": 60, "m": 60, "h": 3_600, "d": 86_400}
 ADDRESS_MAX: Final = (1 << 64) - 1
 SIZE_MAX: Final = SIZE_BYTES_MAX
+CURSOR_MAX: Final = (1 << 64) - 1
+OFFSET_MAX: Final = (1 << 62) - 1
+TIMEOUT_MS_MAX: Final = 3_600_000
+"""The longest time-out of one call; ``ClientConfig.timeout_ms`` has the same bound."""
 KINDS: Final = ("torch", "numpy", "bytes")
 
 
@@ -130,6 +163,101 @@ def sequence(name: str, value: object, most: int = MATCH_KEYS_MAX) -> Sequence[o
         raise InvalidArgumentError(f"{name} is a sequence, not {_shown(value)}") from None
     check_count(len(several), most)
     return several
+
+
+def key_list(keys: object, most: int = BATCH_KEYS_MAX) -> list[Key]:
+    """Raises InvalidKeyError; BatchTooLargeError: more than ``most``."""
+    return check_keys(sequence("keys", keys), distinct=False, keys_max=most)
+
+
+def pairs(items: Pairs) -> tuple[list[Key], list[Storable]]:
+    """The keys, of which none occurs twice, and the values."""
+    given = items.items() if isinstance(items, Mapping) else items
+    several = cast("Sequence[tuple[AnyKey, Storable]]", sequence("items", given, BATCH_KEYS_MAX))
+    try:
+        keys = [key for key, _ in several]
+    except (TypeError, ValueError):
+        raise InvalidArgumentError("items are pairs of a key and a value, or a dict") from None
+    return check_keys(keys, distinct=True), [value for _, value in several]
+
+
+def rows(name: str, values: object) -> Sequence[object]:
+    """Values or buffers, one per key: also the rows of an array or a tensor."""
+    if isinstance(values, np.ndarray) and not values.ndim:
+        raise InvalidArgumentError(f"{name} is a sequence, and this is one number")
+    try:
+        return sequence(name, values)
+    except (ValueError, RuntimeError) as error:  # a tensor without dimensions, for example
+        raise InvalidArgumentError(f"{name} is a sequence: {error}") from None
+
+
+def per_key(keys: object, given: object, what: str) -> Iterable[tuple[Key, Any]]:
+    """Each key with what is given for it; also a single key with what is given."""
+    if isinstance(keys, str | bytes):
+        return [(check_key(keys), given)]
+    checked, each = key_list(keys), rows(what, given)
+    if len(each) != len(checked):
+        raise InvalidArgumentError(
+            f"{len(checked)} keys and {len(each)} {what}", advice="Give one for each key."
+        )
+    return zip(checked, each, strict=True)
+
+
+def parts(ranges: Sequence[Range]) -> list[tuple[int, memoryview]]:
+    """Where each part begins, and its memory; without parts of no bytes."""
+    flat: list[tuple[int, memoryview]] = []
+    for pair in sequence("ranges", ranges):
+        try:
+            offset, buffer = cast("Range", pair)
+        except (TypeError, ValueError):
+            raise InvalidArgumentError(
+                "ranges are pairs of an offset in bytes and a buffer"
+            ) from None
+        offset = whole("an offset", offset, 0, OFFSET_MAX, "bytes")
+        views, _ = writable(buffer)
+        flat += [(offset, view) for view in views if len(view)]
+    return flat
+
+
+def check_apart(targets: Sequence[tuple[Key, Payload]]) -> Device | None:
+    """Checks the memory that one call fills. Returns its device; None: it is the host's.
+
+    Raises:
+        InvalidArgumentError: some of it is given twice, and would hold bytes of two values.
+        BufferMismatchError: it is a view of the pool, or in different memories.
+    """
+    devices = {
+        None if isinstance(payload, list) else payload.device for _, payload in targets if payload
+    }
+    if len(devices) > 1:
+        raise BufferMismatchError(
+            "the buffers of one call are in different memories",
+            advice="Make a call for each device, and one for the host's memory.",
+        )
+    host: list[memoryview] = []
+    on_device: list[DeviceMemory] = []
+    for _, payload in targets:
+        if isinstance(payload, list):
+            host += payload
+        else:
+            on_device.append(payload)
+    if on_device and DeviceMemory.joined(on_device).overlaps_itself:
+        raise _not_apart("the buffers")
+    if len(host) > 1 and (two := overlap(host)) is not None:
+        of = [key for key, payload in targets if isinstance(payload, list) for _ in payload]
+        raise _not_apart(f"buffers of {' and '.join(key_text(of[each]) for each in two)}")
+    if any(map(is_shown, host)):
+        raise BufferMismatchError(
+            "a view of the pool is read-only", advice="Get into memory of your own."
+        )
+    return devices.pop() if devices else None
+
+
+def _not_apart(what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{what} share memory: the bytes of one value would overwrite those of another",
+        advice="Give each value memory of its own.",
+    )
 
 
 def _shown(value: object) -> str:

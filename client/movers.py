@@ -13,6 +13,7 @@ from kvstore.client import forks
 from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.steps import Transfer
 from kvstore.client.leases.leases import Mounted
+from kvstore.client.registered import RegisteredMemory
 from kvstore.device.device import Device
 from kvstore.errors import (
     ClosedError,
@@ -22,6 +23,7 @@ from kvstore.errors import (
     SegmentGoneError,
     without_frames,
 )
+from kvstore.memory.raw import address_of
 from kvstore.process.background import CLOSE_S, Job, Workers, join_all, start_thread
 from kvstore.process.stopping import Latch, Stop, current
 from kvstore.transport.base import Transport
@@ -87,6 +89,7 @@ class Movers:
         made = (each for name in self._names for each in kinds[name]())
         self._transports: list[Transport] = [each for each in made if each is not None]
         self.devices = ClientDevices(*self._device_bounds)
+        self.registered = RegisteredMemory()
         self.moved: dict[str, int] = {}
         """Number of transfers, by transport."""
         self._workers = Workers("kvstore-move", SEGMENTS_AT_ONCE)
@@ -175,14 +178,24 @@ class Movers:
                 return isinstance(transport, DeviceTransport) and transport.is_on(segment, device)
         return False
 
-    def register(self, buffer: memoryview) -> None:
-        """As ``MooncakeTransport.register``; the other transports need nothing."""
-        if self._engine is not None:
-            self._engine.register(buffer)
+    def register(self, memory: memoryview) -> None:
+        """As ``Client.register``; transports other than the engine's need nothing."""
+        self.registered.add(memory)
+        try:
+            if self._engine is not None:
+                self._engine.register(memory)
+        except BaseException:
+            self.registered.take(address_of(memory))
+            raise
 
-    def unregister(self, buffer: memoryview) -> None:
-        if self._engine is not None:
-            self._engine.unregister(buffer)
+    def unregister(self, memory: memoryview | int) -> None:
+        """As ``Client.unregister``."""
+        if isinstance(memory, int):
+            whole = self.registered.take(memory)
+        else:  # unknown memory is passed on: a transfer that was given up may still write to it
+            whole = self.registered.take(address_of(memory)) or memory
+        if whole is not None and self._engine is not None:
+            self._engine.unregister(whole)
 
     def begin_anew(self, client_number: int) -> None:
         """As ``Forked._begin_anew``. The child's transfer engine starts when it is needed."""

@@ -16,11 +16,8 @@ from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Context
 from kvstore.client.leases.views import Views
 from kvstore.client.movers import Movers
-from kvstore.client.operations import Operations
-from kvstore.client.registered import RegisteredMemory
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
-from kvstore.memory.raw import address_of
 from kvstore.network.host import address_towards, host_id
 from kvstore.process import descriptors
 from kvstore.process.background import Job, in_one_piece, start_from_finalizer
@@ -92,6 +89,8 @@ class ClientState:
             client_number=client_number,
             segments=SegmentTable(),
             placements=PlacementCache(config.placements_max),
+            pool=self.movers,
+            views=self.views,
             lease_margin_s=margin_s,
             verify_payload=config.verify != "header",
             verify_views=config.verify == "all",
@@ -100,8 +99,6 @@ class ClientState:
             here_only=set(config.transports) <= {"shm"},
             failover_s=config.timeout_ms / 3000,
         )
-        self.operations = Operations(config, self.context, self.movers, self.views)
-        self.registered = RegisteredMemory()
         self.children: list[Child] = []
 
     def begin_anew(self) -> None:
@@ -122,7 +119,6 @@ class ClientState:
         context.segments = SegmentTable()
         context.placements = PlacementCache(self.config.placements_max)
         context.counters = {}
-        self.registered = RegisteredMemory()
         self.views.begin_anew()
         self.movers.begin_anew(context.client_number)
 
@@ -174,24 +170,6 @@ class ClientState:
                 metadata_server=self.config.metadata_server,
             )
             self.children.append(node)
-
-    def register(self, memory: memoryview) -> None:
-        """As ``Client.register``."""
-        self.registered.add(memory)
-        try:
-            self.movers.register(memory)
-        except BaseException:
-            self.registered.take(address_of(memory))
-            raise
-
-    def unregister(self, memory: memoryview | int) -> None:
-        """As ``Client.unregister``."""
-        if isinstance(memory, int):
-            whole = self.registered.take(memory)
-        else:  # unknown memory is passed on: a transfer that was given up may still write to it
-            whole = self.registered.take(address_of(memory)) or memory
-        if whole is not None:
-            self.movers.unregister(whole)
 
     def stats(self, epoch: int, *, reached: bool) -> ClientStats:
         context = self.context

@@ -9,33 +9,39 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 
-from kvstore import calls
-from kvstore.calls import PutOutcome
-from kvstore.client import forks
-from kvstore.client.arguments import ADDRESS_MAX, SIZE_MAX, text, whole, wholes
+from kvstore import calls, limits
+from kvstore.calls import DrainStep, PutOutcome
+from kvstore.client import arguments, forks
+from kvstore.client.arguments import AnyKey, DType, Duration, Pairs, Range, Stream
 from kvstore.client.calling.stub import MasterStub
+from kvstore.client.flows import allocating, asking, getting, moving, putting
 from kvstore.client.flows.asking import Match, ObjectStat
+from kvstore.client.flows.getting import Raw
 from kvstore.client.flows.moving import Moved
-from kvstore.client.flows.steps import Ask, Flow, Pause, Ready
+from kvstore.client.flows.ranges import Parts, get_ranges
+from kvstore.client.flows.reading import GetOptions
+from kvstore.client.flows.steps import Ask, Flow, Pause, Ready, ask
+from kvstore.client.flows.writing import PutOptions
 from kvstore.client.leases.leases import Lease
-from kvstore.client.operations import (
-    AnyKey,
-    DType,
-    Duration,
-    Pairs,
-    Range,
-    Raw,
-    Stream,
-    View,
-    seconds,
-)
 from kvstore.client.state import ClientState, ClientStats, MasterHTTP
 from kvstore.client.tracing import traceparent, tracing
-from kvstore.client.values import Buffer, Kind, Payload, Storable, Value, writable
+from kvstore.client.values import (
+    Buffer,
+    Kind,
+    Payload,
+    Storable,
+    Value,
+    View,
+    described_as,
+    import_torch,
+    writable,
+)
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig, load, parse_size
 from kvstore.device import cuda
 from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError, KVStoreError
+from kvstore.keys import packed_keys
+from kvstore.limits import Key, Namespace, check_count, check_key, check_keys, check_namespace
 from kvstore.memory.raw import is_of_cuda_device, memory_at
 from kvstore.network.addresses import join_address, shown_place, split_address
 from kvstore.process.children import start_master
@@ -48,6 +54,9 @@ if TYPE_CHECKING:
 
 ResultT = TypeVar("ResultT")
 P = ParamSpec("P")
+
+LIST_PAGE = 1_000
+"""Objects of one page of ``list_objects``."""
 
 
 class Client:
@@ -107,9 +116,10 @@ class Client:
         if config is None:
             config = load(ClientConfig, {"master": master, "memory": memory, **settings})
         self.config = config
-        self._timeout_s = self.config.timeout_ms / 1000
+        self._default_namespace = check_namespace(config.namespace)
+        self._timeout_s = config.timeout_ms / 1000
         self._state = ClientState(self.config)
-        self._operations = self._state.operations
+        self._context = self._state.context
         self._tracing = tracing(shown_place(config.master))
         forks.watch(self)
         try:
@@ -215,12 +225,12 @@ class Client:
             PutRefusedError: nodes came and went; try again.
             ReservationLostError: the client no longer holds the memory from ``allocate``.
         """
-        return self._run(
-            self._operations.put(
-                key, value, namespace, parent, replicas, overwrite, wait_ms, timeout_ms, ttl, stream
-            ),
-            timeout_ms,
-        )
+        key = check_key(key)
+        options = self._put_options(
+            namespace=namespace, parent=parent, replicas=replicas, overwrite=overwrite,
+            wait_ms=wait_ms, ttl=ttl, timeout_ms=timeout_ms,
+        )  # fmt: skip
+        return self._run(putting.put(self._context, key, value, options, stream), timeout_ms)
 
     def put_many(
         self,
@@ -250,22 +260,13 @@ class Client:
         Raises:
             DuplicateKeyError: a key occurs twice. Otherwise as ``put``.
         """
-        return self._run(
-            self._operations.put_many(
-                items,
-                namespace,
-                parent,
-                False,
-                replicas,
-                overwrite,
-                partial,
-                wait_ms,
-                timeout_ms,
-                ttl,
-                stream,
-            ),
-            timeout_ms,
-        )
+        keys, values = arguments.pairs(items)
+        options = self._put_options(
+            namespace=namespace, parent=parent, replicas=replicas, overwrite=overwrite,
+            partial=partial, wait_ms=wait_ms, ttl=ttl, timeout_ms=timeout_ms,
+        )  # fmt: skip
+        flow = putting.put_many(self._context, keys, values, options, stream)
+        return self._run(flow, timeout_ms)
 
     def put_chain(
         self,
@@ -294,12 +295,19 @@ class Client:
         Raises:
             As ``put_many``; InvalidArgumentError: a key would become its own ancestor.
         """
-        return self._run(
-            self._operations.put_chain(
-                keys, values, namespace, parent, replicas, partial, wait_ms, timeout_ms, ttl, stream
-            ),
-            timeout_ms,
-        )
+        keys = cast("Sequence[AnyKey]", arguments.sequence("keys", keys))
+        values = cast("Sequence[Storable]", arguments.rows("values", values))
+        if len(keys) != len(values):
+            raise InvalidArgumentError(
+                f"a chain needs one value per key: {len(keys)} keys, {len(values)} values"
+            )
+        options = self._put_options(
+            namespace=namespace, parent=parent, chain=True, replicas=replicas,
+            partial=partial, wait_ms=wait_ms, ttl=ttl, timeout_ms=timeout_ms,
+        )  # fmt: skip
+        checked = check_keys(keys, distinct=True)
+        flow = putting.put_many(self._context, checked, values, options, stream)
+        return self._run(flow, timeout_ms)
 
     def allocate(
         self,
@@ -320,9 +328,11 @@ class Client:
         Raises:
             NodeUnreachableError: there is no segment on this host. Otherwise as ``put``.
         """
-        return self._run(
-            self._operations.allocate(shape, dtype, kind, wait_ms, timeout_ms), timeout_ms
-        )
+        arguments.one_of("kind", kind, arguments.KINDS[:2])
+        descriptor, size = described_as(shape, dtype, kind)
+        arguments.whole("the size", size, 0, arguments.SIZE_MAX, "bytes")
+        waits_ms = self._wait_ms(wait_ms, timeout_ms)
+        return self._run(allocating.allocate(self._context, descriptor, size, waits_ms), timeout_ms)
 
     # --- getting ------------------------------------------------------------------------------
 
@@ -357,9 +367,8 @@ class Client:
                 ``fields["key"]``. ``kind="bytes"`` returns them.
             DeviceError: the device cannot be used, or has failed.
         """
-        return self._run(
-            self._operations.get(key, namespace, copy, kind, timeout_ms, device), timeout_ms
-        )
+        options = self._get_options(namespace, copy, kind, device, timeout_ms)
+        return self._run(getting.get(self._context, check_key(key), options), timeout_ms)
 
     def get_many(
         self,
@@ -377,8 +386,9 @@ class Client:
         descriptor is nonsense) is None, as a miss is: it does not spoil the others. The log says
         so, and ``stats().counters["unreadable_objects"]`` counts it; ``get`` raises why.
         """
+        options = self._get_options(namespace, copy, kind, device, timeout_ms)
         return self._run(
-            self._operations.get_many(keys, namespace, copy, kind, timeout_ms, device), timeout_ms
+            getting.get_many(self._context, arguments.key_list(keys), options), timeout_ms
         )
 
     def get_raw(
@@ -399,7 +409,11 @@ class Client:
         Raises:
             BufferMismatchError: it is larger; ``fields["size_bytes"]``. Nothing was read.
         """
-        return self._run(self._operations.get_raw(key, namespace, size_max, timeout_ms), timeout_ms)
+        if size_max is not None:
+            size_max = arguments.whole("size_max", size_max, 0, arguments.SIZE_MAX, "bytes")
+        options = GetOptions(self._namespace(namespace), timeout_ms=timeout_ms)
+        flow = getting.get_raw(self._context, check_key(key), size_max, options)
+        return self._run(flow, timeout_ms)
 
     def get_into(
         self,
@@ -427,9 +441,9 @@ class Client:
                 Or it cannot be written to, as a view of the pool; nothing was read.
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
-        return self._run(
-            self._operations.get_into(keys, buffers, namespace, timeout_ms, stream), timeout_ms
-        )
+        wanted = arguments.per_key(keys, buffers, "buffers")
+        options = GetOptions(self._namespace(namespace), timeout_ms=timeout_ms)
+        return self._run(getting.get_into(self._context, wanted, options, stream), timeout_ms)
 
     def get_ranges(
         self,
@@ -455,9 +469,13 @@ class Client:
             BufferMismatchError: a range ends beyond its value, or a buffer cannot be filled.
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
-        return self._run(
-            self._operations.get_ranges(keys, ranges, namespace, timeout_ms), timeout_ms
-        )
+        wanted = [
+            Parts(key, arguments.parts(each))
+            for key, each in arguments.per_key(keys, ranges, "lists of ranges")
+        ]
+        arguments.check_apart([(each.key, [view for _, view in each.ranges]) for each in wanted])
+        space = self._namespace(namespace)
+        return self._run(get_ranges(self._context, space, wanted, timeout_ms), timeout_ms)
 
     def register(self, memory: Buffer | int, size: int | None = None) -> None:
         """Lend this memory to the client until ``unregister`` or ``close``. ``memory_at`` gives
@@ -480,14 +498,15 @@ class Client:
             TransferEngineError: the engine refuses it.
         """
         if isinstance(memory, int | np.integer):
-            memory = whole("address", memory, 0, ADDRESS_MAX)
+            memory = arguments.whole("address", memory, 0, arguments.ADDRESS_MAX)
             size = _size(size)
             if is_of_cuda_device(memory):
-                self._state.registered.add_of(self.device(cuda.device_of(memory)), memory, size)
+                device = self.device(cuda.device_of(memory))
+                self._state.movers.registered.add_of(device, memory, size)
             else:
-                self._state.register(memory_at(memory, size))
+                self._state.movers.register(memory_at(memory, size))
         elif size is None:
-            self._state.register(_one(memory))
+            self._state.movers.register(_one(memory))
         else:
             raise InvalidArgumentError("register(buffer) takes no size: a buffer has one")
 
@@ -496,9 +515,11 @@ class Client:
         be written to it any more: at once, or some 5 s after a read was given up. Unknown memory is
         ignored."""
         if isinstance(memory, int | np.integer):
-            self._state.unregister(whole("address", memory, 0, ADDRESS_MAX))
+            self._state.movers.unregister(
+                arguments.whole("address", memory, 0, arguments.ADDRESS_MAX)
+            )
         else:
-            self._state.unregister(_one(memory))
+            self._state.movers.unregister(_one(memory))
 
     def memory_at(self, address: int, size: int) -> memoryview:
         """``size`` bytes at an address of registered memory of the host: a value to put, or a
@@ -508,8 +529,9 @@ class Client:
         Raises:
             InvalidArgumentError: they are not within one registered memory, or on a device.
         """
-        return self._state.registered.at(
-            whole("address", address, 0, ADDRESS_MAX), whole("size", size, 0, SIZE_MAX, "bytes")
+        return self._state.movers.registered.at(
+            arguments.whole("address", address, 0, arguments.ADDRESS_MAX),
+            arguments.whole("size", size, 0, arguments.SIZE_MAX, "bytes"),
         )
 
     def payload_at(self, addresses: Sequence[int], sizes: Sequence[int]) -> Payload:
@@ -519,9 +541,9 @@ class Client:
             InvalidArgumentError: a run is not within one registered memory, or not where the first
                 one is.
         """
-        starts = wholes("addresses", addresses, 0, ADDRESS_MAX)
-        lengths = wholes("sizes", sizes, 0, SIZE_MAX, "bytes")
-        return self._state.registered.payload(starts, lengths)
+        starts = arguments.wholes("addresses", addresses, 0, arguments.ADDRESS_MAX)
+        lengths = arguments.wholes("sizes", sizes, 0, arguments.SIZE_MAX, "bytes")
+        return self._state.movers.registered.payload(starts, lengths)
 
     def device(self, name: str) -> Device:
         """A device as this client uses it, for values that are several runs of its memory: an
@@ -533,7 +555,7 @@ class Client:
         Raises:
             DeviceError: there is no such device, or its driver cannot be used.
         """
-        return self._state.movers.devices.of(text("name", name))
+        return self._state.movers.devices.of(arguments.text("name", name))
 
     def lease(self, view: View) -> Lease | None:
         """The lease of a value from ``get(copy=False)`` or ``allocate``, or of anything that was
@@ -550,7 +572,8 @@ class Client:
         Takes O(log n) steps at the master for a chain that was put with ``put_chain``. More than
         16,384 keys take several calls, until one of them misses a key.
         """
-        return self._run(self._operations.match_prefix(keys, [namespace]), timeout_ms)[0].matched
+        space = self._namespace(namespace)
+        return self._run(asking.match_prefix([space], _packed(keys)), timeout_ms)[0].matched
 
     def match_prefixes(
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
@@ -565,7 +588,13 @@ class Client:
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
     ) -> list[Match]:
         """``match_prefixes``, and how many keys after those are being written at this moment."""
-        return self._run(self._operations.match_prefix(keys, namespaces), timeout_ms)
+        several = cast("Sequence[str | None]", arguments.sequence("namespaces", namespaces))
+        if not 0 < len(several) <= limits.NAMESPACES_MAX:
+            raise InvalidArgumentError(
+                f"match_prefix takes 1 to {limits.NAMESPACES_MAX} namespaces"
+            )
+        spaces = [self._namespace(each) for each in several]
+        return self._run(asking.match_prefix(spaces, _packed(keys)), timeout_ms)
 
     def lookup(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
@@ -575,14 +604,15 @@ class Client:
         Objects that are found are leased as by ``get`` (``kvstore-master --lease-ms``), so that a
         ``get`` or ``get_into`` within that time finds them, without another call to the master.
         """
-        return self._run(self._operations.lookup(keys, namespace), timeout_ms)
+        checked, space = arguments.key_list(keys), self._namespace(namespace)
+        return self._run(getting.lookup(self._context, space, checked), timeout_ms)
 
     def exists(
         self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> bool:
         """Whether a complete object is stored now. Does not lease it, so a later ``get`` may miss;
         ``lookup`` leases it."""
-        return self._run(self._operations.exists([key], namespace), timeout_ms)[0]
+        return self.exists_many([key], namespace=namespace, timeout_ms=timeout_ms)[0]
 
     def exists_many(
         self,
@@ -598,21 +628,24 @@ class Client:
             lease: keep those that exist from eviction for as long as a ``get`` would. This is
                 cheaper than ``lookup``, and a ``get`` afterwards still asks where they are.
         """
-        return self._run(self._operations.exists(keys, namespace, lease), timeout_ms)
+        space, lease = self._namespace(namespace), arguments.flag("lease", lease)
+        packed = packed_keys(arguments.sequence("keys", keys))
+        return self._run(asking.exists(space, packed, lease), timeout_ms)
 
     def stat(
         self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> ObjectStat | None:
         """All that is known of one object, or None."""
-        return self._run(self._operations.stat(key, namespace), timeout_ms)
+        space = self._namespace(namespace)
+        return self._run(asking.stat(self._context, space, check_key(key)), timeout_ms)
 
     def status(self, *, timeout_ms: int | None = None) -> calls.ClusterStatus:
         """The cluster at a glance."""
-        return self._run(self._operations.status(), timeout_ms)
+        return self._run(asking.status(), timeout_ms)
 
     def http(self, *, timeout_ms: int | None = None) -> MasterHTTP:
         """Where the master that leads now serves HTTP."""
-        self._run(self._operations.reach(), timeout_ms)
+        self._run(asking.reach(self._namespace(None)), timeout_ms)
         joined = self._stub.joined
         assert joined is not None, "it has answered a call that needs a join"
         host, _ = split_address(self._stub.address)
@@ -631,7 +664,7 @@ class Client:
         does not ask again.
         ``kvstore why`` draws the conclusions.
         """
-        return self._run(self._operations.traffic(namespace), timeout_ms)
+        return self._run(asking.traffic(_one_or_all(namespace)), timeout_ms)
 
     def chains(
         self,
@@ -654,7 +687,13 @@ class Client:
             count: at most so many chains; 0: 128, which is the most. An answer has at most 256
                 branches.
         """
-        return self._run(self._operations.chains(namespace, keys, count), timeout_ms)
+        count = arguments.whole("count", count, 0, arguments.SIZE_MAX)
+        check_count(count, limits.CHAINS_MAX, "chains")
+        checked = arguments.key_list(keys, limits.CHAINS_MAX)
+        if checked and namespace is None:
+            raise InvalidArgumentError("blocks are looked for in one namespace: name it")
+        request = calls.Chains(_one_or_all(namespace), checked, count)
+        return self._run(ask(request, calls.ChainsFound), timeout_ms)
 
     def blocks(
         self,
@@ -666,8 +705,11 @@ class Client:
     ) -> Sequence[calls.Block]:
         """What the master knows of these blocks, and of ``above`` blocks before the last one in its
         chain. Up to 256 each. It leases nothing, and counts as no use, match or miss."""
-        found = self._run(self._operations.blocks(keys, above, namespace), timeout_ms)
-        return found.blocks
+        above = arguments.whole("above", above, 0, arguments.SIZE_MAX)
+        check_count(above, limits.BLOCKS_MAX, "blocks above")
+        checked = arguments.key_list(keys, limits.BLOCKS_MAX)
+        request = calls.Blocks(self._namespace(namespace), checked, above)
+        return self._run(ask(request, calls.BlocksFound), timeout_ms).blocks
 
     def list_objects(
         self, *, namespace: str = "", prefix: bytes = b"", timeout_ms: int | None = None
@@ -690,7 +732,11 @@ class Client:
         Args:
             cursor: 0: the first page.
         """
-        return self._run(self._operations.list_page(namespace, prefix, cursor), timeout_ms)
+        space = arguments.text("namespace", namespace) and check_namespace(namespace)
+        begin = b"" if type(prefix) in (bytes, str) and not prefix else check_key(prefix)
+        cursor = arguments.whole("cursor", cursor, 0, arguments.CURSOR_MAX)
+        request = calls.ListObjects(space, begin, cursor, LIST_PAGE)
+        return self._run(ask(request, calls.Listed), timeout_ms)
 
     def stats(self) -> ClientStats:
         """What this client has done. Makes no call."""
@@ -730,7 +776,9 @@ class Client:
             InvalidArgumentError: more than 8,192 ancestors would be pinned with one exchange. Pin
                 such a chain from its root, in several calls.
         """
-        return self._run(self._operations.pin(keys, seconds, namespace), timeout_ms)
+        hold_ms = arguments.duration_ms("seconds", seconds, limits.PIN_MS_MAX)
+        checked, space = arguments.key_list(keys), self._namespace(namespace)
+        return self._run(asking.pin(space, checked, hold_ms), timeout_ms)
 
     def unpin(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
@@ -740,7 +788,8 @@ class Client:
         What was pinned only as an ancestor is let go with the last pin below it, and need not be
         named. An ancestor of an object that is still pinned is kept.
         """
-        return self._run(self._operations.unpin(keys, namespace), timeout_ms)
+        space = self._namespace(namespace)
+        return self._run(asking.unpin(space, arguments.key_list(keys)), timeout_ms)
 
     # --- removing -----------------------------------------------------------------------------
 
@@ -750,13 +799,14 @@ class Client:
         """Remove an object; returns whether there was one. After this call no client finds the
         object, even after a restart. Views of it keep their bytes until their lease ends, which is
         no longer renewed: ask ``lease(view).held``."""
-        return self._run(self._operations.remove([key], namespace), timeout_ms)[0]
+        return self.remove_many([key], namespace=namespace, timeout_ms=timeout_ms)[0]
 
     def remove_many(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> list[bool]:
         """``remove`` of several."""
-        return self._run(self._operations.remove(keys, namespace), timeout_ms)
+        checked, space = arguments.key_list(keys), self._namespace(namespace)
+        return self._run(asking.remove(self._context, space, checked), timeout_ms)
 
     def clear(
         self,
@@ -782,7 +832,7 @@ class Client:
                 return removed
 
     def _clear_some(self, namespace: str | None, *, timeout_ms: int | None) -> calls.Cleared:
-        return self._run(self._operations.clear_some(namespace), timeout_ms)
+        return self._run(asking.clear_some(self._context, _one_or_all(namespace)), timeout_ms)
 
     # --- draining -----------------------------------------------------------------------------
 
@@ -799,7 +849,15 @@ class Client:
         Raises:
             InvalidArgumentError: there is no such node; or ``leave``, and it is not being drained.
         """
-        return self._run(self._operations.drain(node, undo, leave), timeout_ms)
+        node, undo, leave = (
+            arguments.text("node", node),
+            arguments.flag("undo", undo),
+            arguments.flag("leave", leave),
+        )
+        if undo and leave:
+            raise InvalidArgumentError("leave and undo exclude each other")
+        step = DrainStep.UNDO if undo else DrainStep.LEAVE if leave else DrainStep.BEGIN
+        return self._run(ask(calls.Drain(node, step), calls.Drained), timeout_ms)
 
     def move_some(
         self,
@@ -824,7 +882,14 @@ class Client:
         Raises:
             InvalidArgumentError: there is no such node, or it is not being drained.
         """
-        flow = self._operations.move_some(node, cursor, repair, evict_up_to)
+        node, cursor = (
+            arguments.text("node", node),
+            arguments.whole("cursor", cursor, 0, arguments.CURSOR_MAX),
+        )
+        if arguments.flag("repair", repair):
+            flow = moving.repair_some(self._context, node)
+        else:
+            flow = moving.move_some(self._context, node, cursor, evict_up_to)
         return self._run(flow, timeout_ms)
 
     # --- life ---------------------------------------------------------------------------------
@@ -858,6 +923,64 @@ class Client:
     def __repr__(self) -> str:
         closed = ", closed" if self._state.closed.is_set() else ""
         return f"<Client of {self.config.master}{closed}>"
+
+    # --- arguments ----------------------------------------------------------------------------
+
+    def _namespace(self, namespace: str | None) -> Namespace:
+        return self._default_namespace if namespace is None else check_namespace(namespace)
+
+    def _put_options(
+        self,
+        *,
+        namespace: str | None,
+        parent: AnyKey | None,
+        replicas: int | None,
+        wait_ms: int | None,
+        ttl: Duration | None,
+        timeout_ms: int | None,
+        chain: bool = False,
+        overwrite: bool = False,
+        partial: bool = False,
+    ) -> PutOptions:
+        count = self.config.replicas
+        if replicas is not None:
+            count = arguments.whole("replicas", replicas, 1, limits.REPLICAS_MAX)
+        return PutOptions(
+            namespace=self._namespace(namespace),
+            parent=None if parent is None else check_key(parent),
+            chain=chain,
+            replicas=count,
+            overwrite=arguments.flag("overwrite", overwrite),
+            partial=arguments.flag("partial", partial),
+            ttl_ms=0 if ttl is None else arguments.duration_ms("ttl", ttl, limits.TTL_MS_MAX),
+            wait_ms=self._wait_ms(wait_ms, timeout_ms),
+        )
+
+    def _wait_ms(self, wait_ms: int | None, timeout_ms: int | None) -> int:
+        wanted = self.config.put_wait_ms
+        if wait_ms is not None:
+            wanted = arguments.whole("wait_ms", wait_ms, 0, arguments.SIZE_MAX, "milliseconds")
+        longest = self.config.timeout_ms if timeout_ms is None else _timeout_ms(timeout_ms)
+        # The master must answer before the call's own time-out, so that its error can say why.
+        return min(wanted, longest * 9 // 10)
+
+    def _get_options(
+        self,
+        namespace: str | None,
+        copy: bool,
+        kind: Kind | None,
+        device: str | torch.device | None,
+        timeout_ms: int | None,
+    ) -> GetOptions:
+        if kind is not None:
+            arguments.one_of("kind", kind, arguments.KINDS)
+        if kind == "torch":
+            import_torch()
+        copy, space = arguments.flag("copy", copy), self._namespace(namespace)
+        name = "" if device is None or str(device) == "cpu" else str(device)
+        if name and kind not in (None, "torch"):
+            raise InvalidArgumentError("get(device=...) returns a torch tensor")
+        return GetOptions(space, kind, copy, name, timeout_ms)
 
     # --- driving flows ------------------------------------------------------------------------
 
@@ -905,7 +1028,7 @@ class Client:
 
     def _seconds(self, timeout_ms: int | None) -> float:
         """The time-out of one call. Raises InvalidArgumentError."""
-        return self._timeout_s if timeout_ms is None else seconds(timeout_ms)
+        return self._timeout_s if timeout_ms is None else _timeout_ms(timeout_ms) / 1000
 
     def _pause(self, seconds: float, deadline: float, timeout_s: float) -> None:
         left = deadline - uptime()
@@ -915,11 +1038,24 @@ class Client:
             raise ClosedError("the client is closed")
 
 
+def _timeout_ms(timeout_ms: object) -> int:
+    return arguments.whole("timeout_ms", timeout_ms, 1, arguments.TIMEOUT_MS_MAX, "milliseconds")
+
+
+def _packed(keys: Sequence[AnyKey]) -> Sequence[Key]:
+    return packed_keys(arguments.sequence("keys", keys), limits.MATCH_KEYS_MAX)
+
+
+def _one_or_all(namespace: str | None) -> str:
+    """A namespace as the master takes it where None means all of them."""
+    return "" if namespace is None else check_namespace(namespace)
+
+
 def _size(size: int | None) -> int:
     """Of the memory at an address."""
     if size is None:
         raise InvalidArgumentError("register(address) needs the size of the memory, in bytes")
-    return whole("size", size, 1, SIZE_MAX, "bytes")
+    return arguments.whole("size", size, 1, arguments.SIZE_MAX, "bytes")
 
 
 def _one(buffer: object) -> memoryview:

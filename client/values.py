@@ -57,12 +57,21 @@ Storable = Union[
 ]
 """What ``put`` takes. ``bytearray`` and ``memoryview`` come back as ``bytes``. A list is a gather
 list: its values are stored one after the other, and come back as one ``bytes``."""
+View = Union[Value, memoryview]
+"""What ``copy=False`` returns: bytes come as a read-only memoryview."""
 Buffer = Union["torch.Tensor", NDArray[np.generic], bytearray, memoryview, "DeviceMemory"]
 """What ``get_into`` fills: contiguous and writable."""
 Bytes1D = NDArray[np.uint8]
 Payload = Union[list[memoryview], "DeviceMemory"]
 """The bytes of one value, or memory to fill: parts of the host's memory, none of them empty, or
 memory of a device."""
+
+
+UNREADABLE = (CorruptObjectError, UnsupportedValueError)
+"""Why no value can be made of an object's bytes here."""
+Unreadable = CorruptObjectError | UnsupportedValueError
+Found = Union[View, None, Unreadable]
+"""A value, a miss, or why there is no value."""
 
 
 class OnDevices(Protocol):

@@ -104,6 +104,29 @@ def _removing(request: calls.Request, expected: type[ResultT]) -> Flow[ResultT]:
     return (yield from ask(request, expected))
 
 
+def status() -> Flow[calls.ClusterStatus]:
+    """As ``Client.status``."""
+    status = yield from ask(calls.Status(), calls.ClusterStatus)
+    while status.next_cursor:
+        page = yield from ask(calls.Status(status.next_cursor), calls.ClusterStatus)
+        status = status.with_page(page)
+    return status
+
+
+def traffic(namespace: str) -> Flow[calls.TrafficReport]:
+    """As ``Client.traffic``; "": of every namespace."""
+    report = yield from ask(calls.Traffic(namespace), calls.TrafficReport)
+    while report.next_cursor:
+        request = calls.Traffic(namespace, report.next_cursor)
+        report = report.with_page((yield from ask(request, calls.TrafficReport)))
+    return report
+
+
+def reach(namespace: Namespace) -> Flow[None]:
+    """The cheapest question to the master that leads."""
+    yield from ask(calls.Renew(namespace, (), (), (), 0, ()), calls.Renewed)
+
+
 class ObjectStat(NamedTuple):
     """One object in detail."""
 

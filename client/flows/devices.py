@@ -26,6 +26,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from kvstore.calls import SegmentInfo
+from kvstore.client.arguments import Stream
 from kvstore.client.flows.objects import (
     ObjectReads,
     ObjectWrites,
@@ -34,10 +35,13 @@ from kvstore.client.flows.objects import (
     headers,
     is_whole,
 )
+from kvstore.client.flows.steps import Ready
+from kvstore.client.values import Payload
 from kvstore.device.device import GROUP_BYTES, Device
 from kvstore.device.driver import Event, Way
 from kvstore.device.locks import Locked
 from kvstore.device.memory import DeviceMemory, laid_out
+from kvstore.device.streams import handle_of
 from kvstore.limits import Namespace
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE, Header
 from kvstore.memory.raw import address_of
@@ -49,6 +53,16 @@ from kvstore.transport.on_device import DeviceRanges
 from kvstore.transport.pieces import batch_ended
 
 RowT = TypeVar("RowT", ReadRow, WriteRow)
+
+
+def ready(device: Device, payloads: Sequence[Payload], stream: Stream | None) -> Ready:
+    """Waits for what the payloads come after; for payloads that do not say it, and if a stream is
+    given, for what was queued there before the call."""
+    memories = [payload for payload in payloads if not isinstance(payload, list)]
+    events = [event for memory in memories for event in memory.after]
+    if stream is not None or not all(memory.after for memory in memories):
+        events.append(device.driver.mark(handle_of(stream)))
+    return Ready(device, events)
 
 
 class DeviceReads(ObjectReads):

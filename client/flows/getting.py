@@ -1,296 +1,124 @@
-"""Reading objects: the flow of ``get`` and its siblings.
-
-    cached placement, or lookup ──► read header and payload ──► right header? ──► right checksum?
-            ▲                              │ unreachable             │ no: stale       │ no: corrupt
-            └── next replica, asked anew ◄─┴─────────────────────────┴─────────────────┘
-                                   (ATTEMPTS times, then a miss)
-
-The bytes are valid only if the lease, counted on the client's clock from before the request, had
-not ended when the last byte arrived. During the lease the extent holds the object's bytes. So if a
-get finds other bytes, asks again and is sent to the same place, the memory is bad, and the client
-reports it to the master.
-"""
+"""Getting values: the flows of ``get`` and its siblings."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Sequence
-from copy import copy
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-import numpy as np
-
-from kvstore import calls
+from kvstore.calls import Version
+from kvstore.client.arguments import Stream, check_apart
+from kvstore.client.flows import viewing
+from kvstore.client.flows.devices import DeviceReads, ready
 from kvstore.client.flows.objects import ObjectReads
-from kvstore.client.flows.placements import Placed, Replica
-from kvstore.client.flows.steps import Ask, Context, Flow, ask, describe, unreachable
-from kvstore.client.values import Bytes1D, Payload, check_dtype
-from kvstore.errors import BufferMismatchError, KVStoreError
+from kvstore.client.flows.reading import GetOptions, Target, locate, read, read_values
+from kvstore.client.flows.steps import Context, Flow
+from kvstore.client.values import (
+    UNREADABLE,
+    Buffer,
+    Described,
+    Found,
+    Payload,
+    View,
+    described_if_readable,
+    fillable,
+)
+from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
-from kvstore.native.kinds import STALE
 
 log = logging.getLogger("kvstore.client")
 
-ATTEMPTS = 4
-"""Lookups of one get before it is a miss."""
+
+class Raw(NamedTuple):
+    """A value as bytes."""
+
+    data: memoryview
+    """Its payload."""
+    described: Described
+    """What was put; bytes, if its descriptor cannot be read."""
+    version: Version
 
 
-class Target:
-    """One object to read, and the memory for its payload."""
+class _Bounded(Target):
+    """A target that is read only up to a size."""
 
-    __slots__ = ("bad", "data", "descriptor", "dtype", "key", "placed", "room", "views")
+    __slots__ = ("size_max",)
 
-    def __init__(self, key: Key, views: Payload | None = None, dtype: str = "") -> None:
-        self.key = key
-        self.views = views
-        """Caller's memory, filled in order; None: memory is made once the size is known."""
-        self.dtype = dtype
-        """What the caller's memory expects; "": raw bytes."""
-        self.descriptor: bytes | None = None
-        """The descriptor of the object that was read; None: a miss."""
-        self.placed: Placed | None = None
-        """Where the object was read."""
-        self.data: Bytes1D | None = None
-        """The payload, if its memory was allocated here."""
-        self.room: Bytes1D | None = None
-        """That memory."""
-        self.bad: Sequence[Bad] = ()
-        """Reads under a valid lease that found other bytes."""
+    def __init__(self, key: Key, size_max: int | None) -> None:
+        super().__init__(key)
+        self.size_max = size_max
 
     def make_room(self, size: int) -> Payload:
-        """Memory for exactly ``size`` bytes. Raises BufferMismatchError: the caller's is less."""
-        views = self.views
-        if views is not None:
-            if not isinstance(views, list):
-                _check_room(views.nbytes, size, self.key)
-                return views.first(size) if size else []
-            if len(views) == 1 and len(views[0]) == size:
-                return views
-            return _exactly(views, size, self.key)
-        self.room = np.empty(size, np.uint8)
-        return [memoryview(self.room)] if size else []  # type: ignore[arg-type]
+        if self.size_max is not None and size > self.size_max:
+            raise BufferMismatchError(
+                f"the object has {size} bytes, more than {self.size_max}",
+                size_bytes=size,
+                key=self.key.hex(),
+            )
+        return super().make_room(size)
 
 
-class Bad(NamedTuple):
-    """A place where a read under a lease found other bytes than the object's."""
-
-    key: Key
-    placed: Placed
-    replica: Replica
-
-
-class Sought(Protocol):
-    """What a flow reads: a ``Target``, or parts of an object."""
-
-    bad: Sequence[Bad]
-    placed: Placed | None
+def get(context: Context, key: Key, options: GetOptions) -> Flow[View | None]:
+    """As ``Client.get``."""
+    (found,) = yield from _found(context, [key], options)
+    if isinstance(found, UNREADABLE):
+        raise found
+    return found
 
 
-def locate(
-    context: Context, namespace: Namespace, keys: Sequence[Key], *, fresh: bool = False
-) -> Flow[list[Placed | None]]:
-    """Where these objects are, leased; from the cache while the lease lasts, unless ``fresh``."""
-    remembered = context.placements
-    placed: list[Placed | None] = []
-    wanted = keys
-    if not fresh and len(remembered):
-        placed = [remembered.get(namespace, key) for key in keys]
-        wanted = [key for key, known in zip(keys, placed, strict=True) if known is None]
-        if not wanted:
-            return placed
-    asked = context.clock()
-    found = yield Ask(calls.Lookup(namespace, wanted))
-    assert isinstance(found, calls.Found)
-    until = asked + found.lease_ms / 1000 - context.lease_margin_s
-    known = yield from describe(context, found.epoch, found.placements.segments)
-    rows = list(context.segments.rows(known, found.placements, until))
-    remembered.remember(namespace, wanted, rows)
-    if len(rows) == len(keys):
-        return rows
-    asked_for = iter(rows)
-    return [next(asked_for) if known is None else known for known in placed]
+def get_many(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[View | None]]:
+    """As ``Client.get_many``."""
+    found = yield from _found(context, keys, options)
+    values = [None if isinstance(each, UNREADABLE) else each for each in found]
+    unreadable = [each for each in found if isinstance(each, UNREADABLE)]
+    if unreadable:
+        context.count("unreadable_objects", len(unreadable))
+        log.warning(
+            "unreadable_objects namespace=%s objects=%d first=%s",
+            options.namespace, len(unreadable), unreadable[0],
+        )  # fmt: skip
+    return values
 
 
-def get(
+def _found(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
+    """The flow that gets values so."""
+    if options.copy:
+        return read_values(context, keys, options)
+    view = viewing.view_tensors if options.device else viewing.view_values
+    return view(context, keys, options)
+
+
+def get_raw(
+    context: Context, key: Key, size_max: int | None, options: GetOptions
+) -> Flow[Raw | None]:
+    """As ``Client.get_raw``."""
+    target = _Bounded(key, size_max)
+    yield from read(context, options.namespace, [target], options.timeout_ms)
+    if target.descriptor is None or target.data is None or target.placed is None:
+        return None
+    data = memoryview(target.data)  # type: ignore[arg-type]
+    version = Version(target.placed.epoch, target.placed.counter)
+    return Raw(data, described_if_readable(target.descriptor), version)
+
+
+def get_into(
     context: Context,
-    namespace: Namespace,
-    targets: Sequence[Target],
-    timeout_ms: int | None = None,
-    kind: type[ObjectReads] = ObjectReads,
-) -> Flow[None]:
-    """Read every target that is there; sets ``descriptor`` of those, and ``data``.
-
-    Args:
-        kind: ``DeviceReads``, if the targets are on a device.
-        timeout_ms: of the whole call; None: the client's. A third of it is for first replicas.
-
-    Raises:
-        BufferMismatchError: caller's memory is too small (nothing was read into it) or of another
-            dtype (its contents are undefined).
-        MasterUnreachableError, DeadlineExceededError
-    """
-    todo = list(targets)
-    fresh = False
-    for attempt in range(ATTEMPTS):
-        placed = yield from locate(context, namespace, [target.key for target in todo], fresh=fresh)
-        groups: dict[int, _Group] = {}
-        for target, known in zip(todo, placed, strict=True):
-            if known is not None:
-                replica = known.replicas[0]
-                if target.bad or context.segments.failing:
-                    target.bad = confirmed(target.bad, known)
-                    replicas = context.segments.reachable(in_order(known, target.bad))
-                    if not replicas:
-                        context.count("avoided_reads")
-                        continue  # a miss: none of its nodes has answered
-                    replica = replicas[0]
-                segment, offset = replica
-                group = groups.get(id(segment))
-                if group is None:
-                    reads = kind(segment, namespace, verify=context.verify_payload)
-                    group = groups[id(segment)] = _Group(reads, [])
-                group.reads.add(known, offset, target.key, target.make_room(known.size))
-                group.targets.append((target, known, replica))
-        if not groups:
-            todo = []
-            break
-        if not attempt:
-            failover = context.failover_at(timeout_ms)
-            for reads, its_targets in groups.values():
-                if all(len(known.replicas) > 1 for _, known, _ in its_targets):
-                    reads.deadline = failover
-        errors = yield [group.reads for group in groups.values()]
-        assert isinstance(errors, list)
-        todo = []
-        for group, error in zip(groups.values(), errors, strict=True):
-            if error is None:
-                todo += _finish(context, group)
-            else:
-                yield from unreachable(context, group.reads.segment, error)
-                if error.fields.get("final"):
-                    raise copy(error)  # which no frame refers to
-                todo += [target for target, _, _ in group.targets]
-        if not todo:
-            break
-        for target in todo:
-            context.placements.forget(namespace, target.key)
-        fresh = True
-    yield from report_bad(context, namespace, todo, targets)
+    wanted: Iterable[tuple[Key, Buffer | Sequence[Buffer]]],
+    options: GetOptions,
+    stream: Stream | None,
+) -> Flow[list[int | None]]:
+    """As ``Client.get_into``."""
+    targets = [Target(key, *fillable(each, context.pool.devices)) for key, each in wanted]
+    device = check_apart([(target.key, target.views or []) for target in targets])
+    kind = ObjectReads
+    if device is not None:
+        yield ready(device, [target.views or [] for target in targets], stream)
+        kind = DeviceReads
+    yield from read(context, options.namespace, targets, options.timeout_ms, kind)
+    return [None if target.placed is None else target.placed.size for target in targets]
 
 
-def report_bad(
-    context: Context, namespace: Namespace, missed: Sequence[Sought], targets: Sequence[Sought]
-) -> Flow[None]:
-    """Reports the bad memory that reads of these targets met. Where a target was not found in the
-    end, one bad read may have met a removal; two have not (``confirmed``)."""
-    bad = [target.bad for target in missed if len(target.bad) > 1]
-    bad += [target.bad for target in targets if target.bad and target.placed is not None]
-    if bad:
-        yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])
-
-
-def confirmed(bad: Sequence[Bad], placed: Placed) -> list[Bad]:
-    """The entries of ``bad`` whose version is still placed there. A removal hides an object before
-    it wipes the header, so a reader with an older answer has not found bad memory."""
-    version = placed.epoch, placed.counter
-    return [each for each in bad if (each.placed.epoch, each.placed.counter) == version]
-
-
-def in_order(placed: Placed, bad: Sequence[Bad]) -> Sequence[Replica]:
-    """The replicas in the order to try: as listed (those on failed nodes later), bad ones last."""
-    if not bad:
-        return placed.replicas
-    seen = Counter(each.replica for each in bad)
-    return sorted(placed.replicas, key=lambda replica: seen[replica])
-
-
-def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -> Flow[None]:
-    """Reports bad memory to the master. It removes an object without another replica, which is then
-    a miss for all clients and can be put again."""
-    if not bad:
-        return
-    rows = {
-        (key, placed.epoch, placed.counter, replica.segment.uuid): None
-        for key, placed, replica in bad
-    }
-    keys, epochs, counters, uuids = map(list, zip(*rows, strict=True))
-    for key in keys:
-        context.placements.forget(namespace, key)  # a bad replica is listed first
-    objects = len(set(keys))
-    context.count("corrupt_objects", objects)
-    log.error("corrupt_objects namespace=%s objects=%d", namespace, objects)
-    try:
-        request = calls.ReportCorrupt(namespace, keys, epochs, counters, uuids)
-        yield from ask(request, calls.Dropped)
-    except KVStoreError as error:
-        log.warning("corruption_not_reported objects=%d error=%s", objects, str(error))
-
-
-class _Group(NamedTuple):
-    """The reads from one segment."""
-
-    reads: ObjectReads
-    targets: list[tuple[Target, Placed, Replica]]
-    """The target of each row, and where it is read."""
-
-
-def _finish(context: Context, group: _Group) -> list[Target]:
-    """Notes the results of the reads; returns the targets without the right bytes."""
-    again: list[Target] = []
-    reads, targets = group
-    now = context.clock()
-    for (target, known, replica), outcome in zip(targets, reads.outcomes(), strict=True):
-        if now >= known.until:
-            context.count("late_reads")
-        elif isinstance(outcome, bytes):
-            if target.dtype:
-                check_dtype(outcome, target.dtype)
-            target.descriptor = outcome
-            target.placed = known
-            target.data = target.room
-            continue
-        else:
-            if outcome == STALE:
-                context.count("stale_reads")
-            else:
-                mismatch(context, reads.namespace, target.key, replica)
-            target.bad = [*target.bad, Bad(target.key, known, replica)]
-        again.append(target)
-    return again
-
-
-def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica) -> None:
-    """Count and log a payload that is not what its header says."""
-    context.count("checksum_mismatches")
-    log.warning(
-        "checksum_mismatch namespace=%s key=%s node=%s offset=%d",
-        namespace,
-        key.hex(),
-        replica.segment.node,
-        replica.offset,
-    )
-
-
-def _exactly(whole: list[memoryview], size: int, key: Key) -> list[memoryview]:
-    """The first ``size`` bytes of the caller's memory."""
-    _check_room(sum(len(view) for view in whole), size, key)
-    views = []
-    for view in whole:
-        if not size:
-            break
-        if len(view):  # an empty buffer has no memory to fill
-            views.append(view[:size] if len(view) > size else view)
-            size -= len(views[-1])
-    return views
-
-
-def _check_room(room: int, size: int, key: Key) -> None:
-    if room < size:
-        raise BufferMismatchError(
-            f"the object has {size} bytes, the buffer {room}",
-            advice="Ask stat(key) for the size first.",
-            size_bytes=size,
-            buffer_bytes=room,
-            key=key.hex(),
-        )
+def lookup(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[list[int | None]]:
+    """As ``Client.lookup``."""
+    placed = yield from locate(context, namespace, keys, fresh=True)
+    return [None if known is None else known.size for known in placed]

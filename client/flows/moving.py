@@ -21,8 +21,8 @@ from xxhash import xxh3_64
 from kvstore import calls
 from kvstore.calls import NO_VERSION, PutOutcome, SegmentInfo, Version
 from kvstore.client.flows.objects import ObjectWrites
-from kvstore.client.flows.putting import revoke
 from kvstore.client.flows.steps import Context, Flow, Transfer, ask, carry_out, describe
+from kvstore.client.flows.writing import revoke
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack

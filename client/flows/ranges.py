@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 
-from kvstore.client.flows.getting import (
+from kvstore.client.flows.objects import is_of
+from kvstore.client.flows.placements import Placed, Replica
+from kvstore.client.flows.reading import (
     ATTEMPTS,
     Bad,
     confirmed,
@@ -17,8 +19,6 @@ from kvstore.client.flows.getting import (
     locate,
     report_bad,
 )
-from kvstore.client.flows.objects import is_of
-from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.steps import Context, Flow, Transfer, carry_out
 from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
@@ -58,8 +58,8 @@ class Parts:
 
 def get_ranges(
     context: Context, namespace: Namespace, wanted: Sequence[Parts], timeout_ms: int | None = None
-) -> Flow[None]:
-    """Reads the objects that are there, and sets their ``placed``.
+) -> Flow[list[int | None]]:
+    """As ``Client.get_ranges``.
 
     Args:
         timeout_ms: as for ``get``.
@@ -111,6 +111,7 @@ def get_ranges(
         if not todo:
             break
     yield from report_bad(context, namespace, todo, wanted)
+    return [None if parts.placed is None else parts.placed.size for parts in wanted]
 
 
 def _is_there(parts: Parts, placed: Placed, replica: Replica, namespace: Namespace) -> bool:

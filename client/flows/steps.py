@@ -3,22 +3,25 @@
 A flow is a pure generator: it decides what a client does, step by step, and does none of it. It
 yields *steps* (ask the master this, move these bytes, pause) and is sent their results; its return
 value is the caller's. It reads the time from the clock that it was given and touches no socket, so
-the same flows (``getting``, ``putting``, ``asking``) run in ``Client`` and in a simulated cluster
-with virtual time. The error of a step is thrown into the flow where it waits. Errors of transfers
-are not thrown: the step's result is a list, with an error or None for each transfer.
+the same flows (``getting``, ``putting``, ``asking``) run in ``Client``, which has checked their
+arguments, and in a simulated cluster with virtual time. The error of a step is thrown into the flow
+where it waits. Errors of transfers are not thrown: the step's result is a list, with an error or
+None for each transfer.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from kvstore import calls
 from kvstore.calls import Placements, SegmentInfo
+from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.placements import Placed, PlacementCache, SegmentTable
+from kvstore.client.leases.leases import Lease, Mounted, Watched
 from kvstore.device.driver import Event
 from kvstore.errors import (
     DeadlineExceededError,
@@ -106,6 +109,27 @@ NameT = TypeVar("NameT")
 Flow = Generator[Step, object, ResultT]
 
 
+class Pool(Protocol):
+    """Segments that are mapped in this process, and its devices: see ``Movers``."""
+
+    devices: ClientDevices
+
+    def shown(self, segment: SegmentInfo) -> memoryview | None: ...
+    def memory(self, segment: SegmentInfo) -> memoryview: ...
+    def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None: ...
+    def watch(self, segment: SegmentInfo) -> Mounted: ...
+    def is_on(self, segment: SegmentInfo, device: Device) -> bool: ...
+
+
+class Leases(Protocol):
+    """The leases of views and allocations: see ``Views``."""
+
+    @property
+    def allocated(self) -> int: ...
+    def allocation(self, data: memoryview) -> Lease | None: ...
+    def add_many(self, arrays: Iterable[Watched], mounted: Mounted) -> list[Lease]: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class Context:
     """State that the flows of one client share. Threads: any."""
@@ -117,6 +141,8 @@ class Context:
     """Identifies this client's connections to data servers and to the master."""
     segments: SegmentTable
     placements: PlacementCache
+    pool: Pool
+    views: Leases
     lease_margin_s: float
     verify_payload: bool
     """Whether copied payloads are compared with their checksum."""

@@ -29,12 +29,16 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore import calls
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 log = logging.getLogger("kvstore.client")
 
@@ -94,6 +98,10 @@ class Unneeded(NamedTuple):
 
 
 What = Named | Granted | Unneeded
+
+Watched = tuple["NDArray[np.generic]", int, Named | Granted, float, Place | None, object]
+"""An array to watch, the address of its first byte, and the other arguments of ``Views.add``, among
+them the value that was made of it."""
 
 
 class Lease:

@@ -23,7 +23,16 @@ from numpy.typing import NDArray
 
 from kvstore import calls
 from kvstore.calls import SegmentInfo
-from kvstore.client.leases.leases import Granted, Lease, LeaseTable, Mounted, Named, Place, found_at
+from kvstore.client.leases.leases import (
+    Granted,
+    Lease,
+    LeaseTable,
+    Mounted,
+    Named,
+    Place,
+    Watched,
+    found_at,
+)
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError
 from kvstore.process.background import CLOSE_S, join_all, start_thread
@@ -40,11 +49,6 @@ BROKEN_PAUSE_S: Final = 0.2
 
 MakeCall = Callable[[calls.Request, float], calls.Reply]
 """Takes a request and the seconds that the call may last; raises KVStoreError."""
-
-
-Watched = tuple["NDArray[np.generic]", int, Named | Granted, float, Place | None, object]
-"""An array to watch, the address of its first byte, and the other arguments of ``Views.add``, among
-them the value that was made of it."""
 
 
 class _Watch(weakref.ref["NDArray[np.generic]"]):

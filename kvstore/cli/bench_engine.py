@@ -24,7 +24,7 @@ from xxhash import xxh3_64
 
 from kvstore.calls import SegmentInfo
 from kvstore.cli.tables import console_of_names, table_of
-from kvstore.client.flows.getting import locate
+from kvstore.client.flows.reading import locate
 from kvstore.client.flows.steps import Transfer
 from kvstore.clocks import uptime
 from kvstore.config import ClientConfig
@@ -155,7 +155,7 @@ class _Measurement:
             raise InternalError("the bare engine failed")
 
     def _places(self) -> list[Replica]:
-        flow = locate(self._client._operations.context, NAMESPACE, self._keys, fresh=True)
+        flow = locate(self._client._state.context, NAMESPACE, self._keys, fresh=True)
         placed = self._client._run(flow)
         return [each.replicas[0] for each in placed if each is not None]
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from kvstore.client.operations import Stream
+from kvstore.client.arguments import Stream
 from kvstore.device.cuda import CUDADriver
 from kvstore.device.drivers import driver_of, use
 from tests.support.fake_device import FakeDriver

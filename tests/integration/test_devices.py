@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.calls import PutOutcome
-from kvstore.client import operations
 from kvstore.client.aio import AsyncClient
+from kvstore.client.flows import devices, getting, putting
 from kvstore.client.sync import Client
 from kvstore.device import device as device_module
 from kvstore.device.device import Device
@@ -205,20 +205,19 @@ def without_the_end_of_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_marks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = operations._ready
-    monkeypatch.setattr(
-        operations, "_ready", lambda device, payloads, stream: ready(device, [], stream)
-    )
+    for flow in (getting, putting):
+        monkeypatch.setattr(
+            flow, "ready", lambda device, _, stream: devices.ready(device, [], stream)
+        )
 
 
 def without_mark_of_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = operations._ready
-
     def first_dropped(*args: Any) -> Any:
-        step = ready(*args)
+        step = devices.ready(*args)
         return step._replace(events=step.events[1:])
 
-    monkeypatch.setattr(operations, "_ready", first_dropped)
+    for flow in (getting, putting):
+        monkeypatch.setattr(flow, "ready", first_dropped)
 
 
 @pytest.mark.parametrize(

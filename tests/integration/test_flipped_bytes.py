@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvstore import Client, PutOutcome
-from kvstore.client.flows.getting import ATTEMPTS
+from kvstore.client.flows.reading import ATTEMPTS
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.process.logs import BURST
 from tests.integration.conftest import either_client

@@ -3,8 +3,6 @@
 Each is an exact text of one file and what stands there instead. The text must occur exactly once:
 who changes the code there changes the entry, too, or removes it where the fault cannot be made any
 more. Tests are the quick ones that should see it, the most likely first.
-
-A row reads: name and file; what stands there; what is planted, and the tests.
 """
 
 from __future__ import annotations
@@ -255,19 +253,19 @@ MUTANTS: Final = (
     Mutant("renewed-under-another-version", ASKING,
         "                and (record.epoch, record.counter) == (epoch, counter)\n", "", MASTER),
     # --- client -------------------------------------------------------------------------------
-    Mutant("late-read-counts", "client/flows/getting.py",
+    Mutant("late-read-counts", "client/flows/reading.py",
         "        if now >= known.until:\n",
         "        if False:\n", CLIENT),
-    Mutant("corrupt-at-the-first-sight", "client/flows/getting.py",
+    Mutant("corrupt-at-the-first-sight", "client/flows/reading.py",
         "if len(target.bad) > 1]",
         "if len(target.bad) > 0]", CLIENT),
     Mutant("placement-outlives-its-lease", "client/flows/placements.py",
         "if placed is not None and placed.until <= self._clock():",
         "if placed is not None and False:", CLIENT),
-    Mutant("lease-counted-from-the-answer", "client/flows/getting.py",
+    Mutant("lease-counted-from-the-answer", "client/flows/reading.py",
         "    until = asked + found.lease_ms / 1000 - context.lease_margin_s\n",
         "    until = context.clock() + found.lease_ms / 1000 - context.lease_margin_s\n", CLIENT),
-    Mutant("no-lease-margin", "client/flows/getting.py",
+    Mutant("no-lease-margin", "client/flows/reading.py",
         "    until = asked + found.lease_ms / 1000 - context.lease_margin_s\n",
         "    until = asked + found.lease_ms / 1000\n", CLIENT),
     Mutant("wrong-counter-is-read", "client/flows/objects.py",
@@ -293,7 +291,7 @@ MUTANTS: Final = (
     Mutant("unmounted-view-is-renewed", "client/leases/leases.py",
         "        if self._mounted():\n            self.extend(until)",
         "        if True:\n            self.extend(until)", CLIENT),
-    Mutant("put-refused-is-stored", "client/flows/putting.py",
+    Mutant("put-refused-is-stored", "client/flows/writing.py",
         "            outcomes[granted[number]] = PutOutcome.REFUSED\n",
         "            outcomes[granted[number]] = PutOutcome.STORED\n", CLIENT),
     # --- transports ---------------------------------------------------------------------------

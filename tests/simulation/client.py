@@ -1,6 +1,6 @@
 """The simulated client: the production flows, carried out step by step in virtual time.
 
-What is production code here: ``Operations`` and the flows under it, ``attempts`` (when a call is
+What is production code here: the flows, ``attempts`` (when a call is
 sent again), the encoders, the caches. What is simulated: sockets, shared memory and the clock.
 """
 
@@ -20,7 +20,6 @@ from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Ready, Transfer
 from kvstore.client.leases.leases import Lease, Mounted, Named
-from kvstore.client.operations import Operations
 from kvstore.config import ClientConfig
 from kvstore.errors import (
     DeadlineExceededError,
@@ -104,14 +103,14 @@ class Client:
             client_number=process.scheduler.random.getrandbits(63) + 1,
             segments=SegmentTable(self.clock),
             placements=PlacementCache(config.placements_max, self.clock),
+            pool=cast(Any, self),
+            views=cast(Any, self.views),
             lease_margin_s=margin_s,
             verify_payload=True,
             counters={},
             failover_s=0.6,
         )
         self.devices = ClientDevices(8 << 20, 0)
-        # They have what ``Operations`` needs of the real ones.
-        self.operations = Operations(config, self.context, cast(Any, self), cast(Any, self.views))
         oracle.clients[process.name] = self
         process.on_death[self] = self._forget
         process.spawn("renew", self._renew_forever())

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from kvstore import calls
 from kvstore.calls import NO_VERSION, Version
 from kvstore.client.calling.retries import CarrierBrokenError, TokenRefusedError
+from kvstore.client.flows import putting
+from kvstore.client.flows.writing import PutOptions
 from kvstore.errors import InternalError, KVStoreError
 from kvstore.limits import Key, Namespace, highest_believed
 from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
@@ -49,7 +51,8 @@ class LyingClient(Client):
         data = b"of the liar" * 9
         namespace, key = Namespace(MINE), Key(KEY)
         self.oracle.putting(namespace, key, data)
-        await self.run(self.operations.put(key, data, namespace, None, None, False, 200))
+        options = PutOptions(namespace=namespace, wait_ms=200)
+        await self.run(putting.put(self.context, key, data, options))
 
     async def say(self, asked: calls.Request, address: str, port: str) -> None:
         """Raises KVStoreError, CarrierBrokenError, TokenRefusedError."""

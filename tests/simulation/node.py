@@ -16,6 +16,7 @@ from kvstore.calls import (
     NodeWiped,
     SegmentOffer,
 )
+from kvstore.client.flows import moving
 from kvstore.errors import KVStoreError, SegmentGoneError, UnavailableError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
 from kvstore.node import inventory
@@ -207,7 +208,7 @@ class Node:
         assert copier is not None
         while True:
             try:
-                copied = await copier.run(copier.operations.move_some(self.name, 0, True))
+                copied = await copier.run(moving.repair_some(copier.context, self.name))
             except KVStoreError as error:
                 self._oracle.note(f"{self.name} puts a repair off: {error.message}")
                 return

@@ -7,12 +7,14 @@ A story that is marked ``xfail`` is an open bug: its fix removes the mark here, 
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from kvstore import calls
 from kvstore.calls import PutOutcome
-from kvstore.client.flows import putting
+from kvstore.client.flows import writing
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
-from kvstore.client.flows.putting import Items, PutOptions
 from kvstore.client.flows.steps import Ask, Context
+from kvstore.client.flows.writing import Items, PutOptions
 from kvstore.client.values import encode_all
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state.effects import Answer, Later, Send
@@ -112,10 +114,10 @@ def test_4_a_grant_of_one_master_is_not_written_where_the_next_one_says() -> Non
     context = Context(
         clock=lambda: 0.0, host="h", segments=SegmentTable(lambda: 0.0),
         placements=PlacementCache(0, lambda: 0.0), lease_margin_s=0.1, verify_payload=True,
-        counters={},
+        counters={}, pool=cast(Any, None), views=cast(Any, None),
     )  # fmt: skip
     items = Items([Key(b"k")], *encode_all([b"value"]))
-    flow = putting.put(context, items, PutOptions(namespace=A), 0)
+    flow = writing.write(context, items, PutOptions(namespace=A))
     assert isinstance(next(flow), Ask)
     step = flow.send(calls.Grants(1, 6_000, bytes([PutOutcome.WRITE]), 1, [1], [1], [4096]))
     assert isinstance(step, Ask)

@@ -15,10 +15,11 @@ from kvstore.client.leases.leases import (
     Mounted,
     Named,
     Place,
+    Watched,
     What,
     found_at,
 )
-from kvstore.client.leases.views import Watched, Watches
+from kvstore.client.leases.views import Watches
 from kvstore.client.values import Bytes1D
 from kvstore.errors import KVStoreError
 from kvstore.memory.header import HEADER_BYTES

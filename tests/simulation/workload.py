@@ -6,12 +6,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from random import Random
 
-from kvstore.calls import PutOutcome, Version
-from kvstore.client.flows import getting
-from kvstore.client.flows.getting import Target
+from kvstore import calls
+from kvstore.calls import DrainStep, PutOutcome, Version
+from kvstore.client.flows import allocating, asking, getting, moving, putting, reading
+from kvstore.client.flows.reading import GetOptions, Target
+from kvstore.client.flows.steps import ask
+from kvstore.client.flows.writing import PutOptions
 from kvstore.client.leases.leases import Granted, Lease, Named
-from kvstore.client.operations import View
-from kvstore.client.values import Value
+from kvstore.client.values import Storable, Value, View, described_as
 from kvstore.errors import KVStoreError, NoSpaceError, ReservationLostError
 from kvstore.limits import Key, Namespace
 from tests.simulation.client import Client
@@ -104,23 +106,15 @@ class Worker:
         parent = self._a_key() if self.random.random() < 0.2 else None
         if parent in keys:
             parent = None
-        items = [(key, self._payload(namespace, key)) for key in keys]
+        values = [self._payload(namespace, key) for key in keys]
         overwrite = self.random.random() < self.mix.overwrite
         replicas = 2 if self.random.random() < self.mix.replicas else 1
         self._note(f"put {_names(keys)} overwrite={overwrite} replicas={replicas}")
-        outcomes = await self.client.run(
-            self.client.operations.put_many(
-                items,
-                namespace,
-                parent,
-                False,
-                replicas,
-                overwrite,
-                False,
-                self._wait_ms(),
-                ttl=self._ttl(),
-            )
-        )
+        options = PutOptions(
+            namespace=namespace, parent=parent, replicas=replicas, overwrite=overwrite,
+            wait_ms=self._wait_ms(), ttl_ms=self._ttl_ms(),
+        )  # fmt: skip
+        outcomes = await self._put_many(keys, values, options)
         self._note(f"put {_names(keys)}: {_outcomes(outcomes)}")
 
     async def _put_chain(self) -> None:
@@ -131,11 +125,11 @@ class Worker:
         keys = keys[first : first + self.random.randint(1, len(keys))]
         values = [self._payload(namespace, key) for key in keys]
         self._note(f"put_chain {_names(keys)} parent={parent!r}")
-        outcomes = await self.client.run(
-            self.client.operations.put_chain(
-                keys, values, namespace, parent, None, False, self._wait_ms(), ttl=self._ttl()
-            )
-        )
+        options = PutOptions(
+            namespace=namespace, parent=parent, chain=True,
+            wait_ms=self._wait_ms(), ttl_ms=self._ttl_ms(),
+        )  # fmt: skip
+        outcomes = await self._put_many(keys, values, options)
         self._note(f"put_chain {_names(keys)}: {_outcomes(outcomes)}")
 
     async def _get(self) -> None:
@@ -146,8 +140,7 @@ class Worker:
     async def _match(self) -> None:
         namespace = self.random.choice(NAMESPACES)
         keys = self._chain()
-        asked = self.client.operations.match_prefix(keys, [namespace])
-        matched = (await self.client.run(asked))[0].matched
+        matched = (await self.client.run(asking.match_prefix([namespace], keys)))[0].matched
         self._note(f"match {keys[0].decode()}..: {matched}")
         if matched:
             await self.read(namespace, keys[:matched])
@@ -155,10 +148,7 @@ class Worker:
     async def _view(self) -> None:
         namespace, key = self.random.choice(NAMESPACES), self._a_key()
         started_us = self.client.process.scheduler.now_us
-        views: list[View | None] = await self.client.run(
-            self.client.operations.get_many([key], namespace, False, "bytes")
-        )
-        view = views[0]
+        view = (await self._views([key], namespace))[0]
         if not isinstance(view, memoryview) or not view.nbytes:
             return  # a miss, or a copy from another host
         lease = self.client.views.of(view)
@@ -202,61 +192,63 @@ class Worker:
 
     async def _some_views(self) -> list[tuple[View, Lease]]:
         keys = [self._a_key() for _ in range(4)]
-        views: list[View | None] = await self.client.run(
-            self.client.operations.get_many(keys, self.random.choice(NAMESPACES), False, "bytes")
-        )
+        views = await self._views(keys, self.random.choice(NAMESPACES))
         leases = [(view, self.client.views.of(view)) for view in views if view is not None]
         return [(view, lease) for view, lease in leases if lease is not None]
 
+    async def _views(self, keys: list[Key], namespace: Namespace) -> list[View | None]:
+        options = GetOptions(namespace, "bytes", copy=False)
+        return await self.client.run(getting.get_many(self.client.context, keys, options))
+
     async def _exists(self) -> None:
         keys = [self._a_key() for _ in range(3)]
-        await self.client.run(self.client.operations.exists(keys, self.random.choice(NAMESPACES)))
+        await self.client.run(asking.exists(self.random.choice(NAMESPACES), keys, lease=False))
 
     async def _remove(self) -> None:
         namespace = self.random.choice(NAMESPACES)
         keys = list(dict.fromkeys(self._a_key() for _ in range(self.random.randint(1, 2))))
         self._note(f"remove {namespace} {_names(keys)}")
-        removed = await self.client.run(self.client.operations.remove(keys, namespace))
+        removed = await self.client.run(asking.remove(self.client.context, namespace, keys))
         self._note(f"remove {namespace} {_names(keys)}: {removed}")
 
     async def _clear(self) -> None:
-        await self.client.run(self.client.operations.clear_some(self.random.choice(NAMESPACES)))
+        namespace = self.random.choice(NAMESPACES)
+        await self.client.run(asking.clear_some(self.client.context, namespace))
 
     async def _pin(self) -> None:
         namespace = self.random.choice(NAMESPACES)
         keys = [self._a_key()] if self.random.random() < 0.6 else self._chain()
         seconds = self.random.choice((0.1, 1.0, PIN_S_MAX))
-        pinned = await self.client.run(self.client.operations.pin(keys, seconds, namespace))
+        pinned = await self.client.run(asking.pin(namespace, keys, int(seconds * 1000)))
         self._note(f"pin {namespace} {_names(keys)} {seconds} s: {pinned}")
         self.client.oracle.count("pinned", sum(pinned))
 
     async def _unpin(self) -> None:
         namespace = self.random.choice(NAMESPACES)
         keys = [self._a_key()] if self.random.random() < 0.6 else self._chain()
-        unpinned = await self.client.run(self.client.operations.unpin(keys, namespace))
+        unpinned = await self.client.run(asking.unpin(namespace, keys))
         self._note(f"unpin {namespace} {_names(keys)}: {unpinned}")
         self.client.oracle.count("unpinned", sum(unpinned))
 
     async def _look(self) -> None:
-        operations = self.client.operations
-        await self.client.run(operations.status())
-        await self.client.run(operations.list_page("", b"", 0))
-        await self.client.run(operations.stat(self._a_key(), self.random.choice(NAMESPACES)))
+        await self.client.run(asking.status())
+        await self.client.run(ask(calls.ListObjects("", b"", 0, 1_000), calls.Listed))
+        key, namespace = self._a_key(), self.random.choice(NAMESPACES)
+        await self.client.run(asking.stat(self.client.context, namespace, key))
 
     async def _drain(self) -> None:
         """As an operator who moves what a node holds, and then changes their mind."""
-        operations = self.client.operations
-        status = await self.client.run(operations.status())
+        status = await self.client.run(asking.status())
         if not status.nodes:
             return
         node = self.random.choice(status.nodes).name
         self._note(f"drain {node}")
-        begun = await self.client.run(operations.drain(node, False, False))
+        begun = await self.client.run(ask(calls.Drain(node, DrainStep.BEGIN), calls.Drained))
         cursor, failed = 0, None
         for _ in range(self.random.choice((1, 3, 10))):
             try:
                 moved = await self.client.run(
-                    operations.move_some(node, cursor, False, begun.began)
+                    moving.move_some(self.client.context, node, cursor, begun.began)
                 )
             except KVStoreError as error:
                 failed = error
@@ -267,21 +259,24 @@ class Worker:
             await self.client.sleep(self.random.expovariate(1 / self.mix.think_s))
             if self.paused():
                 break
-        await self.client.run(operations.drain(node, True, False))
+        await self._undo_drain(node)
         if failed is not None:
             raise failed
 
     async def undo_drains(self) -> None:
         """Of everybody, whose drains may have died with them."""
-        operations = self.client.operations
-        for node in (await self.client.run(operations.status())).nodes:
-            await self.client.run(operations.drain(node.name, True, False))
+        for node in (await self.client.run(asking.status())).nodes:
+            await self._undo_drain(node.name)
+
+    async def _undo_drain(self, node: str) -> None:
+        await self.client.run(ask(calls.Drain(node, DrainStep.UNDO), calls.Drained))
 
     async def _allocate(self) -> None:
         namespace, key = self.random.choice(NAMESPACES), self._a_key()
         data = self._payload(namespace, key, least=1)
+        descriptor, size = described_as(len(data), "uint8", "numpy")
         array = await self.client.run(
-            self.client.operations.allocate(len(data), "uint8", "numpy", self._wait_ms())
+            allocating.allocate(self.client.context, descriptor, size, self._wait_ms())
         )
         lease = self.client.views.of(memoryview(array))  # type: ignore[arg-type]
         assert lease is not None
@@ -298,11 +293,11 @@ class Worker:
             overwrite = self.random.random() < self.mix.overwrite
             for _ in range(self.random.choice((1, 1, 3))):
                 try:
-                    outcome = await self.client.run(
-                        self.client.operations.put(
-                            key, array, namespace, None, None, overwrite, 0, ttl=self._ttl()
-                        )
-                    )
+                    outcome = await self._put_one(
+                        key, array, PutOptions(
+                            namespace=namespace, overwrite=overwrite, ttl_ms=self._ttl_ms()
+                        ),
+                    )  # fmt: skip
                 except KVStoreError as error:
                     failed = error
                     self._note(f"commit {key.decode()}: {error.code}")
@@ -319,8 +314,8 @@ class Worker:
     async def _put_lost(self, namespace: Namespace, key: Key, array: Value) -> None:
         """An allocation that is lost must be refused: its memory may be a newer one's."""
         try:
-            outcome = await self.client.run(
-                self.client.operations.put(key, array, namespace, None, None, True, 0)
+            outcome = await self._put_one(
+                key, array, PutOptions(namespace=namespace, overwrite=True)
             )
         except ReservationLostError:
             return
@@ -332,7 +327,7 @@ class Worker:
         """Get, and have the oracle look at what came."""
         started_us = self.client.process.scheduler.now_us
         targets = [Target(key) for key in keys]
-        await self.client.run(getting.get(self.client.context, namespace, targets))
+        await self.client.run(reading.read(self.client.context, namespace, targets))
         values: list[bytes | None] = []
         for target in targets:
             if target.placed is None or target.data is None:
@@ -353,8 +348,8 @@ class Worker:
         outcome = PutOutcome.REFUSED
         for attempt in range(4):
             try:
-                outcome = await self.client.run(
-                    self.client.operations.put(key, data, namespace, None, None, False, 1_500)
+                outcome = await self._put_one(
+                    key, data, PutOptions(namespace=namespace, wait_ms=1_500)
                 )
                 break
             except NoSpaceError:
@@ -381,10 +376,18 @@ class Worker:
         self.client.oracle.putting(namespace, key, data)
         return data
 
-    def _ttl(self) -> float | None:
+    async def _put_one(self, key: Key, value: Storable, options: PutOptions) -> PutOutcome:
+        return await self.client.run(putting.put(self.client.context, key, value, options))
+
+    async def _put_many(
+        self, keys: list[Key], values: list[bytes], options: PutOptions
+    ) -> list[PutOutcome]:
+        return await self.client.run(putting.put_many(self.client.context, keys, values, options))
+
+    def _ttl_ms(self) -> int:
         if not self.mix.ttl or self.random.random() >= self.mix.ttl:
-            return None
-        return self.random.choice((0.1, 1.0, TTL_S_MAX))
+            return 0
+        return int(self.random.choice((0.1, 1.0, TTL_S_MAX)) * 1000)
 
     def _wait_ms(self) -> int:
         return self.random.choice((0, 200, 1_500))

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 
 from kvstore.calls import ObjectRow, PutOutcome
 from kvstore.client.aio import AsyncClient
-from kvstore.client.operations import Raw
+from kvstore.client.flows.getting import Raw
 from kvstore.client.values import Described as Value
 from kvstore.errors import BufferMismatchError, BusyError, StaleReadError, ValueTooLargeError
 from kvstore.limits import (

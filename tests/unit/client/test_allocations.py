@@ -10,13 +10,14 @@ import pytest
 from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.client.devices import ClientDevices
+from kvstore.client.flows import allocating, putting
+from kvstore.client.flows.writing import PutOptions
 from kvstore.client.leases.leases import Unneeded
 from kvstore.client.leases.views import Views
-from kvstore.client.operations import Operations
-from kvstore.client.values import Bytes1D
+from kvstore.client.values import Bytes1D, described_as
 from kvstore.clocks import uptime
-from kvstore.config import ClientConfig
 from kvstore.errors import DeadlineExceededError, MasterUnreachableError, ReservationLostError
+from kvstore.limits import DEFAULT_NAMESPACE, check_key
 from tests.unit.client.world import EPOCH, World, grants
 
 WRITE, STORED, FOUND = PutOutcome.WRITE, PutOutcome.STORED, PutOutcome.FOUND
@@ -31,7 +32,7 @@ class Store(World):
         super().__init__(1)
         self.views = Views(self._renew, lease_margin_s=0.2)
         self.devices = ClientDevices(8 << 20, 0)
-        self.operations = Operations(ClientConfig(), self.context, cast(Any, self), self.views)
+        self.context.pool, self.context.views = cast(Any, self), self.views
         self.context.clock = uptime  # as the views'
         self.answers[calls.Allocate] = grants([WRITE], [TOKEN], [(1, AT)])
         self.answers[calls.PutStart] = grants([FOUND], [], [])
@@ -43,11 +44,13 @@ class Store(World):
         return lambda: segment is self.segments[1]
 
     def allocate(self) -> Bytes1D:
-        return cast(Bytes1D, self.run(self.operations.allocate(100, "uint8", "numpy", 0)))
+        descriptor, size = described_as(100, "uint8", "numpy")
+        flow = allocating.allocate(self.context, descriptor, size, 0)
+        return cast(Bytes1D, self.run(flow))
 
     def put(self, key: str, array: Bytes1D) -> PutOutcome:
-        flow = self.operations.put(key, array, None, None, None, False, 0)
-        return self.run(flow)
+        options = PutOptions(namespace=DEFAULT_NAMESPACE)
+        return self.run(putting.put(self.context, check_key(key), array, options))
 
     def _renew(self, request: calls.Request, seconds: float) -> calls.Reply:
         del seconds

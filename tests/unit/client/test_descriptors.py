@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.client import dtypes
-from kvstore.client.operations import UNREADABLE
 from kvstore.client.values import (
+    UNREADABLE,
     array_over,
     check_dtype,
     decode,

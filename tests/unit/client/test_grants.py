@@ -8,9 +8,10 @@ from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
-from kvstore.client.flows import putting
+from kvstore.client.flows import allocating, writing
 from kvstore.client.flows.placements import Placed, Replica
-from kvstore.client.flows.putting import PutOptions
+from kvstore.client.flows.writing import PutOptions
+from kvstore.client.leases.leases import Granted
 from kvstore.errors import (
     DeadlineExceededError,
     MasterUnreachableError,
@@ -34,7 +35,7 @@ ON_5 = NodeUnreachableError("reset", settled=0, connection=5)
 
 def put(world: World, *keys: Key, options: PutOptions = OPTIONS) -> list[PutOutcome]:
     pairs = ((key, b"payload of " + key) for key in keys)
-    return world.run(putting.put(world.context, items(*pairs), options, 100))
+    return world.run(writing.write(world.context, items(*pairs), options))
 
 
 def test_what_is_there_or_being_written_is_not_written() -> None:
@@ -119,7 +120,7 @@ def test_grants_are_asked_for_under_the_number_that_data_servers_see() -> None:
     world.answers[calls.PutStart] = grants([FOUND], [], [])
     put(world, A)
     world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)])
-    world.run(putting.allocate(world.context, 100, 0))
+    world.run(allocating.grant(world.context, 100, 0))
     asked = world.requests(calls.PutStart) + world.requests(calls.Allocate)
     assert [request.client_number for request in asked] == [77, 77]
 
@@ -234,9 +235,8 @@ def test_an_allocation_is_wiped_and_counts_from_before_the_question() -> None:
     world = World()
     world.memory[1][4096 : 4096 + 64] = b"x" * 64
     world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)], deadline_ms=5_000)
-    granted, replica, until = world.run(putting.allocate(world.context, 100, 0))
-    assert granted.tokens == [9]
-    assert replica == (world.segments[1], 4096)
+    granted, until = world.run(allocating.grant(world.context, 100, 0))
+    assert granted == Granted(EPOCH, 9, world.segments[1], 4096, 100)
     assert until == pytest.approx(world.now + 4.8)
     assert world.memory[1][4096 : 4096 + 64] == WIPE
 
@@ -246,11 +246,11 @@ def test_an_allocation_that_cannot_be_reached_is_revoked() -> None:
     world.failing[1] = [UNSETTLED]
     world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)])
     with pytest.raises(NodeUnreachableError):
-        world.run(putting.allocate(world.context, 100, 0))
+        world.run(allocating.grant(world.context, 100, 0))
     assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], False)]
     world.answers[calls.Allocate] = grants([WRITE], [10], [(17, 4096)])
     with pytest.raises(PutRefusedError):
-        world.run(putting.allocate(world.context, 100, 0))
+        world.run(allocating.grant(world.context, 100, 0))
     assert world.requests(calls.PutRevoke)[-1] == calls.PutRevoke(EPOCH, [10], True)
 
 
@@ -259,12 +259,12 @@ def test_committing_moves_a_header_and_no_payload() -> None:
     payload = np.arange(50, dtype=np.uint8)
     world.memory[1][4096 + HEADER_BYTES : 4096 + HEADER_BYTES + 50] = payload.tobytes()
     world.answers[calls.Commit] = calls.Committed(STORED)
-    place = (EPOCH, 9, Replica(world.segments[1], 4096))
+    granted = Granted(EPOCH, 9, world.segments[1], 4096, 50)
     written = bytearray()
 
     def commit(data: bytes) -> None:
-        flow = putting.commit(
-            world.context, items((A, data)), place, OPTIONS, world.now + 3, written
+        flow = allocating.commit(
+            world.context, granted, items((A, data)), OPTIONS, world.now + 3, written
         )
         assert world.run(flow) is STORED
 

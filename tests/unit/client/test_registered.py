@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -252,9 +253,10 @@ def test_unregister_waits_for_all_that_the_transports_may_still_write_to(
     array = np.arange(64, dtype=np.uint8)
     with Client("127.0.0.1:1") as client:
         waited: list[list[int]] = []
-        monkeypatch.setattr(
-            client._state.movers, "unregister", lambda view: waited.append(view.tolist())
+        engine = SimpleNamespace(
+            register=lambda _: None, unregister=lambda view: waited.append(view.tolist())
         )
+        monkeypatch.setattr(client._state.movers, "_engine", engine)
         client.register(array)
         client.unregister(array[8:16])
         client.unregister(array[:8])  # where the whole begins

@@ -7,15 +7,15 @@ carries transfers out on plain bytearrays, and lets pauses pass on its own clock
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
 from kvstore.calls import Placements, PutOutcome, SegmentInfo
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
-from kvstore.client.flows.putting import Items
 from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Transfer
+from kvstore.client.flows.writing import Items
 from kvstore.client.values import encode, encode_all
 from kvstore.errors import KVStoreError
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
@@ -105,6 +105,8 @@ class World:
             host="host",
             segments=SegmentTable(lambda: self.now),
             placements=PlacementCache(100, lambda: self.now),
+            pool=cast(Any, None),
+            views=cast(Any, None),
             lease_margin_s=0.2,
             verify_payload=verify_payload,
             counters={},

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.calls import PutOutcome, Version
 from kvstore.client.aio import AsyncClient
-from kvstore.client.operations import Raw
+from kvstore.client.flows.getting import Raw
 from kvstore.client.values import Described
 from kvstore.web.api import objects as objects_module
 from kvstore.web.api.objects import PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, Objects

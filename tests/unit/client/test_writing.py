@@ -8,8 +8,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
-from kvstore.client.flows import putting
-from kvstore.client.flows.putting import ATTEMPTS, Items, PutOptions, put
+from kvstore.client.flows import writing
+from kvstore.client.flows.writing import ATTEMPTS, Items, PutOptions, write
 from kvstore.client.values import Value, encode, encode_all
 from kvstore.errors import (
     DeadlineExceededError,
@@ -28,9 +28,9 @@ AT = SUPERBLOCK_BYTES
 
 
 def store(world: World, *keys: bytes, **options: object) -> list[PutOutcome]:
-    chosen = PutOptions(namespace=Namespace("default"), **options)  # type: ignore[arg-type]
+    chosen = PutOptions(namespace=Namespace("default"), wait_ms=100, **options)  # type: ignore[arg-type]
     return world.run(
-        put(world.context, items(*((Key(key), b"payload of " + key) for key in keys)), chosen, 100)
+        write(world.context, items(*((Key(key), b"payload of " + key) for key in keys)), chosen)
     )
 
 
@@ -230,7 +230,7 @@ def test_an_empty_payload_has_a_header_and_nothing_else() -> None:
     world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
     ended(world, [STORED])
     options = PutOptions(namespace=Namespace("default"))
-    outcome = world.run(put(world.context, items((Key(b"e"), b"")), options, 0))
+    outcome = world.run(write(world.context, items((Key(b"e"), b"")), options))
     header = unpack(world.memory[1][AT:], world.segments[1].seed, AT)
     assert outcome == [STORED]
     assert header is not None
@@ -245,7 +245,7 @@ def test_nothing_to_put_asks_nobody() -> None:
 
 def test_a_large_batch_is_granted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A put of 16,384 blocks would hold the master for 80 ms."""
-    monkeypatch.setattr(putting, "PUT_KEYS_MAX", 2)
+    monkeypatch.setattr(writing, "PUT_KEYS_MAX", 2)
     world = World()
     world.answers[calls.PutStart] = [
         grants([WRITE, FOUND], [1], [(1, AT)]),
@@ -268,7 +268,7 @@ def test_a_gather_list_is_one_object_written_without_a_copy() -> None:
     parts: list[Value] = [first, b"", b"xyz", b"0123"]
     one = Items([Key(b"a")], *encode_all([parts]))
     options = PutOptions(namespace=Namespace("default"))
-    assert world.run(put(world.context, one, options, 0)) == [STORED]
+    assert world.run(write(world.context, one, options)) == [STORED]
     (transfer,) = world.moved
     assert [len(move.buffer) for move in transfer.moves] == [64, 6, 3, 4, 1024]
     whole = first.tobytes() + b"xyz0123"
@@ -305,9 +305,9 @@ def pool_of(world: World, size: int) -> None:
 
 
 def partly(world: World, sizes: list[int], **options: object) -> list[PutOutcome]:
-    chosen = PutOptions(namespace=Namespace("default"), partial=True, **options)  # type: ignore[arg-type]
+    chosen = PutOptions(namespace=Namespace("default"), partial=True, wait_ms=100, **options)  # type: ignore[arg-type]
     rows = [(Key(b"%d" % index), bytes(size)) for index, size in enumerate(sizes)]
-    return world.run(put(world.context, items(*rows), chosen, 100))
+    return world.run(write(world.context, items(*rows), chosen))
 
 
 @pytest.mark.parametrize("room", range(0, 80, 5))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.client.flows.getting import ATTEMPTS, Target, get
+from kvstore.client.flows import reading
+from kvstore.client.flows.reading import ATTEMPTS, Target
 from kvstore.errors import BufferMismatchError, NodeUnreachableError, UnsupportedValueError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import SUPERBLOCK_BYTES
@@ -30,7 +31,7 @@ def place(
 
 def read(world: World, *keys: bytes) -> list[bytes | None]:
     targets = [Target(Key(key)) for key in keys]
-    world.run(get(world.context, NS, targets))
+    world.run(reading.read(world.context, NS, targets))
     return [None if target.data is None else target.data.tobytes() for target in targets]
 
 
@@ -185,7 +186,7 @@ def test_scattered_buffers_are_filled_in_order_and_no_further() -> None:
     world.answers[calls.Lookup] = found((10, 1, [(1, AT)]))
     parts = [bytearray(4), bytearray(3), bytearray(b"xxxxx")]
     target = Target(Key(b"a"), [memoryview(part) for part in parts])
-    world.run(get(world.context, NS, [target]))
+    world.run(reading.read(world.context, NS, [target]))
     assert parts == [b"0123", b"456", b"789xx"]
 
 
@@ -195,6 +196,6 @@ def test_a_buffer_that_is_too_small_is_refused_before_a_byte_moves() -> None:
     world.answers[calls.Lookup] = found((10, 1, [(1, AT)]))
     buffer = bytearray(9)
     with pytest.raises(BufferMismatchError) as caught:
-        world.run(get(world.context, NS, [Target(Key(b"a"), [memoryview(buffer)])]))
+        world.run(reading.read(world.context, NS, [Target(Key(b"a"), [memoryview(buffer)])]))
     assert (caught.value.fields["size_bytes"], caught.value.fields["buffer_bytes"]) == (10, 9)
     assert buffer == bytes(9)

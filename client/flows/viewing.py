@@ -1,0 +1,210 @@
+"""Views: the flows of ``get(copy=False)``, whose values are the pool's own memory, leased."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+from kvstore.calls import SegmentInfo
+from kvstore.client.flows import reading
+from kvstore.client.flows.devices import DeviceLooks
+from kvstore.client.flows.objects import headers, is_whole
+from kvstore.client.flows.placements import Placed, Replica
+from kvstore.client.flows.reading import Bad, GetOptions, read_values, tensor_of, unreadable
+from kvstore.client.flows.steps import Context, Flow
+from kvstore.client.leases.leases import Named, Place, Watched
+from kvstore.client.values import (
+    UNREADABLE,
+    Bytes1D,
+    Found,
+    Value,
+    array_over,
+    decode,
+    read_descriptor,
+)
+from kvstore.errors import InvalidRangeError, SegmentGoneError
+from kvstore.limits import Key, Namespace
+from kvstore.memory.header import HEADER_BYTES
+from kvstore.memory.raw import address_of
+from kvstore.native.kinds import CORRUPT, STALE, ReadRow
+
+
+class _Looks(NamedTuple):
+    """Headers to check in one segment, and their objects."""
+
+    segment: SegmentInfo
+    shown: memoryview
+    """``Movers.shown``."""
+    rows: list[ReadRow]
+    of: list[tuple[int, Placed, Replica]]
+
+
+def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
+    """Values over the pool's own memory, leased; copies of objects that are not mapped here."""
+    namespace = options.namespace
+    views: list[Found] = [None] * len(keys)
+    todo = list(range(len(keys)))
+    copied: list[int] = []
+    bad: dict[int, list[Bad]] = {}
+    fresh = False
+    for _ in range(reading.ATTEMPTS):
+        placed = yield from reading.locate(
+            context, namespace, [keys[index] for index in todo], fresh=fresh
+        )
+        here: dict[int, _Looks] = {}
+        for index, known in zip(todo, placed, strict=True):
+            if known is None:
+                continue
+            if index in bad:
+                bad[index] = reading.confirmed(bad[index], known)
+            for replica in reading.in_order(known, bad.get(index, ())):
+                segment, offset = replica
+                looks = here.get(id(segment))
+                if looks is None and (shown := context.pool.shown(segment)) is not None:
+                    looks = here[id(segment)] = _Looks(segment, shown, [], [])
+                if looks is not None:
+                    size, epoch, counter, _, _ = known
+                    looks.rows.append((offset, size, epoch, counter, keys[index], None))
+                    looks.of.append((index, known, replica))
+                    break
+            else:
+                copied.append(index)
+        todo, fresh = [], True
+        for looks in here.values():
+            todo += _look(context, options, looks, views, bad)
+        if not todo:
+            break
+        for index in todo:
+            context.placements.forget(namespace, keys[index])
+    if bad:
+        known_bad = [
+            each
+            for index, seen in bad.items()
+            if views[index] is not None or (index in todo and len(seen) > 1)
+            for each in seen
+        ]
+        yield from reading.report_corrupt(context, namespace, known_bad)
+    if copied:
+        wanted = [keys[index] for index in copied]
+        values = yield from read_values(context, wanted, options)
+        for index, value in zip(copied, values, strict=True):
+            views[index] = value
+    return views
+
+
+def _look(
+    context: Context,
+    options: GetOptions,
+    looks: _Looks,
+    views: list[Found],
+    bad: dict[int, list[Bad]],
+) -> list[int]:
+    """Puts values over the segment into ``views``. Returns the indexes of objects to look up
+    again, and adds to ``bad`` the places that hold other bytes now."""
+    segment, shown, rows, of = looks
+    namespace, kind = options.namespace, options.kind
+    try:
+        memory = context.pool.memory(segment)
+        mounted = context.pool.watch(segment)
+        found = headers(memory, segment, namespace, rows)
+    except (SegmentGoneError, InvalidRangeError):
+        context.segments.forget(segment)
+        return [index for index, _, _ in of]
+    if context.verify_views:
+        for at, row in enumerate(rows):
+            if isinstance(found[at], bytes) and not is_whole(memory, segment, row):
+                reading.mismatch(context, namespace, Key(row[4]), of[at][2])
+                found[at] = CORRUPT
+    base = address_of(shown)
+    read_only = shown.toreadonly()
+    stale: list[int] = []
+    held: list[Watched] = []
+    now = context.clock()
+    for row, (index, placed, replica), descriptor in zip(rows, of, found, strict=True):
+        offset, size, epoch, counter, key, _ = row
+        if now >= placed.until:
+            stale.append(index)
+            continue
+        if not isinstance(descriptor, bytes):
+            if descriptor == STALE:
+                context.count("stale_reads")
+            bad.setdefault(index, []).append(Bad(Key(key), placed, replica))
+            stale.append(index)
+            continue
+        at = offset + HEADER_BYTES
+        tensor: Value | None = None
+        try:
+            wanted = kind or read_descriptor(descriptor).kind
+            claimed = shown if wanted == "torch" else read_only  # torch takes no other
+            array = array_over(descriptor, kind, claimed, at, size)
+            if wanted == "numpy":
+                views[index] = array
+            elif wanted == "bytes":
+                views[index] = memoryview(array)  # type: ignore[arg-type]
+            else:
+                views[index] = tensor = decode(descriptor, cast("Bytes1D", array), kind)
+        except UNREADABLE as error:
+            views[index] = unreadable(error, Key(key))
+            continue
+        if size:
+            named = Named(namespace, Key(key), epoch, counter)
+            place = Place(segment.uuid, offset)
+            held.append((array, base + at, named, placed.until, place, tensor))
+    context.views.add_many(held, mounted)
+    return stale
+
+
+def view_tensors(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
+    """Tensors over the pool's own memory, leased, of objects that are in the memory of this
+    device; copies of all others, and of those that are not found there after all."""
+    namespace, device = options.namespace, context.pool.devices.of(options.device)
+    views: list[Found] = [None] * len(keys)
+    here: dict[int, tuple[DeviceLooks, list[tuple[int, Placed, int]]]] = {}
+    placed = yield from reading.locate(context, namespace, keys)
+    for index, known in enumerate(placed):
+        if known is None or not known.size:
+            continue
+        for segment, offset in known.replicas:
+            if context.pool.is_on(segment, device):
+                looks = DeviceLooks(segment, namespace, verify=context.verify_views)
+                looks, of = here.setdefault(id(segment), (looks, []))
+                looks.add(known, offset, keys[index], [])
+                of.append((index, known, offset))
+                break
+    if here:
+        errors = yield [looks for looks, _ in here.values()]
+        assert isinstance(errors, list)
+        for (looks, of), error in zip(here.values(), errors, strict=True):
+            if error is None:
+                _lend(context, namespace, keys, looks, of, views)
+    rest = [index for index, view in enumerate(views) if view is None]
+    if rest:
+        wanted = [keys[index] for index in rest]
+        copies = yield from read_values(context, wanted, options)
+        for index, copied in zip(rest, copies, strict=True):
+            views[index] = copied
+    return views
+
+
+def _lend(
+    context: Context,
+    namespace: Namespace,
+    keys: Sequence[Key],
+    looks: DeviceLooks,
+    of: Sequence[tuple[int, Placed, int]],
+    views: list[Found],
+) -> None:
+    """Puts tensors over the objects that were found into ``views``, and watches them."""
+    held: list[Watched] = []
+    now = context.clock()
+    rows = zip(of, looks.outcomes(), looks.lent, strict=True)
+    for (index, placed, offset), descriptor, lent in rows:
+        if lent is None or not isinstance(descriptor, bytes) or now >= placed.until:
+            continue
+        views[index] = tensor = tensor_of(keys[index], descriptor, lent.tensor)
+        if isinstance(tensor, UNREADABLE):
+            continue
+        named = Named(namespace, keys[index], placed.epoch, placed.counter)
+        place = Place(looks.segment.uuid, offset, ends_with_owner=True)
+        held.append((lent.owner, lent.address, named, placed.until, place, tensor))
+    context.views.add_many(held, context.pool.watch(looks.segment))
