@@ -9,11 +9,8 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from aiohttp import web
-
 from kvstore.process import background
 from kvstore.process.children import ParentLink
-from kvstore.web.api import shapes
 from kvstore.web.api.chains import Prefixes
 from kvstore.web.api.drains import Nodes
 from kvstore.web.api.objects import Objects
@@ -22,8 +19,8 @@ from kvstore.web.api.questions import Api
 from kvstore.web.dashboard.master import Master
 from kvstore.web.dashboard.paths import Dashboard
 from kvstore.web.events.paths import Events, not_asked_for
-from kvstore.web.server import openapi
-from kvstore.web.server.access import HEADERS, NOT_SECURED, Access, Secured
+from kvstore.web.server.access import NOT_SECURED, Access, Secured
+from kvstore.web.server.endpoints import Document, endpoints_of
 from kvstore.web.server.hosts import Hosts
 from kvstore.web.server.link import Link
 from kvstore.web.server.serving import Answers, Route, serving
@@ -97,26 +94,15 @@ def _routes(
 ) -> list[Route]:
     """All but health and metrics."""
     places = Places(master.client, master.nodes_by_segment)
-    api = Api(master.client, places)
-    described = [
-        *api.routes(),
-        *Prefixes(master.client, places).routes(),
-        *Objects(master.client).routes(),
-        *nodes.routes(),
-    ]
-    document = openapi.document([*shapes.DESCRIBED, *(each for each, _ in described)])
-
-    async def describe(request: web.Request) -> web.Response:
-        del request
-        return web.json_response(document, headers=HEADERS)
-
-    told = events.routes() if events else not_asked_for()
-    reading = {**dashboard.routes(), **told, openapi.PATH: describe}
+    owners = (dashboard, Api(master.client, places), Prefixes(master.client, places))
+    endpoints = endpoints_of(events) if events else not_asked_for()
+    for owner in (*owners, Objects(master.client), nodes):
+        endpoints += endpoints_of(owner)
+    endpoints += endpoints_of(Document(endpoints))
     routes = [Route("GET", path, access.named(way)) for path, way in dashboard.page().items()]
-    routes += [Route("GET", path, access.reading(way)) for path, way in reading.items()]
-    for each, route in described:
+    for each in endpoints:
         guard = access.trusted if each.is_trusted else access.reading
-        routes.append(route._replace(handler=guard(route.handler)))
+        routes.append(Route(each.method, each.path, guard(each.handle)))
     return routes
 
 

@@ -14,7 +14,7 @@ from kvstore.client.sync import Client
 from kvstore.demo.processes import free_port
 from kvstore.texts import key_text
 from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
-from kvstore.web.server.openapi import PATH as OPENAPI_PATH
+from kvstore.web.server.endpoints import PATH as OPENAPI_PATH
 from tests.integration.browser import PHONE, Browser
 from tests.integration.cluster import Cluster, until
 from tests.integration.test_api import post

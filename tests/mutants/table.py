@@ -53,7 +53,7 @@ FEED: Final = "kvstore/web/events/feed.py"
 JOURNAL: Final = "kvstore/web/events/journal.py"
 LINK: Final = "kvstore/web/server/link.py"
 OBJECTS: Final = "kvstore/web/api/objects.py"
-OPENAPI: Final = "kvstore/web/server/openapi.py"
+ENDPOINTS: Final = "kvstore/web/server/endpoints.py"
 OUTRUNS: Final = "master/outruns.py"
 PACKED: Final = "kvstore/wire/packed.py"
 PEERS: Final = "kvstore/web/events/peers.py"
@@ -768,7 +768,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "keys-may-have-blanks",
-        OPENAPI,
+        ENDPOINTS,
         "re.fullmatch(_hex(0), text) is None",
         "re.match(_hex(0), text) is None",
         ("tests/unit/web/test_objects.py",),
