@@ -19,9 +19,8 @@ from kvstore.web.api.questions import Api
 from kvstore.web.dashboard.master import Master
 from kvstore.web.dashboard.paths import Dashboard
 from kvstore.web.events.paths import Events, not_asked_for
-from kvstore.web.server.access import NOT_SECURED, Access, Secured
+from kvstore.web.server.access import NOT_SECURED, Access, Hosts, Secured
 from kvstore.web.server.endpoints import Document, endpoints_of
-from kvstore.web.server.hosts import Hosts
 from kvstore.web.server.link import Link
 from kvstore.web.server.serving import Answers, Route, serving
 
