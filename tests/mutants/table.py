@@ -49,9 +49,8 @@ POOL: Final = "master/state/pool.py"
 RECLAIM: Final = "master/state/reclaim.py"
 ACCESS: Final = "kvstore/web/server/access.py"
 DOORS: Final = "kvstore/web/server/doors.py"
-FEED: Final = "kvstore/web/events/feed.py"
+CHANNEL: Final = "kvstore/web/channel.py"
 JOURNAL: Final = "kvstore/web/events/journal.py"
-LINK: Final = "kvstore/web/server/link.py"
 OBJECTS: Final = "kvstore/web/api/objects.py"
 ENDPOINTS: Final = "kvstore/web/server/endpoints.py"
 OUTRUNS: Final = "master/outruns.py"
@@ -828,38 +827,38 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a-survey-goes-on-in-another-term",
-        FEED,
+        CHANNEL,
         " or self._epoch != survey.epoch:",
         ":",
         ("tests/unit/web/test_events.py",),
     ),
     Mutant(
         "abandoned-surveys-are-kept",
-        FEED,
+        CHANNEL,
         "        self._surveys.pop(number, None)\n        asked",
         "        asked",
         ("tests/unit/web/test_events.py",),
     ),
     Mutant(
         "pages-are-made-for-those-who-left",
-        FEED,
+        CHANNEL,
         (
             "            self._requests.remove(each)\n"
-            "            self._frame(LAST_PAGE, number, self._number, 0, _NONE)\n"
+            "            self._frame(LAST_PAGE, number, 0, _NONE)\n"
         ),
         "            pass\n",
         ("tests/unit/web/test_events.py",),
     ),
     Mutant(
         "a-child-may-ask-without-end",
-        FEED,
+        CHANNEL,
         "len(self._requests) >= ASKED_MAX or not",
         "not",
         ("tests/unit/web/test_events.py",),
     ),
     Mutant(
         "dropped-events-are-not-told",
-        FEED,
+        CHANNEL,
         "            self._missed = True\n",
         "",
         ("tests/unit/web/test_events.py",),
@@ -1010,17 +1009,17 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a-silent-child-is-left-alone",
-        LINK,
-        "                if silent == LOOKS:\n",
-        "                if False:\n",
-        ("tests/unit/web/test_link.py",),
+        CHANNEL,
+        "        if self._silent == LOOKS:\n",
+        "        if False:\n",
+        ("tests/unit/web/test_channel.py",),
     ),
     Mutant(
         "a-stop-of-the-parent-is-the-child-s-fault",
-        LINK,
-        "                if silent == LOOKS:\n",
-        "                if silent:\n",
-        ("tests/unit/web/test_link.py",),
+        CHANNEL,
+        "        if self._silent == LOOKS:\n",
+        "        if self._silent:\n",
+        ("tests/unit/web/test_channel.py",),
     ),
     # --- what is kept and what ends, and how it is told -------------------------------------------
     Mutant(

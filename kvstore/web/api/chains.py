@@ -22,8 +22,7 @@ from kvstore.client.aio import AsyncClient
 from kvstore.errors import InvalidArgumentError, InvalidKeyError
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, check_key
 from kvstore.texts import HEX, key_from_text, key_text
-from kvstore.web.api.objects import TIMEOUT_MS
-from kvstore.web.api.places import Places
+from kvstore.web.api.objects import TIMEOUT_MS, NodesOf
 from kvstore.web.server.endpoints import HexKey, Question, endpoint
 
 CHAINS_PATH: Final = "/api/v1/chains"
@@ -164,9 +163,9 @@ class FindAnswer(BaseModel):
 class Prefixes:
     """Answers these questions, as a client of the master. Use it in one event loop."""
 
-    def __init__(self, client: AsyncClient, places: Places) -> None:
+    def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
         self._client = client
-        self._places = places
+        self._nodes_of = nodes_of
         self._asking = asyncio.Lock()
         self._rest_until = 0.0
         self._kept: dict[tuple[str | None, int], tuple[float, calls.ChainsFound]] = {}
@@ -176,7 +175,7 @@ class Prefixes:
     async def _chains(self, asked: ChainsQuestion) -> ChainsAnswer:
         """The chains that are used most."""
         found = await self._ask(asked.namespace or None, asked.key, asked.count)
-        nodes = await self._places.of(chain.from_iterable(row.segments for row in found.branches))
+        nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found.branches))
         return ChainsAnswer(
             branches=[_branch(row, nodes) for row in found.branches],
             whole=found.whole,
@@ -213,7 +212,7 @@ class Prefixes:
         found = await self._client.blocks(
             asked.key, above=asked.above, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
         )
-        nodes = await self._places.of(chain.from_iterable(row.segments for row in found))
+        nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found))
         return BlocksAnswer(blocks=[_block(each, nodes) for each in found])
 
     @endpoint("POST", FIND_PATH, {200: "By namespace."})
@@ -235,7 +234,7 @@ class Prefixes:
                     found.append((name, rows))
                     break
         every = chain.from_iterable(rows for _, rows in found)
-        nodes = await self._places.of(chain.from_iterable(row.segments for row in every))
+        nodes = await self._nodes_of(chain.from_iterable(row.segments for row in every))
         told = [_found_in(name, rows, nodes) for name, rows in found]
         told.sort(key=lambda each: (-each.leading, -each.found, each.namespace))
         return FindAnswer(

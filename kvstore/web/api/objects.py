@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 from aiohttp import web
@@ -66,6 +66,9 @@ PIECE_BYTES: Final = 256 << 10
 
 TIMEOUT_MS: Final = 2_000
 """Of a call to the store that moves no bytes."""
+
+NodesOf = Callable[[Iterable[int]], Awaitable[Mapping[int, str]]]
+"""Says the nodes of these segments, among others."""
 
 _NO_BYTES: Final = re.compile("bytes=-0+", re.IGNORECASE)
 """A range that no object has: the last no bytes."""

@@ -13,8 +13,7 @@ from pydantic import BaseModel, Field
 
 from kvstore.client.aio import AsyncClient
 from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX
-from kvstore.web.api.objects import TIMEOUT_MS, ObjectAnswer, ObjectQuestion, fields_of
-from kvstore.web.api.places import Places
+from kvstore.web.api.objects import TIMEOUT_MS, NodesOf, ObjectAnswer, ObjectQuestion, fields_of
 from kvstore.web.server.endpoints import HexKey, Question, RefusedError, endpoint
 
 MATCH_PATH: Final = "/api/v1/match"
@@ -79,9 +78,9 @@ class StatAnswer(ObjectAnswer):
 class Api:
     """Answers programs, as a client of the master does. Use it in one event loop."""
 
-    def __init__(self, client: AsyncClient, places: Places) -> None:
+    def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
         self._client = client
-        self._places = places
+        self._nodes_of = nodes_of
 
     @endpoint("POST", MATCH_PATH, {200: "In each namespace."})
     async def _match(self, asked: MatchQuestion) -> MatchAnswers:
@@ -93,7 +92,7 @@ class Api:
             await self._segments(namespace, asked.keys[match.matched - 1]) if match.matched else []
             for namespace, match in zip(asked.namespaces, found, strict=True)
         ]
-        names = await self._places.of(chain.from_iterable(segments))
+        names = await self._nodes_of(chain.from_iterable(segments))
         return MatchAnswers(
             matches=[
                 MatchAnswer(
@@ -121,7 +120,7 @@ class Api:
         if found is None or found.detail.row is None:
             raise RefusedError(404, "no such object")
         detail, row = found.detail, found.detail.row
-        names = await self._places.of(detail.placements.segments)
+        names = await self._nodes_of(detail.placements.segments)
         places = zip(detail.placements.segments, detail.placements.offsets, strict=True)
         return StatAnswer(
             **fields_of(row),

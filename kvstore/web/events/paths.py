@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from typing import Annotated, Final
 
@@ -13,8 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from kvstore.errors import UnavailableError
 from kvstore.limits import check_namespace
-from kvstore.process.background import start_task
-from kvstore.web.events.feed import Channel
+from kvstore.web.channel import ChildEnd
 from kvstore.web.events.journal import Journal, Place, Streams
 from kvstore.web.events.subscribers import Subscribers
 from kvstore.web.server.endpoints import Endpoint, Question, RefusedError, endpoint, endpoints_of
@@ -67,21 +65,15 @@ def not_asked_for() -> list[Endpoint]:
 class Events:
     """Serves what the parent sends. Use it in one event loop."""
 
-    def __init__(self, sock: socket.socket, readiness: Callable[[], Awaitable[Readiness]]) -> None:
-        """Owns ``sock``.
-
-        ``readiness``: says who leads, if this master does not; raises UnavailableError: it hangs.
-        """
+    def __init__(
+        self, journal: Journal, channel: ChildEnd, readiness: Callable[[], Awaitable[Readiness]]
+    ) -> None:
+        """``readiness``: says who leads, if this master does not; raises UnavailableError: it
+        hangs."""
         self._readiness = readiness
-        self.journal = Journal()
-        self.channel = Channel(sock, self.journal.took)
-        self.streams = Streams(self.journal, self.channel, self._lives)
-        self._task = start_task("events", self.channel.run())
+        self.journal = journal
+        self.streams = Streams(journal, channel, self._lives)
         self._subscribers = Subscribers(SUBSCRIBERS_MAX)
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _lives(self) -> bool:
         try:
