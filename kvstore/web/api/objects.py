@@ -39,6 +39,7 @@ from kvstore.web.server.endpoints import (
     RefusedError,
     endpoint,
 )
+from kvstore.web.server.serving import writing
 
 PATH: Final = "/api/v1/objects"
 LIST_PATH: Final = "/api/v1/objects/list"
@@ -391,17 +392,12 @@ async def _send(request: web.Request, raw: Raw) -> web.StreamResponse:
     )
     response.content_length = len(data)
     await response.prepare(request)
-    try:
+    with writing(request):
         if request.method != "HEAD":
-            async with asyncio.timeout(_seconds(len(data))):
+            async with asyncio.timeout(_seconds(len(data))):  # its memory is needed
                 for start in range(0, len(data), PIECE_BYTES):
                     await response.write(data[start : start + PIECE_BYTES])
         await response.write_eof()
-    except TimeoutError:  # its memory is needed
-        if request.transport is not None:
-            request.transport.abort()
-    except ConnectionError:
-        pass  # the client has left
     return response
 
 

@@ -321,8 +321,4 @@ def _quoted(text: str) -> str:
 
 
 def _note(name: str, place: Place) -> bytes:
-    return _event(name, place, f'{{"epoch":{place.epoch}}}')
-
-
-def _event(name: str, place: Place, data: str) -> bytes:
-    return f"id: {place}\nevent: {name}\ndata: {data}\n\n".encode()
+    return f'id: {place}\nevent: {name}\ndata: {{"epoch":{place.epoch}}}\n\n'.encode()

@@ -16,7 +16,7 @@ from kvstore.web.channel import ChildEnd
 from kvstore.web.events.journal import Journal, Place, Streams
 from kvstore.web.events.subscribers import Subscribers
 from kvstore.web.server.endpoints import Endpoint, Question, RefusedError, endpoint, endpoints_of
-from kvstore.web.server.serving import Readiness
+from kvstore.web.server.serving import Readiness, writing
 
 PATH: Final = "/api/v1/events"
 SNAPSHOT_PATH: Final = "/api/v1/events/snapshot"
@@ -143,7 +143,7 @@ async def _send(
     no_buffer = {"X-Accel-Buffering": "no"}  # of nginx, which would hold events back
     response = web.StreamResponse(headers={"Content-Type": kind, **no_buffer})
     await response.prepare(request)
-    try:
+    with writing(request):
         if first:
             await response.write(first)
         async with contextlib.aclosing(texts):
@@ -153,9 +153,4 @@ async def _send(
                 async with asyncio.timeout(STALLED_S):
                     await response.write(text)
         await response.write_eof()
-    except (TimeoutError, UnavailableError):  # it reads nothing, or our master hangs
-        if request.transport is not None:
-            request.transport.abort()
-    except ConnectionError:
-        pass  # the subscriber has left
     return response
