@@ -42,9 +42,8 @@ from kvstore.network.listening import EVERY_INTERFACE, hears, reached_at
 from kvstore.process import background, descriptors, logs, supervisor
 from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.children import NO_PARENT, Child, ParentLink, start_node
-from kvstore.web.events.feed import Feed
+from kvstore.web.channel import Answers, MasterEnd
 from kvstore.web.server.access import secured_by
-from kvstore.web.server.link import Answers
 from kvstore.web.server.serving import bind
 
 log = logging.getLogger("kvstore.master")
@@ -265,7 +264,7 @@ class _Master:
         self._told_leader = ""
         self._election: Election | None = None
         self._outruns = Outruns(random.SystemRandom())
-        self.feed = Feed() if config.events else None
+        self.feed = MasterEnd() if config.events else None
         self.notices = Notices(wall_clock_ms)
         self._reach = Reacher()
 

@@ -17,9 +17,9 @@ from kvstore.process.children import ParentLink
 @click.command()
 @click.option("--parent-fd", type=int, required=True)
 @click.option("--listener", type=int, required=True, help="The bound socket.")
-@click.option("--link", type=int, required=True, help="The socket for questions to the parent.")
+@click.option("--channel", type=int, required=True, help="The socket to the parent.")
 @click.option("--master", required=True)
-@click.option("--events", type=int, help="The socket for events of the parent.")
+@click.option("--events", is_flag=True, help="The parent sends its events.")
 @click.option("--events-at", default="")
 @click.option("--names", default="", help="By which browsers may reach it, besides addresses.")
 @click.option("--reads", default="all")
@@ -31,9 +31,9 @@ from kvstore.process.children import ParentLink
 def command(
     parent_fd: int,
     listener: int,
-    link: int,
+    channel: int,
     master: str,
-    events: int | None,
+    events: bool,
     events_at: str,
     names: str,
     reads: str,
@@ -53,12 +53,12 @@ def command(
             serve(
                 Served(
                     listener=socket.socket(fileno=listener),
-                    link=socket.socket(fileno=link),
+                    channel=socket.socket(fileno=channel),
                     parent=parent,
                     pid=os.getppid(),
                     master=master,
                     cluster=cluster,
-                    events=None if events is None else socket.socket(fileno=events),
+                    has_events=events,
                     events_at=events_at,
                     names=tuple(names.split(",")) if names else (),
                     secured=Secured(os.environ.pop(HTTP_TOKEN_VARIABLE, ""), reads, cert, key),

@@ -20,8 +20,7 @@ from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instance, Instances, Role
 from kvstore.proxy.metrics import clock_ms
 from kvstore.texts import field_text
-from kvstore.web.server.access import Access, Advice
-from kvstore.web.server.hosts import Hosts
+from kvstore.web.server.access import Access, Advice, Hosts
 
 log = logging.getLogger("kvstore.proxy")
 

@@ -1,9 +1,9 @@
 """HTTP beside a process: a child that serves health, metrics and a dashboard of its parent.
 
     kvstore-master ──listening socket──► child: aiohttp ◄── probes, Prometheus
-                   ◄──── questions ──── (``link``: a private socket pair)
+                   ◄──── questions ──── (``channel``: a private socket pair)
 
 The child is a process of its own, so that no scrape and no slow reader holds the loop of its parent
-(ADR 21). What is private to the parent is asked through the link, everything else as any client
+(ADR 21). What is private to the parent is asked through the channel, everything else as any client
 asks.
 """

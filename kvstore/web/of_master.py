@@ -9,23 +9,20 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from aiohttp import web
-
 from kvstore.process import background
+from kvstore.process.background import start_task
 from kvstore.process.children import ParentLink
-from kvstore.web.api import shapes
 from kvstore.web.api.chains import Prefixes
 from kvstore.web.api.drains import Nodes
 from kvstore.web.api.objects import Objects
-from kvstore.web.api.places import Places
 from kvstore.web.api.questions import Api
+from kvstore.web.channel import ChildEnd
 from kvstore.web.dashboard.master import Master
 from kvstore.web.dashboard.paths import Dashboard
+from kvstore.web.events.journal import Journal
 from kvstore.web.events.paths import Events, not_asked_for
-from kvstore.web.server import openapi
-from kvstore.web.server.access import HEADERS, NOT_SECURED, Access, Secured
-from kvstore.web.server.hosts import Hosts
-from kvstore.web.server.link import Link
+from kvstore.web.server.access import NOT_SECURED, Access, Hosts, Secured
+from kvstore.web.server.endpoints import Document, endpoints_of
 from kvstore.web.server.serving import Answers, Route, serving
 
 if TYPE_CHECKING:
@@ -38,15 +35,15 @@ class Served(NamedTuple):
     """What the master gives its child."""
 
     listener: socket.socket
-    link: socket.socket
+    channel: socket.socket
     parent: ParentLink
     pid: int
     """The master's."""
     master: str
     """Its own ``host:port``."""
     cluster: str
-    events: socket.socket | None = None
-    """Where it sends its events, if they were asked for."""
+    has_events: bool = False
+    """Whether it sends its events: they were asked for."""
     events_at: str = ""
     """Where to publish them, too; see ``MasterConfig.events``."""
     names: Sequence[str] = ()
@@ -65,9 +62,12 @@ async def serve(served: Served) -> None:
     background.hear_signals()
     assert served.parent.fd is not None
     loop.add_reader(served.parent.fd, stopped.set)
-    master = Master(served.master, cluster=served.cluster, pid=served.pid, link=Link(served.link))
+    journal = Journal()
+    channel = ChildEnd(served.channel, journal.took)
+    reading = start_task("channel", channel.run())
+    master = Master(served.master, cluster=served.cluster, pid=served.pid, channel=channel)
     answers = Answers(master.readiness, master.metrics)
-    events = Events(served.events, master.readiness) if served.events else None
+    events = Events(journal, channel, master.readiness) if served.has_events else None
     secured = served.secured
     port = served.listener.getsockname()[1]
     dashboard = Dashboard(master, port=port, scheme=secured.scheme)
@@ -87,36 +87,25 @@ async def serve(served: Served) -> None:
             await publisher.close()
         await dashboard.close()
         await nodes.close()
-        if events is not None:
-            await events.close()
         await master.close()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 def _routes(
     access: Access, master: Master, dashboard: Dashboard, events: Events | None, nodes: Nodes
 ) -> list[Route]:
     """All but health and metrics."""
-    places = Places(master.client, master.nodes_by_segment)
-    api = Api(master.client, places)
-    described = [
-        *api.routes(),
-        *Prefixes(master.client, places).routes(),
-        *Objects(master.client).routes(),
-        *nodes.routes(),
-    ]
-    document = openapi.document([*shapes.DESCRIBED, *(each for each, _ in described)])
-
-    async def describe(request: web.Request) -> web.Response:
-        del request
-        return web.json_response(document, headers=HEADERS)
-
-    told = events.routes() if events else not_asked_for()
-    reading = {**dashboard.routes(), **told, openapi.PATH: describe}
+    client, nodes_of = master.client, master.nodes_of
+    endpoints = endpoints_of(events) if events else not_asked_for()
+    owners = (Api(client, nodes_of), Prefixes(client, nodes_of), Objects(client))
+    for owner in (dashboard, *owners, nodes):
+        endpoints += endpoints_of(owner)
+    endpoints += endpoints_of(Document(endpoints))
     routes = [Route("GET", path, access.named(way)) for path, way in dashboard.page().items()]
-    routes += [Route("GET", path, access.reading(way)) for path, way in reading.items()]
-    for each, route in described:
+    for each in endpoints:
         guard = access.trusted if each.is_trusted else access.reading
-        routes.append(route._replace(handler=guard(route.handler)))
+        routes.append(Route(each.method, each.path, guard(each.handle)))
     return routes
 
 

@@ -74,7 +74,7 @@ def test_a_master_that_hangs_is_not_healthy_and_the_answer_says_so_in_time(
     served: tuple[Cluster, int],
 ) -> None:
     cluster, port = served
-    assert get(port, "/healthz").status == 200
+    until(lambda: "kvstore_nodes" in get(port, "/metrics").text)  # the first look is over
     cluster.master_server.freeze()
     try:
         for path in ("/healthz", "/readyz", "/metrics"):

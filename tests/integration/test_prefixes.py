@@ -13,7 +13,7 @@ import pytest
 from kvstore.client.sync import Client
 from kvstore.texts import key_text
 from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
-from kvstore.web.server.openapi import PATH as OPENAPI_PATH
+from kvstore.web.server.endpoints import PATH as OPENAPI_PATH
 from tests.integration.test_api import post
 from tests.integration.test_dashboard import HOSTILE, asked, told
 from tests.support.browser import PHONE, Browser

@@ -22,7 +22,7 @@ from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
 from kvstore.web.api.drains import DRAIN_PATH, DRAINS_MAX, NODES_PATH, UNDRAIN_PATH
 from kvstore.web.api.objects import LIST_PATH, PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, UNPIN_PATH
 from kvstore.web.api.questions import EXISTS_PATH, MATCH_PATH, STAT_PATH
-from kvstore.web.server.openapi import PATH as OPENAPI_PATH
+from kvstore.web.server.endpoints import PATH as OPENAPI_PATH
 from tests.support.cluster import Cluster, Node
 from tests.support.http import Reply, request
 from tests.support.processes import free_port

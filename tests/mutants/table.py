@@ -49,11 +49,10 @@ POOL: Final = "master/state/pool.py"
 RECLAIM: Final = "master/state/reclaim.py"
 ACCESS: Final = "kvstore/web/server/access.py"
 DOORS: Final = "kvstore/web/server/doors.py"
-FEED: Final = "kvstore/web/events/feed.py"
+CHANNEL: Final = "kvstore/web/channel.py"
 JOURNAL: Final = "kvstore/web/events/journal.py"
-LINK: Final = "kvstore/web/server/link.py"
 OBJECTS: Final = "kvstore/web/api/objects.py"
-OPENAPI: Final = "kvstore/web/server/openapi.py"
+ENDPOINTS: Final = "kvstore/web/server/endpoints.py"
 OUTRUNS: Final = "master/outruns.py"
 PACKED: Final = "kvstore/wire/packed.py"
 PEERS: Final = "kvstore/web/events/peers.py"
@@ -370,7 +369,7 @@ MUTANTS: Final = (
     Mutant("no-bytes-are-a-range", OBJECTS,
         ' or _NO_BYTES.fullmatch(request.headers["Range"])', "",
         ("tests/unit/web/test_objects.py",)),
-    Mutant("keys-may-have-blanks", OPENAPI,
+    Mutant("keys-may-have-blanks", ENDPOINTS,
         "re.fullmatch(_hex(0), text) is None",
         "re.match(_hex(0), text) is None", ("tests/unit/web/test_objects.py",)),
     Mutant("every-page-is-the-end", JOURNAL,
@@ -395,18 +394,18 @@ MUTANTS: Final = (
         "", ("tests/unit/web/test_events.py",)),
     Mutant("a-filter-by-prefix-is-ignored", JOURNAL,
         " and namespace.startswith(self.under)", "", ("tests/unit/web/test_events.py",)),
-    Mutant("a-survey-goes-on-in-another-term", FEED,
+    Mutant("a-survey-goes-on-in-another-term", CHANNEL,
         " or self._epoch != survey.epoch:", ":", ("tests/unit/web/test_events.py",)),
-    Mutant("abandoned-surveys-are-kept", FEED,
+    Mutant("abandoned-surveys-are-kept", CHANNEL,
         "        self._surveys.pop(number, None)\n        asked",
         "        asked", ("tests/unit/web/test_events.py",)),
-    Mutant("pages-are-made-for-those-who-left", FEED,
+    Mutant("pages-are-made-for-those-who-left", CHANNEL,
         "            self._requests.remove(each)\n"
-        "            self._frame(LAST_PAGE, number, self._number, 0, _NONE)\n",
+        "            self._frame(LAST_PAGE, number, 0, _NONE)\n",
         "            pass\n", ("tests/unit/web/test_events.py",)),
-    Mutant("a-child-may-ask-without-end", FEED,
+    Mutant("a-child-may-ask-without-end", CHANNEL,
         "len(self._requests) >= ASKED_MAX or not", "not", ("tests/unit/web/test_events.py",)),
-    Mutant("dropped-events-are-not-told", FEED,
+    Mutant("dropped-events-are-not-told", CHANNEL,
         "            self._missed = True\n", "", ("tests/unit/web/test_events.py",)),
     Mutant("a-replay-waits-for-ever", PUBLISHER,
         "            made.set(zmq.ROUTER_MANDATORY, 1)  # says so if a peer does not read\n",
@@ -470,12 +469,12 @@ MUTANTS: Final = (
     Mutant("requests-are-not-counted-down", SERVING,
         "        finally:\n            self._count -= 1\n",
         "        finally:\n            pass\n", ("tests/unit/web/test_doors.py",)),
-    Mutant("a-silent-child-is-left-alone", LINK,
-        "                if silent == LOOKS:\n",
-        "                if False:\n", ("tests/unit/web/test_link.py",)),
-    Mutant("a-stop-of-the-parent-is-the-child-s-fault", LINK,
-        "                if silent == LOOKS:\n",
-        "                if silent:\n", ("tests/unit/web/test_link.py",)),
+    Mutant("a-silent-child-is-left-alone", CHANNEL,
+        "        if self._silent == LOOKS:\n",
+        "        if False:\n", ("tests/unit/web/test_channel.py",)),
+    Mutant("a-stop-of-the-parent-is-the-child-s-fault", CHANNEL,
+        "        if self._silent == LOOKS:\n",
+        "        if self._silent:\n", ("tests/unit/web/test_channel.py",)),
     # --- what is kept and what ends, and how it is told -------------------------------------------
     Mutant("over-comes-back", KEEPING,
         "            remains = Remains.of(record, forbid=True)\n",

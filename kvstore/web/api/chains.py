@@ -11,11 +11,10 @@ import heapq
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Final
 
-from aiohttp import web
 from pydantic import BaseModel, Field
 
 from kvstore import calls
@@ -23,10 +22,8 @@ from kvstore.client.aio import AsyncClient
 from kvstore.errors import InvalidArgumentError, InvalidKeyError
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, check_key
 from kvstore.texts import HEX, key_from_text, key_text
-from kvstore.web.api.objects import TIMEOUT_MS
-from kvstore.web.api.places import Places
-from kvstore.web.server.openapi import Described, HexKey, Question, answered, body_of, query_of
-from kvstore.web.server.serving import Route
+from kvstore.web.api.objects import TIMEOUT_MS, NodesOf
+from kvstore.web.server.endpoints import HexKey, Question, endpoint
 
 CHAINS_PATH: Final = "/api/v1/chains"
 BLOCKS_PATH: Final = "/api/v1/blocks"
@@ -166,22 +163,19 @@ class FindAnswer(BaseModel):
 class Prefixes:
     """Answers these questions, as a client of the master. Use it in one event loop."""
 
-    def __init__(self, client: AsyncClient, places: Places) -> None:
+    def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
         self._client = client
-        self._places = places
+        self._nodes_of = nodes_of
         self._asking = asyncio.Lock()
         self._rest_until = 0.0
         self._kept: dict[tuple[str | None, int], tuple[float, calls.ChainsFound]] = {}
         """Answers, and until when they are used again."""
 
-    def routes(self) -> list[tuple[Described, Route]]:
-        answers = [(CHAINS, self._chains), (BLOCKS, self._blocks), (FIND, self._find)]
-        return [(each, Route(each.method, each.path, answered(way))) for each, way in answers]
-
-    async def _chains(self, request: web.Request) -> BaseModel:
-        asked = query_of(request, ChainsQuestion)
+    @endpoint("GET", CHAINS_PATH, {200: "Each branch after the one that it continues."})
+    async def _chains(self, asked: ChainsQuestion) -> ChainsAnswer:
+        """The chains that are used most."""
         found = await self._ask(asked.namespace or None, asked.key, asked.count)
-        nodes = await self._places.of(chain.from_iterable(row.segments for row in found.branches))
+        nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found.branches))
         return ChainsAnswer(
             branches=[_branch(row, nodes) for row in found.branches],
             whole=found.whole,
@@ -212,16 +206,18 @@ class Prefixes:
                 self._kept[namespace, count] = ended + FRESH_S, found
             return found
 
-    async def _blocks(self, request: web.Request) -> BaseModel:
-        asked = query_of(request, BlocksQuestion)
+    @endpoint("GET", BLOCKS_PATH, {200: "One per key, then those above the last one."})
+    async def _blocks(self, asked: BlocksQuestion) -> BlocksAnswer:
+        """A block, and those above it."""
         found = await self._client.blocks(
             asked.key, above=asked.above, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
         )
-        nodes = await self._places.of(chain.from_iterable(row.segments for row in found))
+        nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found))
         return BlocksAnswer(blocks=[_block(each, nodes) for each in found])
 
-    async def _find(self, request: web.Request) -> BaseModel:
-        asked = await body_of(request, FindQuestion)
+    @endpoint("POST", FIND_PATH, {200: "By namespace."})
+    async def _find(self, asked: FindQuestion) -> FindAnswer:
+        """Which blocks are stored, and where."""
         readings = keys_of(asked.text)
         names: Sequence[str] = asked.namespaces or ()
         if not names:
@@ -238,7 +234,7 @@ class Prefixes:
                     found.append((name, rows))
                     break
         every = chain.from_iterable(rows for _, rows in found)
-        nodes = await self._places.of(chain.from_iterable(row.segments for row in every))
+        nodes = await self._nodes_of(chain.from_iterable(row.segments for row in every))
         told = [_found_in(name, rows, nodes) for name, rows in found]
         told.sort(key=lambda each: (-each.leading, -each.found, each.namespace))
         return FindAnswer(
@@ -318,48 +314,21 @@ def _as_shown(word: str) -> Key:
 
 def _branch(row: calls.Branch, names: Mapping[int, str]) -> BranchAnswer:
     replicas = row.replicas_by_node(names)
-    return BranchAnswer(
-        **{
-            name: getattr(row, name)
-            for name in BranchAnswer.model_fields
-            if name not in ("first", "last", "key", "nodes")
-        },
-        first=key_text(row.first),
-        last=key_text(row.last),
-        key=row.last.hex(),
-        nodes={node: count for node, count in replicas.items() if node},
-    )
+    told = row._asdict() | {
+        "first": key_text(row.first),
+        "last": key_text(row.last),
+        "key": row.last.hex(),
+        "nodes": {node: count for node, count in replicas.items() if node},
+    }
+    return BranchAnswer(**told)
 
 
 def _block(row: calls.Block, names: Mapping[int, str]) -> BlockAnswer:
-    return BlockAnswer(
-        key=row.key.hex(),
-        text=key_text(row.key),
-        state=row.state,
-        parent=row.parent.hex(),
-        children=row.children,
-        depth=row.depth,
-        size=row.size,
-        idle_ms=row.idle_ms,
-        leased_ms=row.leased_ms,
-        pinned_ms=row.pinned_ms,
-        nodes=_distinct(names.get(segment, "") for segment in row.segments),
-    )
-
-
-def _distinct(names: Iterable[str]) -> list[str]:
-    return [name for name in dict.fromkeys(names) if name]
-
-
-CHAINS: Final = Described(
-    "GET", CHAINS_PATH, "The chains that are used most.",
-    {200: ("Each branch after the one that it continues.", ChainsAnswer)}, query=ChainsQuestion,
-)  # fmt: skip
-BLOCKS: Final = Described(
-    "GET", BLOCKS_PATH, "A block, and those above it.",
-    {200: ("One per key, then those above the last one.", BlocksAnswer)}, query=BlocksQuestion,
-)  # fmt: skip
-FIND: Final = Described(
-    "POST", FIND_PATH, "Which blocks are stored, and where.",
-    {200: ("By namespace.", FindAnswer)}, body=FindQuestion,
-)  # fmt: skip
+    nodes = dict.fromkeys(names.get(segment, "") for segment in row.segments)
+    told = row._asdict() | {
+        "key": row.key.hex(),
+        "text": key_text(row.key),
+        "parent": row.parent.hex(),
+        "nodes": [node for node in nodes if node],
+    }
+    return BlockAnswer(**told)

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from aiohttp import web
 from pydantic import BaseModel, Field
 
 from kvstore.calls import ClusterStatus, NodeStatus
@@ -23,18 +22,7 @@ from kvstore.drainer import Outcome, check_room, drain_node
 from kvstore.errors import BusyError, KVStoreError
 from kvstore.process.background import start_task
 from kvstore.web.api.shapes import Member, Memory
-from kvstore.web.server.access import HEADERS
-from kvstore.web.server.openapi import (
-    Answer,
-    Described,
-    Question,
-    answered,
-    as_json,
-    body_of,
-    query_of,
-    refusal,
-)
-from kvstore.web.server.serving import Route
+from kvstore.web.server.endpoints import Question, RefusedError, endpoint
 
 NODES_PATH: Final = "/api/v1/nodes"
 DRAIN_PATH: Final = "/api/v1/nodes/drain"
@@ -179,15 +167,6 @@ class Nodes:
         self._beginning = asyncio.Lock()
         """Held while a drain begins, so that no more begin than may be under way."""
 
-    def routes(self) -> list[tuple[Described, Route]]:
-        answers: list[tuple[Described, Answer]] = [
-            (NODES, self._nodes),
-            (PROGRESS, self._progress),
-            (DRAIN, self._drain),
-            (UNDRAIN, self._undrain),
-        ]
-        return [(each, Route(each.method, each.path, answered(way))) for each, way in answers]
-
     async def close(self) -> None:
         for drain in self._drains.values():
             drain.stopping.set()
@@ -195,21 +174,33 @@ class Nodes:
                 await asyncio.to_thread(drain.client.close)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _nodes(self, request: web.Request) -> BaseModel:
-        del request
+    @endpoint("GET", NODES_PATH, {200: "All of them."})
+    async def _nodes(self) -> NodesAnswer:
+        """The nodes."""
         nodes = (await self._status()).nodes
         return NodesAnswer(nodes=[_answer(each, self._drains.get(each.name)) for each in nodes])
 
-    async def _progress(self, request: web.Request) -> BaseModel | web.StreamResponse:
-        drain = self._drains.get(query_of(request, NodeQuestion).node)
-        return refusal(404, "this server drains no such node") if drain is None else drain.answer()
+    @endpoint("GET", DRAIN_PATH, {200: "The last drain of this node.", 404: "There was none."})
+    async def _progress(self, asked: NodeQuestion) -> DrainAnswer:
+        """How far a drain is."""
+        drain = self._drains.get(asked.node)
+        if drain is None:
+            raise RefusedError(404, "this server drains no such node")
+        return drain.answer()
 
-    async def _drain(self, request: web.Request) -> web.StreamResponse:
-        asked = await body_of(request, DrainQuestion)
+    @endpoint(
+        "POST", DRAIN_PATH,
+        {202: "It gets nothing new; its objects are being moved.",
+         507: "Other nodes have too little free memory. Nothing has begun."},
+        is_trusted=True,
+    )  # fmt: skip
+    async def _drain(self, asked: DrainQuestion) -> DrainAnswer:
+        """Move the objects of a node to others, and let the node leave when it is empty. Asked
+        again, it says how far that is."""
         async with self._beginning:
             if asked.node not in self._tasks:
                 await self._begin(asked)
-            return as_json(self._drains[asked.node].answer(), status=202)
+            return self._drains[asked.node].answer()
 
     async def _begin(self, asked: DrainQuestion) -> None:
         """Raises KVStoreError: the node is as before."""
@@ -223,13 +214,13 @@ class Nodes:
         work = start_task("drain", self._work(asked.node, drain), expected=KVStoreError)
         self._tasks[asked.node] = work
 
-    async def _undrain(self, request: web.Request) -> web.StreamResponse:
-        node = (await body_of(request, NodeQuestion)).node
-        if (task := self._tasks.get(node)) is not None:
-            self._drains[node].stopping.set()
+    @endpoint("POST", UNDRAIN_PATH, {204: "Done."}, is_trusted=True)
+    async def _undrain(self, asked: NodeQuestion) -> None:
+        """Stop draining a node: it takes new objects again."""
+        if (task := self._tasks.get(asked.node)) is not None:
+            self._drains[asked.node].stopping.set()
             await asyncio.wait([task])
-        await self._client.drain(node, undo=True)
-        return web.Response(status=204, headers=HEADERS)
+        await self._client.drain(asked.node, undo=True)
 
     async def _work(self, node: str, drain: _Drain) -> None:
         try:
@@ -253,23 +244,3 @@ def _answer(node: NodeStatus, drain: _Drain | None) -> NodeAnswer:
         "drain": None if drain is None else drain.answer(),
     }
     return NodeAnswer(**told)
-
-
-NODES: Final = Described("GET", NODES_PATH, "The nodes.", {200: ("All of them.", NodesAnswer)})
-PROGRESS: Final = Described(
-    "GET", DRAIN_PATH, "How far a drain is.",
-    {200: ("The last drain of this node.", DrainAnswer), 404: ("There was none.", "text/plain")},
-    query=NodeQuestion,
-)  # fmt: skip
-DRAIN: Final = Described(
-    "POST", DRAIN_PATH,
-    "Move the objects of a node to others, and let the node leave when it is empty. Asked again, "
-    "it says how far that is.",
-    {202: ("It gets nothing new; its objects are being moved.", DrainAnswer),
-     507: ("Other nodes have too little free memory. Nothing has begun.", "text/plain")},
-    body=DrainQuestion, is_trusted=True,
-)  # fmt: skip
-UNDRAIN: Final = Described(
-    "POST", UNDRAIN_PATH, "Stop draining a node: it takes new objects again.",
-    {204: ("Done.", None)}, body=NodeQuestion, is_trusted=True,
-)  # fmt: skip

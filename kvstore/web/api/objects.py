@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final
 
 from aiohttp import web
@@ -31,19 +31,15 @@ from kvstore.limits import (
 )
 from kvstore.texts import key_text
 from kvstore.web.server.access import HEADERS
-from kvstore.web.server.openapi import (
+from kvstore.web.server.endpoints import (
     BYTES,
-    Described,
     HexKey,
     HexPrefix,
     Question,
-    answered,
-    as_json,
-    body_of,
-    query_of,
-    refusal,
+    RefusedError,
+    endpoint,
 )
-from kvstore.web.server.serving import Route
+from kvstore.web.server.serving import writing
 
 PATH: Final = "/api/v1/objects"
 LIST_PATH: Final = "/api/v1/objects/list"
@@ -72,11 +68,17 @@ PIECE_BYTES: Final = 256 << 10
 TIMEOUT_MS: Final = 2_000
 """Of a call to the store that moves no bytes."""
 
+NodesOf = Callable[[Iterable[int]], Awaitable[Mapping[int, str]]]
+"""Says the nodes of these segments, among others."""
+
 _NO_BYTES: Final = re.compile("bytes=-0+", re.IGNORECASE)
 """A range that no object has: the last no bytes."""
 
 VERSION: Final = "Kvstore-Version"
 DESCRIPTOR: Final = "Kvstore-Descriptor"
+
+_TOO_LARGE: Final = f"More than {ROOM_BYTES} bytes."
+_NO_OBJECT: Final = "No such object."
 
 
 class ObjectQuestion(Question):
@@ -217,31 +219,26 @@ class Objects:
         self._client = client
         self._room = Room(ROOM_BYTES)
 
-    def routes(self) -> list[tuple[Described, Route]]:
-        answers = [
-            (GET, answered(self._get, moves_bytes=True)),
-            (PUT, answered(self._put, moves_bytes=True)),
-            (DELETE, answered(self._delete)),
-            (LIST, answered(self._list)),
-            (REMOVE, answered(self._remove)),
-            (PIN, answered(self._pin)),
-            (UNPIN, answered(self._unpin)),
-        ]
-        return [(each, Route(each.method, each.path, way)) for each, way in answers]
-
     # --- bytes --------------------------------------------------------------------------------
 
-    async def _get(self, request: web.Request) -> web.StreamResponse:
-        asked = query_of(request, ObjectQuestion)
+    @endpoint(
+        "GET", PATH,
+        {200: "The payload.", 206: "The range of it that was asked for.", 404: _NO_OBJECT,
+         413: _TOO_LARGE, 416: "No such range."},
+        content=BYTES, is_trusted=True, has_own_bounds=True,
+    )  # fmt: skip
+    async def _get(self, request: web.Request, asked: ObjectQuestion) -> web.StreamResponse:
+        """The bytes of an object, verified. Kvstore-Descriptor says what they are (JSON: kind,
+        dtype, shape); Kvstore-Version names the put."""
         for _ in range(2):  # a larger version may have replaced it since its size was asked
             found = await self._client.lookup(
                 [asked.key], namespace=asked.namespace, timeout_ms=TIMEOUT_MS
             )
             size = found[0]
             if size is None:
-                return _missing()
+                raise _missing()
             if size > ROOM_BYTES:
-                return refusal(
+                raise RefusedError(
                     413, f"the object has {size} bytes; over HTTP {ROOM_BYTES} can be fetched"
                 )
             with contextlib.suppress(BufferMismatchError):
@@ -252,20 +249,28 @@ class Objects:
                         size_max=size,
                         timeout_ms=int(1000 * _seconds(size)),
                     )
-                    return _missing() if raw is None else await _send(request, raw)
+                    if raw is None:
+                        raise _missing()
+                    return await _send(request, raw)
         raise StaleReadError("the object is being replaced")
 
-    async def _put(self, request: web.Request) -> web.StreamResponse:
-        asked = query_of(request, PutQuestion)
+    @endpoint(
+        "PUT", PATH,
+        {201: "Stored by this request.", 200: "It was there already.",
+         202: "Another client is writing it at this moment.", 408: "The body was too slow.",
+         411: "There is no Content-Length.", 413: _TOO_LARGE,
+         507: "The pool is full of leased and pinned objects."},
+        is_trusted=True, has_own_bounds=True,
+    )  # fmt: skip
+    async def _put(self, request: web.Request, asked: PutQuestion) -> tuple[int, PutAnswer]:
+        """Store bytes."""
         size = request.content_length
         if size is None:
-            return refusal(411, "a put needs a Content-Length")
+            raise RefusedError(411, "a put needs a Content-Length")
         if size > ROOM_BYTES:
             raise ValueTooLargeError(f"over HTTP {ROOM_BYTES} bytes can be put, not {size}")
         async with self._room.of(size):
             body = await _body(request, size)
-            if body is None:
-                return refusal(408, f"the body did not come within {_seconds(size):.0f} s")
             outcome = await self._client.put(
                 asked.key,
                 body,
@@ -277,32 +282,40 @@ class Objects:
                 timeout_ms=int(1000 * _seconds(size)),
             )
         status = {PutOutcome.STORED: 201, PutOutcome.BEING_WRITTEN: 202}.get(outcome, 200)
-        return as_json(PutAnswer(outcome=outcome.name.lower(), size=size), status=status)
+        return status, PutAnswer(outcome=outcome.name.lower(), size=size)
 
     # --- the rest -----------------------------------------------------------------------------
 
-    async def _delete(self, request: web.Request) -> web.StreamResponse:
-        asked = query_of(request, ObjectQuestion)
-        removed = await self._client.remove(asked.key, namespace=asked.namespace)
-        return web.Response(status=204, headers=HEADERS) if removed else _missing()
+    @endpoint("DELETE", PATH, {204: "Removed.", 404: _NO_OBJECT}, is_trusted=True)
+    async def _delete(self, asked: ObjectQuestion) -> None:
+        """Remove an object."""
+        if not await self._client.remove(asked.key, namespace=asked.namespace):
+            raise _missing()
 
-    async def _remove(self, request: web.Request) -> BaseModel:
-        asked = await body_of(request, RemoveQuestion)
+    @endpoint("POST", REMOVE_PATH, {200: "Done."}, is_trusted=True)
+    async def _remove(self, asked: RemoveQuestion) -> RemoveAnswer:
+        """Remove objects."""
         removed = await self._client.remove_many(asked.keys, namespace=asked.namespace)
         return RemoveAnswer(removed=removed)
 
-    async def _pin(self, request: web.Request) -> BaseModel:
-        asked = await body_of(request, PinQuestion)
+    @endpoint(
+        "POST", PIN_PATH, {200: "Done.", 507: "Pins hold their share of the pool."},
+        is_trusted=True,
+    )  # fmt: skip
+    async def _pin(self, asked: PinQuestion) -> PinAnswer:
+        """Keep objects, and those before them in their chains, from eviction."""
         pinned = await self._client.pin(asked.keys, asked.seconds, namespace=asked.namespace)
         return PinAnswer(pinned=pinned)
 
-    async def _unpin(self, request: web.Request) -> BaseModel:
-        asked = await body_of(request, RemoveQuestion)
+    @endpoint("POST", UNPIN_PATH, {200: "Done."}, is_trusted=True)
+    async def _unpin(self, asked: RemoveQuestion) -> UnpinAnswer:
+        """End the pins of objects."""
         unpinned = await self._client.unpin(asked.keys, namespace=asked.namespace)
         return UnpinAnswer(unpinned=unpinned)
 
-    async def _list(self, request: web.Request) -> BaseModel:
-        asked = query_of(request, ListQuestion)
+    @endpoint("GET", LIST_PATH, {200: "One page."})
+    async def _list(self, asked: ListQuestion) -> ListAnswer:
+        """Objects, a page of up to 1,000 at a time."""
         page = await self._client.list_page(
             asked.namespace, asked.prefix, asked.cursor, timeout_ms=TIMEOUT_MS
         )
@@ -322,12 +335,12 @@ def _seconds(size: int) -> float:
     return TRANSFER_S + size / BYTES_PER_S_MIN
 
 
-def _missing() -> web.Response:
-    return refusal(404, "no such object")
+def _missing() -> RefusedError:
+    return RefusedError(404, "no such object")
 
 
-async def _body(request: web.Request, size: int) -> bytearray | None:
-    """The body; None: it did not come in time. If the client leaves, this is cancelled."""
+async def _body(request: web.Request, size: int) -> bytearray:
+    """The body, which must come in time. If the client leaves, this is cancelled."""
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
@@ -338,7 +351,7 @@ async def _body(request: web.Request, size: int) -> bytearray | None:
                 body[at : at + len(piece)] = piece
                 at += len(piece)
     except TimeoutError:
-        return None
+        raise RefusedError(408, f"the body did not come within {_seconds(size):.0f} s") from None
     assert at == size, "the parser counts the bytes"
     return body
 
@@ -379,17 +392,12 @@ async def _send(request: web.Request, raw: Raw) -> web.StreamResponse:
     )
     response.content_length = len(data)
     await response.prepare(request)
-    try:
+    with writing(request):
         if request.method != "HEAD":
-            async with asyncio.timeout(_seconds(len(data))):
+            async with asyncio.timeout(_seconds(len(data))):  # its memory is needed
                 for start in range(0, len(data), PIECE_BYTES):
                     await response.write(data[start : start + PIECE_BYTES])
         await response.write_eof()
-    except TimeoutError:  # its memory is needed
-        if request.transport is not None:
-            request.transport.abort()
-    except ConnectionError:
-        pass  # the client has left
     return response
 
 
@@ -397,50 +405,3 @@ def _descriptor(value: Value) -> str:
     """As JSON without a control character: it was written by a client."""
     text = json.dumps({"kind": value.kind, "dtype": value.dtype, "shape": value.shape})
     return text.replace("\x7f", "\\u007f")
-
-
-_NO_OBJECT: Final = ("No such object.", "text/plain")
-_TOO_LARGE: Final = (f"More than {ROOM_BYTES} bytes.", "text/plain")
-
-GET: Final = Described(
-    "GET", PATH,
-    "The bytes of an object, verified. Kvstore-Descriptor says what they are (JSON: kind, dtype, "
-    "shape); Kvstore-Version names the put.",
-    {
-        200: ("The payload.", BYTES), 206: ("The range of it that was asked for.", BYTES),
-        404: _NO_OBJECT, 413: _TOO_LARGE, 416: ("No such range.", "text/plain"),
-    },
-    query=ObjectQuestion, is_trusted=True,
-)  # fmt: skip
-PUT: Final = Described(
-    "PUT", PATH, "Store bytes.",
-    {
-        201: ("Stored by this request.", PutAnswer), 200: ("It was there already.", PutAnswer),
-        202: ("Another client is writing it at this moment.", PutAnswer),
-        408: ("The body was too slow.", "text/plain"),
-        411: ("There is no Content-Length.", "text/plain"), 413: _TOO_LARGE,
-        507: ("The pool is full of leased and pinned objects.", "text/plain"),
-    },
-    query=PutQuestion, body=BYTES, is_trusted=True,
-)  # fmt: skip
-DELETE: Final = Described(
-    "DELETE", PATH, "Remove an object.", {204: ("Removed.", None), 404: _NO_OBJECT},
-    query=ObjectQuestion, is_trusted=True,
-)  # fmt: skip
-LIST: Final = Described(
-    "GET", LIST_PATH, "Objects, a page of up to 1,000 at a time.",
-    {200: ("One page.", ListAnswer)}, query=ListQuestion,
-)  # fmt: skip
-REMOVE: Final = Described(
-    "POST", REMOVE_PATH, "Remove objects.", {200: ("Done.", RemoveAnswer)},
-    body=RemoveQuestion, is_trusted=True,
-)  # fmt: skip
-PIN: Final = Described(
-    "POST", PIN_PATH, "Keep objects, and those before them in their chains, from eviction.",
-    {200: ("Done.", PinAnswer), 507: ("Pins hold their share of the pool.", "text/plain")},
-    body=PinQuestion, is_trusted=True,
-)  # fmt: skip
-UNPIN: Final = Described(
-    "POST", UNPIN_PATH, "End the pins of objects.", {200: ("Done.", UnpinAnswer)},
-    body=RemoveQuestion, is_trusted=True,
-)  # fmt: skip

@@ -9,24 +9,12 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Final
 
-from aiohttp import web
 from pydantic import BaseModel, Field
 
 from kvstore.client.aio import AsyncClient
 from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX
-from kvstore.web.api.objects import TIMEOUT_MS, ObjectAnswer, ObjectQuestion, fields_of
-from kvstore.web.api.places import Places
-from kvstore.web.server.openapi import (
-    Answer,
-    Described,
-    HexKey,
-    Question,
-    answered,
-    body_of,
-    query_of,
-    refusal,
-)
-from kvstore.web.server.serving import Route
+from kvstore.web.api.objects import TIMEOUT_MS, NodesOf, ObjectAnswer, ObjectQuestion, fields_of
+from kvstore.web.server.endpoints import HexKey, Question, RefusedError, endpoint
 
 MATCH_PATH: Final = "/api/v1/match"
 EXISTS_PATH: Final = "/api/v1/exists"
@@ -90,20 +78,13 @@ class StatAnswer(ObjectAnswer):
 class Api:
     """Answers programs, as a client of the master does. Use it in one event loop."""
 
-    def __init__(self, client: AsyncClient, places: Places) -> None:
+    def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
         self._client = client
-        self._places = places
+        self._nodes_of = nodes_of
 
-    def routes(self) -> list[tuple[Described, Route]]:
-        answers: list[tuple[Described, Answer]] = [
-            (MATCH, self._match),
-            (EXISTS, self._exists),
-            (STAT, self._stat),
-        ]
-        return [(each, Route(each.method, each.path, answered(way))) for each, way in answers]
-
-    async def _match(self, request: web.Request) -> BaseModel:
-        asked = await body_of(request, MatchQuestion)
+    @endpoint("POST", MATCH_PATH, {200: "In each namespace."})
+    async def _match(self, asked: MatchQuestion) -> MatchAnswers:
+        """The longest stored prefix."""
         found = await self._client.matches(
             asked.keys, namespaces=asked.namespaces, timeout_ms=TIMEOUT_MS
         )
@@ -111,7 +92,7 @@ class Api:
             await self._segments(namespace, asked.keys[match.matched - 1]) if match.matched else []
             for namespace, match in zip(asked.namespaces, found, strict=True)
         ]
-        names = await self._places.of(chain.from_iterable(segments))
+        names = await self._nodes_of(chain.from_iterable(segments))
         return MatchAnswers(
             matches=[
                 MatchAnswer(
@@ -124,20 +105,22 @@ class Api:
             ]
         )
 
-    async def _exists(self, request: web.Request) -> BaseModel:
-        asked = await body_of(request, ExistsQuestion)
+    @endpoint("POST", EXISTS_PATH, {200: "Per key."})
+    async def _exists(self, asked: ExistsQuestion) -> ExistsAnswer:
+        """What is stored."""
         found = await self._client.exists_many(
             asked.keys, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
         )
         return ExistsAnswer(exists=found)
 
-    async def _stat(self, request: web.Request) -> BaseModel | web.StreamResponse:
-        asked = query_of(request, ObjectQuestion)
+    @endpoint("GET", STAT_PATH, {200: "What is known of it.", 404: "No such object."})
+    async def _stat(self, asked: ObjectQuestion) -> StatAnswer:
+        """One object."""
         found = await self._client.stat(asked.key, namespace=asked.namespace, timeout_ms=TIMEOUT_MS)
         if found is None or found.detail.row is None:
-            return refusal(404, "no such object")
+            raise RefusedError(404, "no such object")
         detail, row = found.detail, found.detail.row
-        names = await self._places.of(detail.placements.segments)
+        names = await self._nodes_of(detail.placements.segments)
         places = zip(detail.placements.segments, detail.placements.offsets, strict=True)
         return StatAnswer(
             **fields_of(row),
@@ -155,18 +138,3 @@ class Api:
         """Where the object is."""
         found = await self._client.stat(key, namespace=namespace, timeout_ms=TIMEOUT_MS)
         return [] if found is None else found.detail.placements.segments
-
-
-MATCH: Final = Described(
-    "POST", MATCH_PATH, "The longest stored prefix.",
-    {200: ("In each namespace.", MatchAnswers)}, body=MatchQuestion,
-)  # fmt: skip
-EXISTS: Final = Described(
-    "POST", EXISTS_PATH, "What is stored.", {200: ("Per key.", ExistsAnswer)},
-    body=ExistsQuestion,
-)  # fmt: skip
-STAT: Final = Described(
-    "GET", STAT_PATH, "One object.",
-    {200: ("What is known of it.", StatAnswer), 404: ("No such object.", "text/plain")},
-    query=ObjectQuestion,
-)  # fmt: skip

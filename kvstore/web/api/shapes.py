@@ -1,15 +1,11 @@
-"""What the paths of the dashboard and of events answer, for the OpenAPI document; ``Member`` and
-``Memory`` are told of a node by other paths, too."""
+"""What the paths of the dashboard answer, for the OpenAPI document; ``Member`` and ``Memory`` are
+told of a node by other paths, too."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from pydantic import BaseModel, Field
-
-from kvstore.web.events import paths as events
-from kvstore.web.server import openapi
-from kvstore.web.server.openapi import Described, Question
 
 
 class Problem(BaseModel):
@@ -103,10 +99,6 @@ class History(BaseModel):
     objects: list[int]
 
 
-class NoticesQuestion(Question):
-    after: int = Field(default=0, ge=0, description="The last number that is known.")
-
-
 class Notices(BaseModel):
     run: int = Field(description="Another one is another start of the master.")
     last: int
@@ -129,35 +121,3 @@ class FleetModel(BaseModel):
 
 class Fleet(BaseModel):
     models: list[FleetModel]
-
-
-class SnapshotQuestion(Question):
-    namespace: str = Field(default="", description="Empty: all.")
-
-
-class EventsQuestion(SnapshotQuestion):
-    snapshot: int = Field(default=0, description="1: begin with all that is there.")
-    since: str = Field(default="", alias="from", description="Resume after this event.")
-
-
-_NONE: Final = (404, ("This master has no events.", "text/plain"))
-
-DESCRIBED: Final = (
-    Described("GET", "/api/v1/status", "The cluster.", {200: ("At a glance.", Status)}),
-    Described("GET", "/api/v1/history", "The last hour.", {200: ("In columns.", History)}),
-    Described(
-        "GET", "/api/v1/notices", "The last events of the cluster.",
-        {200: ("Those after a number.", Notices)}, query=NoticesQuestion,
-    ),
-    Described("GET", "/api/v1/fleet", "The engines.", {200: ("By model.", Fleet)}),
-    Described(
-        "GET", events.PATH, "What becomes visible in the store and what is gone.",
-        dict([(200, ("Server-sent events.", "text/event-stream")), _NONE]), query=EventsQuestion,
-    ),
-    Described(
-        "GET", events.SNAPSHOT_PATH, "What is in the store.",
-        dict([(200, ("A line of JSON per object.", "application/x-ndjson")), _NONE]),
-        query=SnapshotQuestion,
-    ),
-    Described("GET", openapi.PATH, "This document.", {200: ("OpenAPI 3.1.", openapi.JSON)}),
-)  # fmt: skip

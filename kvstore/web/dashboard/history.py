@@ -33,7 +33,8 @@ Counts = Sequence[int]
 
 
 class Sample(NamedTuple):
-    """What has been counted since the start of the master, or of its term."""
+    """What has been counted since the start of the master, or of its term; of a point: since the
+    sample before it."""
 
     at_ms: int
     """Wall clock, milliseconds since 1970."""
@@ -48,21 +49,8 @@ class Sample(NamedTuple):
     used: int
     size: int
     objects: int
-
-
-class Point(NamedTuple):
-    """What happened in one interval, and what was there at its end."""
-
-    at_ms: int
-    seconds: float
-    grown: dict[str, int]
-    calls: int
-    call_us: Counts
-    ages_ms: Counts
-    late_us: Counts
-    used: int
-    size: int
-    objects: int
+    seconds: float = 0.0
+    """Of a point: how long it is."""
 
 
 def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None) -> Sample:
@@ -89,7 +77,7 @@ class History:
     """The points of the last hour. A master that stands by adds none."""
 
     def __init__(self) -> None:
-        self._points: deque[Point] = deque(maxlen=POINTS_MAX)
+        self._points: deque[Sample] = deque(maxlen=POINTS_MAX)
         self._before: Sample | None = None
 
     def add(self, now: Sample) -> None:
@@ -100,25 +88,22 @@ class History:
         seconds = (now.at_ms - before.at_ms) / 1000
         if not 0 < seconds <= 3 * EVERY_S:
             return  # the clock was set, or nothing was known meanwhile
+        counters = {
+            name: _grown(before.counters.get(name, 0), now.counters.get(name, 0))
+            for name in COUNTED
+        }
         self._points.append(
-            Point(
-                at_ms=now.at_ms,
+            now._replace(
                 seconds=seconds,
-                grown={
-                    name: _grown(before.counters.get(name, 0), now.counters.get(name, 0))
-                    for name in COUNTED
-                },
+                counters=counters,
                 calls=_grown(before.calls, now.calls),
                 call_us=_all_grown(before.call_us, now.call_us),
                 ages_ms=_all_grown(before.ages_ms, now.ages_ms),
                 late_us=_all_grown(before.late_us, now.late_us),
-                used=now.used,
-                size=now.size,
-                objects=now.objects,
             )
         )
 
-    def lately(self, now_ms: int, within_s: float) -> list[Point]:
+    def lately(self, now_ms: int, within_s: float) -> list[Sample]:
         """The points of the last ``within_s`` seconds."""
         return [each for each in self._points if now_ms - each.at_ms <= within_s * 1000]
 
@@ -128,7 +113,7 @@ class History:
         points = self.lately(now_ms, POINTS_MAX * EVERY_S + EVERY_S)
 
         def rate(name: str) -> list[float]:
-            return [round(each.grown[name] / each.seconds, 3) for each in points]
+            return [round(each.counters[name] / each.seconds, 3) for each in points]
 
         def spread(counts: Sequence[Counts], share: float, unit: float) -> list[float | None]:
             found = (quantile(each, share) for each in counts)
@@ -153,9 +138,9 @@ class History:
         }
 
 
-def added(points: Sequence[Point], name: str) -> int:
+def added(points: Sequence[Sample], name: str) -> int:
     """By how much a counter has grown."""
-    return sum(each.grown[name] for each in points)
+    return sum(each.counters[name] for each in points)
 
 
 def spread_of(counts: Sequence[Counts], share: float) -> float | None:

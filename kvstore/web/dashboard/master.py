@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kvstore.calls import ClusterStatus
@@ -17,8 +17,8 @@ from kvstore.fleet import Record
 from kvstore.metrics import exposition
 from kvstore.process import logs
 from kvstore.process.background import start_task
+from kvstore.web.channel import ChildEnd
 from kvstore.web.dashboard.fleet import RECORDS_MAX, read_records
-from kvstore.web.server.link import Link
 from kvstore.web.server.serving import Readiness
 
 log = logging.getLogger("kvstore.web")
@@ -27,7 +27,8 @@ ANSWER_S: Final = 1.0
 """How long the master may take to say how it is: a probe of Kubernetes waits as long by default."""
 
 STATUS_MS: Final = 5_000
-"""How long the status of the store may take."""
+SEGMENTS_MS: Final = 2_000
+"""How long the status of the store may take, and where somebody waits for the nodes in it."""
 
 SHARE: Final = 0.05
 """Of the time, how much may go into asking for the status: it is asked again after so many times
@@ -99,12 +100,12 @@ class Shared(Generic[ValueT]):
 class Master:
     """The parent, as its child sees it. Its methods raise UnavailableError: it does not answer."""
 
-    def __init__(self, address: str, *, cluster: str, pid: int, link: Link) -> None:
+    def __init__(self, address: str, *, cluster: str, pid: int, channel: ChildEnd) -> None:
         self._address = address
         self._cluster = cluster
         self._pid = pid
-        self._link = link
-        self._lives = start_task("lives", self._link.ask_forever("role", ANSWER_S))
+        self._channel = channel
+        self._lives = start_task("lives", channel.ask_forever("role", ANSWER_S))
         self.client = AsyncClient(
             address, cluster=cluster, name="kvstore-web", timeout_ms=STATUS_MS
         )
@@ -123,7 +124,6 @@ class Master:
         for shared in (self.seen, self.notices, self.fleet_records, self.nodes):
             shared.close()
         self._lives.cancel()
-        self._link.close()
         await self.client.close()
 
     def connect(self) -> Client:
@@ -167,10 +167,14 @@ class Master:
         measured = measured | {"counters": of_both}
         return await asyncio.to_thread(exposition.of_master, measured, status, pid=self._pid)
 
-    async def nodes_by_segment(self) -> dict[int, str]:
-        """The node of each segment, as far as the last look at the store shows."""
+    async def nodes_of(self, segments: Iterable[int]) -> Mapping[int, str]:
+        """The nodes of these segments, among others. Asks the store only if the last look at it
+        does not show them all."""
         status = (await self.seen()).status
-        return {} if status is None else status.nodes_by_segment()
+        names = {} if status is None else status.nodes_by_segment()
+        if not names.keys() >= set(segments):
+            names = (await self.client.status(timeout_ms=SEGMENTS_MS)).nodes_by_segment()
+        return names
 
     async def _read_fleet(self, records_max: int = RECORDS_MAX) -> list[Record]:
         try:
@@ -189,7 +193,7 @@ class Master:
 
     async def _ask(self, question: str) -> dict[str, Any]:
         try:
-            return await self._link.ask(question, ANSWER_S)
+            return await self._channel.ask(question, ANSWER_S)
         except UnavailableError as error:
             raise UnavailableError(f"the master does not answer: {error.message}") from None
 

@@ -11,19 +11,22 @@ import logging
 import time
 from collections.abc import Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from aiohttp import web
+from pydantic import Field
 
 from kvstore.calls import ClusterStatus, NamespaceStatus, NodeStatus
 from kvstore.errors import InvalidArgumentError, KVStoreError, UnavailableError
 from kvstore.network.addresses import join_address, split_address
 from kvstore.process.background import start_task
+from kvstore.web.api import shapes
 from kvstore.web.dashboard import problems
 from kvstore.web.dashboard.fleet import compared
 from kvstore.web.dashboard.history import EVERY_S, History, sample
 from kvstore.web.server.access import HEADERS
 from kvstore.web.server.doors import Handler
+from kvstore.web.server.endpoints import Question, endpoint
 from kvstore.web.server.serving import Routes
 
 if TYPE_CHECKING:
@@ -40,6 +43,10 @@ FILES: Final = {
     "/page.js": ("page.js", "text/javascript"),
     "/prefixes.js": ("prefixes.js", "text/javascript"),
 }
+
+
+class NoticesQuestion(Question):
+    after: int = Field(default=0, ge=0, lt=10**15, description="The last number that is known.")
 
 
 class Dashboard:
@@ -67,14 +74,6 @@ class Dashboard:
             path: _file((page / name).read_bytes(), kind) for path, (name, kind) in FILES.items()
         }
 
-    def routes(self) -> Routes:
-        return {
-            "/api/v1/status": self._answer_status,
-            "/api/v1/history": self._answer_history,
-            "/api/v1/notices": self._answer_notices,
-            "/api/v1/fleet": self._answer_fleet,
-        }
-
     async def _sample_forever(self) -> None:
         while True:
             try:
@@ -91,39 +90,41 @@ class Dashboard:
         report = await self._master.client.traffic()
         return problems.of_engines(report.namespaces, await self._master.fleet_records())
 
-    async def _answer_status(self, request: web.Request) -> web.Response:
-        del request
+    @endpoint("GET", "/api/v1/status", {200: "At a glance."}, has_own_bounds=True)
+    async def _answer_status(self) -> Annotated[dict[str, Any], shapes.Status]:
+        """The cluster."""
         seen = await self._master.seen()
         if seen.measured["leads"]:
             if seen.status is None:
                 raise UnavailableError("this master leads, and does not tell its status in time")
             found = problems.of_the_store(seen.status, self._history, seen.at_ms)
             found += self._of_engines
-            return _json(status_json(seen, seen.status, found))
-        return _json(
-            {
-                **_process(seen),
-                "leader": seen.leader,
-                "leader_page": self._page_of(seen.leader),
-                "problems": [each._asdict() for each in problems.of_a_standby(seen.leader)],
-            }
-        )
+            return status_json(seen, seen.status, found)
+        return {
+            **_process(seen),
+            "leader": seen.leader,
+            "leader_page": self._page_of(seen.leader),
+            "problems": [each._asdict() for each in problems.of_a_standby(seen.leader)],
+        }
 
-    async def _answer_history(self, request: web.Request) -> web.Response:
-        del request
-        return _json(self._history.as_columns(time.time_ns() // 1_000_000))
+    @endpoint("GET", "/api/v1/history", {200: "In columns."}, has_own_bounds=True)
+    async def _answer_history(self) -> Annotated[dict[str, Any], shapes.History]:
+        """The last hour."""
+        return self._history.as_columns(time.time_ns() // 1_000_000)
 
-    async def _answer_notices(self, request: web.Request) -> web.Response:
-        after = request.query.get("after", "0")
-        if not (after.isascii() and after.isdigit() and len(after) <= 15):
-            return web.Response(status=400, text="after is a number\n", headers=HEADERS)
+    @endpoint("GET", "/api/v1/notices", {200: "Those after a number."}, has_own_bounds=True)
+    async def _answer_notices(
+        self, asked: NoticesQuestion
+    ) -> Annotated[dict[str, Any], shapes.Notices]:
+        """The last events of the cluster."""
         run, last, kept = await self._master.notices()
-        new = [each for each in kept if each[0] > int(after)]
-        return _json({"run": run, "last": last, "notices": new})
+        new = [each for each in kept if each[0] > asked.after]
+        return {"run": run, "last": last, "notices": new}
 
-    async def _answer_fleet(self, request: web.Request) -> web.Response:
-        del request
-        return _json({"models": compared(await self._master.fleet_records())})
+    @endpoint("GET", "/api/v1/fleet", {200: "By model."}, has_own_bounds=True)
+    async def _answer_fleet(self) -> Annotated[dict[str, Any], shapes.Fleet]:
+        """The engines."""
+        return {"models": compared(await self._master.fleet_records())}
 
     def _page_of(self, leader: str) -> str:
         try:
@@ -189,7 +190,3 @@ def _file(body: bytes, kind: str) -> Handler:
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
 
     return file
-
-
-def _json(value: Any) -> web.Response:
-    return web.json_response(value, headers=HEADERS)

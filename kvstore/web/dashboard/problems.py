@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
@@ -91,42 +91,28 @@ def of_a_standby(leader: str) -> list[Problem]:
     return [Problem("bad", "No master leads: every call of clients waits or fails. Is etcd well?")]
 
 
+def _silent(node: NodeStatus) -> str:
+    return f"not heard of for {duration_text(node.silent_ms)}; no new object goes there"
+
+
+_WRONG_WITH_NODES: Final[Sequence[tuple[str, str, Callable[[NodeStatus], str]]]] = (
+    ("bad", "is suspect", lambda node: _silent(node) if node.state == "suspect" else ""),
+    ("bad", "is dead", lambda node: "its objects are gone" if node.state == "dead" else ""),
+    ("note", "is draining",
+     lambda node: "its objects move away" if node.state == "draining" else ""),
+    ("bad", "is unreachable from the master", lambda node: node.unreachable),
+    ("bad", "has no entry in /dev/shm any more",
+     lambda node: ENTRY_GONE if node.entry_gone else ""),
+)  # fmt: skip
+"""The level, what is said of nodes, and why of each; empty: not of this one."""
+
+
 def _nodes(status: ClusterStatus) -> Iterator[Problem]:
     if not status.nodes:
         yield Problem("bad", "No node has joined: nothing can be stored.")
-    yield from _named(
-        "bad",
-        [
-            (node, f"not heard of for {duration_text(node.silent_ms)}; no new object goes there")
-            for node in status.nodes
-            if node.state == "suspect"
-        ],
-        "is suspect",
-    )
-    yield from _named(
-        "bad",
-        [(node, "its objects are gone") for node in status.nodes if node.state == "dead"],
-        "is dead",
-    )
-    yield from _named(
-        "note",
-        [(node, "its objects move away") for node in status.nodes if node.state == "draining"],
-        "is draining",
-    )
-    yield from _named(
-        "bad",
-        [(node, node.unreachable) for node in status.nodes if node.unreachable],
-        "is unreachable from the master",
-    )
-    yield from _named(
-        "bad",
-        [
-            (node, ENTRY_GONE)
-            for node in status.nodes
-            if node.entry_gone
-        ],
-        "has no entry in /dev/shm any more",
-    )  # fmt: skip
+    for level, what, why in _WRONG_WITH_NODES:
+        wrong = [(node, said) for node in status.nodes if (said := why(node))]
+        yield from _named(level, wrong, what)
     yield from _gone(status.gone)
     short = dict(status.counters).get("under_replicated_objects", 0)
     if short:

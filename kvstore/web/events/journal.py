@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from kvstore.errors import InvalidArgumentError, UnavailableError
-from kvstore.web.events.feed import GONE_SIZE, Channel, Event, Frame
+from kvstore.web.channel import GONE_SIZE, ChildEnd, Event, Frame
 
 JOURNAL_BYTES_MAX: Final = 64 << 20
 """Some 800,000 events: 8 s at 100,000 a second."""
@@ -151,7 +151,7 @@ class Streams:
     """What subscribers of one journal are sent."""
 
     def __init__(
-        self, journal: Journal, channel: Channel, lives: Callable[[], Awaitable[bool]]
+        self, journal: Journal, channel: ChildEnd, lives: Callable[[], Awaitable[bool]]
     ) -> None:
         """``lives``: whether the master answers; the streams of one that hangs end, because another
         one may lead."""
@@ -321,8 +321,4 @@ def _quoted(text: str) -> str:
 
 
 def _note(name: str, place: Place) -> bytes:
-    return _event(name, place, f'{{"epoch":{place.epoch}}}')
-
-
-def _event(name: str, place: Place, data: str) -> bytes:
-    return f"id: {place}\nevent: {name}\ndata: {data}\n\n".encode()
+    return f'id: {place}\nevent: {name}\ndata: {{"epoch":{place.epoch}}}\n\n'.encode()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from typing import Final
+from typing import Annotated, Final
 
 from aiohttp import web
+from pydantic import BeforeValidator, ConfigDict, Field
 
-from kvstore.errors import InvalidArgumentError, UnavailableError
+from kvstore.errors import UnavailableError
 from kvstore.limits import check_namespace
-from kvstore.process.background import start_task
-from kvstore.web.events.feed import Channel
+from kvstore.web.channel import ChildEnd
 from kvstore.web.events.journal import Journal, Place, Streams
 from kvstore.web.events.subscribers import Subscribers
-from kvstore.web.server.serving import Readiness, Routes
+from kvstore.web.server.endpoints import Endpoint, Question, RefusedError, endpoint, endpoints_of
+from kvstore.web.server.serving import Readiness, writing
 
 PATH: Final = "/api/v1/events"
 SNAPSHOT_PATH: Final = "/api/v1/events/snapshot"
@@ -35,35 +35,45 @@ RETRY: Final = b"retry: 1000\n\n"
 
 _TRUE: Final = ("1", "true", "yes", "")
 
+_NONE: Final = "This master has no events."
 
-def not_asked_for() -> Routes:
-    """What these paths answer in a master without events."""
 
-    async def refused(request: web.Request) -> web.Response:
-        del request
-        return web.Response(status=404, text="this master has no events: start it with --events\n")
+class SnapshotQuestion(Question):
+    model_config = ConfigDict(extra="ignore")
 
-    return {PATH: refused, SNAPSHOT_PATH: refused}
+    namespace: str = Field(default="", description="Empty: all.")
+
+
+class EventsQuestion(SnapshotQuestion):
+    snapshot: Annotated[int, BeforeValidator(lambda text: text in _TRUE)] = Field(
+        default=0, description="1: begin with all that is there."
+    )
+    since: str = Field(default="", alias="from", description="Resume after this event.")
+    under: str = Field(default="", description="Only namespaces whose names begin so; empty: all.")
+
+
+def not_asked_for() -> list[Endpoint]:
+    """The same endpoints in a master without events."""
+
+    async def refused(request: web.Request, asked: Question) -> web.StreamResponse:
+        del request, asked
+        raise RefusedError(404, "this master has no events: start it with --events")
+
+    return [each._replace(answer=refused) for each in endpoints_of(Events)]
 
 
 class Events:
     """Serves what the parent sends. Use it in one event loop."""
 
-    def __init__(self, sock: socket.socket, readiness: Callable[[], Awaitable[Readiness]]) -> None:
-        """Owns ``sock``.
-
-        ``readiness``: says who leads, if this master does not; raises UnavailableError: it hangs.
-        """
+    def __init__(
+        self, journal: Journal, channel: ChildEnd, readiness: Callable[[], Awaitable[Readiness]]
+    ) -> None:
+        """``readiness``: says who leads, if this master does not; raises UnavailableError: it
+        hangs."""
         self._readiness = readiness
-        self.journal = Journal()
-        self.channel = Channel(sock, self.journal.took)
-        self.streams = Streams(self.journal, self.channel, self._lives)
-        self._task = start_task("events", self.channel.run())
+        self.journal = journal
+        self.streams = Streams(journal, channel, self._lives)
         self._subscribers = Subscribers(SUBSCRIBERS_MAX)
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
 
     async def _lives(self) -> bool:
         try:
@@ -80,40 +90,33 @@ class Events:
         if not self.journal.epoch:
             raise UnavailableError(said.reason)
 
-    def routes(self) -> Routes:
-        def namespace_of(request: web.Request, name: str = "namespace") -> str:
-            given = request.query.get(name, "")
-            return check_namespace(given) if given else ""
+    @endpoint(
+        "GET", PATH, {200: "Server-sent events.", 404: _NONE},
+        content="text/event-stream", has_own_bounds=True,
+    )  # fmt: skip
+    async def _events(self, request: web.Request, asked: EventsQuestion) -> web.StreamResponse:
+        """What becomes visible in the store and what is gone."""
+        since = request.headers.get("Last-Event-ID") or asked.since
+        place = Place.parse(since) if since else None
+        _check(asked.namespace, asked.under)
+        with self._subscriber(request):
+            await self._check_leads()
+            texts = self.streams.events(
+                place, whole=bool(asked.snapshot), namespace=asked.namespace, under=asked.under
+            )
+            return await _send(request, "text/event-stream", texts, RETRY)
 
-        async def events(request: web.Request) -> web.StreamResponse:
-            query = request.query
-            since = request.headers.get("Last-Event-ID") or query.get("from", "")
-            try:
-                place = Place.parse(since) if since else None
-                namespace, under = namespace_of(request), namespace_of(request, "under")
-            except InvalidArgumentError as error:
-                return web.Response(status=400, text=error.message + "\n")
-            with self._subscriber(request):
-                await self._check_leads()
-                texts = self.streams.events(
-                    place,
-                    whole=query.get("snapshot", "0") in _TRUE,
-                    namespace=namespace,
-                    under=under,
-                )
-                return await _send(request, "text/event-stream", texts, RETRY)
-
-        async def snapshot(request: web.Request) -> web.StreamResponse:
-            try:
-                namespace = namespace_of(request)
-            except InvalidArgumentError as error:
-                return web.Response(status=400, text=error.message + "\n")
-            with self._subscriber(request):
-                await self._check_leads()
-                texts = self.streams.snapshot(namespace)
-                return await _send(request, "application/x-ndjson", texts, b"")
-
-        return {PATH: events, SNAPSHOT_PATH: snapshot}
+    @endpoint(
+        "GET", SNAPSHOT_PATH, {200: "A line of JSON per object.", 404: _NONE},
+        content="application/x-ndjson", has_own_bounds=True,
+    )  # fmt: skip
+    async def _snapshot(self, request: web.Request, asked: SnapshotQuestion) -> web.StreamResponse:
+        """What is in the store."""
+        _check(asked.namespace)
+        with self._subscriber(request):
+            await self._check_leads()
+            texts = self.streams.snapshot(asked.namespace)
+            return await _send(request, "application/x-ndjson", texts, b"")
 
     @contextlib.contextmanager
     def _subscriber(self, request: web.Request) -> Iterator[None]:
@@ -128,13 +131,19 @@ class Events:
             self._subscribers.leave(number)
 
 
+def _check(*namespaces: str) -> None:
+    """Raises InvalidArgumentError. Empty: of all."""
+    for each in filter(None, namespaces):
+        check_namespace(each)
+
+
 async def _send(
     request: web.Request, kind: str, texts: AsyncGenerator[bytes], first: bytes
 ) -> web.StreamResponse:
     no_buffer = {"X-Accel-Buffering": "no"}  # of nginx, which would hold events back
     response = web.StreamResponse(headers={"Content-Type": kind, **no_buffer})
     await response.prepare(request)
-    try:
+    with writing(request):
         if first:
             await response.write(first)
         async with contextlib.aclosing(texts):
@@ -144,9 +153,4 @@ async def _send(
                 async with asyncio.timeout(STALLED_S):
                     await response.write(text)
         await response.write_eof()
-    except (TimeoutError, UnavailableError):  # it reads nothing, or our master hangs
-        if request.transport is not None:
-            request.transport.abort()
-    except ConnectionError:
-        pass  # the subscriber has left
     return response

@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from kvstore.errors import StartupError, UnavailableError
 from kvstore.process.background import start_task
-from kvstore.web.events.feed import GONE_SIZE, Event
+from kvstore.web.channel import GONE_SIZE, Event
 from kvstore.web.events.journal import HEARTBEAT_S, Journal, Place, Streams
 from kvstore.web.events.peers import Peers
 

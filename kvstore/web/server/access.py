@@ -6,7 +6,7 @@ Once there is a token, loopback needs it as well: behind a proxy on this host ev
 from loopback.
 
 A browser on this host also connects from loopback, on behalf of whatever page it shows. So a
-request is refused if it came by a name that the operator does not know (``hosts``), or if the
+request is refused if it came by a name that the operator does not know (``Hosts``), or if the
 browser says that a page of another site has made it. There are no CORS headers, so no other site
 may send what browsers ask permission for (PUT, DELETE, JSON, ``Authorization``), or read an answer.
 """
@@ -16,16 +16,17 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
 from kvstore.config import HttpConfig, read_token
+from kvstore.errors import InvalidArgumentError
+from kvstore.network.addresses import split_address
 from kvstore.web.server.certificates import tls_of
 from kvstore.web.server.doors import Handler
-from kvstore.web.server.hosts import Hosts
 
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -93,6 +94,30 @@ def secured_by(config: HttpConfig) -> Secured:
     secured = Secured(token_of(config), config.http_reads, config.http_cert, config.http_key)
     secured.tls()
     return secured
+
+
+class Hosts:
+    """The names by which browsers may have reached this port.
+
+    A web page from elsewhere can have a name of its own point to this address (DNS rebinding). Its
+    browser then treats what is served here as part of that page, and lets it read it. The request
+    says by which name it came, in ``Host``; a name that the operator does not know is refused. An
+    address is no name, so nobody can have it point elsewhere.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """``names``: beside addresses and ``localhost``; without ports."""
+        self._names = {"localhost", *(name.lower() for name in names)}
+
+    def allow(self, given: Sequence[str]) -> bool:
+        """``given``: the ``Host`` headers of a request."""
+        if len(given) != 1:
+            return False
+        try:
+            host = split_address(given[0], default_port=0)[0].lower()
+        except InvalidArgumentError:
+            return False
+        return host in self._names or _is_address(host)
 
 
 class Access:
@@ -216,3 +241,11 @@ def _refusal(status: int, text: str) -> web.Response:
 def _unauthorized() -> web.Response:
     headers = {**HEADERS, "WWW-Authenticate": 'Bearer realm="kvstore"'}
     return web.Response(status=401, text=LOCKED, headers=headers)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

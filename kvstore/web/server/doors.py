@@ -131,29 +131,21 @@ def _say_in_one_line(record: logging.LogRecord) -> bool:
 
 async def listen(doors: Doors, host: str, port: int) -> asyncio.Server:
     """Starts the server. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    listener = await asyncio.to_thread(listening.listen, host, port, backlog=AT_ONCE)
-    return _queued(await loop.create_server(doors, sock=listener, backlog=AT_ONCE))
+    return await listen_on(doors, await asyncio.to_thread(listening.listen, host, port))
 
 
 async def listen_on(
     doors: Doors, listener: socket.socket, tls: ssl.SSLContext | None = None
 ) -> asyncio.Server:
     """Starts the server on a socket that is bound."""
-    loop = asyncio.get_running_loop()
-    return _queued(
-        await loop.create_server(
-            doors,
-            sock=listener,
-            backlog=AT_ONCE,
-            ssl=tls,
-            ssl_handshake_timeout=HANDSHAKE_S if tls else None,
-            ssl_shutdown_timeout=CUT_S if tls else None,
-        )
+    server = await asyncio.get_running_loop().create_server(
+        doors,
+        sock=listener,
+        backlog=AT_ONCE,
+        ssl=tls,
+        ssl_handshake_timeout=HANDSHAKE_S if tls else None,
+        ssl_shutdown_timeout=CUT_S if tls else None,
     )
-
-
-def _queued(server: asyncio.Server) -> asyncio.Server:
     for each in server.sockets:
         # asyncio uses one number for the kernel's queue and for the accepts of one step.
         with socket.socket(fileno=os.dup(each.fileno())) as same:

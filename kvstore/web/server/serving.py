@@ -9,7 +9,15 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Final, NamedTuple
 
 from aiohttp import web
@@ -191,15 +199,23 @@ class Requests:
         size = response.content_length or 0
         if size < BUFFER_BYTES:
             return  # and aiohttp sends it
-        try:
+        with writing(request):
             async with self._unread.wait(READ_S + size / READ_BYTES_PER_S_MIN, size):
                 await response.prepare(request)
                 await response.write_eof()
-        except (CrowdedOutError, TimeoutError):
-            if request.transport is not None:
-                request.transport.abort()
-        except ConnectionError:
-            pass  # the client has left
+
+
+@contextlib.contextmanager
+def writing(request: web.Request) -> Iterator[None]:
+    """A client is written to inside the block. If it does not read in time, or the rest of the
+    answer does not come, its connection is cut; if it has left, the block is over."""
+    try:
+        yield
+    except (TimeoutError, CrowdedOutError, UnavailableError):
+        if request.transport is not None:
+            request.transport.abort()
+    except ConnectionError:
+        pass
 
 
 async def read_body(request: web.Request) -> bytes:

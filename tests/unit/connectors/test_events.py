@@ -7,7 +7,7 @@ import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvstore.web.events.feed import GONE_SIZE
+from kvstore.web.channel import GONE_SIZE
 from kvstore.web.events.publisher import CLEARED, described
 
 

@@ -7,7 +7,6 @@ import json
 from typing import Any
 
 from kvstore.master.notices import NOTICES_MAX, PAGE, TEXT_MAX, Notices
-from kvstore.web.server.link import ANSWER_BYTES_MAX
 
 
 def kept(count: int) -> Notices:
@@ -51,10 +50,10 @@ def test_a_reader_of_an_earlier_run_learns_that_it_is_another_one() -> None:
     assert kept(0).after(0)["is_all"]
 
 
-def test_an_answer_fits_into_the_link_whatever_the_fields_say() -> None:
+def test_an_answer_is_small_whatever_the_fields_say() -> None:
     notices = kept(0)
     for _ in range(PAGE):
         notices.add("corrupt_object", dict.fromkeys("abc", "\u202e" * 5000))
     answer: Any = notices.after(0)
     assert len(answer["notices"][0][3]["a"]) == TEXT_MAX
-    assert len(json.dumps(answer)) < ANSWER_BYTES_MAX
+    assert len(json.dumps(answer)) < 1 << 20

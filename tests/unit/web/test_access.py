@@ -14,52 +14,78 @@ from multidict import CIMultiDict
 
 from kvstore.config import MasterConfig, NodeConfig, load, read_token, settings
 from kvstore.errors import ConfigError
-from kvstore.web.server.access import Access, is_loopback
-from kvstore.web.server.hosts import Hosts
+from kvstore.web.server.access import Access, Hosts, is_loopback
 
 TOKEN = "0123456789abcdef-secret"
 HERE = ("127.0.0.1", 40_000)
 ELSEWHERE = ("10.0.0.9", 40_000)
 
 
-def request_of(peer: Any, headers: dict[str, str] | list[tuple[str, str]] = {}) -> web.Request:  # noqa: B006
+Headers = list[tuple[str, str]]
+
+OPEN = Access(Hosts(["kv.example.com"]))
+TOKENED = Access(Hosts(["kv.example.com"]), token=TOKEN)
+READS_TOO = Access(Hosts([]), token=TOKEN, reads="token")
+
+
+def request_of(peer: Any, *headers: tuple[str, str]) -> web.Request:
     transport = mock.Mock()
     transport.get_extra_info = lambda name: peer if name == "peername" else None
-    given = list(headers.items()) if isinstance(headers, dict) else headers
-    if not any(name == "Host" for name, _ in given):
-        given = [("Host", "127.0.0.1:50080"), *given]
-    return make_mocked_request("PUT", "/", CIMultiDict(given), transport=transport)
+    host = [] if "Host" in dict(headers) else [("Host", "127.0.0.1:50080")]
+    return make_mocked_request("PUT", "/", CIMultiDict([*host, *headers]), transport=transport)
 
 
-def status(access: Access, way: str, request: web.Request) -> int:
+def status(access: Access, way: str, peer: Any, *headers: tuple[str, str]) -> int:
     async def done(_: web.Request) -> web.Response:
         return web.Response(status=204)
 
-    found: web.StreamResponse = asyncio.run(getattr(access, way)(done)(request))
+    found: web.StreamResponse = asyncio.run(getattr(access, way)(done)(request_of(peer, *headers)))
     return found.status
 
 
-def bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"}
+def bearer(token: str) -> tuple[str, str]:
+    return "Authorization", f"Bearer {token}"
 
 
-def test_without_a_token_only_loopback_may_change_something() -> None:
-    access = Access(Hosts([]))
-    assert status(access, "trusted", request_of(HERE)) == 204
-    assert status(access, "trusted", request_of(ELSEWHERE)) == 403
-    assert status(access, "trusted", request_of(ELSEWHERE, bearer(TOKEN))) == 403
-    forwarded = {"X-Forwarded-For": "127.0.0.1", "Forwarded": "for=127.0.0.1"}
-    assert status(access, "trusted", request_of(ELSEWHERE, forwarded)) == 403
-    assert status(access, "trusted", request_of(ELSEWHERE, {"Host": "localhost"})) == 403
-    assert status(access, "trusted", request_of(None)) == 403
-
-
-def test_with_a_token_loopback_needs_it_too() -> None:
-    access = Access(Hosts([]), token=TOKEN)
-    for peer in (HERE, ELSEWHERE):
-        assert status(access, "trusted", request_of(peer)) == 401
-        assert status(access, "trusted", request_of(peer, bearer(TOKEN))) == 204
-        assert status(access, "reading", request_of(peer)) == 204
+@pytest.mark.parametrize(
+    ("access", "peer", "headers", "trusted", "reading", "named", "measuring"),
+    [
+        # Without a token, loopback may change something; headers do not make a loopback.
+        (OPEN, HERE, [], 204, 204, 204, 204),
+        (OPEN, ELSEWHERE, [], 403, 204, 204, 204),
+        (OPEN, None, [], 403, 204, 204, 204),
+        (OPEN, ELSEWHERE, [bearer(TOKEN)], 403, 204, 204, 204),
+        (OPEN, ELSEWHERE, [("X-Forwarded-For", "127.0.0.1")], 403, 204, 204, 204),
+        (OPEN, ELSEWHERE, [("Forwarded", "for=127.0.0.1")], 403, 204, 204, 204),
+        (OPEN, ELSEWHERE, [("Host", "localhost")], 403, 204, 204, 204),
+        # With a token, loopback needs it, too.
+        (TOKENED, HERE, [], 401, 204, 204, 204),
+        (TOKENED, ELSEWHERE, [], 401, 204, 204, 204),
+        (TOKENED, HERE, [bearer(TOKEN)], 204, 204, 204, 204),
+        (TOKENED, ELSEWHERE, [bearer(TOKEN)], 204, 204, 204, 204),
+        (TOKENED, HERE, [bearer("x"), bearer(TOKEN)], 401, 204, 204, 204),
+        (TOKENED, HERE, [bearer(TOKEN), bearer("x")], 401, 204, 204, 204),
+        # Reading can need it as well; the page asks for it, and so needs none.
+        (READS_TOO, HERE, [], 401, 401, 204, 401),
+        (READS_TOO, HERE, [bearer(TOKEN)], 204, 204, 204, 204),
+        # A page of ours may, and so may one behind a proxy that is known.
+        (OPEN, HERE, [("Origin", "http://127.0.0.1:50080"), ("Sec-Fetch-Site", "same-origin")],
+         204, 204, 204, 204),
+        (OPEN, HERE, [("Host", "kv.example.com"), ("Origin", "https://kv.example.com")],
+         204, 204, 204, 204),
+        # An unknown name is refused before all else; numbers are for any.
+        (TOKENED, HERE, [("Host", "evil.example"), bearer(TOKEN)], 421, 421, 421, 204),
+        (READS_TOO, HERE, [("Host", "evil.example")], 421, 421, 421, 401),
+    ],
+)  # fmt: skip
+def test_who_may(
+    access: Access, peer: Any, headers: Headers, trusted: int, reading: int, named: int,
+    measuring: int,
+) -> None:  # fmt: skip
+    for way, expected in (
+        ("trusted", trusted), ("reading", reading), ("named", named), ("measuring", measuring)
+    ):  # fmt: skip
+        assert status(access, way, peer, *headers) == expected, way
 
 
 @pytest.mark.parametrize(
@@ -71,24 +97,7 @@ def test_with_a_token_loopback_needs_it_too() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_token_is_refused(given: str) -> None:
-    access = Access(Hosts([]), token=TOKEN)
-    refused = request_of(HERE, {"Authorization": given})
-    assert status(access, "trusted", refused) == 401
-
-
-def test_two_tokens_are_none() -> None:
-    access = Access(Hosts([]), token=TOKEN)
-    twice = [("Authorization", "Bearer x"), ("Authorization", f"Bearer {TOKEN}")]
-    for given in (twice, twice[::-1]):
-        assert status(access, "trusted", request_of(HERE, given)) == 401
-
-
-def test_reading_can_be_limited_to_the_token() -> None:
-    access = Access(Hosts([]), token=TOKEN, reads="token")
-    for way in ("reading", "measuring"):
-        assert status(access, way, request_of(HERE)) == 401
-        assert status(access, way, request_of(HERE, bearer(TOKEN))) == 204
-    assert status(access, "named", request_of(HERE)) == 204  # the page, which asks for the token
+    assert status(TOKENED, "trusted", HERE, ("Authorization", given)) == 401
 
 
 @pytest.mark.parametrize(
@@ -101,24 +110,28 @@ def test_reading_can_be_limited_to_the_token() -> None:
     ],
 )  # fmt: skip
 def test_a_page_of_another_site_changes_nothing(headers: dict[str, str]) -> None:
-    for access in (Access(Hosts([])), Access(Hosts([]), token=TOKEN)):
-        assert status(access, "trusted", request_of(HERE, headers | bearer(TOKEN))) == 403
+    for access in (OPEN, TOKENED):
+        assert status(access, "trusted", HERE, bearer(TOKEN), *headers.items()) == 403
 
 
-def test_our_own_page_and_programs_may() -> None:
-    access = Access(Hosts(["kv.example.com"]))
-    own = {"Origin": "http://127.0.0.1:50080", "Sec-Fetch-Site": "same-origin"}
-    assert status(access, "trusted", request_of(HERE, own)) == 204
-    behind = {"Host": "kv.example.com", "Origin": "https://kv.example.com"}
-    assert status(access, "trusted", request_of(HERE, behind)) == 204
-
-
-def test_an_unknown_name_is_refused_before_all_else() -> None:
-    access = Access(Hosts([]), token=TOKEN)
-    rebound = request_of(HERE, {"Host": "evil.example", **bearer(TOKEN)})
-    for way in ("named", "reading", "trusted"):
-        assert status(access, way, rebound) == 421
-    assert status(access, "measuring", rebound) == 204
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        *(dict.fromkeys(
+            ["127.0.0.1", "10.0.0.7:50080", "[::1]:50080", "[fe80::1]", "localhost", "LOCALHOST:1",
+             "cache-1:50080", "kv.example.com", "KV.example.com:443"], True).items()),
+        *(dict.fromkeys(
+            ["", ":", "evil.example", "evil.example:50080", "localhost.evil.example",
+             "127.0.0.1.nip.io", "kv.example.com.", "x.kv.example.com", "127.1", "0x7f000001",
+             "2130706433", "[::1", "::1", "evil@127.0.0.1", "127.0.0.1 evil", "127.0.0.1:80:80",
+             "127.0.0.1:x", "[localhost.evil]"], False).items()),
+    ],
+)  # fmt: skip
+def test_by_which_names_it_answers(host: str, expected: bool) -> None:
+    hosts = Hosts(["Cache-1", "kv.example.com"])
+    assert hosts.allow([host]) is expected
+    assert not hosts.allow([host] * 2)
+    assert not hosts.allow([])
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from aiohttp import web
 
-from kvstore.web.server import openapi
+from kvstore.web.server import endpoints
 from kvstore.web.server.serving import AT_WORK_MAX, Route
 from tests.unit.web.ports import Port, run
 
@@ -17,11 +16,14 @@ def test_a_store_that_hangs_in_call_after_call_ends_with_the_request(
 ) -> None:
     """A match may need a call for each namespace: each has a deadline, and so have all. Those that
     wait for their turn meanwhile have it, too."""
-    monkeypatch.setattr(openapi, "ANSWER_S", 0.05)
+    monkeypatch.setattr(endpoints, "ANSWER_S", 0.05)
 
-    async def hangs(_: web.Request) -> web.Response:
-        await asyncio.Event().wait()
-        return web.Response()
+    class Store:
+        @endpoints.endpoint("GET", "/hangs", {204: "Never."})
+        async def hangs(self) -> None:
+            await asyncio.Event().wait()
+
+    [hangs] = endpoints.endpoints_of(Store())
 
     async def test(port: Port) -> None:
         answers = await asyncio.gather(*(port.ask("/hangs") for _ in range(2 * AT_WORK_MAX)))
@@ -29,4 +31,4 @@ def test_a_store_that_hangs_in_call_after_call_ends_with_the_request(
             (503, b"no answer within 0.05 s\n")
         }
 
-    run(test, [Route("GET", "/hangs", openapi.answered(hangs))])
+    run(test, [Route("GET", "/hangs", hangs.handle)])

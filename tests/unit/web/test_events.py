@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from kvstore.errors import InvalidArgumentError, UnavailableError
-from kvstore.web.events import feed as feed_module
+from kvstore.web import channel as channel_module
+from kvstore.web.channel import ASKED_MAX, GONE_SIZE, ChildEnd, Event, MasterEnd, Page
 from kvstore.web.events import journal as journal_module
-from kvstore.web.events.feed import ASKED_MAX, GONE_SIZE, Channel, Event, Feed, Page
 from kvstore.web.events.journal import Journal, Place, Streams
 from tests.support.waiting import until_async
 
@@ -70,10 +70,10 @@ class Pair:
     """A feed with its child."""
 
     def __init__(self) -> None:
-        self.feed = Feed()
+        self.feed = MasterEnd()
         self.hangs = False
         self.journal = Journal()
-        self.channel: Channel
+        self.channel: ChildEnd
         self.streams: Streams
 
     async def lives(self) -> bool:
@@ -83,9 +83,9 @@ class Pair:
     async def child(self, *, reads: bool = True) -> AsyncIterator[asyncio.Task[None]]:
         ours, theirs = socket.socketpair()
         self.journal = Journal()
-        self.channel = Channel(theirs, self.journal.took)
+        self.channel = ChildEnd(theirs, self.journal.took)
         self.streams = Streams(self.journal, self.channel, self.lives)
-        self.feed.attach(ours)
+        self.feed.attach(ours, {})
         task = asyncio.create_task(self.channel.run() if reads else asyncio.sleep(3600))
         try:
             yield task
@@ -146,8 +146,8 @@ def test_events_arrive_in_order_with_their_numbers() -> None:
 def test_a_child_that_does_not_read_costs_a_bounded_buffer_and_learns_what_it_missed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(feed_module, "BUFFER_BYTES_MAX", 1 << 16)
-    monkeypatch.setattr(feed_module, "SOCKET_BYTES", 1 << 12)
+    monkeypatch.setattr(channel_module, "BUFFER_BYTES_MAX", 1 << 16)
+    monkeypatch.setattr(channel_module, "SOCKET_BYTES", 1 << 12)
 
     async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
         async with pair.child(reads=False) as task:
@@ -337,8 +337,12 @@ def test_a_survey_does_not_go_on_in_another_term() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"\1\0\0\0\2\0\xff\xff", b"\1\0\0\0\0\0" * (ASKED_MAX + 1), b"\0" * (1 << 17)]
-)
+    "said",
+    [
+        b"\2\1\0\0\0\2\0\xff\xff", b"\2\1\0\0\0\0\0" * (ASKED_MAX + 1), b"\0" * (1 << 17),
+        b"\xff" * (1 << 17),
+    ],
+)  # fmt: skip
 def test_a_child_that_breaks_the_rules_is_let_go(said: bytes) -> None:
     async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
         async with pair.child(reads=False):

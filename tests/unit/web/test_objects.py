@@ -14,6 +14,8 @@ from kvstore.client.flows.getting import Raw
 from kvstore.client.values import Described
 from kvstore.web.api import objects as objects_module
 from kvstore.web.api.objects import PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, Objects
+from kvstore.web.server.endpoints import endpoints_of
+from kvstore.web.server.serving import Route
 from tests.support.waiting import until_async
 from tests.unit.web import ports
 from tests.unit.web.ports import Port
@@ -53,7 +55,7 @@ class Store:
 def run(test: Callable[[Port, Store, Objects], Coroutine[Any, Any, None]]) -> None:
     store = Store()
     objects = Objects(cast("AsyncClient", store))
-    routes = [route for _, route in objects.routes()]
+    routes = [Route(each.method, each.path, each.handle) for each in endpoints_of(objects)]
     ports.run(lambda port: test(port, store, objects), routes)
 
 

@@ -1,12 +1,15 @@
-"""The channel by which a master hands its events to the child that serves HTTP: a socket pair, both
-ends here.
+"""The channel between a master and the child that serves its HTTP: a socket pair, both ends here.
 
-    master ── frames: events, pages of a survey ──► child
-           ◄────────── requests for pages ─────────
+    master ── frames: answers, events, pages of a survey ──► child
+           ◄──────── questions, requests for pages ─────────
+
+Answers are made in the master's event loop, so a master whose loop hangs does not answer. A child
+asks something every ``ASK_S``, so one that asks nothing hangs. The master does not believe its
+child, which serves strangers.
 
 Each event of a term has a number, from 1. A frame says how many came before it, so the child knows
 if some were dropped: the master drops what does not fit into its buffer, and never waits for the
-child. Where there is no child, it only counts. Values travel as ``marshal`` encodes them, the
+child. Where there is no child, it only counts. Events travel as ``marshal`` encodes them, the
 fastest that there is: both ends are one interpreter and one release.
 """
 
@@ -14,14 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
+import itertools
+import json
 import logging
 import marshal
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from kvstore.errors import UnavailableError
 
@@ -59,19 +65,37 @@ and leave it when they go: the master makes no pages for those who have left."""
 PAGE_S: Final = 10.0
 """A master that sends no page for so long hangs."""
 
+ASK_S: Final = 2.0
+SILENT_S: Final = 15.0
+"""A child that asks nothing for so long hangs: half of what Kubernetes waits until it kills a
+container that is not healthy."""
+
+LOOKS: Final = 5
+"""How often the master looks within that time. It counts looks, not seconds: after a stop of its
+own the child has its time to be heard."""
+
+QUESTION_BYTES_MAX: Final = 256
+
 EVENTS: Final = 0
 PAGE: Final = 1
 LAST_PAGE: Final = 2
+ANSWER: Final = 3
 _NONE: Final = marshal.dumps([])
 
 _HEADER: Final = struct.Struct("<IBIQQI")
-"""Bytes that follow, kind, survey, epoch, events before these, how many these are."""
+"""Bytes that follow, kind, number of the survey or question, epoch, events before these, how many
+these are."""
 
-_REQUEST: Final = struct.Struct("<IH")
-"""Number of a survey, bytes of a namespace that follow. Another request for the same survey brings
-its next page; ``_ENDED`` instead of bytes ends it."""
+QUESTION: Final = 1
+NEXT_PAGE: Final = 2
+END_SURVEY: Final = 3
+_REQUEST: Final = struct.Struct("<BIH")
+"""Kind, number of the question or survey, bytes that follow: the question, or the namespace of the
+survey."""
 
-_ENDED: Final = (1 << 16) - 1
+Answers = Mapping[str, Callable[..., Mapping[str, object]]]
+"""How to answer each question; called in the loop's thread, with the numbers that follow the
+question's name."""
 
 Event = tuple[str, bytes, bytes, int, int]
 """As in ``kvstore.master.state.events``."""
@@ -100,7 +124,7 @@ class Source(Protocol):
     def survey(self, namespace: str) -> Survey: ...
 
 
-class Feed:
+class MasterEnd:
     """The master's end. Its methods belong to the loop's thread; none of them waits."""
 
     def __init__(self) -> None:
@@ -111,7 +135,11 @@ class Feed:
         """Events of this term that were taken from the state."""
         self._timer: asyncio.Handle | None = None
         self._socket: socket.socket | None = None
-        self._refused: Callable[[], None] = lambda: None
+        self._answers: Answers = {}
+        self._ended: asyncio.Future[str] | None = None
+        self._silent = 0
+        """Looks since the child was heard."""
+        self._look: asyncio.Handle | None = None
         self._buffer: deque[memoryview] = deque()
         self._buffered = 0
         self._missed = False
@@ -138,7 +166,6 @@ class Feed:
         self._number = 0
         self._surveys.clear()
         self._requests.clear()
-        self._missed = False
         self._say_where()
 
     def changed(self) -> None:
@@ -147,10 +174,8 @@ class Feed:
             self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
 
     def _say_where(self) -> None:
-        if self._source is not None:
-            self._frame(EVENTS, 0, self._number, 0, _NONE)
-        else:
-            self._put(_HEADER.pack(len(_NONE), EVENTS, 0, 0, 0, 0), _NONE)
+        self._missed = False
+        self._frame(EVENTS, 0, 0, _NONE)
 
     def _flush(self) -> None:
         self._timer = None
@@ -166,12 +191,12 @@ class Feed:
             if self._buffered + len(payload) > BUFFER_BYTES_MAX:
                 self._drop(len(events))
             else:
-                self._frame(EVENTS, 0, self._number, len(events), payload)
+                self._frame(EVENTS, 0, len(events), payload)
                 self._number += len(events)
         if source.waiting_events:
             self._timer = asyncio.get_running_loop().call_soon(self._flush)
         elif self._requests and self._buffered < BUFFER_BYTES_MAX // 2:
-            self._answer(source)
+            self._send_page(source)
             if self._requests:
                 self.changed()
 
@@ -181,11 +206,11 @@ class Feed:
             self.dropped += count
             self._missed = True
             if not self._buffer:
-                self._tell_missed()
+                self._say_where()
 
     # --- surveys --------------------------------------------------------------------------------
 
-    def _answer(self, source: Source) -> None:
+    def _send_page(self, source: Source) -> None:
         """Sends a page. All events so far have been sent before it."""
         number, namespace = self._requests.popleft()
         survey = self._surveys.get(number)
@@ -197,35 +222,47 @@ class Feed:
         kind = LAST_PAGE if survey.done else PAGE
         if survey.done:
             del self._surveys[number]
-        self._frame(kind, number, self._number, len(rows), marshal.dumps(rows))
+        self._frame(kind, number, len(rows), marshal.dumps(rows))
 
     def _end_survey(self, number: int) -> None:
         self._surveys.pop(number, None)
         asked = [each for each in self._requests if each[0] == number]
         for each in asked:  # the child waits for each
             self._requests.remove(each)
-            self._frame(LAST_PAGE, number, self._number, 0, _NONE)
+            self._frame(LAST_PAGE, number, 0, _NONE)
 
     # --- the socket -----------------------------------------------------------------------------
 
-    def attach(self, sock: socket.socket, refused: Callable[[], None] = lambda: None) -> None:
+    def attach(self, sock: socket.socket, answers: Answers) -> asyncio.Future[str]:
         """A child has started. Owns ``sock`` from now on.
 
-        ``refused``: called if the child breaks the rules of the channel, and is detached for it.
+        Returns:
+            Why the child is detached, once it is: what is wrong with it; empty: it has closed its
+            end, or ``detach`` was called.
         """
         self.detach()
-        self._refused = refused
+        self._answers = answers
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
         self._socket = sock
-        asyncio.get_running_loop().add_reader(sock, self._readable)
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        loop.add_reader(sock, self._readable)
+        self._silent = -1
+        self._watch()
         self._say_where()
         self.changed()
+        return self._ended
 
-    def detach(self) -> None:
-        """The child has ended. Idempotent."""
+    def detach(self, why: str = "") -> None:
+        """The child has ended, or something is wrong with it. Idempotent."""
         sock, self._socket = self._socket, None
         if sock is not None:
+            assert self._ended is not None
+            assert self._look is not None
+            self._look.cancel()
+            if not self._ended.done():
+                self._ended.set_result(why)
             loop = asyncio.get_running_loop()
             loop.remove_reader(sock)
             loop.remove_writer(sock)
@@ -237,16 +274,24 @@ class Feed:
         self._surveys.clear()
         self._requests.clear()
 
-    def _frame(self, kind: int, survey: int, before: int, count: int, payload: bytes) -> None:
-        assert self._source is not None
-        header = _HEADER.pack(len(payload), kind, survey, self._source.epoch, before, count)
-        self._put(header, payload)
+    def _watch(self) -> None:
+        self._silent += 1
+        if self._silent == LOOKS:
+            self.detach(f"it is silent for {SILENT_S:g} s")
+        else:
+            loop = asyncio.get_running_loop()
+            self._look = loop.call_later(SILENT_S / LOOKS, self._watch)
 
-    def _put(self, header: bytes, payload: bytes) -> None:
+    def _frame(
+        self, kind: int, number: int, count: int, payload: bytes, *, is_urgent: bool = False
+    ) -> None:
         if self._socket is None:
             return
+        epoch = 0 if self._source is None else self._source.epoch
+        header = _HEADER.pack(len(payload), kind, number, epoch, self._number, count)
         is_idle = not self._buffer
-        self._buffer.append(memoryview(header + payload))
+        # The first one may have been sent in part.
+        self._buffer.insert(1 if is_urgent else len(self._buffer), memoryview(header + payload))
         self._buffered += len(header) + len(payload)
         if is_idle:
             self._send()
@@ -274,11 +319,7 @@ class Feed:
             return
         loop.remove_writer(sock)
         if self._missed:
-            self._tell_missed()
-
-    def _tell_missed(self) -> None:
-        self._missed = False
-        self._say_where()
+            self._say_where()
 
     def _readable(self) -> None:
         assert self._socket is not None
@@ -288,30 +329,59 @@ class Feed:
             return
         except OSError:
             data = b""
-        self._received += data
         if not data:
             self.detach()
             return
-        size = _REQUEST.size
-        while len(self._received) >= size:
-            number, length = _REQUEST.unpack_from(self._received)
-            if length == _ENDED:
-                self._received = self._received[size:]
-                self._end_survey(number)
-                continue
-            if len(self._received) < size + length:
+        self._silent = 0
+        self._received += data
+        while len(self._received) >= _REQUEST.size:
+            kind, number, length = _REQUEST.unpack_from(self._received)
+            whole = _REQUEST.size + length
+            if len(self._received) < whole:
                 break
-            name = self._received[size : size + length]
-            self._received = self._received[size + length :]
-            if len(self._requests) >= ASKED_MAX or not _is_text(name):
-                log.error("events_child_refused: it has broken the rules of its channel")
-                self.detach()
-                self._refused()
+            text, self._received = self._received[_REQUEST.size : whole], self._received[whole:]
+            if why := self._heard(kind, number, text):
+                self.detach(why)
                 return
-            if self._source is not None:  # else the child hears that the term is over
-                self._requests.append((number, name.decode()))
         if self._requests:
             self.changed()
+
+    def _heard(self, kind: int, number: int, text: bytes) -> str:
+        """What is wrong with it; empty: nothing."""
+        if kind == END_SURVEY:
+            self._end_survey(number)
+        elif kind == NEXT_PAGE:
+            if len(self._requests) >= ASKED_MAX or not _is_text(text):
+                return "it asks for what is no page"
+            if self._source is not None:  # else the child hears that the term is over
+                self._requests.append((number, text.decode()))
+        elif kind != QUESTION or len(text) > QUESTION_BYTES_MAX:
+            return "it asks what is no question"
+        elif self._buffered > 2 * BUFFER_BYTES_MAX:
+            return "it asks without end, and does not read the answers"
+        else:
+            try:
+                answer = _answer(text, self._answers)
+            except Exception:
+                log.exception("http_child_not_answered question=%r", text)
+                return "it could not be answered"
+            if answer is None:
+                return "it asks what is no question"
+            # Before the events that wait, of which there may be many.
+            self._frame(ANSWER, number, 0, answer, is_urgent=True)
+        return ""
+
+
+def _answer(question: bytes, answers: Answers) -> bytes | None:
+    """As JSON. None: it is no question."""
+    name, *numbers = question.decode("ascii", "replace").split() or [""]
+    if name not in answers or not all(each.isdecimal() and len(each) < 20 for each in numbers):
+        return None
+    try:
+        given = inspect.signature(answers[name]).bind(*map(int, numbers))
+    except TypeError:  # too many numbers, or too few
+        return None
+    return json.dumps(answers[name](*given.args)).encode()
 
 
 def _is_text(name: bytes) -> bool:
@@ -327,7 +397,8 @@ class Frame:
     """As the child gets it."""
 
     kind: int
-    survey: int
+    number: int
+    """Of the survey, or the question."""
     epoch: int
     """0: the master does not lead."""
     before: int
@@ -343,16 +414,14 @@ class Page(NamedTuple):
     is_last: bool
 
 
-@dataclass(slots=True, eq=False)
-class Surveying:
+class Surveying(NamedTuple):
     """One survey of the child."""
 
     number: int
     epoch: int
-    has_begun: bool = False
 
 
-class Channel:
+class ChildEnd:
     """The child's end. Use it in one event loop."""
 
     def __init__(self, sock: socket.socket, took: Callable[[Frame], None]) -> None:
@@ -361,39 +430,67 @@ class Channel:
         self._socket = sock
         self._took = took
         self._epoch = 0
-        self._number = 0
-        self._pages: dict[int, asyncio.Future[Page]] = {}
-        self._turns = asyncio.Semaphore(ASKED_MAX)
-        self._asked: set[int] = set()
-        """Surveys of which a page is on its way, whether somebody still waits for it or not. Each
-        has one of the turns."""
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[Frame]] = {}
+        """By number of the survey or question, for those who wait."""
+        self._page_turns = asyncio.Semaphore(ASKED_MAX)
+        self._question_turns = asyncio.Semaphore(1)
+        """A question at a time: a master that hangs gets no pile of them."""
+        self._asked: dict[int, asyncio.Semaphore] = {}
+        """Numbers for which a reply is on its way, whether somebody still waits for it or not. The
+        turn of each comes free with it."""
+        self._connected = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
 
     async def run(self) -> None:
         """Reads until the master closes its end, or is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=1 << 20)
+        self._connected.set()
         try:
             while True:
                 header = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-                length, kind, survey, epoch, before, count = header
+                length, kind, number, epoch, before, count = header
                 payload = await reader.readexactly(length)
-                self._got(Frame(kind, survey, epoch, before, count, payload))
+                self._got(Frame(kind, number, epoch, before, count, payload))
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
-            self._got(Frame(EVENTS, 0, 0, 0, 0, _NONE))
             self._writer.close()
+            self._got(Frame(EVENTS, 0, 0, 0, 0, _NONE))
+            self._forget(self._question_turns, "the process that this belongs to is gone")
+
+    async def ask(self, question: str, timeout_s: float) -> dict[str, Any]:
+        """
+        Raises:
+            UnavailableError: the master has not answered in time, or is gone.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._connected.wait()
+                await self._question_turns.acquire()
+                number = next(self._numbers)
+                frame = await self._reply(QUESTION, number, question, self._question_turns)
+        except TimeoutError:
+            raise UnavailableError(f"no answer within {timeout_s:.1f} s") from None
+        answer: dict[str, Any] = json.loads(frame.payload)
+        return answer
+
+    async def ask_forever(self, question: str, timeout_s: float) -> None:
+        """Shows the master that this process does not hang."""
+        while True:
+            await asyncio.sleep(ASK_S)
+            with contextlib.suppress(UnavailableError):
+                await self.ask(question, timeout_s)
 
     @contextlib.contextmanager
     def survey(self) -> Iterator[Surveying]:
         """A new survey, which ends with the block."""
-        self._number += 1
-        survey = Surveying(self._number, self._epoch)
+        survey = Surveying(next(self._numbers), self._epoch)
         try:
             yield survey
         finally:
-            if survey.has_begun and self._writer is not None and self._epoch == survey.epoch:
-                self._writer.write(_REQUEST.pack(survey.number, _ENDED))
+            if self._writer is not None and 0 < survey.epoch == self._epoch:
+                self._writer.write(_REQUEST.pack(END_SURVEY, survey.number, 0))
 
     async def page(self, survey: Surveying, namespace: str) -> Page:
         """The next page. One caller per survey.
@@ -401,44 +498,52 @@ class Channel:
         Raises:
             UnavailableError: the master leads no longer, hangs or is gone; the survey has ended.
         """
-        text = namespace.encode()
-        page: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(PAGE_S):
-                await self._turns.acquire()
-                if self._writer is None or not self._epoch or self._epoch != survey.epoch:
-                    self._turns.release()
+                await self._page_turns.acquire()
+                if not self._epoch or self._epoch != survey.epoch:
+                    self._page_turns.release()
                     raise UnavailableError("this term of the master is over")
-                survey.has_begun = True
-                self._pages[survey.number] = page
-                self._asked.add(survey.number)
-                self._writer.write(_REQUEST.pack(survey.number, len(text)) + text)
-                return await page
+                frame = await self._reply(NEXT_PAGE, survey.number, namespace, self._page_turns)
         except TimeoutError:
             raise UnavailableError("the master does not answer") from None
+        rows = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
+        return Page(frame.before, rows, frame.kind == LAST_PAGE)
+
+    async def _reply(self, kind: int, number: int, said: str, turns: asyncio.Semaphore) -> Frame:
+        """Called with one of these turns."""
+        assert self._writer is not None, "it is connected"
+        if self._writer.is_closing():
+            turns.release()
+            raise UnavailableError("the process that this belongs to is gone")
+        reply: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        self._asked[number] = turns
+        text = said.encode()
+        self._writer.write(_REQUEST.pack(kind, number, len(text)) + text)
+        try:
+            return await reply
         finally:
-            self._pages.pop(survey.number, None)
+            self._replies.pop(number, None)
 
     def _got(self, frame: Frame) -> None:
         if frame.kind != EVENTS:
-            if frame.survey in self._asked:
-                self._asked.remove(frame.survey)
-                self._turns.release()
-            page = self._pages.get(frame.survey)
-            if page is not None and not page.done():
-                rows = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
-                page.set_result(Page(frame.before, rows, frame.kind == LAST_PAGE))
+            if (turns := self._asked.pop(frame.number, None)) is not None:
+                turns.release()
+            reply = self._replies.get(frame.number)
+            if reply is not None and not reply.done():
+                reply.set_result(frame)
             return
         if frame.epoch != self._epoch:
             self._epoch = frame.epoch
-            self._forget("this term of the master is over")
+            self._forget(self._page_turns, "this term of the master is over")
         self._took(frame)
 
-    def _forget(self, why: str) -> None:
-        while self._asked:
-            self._asked.pop()
-            self._turns.release()
-        pages, self._pages = self._pages, {}
-        for page in pages.values():
-            with contextlib.suppress(asyncio.InvalidStateError):
-                page.set_exception(UnavailableError(why))
+    def _forget(self, turns: asyncio.Semaphore, why: str) -> None:
+        """No reply comes to those who have one of these turns."""
+        for number in [each for each, its in self._asked.items() if its is turns]:
+            del self._asked[number]
+            turns.release()
+            reply = self._replies.get(number)
+            if reply is not None and not reply.done():
+                reply.set_exception(UnavailableError(why))

@@ -1,0 +1,347 @@
+"""Endpoints of ``/api/v1``: each is a method that says by ``endpoint`` where it answers. Its
+annotations and its docstring are what requests are checked by, and what the document (OpenAPI 3.1)
+tells of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Annotated, Any, Final, NamedTuple, TypeVar, get_args, get_origin
+
+from aiohttp import web
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, WithJsonSchema
+
+from kvstore.errors import (
+    BatchTooLargeError,
+    ClosedError,
+    InvalidArgumentError,
+    KVStoreError,
+    NoSpaceError,
+    PutRefusedError,
+    StaleReadError,
+    UnavailableError,
+    UsageError,
+    ValueTooLargeError,
+)
+from kvstore.limits import KEY_BYTES_MAX
+from kvstore.web.server.access import HEADERS
+from kvstore.web.server.doors import RETRY_AFTER_S
+from kvstore.web.server.serving import BODY_BYTES_MAX, at_work, read_body
+
+PATH: Final = "/api/v1/openapi.json"
+
+ANSWER_S: Final = 10.0
+"""Of one question, which may need several calls to the store."""
+
+JSON: Final = "application/json"
+BYTES: Final = "application/octet-stream"
+
+STATUSES: Final[Mapping[type[KVStoreError], int]] = {
+    UsageError: 400,
+    ValueTooLargeError: 413,
+    BatchTooLargeError: 413,
+    UnavailableError: 503,
+    ClosedError: 503,
+    PutRefusedError: 503,
+    StaleReadError: 503,
+    NoSpaceError: 507,
+    KVStoreError: 500,
+}
+"""The status of each error, or of the nearest class above it."""
+
+
+# --- questions ------------------------------------------------------------------------------------
+
+
+def _hex(bytes_min: int) -> str:
+    """The pattern of that many bytes in hexadecimal, up to ``KEY_BYTES_MAX``."""
+    return f"([0-9a-fA-F]{{2}}){{{bytes_min},{KEY_BYTES_MAX}}}"
+
+
+def _from_hex(text: object) -> bytes:
+    """Raises ValueError. What ``bytes.fromhex`` takes beside that is no key: white space."""
+    if not isinstance(text, str):
+        raise ValueError("a key is text, in hexadecimal")
+    if re.fullmatch(_hex(0), text) is None:
+        raise ValueError(f"{text[:64]!r} is no key of up to {KEY_BYTES_MAX} bytes in hexadecimal")
+    return bytes.fromhex(text)
+
+
+def _key_from_hex(text: object) -> bytes:
+    """Raises ValueError."""
+    if text == "":
+        raise ValueError("a key has at least one byte")
+    return _from_hex(text)
+
+
+HexKey = Annotated[
+    bytes,
+    BeforeValidator(_key_from_hex),
+    WithJsonSchema({"type": "string", "pattern": f"^{_hex(1)}$"}),
+]
+HexPrefix = Annotated[
+    bytes,
+    BeforeValidator(_from_hex),
+    WithJsonSchema({"type": "string", "pattern": f"^{_hex(0)}$"}),
+]
+
+
+class Question(BaseModel):
+    """A body of JSON, or what follows the ``?``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+QuestionT = TypeVar("QuestionT", bound=Question)
+
+
+async def _body_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
+    """Raises InvalidArgumentError, BusyError."""
+    if request.content_type != JSON:  # no form of another site can send it
+        raise InvalidArgumentError("the body must be application/json")
+    text = await read_body(request)
+    return _checked(lambda: kind.model_validate_json(text), "the body")
+
+
+def _query_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
+    """A parameter that is a list may be repeated. Raises InvalidArgumentError."""
+    query = request.query
+    lists = [
+        name for name, field in kind.model_fields.items() if get_origin(field.annotation) is list
+    ]
+    given: dict[str, object] = {
+        name: query.getall(name) if name in lists else query[name] for name in query
+    }
+    if any(len(query.getall(name)) > 1 for name in query if name not in lists):
+        raise InvalidArgumentError("a parameter is given twice")
+    return _checked(lambda: kind.model_validate(given), "the address")
+
+
+def _checked(read: Callable[[], QuestionT], whole: str) -> QuestionT:
+    try:
+        return read()
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:64]
+        raise InvalidArgumentError(
+            f"{place or whole}: {first['msg'].removeprefix('Value error, ')}"
+        ) from None
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+Answer = BaseModel | tuple[int, BaseModel] | dict[str, Any] | web.StreamResponse | None
+"""JSON, with or without its status; or a response, as it is; or nothing, which is a 204."""
+
+
+class Endpoint(NamedTuple):
+    """One path and method."""
+
+    method: str
+    path: str
+    summary: str
+    answers: Mapping[int, str]
+    """What each status says; those that all may have are added."""
+    answer: Callable[..., Awaitable[Answer]]
+    asked: type[Question] | None
+    """What follows the ``?``; of a POST, the body."""
+    takes_request: bool
+    content: type[BaseModel] | str | None
+    """Of an answer that is no refusal: JSON of this shape, or a type of content, or nothing."""
+    is_trusted: bool
+    """Whether it needs the token, or loopback."""
+    has_own_bounds: bool
+    """Whether it has bounds and deadlines of its own, because it waits for its client, or answers
+    from what is known."""
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """The answer; an error as a status and a line of text."""
+        try:
+            if self.has_own_bounds:
+                found = await self._answer(request)
+            else:
+                await read_body(request)
+                async with asyncio.timeout(ANSWER_S), at_work(request):
+                    found = await self._answer(request)
+        except TimeoutError:
+            return _refusal(503, f"no answer within {ANSWER_S:g} s")
+        except RefusedError as error:
+            return _refusal(error.status, str(error))
+        except KVStoreError as error:
+            return _refusal(status_of(error), str(error))
+        if isinstance(found, web.StreamResponse):
+            return found
+        status = min(self.answers)
+        if isinstance(found, tuple):
+            status, found = found
+        if found is None:
+            return web.Response(status=status, headers=HEADERS)
+        if isinstance(found, dict):
+            return web.json_response(found, status=status, headers=HEADERS)
+        body = found.model_dump_json().encode()
+        return web.Response(status=status, body=body, content_type=JSON, headers=HEADERS)
+
+    async def _answer(self, request: web.Request) -> Answer:
+        given: list[Any] = [request] if self.takes_request else []
+        if self.asked is not None and self.method == "POST":
+            given.append(await _body_of(request, self.asked))
+        elif self.asked is not None:
+            given.append(_query_of(request, self.asked))
+        return await self.answer(*given)
+
+
+AnswerT = TypeVar("AnswerT", bound=Callable[..., Awaitable[Answer]])
+
+
+def endpoint(
+    method: str,
+    path: str,
+    answers: Mapping[int, str],
+    *,
+    content: str | None = None,
+    is_trusted: bool = False,
+    has_own_bounds: bool = False,
+) -> Callable[[AnswerT], AnswerT]:
+    """For a method that answers. It may take the ``request``, and a ``Question`` after it; its
+    docstring is the summary. The fields of ``Endpoint`` say what the arguments are.
+
+    ``content``: if what it returns is no JSON, whose shape its annotation says; of a ``dict``, as
+    ``Annotated[dict[str, Any], Shape]``.
+    """
+
+    def described(answer: AnswerT) -> AnswerT:
+        signature = inspect.signature(answer, eval_str=True)
+        _, *taken = (each.annotation for each in signature.parameters.values())
+        told = [signature.return_annotation, *get_args(signature.return_annotation)]
+        answer.__dict__["endpoint"] = Endpoint(
+            method, path, " ".join((answer.__doc__ or "").split()), answers, answer,
+            next(filter(_is_model, taken), None), web.Request in taken,
+            content or next(filter(_is_model, told), None), is_trusted, has_own_bounds,
+        )  # fmt: skip
+        return answer
+
+    return described
+
+
+def endpoints_of(owner: object) -> list[Endpoint]:
+    """Those of an object; of a class, which are described, and cannot answer."""
+    kind = owner if isinstance(owner, type) else type(owner)
+    return [
+        each.endpoint._replace(answer=getattr(owner, name))
+        for name, each in vars(kind).items()
+        if hasattr(each, "endpoint")
+    ]
+
+
+def _is_model(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+class RefusedError(Exception):
+    """The answer is this status, and a line of text."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def status_of(error: KVStoreError) -> int:
+    return next(STATUSES[kind] for kind in type(error).__mro__ if kind in STATUSES)
+
+
+def _refusal(status: int, text: str) -> web.Response:
+    headers = {**HEADERS, "Retry-After": str(RETRY_AFTER_S)} if status == 503 else HEADERS
+    return web.Response(status=status, text=text + "\n", headers=headers)
+
+
+# --- the document ---------------------------------------------------------------------------------
+
+_ALWAYS: Final[Mapping[int, str]] = {
+    400: "A wrong question.",
+    415: "The body has a Content-Encoding.",
+    421: "It came by a name that is not known here.",
+    503: "No master answers now, or something is full: ask again.",
+}
+_WITH_JSON: Final[Mapping[int, str]] = {
+    413: f"The body has more than {BODY_BYTES_MAX} bytes.",
+}
+_GUARDED: Final[Mapping[int, str]] = {
+    401: "It needs the token.",
+    403: "It does not come from loopback, or a page of another site sent it.",
+}
+
+
+class Document:
+    """Describes all endpoints, this one too."""
+
+    def __init__(self, endpoints: Iterable[Endpoint]) -> None:
+        schemas: dict[str, Any] = {}
+        paths: dict[str, Any] = {}
+        for each in [*endpoints, *endpoints_of(self)]:
+            paths.setdefault(each.path, {})[each.method.lower()] = _operation(each, schemas)
+        self.document = {
+            "openapi": "3.1.0",
+            "info": {"title": "kvstore", "version": "1"},
+            "paths": paths,
+            "components": {
+                "schemas": schemas,
+                "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+            },
+        }
+
+    @endpoint("GET", PATH, {200: "OpenAPI 3.1."}, content=JSON, has_own_bounds=True)
+    async def _describe(self) -> dict[str, Any]:
+        """This document."""
+        return self.document
+
+
+def _operation(each: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
+    is_body = each.method == "POST"
+    guarded = _GUARDED if each.is_trusted else {401: _GUARDED[401]}
+    answers = {**_ALWAYS, **guarded, **(_WITH_JSON if is_body else {}), **each.answers}
+    operation: dict[str, Any] = {
+        "summary": each.summary,
+        "security": [{"token": []}, {}],  # the token, or none where this server needs none
+        "responses": {
+            str(status): {
+                "description": text,
+                **_content(each.content if status < 400 else "text/plain", schemas),
+            }
+            for status, text in sorted(answers.items())
+        },
+    }
+    if is_body or each.method == "PUT":
+        body = each.asked if is_body else BYTES
+        operation["requestBody"] = {"required": True, **_content(body, schemas)}
+    if each.asked is not None and not is_body:
+        shape = _schema(each.asked, schemas)
+        operation["parameters"] = [
+            {
+                "name": name,
+                "in": "query",
+                "required": name in shape.get("required", ()),
+                "description": field.get("description", ""),
+                "schema": field,
+            }
+            for name, field in shape["properties"].items()
+        ]
+    return operation
+
+
+def _content(kind: type[BaseModel] | str | None, schemas: dict[str, Any]) -> dict[str, Any]:
+    if kind is None:
+        return {}
+    if isinstance(kind, str):
+        return {"content": {kind: {"schema": {"type": "string"}}}}
+    schemas[kind.__name__] = _schema(kind, schemas)
+    reference = {"$ref": f"#/components/schemas/{kind.__name__}"}
+    return {"content": {JSON: {"schema": reference}}}
+
+
+def _schema(kind: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
+    made = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(made.pop("$defs", {}))
+    return made
