@@ -30,7 +30,7 @@ from kvstore.client.flows.asking import Match, ObjectStat
 from kvstore.client.flows.devices import DeviceLooks, DeviceReads
 from kvstore.client.flows.getting import Bad, Target
 from kvstore.client.flows.moving import Moved
-from kvstore.client.flows.objects import ObjectReads, headers, is_whole
+from kvstore.client.flows.objects import ObjectReads, headers
 from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.putting import Items, PutOptions
 from kvstore.client.flows.ranges import Parts, get_ranges
@@ -92,8 +92,8 @@ from kvstore.limits import (
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.memory.mapping import is_shown
 from kvstore.memory.raw import address_of
-from kvstore.memory.regions import overlap
-from kvstore.native.kinds import CORRUPT, STALE, ReadRow
+from kvstore.native import steps
+from kvstore.native.kinds import STALE, ReadRow
 from kvstore.texts import key_text
 
 if TYPE_CHECKING:
@@ -503,7 +503,7 @@ class Operations:
         """Puts tensors over the objects that were found into ``views``, and watches them."""
         held: list[Watched] = []
         now = self.context.clock()
-        rows = zip(of, looks.outcomes(), looks.lent, strict=True)
+        rows = zip(of, looks.outcomes, looks.lent, strict=True)
         for (index, placed, offset), descriptor, lent in rows:
             if lent is None or not isinstance(descriptor, bytes) or now >= placed.until:
                 continue
@@ -648,15 +648,10 @@ class Operations:
         try:
             memory = self.movers.memory(segment)
             mounted = self.movers.watch(segment)
-            found = headers(memory, segment, namespace, rows)
+            found = headers(memory, segment, namespace, rows, verify=context.verify_views)
         except (SegmentGoneError, InvalidRangeError):
             context.segments.forget(segment)
             return [index for index, _, _ in of]
-        if context.verify_views:
-            for at, row in enumerate(rows):
-                if isinstance(found[at], bytes) and not is_whole(memory, segment, row):
-                    getting.mismatch(context, namespace, Key(row[4]), of[at][2])
-                    found[at] = CORRUPT
         base = address_of(shown)
         read_only = shown.toreadonly()
         stale: list[int] = []
@@ -670,6 +665,8 @@ class Operations:
             if not isinstance(descriptor, bytes):
                 if descriptor == STALE:
                     context.count("stale_reads")
+                else:
+                    getting.mismatch(context, namespace, Key(key), replica)
                 bad.setdefault(index, []).append(Bad(Key(key), placed, replica))
                 stale.append(index)
                 continue
@@ -948,7 +945,7 @@ def _check_apart(targets: Sequence[tuple[Key, Payload]]) -> None:
             on_device.append(payload)
     if on_device and DeviceMemory.joined(on_device).overlaps_itself:
         raise _not_apart("the buffers")
-    if len(host) > 1 and (two := overlap(host)) is not None:
+    if len(host) > 1 and (two := steps.overlap(host)) is not None:
         of = [key for key, payload in targets if isinstance(payload, list) for _ in payload]
         raise _not_apart(f"buffers of {' and '.join(key_text(of[each]) for each in two)}")
     if any(map(is_shown, host)):

@@ -14,11 +14,12 @@ import pytest
 from kvstore.device import drivers
 from kvstore.errors import InvalidRangeError, SegmentGoneError, UnavailableError
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
+from kvstore.native import slow
 from kvstore.native.kinds import CORRUPT, STALE
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
-from tests.conformance.test_objects import MIB, DeviceWay, Way, one_go, reads, values, writes
+from tests.conformance.test_objects import MIB, DeviceWay, Way, reads, values, writes
 from tests.fake_device import FakeDriver
 
 POOLED = "fake:0"
@@ -40,9 +41,9 @@ class SameDeviceWay(DeviceWay):
 WAYS: dict[str, Callable[[], Way]] = {
     "same-device": SameDeviceWay,
     "other-device": lambda: DeviceWay(DeviceTransport(8 * MIB)),
-    "host": lambda: Way(DeviceTransport(8 * MIB), in_one_go=False),
-    "tcp-one-go": lambda: one_go(TcpTransport),
-    "tcp-moves": lambda: Way(TcpTransport(), in_one_go=False),
+    "host": lambda: Way(DeviceTransport(8 * MIB)),
+    "tcp-compiled": lambda: Way.compiled(TcpTransport),
+    "tcp-slow": lambda: Way(TcpTransport(), slow),
     "tcp-device": lambda: DeviceWay(TcpTransport()),
 }
 
@@ -97,7 +98,7 @@ def test_what_one_way_writes_every_other_reads(
     for verify in (True, False):
         transfer, targets = reads(segment, sizes, parts=parts, verify=verify)
         way.carry(transfer)
-        assert transfer.outcomes() == [b"descriptor"] * len(sizes)
+        assert transfer.outcomes == [b"descriptor"] * len(sizes)
         assert targets == some
 
 
@@ -113,10 +114,10 @@ def test_outcomes(shared_peer: Peer, way: Way) -> None:
         transfer, _ = reads(segment, sizes, verify=verify)
         way.carry(transfer)
         second = CORRUPT if verify else b"descriptor"
-        assert transfer.outcomes() == [b"descriptor", second, STALE, STALE]
+        assert transfer.outcomes == [b"descriptor", second, STALE, STALE]
     transfer, _ = reads(segment, sizes, version=2)
     way.carry(transfer)
-    assert transfer.outcomes() == [STALE] * 4
+    assert transfer.outcomes == [STALE] * 4
 
 
 def test_bad_ranges(shared_peer: Peer, way: Way) -> None:
@@ -138,7 +139,7 @@ def test_a_fence_ends_it(peer: Peer, way: Way) -> None:
     way.transport.forget(before)
     transfer, targets = reads(after, [100])
     way.carry(transfer)
-    assert transfer.outcomes() == [b"descriptor"]
+    assert transfer.outcomes == [b"descriptor"]
     assert targets == values([100])
 
 
@@ -160,7 +161,7 @@ def test_a_fake_that_is_not_eager(peer: Peer) -> None:
         fake = FakeDriver(POOLED, seed=seed)
         drivers.use(POOLED, fake)
         transport = DeviceTransport(MIB)
-        host = Way(transport, in_one_go=False)
+        host = Way(transport)
         host.carry(writes(peer.info, values(sizes), parts=3, version=seed + 1))
         assert fake.is_idle
         transfer, targets = reads(peer.info, sizes, parts=3, version=seed + 1)

@@ -1,5 +1,5 @@
-"""Whole objects, moved in one go (compiled) or move by move, over every transport, from and to the
-host's memory or a device's: the same bytes, outcomes and errors."""
+"""Whole objects, by the steps in Python as by the compiled ones, over every transport, from and to
+the host's memory or a device's: the same bytes, outcomes and errors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore import native
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.devices import DeviceReads, DeviceWrites
 from kvstore.client.flows.objects import ObjectReads, ObjectWrites
@@ -32,8 +33,9 @@ from kvstore.errors import (
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 from kvstore.memory.raw import address_of
-from kvstore.native import fast
-from kvstore.native.kinds import CORRUPT, STALE
+from kvstore.native import slow
+from kvstore.native.kinds import CORRUPT, STALE, Steps
+from kvstore.transport import shm, tcp_client
 from kvstore.transport.base import Transport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
@@ -47,18 +49,23 @@ LARGE = [8 * MIB] * 7
 
 
 class Way:
-    """A transport, and how it is used."""
+    """A transport, and its steps; skips the test if those were not built."""
 
-    def __init__(self, transport: Transport, *, in_one_go: bool) -> None:
+    def __init__(self, transport: Transport, steps: Steps = native.steps) -> None:
         self.transport = transport
-        self.in_one_go = in_one_go
+        self.steps = steps
+
+    @classmethod
+    def compiled(cls, make: Callable[[], Transport]) -> Way:
+        if not native.is_compiled:
+            pytest.skip("kvstore.native.fast is not built here")
+        return cls(make())
 
     def carry(self, transfer: Transfer, seconds: float = 30.0) -> None:
-        deadline = uptime() + seconds
-        if self.in_one_go:
-            assert transfer.in_one_go(self.transport, deadline)
-            return
-        transfer.move_by_move(self.transport, deadline)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (shm, tcp_client):
+                patch.setattr(module, "steps", self.steps)
+            transfer.run(self.transport, uptime() + seconds)
 
     def close(self) -> None:
         self.transport.close()
@@ -68,7 +75,7 @@ class DeviceWay(Way):
     """A transport, and a device whose memory is that of the transfers' buffers."""
 
     def __init__(self, transport: Transport, *, lock_max: int = 1 << 40) -> None:
-        super().__init__(transport, in_one_go=True)
+        super().__init__(transport)
         self.fake = FakeDriver(eager=True, lock_max=lock_max)
         self.device = Device(self.fake, ring_bytes=8 * MIB, locked_max=1 << 40)
 
@@ -77,15 +84,13 @@ class DeviceWay(Way):
         if isinstance(transfer, ObjectReads):
             reads = DeviceReads(transfer.segment, SPACE, verify=transfer.verify)
             reads.rows = self._on_device(transfer.rows)
-            if not reads.in_one_go(self.transport, deadline):  # no row has bytes
-                reads.move_by_move(self.transport, deadline)
-            transfer.done = reads.outcomes()
+            reads.run(self.transport, deadline)
+            transfer.outcomes = reads.outcomes
         else:
             assert isinstance(transfer, ObjectWrites)
             writes = DeviceWrites(transfer.segment, SPACE, deadline)
             writes.rows = self._on_device(transfer.rows)
-            if not writes.in_one_go(self.transport, deadline):
-                writes.move_by_move(self.transport, deadline)
+            writes.run(self.transport, deadline)
         assert self.device.ring.taken == 0
 
     def close(self) -> None:
@@ -105,19 +110,13 @@ class DeviceWay(Way):
         return made
 
 
-def one_go(make: Callable[[], Transport]) -> Way:
-    if fast is None:
-        pytest.skip("kvstore.native.fast is not built here")
-    return Way(make(), in_one_go=True)
-
-
 WAYS: dict[str, Callable[[], Way]] = {
-    "shm-one-go": lambda: one_go(ShmTransport),
-    "shm-moves": lambda: Way(ShmTransport(), in_one_go=False),
+    "shm-compiled": lambda: Way.compiled(ShmTransport),
+    "shm-slow": lambda: Way(ShmTransport(), slow),
     "shm-device": lambda: DeviceWay(ShmTransport()),
     "shm-device-not-locked": lambda: DeviceWay(ShmTransport(), lock_max=0),
-    "tcp-one-go": lambda: one_go(TcpTransport),
-    "tcp-moves": lambda: Way(TcpTransport(), in_one_go=False),
+    "tcp-compiled": lambda: Way.compiled(TcpTransport),
+    "tcp-slow": lambda: Way(TcpTransport(), slow),
     "tcp-device": lambda: DeviceWay(TcpTransport()),
 }
 
@@ -213,7 +212,7 @@ def test_what_one_way_writes_every_other_reads(
     way.carry(writes(segment, some, parts=parts))
     transfer, targets = reads(segment, sizes, parts=parts)
     other.carry(transfer)
-    assert transfer.outcomes() == [b"descriptor"] * len(sizes)
+    assert transfer.outcomes == [b"descriptor"] * len(sizes)
     assert targets == some
 
 
@@ -230,12 +229,12 @@ def test_outcomes(shared_peer: Peer, way: Way) -> None:
     for verify in (True, False):
         transfer, _ = reads(segment, sizes, verify=verify)
         way.carry(transfer)
-        assert transfer.outcomes() == (
+        assert transfer.outcomes == (
             expected if verify else [b"descriptor", b"descriptor", STALE, STALE]
         )
     transfer, _ = reads(segment, sizes, version=2)
     way.carry(transfer)
-    assert transfer.outcomes() == [STALE] * 4
+    assert transfer.outcomes == [STALE] * 4
     del memory
     with_shm.close()
 
@@ -254,7 +253,7 @@ def test_of_another_object_nothing_is_written(shared_peer: Peer, way: Way, verif
         memory[at : at + 64] = bytes(64)
     transfer, targets = reads(segment, sizes, parts=3, verify=verify)
     way.carry(transfer)
-    assert transfer.outcomes() == [STALE, b"descriptor"] * 4 + [STALE]
+    assert transfer.outcomes == [STALE, b"descriptor"] * 4 + [STALE]
     for index, (target, value) in enumerate(zip(targets, some, strict=True)):
         assert target == (value if index % 2 else bytes(len(value))), index
     del memory
@@ -288,7 +287,7 @@ def test_a_fence_ends_it(peer: Peer, way: Way) -> None:
     way.transport.forget(before)
     transfer, targets = reads(after, [100])
     way.carry(transfer)
-    assert transfer.outcomes() == [b"descriptor"]
+    assert transfer.outcomes == [b"descriptor"]
     assert targets == values([100])
 
 
@@ -333,8 +332,9 @@ def test_a_node_that_dies_or_freezes(peer: Peer, way: Way, verb: str, how: str) 
         way.carry(writes(segment, some))
 
 
-def test_a_connection_that_ended_meanwhile_is_made_anew(peer: Peer) -> None:
-    way = WAYS["tcp-one-go"]()
+@pytest.mark.parametrize("kind", ["tcp-compiled", "tcp-slow"])
+def test_a_connection_that_ended_meanwhile_is_made_anew(peer: Peer, kind: str) -> None:
+    way = WAYS[kind]()
     way.carry(writes(peer.info, values([100])))
     peer.ask("restart")
     transfer, targets = reads(peer.info, [100])

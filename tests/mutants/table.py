@@ -544,8 +544,8 @@ MUTANTS: Final = (
     ),
     Mutant(
         "wrong-counter-is-read",
-        "client/flows/objects.py",
-        "        and header.counter == counter\n",
+        "kvstore/native/rows.py",
+        "        or header.counter != counter\n",
         "",
         CLIENT,
     ),
@@ -639,9 +639,9 @@ MUTANTS: Final = (
     ),
     Mutant(
         "request-under-another-generation",
-        "kvstore/transport/tcp_connection.py",
-        "        if self._cut[0] or segment.generation != generation:\n            raise",
-        "        if self._cut[0]:\n            raise",
+        "kvstore/native/slow.py",
+        "        if cut[0] or words[0] != generation:\n            raise",
+        "        if cut[0]:\n            raise",
         TRANSPORT,
         native=False,
     ),
@@ -1515,7 +1515,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "overlap-of-two-that-are-not-neighbours",
-        REGIONS,
+        "kvstore/native/slow.py",
         "    spans = sorted(\n",
         "    spans = list(\n",
         ("tests/unit/test_native.py",),
