@@ -30,7 +30,7 @@ from kvstore.limits import (
     check_keys,
 )
 from kvstore.memory.mapping import is_shown
-from kvstore.memory.regions import overlap
+from kvstore.native import steps
 from kvstore.texts import key_text
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def check_apart(targets: Sequence[tuple[Key, Payload]]) -> Device | None:
             on_device.append(payload)
     if on_device and DeviceMemory.joined(on_device).overlaps_itself:
         raise _not_apart("the buffers")
-    if len(host) > 1 and (two := overlap(host)) is not None:
+    if len(host) > 1 and (two := steps.overlap(host)) is not None:
         of = [key for key, payload in targets if isinstance(payload, list) for _ in payload]
         raise _not_apart(f"buffers of {' and '.join(key_text(of[each]) for each in two)}")
     if any(map(is_shown, host)):

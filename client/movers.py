@@ -226,8 +226,7 @@ class Movers:
             for transport in self._transports:
                 if transport.reaches(segment):
                     self.moved[transport.name] = self.moved.get(transport.name, 0) + 1
-                    if not transfer.in_one_go(transport, deadline):
-                        transfer.move_by_move(transport, deadline)
+                    transfer.run(transport, deadline)
                     return None
         except KVStoreError as error:
             stop = current()

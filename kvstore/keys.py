@@ -8,7 +8,7 @@ from typing import cast, overload
 import numpy as np
 
 from kvstore.limits import BATCH_KEYS_MAX, Key, check_keys
-from kvstore.native import fast
+from kvstore.native import steps
 
 _SLICING_KEYS_MAX = 24
 """Up to here slicing key by key is faster than one numpy call."""
@@ -76,8 +76,8 @@ class PackedKeys(Sequence[Key]):
 def packed_keys(keys: Sequence[object], keys_max: int = BATCH_KEYS_MAX) -> Sequence[Key]:
     """``check_keys`` for a batch that is only looked up: the keys in one piece where that is quick
     (0.05 instead of 0.6 ms for 8,192)."""
-    if fast is not None and 1 < len(keys) <= keys_max:
-        packed = fast.pack_keys(keys)
+    if 1 < len(keys) <= keys_max:
+        packed = steps.pack_keys(keys)
         if packed is not None:
             return PackedKeys(*packed)
     return check_keys(keys, distinct=False, keys_max=keys_max)

@@ -16,7 +16,7 @@ from kvstore.errors import ProtocolError
 from kvstore.network import names
 from kvstore.network.addresses import ETCD_SCHEME, parse_etcd, split_address
 from kvstore.network.host import is_loopback
-from kvstore.transport.tcp_protocol import HELLO_BYTES, STATUS_BYTES, unpack_status
+from kvstore.network.tcp_protocol import HELLO_BYTES, STATUS_BYTES, unpack_status
 from kvstore.wire.frames import ERROR, FrameReader
 
 ASK_S: Final = 0.5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import socket
 import time
 
@@ -18,8 +17,8 @@ from kvstore.client.calling.retries import (
 from kvstore.clocks import uptime
 from kvstore.errors import PermissionDeniedError, ProtocolError
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.native import fast
-from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED, Fast
+from kvstore.native import steps
+from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED
 from kvstore.network import names
 from kvstore.network.addresses import join_address
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
@@ -41,30 +40,39 @@ class LaneConnection:
         self._sock = sock
         self.generation = generation
         self._spin_s = spin_s
-        self._reader = FrameReader()
         self._gauge = SpinGauge()
-        self._readable = select.poll()
-        self._readable.register(sock, select.POLLIN)
         self._call_id = 0
-
-    def is_quiet(self) -> bool:
-        """Whether nothing has arrived: no end of the stream, and no reply to an abandoned call."""
-        return not self._readable.poll(0)
 
     def greet(self, joined: Joined, until: float) -> None:
         """
         Raises:
             TokenRefusedError, LaneUnreachableError
         """
+        sock, reader = self._sock, FrameReader()
+
+        def wait_until() -> None:
+            left_s = until - uptime()
+            if left_s <= 0:
+                raise TimeoutError
+            sock.settimeout(left_s)
+
         try:
-            self._send(hello(joined.lane_token, joined.protocol), until)
-            _, kind, _, data = self._receive(until, spin=False)
-        except (TimeoutError, CarrierBrokenError) as error:
-            raise LaneUnreachableError(f"no greeting: {error}", silent=True) from None
+            wait_until()
+            sock.sendall(hello(joined.lane_token, joined.protocol))
+            while (answer := reader.next()) is None:
+                wait_until()
+                if not (count := sock.recv_into(reader.space())):
+                    raise ConnectionError("the master closed the connection")
+                reader.received(count)
+            sock.setblocking(False)
+        except TimeoutError:
+            raise LaneUnreachableError("no greeting: no answer in time", silent=True) from None
+        except OSError as error:
+            raise LaneUnreachableError(f"no greeting: {_reason(error)}", silent=True) from None
         except ProtocolError as error:
             raise LaneUnreachableError(error.message) from None
-        if kind == ERROR:
-            refusal = decode_error(data)
+        if answer[1] == ERROR:
+            refusal = decode_error(answer[3])
             if isinstance(refusal, PermissionDeniedError):
                 raise TokenRefusedError(refusal.message)
             raise LaneUnreachableError(refusal.message)
@@ -75,34 +83,19 @@ class LaneConnection:
         Raises:
             TimeoutError, CarrierBrokenError, ProtocolError: the connection cannot be used any more.
         """
-        call_id = self._call_id = self._call_id + 1
-        request = frame(call_id, CALL, name, payload)
-        if fast is not None:
-            return self._exchange_fast(fast, call_id, request, deadline, spin=spin)
-        self._send(request, deadline)
-        received = self._receive(deadline, spin=spin)
-        if received[0] != call_id or received[1] not in (REPLY, ERROR):
-            if received[1] == ERROR:
-                raise CarrierBrokenError(decode_error(received[3]).message, sent=True)
-            raise ProtocolError("the master's reply on the lane belongs to another call")
-        return received
-
-    def _exchange_fast(
-        self, fast: Fast, call_id: int, request: bytes, deadline: float, *, spin: bool
-    ) -> Frame:
-        """``exchange``, compiled."""
+        self._call_id += 1
+        request = frame(self._call_id, CALL, name, payload)
         gauge = self._gauge
         spinning = spin and self._spin_s > 0 and gauge.pays()
         spin_s = self._spin_s if spinning else 0.0
-        # The reader holds no bytes: the answer to the greeting was all that had arrived.
-        status, number, kind, data = fast.exchange(
-            self._sock.fileno(), request, call_id, spin_s, deadline, FRAME_BYTES_MAX
+        status, number, kind, data = steps.exchange(
+            self._sock.fileno(), request, self._call_id, spin_s, deadline, FRAME_BYTES_MAX
         )
         if status == ANSWERED and data is not None:
             if spinning:
                 gauge.hit() if number else gauge.missed()
             if kind in (REPLY, ERROR):
-                return call_id, kind, b"", data
+                return self._call_id, kind, b"", data
         if status == TIMED_OUT:
             raise TimeoutError("no answer in time")
         if status == UNASKED:
@@ -129,61 +122,6 @@ class LaneConnection:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
             self._sock.close()  # of a call that a signal has cut short
-
-    def _send(self, data: bytes, deadline: float) -> None:
-        sock = self._sock
-        try:
-            sent = sock.send(data)
-            if sent == len(data):
-                return
-        except BlockingIOError:
-            sent = 0
-        except OSError as error:
-            raise CarrierBrokenError(_reason(error), sent=False) from None
-        rest = memoryview(data)[sent:]
-        writable = select.poll()
-        writable.register(sock, select.POLLOUT)
-        while rest:
-            self._wait(writable, deadline)
-            try:
-                rest = rest[sock.send(rest) :]
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise CarrierBrokenError(_reason(error), sent=False) from None
-
-    def _receive(self, deadline: float, *, spin: bool) -> Frame:
-        reader, sock = self._reader, self._sock
-        spinning = spin and self._spin_s > 0 and self._gauge.pays()
-        spin_until = time.perf_counter() + self._spin_s if spinning else 0.0
-        while True:
-            try:
-                count = sock.recv_into(reader.space())
-            except BlockingIOError:
-                if spinning and time.perf_counter() < spin_until:
-                    continue
-                if spinning:
-                    self._gauge.missed()
-                    spinning = False
-                self._wait(self._readable, deadline)
-                continue
-            except OSError as error:
-                raise CarrierBrokenError(_reason(error), sent=True) from None
-            if not count:
-                raise CarrierBrokenError("the master closed the connection", sent=True)
-            reader.received(count)
-            received = reader.next()
-            if received is not None:
-                if spinning:
-                    self._gauge.hit()
-                return received
-
-    @staticmethod
-    def _wait(poll: select.poll, deadline: float) -> None:
-        left_s = deadline - uptime()
-        if left_s <= 0:
-            raise TimeoutError("no answer in time")
-        poll.poll(left_s * 1000 + 1)  # ``poll`` rounds down
 
 
 def connect(

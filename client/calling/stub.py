@@ -41,7 +41,6 @@ from kvstore.clocks import uptime
 from kvstore.errors import ClosedError, NotLeaderError, without_frames
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
-from kvstore.native import fast
 from kvstore.network.addresses import split_address
 from kvstore.ports import what_answers
 from kvstore.process.background import in_one_piece
@@ -360,16 +359,13 @@ class MasterStub:
     # --- the lane ------------------------------------------------------------------------------
 
     def _take(self) -> LaneConnection | None:
-        """An idle connection whose other end is still open, if there is one."""
+        """An idle connection, if there is one; its other end may have closed it since."""
         while True:
             try:
                 connection = self._idle.pop()
             except IndexError:
                 return None
-            # A compiled exchange checks by itself whether the other end is still open.
-            if connection.generation == self._link.generation and (
-                fast is not None or connection.is_quiet()
-            ):
+            if connection.generation == self._link.generation:
                 return connection
             self._drop(connection)
 

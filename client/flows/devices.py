@@ -31,9 +31,7 @@ from kvstore.client.flows.objects import (
     ObjectReads,
     ObjectWrites,
     Outcome,
-    header_of,
     headers,
-    is_whole,
 )
 from kvstore.client.flows.steps import Ready
 from kvstore.client.values import Payload
@@ -46,6 +44,7 @@ from kvstore.limits import Namespace
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE, Header
 from kvstore.memory.raw import address_of
 from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
+from kvstore.native.rows import header_of, write_header
 from kvstore.process.stopping import check_current
 from kvstore.transport.base import Move, Transport
 from kvstore.transport.device import DeviceTransport, Lent
@@ -70,17 +69,18 @@ class DeviceReads(ObjectReads):
 
     __slots__ = ()
 
-    def in_one_go(self, transport: Transport, deadline: float) -> bool:
+    def run(self, transport: Transport, deadline: float) -> None:
         values = _values(self.rows)
         if not values:
-            return super().in_one_go(transport, deadline)
+            super().run(transport, deadline)
+            return
         device = values[0].device
         outcomes: list[Outcome] = []
         if isinstance(transport, DeviceTransport) and transport.is_on(self.segment, device):
             for group in _groups(self.rows, GROUP_BYTES):
                 outcomes += self._within(group, device, transport, deadline)
-            self.done = outcomes
-            return True
+            self.outcomes = outcomes
+            return
         with (
             _straight(device, transport, self.segment) as locked,
             _UnderWay(device, deadline) as under_way,
@@ -95,8 +95,7 @@ class DeviceReads(ObjectReads):
                         outcomes += self._staged(part, device, transport, deadline)
         if locked is not None:
             transport.memory(self.segment)  # raises, if the segment was unmounted meanwhile
-        self.done = outcomes
-        return True
+        self.outcomes = outcomes
 
     def _straight(
         self, group: list[ReadRow], under_way: _UnderWay, transport: Transport, locked: Locked
@@ -109,24 +108,8 @@ class DeviceReads(ObjectReads):
         under_way.copy(Way.LOAD, there, locked.base, locked)
         if not self.verify or not there:
             return found
-        return self._verified(bare, found, transport, memory, under_way.deadline)
-
-    def _verified(
-        self,
-        bare: list[ReadRow],
-        found: list[Outcome],
-        transport: Transport,
-        memory: memoryview,
-        deadline: float,
-    ) -> list[Outcome]:
-        """The outcomes, with the payloads compared with their checksums where they are."""
-        done = transport.read_objects(self.segment, self.namespace, bare, True, deadline)
-        if done is not None:
-            return done
-        return [
-            CORRUPT if isinstance(each, bytes) and not is_whole(memory, self.segment, row) else each
-            for row, each in zip(bare, found, strict=True)
-        ]
+        deadline = under_way.deadline
+        return transport.read_objects(self.segment, self.namespace, bare, True, deadline)
 
     def _within(
         self, group: list[ReadRow], device: Device, transport: DeviceTransport, deadline: float
@@ -147,9 +130,8 @@ class DeviceReads(ObjectReads):
         with _room(device, _payload_bytes(group), deadline) as room:
             reads = ObjectReads(self.segment, self.namespace, verify=self.verify)
             reads.rows = _into(group, room.memory)
-            if not reads.in_one_go(transport, deadline):
-                reads.move_by_move(transport, deadline)
-            outcomes = reads.outcomes()
+            reads.run(transport, deadline)
+            outcomes = reads.outcomes
             there = [isinstance(found, bytes) for found in outcomes]
             room.copy(Way.LOAD, group, there, deadline)
         return outcomes
@@ -166,22 +148,21 @@ class DeviceLooks(ObjectReads):
         self.lent: list[Lent | None] = []
         """Per row, its memory, if it has been found."""
 
-    def in_one_go(self, transport: Transport, deadline: float) -> bool:
-        """As ``Transfer.in_one_go``; nothing is found on another way than the device's own."""
+    def run(self, transport: Transport, deadline: float) -> None:
+        """As ``Transfer.run``; nothing is found on another way than the device's own."""
         self.lent = [None] * len(self.rows)
-        self.done = [STALE for _ in self.rows]
+        self.outcomes = [STALE for _ in self.rows]
         if not isinstance(transport, DeviceTransport):
-            return True
+            return
         with transport.lent(self.segment, _extents(self.rows), deadline) as (ranges, check):
             found = _headers_on(self, self.rows, ranges, deadline, check)
-            self.done = _checked_on(self, self.rows, found, ranges, deadline, check)
+            self.outcomes = _checked_on(self, self.rows, found, ranges, deadline, check)
             self.lent = [
                 transport.lend(self.segment, row[0] + HEADER_BYTES, row[1])
                 if isinstance(outcome, bytes)
                 else None
-                for row, outcome in zip(self.rows, self.done, strict=True)
+                for row, outcome in zip(self.rows, self.outcomes, strict=True)
             ]
-        return True
 
 
 class DeviceWrites(ObjectWrites):
@@ -189,15 +170,16 @@ class DeviceWrites(ObjectWrites):
 
     __slots__ = ()
 
-    def in_one_go(self, transport: Transport, deadline: float) -> bool:
+    def run(self, transport: Transport, deadline: float) -> None:
         values = _values(self.rows)
         if not values:
-            return super().in_one_go(transport, deadline)
+            super().run(transport, deadline)
+            return
         device = values[0].device
         if isinstance(transport, DeviceTransport) and transport.is_on(self.segment, device):
             for group in _groups(self.rows, GROUP_BYTES):
                 self._within(group, device, transport, deadline)
-            return True
+            return
         unsealed: deque[list[WriteRow]] = deque()
         with (
             _straight(device, transport, self.segment) as locked,
@@ -210,14 +192,13 @@ class DeviceWrites(ObjectWrites):
                     unsealed.append(group)
                     if len(unsealed) > 1:  # of one, checksums are computed while the next is copied
                         under_way.settle(all_but=1)
-                        self.seal(_bare(unsealed.popleft()), transport, deadline)
+                        self._seal(unsealed.popleft(), transport, deadline)
                 else:
                     for part in _groups(group, device.ring.slot_bytes):
                         self._staged(part, device, transport, deadline)
             under_way.settle()
             for group in unsealed:
-                self.seal(_bare(group), transport, deadline)
-        return True
+                self._seal(group, transport, deadline)
 
     def _within(
         self, group: list[WriteRow], device: Device, transport: DeviceTransport, deadline: float
@@ -229,11 +210,11 @@ class DeviceWrites(ObjectWrites):
             with _UnderWay(device, deadline) as under_way:
                 under_way.copy(Way.SAVE, group, ranges.base)
             payloads = [(row[0] + HEADER_BYTES, row[1]) for row in group]
-            heads: list[Move] = []
-            for row, hasher in zip(group, ranges.hashed(payloads, deadline, check), strict=True):
-                head = bytearray(HEADER_BYTES)
-                self._pack(row, head, hasher)
-                heads.append(Move(row[0], memoryview(head)))
+            heads = [Move(row[0], memoryview(bytearray(HEADER_BYTES))) for row in group]
+            hashers = ranges.hashed(payloads, deadline, check)
+            for row, head, hasher in zip(group, heads, hashers, strict=True):
+                checksum = hasher.intdigest()
+                write_header(head.buffer, self.segment.seed, self.namespace, row, checksum)
             ranges.write(heads, deadline, check)
 
     def _begin(
@@ -245,6 +226,10 @@ class DeviceWrites(ObjectWrites):
             memory[row[0] : row[0] + len(WIPE)] = WIPE
         under_way.copy(Way.SAVE, group, locked.base, locked)
 
+    def _seal(self, group: list[WriteRow], transport: Transport, deadline: float) -> None:
+        """Writes the headers of objects whose payloads are in their places."""
+        transport.write_objects(self.segment, self.namespace, _bare(group), deadline)
+
     def _staged(
         self, group: list[WriteRow], device: Device, transport: Transport, deadline: float
     ) -> None:
@@ -252,8 +237,7 @@ class DeviceWrites(ObjectWrites):
             room.copy(Way.SAVE, group, [True] * len(group), deadline)
             writes = ObjectWrites(self.segment, self.namespace, deadline)
             writes.rows = _into(group, room.memory)
-            if not writes.in_one_go(transport, deadline):
-                writes.move_by_move(transport, deadline)
+            writes.run(transport, deadline)
 
 
 def _headers_on(
@@ -268,7 +252,7 @@ def _headers_on(
     moves = [Move(row[0], memoryview(head)) for row, head in zip(group, heads, strict=True)]
     ranges.read(moves, deadline, check)
     return [
-        header_of(head, reads.segment, reads.namespace, row)
+        header_of(head, reads.segment.seed, reads.namespace, row)
         for row, head in zip(group, heads, strict=True)
     ]
 

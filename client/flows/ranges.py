@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 
-from kvstore.client.flows.objects import is_of
 from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.reading import (
     ATTEMPTS,
@@ -22,7 +21,8 @@ from kvstore.client.flows.reading import (
 from kvstore.client.flows.steps import Context, Flow, Transfer, carry_out
 from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
-from kvstore.memory.header import HEADER_BYTES, unpack
+from kvstore.memory.header import HEADER_BYTES
+from kvstore.native.rows import header_of
 from kvstore.transport.base import Move
 
 
@@ -115,6 +115,5 @@ def get_ranges(
 
 
 def _is_there(parts: Parts, placed: Placed, replica: Replica, namespace: Namespace) -> bool:
-    header = unpack(parts.head, replica.segment.seed, replica.offset)
     row = (replica.offset, placed.size, placed.epoch, placed.counter, parts.key, None)
-    return header is not None and is_of(header, namespace, row)
+    return header_of(parts.head, replica.segment.seed, namespace, row) is not None

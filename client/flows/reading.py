@@ -330,7 +330,7 @@ def _finish(context: Context, group: _Group) -> list[Target]:
     again: list[Target] = []
     reads, targets = group
     now = context.clock()
-    for (target, known, replica), outcome in zip(targets, reads.outcomes(), strict=True):
+    for (target, known, replica), outcome in zip(targets, reads.outcomes, strict=True):
         if now >= known.until:
             context.count("late_reads")
         elif isinstance(outcome, bytes):

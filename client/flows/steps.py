@@ -51,7 +51,7 @@ class Transfer:
     The subclasses in ``kvstore.client.flows.objects`` move whole objects.
     """
 
-    __slots__ = ("_moves", "deadline", "segment", "write")
+    __slots__ = ("deadline", "moves", "segment", "write")
 
     def __init__(
         self, segment: SegmentInfo, moves: list[Move], write: bool, deadline: float | None = None
@@ -60,29 +60,10 @@ class Transfer:
         self.segment = segment
         self.write = write
         self.deadline = deadline
-        self._moves: list[Move] | None = moves
+        self.moves = moves
 
-    @property
-    def moves(self) -> list[Move]:
-        """The transfer as single moves."""
-        if self._moves is None:
-            self._moves = self._made()
-        return self._moves
-
-    def _made(self) -> list[Move]:
-        raise NotImplementedError
-
-    def in_one_go(self, transport: Transport, deadline: float) -> bool:
-        """Have ``transport`` carry it out as a whole; False: it cannot, go move by move.
-
-        Raises:
-            As ``Transport.read`` and ``write``.
-        """
-        del transport, deadline
-        return False
-
-    def move_by_move(self, transport: Transport, deadline: float) -> None:
-        """Have ``transport`` carry it out move by move, if it cannot do so ``in_one_go``.
+    def run(self, transport: Transport, deadline: float) -> None:
+        """Have ``transport`` carry it out.
 
         Raises:
             As ``Transport.read`` and ``write``.

@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows import reading
 from kvstore.client.flows.devices import DeviceLooks
-from kvstore.client.flows.objects import headers, is_whole
+from kvstore.client.flows.objects import headers
 from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.reading import Bad, GetOptions, read_values, tensor_of, unreadable
 from kvstore.client.flows.steps import Context, Flow
@@ -26,7 +26,7 @@ from kvstore.errors import InvalidRangeError, SegmentGoneError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.memory.raw import address_of
-from kvstore.native.kinds import CORRUPT, STALE, ReadRow
+from kvstore.native.kinds import STALE, ReadRow
 
 
 class _Looks(NamedTuple):
@@ -106,15 +106,10 @@ def _look(
     try:
         memory = context.pool.memory(segment)
         mounted = context.pool.watch(segment)
-        found = headers(memory, segment, namespace, rows)
+        found = headers(memory, segment, namespace, rows, verify=context.verify_views)
     except (SegmentGoneError, InvalidRangeError):
         context.segments.forget(segment)
         return [index for index, _, _ in of]
-    if context.verify_views:
-        for at, row in enumerate(rows):
-            if isinstance(found[at], bytes) and not is_whole(memory, segment, row):
-                reading.mismatch(context, namespace, Key(row[4]), of[at][2])
-                found[at] = CORRUPT
     base = address_of(shown)
     read_only = shown.toreadonly()
     stale: list[int] = []
@@ -128,6 +123,8 @@ def _look(
         if not isinstance(descriptor, bytes):
             if descriptor == STALE:
                 context.count("stale_reads")
+            else:
+                reading.mismatch(context, namespace, Key(key), replica)
             bad.setdefault(index, []).append(Bad(Key(key), placed, replica))
             stale.append(index)
             continue
@@ -197,7 +194,7 @@ def _lend(
     """Puts tensors over the objects that were found into ``views``, and watches them."""
     held: list[Watched] = []
     now = context.clock()
-    rows = zip(of, looks.outcomes(), looks.lent, strict=True)
+    rows = zip(of, looks.outcomes, looks.lent, strict=True)
     for (index, placed, offset), descriptor, lent in rows:
         if lent is None or not isinstance(descriptor, bytes) or now >= placed.until:
             continue

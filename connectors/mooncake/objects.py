@@ -17,7 +17,7 @@ from kvstore.connectors.engine.guard import Guard
 from kvstore.connectors.mooncake.names import BufferHandle, Code, ReplicateConfig, code_of
 from kvstore.errors import BufferMismatchError, ClosedError, KVStoreError, ValueTooLargeError
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, REPLICAS_MAX
-from kvstore.memory.regions import overlap
+from kvstore.native import steps
 
 log = logging.getLogger("kvstore.mooncake")
 
@@ -172,7 +172,7 @@ class Objects:
 
     def get_into(self, keys: Sequence[str], buffers: Sequence[Payload | Code]) -> list[int]:
         host = [part for each in buffers if isinstance(each, list) for part in each]
-        if len(keys) != len(buffers) or overlap(host) is not None:
+        if len(keys) != len(buffers) or steps.overlap(host) is not None:
             return [Code.INVALID_PARAMS] * len(keys)
         codes: list[int] = [
             each if isinstance(each, Code) else Code.OBJECT_NOT_FOUND for each in buffers

@@ -85,7 +85,7 @@ def _compiled() -> Finding:
     if os.environ.get("KVSTORE_NATIVE") == "0":
         return ok(subject, "not used, because KVSTORE_NATIVE=0")
     missing = []
-    if native.fast is None:
+    if not native.is_compiled:
         missing.append("the steps of the hot path")
     if not compiled.library(str(_STATE)).exists():
         missing.append("the master's state")

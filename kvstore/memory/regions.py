@@ -1,14 +1,12 @@
-"""Regions of this process's memory: disjoint ones, found by address; and which of some are not."""
+"""Regions of this process's memory: disjoint ones, found by address."""
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 from kvstore.memory.raw import address_of
-from kvstore.native import fast
 
 
 class Region(NamedTuple):
@@ -67,19 +65,6 @@ class Regions:
 
     def __bool__(self) -> bool:
         return bool(self._regions)
-
-
-def overlap(buffers: list[memoryview]) -> tuple[int, int] | None:
-    """Two of these that share a byte, as their places in the list; None: no two do."""
-    if fast is not None:
-        return fast.overlap(buffers)
-    spans = sorted(
-        (address_of(each), len(each), index) for index, each in enumerate(buffers) if len(each)
-    )
-    for (start, size, index), (after, _, other) in pairwise(spans):
-        if start + size > after:
-            return index, other
-    return None
 
 
 def _start(region: Region) -> int:

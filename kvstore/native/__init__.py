@@ -1,9 +1,9 @@
-"""The compiled steps of the hot path: ``fast``, or None where they were not built.
+"""The steps of the hot path, ``steps``: compiled (``fast``), or in Python (``slow``).
 
 ``pip install`` compiles them where a C compiler and Python's headers are; without, or with the
 variable ``KVSTORE_NATIVE=0`` (to compare, and to look for a fault; the module itself looks at it),
-their twins in Python do the same, slower. Both are tested against each other, and
-``docs/performance.md`` says what they gain.
+those in Python do the same, slower. Callers see no difference: one suite tests both, and
+``docs/performance.md`` says what the compiled ones gain.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from __future__ import annotations
 import importlib
 from typing import Final, cast
 
-from kvstore.native.kinds import CLOCK, Fast
+from kvstore.native.kinds import CLOCK, Steps
 
 
-def _load() -> Fast | None:
+def _load() -> Steps:
     try:
         found = importlib.import_module("kvstore.native.fast")
     except ImportError:
-        return None
+        found = None
     # An older build compares deadlines with another clock than ``kvstore.clocks``.
-    return cast(Fast, found) if getattr(found, "CLOCK", None) == CLOCK else None
+    if getattr(found, "CLOCK", None) != CLOCK:
+        found = importlib.import_module("kvstore.native.slow")
+    return cast(Steps, found)
 
 
-fast: Final = _load()
+steps: Final = _load()
+is_compiled: Final = hasattr(steps, "CLOCK")

@@ -1,5 +1,5 @@
-/* The steps of the hot path that Python is too slow for. Everything here has a twin in Python, named
- * beside it, which is used where this module was not built; tests/unit/test_native.py compares them.
+/* The steps of the hot path that Python is too slow for: kvstore.native.kinds.Steps says what each
+ * does. slow.py has the same, for where this module was not built; tests/unit/test_native.py tests both.
  *
  * Nothing here decides: the callers say what is refused, retried or waited for. */
 #define PY_SSIZE_T_CLEAN
@@ -89,7 +89,7 @@ static int start_batch(Batch *batch, PyObject *rows, Py_ssize_t threads) {
 
 PyDoc_STRVAR(read_objects_doc,
 "read_objects(memory, generation, seed, namespace, rows, verify, deadline, threads)\n"
-"See kvstore.native.kinds.Fast.");
+"See kvstore.native.kinds.Steps.");
 
 static PyObject *read_objects(PyObject *self, PyObject *args) {
     Batch batch = {.write = 0};
@@ -115,7 +115,7 @@ static PyObject *read_objects(PyObject *self, PyObject *args) {
 
 PyDoc_STRVAR(write_objects_doc,
 "write_objects(memory, generation, seed, namespace, rows, deadline, threads)\n"
-"See kvstore.native.kinds.Fast.");
+"See kvstore.native.kinds.Steps.");
 
 static PyObject *write_objects(PyObject *self, PyObject *args) {
     Batch batch = {.write = 1};
@@ -137,9 +137,8 @@ static PyObject *write_objects(PyObject *self, PyObject *args) {
 
 /* --- keys -------------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(pack_keys_doc, "pack_keys(keys)\nSee kvstore.native.kinds.Fast.");
+PyDoc_STRVAR(pack_keys_doc, "pack_keys(keys)\nSee kvstore.native.kinds.Steps.");
 
-/* twin: kvstore.wire.packed.pack_keys */
 static PyObject *pack_keys(PyObject *self, PyObject *keys) {
     (void)self;
     PyObject *items = PySequence_Fast(keys, "keys are a sequence");
@@ -175,9 +174,8 @@ irregular:
 #endif
 
 PyDoc_STRVAR(get_many_doc, "get_many(shards, mask, data, stride)\n"
-                           "See kvstore.native.kinds.Fast.");
+                           "See kvstore.native.kinds.Steps.");
 
-/* twin: kvstore.master.state.records.NamespaceTable.get_many */
 static PyObject *get_many(PyObject *self, PyObject *args) {
     PyObject *shards;
     Py_ssize_t mask, stride;
@@ -217,9 +215,8 @@ static PyObject *get_many(PyObject *self, PyObject *args) {
 /* --- the lane ----------------------------------------------------------------------------------- */
 
 PyDoc_STRVAR(exchange_doc, "exchange(fd, request, call_id, spin, deadline, length_max)\n"
-                           "See kvstore.native.kinds.Fast.");
+                           "See kvstore.native.kinds.Steps.");
 
-/* twin: kvstore.client.calling.stub._LaneConnection.exchange */
 static PyObject *exchange(PyObject *self, PyObject *args) {
     int fd;
     Py_buffer request;
@@ -307,9 +304,8 @@ static int by_start(const void *left, const void *right) {
     return (one->start > other->start) - (one->start < other->start);
 }
 
-PyDoc_STRVAR(overlap_doc, "overlap(buffers)\nSee kvstore.native.kinds.Fast.");
+PyDoc_STRVAR(overlap_doc, "overlap(buffers)\nSee kvstore.native.kinds.Steps.");
 
-/* twin: kvstore.memory.regions.overlap */
 static PyObject *overlap(PyObject *self, PyObject *buffers) {
     (void)self;
     if (!PyList_CheckExact(buffers)) {
@@ -346,7 +342,7 @@ static PyObject *overlap(PyObject *self, PyObject *buffers) {
 
 /* --- the module -------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(xxh3_64_doc, "xxh3_64(data, seed=0)\nSee kvstore.native.kinds.Fast.");
+PyDoc_STRVAR(xxh3_64_doc, "xxh3_64(data, seed=0)\nSee kvstore.native.kinds.Steps.");
 
 static PyObject *xxh3_64(PyObject *self, PyObject *args) {
     Py_buffer data;

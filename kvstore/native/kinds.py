@@ -1,4 +1,4 @@
-"""The types of ``kvstore.native.fast``, for type checkers: that module may not be built."""
+"""What the steps of the hot path take and answer, compiled or not."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ WriteRow = tuple[int, int, int, int, bytes, Buffers | None, bytes, bytes]
 then the parent's key (empty: a root) and the descriptor."""
 
 
-class Fast(Protocol):
-    """See ``fast.c``. All functions may be called by any thread."""
+class Steps(Protocol):
+    """See ``fast.c`` and ``slow``. All functions may be called by any thread."""
 
     def read_objects(
         self,

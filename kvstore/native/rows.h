@@ -85,7 +85,7 @@ static int interrupted(const Batch *batch) {
     return now_ns() >= batch->deadline_ns ? LATE : DONE;
 }
 
-/* twin: kvstore.memory.header.unpack, and kvstore.client.flows.objects.is_of. Reads shared memory once:
+/* As kvstore.native.rows.header_of. Reads shared memory once:
  * what is checked is what is kept. */
 static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint64_t *checksum) {
     uint8_t *head = row->found;
@@ -114,7 +114,7 @@ static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint
     return WHOLE;
 }
 
-/* twin: kvstore.memory.header.pack_into */
+/* As kvstore.native.rows.write_header. */
 static void pack_header(uint8_t *head, size_t *size, const Row *row, const Batch *batch, uint64_t checksum) {
     uint16_t sizes[6] = {FORMAT_VERSION, 0, (uint16_t)batch->name_size, (uint16_t)row->key_size,
                          (uint16_t)row->parent_size, (uint16_t)row->descriptor_size};

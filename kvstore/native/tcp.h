@@ -1,5 +1,5 @@
-/* Both ends of kvstore.transport.tcp_protocol, from the first byte of a request to the last of its
- * answer. Twins: kvstore.transport.tcp_client.ClientConnection, tcp_connection.Connection. */
+/* Both ends of kvstore.network.tcp_protocol, from the first byte of a request to the last of its
+ * answer. */
 #ifndef KVSTORE_TCP_H
 #define KVSTORE_TCP_H
 
@@ -395,7 +395,7 @@ done:
 }
 
 PyDoc_STRVAR(tcp_read_doc, "tcp_read(fd, size, seed, namespace, rows, verify, deadline, stall, spin)\n"
-                           "See kvstore.native.kinds.Fast.");
+                           "See kvstore.native.kinds.Steps.");
 
 static PyObject *tcp_read(PyObject *self, PyObject *args) {
     Batch batch = {.write = 0};
@@ -412,7 +412,7 @@ static PyObject *tcp_read(PyObject *self, PyObject *args) {
 }
 
 PyDoc_STRVAR(tcp_write_doc, "tcp_write(fd, size, seed, namespace, rows, deadline, stall, spin)\n"
-                            "See kvstore.native.kinds.Fast.");
+                            "See kvstore.native.kinds.Steps.");
 
 static PyObject *tcp_write(PyObject *self, PyObject *args) {
     Batch batch = {.write = 1};
@@ -587,7 +587,7 @@ static int serve_request(Served *served, uint64_t *ranges, int *idle) {
 }
 
 PyDoc_STRVAR(serve_doc, "serve(fd, file, memory, generation, cut, counts, stall, idle)\n"
-                        "See kvstore.native.kinds.Fast.");
+                        "See kvstore.native.kinds.Steps.");
 
 static PyObject *serve(PyObject *self, PyObject *args) {
     Served served = {0};

@@ -46,12 +46,12 @@ from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.memory.entries import ENTRY_GONE
 from kvstore.memory.header import Owner
 from kvstore.memory.segment import Segment, is_believed
+from kvstore.network.tcp_protocol import DATA_PROTOCOL_VERSION
 from kvstore.node import inventory
 from kvstore.node.masters import Masters
 from kvstore.node.stream import NodeStream
 from kvstore.process.background import start_task
 from kvstore.transport.mooncake.server import EngineServer
-from kvstore.transport.tcp_protocol import DATA_PROTOCOL_VERSION
 from kvstore.transport.tcp_server import DataServer
 
 log = logging.getLogger("kvstore.node")

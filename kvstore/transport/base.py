@@ -48,9 +48,6 @@ class Move:
     hasher: Hasher | None = None
     """Gets every byte of this move, in order, in the pass that copies it. Several moves in a row
     may share one."""
-    prepare: Callable[[], None] | None = None
-    """Writes only: called after every earlier move has been hashed and before this buffer is
-    read; fills ``buffer`` in place (the header, whose checksum the moves before it produced)."""
 
 
 class Transport(ABC):
@@ -60,8 +57,6 @@ class Transport(ABC):
     maps: bool = False
     """Whether the segments that it reaches are in this address space: then ``memory``, ``view`` and
     ``watch`` show them."""
-    reads_in_one_batch: bool = False
-    """Whether headers and payloads are read together, because each batch costs a round trip."""
 
     @abstractmethod
     def reaches(self, segment: SegmentInfo) -> bool:
@@ -84,6 +79,7 @@ class Transport(ABC):
             As ``read``; see ``settled`` above.
         """
 
+    @abstractmethod
     def read_objects(
         self,
         segment: SegmentInfo,
@@ -91,29 +87,27 @@ class Transport(ABC):
         rows: list[ReadRow],
         verify: bool,
         deadline: float,
-    ) -> list[bytes | int] | None:
-        """Read whole objects in one go: per row its descriptor, or ``STALE`` or ``CORRUPT``. None:
-        this transport cannot do that now; use ``read``.
+    ) -> list[bytes | int]:
+        """Read whole objects: per row its descriptor, or ``STALE`` or ``CORRUPT``.
 
         Args:
-            rows: each with buffers.
+            rows: each with buffers, unless the transport ``maps``.
             verify: payloads, too, and not only headers.
 
         Raises:
             As ``read``.
         """
-        return None
 
+    @abstractmethod
     def write_objects(
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
-    ) -> bool:
-        """Write whole objects in one go: each wiped, then its payload, then its header. False: this
-        transport cannot, and nothing was written.
+    ) -> None:
+        """Write whole objects: each wiped, then its payload, then its header, so that a valid
+        header has a complete payload behind it.
 
         Raises:
             As ``write``.
         """
-        return False
 
     def memory(self, segment: SegmentInfo) -> memoryview:
         """All of a segment that is reached, writable, where it ``maps``. Stays mapped as ``view``.

@@ -45,7 +45,8 @@ from kvstore.memory.header import (
 from kvstore.network.host import host_id
 from kvstore.process.background import in_one_piece
 from kvstore.process.stopping import check_current
-from kvstore.transport.base import Move, Transport
+from kvstore.transport.base import Move
+from kvstore.transport.by_moves import ByMoves
 from kvstore.transport.on_device import DeviceRanges
 from kvstore.transport.pieces import deadline_exceeded, invalid_range, segment_gone
 
@@ -211,12 +212,11 @@ class Attachment:
         os.close(self._fd)
 
 
-class DeviceTransport(Transport):
+class DeviceTransport(ByMoves):
     """To segments in the memory of this host's devices. Whatever fails here is settled: no byte
     lands after a call, unless the device has failed. Threads: any."""
 
     name: str = "device"
-    reads_in_one_batch: bool = True
 
     def __init__(self, ring_bytes: int) -> None:
         """``ring_bytes``: page-locked memory, per device, for bytes that go to or from the host."""

@@ -93,9 +93,6 @@ class DeviceRanges:
                     batch = _Batch(address_of(half))
                     for at, (row, start, size) in _laid_out(pieces):
                         move = moves[row]
-                        if move.prepare is not None and not start:
-                            queued += self._send(batch)  # what the header describes goes first
-                            move.prepare()
                         piece = move.buffer[start : start + size]
                         if move.hasher is not None:
                             feed(move.hasher, piece)

@@ -22,7 +22,7 @@ from kvstore.clocks import uptime
 from kvstore.errors import ClosedError, NodeUnreachableError, SegmentGoneError
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.mapping import Mapping
-from kvstore.native import fast
+from kvstore.native import steps
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.network.host import host_id
 from kvstore.process.background import in_one_piece
@@ -88,14 +88,12 @@ class ShmTransport(Transport):
         rows: list[ReadRow],
         verify: bool,
         deadline: float,
-    ) -> list[bytes | int] | None:
+    ) -> list[bytes | int]:
         """As ``Transport.read_objects``."""
-        if fast is None:
-            return None
         memory = self.memory(segment)
         outcomes: list[bytes | int] = []
         for some in _stoppable(rows):
-            done = fast.read_objects(
+            done = steps.read_objects(
                 memory, segment.generation, segment.seed, namespace, some, verify, deadline,
                 COPY_THREADS,
             )  # fmt: skip
@@ -106,18 +104,15 @@ class ShmTransport(Transport):
 
     def write_objects(
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
-    ) -> bool:
+    ) -> None:
         """As ``Transport.write_objects``."""
-        if fast is None:
-            return False
         memory = self.memory(segment)
         for some in _stoppable(rows):
-            ended = fast.write_objects(
+            ended = steps.write_objects(
                 memory, segment.generation, segment.seed, namespace, some, deadline, COPY_THREADS
             )
             if ended:
                 raise batch_ended(ended, segment)
-        return True
 
     def memory(self, segment: SegmentInfo) -> memoryview:
         """As ``Transport.memory``."""
@@ -235,8 +230,6 @@ class ShmTransport(Transport):
         check_moves(segment, moves)
         try:
             for move in moves:
-                if is_write and move.prepare is not None:
-                    move.prepare()
                 _copy(segment, mapping, move, deadline, is_write=is_write)
         except SegmentGoneError:
             if self._closed:

@@ -16,13 +16,12 @@ from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
 from kvstore.memory.header import HEADER_BYTES
-from kvstore.native import fast
 from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.network.tcp_protocol import RANGES_MAX
 from kvstore.process.stopping import Bell, Known, Stop, current
 from kvstore.transport.base import Move, Transport
 from kvstore.transport.pieces import check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
-from kvstore.transport.tcp_protocol import RANGES_MAX
 
 CONNECTIONS_MAX: Final = 8
 """Per segment; further calls wait for one. One stream saturates what one core can receive and hash,
@@ -99,26 +98,21 @@ class TcpTransport(Transport):
         rows: list[ReadRow],
         verify: bool,
         deadline: float,
-    ) -> list[bytes | int] | None:
+    ) -> list[bytes | int]:
         """As ``Transport.read_objects``; errors as ``read``."""
-        if fast is None:
-            return None
         done: list[bytes | int] = []
         with self._lend(segment, deadline) as connection:
             for batch in _row_batches(segment, rows, RANGES_MAX):
-                done += connection.read_objects(fast, namespace, batch, verify, deadline)
+                done += connection.read_objects(namespace, batch, verify, deadline)
         return done
 
     def write_objects(
         self, segment: SegmentInfo, namespace: str, rows: list[WriteRow], deadline: float
-    ) -> bool:
+    ) -> None:
         """As ``Transport.write_objects``; errors as ``write``."""
-        if fast is None:
-            return False
         with self._lend(segment, deadline) as connection:
             for batch in _row_batches(segment, rows, RANGES_MAX // 3):
-                connection.write_objects(fast, namespace, batch, deadline)
-        return True
+                connection.write_objects(namespace, batch, deadline)
 
     def forget(self, segment: SegmentInfo) -> None:
         """As ``Transport.forget``; calls under way go on and their connections close after them."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -20,22 +19,14 @@ from kvstore.errors import (
     NodeUnreachableError,
     PermissionDeniedError,
 )
-from kvstore.native.kinds import (
-    ANSWERED,
-    ENDED,
-    REFUSED,
-    TIMED_OUT,
-    UNASKED,
-    Fast,
-    ReadRow,
-    WriteRow,
-)
+from kvstore.native import slow, steps
+from kvstore.native.kinds import ANSWERED, ENDED, REFUSED, TIMED_OUT, UNASKED, ReadRow, WriteRow
 from kvstore.network import names
-from kvstore.transport import tcp_protocol as protocol
+from kvstore.network import tcp_protocol as protocol
+from kvstore.network.stream import EndedError, StalledError, Stream
+from kvstore.network.tcp_protocol import Hello, Op, RefusedError, Status
 from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.pieces import deadline_exceeded, feed, segment_gone, windows
-from kvstore.transport.stream import EndedError, StalledError, Stream
-from kvstore.transport.tcp_protocol import Hello, Op, Status
 from kvstore.wire.spinning import SpinGauge
 
 STALL_S: Final = 1.0
@@ -69,15 +60,7 @@ SPIN_S: Final = 200e-6
 
 _STATUSES: Final = frozenset(Status)
 _Exchanged = tuple[int, int, int, list[bytes | int] | None]
-"""As ``Fast.tcp_read`` and ``Fast.tcp_write`` return."""
-
-
-class _RefusedError(Exception):
-    """The server answered with this status (None: with something else), and closes."""
-
-    def __init__(self, status: Status | None) -> None:
-        super().__init__(status)
-        self.status = status
+"""As ``Steps.tcp_read`` and ``Steps.tcp_write`` return."""
 
 
 class ClientConnection:
@@ -101,22 +84,38 @@ class ClientConnection:
         self._is_interrupted = False
         self._is_settled = True
         """Whether no byte of what was sent can still land."""
-        self._status = memoryview(bytearray(protocol.STATUS_BYTES))
         self._gauge = SpinGauge()
 
     def read(self, moves: Sequence[Move], deadline: float) -> None:
         """One READ of 1 to ``RANGES_MAX`` moves. Errors as ``TcpTransport.read``."""
-        try:
-            self._read(moves, deadline)
-        except (OSError, _RefusedError) as error:
-            raise self._explained(error, deadline) from error
+
+        def receive(stream: Stream) -> None:
+            for window in _windows(moves, RECEIVE_BYTES):
+                stream.receive([piece for _, piece in window], deadline)
+                _hash(window, moves)
+
+        self._request(Op.READ, moves, receive, deadline)
 
     def write(self, moves: Sequence[Move], deadline: float) -> None:
         """One WRITE of 1 to ``RANGES_MAX`` moves. Errors as ``TcpTransport.write``."""
-        try:
-            self._write(moves, deadline)
-        except (OSError, _RefusedError) as error:
-            raise self._explained(error, deadline) from error
+
+        def send(stream: Stream) -> None:
+            for window in _windows(moves, SEND_BYTES):
+                _hash(window, moves)
+                stream.send([piece for _, piece in window], deadline)
+
+        self._request(Op.WRITE, moves, send, deadline)
+
+    def _request(
+        self, op: Op, moves: Sequence[Move], move: Callable[[Stream], None], deadline: float
+    ) -> None:
+        ranges = [(each.offset, len(each.buffer)) for each in moves]
+
+        def request(fd: int, spin_s: float) -> _Exchanged:
+            del spin_s
+            return *slow.request(fd, op, ranges, move, deadline, self._stall_s), None
+
+        self._exchange(request, deadline)
 
     def greet(self, deadline: float) -> None:
         """Connects and says hello, unless the connection is open and greeted. Errors as
@@ -126,7 +125,7 @@ class ClientConnection:
         self.close()
         try:
             self._connect(deadline)
-        except (OSError, _RefusedError) as error:
+        except (OSError, RefusedError) as error:
             raise self._explained(error, deadline) from error
 
     @property
@@ -144,13 +143,13 @@ class ClientConnection:
         return self._stream is not None and self._stream.is_quiet()
 
     def read_objects(
-        self, fast: Fast, namespace: str, rows: list[ReadRow], verify: bool, deadline: float
+        self, namespace: str, rows: list[ReadRow], verify: bool, deadline: float
     ) -> list[bytes | int]:
         """One READ of whole objects. Errors as ``TcpTransport.read``."""
         segment = self._segment
 
         def read(fd: int, spin_s: float) -> _Exchanged:
-            return fast.tcp_read(
+            return steps.tcp_read(
                 fd, segment.size, segment.seed, namespace, rows, verify, deadline,
                 self._stall_s, spin_s,
             )  # fmt: skip
@@ -159,14 +158,12 @@ class ClientConnection:
         assert outcomes is not None
         return outcomes
 
-    def write_objects(
-        self, fast: Fast, namespace: str, rows: list[WriteRow], deadline: float
-    ) -> None:
+    def write_objects(self, namespace: str, rows: list[WriteRow], deadline: float) -> None:
         """One WRITE of whole objects. Errors as ``TcpTransport.write``."""
         segment = self._segment
 
         def write(fd: int, spin_s: float) -> _Exchanged:
-            return fast.tcp_write(
+            return steps.tcp_write(
                 fd, segment.size, segment.seed, namespace, rows, deadline, self._stall_s, spin_s
             )
 
@@ -175,7 +172,7 @@ class ClientConnection:
     def _exchange(
         self, exchange: Callable[[int, float], _Exchanged], deadline: float
     ) -> list[bytes | int] | None:
-        """Runs a compiled exchange on the open connection, or on a new one if that has ended."""
+        """Runs an exchange on the open connection, or on a new one if that has ended."""
         try:
             stream = self._stream or self._connect(deadline)
             while True:
@@ -193,13 +190,13 @@ class ClientConnection:
                     self._gauge.hit() if number else self._gauge.missed()
                 return outcomes
             if status == REFUSED:
-                raise _RefusedError(Status(number) if number in _STATUSES else None)
+                raise RefusedError(Status(number) if number in _STATUSES else None)
             if status == TIMED_OUT:
                 raise StalledError(0)
             if status == ENDED:
                 raise EndedError(0)
             raise OSError(number, os.strerror(number))
-        except (OSError, _RefusedError) as error:
+        except (OSError, RefusedError) as error:
             raise self._explained(error, deadline) from error
 
     def interrupt(self) -> None:
@@ -226,55 +223,6 @@ class ClientConnection:
             self._stream.reset()
             self._stream = None
 
-    def _read(self, moves: Sequence[Move], deadline: float) -> None:
-        stream = self._begin(Op.READ, moves, deadline)
-        self._receive_status(stream, deadline)
-        for window in _windows(moves, RECEIVE_BYTES):
-            stream.receive([piece for _, piece in window], deadline)
-            for index, piece in window:
-                hasher = moves[index].hasher
-                if hasher is not None:
-                    feed(hasher, piece)
-
-    def _write(self, moves: Sequence[Move], deadline: float) -> None:
-        # The bytes follow at once, so the request travels with the first of them.
-        stream = self._begin(Op.WRITE, moves, deadline, socket.MSG_MORE)
-        self._is_settled = False
-        try:
-            begun = -1
-            for window in _windows(moves, SEND_BYTES):
-                for index, piece in window:
-                    move = moves[index]
-                    if index != begun:
-                        begun = index
-                        if move.prepare is not None:
-                            move.prepare()
-                    if move.hasher is not None:
-                        feed(move.hasher, piece)
-                stream.send([piece for _, piece in window], deadline)
-        except ConnectionError:
-            self._receive_status(stream, deadline)  # the server may have said why
-            raise
-        self._receive_status(stream, deadline)
-
-    def _begin(self, op: Op, moves: Sequence[Move], deadline: float, flags: int = 0) -> Stream:
-        """Sends the request on the open connection, or on a new one if that has ended.
-
-        Without its bytes a request does nothing: one that could not be sent may be sent again.
-        """
-        request = protocol.pack_request(op, [(move.offset, len(move.buffer)) for move in moves])
-        stream = self._stream
-        if stream is not None and stream.is_quiet():
-            try:
-                stream.send([request], deadline, flags)
-                return stream
-            except ConnectionError:
-                pass
-        self.close()
-        stream = self._connect(deadline)
-        stream.send([request], deadline, flags)
-        return stream
-
     def _connect(self, deadline: float) -> Stream:
         segment = self._segment
         deadline = min(deadline, uptime() + self._connect_s)
@@ -296,29 +244,22 @@ class ClientConnection:
             stream.send([protocol.pack_hello(hello)], deadline)
         except ConnectionError:
             pass  # a busy server answers without reading the hello
-        self._receive_status(stream, deadline)
+        slow.receive_status(stream, deadline)
         return stream
 
-    def _receive_status(self, stream: Stream, deadline: float) -> None:
-        stream.receive([self._status], deadline)
-        self._is_settled = True
-        status = protocol.unpack_status(self._status)
-        if status is not Status.OK:
-            raise _RefusedError(status)
-
-    def _explained(self, error: OSError | _RefusedError, deadline: float) -> KVStoreError:
+    def _explained(self, error: OSError | RefusedError, deadline: float) -> KVStoreError:
         explained = self._explain(error, deadline)
         if not explained.fields["settled"]:
             explained.fields["connection"] = self._number
         return explained
 
-    def _explain(self, error: OSError | _RefusedError, deadline: float) -> KVStoreError:
+    def _explain(self, error: OSError | RefusedError, deadline: float) -> KVStoreError:
         segment = self._segment
         settled = int(self._is_settled)
         where = f"node {segment.node} ({segment.address})"
         if isinstance(error, TimeoutError) and uptime() >= deadline - LATE_S:
             return deadline_exceeded(segment, settled=settled)
-        if not isinstance(error, _RefusedError):
+        if not isinstance(error, RefusedError):
             silent = isinstance(error, TimeoutError)
             advice = _NOT_ACCEPTED if self._stream is None else _NOT_MOVING
             return NodeUnreachableError(
@@ -371,6 +312,13 @@ def _host_and_port(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
         raise OSError(f"{address!r} is not an address")
     return host.strip("[]"), int(port)
+
+
+def _hash(window: list[tuple[int, memoryview]], moves: Sequence[Move]) -> None:
+    for index, piece in window:
+        hasher = moves[index].hasher
+        if hasher is not None:
+            feed(hasher, piece)
 
 
 def _windows(moves: Sequence[Move], window_bytes: int) -> Iterator[list[tuple[int, memoryview]]]:

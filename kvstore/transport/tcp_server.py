@@ -18,14 +18,14 @@ from kvstore.clocks import uptime
 from kvstore.errors import AddressInUseError, InternalError, StartupError
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
-from kvstore.transport.stream import Stream
+from kvstore.network.stream import Stream
+from kvstore.network.tcp_protocol import Status, pack_status
 from kvstore.transport.tcp_connection import (
     Connection,
     DataServerCounters,
     ServedSegment,
     ServerContext,
 )
-from kvstore.transport.tcp_protocol import Status, pack_status
 
 CONNECTIONS_MAX: Final = 1024
 """One thread and one descriptor each; a client keeps at most a few per segment."""

@@ -18,7 +18,7 @@ from kvstore.keys import PackedKeys
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.allocator import Allocator
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
-from kvstore.native import fast
+from kvstore.native import steps
 
 if TYPE_CHECKING:
     from kvstore.master.state.liveness import Node
@@ -310,8 +310,8 @@ class NamespaceTable:
         """``get`` of each."""
         if len(keys) == 1:  # the usual question, without a map
             return [self.get(keys[0])]
-        if fast is not None and isinstance(keys, PackedKeys):
-            return fast.get_many(self.shards, self._mask, keys.data, keys.stride)
+        if isinstance(keys, PackedKeys):
+            return steps.get_many(self.shards, self._mask, keys.data, keys.stride)
         if not self._mask:
             return list(map(self.shards[0].get, keys))
         shards, mask = self.shards, self._mask

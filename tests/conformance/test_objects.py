@@ -1,5 +1,5 @@
-"""Whole objects, moved in one go (compiled) or move by move, over every transport, from and to the
-host's memory or a device's, in segments of the host's memory or a device's: the same bytes,
+"""Whole objects, by the steps in Python as by the compiled ones, over every transport, from and to
+the host's memory or a device's, in segments of the host's memory or a device's: the same bytes,
 outcomes and errors."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore import native
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.devices import DeviceReads, DeviceWrites
 from kvstore.client.flows.objects import ObjectReads, ObjectWrites
@@ -37,8 +38,9 @@ from kvstore.errors import (
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
 from kvstore.memory.raw import address_of
-from kvstore.native import fast
-from kvstore.native.kinds import CORRUPT, STALE
+from kvstore.native import slow
+from kvstore.native.kinds import CORRUPT, STALE, Steps
+from kvstore.transport import shm, tcp_client
 from kvstore.transport.base import Transport
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.shm import ShmTransport
@@ -54,18 +56,23 @@ LARGE = [8 * MIB] * 7
 
 
 class Way:
-    """A transport, and how it is used."""
+    """A transport, and its steps; skips the test if those were not built."""
 
-    def __init__(self, transport: Transport, *, in_one_go: bool) -> None:
+    def __init__(self, transport: Transport, steps: Steps = native.steps) -> None:
         self.transport = transport
-        self.in_one_go = in_one_go
+        self.steps = steps
+
+    @classmethod
+    def compiled(cls, make: Callable[[], Transport]) -> Way:
+        if not native.is_compiled:
+            pytest.skip("kvstore.native.fast is not built here")
+        return cls(make())
 
     def carry(self, transfer: Transfer, seconds: float = 30.0) -> None:
-        deadline = uptime() + seconds
-        if self.in_one_go:
-            assert transfer.in_one_go(self.transport, deadline)
-            return
-        transfer.move_by_move(self.transport, deadline)
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (shm, tcp_client):
+                patch.setattr(module, "steps", self.steps)
+            transfer.run(self.transport, uptime() + seconds)
 
     def close(self) -> None:
         self.transport.close()
@@ -75,7 +82,7 @@ class DeviceWay(Way):
     """A transport, and a device whose memory is that of the transfers' buffers."""
 
     def __init__(self, transport: Transport, *, lock_max: int = 1 << 40) -> None:
-        super().__init__(transport, in_one_go=True)
+        super().__init__(transport)
         self.fake = FakeDriver(eager=True, lock_max=lock_max)
         self.device = Device(self.fake, ring_bytes=8 * MIB, locked_max=1 << 40)
 
@@ -84,15 +91,13 @@ class DeviceWay(Way):
         if isinstance(transfer, ObjectReads):
             reads = DeviceReads(transfer.segment, SPACE, verify=transfer.verify)
             reads.rows = self._on_device(transfer.rows)
-            if not reads.in_one_go(self.transport, deadline):  # no row has bytes
-                reads.move_by_move(self.transport, deadline)
-            transfer.done = reads.outcomes()
+            reads.run(self.transport, deadline)
+            transfer.outcomes = reads.outcomes
         else:
             assert isinstance(transfer, ObjectWrites)
             writes = DeviceWrites(transfer.segment, SPACE, deadline)
             writes.rows = self._on_device(transfer.rows)
-            if not writes.in_one_go(self.transport, deadline):
-                writes.move_by_move(self.transport, deadline)
+            writes.run(self.transport, deadline)
         assert self.device.ring.taken == 0
 
     def close(self) -> None:
@@ -128,28 +133,22 @@ class SameDeviceWay(DeviceWay):
         drivers.use(POOLED, None)
 
 
-def one_go(make: Callable[[], Transport]) -> Way:
-    if fast is None:
-        pytest.skip("kvstore.native.fast is not built here")
-    return Way(make(), in_one_go=True)
-
-
 WAYS: dict[str, dict[str, Callable[[], Way]]] = {
     "host": {
-        "shm-one-go": lambda: one_go(ShmTransport),
-        "shm-moves": lambda: Way(ShmTransport(), in_one_go=False),
+        "shm-compiled": lambda: Way.compiled(ShmTransport),
+        "shm-slow": lambda: Way(ShmTransport(), slow),
         "shm-device": lambda: DeviceWay(ShmTransport()),
         "shm-device-not-locked": lambda: DeviceWay(ShmTransport(), lock_max=0),
-        "tcp-one-go": lambda: one_go(TcpTransport),
-        "tcp-moves": lambda: Way(TcpTransport(), in_one_go=False),
+        "tcp-compiled": lambda: Way.compiled(TcpTransport),
+        "tcp-slow": lambda: Way(TcpTransport(), slow),
         "tcp-device": lambda: DeviceWay(TcpTransport()),
     },
     "device": {
         "same-device": SameDeviceWay,
         "other-device": lambda: DeviceWay(DeviceTransport(8 * MIB)),
-        "host": lambda: Way(DeviceTransport(8 * MIB), in_one_go=False),
-        "tcp-one-go": lambda: one_go(TcpTransport),
-        "tcp-moves": lambda: Way(TcpTransport(), in_one_go=False),
+        "host": lambda: Way(DeviceTransport(8 * MIB)),
+        "tcp-compiled": lambda: Way.compiled(TcpTransport),
+        "tcp-slow": lambda: Way(TcpTransport(), slow),
         "tcp-device": lambda: DeviceWay(TcpTransport()),
     },
 }
@@ -290,7 +289,7 @@ def test_what_one_way_writes_every_other_reads(
     for verify in (True,) if memory == "host" else (True, False):
         transfer, targets = reads(segment, size_of, parts=parts, verify=verify)
         other.carry(transfer)
-        assert transfer.outcomes() == [b"descriptor"] * len(some)
+        assert transfer.outcomes == [b"descriptor"] * len(some)
         assert targets == some
 
 
@@ -307,10 +306,10 @@ def test_outcomes(shared_peer: Peer, way: Way) -> None:
         transfer, _ = reads(segment, sizes, verify=verify)
         way.carry(transfer)
         second = CORRUPT if verify else b"descriptor"
-        assert transfer.outcomes() == [b"descriptor", second, STALE, STALE]
+        assert transfer.outcomes == [b"descriptor", second, STALE, STALE]
     transfer, _ = reads(segment, sizes, version=2)
     way.carry(transfer)
-    assert transfer.outcomes() == [STALE] * 4
+    assert transfer.outcomes == [STALE] * 4
 
 
 @by(HOST)
@@ -327,7 +326,7 @@ def test_of_another_object_nothing_is_written(shared_peer: Peer, way: Way, verif
             memory[at : at + 64] = bytes(64)
     transfer, targets = reads(segment, sizes, parts=3, verify=verify)
     way.carry(transfer)
-    assert transfer.outcomes() == [STALE, b"descriptor"] * 4 + [STALE]
+    assert transfer.outcomes == [STALE, b"descriptor"] * 4 + [STALE]
     for index, (target, value) in enumerate(zip(targets, some, strict=True)):
         assert target == (value if index % 2 else bytes(len(value))), index
 
@@ -360,7 +359,7 @@ def test_a_fence_ends_it(peer: Peer, way: Way) -> None:
     way.transport.forget(before)
     transfer, targets = reads(after, [100])
     way.carry(transfer)
-    assert transfer.outcomes() == [b"descriptor"]
+    assert transfer.outcomes == [b"descriptor"]
     assert targets == values([100])
 
 
@@ -406,7 +405,7 @@ def test_a_node_that_dies_or_freezes(peer: Peer, way: Way, verb: str, how: str) 
         way.carry(writes(segment, some))
 
 
-@by([("host", "tcp-one-go")])
+@by([("host", "tcp-compiled"), ("host", "tcp-slow")])
 def test_a_connection_that_ended_meanwhile_is_made_anew(peer: Peer, way: Way) -> None:
     way.carry(writes(peer.info, values([100])))
     peer.ask("restart")
@@ -436,7 +435,7 @@ def test_a_fake_that_is_not_eager(peer: Peer) -> None:
         fake = FakeDriver(POOLED, seed=seed)
         drivers.use(POOLED, fake)
         transport = DeviceTransport(MIB)
-        host = Way(transport, in_one_go=False)
+        host = Way(transport)
         host.carry(writes(peer.info, values(sizes), parts=3, version=seed + 1))
         assert fake.is_idle
         transfer, targets = reads(peer.info, sizes, parts=3, version=seed + 1)

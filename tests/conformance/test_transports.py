@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import xxhash
 
+from kvstore import native
 from kvstore.clocks import uptime
 from kvstore.config import P2P
 from kvstore.errors import (
@@ -30,14 +31,15 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
-from kvstore.native import fast
+from kvstore.native import slow
 from kvstore.native.kinds import STALE, ReadRow
+from kvstore.network.tcp_protocol import HELLO_BYTES, RANGE_BYTES, RANGES_MAX, REQUEST_BYTES
+from kvstore.transport import tcp_client
 from kvstore.transport.base import PIECE_BYTES, Move, Transport
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
-from kvstore.transport.tcp_protocol import HELLO_BYTES, RANGE_BYTES, RANGES_MAX, REQUEST_BYTES
 from tests.conformance.peer import Peer
 from tests.support.programs import ENGINE, engine_or_skip_reason, need_engine
 
@@ -240,35 +242,6 @@ def test_moves_happen_in_their_order(shared_peer: Peer, transport: Transport) ->
     assert read == moves[-1].buffer
 
 
-@pytest.mark.parametrize("size", [100, 3 * MIB])
-def test_a_header_is_made_from_the_payload_before_it(
-    shared_peer: Peer, transport: Transport, size: int
-) -> None:
-    """``prepare`` comes once, after what is before it was hashed and before its buffer is read."""
-    calls: list[str] = []
-    moves: list[Move] = []
-    for index in range(3):
-        hasher, payload, header = xxhash.xxh3_64(), noise(size, seed=index), empty(8)
-
-        def prepare(
-            hasher: xxhash.xxh3_64 = hasher, header: memoryview = header, index: int = index
-        ) -> None:
-            calls.append(f"header {index}")
-            header[:] = hasher.digest()
-
-        offset = (1 + 4 * index) * MIB
-        moves.append(Move(offset, memoryview(bytes(64))))
-        moves.append(Move(offset + 1024, payload, hasher))
-        moves.append(Move(offset, header, prepare=prepare))
-        moves.append(Move(offset, empty(0), prepare=lambda i=index: calls.append(f"nothing {i}")))  # type: ignore[misc]
-    transport.write(shared_peer.info, moves, soon())
-    assert calls == [f"{what} {index}" for index in range(3) for what in ("header", "nothing")]
-    for index in range(3):
-        read = empty(8)
-        transport.read(shared_peer.info, [Move((1 + 4 * index) * MIB, read)], soon())
-        assert bytes(read) == xxhash.xxh3_64_digest(noise(size, seed=index))
-
-
 def test_moves_may_share_a_hasher(shared_peer: Peer, transport: Transport) -> None:
     written, read = noise(3 * MIB), empty(3 * MIB)
     for action, memory in ((transport.write, written), (transport.read, read)):
@@ -450,16 +423,16 @@ def test_a_slow_node_does_not_outlast_the_deadline(shared_peer: Peer, tcp: TcpTr
         thread.join()
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("way", ["compiled", "slow", "moves"])
 @pytest.mark.parametrize("is_write", [True, False])
 @pytest.mark.parametrize("size", [16, 2 * MIB])
 def test_a_node_that_moves_no_byte_is_given_up(
-    peer: Peer, monkeypatch: pytest.MonkeyPatch, size: int, is_write: bool, compiled: bool
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, size: int, is_write: bool, way: str
 ) -> None:
     """Long before the deadline, also on a connection that has worked."""
-    if not compiled:
-        monkeypatch.setattr("kvstore.transport.tcp.fast", None)
-    elif fast is None:
+    if way == "slow":
+        monkeypatch.setattr(tcp_client, "steps", slow)
+    elif way == "compiled" and not native.is_compiled:
         pytest.skip("kvstore.native.fast is not built here")
     transport = TcpTransport(stall_s=1.0)
     payload = [noise(size)]
@@ -467,13 +440,13 @@ def test_a_node_that_moves_no_byte_is_given_up(
     read = (MIB, size, 1, 1, b"key", [empty(size)])
 
     def move() -> None:
-        if not compiled:
+        if way == "moves":
             action = transport.write if is_write else transport.read
             action(peer.info, [Move(MIB, payload[0] if is_write else empty(size))], soon())
         elif is_write:
-            assert transport.write_objects(peer.info, "n", [write], soon())
+            transport.write_objects(peer.info, "n", [write], soon())
         else:
-            assert transport.read_objects(peer.info, "n", [read], True, soon()) is not None
+            transport.read_objects(peer.info, "n", [read], True, soon())
 
     move()
     for connected in (True, False):
@@ -492,8 +465,10 @@ def test_a_node_that_moves_no_byte_is_given_up(
     transport.close()
 
 
-def test_bytes_that_come_slowly_are_progress(shared_peer: Peer) -> None:
-    """Compiled and not: each takes longer than a stall, and no byte takes so long."""
+def test_bytes_that_come_slowly_are_progress(
+    shared_peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By steps and by moves: each takes longer than a stall, and no byte takes so long."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def drip() -> None:
@@ -513,7 +488,9 @@ def test_bytes_that_come_slowly_are_progress(shared_peer: Peer) -> None:
         transport = TcpTransport(stall_s=1.5)
         transport.read(info, [Move(MIB, empty(HEADER_BYTES))], soon())
         row: ReadRow = (MIB, 0, 1, 1, b"key", [])
-        assert transport.read_objects(info, "n", [row], True, soon()) in ([STALE], None)
+        for each in (native.steps, slow):
+            monkeypatch.setattr(tcp_client, "steps", each)
+            assert transport.read_objects(info, "n", [row], True, soon()) == [STALE]
         transport.close()
         listener.close()
         thread.join()

@@ -26,9 +26,9 @@ from kvstore.client.calling.lane import LaneConnection, connect
 from kvstore.clocks import uptime
 from kvstore.errors import InternalError, KVStoreError
 from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
+from kvstore.network import tcp_protocol as data
 from kvstore.network.addresses import split_address
 from kvstore.network.host import host_id
-from kvstore.transport import tcp_protocol as data
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, JOIN_METADATA, decode_reply, encode_request
 from kvstore.wire.node_messages import SESSION_PATH, encode_node_message

@@ -40,6 +40,7 @@ from tests.simulation.network import BrokenStreamError, End, Network
 from tests.simulation.oracle import Believed, Oracle, View
 from tests.simulation.scheduler import Process, TimedOutError
 from tests.simulation.views import Held, SimViews
+from tests.support.moves import moves_of
 
 ResultT = TypeVar("ResultT")
 
@@ -280,7 +281,7 @@ class Client:
             deadline = min(deadline, transfer.deadline)
         segment = transfer.segment
         try:
-            check_moves(segment, transfer.moves)
+            check_moves(segment, list(moves_of(transfer)))
             memory = self._mapping(segment)
             if memory is not None:
                 await self._shm(transfer, memory, deadline)
@@ -298,8 +299,6 @@ class Client:
     async def _shm(self, transfer: Transfer, memory: Memory, deadline: float) -> None:
         segment = transfer.segment
         for move, version in self._versions(transfer):
-            if transfer.write and move.prepare is not None:
-                move.prepare()
             self._watch_header(transfer, move)
             for offset, piece in self._pieces(move):
                 if memory.generation != segment.generation:
@@ -349,15 +348,13 @@ class Client:
 
     async def _tcp_write(self, transfer: Transfer, deadline: float) -> None:
         segment = transfer.segment
-        count = sum(1 for move in transfer.moves for _ in self._pieces(move))
+        count = sum(1 for move in moves_of(transfer) for _ in self._pieces(move))
         end = self._network.connect(self.process, segment.node, "data")
         number = 0
         try:
             number = await self._greeted(end, segment, deadline)
             end.send(("write", count))
             for move, version in self._versions(transfer):
-                if move.prepare is not None:
-                    move.prepare()
                 self._watch_header(transfer, move)
                 for offset, piece in self._pieces(move):
                     if self.clock() >= deadline:
@@ -391,9 +388,9 @@ class Client:
         end = self._network.connect(self.process, segment.node, "data")
         try:
             await self._greeted(end, segment, deadline)
-            ranges = [(move.offset, len(move.buffer)) for move in transfer.moves]
+            ranges = [(move.offset, len(move.buffer)) for move in moves_of(transfer)]
             end.send(("read", ranges))
-            for move in transfer.moves:
+            for move in moves_of(transfer):
                 for _, piece in self._pieces(move):
                     data = await self._next(end, deadline)
                     if data == "gone":
@@ -428,7 +425,7 @@ class Client:
         """The moves, each with the version of the grant that it belongs to."""
         version = Version(0, 0)
         segment_id = transfer.segment.segment_id
-        for move in transfer.moves:
+        for move in moves_of(transfer):
             if move.hasher is None:  # a header, or its wiping: not payload
                 version = self._tokens.get((segment_id, move.offset), version)
             yield move, version

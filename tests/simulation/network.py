@@ -21,7 +21,7 @@ HELD_US = 100 * MS
 """How often it is looked whether what is held back may go on."""
 
 SILENCE_US = 2 * SECOND
-"""Unacknowledged bytes for so long break a stream: ``transport.stream`` has 10 s, and every time
+"""Unacknowledged bytes for so long break a stream: ``network.stream`` has 10 s, and every time
 of the simulation is a fifth of its default."""
 
 

@@ -1,4 +1,4 @@
-"""The compiled steps and their twins in Python do the same."""
+"""The steps of the hot path: one suite for the compiled ones and those in Python."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Final
 
 import pytest
 import xxhash
@@ -27,7 +28,6 @@ from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.records import NamespaceTable, Segment
-from kvstore.memory import regions
 from kvstore.memory.header import (
     GENERATION_OFFSET,
     HEADER_BYTES,
@@ -37,18 +37,23 @@ from kvstore.memory.header import (
     pack_into,
     unpack,
 )
-from kvstore.native import fast, kinds
-from kvstore.native.kinds import Fast, ReadRow, WriteRow
+from kvstore.native import kinds, slow
+from kvstore.native.kinds import ReadRow, Steps, WriteRow
 
 SEED, GENERATION, SPACE = 0x1234_5678_9ABC_DEF0, 3, "llama/ü"
 SIZE = 16 << 20
 
 
-@pytest.fixture
-def compiled() -> Fast:
-    if fast is None:
+SLOW: Final[Steps] = slow
+
+
+@pytest.fixture(params=["compiled", "slow"])
+def steps(request: pytest.FixtureRequest) -> Steps:
+    if request.param == "slow":
+        return SLOW
+    if not native.is_compiled:
         pytest.skip("kvstore.native.fast is not built here")
-    return fast
+    return native.steps
 
 
 @pytest.fixture
@@ -82,33 +87,33 @@ def rows(
     return writes, reads, targets
 
 
-def write(fast: Fast, memory: memoryview, some: list[WriteRow], **changed: object) -> int:
+def write(steps: Steps, memory: memoryview, some: list[WriteRow], **changed: object) -> int:
     generation, deadline = changed.get("generation", GENERATION), changed.get("deadline", math.inf)
-    return fast.write_objects(memory, generation, SEED, SPACE, some, deadline, 3)  # type: ignore[arg-type]
+    return steps.write_objects(memory, generation, SEED, SPACE, some, deadline, 3)  # type: ignore[arg-type]
 
 
 def read(
-    fast: Fast, memory: memoryview, some: list[ReadRow], *, verify: bool = True
+    steps: Steps, memory: memoryview, some: list[ReadRow], *, verify: bool = True
 ) -> list[bytes | int] | int:
-    return fast.read_objects(memory, GENERATION, SEED, SPACE, some, verify, math.inf, 3)
+    return steps.read_objects(memory, GENERATION, SEED, SPACE, some, verify, math.inf, 3)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 0xDEAD_BEEF_CAFE_BABE])
-def test_xxh3_is_xxh3(compiled: Fast, seed: int) -> None:
+def test_xxh3_is_xxh3(steps: Steps, seed: int) -> None:
     chance = random.Random(seed)
     for size in [*range(1_300), 4_096, 5_000, 65_536, 1_000_001]:
         data = chance.randbytes(size)
-        assert compiled.xxh3_64(data, seed) == xxhash.xxh3_64_intdigest(data, seed), size
+        assert steps.xxh3_64(data, seed) == xxhash.xxh3_64_intdigest(data, seed), size
 
 
 @pytest.mark.parametrize("more", [[], [8 << 20]], ids=["", "streamed"])
 @pytest.mark.parametrize("parts", [1, 2, 7])
 def test_what_is_written_can_be_read_by_both(
-    compiled: Fast, memory: memoryview, parts: int, more: list[int]
+    steps: Steps, memory: memoryview, parts: int, more: list[int]
 ) -> None:
     sizes = [0, 1, 63, 64, 65, 240, 241, 1_024, 4_096, 300_000, 1 << 20, *more]
     writes, reads, targets = rows(sizes, parts)
-    assert write(compiled, memory, writes) == 0
+    assert write(steps, memory, writes) == 0
     for offset, size, epoch, counter, key, views, parent, descriptor in writes:
         data = b"".join(views or ())
         payload = offset + HEADER_BYTES
@@ -118,12 +123,12 @@ def test_what_is_written_can_be_read_by_both(
             Namespace(SPACE), Key(key), Key(parent) if parent else None, size, epoch, counter,
             xxhash.xxh3_64_intdigest(data), descriptor,
         )  # fmt: skip
-    assert read(compiled, memory, reads) == [b'{"kind":"bytes"}'] * len(sizes)
+    assert read(steps, memory, reads) == [b'{"kind":"bytes"}'] * len(sizes)
     for written, into in zip(writes, targets, strict=True):
         assert b"".join(into) == b"".join(written[5] or ())
 
 
-def test_reads_what_python_has_written(compiled: Fast, memory: memoryview) -> None:
+def test_reads_what_python_has_written(steps: Steps, memory: memoryview) -> None:
     for offset in (SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + 4096):
         data = random.Random(offset).randbytes(777)
         header = Header(
@@ -133,13 +138,13 @@ def test_reads_what_python_has_written(compiled: Fast, memory: memoryview) -> No
         memory[offset + HEADER_BYTES : offset + HEADER_BYTES + 777] = data
         into = bytearray(777)
         row = (offset, 777, 1, 2, b"k", [memoryview(into)])
-        assert read(compiled, memory, [row]) == [b"d" * 320]
+        assert read(steps, memory, [row]) == [b"d" * 320]
         assert into == data
 
 
-def test_any_flipped_bit_is_noticed(compiled: Fast, memory: memoryview) -> None:
+def test_any_flipped_bit_is_noticed(steps: Steps, memory: memoryview) -> None:
     writes, reads, _ = rows([5_000])
-    write(compiled, memory, writes)
+    write(steps, memory, writes)
     header_end = HEADER_BYTES - 1
     for end in range(HEADER_BYTES):  # behind it the header's bytes mean nothing
         if unpack(memory[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + end], SEED, SUPERBLOCK_BYTES):
@@ -149,32 +154,32 @@ def test_any_flipped_bit_is_noticed(compiled: Fast, memory: memoryview) -> None:
     for at in [*range(header_end), *(HEADER_BYTES + chance.randrange(5_000) for _ in range(500))]:
         flipped = SUPERBLOCK_BYTES + at
         memory[flipped] ^= 1 << chance.randrange(8)
-        (outcome,) = read(compiled, memory, reads)  # type: ignore[misc]
+        (outcome,) = read(steps, memory, reads)  # type: ignore[misc]
         assert outcome == (kinds.STALE if at < HEADER_BYTES else kinds.CORRUPT), at
-        write(compiled, memory, writes)
-    assert read(compiled, memory, reads) == [b'{"kind":"bytes"}']
+        write(steps, memory, writes)
+    assert read(steps, memory, reads) == [b'{"kind":"bytes"}']
 
 
 @pytest.mark.parametrize("size", [1, 16, 63, 64, 65, 128, 129, 200, 239, 240, 241, 400, 5_000])
-def test_what_is_verified_is_what_was_copied(compiled: Fast, memory: memoryview, size: int) -> None:
+def test_what_is_verified_is_what_was_copied(steps: Steps, memory: memoryview, size: int) -> None:
     """The target lies over the payload itself: copying changes what is read again."""
     (row,), _, _ = rows([size])
     assert row[5] is not None
     (data,) = row[5]
     start = row[0] + HEADER_BYTES
     for shift in (1, 7, 8, 32, 63, 64, 65, 128, 199):
-        assert write(compiled, memory, [row]) == 0
+        assert write(steps, memory, [row]) == 0
         target = memory[start + shift : start + shift + size]
         read: ReadRow = (*row[:5], [target])
-        outcomes = compiled.read_objects(memory, GENERATION, SEED, SPACE, [read], True, math.inf, 1)
+        outcomes = steps.read_objects(memory, GENERATION, SEED, SPACE, [read], True, math.inf, 1)
         assert outcomes == [kinds.CORRUPT] or target == data, f"{size} bytes, {shift} further"
         assert size > 240 or target == data, "short ones are read before any of them is copied"
 
 
 @pytest.mark.parametrize("change", range(5))
-def test_a_row_of_another_object_is_stale(compiled: Fast, memory: memoryview, change: int) -> None:
+def test_a_row_of_another_object_is_stale(steps: Steps, memory: memoryview, change: int) -> None:
     writes, reads, targets = rows([100])
-    write(compiled, memory, writes)
+    write(steps, memory, writes)
     offset, size, epoch, counter, key, into = reads[0]
     row = [
         (offset + 1024, size, epoch, counter, key, into),
@@ -183,52 +188,54 @@ def test_a_row_of_another_object_is_stale(compiled: Fast, memory: memoryview, ch
         (offset, size, epoch, counter + 1, key, into),
         (offset, size, epoch, counter, b"other", into),
     ][change]
-    assert read(compiled, memory, [row]) == [kinds.STALE]
+    assert read(steps, memory, [row]) == [kinds.STALE]
     assert not any(targets[0][0])
 
 
-def test_headers_alone(compiled: Fast, memory: memoryview) -> None:
+def test_headers_alone(steps: Steps, memory: memoryview) -> None:
     writes, reads, _ = rows([100, 200])
-    write(compiled, memory, writes)
+    write(steps, memory, writes)
     memory[SUPERBLOCK_BYTES + HEADER_BYTES] ^= 1
     looks: list[ReadRow] = [(*row[:5], None) for row in reads]
-    assert read(compiled, memory, looks, verify=False) == [b'{"kind":"bytes"}'] * 2
-    assert read(compiled, memory, reads)[0] == kinds.CORRUPT  # type: ignore[index]
-    assert read(compiled, memory, reads, verify=False) == [b'{"kind":"bytes"}'] * 2
+    assert read(steps, memory, looks, verify=False) == [b'{"kind":"bytes"}'] * 2
+    assert read(steps, memory, reads)[0] == kinds.CORRUPT  # type: ignore[index]
+    assert read(steps, memory, reads, verify=False) == [b'{"kind":"bytes"}'] * 2
 
 
 @pytest.mark.parametrize("sizes", [[0], [1, 240, 241, 5_000], [300_000, 3, 262_144]])
 def test_payloads_that_are_in_their_places(
-    compiled: Fast, memory: memoryview, sizes: list[int]
+    steps: Steps, memory: memoryview, sizes: list[int]
 ) -> None:
     """As a device leaves them there: only hashed."""
     writes, reads, targets = rows(sizes)
-    write(compiled, memory, writes)
+    write(steps, memory, writes)
     expected = bytes(memory)
     for row in writes:
         memory[row[0] : row[0] + HEADER_BYTES] = bytes(HEADER_BYTES)
     sealed: list[WriteRow] = [(*row[:5], None, *row[6:]) for row in writes]
-    assert write(compiled, memory, sealed) == 0
+    assert write(steps, memory, sealed) == 0
     assert bytes(memory) == expected
     looks: list[ReadRow] = [(*row[:5], None) for row in reads]
-    assert read(compiled, memory, looks) == [b'{"kind":"bytes"}'] * len(sizes)
+    assert read(steps, memory, looks) == [b'{"kind":"bytes"}'] * len(sizes)
     assert not any(any(part) for parts in targets for part in parts)  # nothing was copied
     if sizes[0]:
         memory[reads[0][0] + HEADER_BYTES] ^= 1
-        assert read(compiled, memory, looks)[0] == kinds.CORRUPT  # type: ignore[index]
+        assert read(steps, memory, looks)[0] == kinds.CORRUPT  # type: ignore[index]
 
 
-def test_fenced_late_and_outside(compiled: Fast, memory: memoryview) -> None:
+def test_fenced_late_and_outside(steps: Steps, memory: memoryview) -> None:
     writes, reads, _ = rows([100])
     before = bytes(memory)
-    assert write(compiled, memory, writes, generation=4) == kinds.GONE
-    assert write(compiled, memory, writes, deadline=uptime() - 1) == kinds.LATE
+    assert write(steps, memory, writes, generation=4) == kinds.GONE
+    assert write(steps, memory, writes, deadline=uptime() - 1) == kinds.LATE
     for offset in (0, SUPERBLOCK_BYTES - 1, SIZE - HEADER_BYTES, SIZE, 2**63):
         moved = (offset, *writes[0][1:])
-        assert write(compiled, memory, [moved]) == kinds.OUTSIDE
-        assert read(compiled, memory, [(offset, *reads[0][1:])]) == kinds.OUTSIDE
+        assert write(steps, memory, [moved]) == kinds.OUTSIDE
+        assert read(steps, memory, [(offset, *reads[0][1:])]) == kinds.OUTSIDE
+    with pytest.raises(ValueError, match="differ in size"):
+        read(steps, memory, [(SUPERBLOCK_BYTES, 2, 1, 1, b"k", [memoryview(bytearray(1))])])
     huge = (SUPERBLOCK_BYTES, 2**64 - 1, 1, 1, b"k", None)
-    assert read(compiled, memory, [huge]) == kinds.OUTSIDE
+    assert read(steps, memory, [huge]) == kinds.OUTSIDE
     assert memory == before
 
 
@@ -245,15 +252,17 @@ def test_fenced_late_and_outside(compiled: Fast, memory: memoryview) -> None:
         "row",
     ],
 )
-def test_nonsense_raises_and_releases(compiled: Fast, memory: memoryview, row: object) -> None:
+@pytest.mark.parametrize("steps", ["compiled"], indirect=True)
+def test_nonsense_raises_and_releases(steps: Steps, memory: memoryview, row: object) -> None:
+    """Compiled ones know addresses, and not objects."""
     with pytest.raises((TypeError, ValueError, OverflowError, BufferError)):
-        read(compiled, memory, [row])  # type: ignore[list-item]
+        read(steps, memory, [row])  # type: ignore[list-item]
     memory.release()  # raises BufferError where somebody holds it
 
 
-def test_keys_packed_as_python_packs_them(compiled: Fast) -> None:
+def test_keys_packed_as_python_packs_them(steps: Steps) -> None:
     keys = [b"%031d" % i for i in range(1_000)]
-    assert compiled.pack_keys(keys) == (b"".join(keys), 31)
+    assert steps.pack_keys(keys) == (b"".join(keys), 31)
     assert packed_keys(keys) == keys
     for irregular in (
         [],
@@ -263,15 +272,15 @@ def test_keys_packed_as_python_packs_them(compiled: Fast) -> None:
         [b"x" * 257, b"x" * 257],
         [None, None],
     ):
-        assert compiled.pack_keys(irregular) is None
+        assert steps.pack_keys(irregular) is None
     with pytest.raises(TypeError):
-        compiled.pack_keys(5)  # type: ignore[arg-type]
+        steps.pack_keys(5)  # type: ignore[arg-type]
     assert packed_keys(["a", b"bc"]) == [b"a", b"bc"]
     with pytest.raises(Exception, match="are allowed"):
         packed_keys([b"k"] * (BATCH_KEYS_MAX + 1))
 
 
-def test_many_keys_as_python_finds_them(compiled: Fast) -> None:
+def test_many_keys_as_python_finds_them(steps: Steps) -> None:
     def segment(number: int) -> Segment:
         offer = SegmentOffer(1 << 20, bytes(16), "", "", bytes(16), 1, 1, True)
         return Segment(number, Node("n", "h", None, 0), offer, LRU(), 0)
@@ -299,9 +308,9 @@ def test_many_keys_as_python_finds_them(compiled: Fast) -> None:
     assert table.get_many(PackedKeys(b"".join(keys), 8)) == [table.get(key) for key in keys]
     nothing: list[dict[Key, int]] = [{}]
     with pytest.raises(ValueError, match="mask"):
-        compiled.get_many(nothing, 1, b"k", 1)
+        steps.get_many(nothing, 1, b"k", 1)
     with pytest.raises(ValueError, match="stride"):
-        compiled.get_many(nothing, 0, b"k", 0)
+        steps.get_many(nothing, 0, b"k", 0)
 
 
 @pytest.fixture
@@ -318,15 +327,15 @@ def reply(call_id: int, kind: int, payload: bytes, name_size: int = 0) -> bytes:
 
 
 def exchange(
-    fast: Fast, sock: socket.socket, timeout_s: float = 10.0, spin_s: float = 0.0
+    steps: Steps, sock: socket.socket, timeout_s: float = 10.0, spin_s: float = 0.0
 ) -> tuple[int, int, int, bytes | None]:
-    return fast.exchange(sock.fileno(), b"request", 5, spin_s, uptime() + timeout_s, 1 << 20)
+    return steps.exchange(sock.fileno(), b"request", 5, spin_s, uptime() + timeout_s, 1 << 20)
 
 
 @pytest.mark.parametrize("size", [0, 100, 32_754, 32_755, 1 << 19])
 @pytest.mark.parametrize("spin_s", [0.0, 0.5])
 def test_an_exchange(
-    compiled: Fast, ends: tuple[socket.socket, socket.socket], size: int, spin_s: float
+    steps: Steps, ends: tuple[socket.socket, socket.socket], size: int, spin_s: float
 ) -> None:
     ours, theirs = ends
     payload = random.Random(size).randbytes(size)
@@ -339,17 +348,17 @@ def test_an_exchange(
 
     thread = threading.Thread(target=answer)
     thread.start()
-    status, spun, kind, data = exchange(compiled, ours, spin_s=spin_s)
+    status, spun, kind, data = exchange(steps, ours, spin_s=spin_s)
     thread.join()
     assert (status, kind, data) == (kinds.ANSWERED, 3, payload)
     assert spun == 0 or spin_s > 0
 
 
-def test_how_an_exchange_fails(compiled: Fast, ends: tuple[socket.socket, socket.socket]) -> None:
+def test_how_an_exchange_fails(steps: Steps, ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
-    assert exchange(compiled, ours, 0.05)[0] == kinds.TIMED_OUT
+    assert exchange(steps, ours, 0.05)[0] == kinds.TIMED_OUT
     theirs.sendall(b"x")
-    assert exchange(compiled, ours)[0] == kinds.UNASKED
+    assert exchange(steps, ours)[0] == kinds.UNASKED
     assert ours.recv(1) == b"x"
     assert theirs.recv(100) == b"request"
 
@@ -362,24 +371,24 @@ def test_how_an_exchange_fails(compiled: Fast, ends: tuple[socket.socket, socket
 
         thread = threading.Thread(target=answer)
         thread.start()
-        status, *_ = exchange(compiled, ours)
+        status, *_ = exchange(steps, ours)
         thread.join()
         return status
 
     for wrong in (reply(6, 3, b"x"), reply(5, 3, b"x", 1), b"\0" * 14, b"\xff" * 14):
         assert answered(wrong) == kinds.GARBLED
     assert answered(reply(5, 3, b"x" * 10)[:20], end=True) == kinds.ENDED
-    assert exchange(compiled, ours)[0] == kinds.UNASKED
+    assert exchange(steps, ours)[0] == kinds.UNASKED
 
 
-def test_an_exchange_with_nobody(compiled: Fast) -> None:
+def test_an_exchange_with_nobody(steps: Steps) -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with ours:
         theirs.close()
-        assert exchange(compiled, ours)[0] == kinds.UNASKED
+        assert exchange(steps, ours)[0] == kinds.UNASKED
         ours.shutdown(socket.SHUT_RDWR)
-        assert exchange(compiled, ours)[0] == kinds.UNASKED
+        assert exchange(steps, ours)[0] == kinds.UNASKED
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 6)), max_size=12))
@@ -388,24 +397,22 @@ def test_buffers_that_share_memory(spans: list[tuple[int, int]]) -> None:
     buffers = [area[start : start + size] for start, size in spans]
     used = [set(range(start, start + size)) for start, size in spans]
     shared = any(one & other for one, other in itertools.combinations(used, 2))
-    for each in (None, fast):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(regions, "fast", each)
-            found = regions.overlap(buffers)
+    for each in (native.steps, SLOW):
+        found = each.overlap(buffers)
         assert (found is not None) == shared
         if found is not None:
             assert used[found[0]] & used[found[1]]
 
 
-@pytest.mark.skipif(fast is None, reason="kvstore.native.fast is not built or not used here")
+@pytest.mark.skipif(not native.is_compiled, reason="kvstore.native.fast is not built")
 @pytest.mark.parametrize("value", ["0", ""])
 def test_can_be_switched_off(value: str) -> None:
-    program = "from kvstore.native import fast; print(fast is None)"
+    program = "from kvstore import native; print(native.is_compiled)"
     done = subprocess.run(
         [sys.executable, "-c", program], env={"KVSTORE_NATIVE": value}, capture_output=True,
         text=True, check=True, timeout=60,
     )  # fmt: skip
-    assert done.stdout.strip() == str(value == "0")
+    assert done.stdout.strip() == str(value != "0")
 
 
 def test_a_build_that_keeps_time_by_another_clock_is_passed_over(
@@ -414,7 +421,7 @@ def test_a_build_that_keeps_time_by_another_clock_is_passed_over(
     """Such as one of before the sources were changed: it would compare deadlines of two clocks."""
     older = ModuleType("kvstore.native.fast")
     monkeypatch.setitem(sys.modules, "kvstore.native.fast", older)
-    assert native._load() is None
+    assert native._load() is SLOW
     monkeypatch.setattr(older, "CLOCK", time.CLOCK_BOOTTIME, raising=False)
     found: object = native._load()
     assert found is older

@@ -12,6 +12,7 @@ import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 from kvstore.calls import SegmentInfo
@@ -20,7 +21,6 @@ from kvstore.errors import ClosedError
 from kvstore.memory.raw import address_of
 from kvstore.transport.base import PIECE_BYTES, Hasher, Move
 from kvstore.transport.mooncake.station import Station
-from kvstore.transport.mooncake.waves import waves
 from kvstore.transport.pieces import deadline_exceeded, feed
 
 UNDER_WAY_MAX: Final = 2
@@ -110,14 +110,12 @@ class Call:
         """Returns when all of it is done.
 
         Raises:
-            TransferFailedError, DeadlineExceededError, ClosedError: and whatever ``prepare`` and
-                hashers raise. The station must be retired unless ``is_settled``.
+            TransferFailedError, DeadlineExceededError, ClosedError: and whatever hashers raise. The
+                station must be retired unless ``is_settled``.
         """
         try:
-            for wave in waves(moves) if self._is_write else [moves]:
+            for wave in _waves(moves) if self._is_write else [moves]:
                 for move in wave:
-                    if self._is_write and move.prepare is not None:
-                        move.prepare()
                     self._add(move)
                 self._submit(is_last=True)
                 while self._under_way:
@@ -264,3 +262,11 @@ class Call:
     def _give_back(self, batch: _Batch) -> None:
         if batch.chunk >= 0:
             self._buffer.free.put(batch.chunk)
+
+
+def _waves(moves: Sequence[Move]) -> list[Sequence[Move]]:
+    """The moves in groups, each ended before the next begins: the engine moves the ranges of a
+    batch in any order, so ranges that overlap go one by one."""
+    spans = sorted((each.offset, each.offset + len(each.buffer)) for each in moves if each.buffer)
+    are_apart = all(stop <= start for (_, stop), (start, _) in pairwise(spans))
+    return [moves] if are_apart else [[move] for move in moves]

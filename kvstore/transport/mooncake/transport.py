@@ -35,7 +35,8 @@ from kvstore.errors import (
 from kvstore.memory.raw import address_of
 from kvstore.memory.regions import Region, Regions
 from kvstore.process.stopping import NotOurTurnError, Turn, current
-from kvstore.transport.base import Move, Transport
+from kvstore.transport.base import Move
+from kvstore.transport.by_moves import ByMoves
 from kvstore.transport.mooncake.call import Call, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.station import Buffer, Station
@@ -73,14 +74,13 @@ ResultT = TypeVar("ResultT")
 log = logging.getLogger("kvstore.mooncake")
 
 
-class MooncakeTransport(Transport):
+class MooncakeTransport(ByMoves):
     """To segments whose node has an engine of the same settings.
 
     The engine is made when the first such segment is met. Threads: any.
     """
 
     name: str = "mooncake"
-    reads_in_one_batch: bool = True
 
     def __init__(
         self,
@@ -187,8 +187,7 @@ class MooncakeTransport(Transport):
         self._run(segment, moves, deadline, is_write=False)
 
     def write(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
-        """As ``Transport.write``; also raises BusyError (settled). Objects of one call are written
-        in any order, each as ``waves`` says."""
+        """As ``Transport.write``; also raises BusyError (settled)."""
         self._run(segment, moves, deadline, is_write=True)
 
     def forget(self, segment: SegmentInfo) -> None:

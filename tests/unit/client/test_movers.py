@@ -20,11 +20,12 @@ from kvstore.errors import (
     SegmentGoneError,
 )
 from kvstore.process.stopping import Stop, current
-from kvstore.transport.base import Move, Transport
+from kvstore.transport.base import Move
+from kvstore.transport.by_moves import ByMoves
 from tests.unit.client.world import segment
 
 
-class FakeTransport(Transport):
+class FakeTransport(ByMoves):
     """Reaches the segments that it is told to, and fails where it is told to."""
 
     def __init__(self, name: str, reached: set[int]) -> None:

@@ -20,6 +20,7 @@ from kvstore.errors import (
 )
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, unpack
+from tests.support.moves import moves_of
 from tests.unit.client.world import World, grants, items
 
 WRITE, FOUND, BUSY = PutOutcome.WRITE, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN
@@ -56,7 +57,7 @@ def test_the_old_header_is_wiped_before_and_the_new_one_written_after_the_payloa
     world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
     ended(world, [STORED])
     store(world, b"a")
-    written = [(move.offset - AT, len(move.buffer)) for move in world.moved[0].moves]
+    written = [(move.offset - AT, len(move.buffer)) for move in moves_of(world.moved[0])]
     assert written == [(0, 64), (1024, 12), (0, 1024)]
 
 
@@ -270,7 +271,7 @@ def test_a_gather_list_is_one_object_written_without_a_copy() -> None:
     options = PutOptions(namespace=Namespace("default"))
     assert world.run(write(world.context, one, options)) == [STORED]
     (transfer,) = world.moved
-    assert [len(move.buffer) for move in transfer.moves] == [64, 6, 3, 4, 1024]
+    assert [len(move.buffer) for move in moves_of(transfer)] == [64, 6, 3, 4, 1024]
     whole = first.tobytes() + b"xyz0123"
     header = unpack(world.memory[1][AT:], world.segments[1].seed, AT)
     assert header is not None

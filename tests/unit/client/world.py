@@ -21,6 +21,7 @@ from kvstore.errors import KVStoreError
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, pack_into
 from kvstore.transport.base import Move
+from tests.support.moves import moves_of
 
 ResultT = TypeVar("ResultT")
 
@@ -178,10 +179,8 @@ class World:
         if failing and (error := failing.pop(0)) is not None:
             return error
         memory = self.memory[transfer.segment.segment_id]
-        for move in transfer.moves:
+        for move in moves_of(transfer):
             self.before_piece(move)
-            if move.prepare is not None:
-                move.prepare()
             stop = move.offset + len(move.buffer)
             if transfer.write:
                 memory[move.offset : stop] = move.buffer

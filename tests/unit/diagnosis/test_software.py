@@ -75,7 +75,7 @@ def test_packages_that_are_missing_are_named_as_pip_takes_them(
 
 def test_an_installation_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVSTORE_NATIVE", raising=False)
-    monkeypatch.setattr(native, "fast", None)
+    monkeypatch.setattr(native, "is_compiled", False)
     [row] = of("compiled parts")
     assert row.state == "warning"
     assert "the steps of the hot path" in row.found

@@ -6,20 +6,17 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 
+from kvstore import native
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import SegmentGoneError
 from kvstore.memory.segment import Segment
-from kvstore.native import fast
+from kvstore.native import slow
 from kvstore.network.host import host_id
-from kvstore.transport import shm, tcp_connection
-from kvstore.transport.base import Move
-from kvstore.transport.shm import ShmTransport
-from kvstore.transport.tcp_protocol import (
+from kvstore.network.tcp_protocol import (
     STATUS_BYTES,
     Hello,
     Op,
@@ -28,16 +25,18 @@ from kvstore.transport.tcp_protocol import (
     pack_request,
     unpack_status,
 )
+from kvstore.transport import shm, tcp_connection
+from kvstore.transport.base import Move
+from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp_server import DataServer
 
 AT = 8_192
 
 
-@pytest.fixture(params=["compiled", "python"])
+@pytest.fixture(params=[native.steps, slow], ids=["built", "slow"], autouse=True)
 def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules: tuple[ModuleType, ...] = shm, tcp_connection
-    for module in modules if request.param == "python" else ():
-        monkeypatch.setattr(module, "fast", None)
+    for module in (shm, tcp_connection):
+        monkeypatch.setattr(module, "steps", request.param)
 
 
 @pytest.fixture
@@ -46,10 +45,7 @@ def segment() -> Iterator[Segment]:
         yield segment
 
 
-@pytest.mark.usefixtures("twin")
-def test_shared_memory_under_an_older_generation_is_gone(
-    segment: Segment, request: pytest.FixtureRequest
-) -> None:
+def test_shared_memory_under_an_older_generation_is_gone(segment: Segment) -> None:
     info = SegmentInfo(
         1, segment.node, host_id(), segment.size, segment.uuid, segment.shm_name, "", segment.token,
         segment.seed, segment.generation,
@@ -65,11 +61,10 @@ def test_shared_memory_under_an_older_generation_is_gone(
         transport.read(info, [Move(AT, data)], soon)
     with pytest.raises(SegmentGoneError):
         transport.write(info, [Move(AT, memoryview(b"other"))], soon)
-    if request.node.callspec.params["twin"] == "compiled" and fast is not None:
-        with pytest.raises(SegmentGoneError):
-            transport.read_objects(info, "ns", [(*row, [data])], True, soon)
-        with pytest.raises(SegmentGoneError):
-            transport.write_objects(info, "ns", [(*row, [data], b"", b"d")], soon)
+    with pytest.raises(SegmentGoneError):
+        transport.read_objects(info, "ns", [(*row, [data])], True, soon)
+    with pytest.raises(SegmentGoneError):
+        transport.write_objects(info, "ns", [(*row, [data], b"", b"d")], soon)
     with pytest.raises(SegmentGoneError):
         transport.memory(info)
     with pytest.raises(SegmentGoneError):
@@ -78,7 +73,6 @@ def test_shared_memory_under_an_older_generation_is_gone(
     transport.close()
 
 
-@pytest.mark.usefixtures("twin")
 @pytest.mark.parametrize("op", list(Op))
 def test_a_request_under_an_older_generation_is_refused(segment: Segment, op: Op) -> None:
     """Also before the node has ended the connection."""

@@ -14,8 +14,8 @@ from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.memory.segment import Segment
 from kvstore.network.host import host_id
+from kvstore.network.stream import Stream
 from kvstore.transport.shm import ShmTransport
-from kvstore.transport.stream import Stream
 from kvstore.transport.tcp import TcpTransport
 from tests.unit.client.world import segment
 

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvstore import native
 from kvstore.clocks import uptime
 from kvstore.errors import AddressInUseError, StartupError
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.segment import Segment
-from kvstore.transport.tcp_protocol import (
+from kvstore.native import slow
+from kvstore.network.tcp_protocol import (
     RANGES_MAX,
     STATUS_BYTES,
     Hello,
@@ -30,6 +32,7 @@ from kvstore.transport.tcp_protocol import (
     pack_status,
     unpack_status,
 )
+from kvstore.transport import tcp_connection
 from kvstore.transport.tcp_server import DataServer
 
 MIB = 1 << 20
@@ -43,8 +46,11 @@ def segment() -> Iterator[Segment]:
     segment.close()
 
 
-@pytest.fixture
-def server(segment: Segment) -> Iterator[DataServer]:
+@pytest.fixture(params=[native.steps, slow], ids=["built", "slow"])
+def server(
+    segment: Segment, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[DataServer]:
+    monkeypatch.setattr(tcp_connection, "steps", request.param)
     server = DataServer([segment], "127.0.0.1", stall_s=STALL_S, connections_max=8)
     server.start()
     yield server

@@ -66,6 +66,14 @@ class Status(enum.IntEnum):
     """Not this protocol, or another version of it."""
 
 
+class RefusedError(Exception):
+    """The server ends the connection with this status; None: with something else."""
+
+    def __init__(self, status: Status | None) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 class Hello(NamedTuple):
     uuid: bytes
     token: bytes

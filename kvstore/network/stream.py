@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import math
-import os
 import socket
 import struct
 import sys
@@ -123,22 +122,6 @@ class Stream:
                 self._unsent = self._unsent_bytes()
             if sent < wanted:
                 buffers = _behind(buffers, count)
-
-    def send_file(self, fd: int, offset: int, length: int, deadline: float) -> None:
-        """Send a range of a file without copying it here. Raises as ``send``.
-
-        The kernel may read the pages until the peer has acknowledged them.
-        """
-        while length > 0:
-            self._arm(socket.SO_SNDTIMEO, deadline, 0)
-            try:
-                count = os.sendfile(self._sock.fileno(), fd, offset, length)
-            except BlockingIOError:
-                raise StalledError(0) from None
-            if count == 0:
-                raise EndedError(0)
-            offset += count
-            length -= count
 
     def is_quiet(self) -> bool:
         """Whether the connection is open and nothing is waiting to be read."""

@@ -1,0 +1,36 @@
+"""The header of a row's object, as Python reads and writes it; ``rows.h`` does the same."""
+
+from __future__ import annotations
+
+from kvstore.limits import Key, Namespace
+from kvstore.memory.header import Header, pack_into, unpack
+from kvstore.native.kinds import ReadRow, WriteRow
+
+
+def header_of(
+    head: memoryview | bytearray, seed: int, namespace: str, row: ReadRow
+) -> Header | None:
+    """The header of exactly the row's object; None: another object, or none, is there."""
+    offset, size, epoch, counter, key, _ = row
+    header = unpack(head, seed, offset)
+    if header is None or (
+        header.key != key
+        or header.counter != counter
+        or header.epoch != epoch
+        or header.payload_size != size
+        or header.namespace != namespace
+    ):
+        return None
+    return header
+
+
+def write_header(
+    head: memoryview | bytearray, seed: int, namespace: str, row: WriteRow, checksum: int
+) -> None:
+    """Writes the row's header, with the checksum of its payload, to the start of ``head``."""
+    offset, size, epoch, counter, key, _, parent, descriptor = row
+    header = Header(
+        Namespace(namespace), Key(key), Key(parent) if parent else None, size, epoch, counter,
+        checksum, descriptor,
+    )  # fmt: skip
+    pack_into(head, header, seed, offset)

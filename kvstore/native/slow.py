@@ -1,0 +1,467 @@
+"""The steps of the hot path in Python, for where ``fast`` was not built: see ``kinds.Steps``.
+
+They are written to be short: no polling, no threads, one system call per piece. What they answer,
+and what they leave in memory or on a socket, is as of the compiled ones.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Final
+
+import xxhash
+
+from kvstore.clocks import uptime
+from kvstore.errors import DeadlineExceededError
+from kvstore.limits import KEY_BYTES_MAX, Key
+from kvstore.memory.header import GENERATION_OFFSET, HEADER_BYTES, SUPERBLOCK_BYTES, WIPE
+from kvstore.memory.raw import address_of
+from kvstore.memory.segment import Ranges
+from kvstore.native import kinds
+from kvstore.native.kinds import AnyRecord, BatchEnd, ReadRow, WriteRow
+from kvstore.native.rows import header_of, write_header
+from kvstore.network import tcp_protocol as protocol
+from kvstore.network.stream import EndedError, StalledError, Stream
+from kvstore.network.tcp_protocol import Op, RefusedError, Status
+
+PIECE_BYTES: Final = 64 << 10
+"""Copied, hashed, sent or received in one go, after a look at the clock and the generation. xxhash
+gives the GIL back above 100 KB, and taking it again from a busy thread may cost 5 ms."""
+
+SERVED_BYTES: Final = 1 << 20
+SERVED_PARTS: Final = 512
+"""What a node's connection sends or receives in one go."""
+
+_LANE_HEAD: Final = struct.Struct("<IQBB")
+"""As in ``kvstore.wire.frames``: length of what follows, call id, kind, bytes of the name."""
+
+_counting: Final = threading.Lock()
+
+
+# --- objects in mapped memory --------------------------------------------------------------------
+
+
+class _EndedEarlyError(Exception):
+    """The batch ended early: ``how``."""
+
+    def __init__(self, how: BatchEnd) -> None:
+        super().__init__(how)
+        self.how = how
+
+
+def read_objects(
+    memory: memoryview, generation: int, seed: int, namespace: str, rows: list[ReadRow],
+    verify: bool, deadline: float, threads: int, /,
+) -> list[bytes | int] | BatchEnd:  # fmt: skip
+    del threads
+    outcomes: list[bytes | int] = []
+    try:
+        _check(rows, len(memory))
+        for row in rows:
+            offset, size, _, _, _, buffers = row
+            _go_on(memory, generation, deadline)
+            header = header_of(memory[offset : offset + HEADER_BYTES], seed, namespace, row)
+            outcomes.append(kinds.STALE if header is None else header.descriptor)
+            if header is None or (buffers is None and not verify):
+                continue
+            hasher = xxhash.xxh3_64()
+            for place, piece in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
+                _go_on(memory, generation, deadline)
+                if buffers is not None:
+                    piece[:] = place
+                if verify:
+                    hasher.update(piece)  # what was copied: others may write to the place
+            if verify and hasher.intdigest() != header.payload_checksum:
+                outcomes[-1] = kinds.CORRUPT
+    except _EndedEarlyError as ended:
+        return ended.how
+    return outcomes
+
+
+def write_objects(
+    memory: memoryview, generation: int, seed: int, namespace: str, rows: list[WriteRow],
+    deadline: float, threads: int, /,
+) -> BatchEnd:  # fmt: skip
+    del threads
+    try:
+        _check(rows, len(memory))
+        for row in rows:
+            offset, size, buffers = row[0], row[1], row[5]
+            _go_on(memory, generation, deadline)
+            memory[offset : offset + len(WIPE)] = WIPE  # first: a header means a whole payload
+            hasher = xxhash.xxh3_64()
+            for place, piece in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
+                _go_on(memory, generation, deadline)
+                if buffers is not None:
+                    place[:] = piece
+                hasher.update(piece)
+            _go_on(memory, generation, deadline)
+            write_header(memory[offset:], seed, namespace, row, hasher.intdigest())
+    except _EndedEarlyError as ended:
+        return ended.how
+    return 0
+
+
+def _check(rows: Sequence[ReadRow | WriteRow], room: int) -> None:
+    """Raises _EndedEarlyError: a row is not within ``room`` bytes; ValueError."""
+    for row in rows:
+        if row[5] is not None and sum(map(len, row[5])) != row[1]:
+            raise ValueError("buffers and payload differ in size")
+        if row[0] < SUPERBLOCK_BYTES or row[0] + HEADER_BYTES + row[1] > room:
+            raise _EndedEarlyError(kinds.OUTSIDE)
+
+
+def _go_on(memory: memoryview, generation: int, deadline: float) -> None:
+    """Raises _EndedEarlyError: the segment was mounted anew, or it is too late."""
+    if memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")[0] != generation:
+        raise _EndedEarlyError(kinds.GONE)
+    if uptime() >= deadline:
+        raise _EndedEarlyError(kinds.LATE)
+
+
+def _beside(
+    payload: memoryview, buffers: Sequence[memoryview] | None
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """The payload's place and the buffers (None: the place itself), beside each other in pieces."""
+    at = 0
+    for piece in _pieces([payload] if buffers is None else buffers):
+        yield payload[at : at + len(piece)], piece
+        at += len(piece)
+
+
+def _pieces(buffers: Sequence[memoryview] | None) -> Iterator[memoryview]:
+    for buffer in buffers or ():
+        for start in range(0, len(buffer), PIECE_BYTES):
+            yield buffer[start : start + PIECE_BYTES]
+
+
+# --- keys, records, buffers ----------------------------------------------------------------------
+
+
+def pack_keys(keys: Sequence[object], /) -> tuple[bytes, int] | None:
+    packable = [key for key in keys if type(key) is bytes]
+    sizes = set(map(len, packable))
+    if len(packable) != len(keys) or len(sizes) != 1 or not 0 < max(sizes) <= KEY_BYTES_MAX:
+        return None
+    return b"".join(packable), sizes.pop()
+
+
+def get_many(
+    shards: list[dict[Key, AnyRecord]], mask: int, data: bytes, stride: int, /
+) -> list[AnyRecord | None]:
+    if stride < 1 or not 0 <= mask < len(shards):
+        raise ValueError("no stride, or a mask for more shards")
+    keys = [Key(data[at : at + stride]) for at in range(0, len(data), stride)]
+    return [shards[hash(key) & mask].get(key) for key in keys]
+
+
+def overlap(buffers: list[memoryview], /) -> tuple[int, int] | None:
+    spans = sorted(
+        (address_of(each), len(each), index) for index, each in enumerate(buffers) if len(each)
+    )
+    for (start, size, index), (after, _, other) in pairwise(spans):
+        if start + size > after:
+            return index, other
+    return None
+
+
+def xxh3_64(data: bytes | memoryview, seed: int = 0, /) -> int:
+    return xxhash.xxh3_64_intdigest(data, seed)
+
+
+# --- a lane's socket -----------------------------------------------------------------------------
+
+
+def exchange(
+    fd: int, request: bytes, call_id: int, spin_s: float, deadline: float, length_max: int, /
+) -> tuple[int, int, int, bytes | None]:
+    del spin_s
+    readable = select.poll()
+    readable.register(fd, select.POLLIN)
+    if deadline > uptime() and readable.poll(0):
+        return kinds.UNASKED, 0, 0, None
+    failure = kinds.NOT_SENT
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        try:
+            sock.settimeout(_left(deadline))
+            sock.sendall(request)
+            failure = kinds.BROKEN
+            head = _received(sock, _LANE_HEAD.size, deadline)
+            length, answered, kind, name_size = _LANE_HEAD.unpack(head)
+            size = length + 4 - _LANE_HEAD.size
+            if size < 0 or length > length_max:
+                return kinds.GARBLED, 0, 0, None
+            payload = _received(sock, size, deadline)
+        except OSError as error:
+            how, number = _how(error)
+            return (failure if how == kinds.BROKEN else how), number, 0, None
+    if name_size:
+        return kinds.GARBLED, 0, 0, None
+    return (kinds.ANSWERED if answered == call_id else kinds.GARBLED), 0, kind, payload
+
+
+def _received(sock: socket.socket, size: int, deadline: float) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        sock.settimeout(_left(deadline))
+        some = sock.recv(min(size - len(received), SERVED_BYTES))
+        if not some:
+            raise EndedError(len(received))
+        received += some
+    return bytes(received)
+
+
+def _left(deadline: float) -> float:
+    left_s = deadline - uptime()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+def _how(error: OSError | RefusedError) -> tuple[int, int]:
+    """How an exchange ended with ``error``, and its errno or ``Status``."""
+    if isinstance(error, RefusedError):
+        return kinds.REFUSED, -1 if error.status is None else error.status
+    if isinstance(error, TimeoutError):
+        return kinds.TIMED_OUT, 0
+    if isinstance(error, EndedError):
+        return kinds.ENDED, 0
+    return kinds.BROKEN, error.errno or 0
+
+
+# --- the client's end of a data connection -------------------------------------------------------
+
+
+def tcp_read(
+    fd: int, size: int, seed: int, namespace: str, rows: list[ReadRow], verify: bool,
+    deadline: float, stall_s: float, spin_s: float, /,
+) -> tuple[int, int, int, list[bytes | int] | None]:  # fmt: skip
+    del spin_s
+    outcomes: list[bytes | int] = []
+    scratch = memoryview(bytearray(PIECE_BYTES))
+
+    def receive(stream: Stream) -> None:
+        for row in rows:
+            head = bytearray(HEADER_BYTES)
+            stream.receive([memoryview(head)], deadline)
+            header = header_of(head, seed, namespace, row)
+            hasher = xxhash.xxh3_64()
+            for piece in _pieces(row[5]):
+                # Another object's bytes are not for the caller.
+                into = scratch[: len(piece)] if header is None else piece
+                stream.receive([into], deadline)
+                if verify:
+                    hasher.update(into)
+            outcomes.append(kinds.STALE if header is None else header.descriptor)
+            if verify and header and hasher.intdigest() != header.payload_checksum:
+                outcomes[-1] = kinds.CORRUPT
+
+    try:
+        _check(rows, size)
+    except _EndedEarlyError:
+        return kinds.REFUSED, Status.INVALID_RANGE, 1, None
+    ranges = [(row[0], HEADER_BYTES + row[1]) for row in rows]
+    how, number, settled = request(fd, Op.READ, ranges, receive, deadline, stall_s)
+    return how, number, settled, outcomes if how == kinds.ANSWERED else None
+
+
+def tcp_write(
+    fd: int, size: int, seed: int, namespace: str, rows: list[WriteRow], deadline: float,
+    stall_s: float, spin_s: float, /,
+) -> tuple[int, int, int, None]:  # fmt: skip
+    del spin_s
+
+    def send(stream: Stream) -> None:
+        for row in rows:
+            stream.send([WIPE], deadline, socket.MSG_MORE)
+            hasher, head = xxhash.xxh3_64(), bytearray(HEADER_BYTES)
+            for piece in _pieces(row[5]):
+                hasher.update(piece)
+                stream.send([piece], deadline, socket.MSG_MORE)
+            write_header(head, seed, namespace, row, hasher.intdigest())
+            more = 0 if row is rows[-1] else socket.MSG_MORE
+            stream.send([memoryview(head)], deadline, more)
+
+    try:
+        _check(rows, size)
+    except _EndedEarlyError:
+        return kinds.REFUSED, Status.INVALID_RANGE, 1, None
+    ranges: list[tuple[int, int]] = []
+    for offset, length, *_ in rows:
+        ranges += [(offset, len(WIPE)), (offset + HEADER_BYTES, length), (offset, HEADER_BYTES)]
+    return *request(fd, Op.WRITE, ranges, send, deadline, stall_s), None
+
+
+def request(
+    fd: int, op: Op, ranges: Sequence[tuple[int, int]], move: Callable[[Stream], None],
+    deadline: float, stall_s: float,
+) -> tuple[int, int, int]:  # fmt: skip
+    """One request on a greeted connection. ``move`` sends, or receives, the bytes of all ranges.
+    Returns as ``Steps.tcp_read``, without outcomes."""
+    is_read = op is Op.READ
+    with _stream(fd, stall_s) as stream:
+        if not stream.is_quiet():
+            return kinds.UNASKED, 0, 1
+        how, number = kinds.ANSWERED, 0
+        try:
+            # Bytes to write follow at once, so the request travels with the first of them.
+            more = 0 if is_read else socket.MSG_MORE
+            stream.send([protocol.pack_request(op, ranges)], deadline, more)
+            if is_read:
+                receive_status(stream, deadline)
+            move(stream)
+        except (OSError, RefusedError) as error:
+            how, number = _how(error)
+        if is_read or (how != kinds.ANSWERED and number not in (errno.EPIPE, errno.ECONNRESET)):
+            return how, number, int(is_read)
+        try:
+            receive_status(stream, deadline)  # also why it has hung up
+        except (OSError, RefusedError) as error:
+            said, status = _how(error)
+            is_refused = said == kinds.REFUSED
+            if how == kinds.ANSWERED or is_refused:
+                how, number = said, status
+            return how, number, int(is_refused)
+        return how, number, 1
+
+
+def receive_status(stream: Stream, deadline: float) -> None:
+    """Raises RefusedError: it is not OK; as ``Stream.receive``."""
+    raw = bytearray(protocol.STATUS_BYTES)
+    stream.receive([memoryview(raw)], deadline)
+    if (status := protocol.unpack_status(raw)) is not Status.OK:
+        raise RefusedError(status)
+
+
+@contextmanager
+def _stream(fd: int, stall_s: float = math.inf) -> Iterator[Stream]:
+    """The socket by a descriptor of its own: the caller's stays open, whatever happens here."""
+    stream = Stream(socket.socket(fileno=os.dup(fd)), stall_s=stall_s)
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+# --- the node's end ------------------------------------------------------------------------------
+
+
+def serve(
+    fd: int, file: int, memory: memoryview, generation: int, cut: bytearray, counts: bytearray,
+    stall_s: float, idle_s: float, /,
+) -> tuple[int, int]:  # fmt: skip
+    del file
+    return serve_ranges(fd, None, len(memory), memory, generation, cut, counts, stall_s, idle_s)
+
+
+def serve_ranges(
+    fd: int, held: Ranges | None, size: int, memory: memoryview, generation: int, cut: bytearray,
+    counts: bytearray, stall_s: float, idle_s: float,
+) -> tuple[int, int]:  # fmt: skip
+    """``serve``, of a segment of ``size`` bytes. ``held`` reads and writes them if they are not in
+    ``memory``, which has the superblock; compiled steps cannot serve such a segment."""
+    words = memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")
+    counted = memoryview(counts).cast("Q")
+    copied = None if held is None else memoryview(bytearray(SERVED_BYTES))
+
+    def soon() -> float:
+        return uptime() + stall_s
+
+    def check() -> None:
+        if cut[0] or words[0] != generation:
+            raise RefusedError(Status.GONE)
+
+    with _stream(fd) as stream:
+        try:
+            while (asked := _next_request(stream, soon, idle_s)) is not None:
+                op, ranges = asked
+                total = _total(ranges, size)
+                check()
+                ahead: list[bytes | memoryview] = [protocol.pack_status(Status.OK)]
+                for parts in _parts(ranges, memory, copied):
+                    if op is Op.READ:
+                        if held is not None:
+                            held.read(parts, soon())
+                        stream.send([*ahead, *(part for _, part in parts)], soon())
+                        ahead = []
+                        continue
+                    check()
+                    stream.receive([part for _, part in parts], soon())
+                    if held is not None:
+                        check()
+                        held.write(parts, soon())
+                if ahead:
+                    stream.send(ahead, soon())
+                with _counting:
+                    at = 0 if op is Op.READ else 2
+                    counted[at] += 1
+                    counted[at + 1] += total
+        except DeadlineExceededError:  # too many connections copy at once
+            return kinds.TIMED_OUT, 0
+        except (OSError, RefusedError) as error:
+            return _how(error)
+    return kinds.ENDED, 0
+
+
+def _next_request(
+    stream: Stream, soon: Callable[[], float], idle_s: float
+) -> tuple[Op, list[tuple[int, int]]] | None:
+    """Op and ranges; None: no request came for ``idle_s``."""
+    raw = bytearray(protocol.REQUEST_BYTES)
+    idle_until = uptime() + idle_s
+    while True:
+        try:
+            stream.receive([memoryview(raw)], soon())
+            break
+        except StalledError as stalled:
+            if stalled.received:
+                raise
+            if uptime() >= idle_until:
+                return None
+    request = protocol.unpack_request(raw)
+    if request is None:
+        raise RefusedError(Status.BAD_REQUEST)
+    op, count = request
+    raw = bytearray(count * protocol.RANGE_BYTES)
+    stream.receive([memoryview(raw)], soon())
+    return op, protocol.unpack_ranges(raw)
+
+
+def _total(ranges: list[tuple[int, int]], size: int) -> int:
+    """The sum of the lengths. Raises RefusedError: a range outside, or more than the segment."""
+    total = sum(length for _, length in ranges)
+    is_outside = any(at < SUPERBLOCK_BYTES or at + length > size for at, length in ranges)
+    if is_outside or total > size:
+        raise RefusedError(Status.INVALID_RANGE)
+    return total
+
+
+def _parts(
+    ranges: list[tuple[int, int]], memory: memoryview, copied: memoryview | None
+) -> Iterator[list[tuple[int, memoryview]]]:
+    """The ranges in groups of at most ``SERVED_BYTES``: offsets, and their bytes in ``memory``, or
+    places for them in ``copied``."""
+    group: list[tuple[int, memoryview]] = []
+    used = 0
+    for start, length in ranges:
+        offset, end = start, start + length
+        while offset < end:
+            size = min(end - offset, SERVED_BYTES - used)
+            part = memory[offset : offset + size] if copied is None else copied[used : used + size]
+            group.append((offset, part))
+            offset += size
+            used += size
+            if used == SERVED_BYTES or len(group) == SERVED_PARTS:
+                yield group
+                group, used = [], 0
+    if group:
+        yield group
