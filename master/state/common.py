@@ -6,6 +6,7 @@ and forest, the nodes, puts under way, orders to wipe, and the effects that the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -15,9 +16,10 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state import liveness
 from kvstore.master.state.effects import Effect, Later
 from kvstore.master.state.inventory import Tombstones
+from kvstore.master.state.jobs import SERVE, Jobs
 from kvstore.master.state.membership import Membership
 from kvstore.master.state.pool import Pool
-from kvstore.master.state.puts import Pending
+from kvstore.master.state.puts import Pending, WaitingPut
 from kvstore.master.state.reclaim import Reclaim, Wiping
 from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, Remains
 from kvstore.master.state.rules import MasterRules
@@ -51,7 +53,8 @@ class Common:
         self.effects: list[Effect] = []
         self.changing = False
         """Set by a step before its first change: see ``MasterState``."""
-        self.pool = Pool()
+        self.jobs = Jobs()
+        self.pool = Pool(self.jobs)
         self.forest = self.pool.forest
         self.counters = self.pool.counters
         self.traffic = self.pool.traffic
@@ -65,6 +68,8 @@ class Common:
             cluster=cluster,
         )
         self.pending = Pending()
+        self.waiting: deque[WaitingPut] = deque()
+        """Puts that wait for room, in their order."""
         self.tombstones = Tombstones()
         self.reclaim = Reclaim(self.tombstones)
         self._next_ticket = 0
@@ -83,6 +88,12 @@ class Common:
 
     def effect(self, effect: Effect) -> None:
         self.effects.append(effect)
+
+    def room_made(self) -> None:
+        """Called when memory was freed, mounted or made eligible: the puts that wait are tried
+        again, in a step of their own."""
+        if self.waiting:
+            self.jobs.due |= SERVE
 
     def ticket(self) -> int:
         self._next_ticket += 1

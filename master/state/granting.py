@@ -19,7 +19,6 @@ from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.records import Extent, Name, ObjectRecord, Segment
 from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.sweeping import Sweeping
-from kvstore.master.state.waiting import WaitingPuts
 from kvstore.memory.header import extent_bytes
 
 PUTS_PER_TICK = 512
@@ -29,12 +28,9 @@ PUTS_PER_TICK = 512
 class Granting:
     """See the module."""
 
-    def __init__(
-        self, common: Common, waiting: WaitingPuts, sweeping: Sweeping, repairs: Repairs
-    ) -> None:
+    def __init__(self, common: Common, sweeping: Sweeping, repairs: Repairs) -> None:
         self._common = common
         self._pending = common.pending
-        self._waiting = waiting
         self._sweeping = sweeping
         self._repairs = repairs
         self.copies: dict[Name, list[PendingPut]] = {}
@@ -42,13 +38,14 @@ class Granting:
 
     # --- granting -----------------------------------------------------------------------------
 
-    def take(
+    def reserve(
         self,
         now_ms: int,
         sizes: list[int],
         replicas: int,
-        near: Segment | None,
-        host: str,
+        *,
+        near: Segment | None = None,
+        host: str = "",
         victims: Victims | None = None,
         avoid: Sequence[bytes] = (),
         here_only: bool = False,
@@ -76,8 +73,7 @@ class Granting:
             usable = [segment for segment in usable if segment.offer.uuid not in avoid]
         if here_only:
             usable = [segment for segment in usable if segment.node.host == host]
-        pool = common.pool
-        taken = pool.allocate(
+        taken, evicted = common.pool.allocate(
             sizes,
             replicas=replicas,
             usable=usable,
@@ -86,12 +82,11 @@ class Granting:
             now_ms=now_ms,
             victims=victims,
         )
-        if pool.evicted:
-            for remains in pool.evicted:
+        if evicted:
+            for remains in evicted:
                 for segment, _ in remains.extents:
                     segment.pressed = True
-            common.effects += common.reclaim.clean(pool.evicted)
-            pool.evicted.clear()
+            common.effects += common.reclaim.clean(evicted)
         if victims is None:  # else the drain would evict more than it needs, and what it has moved
             for segment in usable:
                 self._sweeping.taken_from(segment)
@@ -195,7 +190,7 @@ class Granting:
             record.writer = 0
             if record.segment is None:
                 self._common.pool.settle(record)
-        self._waiting.room_made()
+        self._common.room_made()
 
     def wipe_again(self, token: int) -> None:
         """Called when the writer of an abandoned put has ended. It may have written through shared
@@ -217,7 +212,7 @@ class Granting:
         over = list(islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK))
         for remains in over:
             common.pool.free(remains.extents, extent_bytes(remains.size))
-            self._waiting.room_made()
+            self._common.room_made()
         common.effects += common.reclaim.clean(over)
 
     # --- copies -------------------------------------------------------------------------------

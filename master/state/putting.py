@@ -46,8 +46,6 @@ class Putting:
         self._pool = common.pool
         self._pending = common.pending
         self._traffic = common.traffic
-        self._found = 0
-        """Keys of the last put that was tried which are there already."""
         self._reclaim = common.reclaim
         self._granting = granting
         self._waiting = waiting
@@ -75,14 +73,15 @@ class Putting:
         putter.keys += count
         if count:
             putter.key = keys[0]
-        result = self._grant_or_wait(now_ms, request)
-        putter.found += self._found
+        tried, found = self._try_put(now_ms, request)
+        result = self._answer_or_wait(now_ms, request, tried)
+        putter.found += found
         return result
 
     def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Later:
         self._forest.begin_step()
         self._check_sizes([request.size])
-        return self._grant_or_wait(now_ms, request)
+        return self._answer_or_wait(now_ms, request, self._try_allocation(now_ms, request))
 
     def _check_sizes(self, sizes: Sequence[int]) -> None:
         capacity_max = self._pool.capacity_max
@@ -95,22 +94,25 @@ class Putting:
                 segment_bytes_max=capacity_max,
             )
 
-    def _grant_or_wait(self, now_ms: int, request: Wanting) -> calls.Grants | Later:
-        result = self._try_grant(now_ms, request)
+    def _answer_or_wait(
+        self, now_ms: int, request: Wanting, result: calls.Grants | Shortage
+    ) -> calls.Grants | Later:
         if isinstance(result, calls.Grants):
             earlier = self._common.unread(request, result)
             return self._common.when_wiped(now_ms, [], result, earlier) if earlier else result
         wait_ms = min(request.wait_ms, self._common.rules.put_wait_max_ms)
         if result.goes_on:
             wait_ms = max(wait_ms, MAKING_ROOM_MS)
-            self._waiting.room_made()
         if (
             wait_ms <= 0
             or not self._could_take(request)
             or self._waiting.only_pins_end(now_ms + wait_ms, request)
         ):
             raise self._waiting.no_space(now_ms, request, result)
-        return self._waiting.add(now_ms, request, wait_ms)
+        later = self._waiting.add(now_ms, request, wait_ms)
+        if result.goes_on:
+            self._common.room_made()
+        return later
 
     def _could_take(self, request: Wanting) -> bool:
         """Whether a node that the client can reach may have room some time. True if there is no
@@ -129,6 +131,10 @@ class Putting:
     def _try_grant(self, now_ms: int, request: Wanting) -> calls.Grants | Shortage:
         if isinstance(request, calls.Allocate):
             return self._try_allocation(now_ms, request)
+        return self._try_put(now_ms, request)[0]
+
+    def _try_put(self, now_ms: int, request: calls.PutStart) -> tuple[calls.Grants | Shortage, int]:
+        """Also returns how many of the keys are there already."""
         keys = list(request.keys)
         self._keeping.make_room(now_ms, request.namespace, keys)
         table = self._forest.table(request.namespace)
@@ -149,10 +155,9 @@ class Putting:
                 there += 1
                 found.last_used_ms = now_ms
                 found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)
-        self._found = there
         if not granted:
             self._count_not_written(outcomes)
-            return self._granting.reply(bytes(outcomes), [])
+            return self._granting.reply(bytes(outcomes), []), there
         near = None
         first = granted[0]
         parent_key = keys[first - 1] if request.chain and first else request.parent
@@ -162,18 +167,18 @@ class Putting:
             near = next(segment for segment, _ in parent.extents() if segment.alive)
         sizes = [request.sizes[index] for index in granted]
         self._common.changing = True
-        taken = self._granting.take(
-            now_ms, sizes, request.replicas, near, request.host, None, request.avoid,
-            request.here_only,
+        taken = self._granting.reserve(
+            now_ms, sizes, request.replicas, near=near, host=request.host, avoid=request.avoid,
+            here_only=request.here_only,
         )  # fmt: skip
         if isinstance(taken, Shortage):
-            return taken
+            return taken, there
         puts = self._place(now_ms, request, keys, granted, sizes, taken)
         if isinstance(puts, Shortage):
-            return puts
+            return puts, there
         if len(puts) < len(outcomes):
             self._count_not_written(outcomes)
-        return self._granting.reply(bytes(outcomes), puts)
+        return self._granting.reply(bytes(outcomes), puts), there
 
     def _place(
         self,
@@ -236,8 +241,8 @@ class Putting:
         segments = self._pool.segments.values()
         of_devices = [each.offer.uuid for each in segments if each.offer.device is not None]
         avoid = [*request.avoid, *of_devices]  # the client writes to an allocation as to an array
-        taken = self._granting.take(
-            now_ms, [request.size], 1, None, request.host, None, avoid, request.here_only
+        taken = self._granting.reserve(
+            now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.here_only
         )
         if isinstance(taken, Shortage):
             return taken
@@ -316,7 +321,7 @@ class Putting:
                 if put.record.more:
                     self._copying.note_stored(now_ms, put.record)
         if ended:
-            self._waiting.room_made()  # they can be evicted
+            self._common.room_made()  # they can be evicted
         reply = calls.PutEnded(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:
@@ -388,7 +393,7 @@ class Putting:
         record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)
         if not record.children:
             self._pool.settle(record)
-            self._waiting.room_made()  # it can be evicted
+            self._common.room_made()  # it can be evicted
         reply = calls.Committed(PutOutcome.STORED)
         put.record = record
         overwriting = [put] if request.overwrite else []

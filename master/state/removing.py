@@ -15,11 +15,11 @@ from kvstore.calls import Version
 from kvstore.master.state.common import AnyReply, Common
 from kvstore.master.state.effects import Later, Notice
 from kvstore.master.state.granting import Granting
+from kvstore.master.state.jobs import FREE
 from kvstore.master.state.marks import Marks, unrecorded
 from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.reclaim import Wiping
 from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, with_bytes
-from kvstore.master.state.waiting import WaitingPuts
 
 CLEARED_PER_STEP = 512
 """Objects that one ``clear`` removes; the caller repeats it until none is left."""
@@ -32,18 +32,13 @@ background work forgets the rest."""
 class Removing:
     """See the module."""
 
-    def __init__(
-        self, common: Common, marks: Marks, granting: Granting, waiting: WaitingPuts
-    ) -> None:
+    def __init__(self, common: Common, marks: Marks, granting: Granting) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
         self._reclaim = common.reclaim
         self._marks = marks
         self._granting = granting
-        self._waiting = waiting
-        self._frees = False
-        """Whether more removed bytes may be free now than one step frees."""
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -179,16 +174,14 @@ class Removing:
 
     # --- jobs ---------------------------------------------------------------------------------
 
-    def frees(self) -> bool:
-        return self._frees
-
     def free(self, now_ms: int) -> None:
         """Frees the extents of one order whose last lease has ended."""
         self._common.effects += self._reclaim.end_reading(now_ms)
-        effects, self._frees = self._reclaim.end_next(now_ms)
+        effects, may_go_on = self._reclaim.end_next(now_ms)
         self._common.effects += effects
-        if self._frees:
-            self._waiting.room_made()
+        self._common.jobs.note(FREE, may_go_on)
+        if may_go_on:
+            self._common.room_made()
 
 
 def _notice(record: ObjectRecord, segments: set[Segment]) -> Notice:

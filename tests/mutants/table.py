@@ -89,7 +89,7 @@ MUTANTS: Final = (
     Mutant(
         "evicted-is-not-wiped",
         GRANTING,
-        "            common.effects += common.reclaim.clean(pool.evicted)\n",
+        "            common.effects += common.reclaim.clean(evicted)\n",
         "",
         MASTER,
     ),
@@ -1097,8 +1097,8 @@ MUTANTS: Final = (
     Mutant(
         "slices-of-what-is-over-end",
         KEEPING,
-        "self._goes_on |= now_ms >= min(self._lifetimes.next_ms, self._pins.ends.next_ms)",
-        "pass",
+        "goes_on = now_ms >= min(self._lifetimes.next_ms, self._pins.ends.next_ms)",
+        "goes_on = False",
         KEPT,
     ),
     Mutant(
@@ -1118,14 +1118,14 @@ MUTANTS: Final = (
     Mutant(
         "counts-of-pins-are-left",
         KEEPING,
-        "        return self._goes_on or self._pins.unsettled\n",
-        "        return self._goes_on\n",
+        "note(EXPIRE, goes_on or self._pins.unsettled)",
+        "note(EXPIRE, goes_on)",
         KEPT,
     ),
     Mutant(
         "an-end-of-pins-wakes-no-put",
         KEEPING,
-        "        self._waiting.room_made()  # it can be evicted\n",
+        "        self._common.room_made()  # it can be evicted\n",
         "",
         KEPT,
     ),
@@ -1255,7 +1255,7 @@ MUTANTS: Final = (
         PINS,
         "            above.below -= 1\n"
         "            if not above.below:\n"
-        "                self._ending.append(above)\n"
+        "                self._let_go(above)\n"
         "\n"
         "    def stored",
         "            above.below -= 1\n\n    def stored",
@@ -1267,7 +1267,7 @@ MUTANTS: Final = (
         "        above, pin.above = pin.above, None\n"
         "        above.below -= 1\n"
         "        if not above.below:\n"
-        "            self._ending.append(above)\n"
+        "            self._let_go(above)\n"
         "\n"
         "    def check",
         "\n    def check",
