@@ -21,7 +21,7 @@ from kvstore.master.state.membership import Membership
 from kvstore.master.state.pool import Pool
 from kvstore.master.state.puts import Pending, WaitingPut
 from kvstore.master.state.reclaim import Reclaim, Wiping
-from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, Remains
+from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, Residue
 from kvstore.master.state.rules import MasterRules
 
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
@@ -102,7 +102,7 @@ class Common:
     # --- wiping -------------------------------------------------------------------------------
 
     def when_wiped(
-        self, now_ms: int, gone: list[Remains], reply: AnyReply, earlier: Sequence[Wiping] = ()
+        self, now_ms: int, gone: list[Residue], reply: AnyReply, earlier: Sequence[Wiping] = ()
     ) -> AnyReply | Later:
         """Answers with ``reply`` once the headers of ``gone`` are wiped and the ``earlier`` orders
         are done. The extents of ``gone`` are free one lease later."""
@@ -112,7 +112,7 @@ class Common:
         self.effects += effects
         return Later(ticket) if waits else reply
 
-    def wipe(self, given_up: Sequence[Remains]) -> None:
+    def wipe(self, given_up: Sequence[Residue]) -> None:
         """Called for versions that will never be stored: wipes what their writers may have
         left."""
         self.effects += self.reclaim.clean(given_up)

@@ -83,8 +83,8 @@ class Granting:
             victims=victims,
         )
         if evicted:
-            for remains in evicted:
-                for segment, _ in remains.extents:
+            for residue in evicted:
+                for segment, _ in residue.extents:
                     segment.pressed = True
             common.effects += common.reclaim.clean(evicted)
         if victims is None:  # else the drain would evict more than it needs, and what it has moved
@@ -165,22 +165,22 @@ class Granting:
     def abandon(self, put: PendingPut, now_ms: int) -> None:
         """Gives up a put whose writer may still write: wipes its extents and quarantines them."""
         self.end(put)
-        remains = put.remains(self._common.epoch)
+        residue = put.residue(self._common.epoch)
         self.quarantine(put, max(now_ms, put.deadline_ms))
-        self._common.wipe([remains._replace(writers=put.writers())])
+        self._common.wipe([residue._replace(writers=put.writers())])
         self.unclaim(put)
 
     def quarantine(self, put: PendingPut, writes_until_ms: int) -> None:
         """Keeps the put's extents from use until its writer has certainly stopped."""
         until_ms = writes_until_ms + self._common.rules.quarantine_ms
-        self._pending.quarantine(put.token, put.remains(self._common.epoch), until_ms)
+        self._pending.quarantine(put.token, put.residue(self._common.epoch), until_ms)
 
     def give_back(self, puts: Sequence[PendingPut]) -> None:
         """Frees and wipes the extents of copies that are not stored, and whose writers are done."""
         for put in puts:
             self.end(put)
             self._common.pool.free(put.extents, put.length)
-        self._common.wipe([put.remains(self._common.epoch) for put in puts])
+        self._common.wipe([put.residue(self._common.epoch) for put in puts])
 
     def unclaim(self, put: PendingPut) -> None:
         """Notes that the put does not write its object any more. Drops the record if nothing needs
@@ -195,9 +195,9 @@ class Granting:
     def wipe_again(self, token: int) -> None:
         """Called when the writer of an abandoned put has ended. It may have written through shared
         memory since the first wiping, and the next master must not find that."""
-        remains = self._pending.quarantined(token)
-        if remains is not None:
-            self._common.effects += self._common.reclaim.clean([remains])
+        residue = self._pending.quarantined(token)
+        if residue is not None:
+            self._common.effects += self._common.reclaim.clean([residue])
 
     def expire(self, now_ms: int) -> None:
         """Abandons puts whose deadline has passed, and frees extents whose quarantine is over."""
@@ -210,8 +210,8 @@ class Granting:
             size = sum(put.size for put in expired)
             common.effect(Notice("puts_expired", {"puts": len(expired), "bytes": size}))
         over = list(islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK))
-        for remains in over:
-            common.pool.free(remains.extents, extent_bytes(remains.size))
+        for residue in over:
+            common.pool.free(residue.extents, extent_bytes(residue.size))
             self._common.room_made()
         common.effects += common.reclaim.clean(over)
 

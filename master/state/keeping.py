@@ -17,7 +17,7 @@ from kvstore.master.state.ends import NO_END_MS
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.jobs import EXPIRE
 from kvstore.master.state.pins import bytes_held
-from kvstore.master.state.records import NamespaceTable, ObjectRecord, Remains
+from kvstore.master.state.records import NamespaceTable, ObjectRecord, Residue
 from kvstore.memory.header import extent_bytes
 from kvstore.shortages import shown
 
@@ -171,23 +171,23 @@ class Keeping:
         """Hides objects. The memory of a leaf without a lease is free at once; that of others one
         lease later, as if they had been removed."""
         common, pool = self._common, self._pool
-        freed: list[Remains] = []
-        leased: list[Remains] = []
+        freed: list[Residue] = []
+        leased: list[Residue] = []
         steps_max = common.forest.steps + HIDE_STEPS
         for record in ended:
             if not record.complete:
                 continue
             self._granting.end_copies(now_ms, (record.namespace, record.key))
-            remains = Remains.of(record, forbid=True)
+            residue = Residue.of(record, forbid=True)
             is_read = record.children or record.lease_until_ms > now_ms
             pool.hide(record, steps_max)
             if is_read:
-                leased.append(remains)
+                leased.append(residue)
             else:
-                freed.append(remains)
-                pool.free(remains.extents, extent_bytes(remains.size))
+                freed.append(residue)
+                pool.free(residue.extents, extent_bytes(residue.size))
             common.counters["expired_objects"] += 1
-            common.counters["expired_bytes"] += remains.size
+            common.counters["expired_bytes"] += residue.size
         if freed:
             common.effects += common.reclaim.clean(freed)
             self._common.room_made()

@@ -28,7 +28,7 @@ from kvstore.master.state.records import (
     EvictionPolicy,
     Extent,
     ObjectRecord,
-    Remains,
+    Residue,
     Segment,
 )
 from kvstore.master.state.traffic import Traffic
@@ -288,10 +288,10 @@ class Pool:
             self._settle_later(record)
         return extents
 
-    def evict_ahead(self, segment: Segment, count: int, now_ms: int) -> tuple[list[Remains], bool]:
+    def evict_ahead(self, segment: Segment, count: int, now_ms: int) -> tuple[list[Residue], bool]:
         """Evicts up to ``count`` objects, until the reserve of a full segment is free or being
-        wiped. Returns their remains, still allocated, and whether more must be evicted."""
-        evicted: list[Remains] = []
+        wiped. Returns their residues, still allocated, and whether more must be evicted."""
+        evicted: list[Residue] = []
         eviction = _Eviction(self, [segment], now_ms)
         reserve, allocator = segment.reserve_bytes, segment.allocator
         while len(evicted) < count:
@@ -300,7 +300,7 @@ class Pool:
             if head is None or missing <= 0 or extent_bytes(head.size) > reserve:
                 return evicted, False
             eviction.forget(segment)
-            evicted.append(Remains.of(head))
+            evicted.append(Residue.of(head))
             self.evict(head, now_ms)
             for other, _ in evicted[-1].extents:
                 other.wiping_bytes += extent_bytes(evicted[-1].size)
@@ -433,7 +433,7 @@ class Pool:
         host: str,
         now_ms: int,
         victims: Victims | None = None,
-    ) -> tuple[list[list[Extent]] | Shortage, list[Remains]]:
+    ) -> tuple[list[list[Extent]] | Shortage, list[Residue]]:
         """Allocates extents for payloads of ``sizes`` bytes, all or none. Evicts objects that are
         not leased if it must, and returns those, too: their bytes are free in the allocator, but no
         client may write there before the caller has had their headers wiped.
@@ -588,7 +588,7 @@ class _Eviction:
         self._heads = {segment: self._head(segment) for segment in segments}
         """The next victim of each segment; None: to be looked up again."""
         self._budget = EVICTIONS_PER_STEP
-        self.evicted: list[Remains] = []
+        self.evicted: list[Residue] = []
 
     @property
     def goes_on(self) -> bool:
@@ -627,7 +627,7 @@ class _Eviction:
         length = extent_bytes(victim.size)
         freed = [(segment, length) for segment, _ in victim.extents() if segment.alive]
         changed = {victim.segment}
-        self.evicted.append(Remains.of(victim))
+        self.evicted.append(Residue.of(victim))
         parent = self._pool.evict(victim, self._now_ms)
         self._pool.free(self.evicted[-1].extents, length)
         if parent is not None:

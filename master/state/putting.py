@@ -20,7 +20,7 @@ from kvstore.master.state.keeping import Keeping
 from kvstore.master.state.pool import Shortage
 from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.reclaim import Wiping
-from kvstore.master.state.records import Extent, ObjectRecord, Remains
+from kvstore.master.state.records import Extent, ObjectRecord, Residue
 from kvstore.master.state.removing import Removing
 from kvstore.master.state.waiting import WaitingPuts, Wanting
 from kvstore.memory.header import extent_bytes
@@ -260,7 +260,7 @@ class Putting:
         self._forest.begin_step()
         outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
         was_stored = int(PutOutcome.STORED)
-        replaced: list[Remains] = []
+        replaced: list[Residue] = []
         outdated: list[PendingPut] = []
         ended: list[tuple[PendingPut, list[Extent]]] = []
         still_read: list[Wiping] = []
@@ -330,7 +330,7 @@ class Putting:
 
     def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
         common = self._common
-        given_up: list[Remains] = []
+        given_up: list[Residue] = []
         common.changing = True
         for token in request.tokens:
             put = self._granting.granted(now_ms, request.epoch, token)
@@ -339,13 +339,13 @@ class Putting:
                     self._granting.wipe_again(token)
                 continue
             self._granting.end(put)
-            remains = put.remains(common.epoch)
+            residue = put.residue(common.epoch)
             if request.settled:
                 self._pool.free(put.extents, put.length)
             else:
                 self._granting.quarantine(put, put.deadline_ms)
-                remains = remains._replace(writers=put.writers(request.connections))
-            given_up.append(remains)
+                residue = residue._replace(writers=put.writers(request.connections))
+            given_up.append(residue)
             self._granting.unclaim(put)
         common.wipe(given_up)
         common.counters["revoked_puts"] += len(given_up)
@@ -369,7 +369,7 @@ class Putting:
             self._granting.end(put)
             # The owner may still read what it computed, so the extents are not free at once.
             self._granting.quarantine(put, put.deadline_ms)
-            common.wipe([put.remains(common.epoch)])
+            common.wipe([put.residue(common.epoch)])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
         record = self._ensure(now_ms, namespace, key, parent)
         if request.overwrite:
@@ -421,13 +421,13 @@ class Putting:
         extents: list[Extent],
         size: int,
         now_ms: int,
-    ) -> list[Remains]:
+    ) -> list[Residue]:
         """Gives the put's record these extents. Returns what they replace, still allocated. The
         caller calls ``Pool.settle`` afterwards."""
         assert record is not None
-        replaced: list[Remains] = []
+        replaced: list[Residue] = []
         if record.segment is not None:
-            replaced.append(Remains.of(record))
+            replaced.append(Residue.of(record))
             self._pool.strip(record, replaced=True)
         else:
             self._pool.pins.drop(record)  # of an object that was lost

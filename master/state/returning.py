@@ -14,7 +14,7 @@ from kvstore.master.state.jobs import ANSWER, CLAIM
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.membership import GONE_MAX
-from kvstore.master.state.records import ObjectRecord, Remains, Segment
+from kvstore.master.state.records import ObjectRecord, Residue, Segment
 
 CLAIMS_PER_STEP = 256
 """Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
@@ -113,7 +113,7 @@ class Returning:
     def _take_slice(self, now_ms: int, segment: Segment, inventory: Inventory) -> None:
         common = self._common
         claims, is_answered = inventory.next(CLAIMS_PER_STEP)
-        refused: list[Remains] = []
+        refused: list[Residue] = []
         stored: list[ObjectRecord] = []
         self._forest.resumes = True
         for claim in claims:
@@ -125,7 +125,7 @@ class Returning:
                 break
             if record is None:
                 of = [(segment, claim.offset)]
-                refused.append(Remains(claim.name, claim.size, *claim.version, of))
+                refused.append(Residue(claim.name, claim.size, *claim.version, of))
             else:
                 stored.append(record)
         self._forest.resumes = False
@@ -170,7 +170,7 @@ class Returning:
             if not self._copying.claim_replica(now_ms, record, extent):
                 return None
         elif record is not None and known is not None:
-            replaced = [Remains.of(record, forbid=True)]
+            replaced = [Residue.of(record, forbid=True)]
             self._pool.strip(record, replaced=True)
             self._pool.lifetimes.drop(record)
             self._pool.store(record, [extent], size, version, used_ms)

@@ -8,7 +8,7 @@ from collections import deque
 
 from kvstore.master.state.common import Common
 from kvstore.master.state.jobs import EVICT, SWEEP
-from kvstore.master.state.records import ObjectRecord, Remains, Segment
+from kvstore.master.state.records import ObjectRecord, Residue, Segment
 
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
@@ -53,7 +53,7 @@ class Sweeping:
 
     def evict_ahead(self, now_ms: int) -> None:
         segment = next(iter(self._pressed))
-        evicted: list[Remains] = []
+        evicted: list[Residue] = []
         goes_on = False
         if segment.alive and segment.usable(now_ms) and not segment.node.draining:
             evicted, goes_on = self._pool.evict_ahead(segment, EVICTIONS_AHEAD, now_ms)

@@ -167,15 +167,15 @@ MUTANTS: Final = (
     Mutant(
         "revoked-is-not-cut",
         PUTTING,
-        "remains = remains._replace(writers=put.writers(request.connections))",
+        "residue = residue._replace(writers=put.writers(request.connections))",
         "pass",
         MASTER,
     ),
     Mutant(
         "expired-is-not-cut",
         GRANTING,
-        "self._common.wipe([remains._replace(writers=put.writers())])",
-        "self._common.wipe([remains])",
+        "self._common.wipe([residue._replace(writers=put.writers())])",
+        "self._common.wipe([residue])",
         MASTER,
     ),
     Mutant(
@@ -188,14 +188,14 @@ MUTANTS: Final = (
     Mutant(
         "what-landed-late-is-not-wiped",
         GRANTING,
-        "            self._common.effects += self._common.reclaim.clean([remains])\n",
+        "            self._common.effects += self._common.reclaim.clean([residue])\n",
         "            pass\n",
         MASTER,
     ),
     Mutant(
         "what-expired-is-not-wiped",
         GRANTING,
-        "        self._common.wipe([remains._replace(writers=put.writers())])\n",
+        "        self._common.wipe([residue._replace(writers=put.writers())])\n",
         "",
         MASTER,
     ),
@@ -260,7 +260,7 @@ MUTANTS: Final = (
     Mutant(
         "wiping-ignores-a-longer-lease",
         RECLAIM,
-        "                wiping.free_at_ms = max(wiping.free_at_ms, remains.lease_until_ms)\n",
+        "                wiping.free_at_ms = max(wiping.free_at_ms, residue.lease_until_ms)\n",
         "",
         MASTER,
     ),
@@ -1026,15 +1026,15 @@ MUTANTS: Final = (
     Mutant(
         "over-comes-back",
         KEEPING,
-        "            remains = Remains.of(record, forbid=True)\n",
-        "            remains = Remains.of(record)\n",
+        "            residue = Residue.of(record, forbid=True)\n",
+        "            residue = Residue.of(record)\n",
         KEPT,
     ),
     Mutant(
         "bad-comes-back",
         REMOVING,
-        "                gone.append(Remains.of(record, forbid=True))\n",
-        "                gone.append(Remains.of(record))\n",
+        "                gone.append(Residue.of(record, forbid=True))\n",
+        "                gone.append(Residue.of(record))\n",
         MASTER,
     ),
     Mutant(
@@ -1069,7 +1069,7 @@ MUTANTS: Final = (
     Mutant(
         "over-is-not-counted",
         KEEPING,
-        '            common.counters["expired_bytes"] += remains.size\n',
+        '            common.counters["expired_bytes"] += residue.size\n',
         "",
         KEPT,
     ),
