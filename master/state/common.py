@@ -52,7 +52,8 @@ class Common:
         self.started_ms = started_ms
         self.effects: list[Effect] = []
         self.changing = False
-        """Set by a step before its first change: see ``MasterState``."""
+        """Set by a step before its first change. An exception that is no ``KVStoreError`` leaves
+        the state half changed then; the caller clears it before a step."""
         self.jobs = Jobs()
         self.pool = Pool(self.jobs)
         self.forest = self.pool.forest

@@ -189,16 +189,6 @@ class MasterState:
         """A listing for readers of events; ``""``: of all namespaces."""
         return self.forest.survey(namespace)
 
-    @property
-    def changing(self) -> bool:
-        """Set by a step before its first change. An exception that is no ``KVStoreError`` leaves
-        the state half changed then; the caller clears it before a step."""
-        return self.common.changing
-
-    @changing.setter
-    def changing(self, value: bool) -> None:
-        self.common.changing = value
-
     def cancel(self, ticket: int) -> None:
         """Called when the client of a waiting call has gone. A removal is carried out even so."""
         self.waiting.cancel(ticket)

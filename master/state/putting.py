@@ -12,6 +12,7 @@ from kvstore import calls
 from kvstore.calls import PutOutcome, Version
 from kvstore.errors import BusyError, InvalidArgumentError, ValueTooLargeError
 from kvstore.limits import REPLICAS_MAX, Key, Namespace
+from kvstore.master.state import shortage
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Later
@@ -108,7 +109,7 @@ class Putting:
             or not self._could_take(request)
             or self._waiting.only_pins_end(now_ms + wait_ms, request)
         ):
-            raise self._waiting.no_space(now_ms, request, result)
+            raise shortage.explained(self._common, now_ms, request, result)
         later = self._waiting.add(now_ms, request, wait_ms)
         if result.goes_on:
             self._common.room_made()

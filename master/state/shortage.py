@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvstore import shortages
 from kvstore.calls import Allocate, PutStart
 from kvstore.errors import NoSpaceError
 from kvstore.master.state import liveness
+from kvstore.master.state.common import Common
 from kvstore.master.state.membership import Membership
 from kvstore.master.state.pool import Shortage
 from kvstore.master.state.records import Segment
@@ -17,30 +18,19 @@ _LOOPBACK = ("127.", "localhost:", "[::1]", "0.0.0.0:", "[::]")
 
 
 def explained(
-    segments: Iterable[Segment],
-    membership: Membership,
-    now_ms: int,
-    request: PutStart | Allocate,
-    found: Shortage,
-    writing: int,
-    pinned: int,
+    common: Common, now_ms: int, request: PutStart | Allocate, found: Shortage
 ) -> NoSpaceError:
-    """The error of a put for which ``found`` is what is missing.
-
-    Args:
-        segments: all that are mounted.
-        writing: puts under way.
-        pinned: bytes that pins hold.
-    """
+    """The error of a put for which ``found`` is what is missing."""
     of_cause: dict[str, list[Segment]] = {}
-    for segment in segments:
-        of_cause.setdefault(_cause(segment, membership, now_ms, request), []).append(segment)
+    for segment in common.pool.segments.values():
+        cause = _cause(segment, common.membership, now_ms, request)
+        of_cause.setdefault(cause, []).append(segment)
     groups = [
         _group(cause, of_cause[cause], now_ms, request.host)
         for cause in shortages.CAUSES
         if cause in of_cause
     ]
-    wanted = asked_bytes(request)
+    wanted, writing, pinned = asked_bytes(request), len(common.pending), common.pool.pins.size
     return shortages.no_space(groups, request.host, wanted, found.missing_bytes, writing, pinned)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore import calls
-from kvstore.errors import BusyError, KVStoreError, NoSpaceError
+from kvstore.errors import BusyError, KVStoreError
 from kvstore.master.state import shortage
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
@@ -99,18 +99,9 @@ class WaitingPuts:
             self._queue.remove(put)
             self._jobs.due |= SERVE  # the next in the queue may want less
             self._common.counters["refused_no_space"] += 1
-            error = self.no_space(now_ms, put.request, missing)
+            error = shortage.explained(self._common, now_ms, put.request, missing)
             self._common.counters[f"refused_{error.fields['cause']}"] += 1
             self._common.effect(Answer(put.ticket, error))
-
-    def no_space(self, now_ms: int, request: Wanting, found: Shortage) -> NoSpaceError:
-        """The error of a put for which ``found`` is what is missing."""
-        common = self._common
-        segments = common.pool.segments.values()
-        writing, pinned = len(common.pending), common.pool.pins.size
-        return shortage.explained(
-            segments, common.membership, now_ms, request, found, writing, pinned
-        )
 
     def only_pins_end(self, until_ms: int, request: Wanting) -> bool:
         """Whether pins hold so much until then that the rest of the pool is too small: no end of a
