@@ -29,7 +29,7 @@ MYPY = """
 [mypy]
 ignore_missing_imports = True
 follow_imports = skip
-[mypy-kvstore.calls.*,kvstore.errors,kvstore.histograms,kvstore.keys,kvstore.limits,kvstore.memory.header]
+[mypy-kvstore.calls.*,kvstore.errors,kvstore.histograms,kvstore.keys,kvstore.limits,kvstore.memory.header,kvstore.shortages]
 follow_imports = normal
 [mypy-kvstore.native.*,kvstore.master.state.*]
 follow_imports = normal

@@ -9,7 +9,7 @@ stopped meanwhile refuses before it does anything. The service then ends for goo
 another ``MasterService``.
 
 A transition of the state is atomic. An unexpected exception in the middle of one
-(``MasterState.changing``), in ``tick`` or in ``work`` breaks this: the service stops acting and
+(``Common.changing``), in ``tick`` or in ``work`` breaks this: the service stops acting and
 ``died`` ends the process. The nodes keep their objects and report them to the next master.
 """
 
@@ -166,7 +166,7 @@ class MasterService:
 
     def _check_whole(self, error: Exception) -> None:
         """After an exception in a step: calls ``_break`` if the state may be half changed."""
-        if not isinstance(error, KVStoreError) and self.state.changing:
+        if not isinstance(error, KVStoreError) and self.state.common.changing:
             self._break(error)
 
     @property
@@ -210,7 +210,7 @@ class MasterService:
         started = uptime()
         if started >= self.leads_until:
             self._check_time(started)
-        self.state.changing = False
+        self.state.common.changing = False
         self._traffic.caller = caller or self._traffic.unknown
         try:
             result: calls.Reply | Later = step(self._clock(), request)
@@ -358,7 +358,7 @@ class MasterService:
     @contextlib.contextmanager
     def _transition(self) -> Iterator[MasterState]:
         """Wraps one step of the state that is not a call."""
-        self.state.changing = False
+        self.state.common.changing = False
         try:
             yield self.state
         except Exception as error:

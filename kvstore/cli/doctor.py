@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 from typing import Any
 
 import click
@@ -13,7 +14,6 @@ from kvstore.cli.options import CONTEXT, FAILED, config_options, debug_option, j
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
-from kvstore.diagnosis import software
 from kvstore.diagnosis.findings import Check, Finding, ok, problem, run_all
 
 EXAMPLE = """\b
@@ -79,52 +79,43 @@ def _checks(
     *,
     transfer_engine: bool,
 ) -> Iterator[tuple[str, Check]]:
-    # Each check imports what it needs: a package that cannot be imported is a finding as well.
     timeout_s = client.timeout_ms / 1000
-
-    def of_host(name: str, *arguments: object) -> tuple[str, Check]:
-        def check() -> list[Finding]:
-            from kvstore.diagnosis import host
-
-            found: list[Finding] = getattr(host, name)(*arguments)
-            return found
-
-        return name.replace("_", " "), check
+    named = "master" in client.model_fields_set
 
     def of_settings() -> list[Finding]:
         unknown = unknown_settings(config_path)
-        return [problem("settings", each.message, each.advice) for each in unknown] or [
-            ok("settings", "no unknown ones")
-        ]
+        found = [problem(each.message, each.advice) for each in unknown]
+        return found or [ok("no unknown ones")]
 
     yield "settings", of_settings
-    yield "Python", lambda: software.python(IMPORTS_TIMEOUT_S)
-    yield "installation", software.installation
-    yield "optional", software.optional
-    yield "mooncake.store", software.mooncake_store
-    yield of_host("entries", node.memory)
-    yield of_host("numa_nodes")
-    yield of_host("locked_memory", node.memory)
-    yield of_host("open_files")
-    yield of_host("clock")
-    yield of_host("rdma")
-    yield (
-        "transfer engine",
-        lambda: software.transfer_engine(IMPORTS_TIMEOUT_S, transfer=transfer_engine),
-    )
+    yield "Python", _check("software.python", IMPORTS_TIMEOUT_S)
+    yield "installation", _check("software.installation")
+    yield "optional", _check("software.optional")
+    yield "mooncake.store", _check("software.mooncake_store")
+    yield "entries", _check("host.entries", node.memory)
+    yield "NUMA", _check("host.numa_nodes")
+    yield "locked memory", _check("host.locked_memory", node.memory)
+    yield "open files", _check("host.open_files")
+    yield "clock", _check("host.clock")
+    yield "RDMA", _check("host.rdma")
+    engine = _check("software.transfer_engine", IMPORTS_TIMEOUT_S, transfer=transfer_engine)
+    yield "transfer engine", engine
+    yield "GPU", _check("software.graphics", IMPORTS_TIMEOUT_S)
+    masters = client.master
+    yield "cluster", _check("cluster.reached", master, masters, timeout_s, is_named=named)
 
-    yield "GPU", lambda: software.graphics(IMPORTS_TIMEOUT_S)
 
-    def of_cluster() -> list[Finding]:
-        from kvstore.diagnosis import cluster
+def _check(place: str, *arguments: object, **named: object) -> Check:
+    """A function of ``kvstore.diagnosis``, imported when it runs: a package that cannot be imported
+    is a finding as well."""
 
-        found = cluster.ports(master, timeout_s)
-        named = "master" in client.model_fields_set
-        if named or any("a master answers" in finding.found for finding in found):
-            found += cluster.cluster(client.master, timeout_s)
+    def check() -> Iterable[Finding]:
+        module, name = place.split(".")
+        function = getattr(import_module(f"kvstore.diagnosis.{module}"), name)
+        found: Iterable[Finding] = function(*arguments, **named)
         return found
 
-    yield "cluster", of_cluster
+    return check
 
 
 def _show(found: list[Finding]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, cast
 
@@ -18,7 +18,7 @@ from kvstore.calls import ClusterStatus, Joined, NodeStatus, SegmentInfo, Segmen
 from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.config import DEFAULT_PORT, MasterConfig
-from kvstore.diagnosis.findings import Finding, ok, problem, warning
+from kvstore.diagnosis.findings import Finding, ok, problem, under, warning, warning_if
 from kvstore.errors import KVStoreError, MasterUnreachableError, NotLeaderError
 from kvstore.etcd.finding import look_at
 from kvstore.etcd.wire import advice_on
@@ -59,25 +59,33 @@ Deadline = float
 """A ``uptime()`` value."""
 
 
-def ports(config: MasterConfig, timeout_s: float) -> list[Finding]:
+def reached(
+    master: MasterConfig, masters: str, timeout_s: float, *, is_named: bool
+) -> Iterator[Finding]:
+    """The ports for a master on this host, and the cluster if ``is_named``, or a master is here."""
+    found = list(under("ports", ports(master, timeout_s)))
+    yield from found
+    if is_named or any("a master answers" in each.found for each in found):
+        yield from cluster(masters, timeout_s)
+
+
+def ports(config: MasterConfig, timeout_s: float) -> Iterator[Finding]:
     """The ports that a master on this host would listen on. A port that a running master has
     already is fine."""
-    found = []
     for name, port in (("gRPC", config.port), ("lane", config.lane_port_wanted)):
         why = port_taken(config.host, port)
         if why is None:
-            found.append(ok("ports", f"{port} ({name}) is free"))
+            yield ok(f"{port} ({name}) is free")
         elif why == errno.EADDRINUSE and master_at(config.host, config.port, timeout_s):
-            found.append(ok("ports", f"{port} ({name}) is taken, and a master answers here"))
+            yield ok(f"{port} ({name}) is taken, and a master answers here")
         elif why == errno.EADDRINUSE:
             advice = f"ss -ltnp 'sport = :{port}' shows the process; or choose another --port"
-            what = f"{port} ({name}) is taken by a process that is not a master"
-            found.append(warning("ports", what, advice))
+            yield warning(f"{port} ({name}) is taken by a process that is not a master", advice)
         else:
-            what = f"cannot listen on {config.host}:{port}: {errno.errorcode[why]}"
-            advice = "ip address: --host must be an address of this host"
-            found.append(warning("ports", what, advice))
-    return found
+            yield warning(
+                f"cannot listen on {config.host}:{port}: {errno.errorcode[why]}",
+                "ip address: --host must be an address of this host",
+            )
 
 
 def port_taken(host: str, port: int) -> int | None:
@@ -139,27 +147,27 @@ def by_etcd(place: EtcdPlace, timeout_s: float) -> list[Finding]:
                 seen = future.result()
             except KVStoreError as error:
                 silent += 1
-                found.append(problem(subject, error.message, error.advice))
+                found.append(problem(error.message, error.advice, subject))
                 continue
             leaders.add(seen.master)
             does = "leads the etcd" if seen.leads else "follows"
             what = f"answers, version {seen.version}, {does}"
             if seen.errors:
                 says = "; ".join(seen.errors)
-                found.append(problem(subject, f"{what}; it says: {says}", advice_on(says)))
+                found.append(problem(f"{what}; it says: {says}", advice_on(says), subject))
             else:
-                found.append(ok(subject, what))
+                found.append(ok(what, subject=subject))
     if silent == len(place.endpoints):
         return found
     if silent:
         why = f"{silent} of {len(place.endpoints)} members do not answer; the others are asked"
-        found.append(warning("etcd", why, "The loss of one more member may stop the masters."))
+        found.append(warning(why, "The loss of one more member may stop the masters.", "etcd"))
     leaders.discard("")
     if not leaders:
         what = f"no master leads under the prefix {place.prefix!r}"
         advice = f"kvstore-master --etcd {','.join(place.endpoints)} on two hosts or more"
-        return [*found, problem("leader", what, advice)]
-    found += [ok("leader", f"{leader} leads the masters") for leader in sorted(leaders)]
+        return [*found, problem(what, advice, "leader")]
+    found += [ok(f"{leader} leads the masters", subject="leader") for leader in sorted(leaders)]
     return found + cluster(",".join(sorted(leaders)), timeout_s)
 
 
@@ -182,10 +190,11 @@ def master(place: str, timeout_s: float) -> _Seen:
     except NotLeaderError as error:
         leader = str(error.fields.get("leader", ""))
         if leader:
-            return _Seen([ok(subject, f"answers, and stands by; {leader} leads")], leader=leader)
+            what = f"answers, and stands by; {leader} leads"
+            return _Seen([ok(what, subject=subject)], leader=leader)
         what = "answers, and stands by; it knows no leader"
         advice = "kvstore doctor --master etcd://... says whether the etcd is well"
-        return _Seen([problem(subject, what, advice)])
+        return _Seen([problem(what, advice, subject)])
     except KVStoreError as error:
         advice = error.advice
         if not isinstance(error, MasterUnreachableError) or "kvstore doctor" in advice:
@@ -193,23 +202,24 @@ def master(place: str, timeout_s: float) -> _Seen:
                 f"A firewall may drop packets to that port, or that host is down: let it pass, and "
                 f"run {start_command(place)} there."
             )
-        return _Seen([problem(subject, error.message, advice)])
+        return _Seen([problem(error.message, advice, subject)])
     finally:
         stub.close()
     found = []
     if joined.version != __version__:
         what = f"answers, version {joined.version}; this host has {__version__}"
-        found.append(warning(subject, what, "Install the same release on both hosts."))
+        found.append(warning(what, "Install the same release on both hosts.", subject))
     else:
-        found.append(ok(subject, f"answers, version {joined.version}, epoch {joined.epoch}"))
+        what = f"answers, version {joined.version}, epoch {joined.epoch}"
+        found.append(ok(what, subject=subject))
     ahead_s = joined.epoch / 1000 - time.time()
     if ahead_s > CLOCK_S:
-        what = f"its epoch is {ahead_s / 60:.0f} min ahead of this host's clock"
         advice = (
             "A clock has been set back: the master's before it started, or this host's. No data "
             "is lost. Synchronize the clocks: timedatectl set-ntp true"
         )
-        found.append(warning(subject, what, advice))
+        what = f"its epoch is {ahead_s / 60:.0f} min ahead of this host's clock"
+        found.append(warning(what, advice, subject))
     host, _ = split_address(place, default_port=DEFAULT_PORT)
     return _Seen([*found, lane(host, joined, deadline)], serves=True)
 
@@ -239,7 +249,7 @@ def lane(host: str, joined: Joined, deadline: Deadline) -> Finding:
     subject = "lane"
     if not joined.lane_port:
         what = "the master has no lane"
-        return warning(subject, what, "Calls take 300 µs more; see --lane-port.")
+        return warning(what, "Calls take 300 µs more; see --lane-port.", subject)
     address = join_address(host, joined.lane_port)
     try:
         by = max(deadline, uptime() + 0.1)
@@ -255,8 +265,8 @@ def lane(host: str, joined: Joined, deadline: Deadline) -> Finding:
     except (OSError, KVStoreError) as error:
         what = f"{address} does not answer: {error}"
         advice = f"Open port {joined.lane_port}: without the lane calls take 300 µs more."
-        return warning(subject, what, advice)
-    return ok(subject, f"{address} answers")
+        return warning(what, advice, subject)
+    return ok(f"{address} answers", subject=subject)
 
 
 def nodes(stub: MasterStub, timeout_s: float, pool: ThreadPoolExecutor) -> list[Finding]:
@@ -271,17 +281,18 @@ def nodes(stub: MasterStub, timeout_s: float, pool: ThreadPoolExecutor) -> list[
         ids = [segment.segment_id for node in status.nodes for segment in node.segments]
         described = cast(Segments, stub.call(calls.DescribeSegments(ids), deadline)).segments
     except KVStoreError as error:
-        return [problem("nodes", error.message, error.advice)]
+        return [problem(error.message, error.advice, "nodes")]
     if not status.nodes:
-        advice = "kvstore-node --master ... --memory 4GiB"
-        return [problem("nodes", "no node has joined", advice)]
+        command = "kvstore-node --master ... --memory 4GiB"
+        return [problem("no node has joined", command, "nodes")]
     asked = {s.segment_id: pool.submit(by_tcp, s, timeout_s) for s in described}
-    found = []
+    found: list[Finding] = []
     for node in status.nodes:
-        found.append(node_well(node))
+        of_node = [node_well(node)]
         for segment in described:
             if segment.node == node.name:
-                found += [asked[segment.segment_id].result(), *by_shm(segment)]
+                of_node += [asked[segment.segment_id].result(), *by_shm(segment)]
+        found += under(f"node {node.name}", of_node)
     return found
 
 
@@ -294,85 +305,76 @@ def hits(stub: MasterStub, master: str, timeout_s: float) -> list[Finding]:
     asked = [space for space in report.namespaces if space.questions >= QUESTIONS_MIN]
     vain = [space for space in asked if not any(row.found for row in space.askers)]
     if not vain:
-        return [ok("hits", "clients that ask find something")] if asked else []
+        return [ok("clients that ask find something", subject="hits")] if asked else []
     what = f"in {len(vain)} of {len(asked)} namespaces clients ask and find nothing"
-    return [warning("hits", what, f"kvstore why --master {master}")]
+    return [warning(what, f"kvstore why --master {master}", "hits")]
 
 
 def node_well(node: NodeStatus) -> Finding:
-    subject = f"node {node.name}"
     if node.entry_gone:
-        return problem(subject, "the entry of its memory in /dev/shm is gone", f"{ENTRY_GONE}.")
-    if node.state in ("alive", "draining"):
-        return ok(subject, f"{node.state}, last heard {node.silent_ms} ms ago")
-    what = f"{node.state}, last heard {node.silent_ms} ms ago"
-    return warning(
-        subject, what, "The node's log says what it does; the network to its host may lose packets."
+        return problem("the entry of its memory in /dev/shm is gone", f"{ENTRY_GONE}.")
+    return warning_if(
+        node.state not in ("alive", "draining"),
+        f"{node.state}, last heard {node.silent_ms} ms ago",
+        "The node's log says what it does; the network to its host may lose packets.",
     )
 
 
 def by_tcp(segment: SegmentInfo, timeout_s: float) -> Finding:
-    deadline = uptime() + timeout_s
-    subject = f"node {segment.node}"
-    reached = f"data port {segment.address}"
-    try:
-        _read(lambda move: transport.read(segment, [move], deadline), transport := TcpTransport())
-    except KVStoreError as error:
+    why_not = _unreadable(TcpTransport(), segment, timeout_s)
+    if why_not is not None:
         advice = "Start it with --host or --advertise and an address that this host can reach."
-        return problem(subject, f"{reached} does not answer: {error.message}", advice)
-    return ok(subject, f"{reached} answers")
+        return problem(f"data port {segment.address} does not answer: {why_not}", advice)
+    return ok(f"data port {segment.address} answers")
 
 
-def by_shm(segment: SegmentInfo) -> list[Finding]:
+def by_shm(segment: SegmentInfo) -> Iterator[Finding]:
     """Checks the segment's memory if its node is on this host, as far as the kernel tells."""
-    subject = f"node {segment.node}"
     here, there = host_id(), segment.host
     if here != there:
-        if here.rpartition("-")[0] != there.rpartition("-")[0]:
-            return []
-        advice = "docker run --ipc=host, or --volume /dev/shm:/dev/shm, for both"
-        what = "on this kernel, but in a container with another /dev/shm: clients use tcp"
-        return [warning(subject, what, advice)]
-    if segment.device is not None:
-        return [by_device(subject, segment)]
-    try:
-        _read(
-            lambda move: transport.read(segment, [move], uptime() + 1),
-            transport := ShmTransport(),
-        )
-    except KVStoreError as error:
-        for directory in directories():
-            with contextlib.suppress(OSError):
-                size = os.stat(f"{directory}/{segment.shm_name}").st_size
-                if size < segment.size:
-                    what = f"its memory file was truncated to {size} of {segment.size} bytes"
-                    advice = "Programs that map it die of SIGBUS. Start the node with --discard."
-                    return [problem(subject, what, advice)]
-        advice = (
+        if here.rpartition("-")[0] == there.rpartition("-")[0]:
+            yield warning(
+                "on this kernel, but in a container with another /dev/shm: clients use tcp",
+                "docker run --ipc=host, or --volume /dev/shm:/dev/shm, for both",
+            )
+    elif segment.device is not None:
+        why_not = _unreadable(DeviceTransport(PROBE_RING_BYTES), segment, 1.0)
+        if why_not is not None:
+            what = f"on this host, but its memory of a device cannot be opened: {why_not}"
+            advice = "Let both see the GPU and the same /dev/shm. Until then clients use tcp."
+            yield warning(what, advice)
+        else:
+            yield ok("its memory of a device can be opened")
+    elif (why_not := _unreadable(ShmTransport(), segment, 1.0)) is not None:
+        yield _truncated(segment) or warning(
+            f"on this host, but its memory cannot be mapped: {why_not}",
             "Run both as one user, or start the node with --shm-group and a group that both are "
-            "in. Until then clients use tcp."
+            "in. Until then clients use tcp.",
         )
-        what = f"on this host, but its memory cannot be mapped: {error.message}"
-        return [warning(subject, what, advice)]
-    return [ok(subject, "its memory can be mapped")]
+    else:
+        yield ok("its memory can be mapped")
 
 
-def by_device(subject: str, segment: SegmentInfo) -> Finding:
-    """Checks whether this process can open the memory of the device."""
-    transport = DeviceTransport(PROBE_RING_BYTES)
+def _truncated(segment: SegmentInfo) -> Finding | None:
+    for directory in directories():
+        with contextlib.suppress(OSError):
+            size = os.stat(f"{directory}/{segment.shm_name}").st_size
+            if size < segment.size:
+                what = f"its memory file was truncated to {size} of {segment.size} bytes"
+                advice = "Programs that map it die of SIGBUS. Start the node with --discard."
+                return problem(what, advice)
+    return None
+
+
+def _unreadable(
+    transport: ShmTransport | DeviceTransport | TcpTransport, segment: SegmentInfo, timeout_s: float
+) -> str | None:
+    """Why this process cannot read the segment; None: it can."""
+    move = Move(SUPERBLOCK_BYTES, memoryview(bytearray(PROBE_BYTES)))
     try:
-        _read(lambda move: transport.read(segment, [move], uptime() + 1), transport)
+        transport.read(segment, [move], uptime() + timeout_s)
+        return None
     except KVStoreError as error:
-        what = f"on this host, but its memory of a device cannot be opened: {error.message}"
-        advice = "Let both see the GPU and the same /dev/shm. Until then clients use tcp."
-        return warning(subject, what, advice)
-    return ok(subject, "its memory of a device can be opened")
-
-
-def _read(
-    read: Callable[[Move], None], transport: ShmTransport | DeviceTransport | TcpTransport
-) -> None:
-    try:
-        read(Move(SUPERBLOCK_BYTES, memoryview(bytearray(PROBE_BYTES))))
+        return error.message
     finally:
         transport.close()

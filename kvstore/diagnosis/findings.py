@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 State = Literal["ok", "warning", "problem"]
@@ -14,6 +14,7 @@ class Finding(NamedTuple):
     """One line of the report."""
 
     subject: str
+    """"": that of the check."""
     state: State
     """problem: something that a user needs does not work; warning: it works, but slower or less
     safely than it could."""
@@ -22,19 +23,28 @@ class Finding(NamedTuple):
     """What to do about it, as a command where there is one."""
 
 
-Check = Callable[[], Sequence[Finding]]
+Check = Callable[[], Iterable[Finding]]
 
 
-def ok(subject: str, found: str, advice: str = "") -> Finding:
+def ok(found: str, advice: str = "", subject: str = "") -> Finding:
     return Finding(subject, "ok", found, advice)
 
 
-def warning(subject: str, found: str, advice: str) -> Finding:
+def warning(found: str, advice: str, subject: str = "") -> Finding:
     return Finding(subject, "warning", found, advice)
 
 
-def problem(subject: str, found: str, advice: str) -> Finding:
+def problem(found: str, advice: str, subject: str = "") -> Finding:
     return Finding(subject, "problem", found, advice)
+
+
+def warning_if(is_bad: bool, found: str, advice: str, subject: str = "") -> Finding:
+    return warning(found, advice, subject) if is_bad else ok(found, subject=subject)
+
+
+def under(subject: str, found: Iterable[Finding]) -> Iterator[Finding]:
+    """The findings; those without a subject are about this one."""
+    return (each._replace(subject=each.subject or subject) for each in found)
 
 
 def run_all(checks: Sequence[tuple[str, Check]], timeout_s: float) -> Iterator[Finding]:
@@ -59,15 +69,15 @@ class _Running:
 
     def _run(self) -> None:
         try:
-            self._found = self._check()
+            self._found = list(under(self._subject, self._check()))
         except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others
             what = f"could not be checked: {type(error).__name__}: {error}"
             advice = "If no other line explains it, report this as a bug."
-            self._found = [warning(self._subject, what, advice)]
+            self._found = [warning(what, advice, self._subject)]
 
     def findings(self, deadline: float, timeout_s: float) -> Sequence[Finding]:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             what = f"no answer within {timeout_s:.0f} s"
-            return [problem(self._subject, what, "Try a longer --timeout-ms.")]
+            return [problem(what, "Try a longer --timeout-ms.", self._subject)]
         return self._found

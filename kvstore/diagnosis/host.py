@@ -7,10 +7,11 @@ import mmap
 import os
 import resource
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kvstore.diagnosis.findings import Finding, ok, problem, warning
+from kvstore.diagnosis.findings import Finding, ok, problem, under, warning, warning_if
 from kvstore.errors import MemoryLimitError
 from kvstore.memory import cgroup, numa, pages
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories, is_locked
@@ -24,175 +25,159 @@ OPEN_FILES_MIN: Final = 4_096
 CLOCK_US_MAX: Final = 1.0
 """The most that one reading of the clock may cost. A call reads it about ten times."""
 
+CLOCK_SOURCE: Final = Path("/sys/devices/system/clocksource/clocksource0")
+SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 RDMA_FILES: Final = Path("/dev/infiniband")
 
 _IPC_LOCK: Final = 1 << 14
 
 
-def entries(node_memory: int) -> list[Finding]:
+def entries(node_memory: int) -> Iterator[Finding]:
     """All checks of ``/dev/shm`` and of hugetlbfs.
 
     They run one after the other in one check: each creates a file for a moment, and a parallel
     check would count its pages, or take it for a dead node's.
     """
-    return [
-        *shared_memory(node_memory),
-        *memory_limit(node_memory),
-        *huge_pages(),
-        *left_overs(),
-    ]
+    yield from under("shared memory", shared_memory(node_memory))
+    yield from under("memory limit", memory_limit(node_memory))
+    yield from under("huge pages", huge_pages())
+    yield from under("left-overs", left_overs())
 
 
-def shared_memory(node_memory: int) -> list[Finding]:
+def shared_memory(node_memory: int) -> Iterator[Finding]:
     """Whether ``/dev/shm`` exists, is writable, and has room for a node of ``node_memory``
     bytes."""
-    subject = "shared memory"
     options = mount_options(SHM_DIRECTORY)
+    mount = f"mount -t tmpfs tmpfs {SHM_DIRECTORY}"
     if options is None and not os.path.isdir(SHM_DIRECTORY):
-        return [
-            problem(
-                subject, f"there is no {SHM_DIRECTORY}", f"mount -t tmpfs tmpfs {SHM_DIRECTORY}"
-            )
-        ]
-    found = []
-    if options is None or options[0] != "tmpfs":
-        what = f"{SHM_DIRECTORY} is " + ("not a mount" if options is None else options[0])
-        found.append(problem(subject, what, f"mount -t tmpfs tmpfs {SHM_DIRECTORY}"))
+        yield problem(f"there is no {SHM_DIRECTORY}", mount)
+        return
+    kind = "not a mount" if options is None else options[0]
+    if kind != "tmpfs":
+        yield problem(f"{SHM_DIRECTORY} is {kind}", mount)
     path = f"{SHM_DIRECTORY}/{SHM_PREFIX}doctor-{os.getpid()}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.close(fd)
         os.unlink(path)
     except OSError as error:
-        what = f"{SHM_DIRECTORY} is not writable: {error.strerror}"
-        return [*found, problem(subject, what, f"mount -o remount,rw,mode=1777 {SHM_DIRECTORY}")]
+        command = f"mount -o remount,rw,mode=1777 {SHM_DIRECTORY}"
+        yield problem(f"{SHM_DIRECTORY} is not writable: {error.strerror}", command)
+        return
     room = os.statvfs(SHM_DIRECTORY)
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
     available = memory_available()
+    has, wants = f"{size_text(free)} of {size_text(size)} free", size_text(node_memory)
     if room.f_blocks and free < node_memory:
-        need = size - free + node_memory
-        advice = (
-            f"mount -o remount,size={-(-need // GIB)}g {SHM_DIRECTORY}; docker run "
-            f"--shm-size={-(-need // GIB)}g; in Kubernetes an emptyDir of medium Memory"
+        need = f"size={-(-(size - free + node_memory) // GIB)}g"
+        yield problem(
+            f"{has}, a node wants {wants}",
+            f"mount -o remount,{need} {SHM_DIRECTORY}; docker run --shm-{need}; in Kubernetes an "
+            "emptyDir of medium Memory",
         )
-        what = f"{size_text(free)} of {size_text(size)} free, a node wants {size_text(node_memory)}"
-        found.append(problem(subject, what, advice))
     elif available is not None and available < node_memory:
-        what = f"the system has {size_text(available)} left, a node wants {size_text(node_memory)}"
-        advice = "Give the node less --memory, or stop other programs."
-        found.append(problem(subject, what, advice))
+        yield problem(
+            f"the system has {size_text(available)} left, a node wants {wants}",
+            "Give the node less --memory, or stop other programs.",
+        )
     else:
-        what = f"{size_text(free)} of {size_text(size)} free" if room.f_blocks else "no limit"
-        found.append(ok(subject, f"{what}, writable"))
-    return found
+        yield ok(f"{has if room.f_blocks else 'no limit'}, writable")
 
 
-def memory_limit(node_memory: int) -> list[Finding]:
+def memory_limit(node_memory: int) -> Iterator[Finding]:
     """Whether the control groups of this process allow a node of ``node_memory`` bytes."""
-    subject = "memory limit"
     found = cgroup.limits()
     if not found:
-        return [ok(subject, "no control group sets one")]
+        yield ok("no control group sets one")
+        return
     what = f"{size_text(found[0].limit)} ({found[0].group}), {size_text(found[0].used)} taken"
     try:
         cgroup.check(node_memory)
     except MemoryLimitError as error:
-        return [problem(subject, f"{what}; a node wants {size_text(node_memory)}", error.advice)]
-    return [ok(subject, what)]
-
-
-def huge_pages() -> list[Finding]:
-    """Transparent huge pages, found by trying; reserved ones, found by asking the kernel."""
-    subject = "huge pages"
-    found = []
-    if transparent_work():
-        found.append(ok(subject, f"{SHM_DIRECTORY} provides transparent ones, which nodes use"))
+        yield problem(f"{what}; a node wants {size_text(node_memory)}", error.advice)
     else:
-        switch = read(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+        yield ok(what)
+
+
+def huge_pages() -> Iterator[Finding]:
+    """Transparent huge pages, found by trying; reserved ones, found by asking the kernel."""
+    switch = read(SHMEM_ENABLED)
+    if transparent_work():
+        yield ok(f"{SHM_DIRECTORY} provides transparent ones, which nodes use")
+    elif not switch:
+        yield warning("the kernel has no transparent ones", "Take --huge-pages reserved.")
+    elif "[deny]" in switch:
+        yield warning("transparent ones are denied", f"echo advise > {SHMEM_ENABLED}")
+    else:
         setting = (mount_options(SHM_DIRECTORY) or ("", ""))[1]
         why = "huge=never" if "huge=" not in setting else "memory is fragmented now"
-        if not switch:
-            found.append(
-                warning(
-                    subject, "the kernel has no transparent ones", "Take --huge-pages reserved."
-                )
-            )
-        elif "[deny]" in switch:
-            command = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
-            found.append(warning(subject, "transparent ones are denied", command))
-        else:
-            advice = (
-                f"mount -o remount,huge=advise {SHM_DIRECTORY} (for good: in /etc/fstab): nodes "
-                "start ten times faster, see docs/memory.md"
-            )
-            what = f"{SHM_DIRECTORY} provides no transparent ones ({why})"
-            found.append(warning(subject, what, advice))
-    found += reserved_pages()
-    return found
-
-
-def reserved_pages() -> list[Finding]:
-    subject = "huge pages"
+        yield warning(
+            f"{SHM_DIRECTORY} provides no transparent ones ({why})",
+            f"mount -o remount,huge=advise {SHM_DIRECTORY} (for good: in /etc/fstab): nodes "
+            "start ten times faster, see docs/memory.md",
+        )
     counts = []
     for size in sorted(Path("/sys/kernel/mm/hugepages").glob("hugepages-*kB")):
         total = int(read(size / "nr_hugepages") or 0)
         free = int(read(size / "free_hugepages") or 0)
         if total:
             counts.append(f"{free} of {total} of {size.name.partition('-')[2]} free")
+    reserved = f"reserved: {', '.join(counts)}"
     mounted = [each for each in directories() if each != SHM_DIRECTORY]
     if not counts:
-        return [ok(subject, "none reserved (--huge-pages reserved needs them)")]
-    if not mounted:
+        yield ok("none reserved (--huge-pages reserved needs them)")
+    elif not mounted:
         command = "mkdir -p /dev/hugepages && mount -t hugetlbfs -o mode=1777 none /dev/hugepages"
-        return [warning(subject, f"reserved: {', '.join(counts)}, but no hugetlbfs", command)]
-    if not any(os.access(each, os.W_OK) for each in mounted):
-        what = f"reserved: {', '.join(counts)}, but {mounted[0]} is not writable"
-        return [warning(subject, what, f"chmod 1777 {mounted[0]}")]
-    return [ok(subject, f"reserved: {', '.join(counts)}, at {mounted[0]}")]
+        yield warning(f"{reserved}, but no hugetlbfs", command)
+    elif not any(os.access(each, os.W_OK) for each in mounted):
+        yield warning(f"{reserved}, but {mounted[0]} is not writable", f"chmod 1777 {mounted[0]}")
+    else:
+        yield ok(f"{reserved}, at {mounted[0]}")
 
 
-def numa_nodes() -> list[Finding]:
+def numa_nodes() -> Iterator[Finding]:
     nodes = numa.nodes_with_memory()
     if len(nodes) == 1:
-        return [ok("NUMA", "one node")]
+        yield ok("one node")
+        return
     advice = "Start one kvstore-node for each: " + "; ".join(f"--numa-node {n}" for n in nodes)
-    return [ok("NUMA", f"{len(nodes)} nodes with memory: {', '.join(map(str, nodes))}", advice)]
+    yield ok(f"{len(nodes)} nodes with memory: {', '.join(map(str, nodes))}", advice)
 
 
-def locked_memory(node_memory: int) -> list[Finding]:
+def locked_memory(node_memory: int) -> Iterator[Finding]:
     """Whether a segment can be locked, and whether that matters here."""
-    subject = "locked memory"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if may_lock_all():
-        return [ok(subject, "no limit for this user (CAP_IPC_LOCK)")]
-    if limit == resource.RLIM_INFINITY or limit >= node_memory:
-        shown = "no limit" if limit == resource.RLIM_INFINITY else f"up to {size_text(limit)}"
-        return [ok(subject, shown)]
+    what = f"limited to {size_text(limit)}, less than a node's {size_text(node_memory)}"
     advice = (
         "ulimit -l unlimited (as root, or /etc/security/limits.conf: * - memlock unlimited); "
         "LimitMEMLOCK=infinity in a systemd unit; docker run --ulimit memlock=-1"
     )
-    what = f"limited to {size_text(limit)}, less than a node's {size_text(node_memory)}"
-    if rdma_devices():
-        return [problem(subject, f"{what}: RDMA cannot register it", advice)]
-    if has_swap():
-        return [warning(subject, f"{what}: a node's memory may be swapped out", advice)]
-    return [ok(subject, f"{what}; no locking needed here (no swap, no RDMA)")]
+    if may_lock_all():
+        yield ok("no limit for this user (CAP_IPC_LOCK)")
+    elif limit == resource.RLIM_INFINITY:
+        yield ok("no limit")
+    elif limit >= node_memory:
+        yield ok(f"up to {size_text(limit)}")
+    elif rdma_devices():
+        yield problem(f"{what}: RDMA cannot register it", advice)
+    elif has_swap():
+        yield warning(f"{what}: a node's memory may be swapped out", advice)
+    else:
+        yield ok(f"{what}; no locking needed here (no swap, no RDMA)")
 
 
-def open_files() -> list[Finding]:
+def open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < OPEN_FILES_MIN:
-        advice = f"ulimit -n {min(hard, 65_536)}; LimitNOFILE=65536 in a systemd unit"
-        return [warning("open files", f"at most {soft} at once", advice)]
-    return [ok("open files", f"at most {soft} at once")]
+    few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES_MIN
+    advice = f"ulimit -n {min(hard, 65_536)}; LimitNOFILE=65536 in a systemd unit"
+    yield warning_if(few, f"at most {soft} at once", advice)
 
 
-def clock() -> list[Finding]:
+def clock() -> Iterator[Finding]:
     """What a reading of the clock costs: with a poor clock source, as on some virtual machines,
     each reading is a system call."""
-    source = read(Path("/sys/devices/system/clocksource/clocksource0/current_clocksource"))
+    source = read(CLOCK_SOURCE / "current_clocksource")
     rounds = 2_000
     best_us = float("inf")
     for _ in range(5):
@@ -201,56 +186,47 @@ def clock() -> list[Finding]:
             time.monotonic()
         best_us = min(best_us, (time.perf_counter() - start) * 1e6 / rounds)
     what = f"{source or 'unknown source'}, {best_us:.2f} µs a reading"
-    if best_us > CLOCK_US_MAX:
-        there = "/sys/devices/system/clocksource/clocksource0"
-        advice = f"cat {there}/available_clocksource; echo tsc > {there}/current_clocksource"
-        return [warning("clock", what, advice)]
-    return [ok("clock", what)]
+    there = CLOCK_SOURCE
+    command = f"cat {there}/available_clocksource; echo tsc > {there}/current_clocksource"
+    yield warning_if(best_us > CLOCK_US_MAX, what, command)
 
 
-def rdma() -> list[Finding]:
+def rdma() -> Iterator[Finding]:
     """RDMA devices, their ports, and whether this user may open them."""
-    subject = "RDMA"
     devices = rdma_devices()
     if not devices:
-        return [ok(subject, "no device; bytes travel by shared memory and tcp")]
-    found = []
+        yield ok("no device; bytes travel by shared memory and tcp")
+        return
     for device in devices:
         states = []
         for port in sorted((device / "ports").glob("*")):
             state = (read(port / "state") or "?").partition(": ")[2] or "?"
-            layer = read(port / "link_layer") or "?"
-            states.append(
-                f"port {port.name} {state.lower()} ({layer}, {read(port / 'rate') or '?'})"
-            )
+            layer, rate = read(port / "link_layer") or "?", read(port / "rate") or "?"
+            states.append(f"port {port.name} {state.lower()} ({layer}, {rate})")
         what = f"{device.name}: {', '.join(states) or 'no port'}"
-        if any(" active " in state for state in states):
-            found.append(ok(subject, what))
-        else:
-            found.append(warning(subject, what, "ibv_devinfo shows more; is the link up?"))
+        is_down = not any(" active " in state for state in states)
+        yield warning_if(is_down, what, "ibv_devinfo shows more; is the link up?")
     verbs = sorted(RDMA_FILES.glob("uverbs*"))
     denied = [str(each) for each in verbs if not os.access(each, os.R_OK | os.W_OK)]
     if not verbs:
         advice = "modprobe ib_uverbs; docker run --device=/dev/infiniband"
-        found.append(problem(subject, f"there is no {RDMA_FILES}/uverbs*", advice))
+        yield problem(f"there is no {RDMA_FILES}/uverbs*", advice)
     elif denied:
         advice = f"chmod 666 {' '.join(denied)} (for good: a udev rule), or run as their group"
-        found.append(problem(subject, f"not permitted: {', '.join(denied)}", advice))
+        yield problem(f"not permitted: {', '.join(denied)}", advice)
     else:
-        found.append(ok(subject, f"{', '.join(map(str, verbs))} can be opened"))
+        yield ok(f"{', '.join(map(str, verbs))} can be opened")
     for library in ("libibverbs.so.1", "librdmacm.so.1"):
         try:
             ctypes.CDLL(library)
         except OSError:
             advice = "apt-get install libibverbs1 librdmacm1 ibverbs-providers"
-            found.append(problem(subject, f"{library} is not installed", advice))
-    return found
+            yield problem(f"{library} is not installed", advice)
 
 
-def left_overs() -> list[Finding]:
+def left_overs() -> Iterator[Finding]:
     """Memory files that no living process owns: they take memory until they are removed."""
-    subject = "left-overs"
-    left, size, unknown = [], 0, 0
+    left, size, unknown = 0, 0, 0
     for directory in directories():
         try:
             entries = sorted(Path(directory).glob(f"{SHM_PREFIX}*"))
@@ -261,17 +237,17 @@ def left_overs() -> list[Finding]:
             if owned is None:
                 unknown += 1
             elif not owned:
-                left.append(str(entry))
+                left += 1
                 size += entry.stat().st_blocks * 512
     if left:
-        advice = (
+        yield warning(
+            f"{left} memory files of dead nodes hold {size_text(size)}",
             "A node that is restarted with the same name and --memory serves what its memory "
-            "holds. Otherwise: kvstore clean"
+            "holds. Otherwise: kvstore clean",
         )
-        what = f"{len(left)} memory files of dead nodes hold {size_text(size)}"
-        return [warning(subject, what, advice)]
-    others = f" ({unknown} of other users could not be checked)" if unknown else ""
-    return [ok(subject, f"no memory of dead nodes{others}")]
+    else:
+        others = f" ({unknown} of other users could not be checked)" if unknown else ""
+        yield ok(f"no memory of dead nodes{others}")
 
 
 # --- what the checks read ----------------------------------------------------------------------

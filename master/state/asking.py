@@ -17,6 +17,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.granting import Granting
+from kvstore.master.state.jobs import ANSWER, WALK
 from kvstore.master.state.records import NamespaceTable, ObjectRecord
 from kvstore.master.state.returning import Returning
 from kvstore.master.state.traffic import Caller
@@ -43,6 +44,7 @@ class Asking:
 
     def __init__(self, common: Common, granting: Granting, returning: Returning) -> None:
         self._common = common
+        self._jobs = common.jobs
         self._forest = common.forest
         self._granting = granting
         self._lifetimes = common.pool.lifetimes
@@ -53,8 +55,6 @@ class Asking:
         self._returning = returning
         self._gathering = common.rules.gather_ms > 0
         """Whether misses may have to wait for inventories."""
-        self._finished = 0
-        """``Returning.finished`` when ``_gathers`` last looked."""
         self._asking: deque[tuple[int, Caller, Question]] = deque()
         """Questions that wait for inventories, with their tickets and callers."""
         self._walking: deque[tuple[int, Caller, Question]] = deque()
@@ -67,6 +67,7 @@ class Asking:
         reply = self._find(now_ms, request)
         if self._forest.unfinished:
             self._forest.unfinished = False
+            self._jobs.due |= WALK
             return self._wait(self._walking, request)
         if (
             self._gathering
@@ -87,6 +88,7 @@ class Asking:
             for asking in questions:
                 if asking[0] == ticket:
                     questions.remove(asking)
+                    self._jobs.note(WALK, bool(self._walking))
                     return
 
     def _find(self, now_ms: int, request: Question) -> Found:
@@ -265,21 +267,16 @@ class Asking:
         under_way = self._returning.under_way
         segments = self._common.pool.segments.values()
         joining = age_ms < JOINING_MS and not any(s.offer.fresh for s in segments)
-        self._finished = self._returning.finished
         self._gathering = age_ms < self._common.rules.gather_ms and (
             age_ms < JOINING_MS or under_way
         )
+        if self._asking and not self._gathering:
+            self._jobs.due |= ANSWER
         return self._gathering and (joining or under_way)
-
-    def answers(self) -> bool:
-        """Whether ``answer`` may have something to do: the waiting is over, or another inventory
-        is complete."""
-        return bool(self._asking) and (
-            not self._gathering or self._finished != self._returning.finished
-        )
 
     def answer(self, now_ms: int) -> None:
         """Answers some of the waiting questions, if they need not wait any more."""
+        self._jobs.note(ANSWER, False)
         if not self._asking or self._gathers(now_ms):
             return
         keys = 0
@@ -291,11 +288,10 @@ class Asking:
             if self._forest.unfinished:
                 self._forest.unfinished = False
                 self._walking.append((ticket, caller, request))
+                self._jobs.due |= WALK
             else:
                 self._common.effect(Answer(ticket, reply))
-
-    def walks(self) -> bool:
-        return bool(self._walking)
+        self._jobs.note(ANSWER, bool(self._asking))
 
     def walk_on(self, now_ms: int) -> None:
         """Walks a slice further up a long chain, for the first question in ``_walking``."""
@@ -307,7 +303,14 @@ class Asking:
             self._forest.unfinished = False
             return
         self._walking.popleft()
+        self._jobs.note(WALK, bool(self._walking))
         self._common.effect(Answer(ticket, reply))
+
+    # --- checking -----------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        self._jobs.check(WALK, bool(self._walking))
+        assert not self._asking or self._gathering or self._jobs.due & ANSWER
 
 
 def _is_at(record: ObjectRecord, uuid: bytes, offset: int) -> bool:

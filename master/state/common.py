@@ -6,6 +6,7 @@ and forest, the nodes, puts under way, orders to wipe, and the effects that the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -15,11 +16,12 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state import liveness
 from kvstore.master.state.effects import Effect, Later
 from kvstore.master.state.inventory import Tombstones
+from kvstore.master.state.jobs import SERVE, Jobs
 from kvstore.master.state.membership import Membership
 from kvstore.master.state.pool import Pool
-from kvstore.master.state.puts import Pending
+from kvstore.master.state.puts import Pending, WaitingPut
 from kvstore.master.state.reclaim import Reclaim, Wiping
-from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, Remains
+from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, Residue
 from kvstore.master.state.rules import MasterRules
 
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
@@ -50,8 +52,10 @@ class Common:
         self.started_ms = started_ms
         self.effects: list[Effect] = []
         self.changing = False
-        """Set by a step before its first change: see ``MasterState``."""
-        self.pool = Pool()
+        """Set by a step before its first change. An exception that is no ``KVStoreError`` leaves
+        the state half changed then; the caller clears it before a step."""
+        self.jobs = Jobs()
+        self.pool = Pool(self.jobs)
         self.forest = self.pool.forest
         self.counters = self.pool.counters
         self.traffic = self.pool.traffic
@@ -65,6 +69,8 @@ class Common:
             cluster=cluster,
         )
         self.pending = Pending()
+        self.waiting: deque[WaitingPut] = deque()
+        """Puts that wait for room, in their order."""
         self.tombstones = Tombstones()
         self.reclaim = Reclaim(self.tombstones)
         self._next_ticket = 0
@@ -84,6 +90,12 @@ class Common:
     def effect(self, effect: Effect) -> None:
         self.effects.append(effect)
 
+    def room_made(self) -> None:
+        """Called when memory was freed, mounted or made eligible: the puts that wait are tried
+        again, in a step of their own."""
+        if self.waiting:
+            self.jobs.due |= SERVE
+
     def ticket(self) -> int:
         self._next_ticket += 1
         return self._next_ticket
@@ -91,7 +103,7 @@ class Common:
     # --- wiping -------------------------------------------------------------------------------
 
     def when_wiped(
-        self, now_ms: int, gone: list[Remains], reply: AnyReply, earlier: Sequence[Wiping] = ()
+        self, now_ms: int, gone: list[Residue], reply: AnyReply, earlier: Sequence[Wiping] = ()
     ) -> AnyReply | Later:
         """Answers with ``reply`` once the headers of ``gone`` are wiped and the ``earlier`` orders
         are done. The extents of ``gone`` are free one lease later."""
@@ -101,7 +113,7 @@ class Common:
         self.effects += effects
         return Later(ticket) if waits else reply
 
-    def wipe(self, given_up: Sequence[Remains]) -> None:
+    def wipe(self, given_up: Sequence[Residue]) -> None:
         """Called for versions that will never be stored: wipes what their writers may have
         left."""
         self.effects += self.reclaim.clean(given_up)

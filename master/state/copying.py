@@ -15,12 +15,12 @@ from kvstore.master.state import draining, liveness, repairing
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Later, Notice
 from kvstore.master.state.granting import Granting
+from kvstore.master.state.jobs import SCAN
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.pool import Shortage, Victims
 from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.records import NEVER_MS, Extent, ObjectRecord, Segment
 from kvstore.master.state.repairing import SPARE_SHIFT, Repairs
-from kvstore.master.state.waiting import WaitingPuts
 
 REPAIR_STEPS = 512
 """Objects that one request for copies looks at: 1 to 2 ms."""
@@ -39,14 +39,11 @@ NODES_CHANGED_MS = 1_000
 class Copying:
     """See the module."""
 
-    def __init__(
-        self, common: Common, granting: Granting, waiting: WaitingPuts, repairs: Repairs
-    ) -> None:
+    def __init__(self, common: Common, granting: Granting, repairs: Repairs) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
         self._granting = granting
-        self._waiting = waiting
         self._repairs = repairs
         self._targets: tuple[int, list[Segment]] = NEVER_MS, []
         """When segments with room for copies were last searched, and the found ones, the emptiest
@@ -135,8 +132,8 @@ class Copying:
             near = goes_to.get(parent) or next(s for s, _ in parent.extents() if s.alive)
         replicas = sum(segment.alive for segment, _ in record.extents())
         victims = Victims(record.last_used_ms, request.evict_up_to)
-        taken = self._granting.take(
-            now_ms, [record.size], replicas, near, "", victims, request.avoid
+        taken = self._granting.reserve(
+            now_ms, [record.size], replicas, near=near, victims=victims, avoid=request.avoid
         )
         return taken if isinstance(taken, Shortage) else taken[0]
 
@@ -207,9 +204,7 @@ class Copying:
             repairs.due_ms = now_ms + NODES_CHANGED_MS
         else:
             repairs.begin_pass()
-
-    def scans(self) -> bool:
-        return self._repairs.scanning
+            self._common.jobs.due |= SCAN
 
     def scan(self, now_ms: int) -> None:
         """Runs a slice of the pass. At its end, logs how many objects lack replicas."""
@@ -217,6 +212,7 @@ class Copying:
         alive = {segment.node.name for segment in common.membership.alive_segments(now_ms)}
         if not repairs.scan(self._forest, now_ms, len(alive)):
             return
+        common.jobs.note(SCAN, False)
         short, repaired = repairs.found, common.counters["repaired_objects"]
         self._pool.short_objects = short
         if (short, repaired) != (self._told_short, self._told_repaired):
@@ -232,7 +228,7 @@ class Copying:
             return found
         found = []
         members = self._common.membership
-        if not self._waiting and all(
+        if not self._common.waiting and all(
             members.state_of(node, now_ms) == liveness.ALIVE for node in members.nodes.values()
         ):
             found = [

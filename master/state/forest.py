@@ -340,13 +340,16 @@ class Forest:
         if events is not None:
             events.append(stored(record))
 
-    def empty(self, record: ObjectRecord) -> None:
-        """Takes a record's bytes away: its descendants are detached."""
+    def empty(self, record: ObjectRecord) -> bool:
+        """Takes a record's bytes away: its descendants are detached. Returns whether that is a
+        break."""
+        breaks = False
         if record.lost:  # its segment's death has counted as the break
             assert record.segment is not None
             self.missing.object_gone(record.segment)
         elif record.children:
             self.breaks += 1
+            breaks = True
         record.segment = None
         record.more = ()
         record.checked = 0
@@ -357,6 +360,7 @@ class Forest:
         events = self.events
         if events is not None:
             events.append(removed(record))
+        return breaks
 
     def forget(self, record: ObjectRecord) -> ObjectRecord | None:
         """Drops a record without bytes, writer and children; returns its parent, if it has one."""

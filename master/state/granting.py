@@ -19,7 +19,6 @@ from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.records import Extent, Name, ObjectRecord, Segment
 from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.sweeping import Sweeping
-from kvstore.master.state.waiting import WaitingPuts
 from kvstore.memory.header import extent_bytes
 
 PUTS_PER_TICK = 512
@@ -29,12 +28,9 @@ PUTS_PER_TICK = 512
 class Granting:
     """See the module."""
 
-    def __init__(
-        self, common: Common, waiting: WaitingPuts, sweeping: Sweeping, repairs: Repairs
-    ) -> None:
+    def __init__(self, common: Common, sweeping: Sweeping, repairs: Repairs) -> None:
         self._common = common
         self._pending = common.pending
-        self._waiting = waiting
         self._sweeping = sweeping
         self._repairs = repairs
         self.copies: dict[Name, list[PendingPut]] = {}
@@ -42,13 +38,14 @@ class Granting:
 
     # --- granting -----------------------------------------------------------------------------
 
-    def take(
+    def reserve(
         self,
         now_ms: int,
         sizes: list[int],
         replicas: int,
-        near: Segment | None,
-        host: str,
+        *,
+        near: Segment | None = None,
+        host: str = "",
         victims: Victims | None = None,
         avoid: Sequence[bytes] = (),
         here_only: bool = False,
@@ -76,8 +73,7 @@ class Granting:
             usable = [segment for segment in usable if segment.offer.uuid not in avoid]
         if here_only:
             usable = [segment for segment in usable if segment.node.host == host]
-        pool = common.pool
-        taken = pool.allocate(
+        taken, evicted = common.pool.allocate(
             sizes,
             replicas=replicas,
             usable=usable,
@@ -86,12 +82,11 @@ class Granting:
             now_ms=now_ms,
             victims=victims,
         )
-        if pool.evicted:
-            for remains in pool.evicted:
-                for segment, _ in remains.extents:
+        if evicted:
+            for residue in evicted:
+                for segment, _ in residue.extents:
                     segment.pressed = True
-            common.effects += common.reclaim.clean(pool.evicted)
-            pool.evicted.clear()
+            common.effects += common.reclaim.clean(evicted)
         if victims is None:  # else the drain would evict more than it needs, and what it has moved
             for segment in usable:
                 self._sweeping.taken_from(segment)
@@ -170,22 +165,22 @@ class Granting:
     def abandon(self, put: PendingPut, now_ms: int) -> None:
         """Gives up a put whose writer may still write: wipes its extents and quarantines them."""
         self.end(put)
-        remains = put.remains(self._common.epoch)
+        residue = put.residue(self._common.epoch)
         self.quarantine(put, max(now_ms, put.deadline_ms))
-        self._common.wipe([remains._replace(writers=put.writers())])
+        self._common.wipe([residue._replace(writers=put.writers())])
         self.unclaim(put)
 
     def quarantine(self, put: PendingPut, writes_until_ms: int) -> None:
         """Keeps the put's extents from use until its writer has certainly stopped."""
         until_ms = writes_until_ms + self._common.rules.quarantine_ms
-        self._pending.quarantine(put.token, put.remains(self._common.epoch), until_ms)
+        self._pending.quarantine(put.token, put.residue(self._common.epoch), until_ms)
 
     def give_back(self, puts: Sequence[PendingPut]) -> None:
         """Frees and wipes the extents of copies that are not stored, and whose writers are done."""
         for put in puts:
             self.end(put)
             self._common.pool.free(put.extents, put.length)
-        self._common.wipe([put.remains(self._common.epoch) for put in puts])
+        self._common.wipe([put.residue(self._common.epoch) for put in puts])
 
     def unclaim(self, put: PendingPut) -> None:
         """Notes that the put does not write its object any more. Drops the record if nothing needs
@@ -195,14 +190,14 @@ class Granting:
             record.writer = 0
             if record.segment is None:
                 self._common.pool.settle(record)
-        self._waiting.room_made()
+        self._common.room_made()
 
     def wipe_again(self, token: int) -> None:
         """Called when the writer of an abandoned put has ended. It may have written through shared
         memory since the first wiping, and the next master must not find that."""
-        remains = self._pending.quarantined(token)
-        if remains is not None:
-            self._common.effects += self._common.reclaim.clean([remains])
+        residue = self._pending.quarantined(token)
+        if residue is not None:
+            self._common.effects += self._common.reclaim.clean([residue])
 
     def expire(self, now_ms: int) -> None:
         """Abandons puts whose deadline has passed, and frees extents whose quarantine is over."""
@@ -215,9 +210,9 @@ class Granting:
             size = sum(put.size for put in expired)
             common.effect(Notice("puts_expired", {"puts": len(expired), "bytes": size}))
         over = list(islice(self._pending.pop_quarantined(now_ms), PUTS_PER_TICK))
-        for remains in over:
-            common.pool.free(remains.extents, extent_bytes(remains.size))
-            self._waiting.room_made()
+        for residue in over:
+            common.pool.free(residue.extents, extent_bytes(residue.size))
+            self._common.room_made()
         common.effects += common.reclaim.clean(over)
 
     # --- copies -------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from kvstore.limits import Key
 from kvstore.master.state.common import Common
 from kvstore.master.state.ends import NO_END_MS
 from kvstore.master.state.granting import Granting
+from kvstore.master.state.jobs import EXPIRE
 from kvstore.master.state.pins import bytes_held
-from kvstore.master.state.records import NamespaceTable, ObjectRecord, Remains
-from kvstore.master.state.shortage import shown
-from kvstore.master.state.waiting import WaitingPuts
+from kvstore.master.state.records import NamespaceTable, ObjectRecord, Residue
 from kvstore.memory.header import extent_bytes
+from kvstore.shortages import shown
 
 PIN_STEPS = 8_192
 """Objects that one call may add to the pinned ones: those that it names, and their ancestors."""
@@ -38,15 +38,12 @@ the rest."""
 class Keeping:
     """See the module."""
 
-    def __init__(self, common: Common, granting: Granting, waiting: WaitingPuts) -> None:
+    def __init__(self, common: Common, granting: Granting) -> None:
         self._common = common
         self._pool = common.pool
         self._pins = common.pool.pins
         self._lifetimes = common.pool.lifetimes
         self._granting = granting
-        self._waiting = waiting
-        self._goes_on = False
-        """Whether more lifetimes or pins may be over than one step handles."""
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -133,8 +130,8 @@ class Keeping:
 
     def _settle(self) -> None:
         """Stops counting objects that no pin holds any more, in a slice."""
-        self._goes_on |= self._pins.settle(ENDED_PER_STEP)
-        self._waiting.room_made()  # it can be evicted
+        self._pins.settle(ENDED_PER_STEP)
+        self._common.room_made()  # it can be evicted
 
     # --- lifetimes ----------------------------------------------------------------------------
 
@@ -154,12 +151,8 @@ class Keeping:
         times = (self._lifetimes.next_ms, self._pins.ends.next_ms)
         return [time for time in times if time < NO_END_MS]
 
-    def goes_on(self) -> bool:
-        return self._goes_on or self._pins.unsettled
-
     def expire(self, now_ms: int) -> None:
         """Takes back a slice of the expired objects, and ends a slice of the pins that are over."""
-        self._goes_on = False
         ended: list[ObjectRecord] = []
         while now_ms >= self._lifetimes.next_ms and len(ended) < EXPIRED_PER_STEP:
             record = self._lifetimes.pop_ended(now_ms)
@@ -171,31 +164,32 @@ class Keeping:
             pins += self._pins.end_next(now_ms) is not None
         if pins or self._pins.unsettled:
             self._settle()
-        self._goes_on |= now_ms >= min(self._lifetimes.next_ms, self._pins.ends.next_ms)
+        goes_on = now_ms >= min(self._lifetimes.next_ms, self._pins.ends.next_ms)
+        self._common.jobs.note(EXPIRE, goes_on or self._pins.unsettled)
 
     def _take_back(self, now_ms: int, ended: list[ObjectRecord]) -> None:
         """Hides objects. The memory of a leaf without a lease is free at once; that of others one
         lease later, as if they had been removed."""
         common, pool = self._common, self._pool
-        freed: list[Remains] = []
-        leased: list[Remains] = []
+        freed: list[Residue] = []
+        leased: list[Residue] = []
         steps_max = common.forest.steps + HIDE_STEPS
         for record in ended:
             if not record.complete:
                 continue
             self._granting.end_copies(now_ms, (record.namespace, record.key))
-            remains = Remains.of(record, forbid=True)
+            residue = Residue.of(record, forbid=True)
             is_read = record.children or record.lease_until_ms > now_ms
             pool.hide(record, steps_max)
             if is_read:
-                leased.append(remains)
+                leased.append(residue)
             else:
-                freed.append(remains)
-                pool.free(remains.extents, extent_bytes(remains.size))
+                freed.append(residue)
+                pool.free(residue.extents, extent_bytes(residue.size))
             common.counters["expired_objects"] += 1
-            common.counters["expired_bytes"] += remains.size
+            common.counters["expired_bytes"] += residue.size
         if freed:
             common.effects += common.reclaim.clean(freed)
-            self._waiting.room_made()
+            self._common.room_made()
         if leased:
             common.when_wiped(now_ms, leased, calls.Dropped(len(leased)))

@@ -11,7 +11,7 @@
     traffic     who puts, who asks, and what was not found: for operators
     report      what operators ask
     chains      the chains that are used most, for operators
-    sweeping    what can be done later
+    sweeping    what can be done later              jobs       which background work is due
     common      what the parts share: pool and forest, membership, pending puts, wipe orders
 
 Each call takes the time (``now_ms``, any monotonic clock) and a request of ``kvstore.calls``, and
@@ -36,6 +36,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore import calls
+from kvstore.master.state import jobs
 from kvstore.master.state.asking import Asking
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
@@ -104,18 +105,16 @@ class MasterState:
         self.marks = Marks(common)
         self.sweeping = Sweeping(common)
         self.waiting = WaitingPuts(common)
-        self.granting = Granting(common, self.waiting, self.sweeping, self.repairs)
-        self.removing = Removing(common, self.marks, self.granting, self.waiting)
-        self.copying = Copying(common, self.granting, self.waiting, self.repairs)
-        self.keeping = Keeping(common, self.granting, self.waiting)
+        self.granting = Granting(common, self.sweeping, self.repairs)
+        self.removing = Removing(common, self.marks, self.granting)
+        self.copying = Copying(common, self.granting, self.repairs)
+        self.keeping = Keeping(common, self.granting)
         self.putting = Putting(
             common, self.granting, self.waiting, self.removing, self.copying, self.keeping
         )
-        self.returning = Returning(common, self.marks, self.copying, self.waiting)
+        self.returning = Returning(common, self.marks, self.copying)
         self.asking = Asking(common, self.granting, self.returning)
-        self.nodes = Nodes(
-            common, self.marks, self.returning, self.copying, self.sweeping, self.waiting
-        )
+        self.nodes = Nodes(common, self.marks, self.returning, self.copying, self.sweeping)
         self.report = Report(common)
         self.chains = Chains(common)
         self.steps: dict[type, Callable[[int, Any], Any]] = {
@@ -146,21 +145,20 @@ class MasterState:
         }
         """What each request does: (now_ms, request) to its reply, or ``Later``. Raises
         ``KVStoreError``."""
-        self._jobs: list[tuple[Callable[[], bool], Callable[[int], None]]] = [
-            (self.waiting.due, self.putting.serve_waiting),
-            (self.removing.frees, self.removing.free),
-            (self.keeping.goes_on, self.keeping.expire),
-            (self.returning.has_claims, self.returning.take_claims),
-            (self.asking.answers, self.asking.answer),
-            (self.asking.walks, self.asking.walk_on),
-            (self.sweeping.evicts, self.sweeping.evict_ahead),
-            (self.sweeping.settles, self.sweeping.settle),
-            (self.sweeping.sweeps, self.sweeping.sweep),
-            (self.chains.walks, self.chains.walk_on),
-            (self.copying.scans, self.copying.scan),
-        ]
-        """Background work, the most urgent first: whether there is something to do, and what does
-        a slice of it (a few milliseconds)."""
+        self._jobs: dict[int, Callable[[int], None]] = {
+            jobs.SERVE: self.putting.serve_waiting,
+            jobs.FREE: self.removing.free,
+            jobs.EXPIRE: self.keeping.expire,
+            jobs.CLAIM: self.returning.take_claims,
+            jobs.ANSWER: self.asking.answer,
+            jobs.WALK: self.asking.walk_on,
+            jobs.EVICT: self.sweeping.evict_ahead,
+            jobs.SETTLE: self.sweeping.settle,
+            jobs.SWEEP: self.sweeping.sweep,
+            jobs.DRAW: self.chains.walk_on,
+            jobs.SCAN: self.copying.scan,
+        }
+        """What does a slice of each kind of background work."""
 
     # --- effects ------------------------------------------------------------------------------
 
@@ -190,16 +188,6 @@ class MasterState:
     def survey(self, namespace: str) -> Survey:
         """A listing for readers of events; ``""``: of all namespaces."""
         return self.forest.survey(namespace)
-
-    @property
-    def changing(self) -> bool:
-        """Set by a step before its first change. An exception that is no ``KVStoreError`` leaves
-        the state half changed then; the caller clears it before a step."""
-        return self.common.changing
-
-    @changing.setter
-    def changing(self, value: bool) -> None:
-        self.common.changing = value
 
     def cancel(self, ticket: int) -> None:
         """Called when the client of a waiting call has gone. A removal is carried out even so."""
@@ -237,20 +225,14 @@ class MasterState:
     @property
     def has_work(self) -> bool:
         """Whether ``work`` should be called soon, between other calls."""
-        return self._next_job() is not None
+        return self.common.jobs.due != 0
 
     def work(self, now_ms: int) -> None:
         """Does one bounded slice of the background work."""
         self.forest.begin_step()
-        step = self._next_job()
-        if step is not None:
-            step(now_ms)
-
-    def _next_job(self) -> Callable[[int], None] | None:
-        for is_due, step in self._jobs:
-            if is_due():
-                return step
-        return None
+        due = self.common.jobs.due
+        if due:
+            self._jobs[due & -due](now_ms)
 
     def check_invariants(self) -> None:
         """Everything that must always hold; for tests and the simulator, O(objects)."""
@@ -265,12 +247,15 @@ class MasterState:
             counted = segment.pending_bytes, segment.quarantined_bytes, segment.reclaim_bytes
             assert min(counted) >= 0
             assert sum(counted) == held[segment]
-        assert not self.pool.evicted, "evicted, and not to be wiped"
         if not self.has_work:
             lost = [record for record in self.forest.records() if record.lost]
             assert not lost, "lost, and in no event yet"
         self.granting.check_invariants()
         self.repairs.check_invariants()
+        self.common.jobs.check(jobs.SCAN, self.repairs.scanning)
+        self.sweeping.check_invariants()
+        self.asking.check_invariants()
+        self.chains.check_invariants()
         self.returning.check_invariants()
         self.traffic.check_invariants()
         self.waiting.check_invariants()

@@ -19,7 +19,6 @@ from kvstore.master.state.membership import describe
 from kvstore.master.state.records import Segment
 from kvstore.master.state.returning import Returning
 from kvstore.master.state.sweeping import Sweeping
-from kvstore.master.state.waiting import WaitingPuts
 
 WATCH_MS = 1_000
 """How often the master looks whether nodes do what they were asked."""
@@ -35,7 +34,6 @@ class Nodes:
         returning: Returning,
         copying: Copying,
         sweeping: Sweeping,
-        waiting: WaitingPuts,
     ) -> None:
         self._common = common
         self._membership = common.membership
@@ -43,7 +41,6 @@ class Nodes:
         self._returning = returning
         self._copying = copying
         self._sweeping = sweeping
-        self._waiting = waiting
         self._watched_ms = common.started_ms
         """When ``_fence_idle`` was last called."""
 
@@ -68,7 +65,7 @@ class Nodes:
         self._follow(now_ms)
         for segment_id in accepted.segment_ids:
             common.effects += common.reclaim.send_again(common.pool.segments[segment_id])
-        self._waiting.room_made()
+        self._common.room_made()
         return accepted
 
     def said(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
@@ -78,7 +75,7 @@ class Nodes:
         if node is None:
             return
         if self._membership.state_of(node, now_ms) != liveness.ALIVE:
-            self._waiting.room_made()  # if it was only silent, puts may use it again
+            self._common.room_made()  # if it was only silent, puts may use it again
         self._membership.heard(now_ms, node)
         common.changing = True
         match message:
@@ -91,7 +88,7 @@ class Nodes:
                 segment = common.reclaim.segment_of(order)
                 if segment is not None and segment.node is node:
                     common.effects += common.reclaim.wiped(order)
-                    self._waiting.room_made()
+                    self._common.room_made()
             case calls.NodeClaims():
                 if max(message.epochs, default=0) > common.epoch:  # its join did not tell it
                     later = [epoch for epoch in message.epochs if common.is_later(epoch)]
@@ -172,7 +169,7 @@ class Nodes:
             if not node.draining:
                 node.drained_from = common.present
             members.drain(node, draining=request.step is DrainStep.BEGIN)
-            self._waiting.room_made()  # after an undo, puts may use it again
+            self._common.room_made()  # after an undo, puts may use it again
         segments = set(members.segments.get(node.name, ()))
         self._follow(now_ms)
         used = sum(segment.capacity - segment.allocator.free_bytes for segment in segments)

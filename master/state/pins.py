@@ -15,6 +15,7 @@ from collections import deque
 
 from kvstore.limits import Namespace
 from kvstore.master.state.ends import Ends
+from kvstore.master.state.jobs import EXPIRE, Jobs
 from kvstore.master.state.records import TABLE_SHARDS, ObjectRecord
 from kvstore.memory.header import extent_bytes
 
@@ -41,7 +42,8 @@ class _Pin:
 class Pins:
     """All pins of a master."""
 
-    def __init__(self) -> None:
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
         self.ends = Ends()
         """The ends of the pins that clients asked for."""
         self._shards: list[dict[ObjectRecord, _Pin]] = [{} for _ in range(TABLE_SHARDS)]
@@ -115,14 +117,18 @@ class Pins:
         if not self.ends.of(record):
             return False
         self.ends.drop(record)
-        self._ending.append(self._shards[hash(record) % TABLE_SHARDS][record])
+        self._let_go(self._shards[hash(record) % TABLE_SHARDS][record])
         return True
+
+    def _let_go(self, pin: _Pin) -> None:
+        self._ending.append(pin)
+        self._jobs.due |= EXPIRE
 
     def end_next(self, now_ms: int) -> ObjectRecord | None:
         """The record of a pin whose end has come; None: there is none."""
         record = self.ends.pop_ended(now_ms)
         if record is not None:
-            self._ending.append(self._shards[hash(record) % TABLE_SHARDS][record])
+            self._let_go(self._shards[hash(record) % TABLE_SHARDS][record])
         return record
 
     @property
@@ -130,9 +136,8 @@ class Pins:
         """Whether ``settle`` has something to do."""
         return bool(self._ending or self._to_measure or self._shards_to_measure)
 
-    def settle(self, steps: int) -> bool:
-        """Stops counting records that no pin holds any more, ``steps`` records at most. Returns
-        whether more are left."""
+    def settle(self, steps: int) -> None:
+        """Stops counting records that no pin holds any more, ``steps`` records at most."""
         while self._ending and steps > 0:
             steps -= 1
             pin = self._ending.popleft()
@@ -144,12 +149,12 @@ class Pins:
                 self._measure_again(self._to_measure.pop())
             else:
                 self._to_measure += self._shards[self._shards_to_measure.pop()].values()
-        return self.unsettled
 
     def segment_died(self) -> None:
         """``settle`` measures all again, in slices."""
         if self._count_all:
             self._shards_to_measure = list(range(TABLE_SHARDS))
+            self._jobs.due |= EXPIRE
 
     def _measure_again(self, pin: _Pin) -> None:
         if pin.dropped:
@@ -177,7 +182,7 @@ class Pins:
         if above is not None:
             above.below -= 1
             if not above.below:
-                self._ending.append(above)
+                self._let_go(above)
 
     def stored(self, record: ObjectRecord) -> None:
         """Called when the record got bytes, other bytes or another replica: a pin survives an
@@ -197,10 +202,11 @@ class Pins:
         above, pin.above = pin.above, None
         above.below -= 1
         if not above.below:
-            self._ending.append(above)
+            self._let_go(above)
 
     def check_invariants(self) -> None:
         self.ends.check_invariants()
+        assert not self.unsettled or self._jobs.due & EXPIRE
         pins = {record: pin for shard in self._shards for record, pin in shard.items()}
         below: dict[int, int] = {}
         for pin in pins.values():

@@ -19,6 +19,7 @@ from kvstore.limits import REPLICAS_MAX
 from kvstore.master.state import repairing
 from kvstore.master.state.ends import Ends
 from kvstore.master.state.forest import Forest
+from kvstore.master.state.jobs import SETTLE, SWEEP, Jobs
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.pins import Pins
 from kvstore.master.state.placement import preferred
@@ -27,7 +28,7 @@ from kvstore.master.state.records import (
     EvictionPolicy,
     Extent,
     ObjectRecord,
-    Remains,
+    Residue,
     Segment,
 )
 from kvstore.master.state.traffic import Traffic
@@ -76,7 +77,8 @@ class Shortage:
 class Pool:
     """All mounted segments and the objects on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
         self.segments: dict[int, Segment] = {}
         """Living segments, by id."""
         self.capacity_max = 0
@@ -86,12 +88,9 @@ class Pool:
         """For how long each evicted object had not been used."""
         self.forest = Forest(self.counters)
         self.traffic = Traffic()
-        self.pins = Pins()
+        self.pins = Pins(jobs)
         self.lifetimes = Ends()
         """When objects are gone that were put with a time to live."""
-        self.evicted: list[Remains] = []
-        """Objects evicted since the caller last cleared this. Their bytes are free in the
-        allocator, but no client may write there before the caller has had their headers wiped."""
         self.unsettled: deque[ObjectRecord] = deque()
         """Records at which ``settle`` must continue, because the path upward was long."""
         self._sizes: dict[int, int] = {}
@@ -216,7 +215,8 @@ class Pool:
             self._one_short_less()
         if record.ticket:
             self._policy_of(record).discard(record)
-        self.forest.empty(record)
+        if self.forest.empty(record):
+            self._jobs.due |= SWEEP
         return extents
 
     def settle(self, record: ObjectRecord, *, detached: bool | None = None) -> ObjectRecord | None:
@@ -248,7 +248,7 @@ class Pool:
                 self._policy_of(at).add(at, detached=detached)
                 return at
             if steps == SETTLE_STEPS:
-                self.unsettled.append(at)
+                self._settle_later(at)
                 return None
             steps += 1
             if at.segment is not None:
@@ -262,6 +262,10 @@ class Pool:
                 at.lease_until_ms = max(at.lease_until_ms, lease_until_ms)
         return None
 
+    def _settle_later(self, record: ObjectRecord) -> None:
+        self.unsettled.append(record)
+        self._jobs.due |= SETTLE
+
     def settle_more(self, steps: int) -> None:
         """Continues with ``unsettled``, for about ``steps`` records."""
         steps_max = self.forest.steps + steps
@@ -269,6 +273,7 @@ class Pool:
             record = self.unsettled.popleft()
             if self.forest.get(record.namespace, record.key) is record:
                 self.settle(record)
+        self._jobs.note(SETTLE, bool(self.unsettled))
 
     def hide(self, record: ObjectRecord, steps_max: int) -> list[Extent]:
         """Hides a removed object from all lookups. Returns its extents, which are still allocated.
@@ -280,13 +285,13 @@ class Pool:
         if self.forest.steps < steps_max:
             self.settle(record, detached=detached)
         else:
-            self.unsettled.append(record)
+            self._settle_later(record)
         return extents
 
-    def evict_ahead(self, segment: Segment, count: int, now_ms: int) -> tuple[list[Remains], bool]:
+    def evict_ahead(self, segment: Segment, count: int, now_ms: int) -> tuple[list[Residue], bool]:
         """Evicts up to ``count`` objects, until the reserve of a full segment is free or being
-        wiped. Returns their remains, still allocated, and whether more must be evicted."""
-        evicted: list[Remains] = []
+        wiped. Returns their residues, still allocated, and whether more must be evicted."""
+        evicted: list[Residue] = []
         eviction = _Eviction(self, [segment], now_ms)
         reserve, allocator = segment.reserve_bytes, segment.allocator
         while len(evicted) < count:
@@ -295,24 +300,17 @@ class Pool:
             if head is None or missing <= 0 or extent_bytes(head.size) > reserve:
                 return evicted, False
             eviction.forget(segment)
-            evicted.append(Remains.of(head))
-            self.evict(head, now_ms, free=False)
+            evicted.append(Residue.of(head))
+            self.evict(head, now_ms)
             for other, _ in evicted[-1].extents:
                 other.wiping_bytes += extent_bytes(evicted[-1].size)
         return evicted, True
 
-    def evict(self, record: ObjectRecord, now_ms: int, *, free: bool = True) -> ObjectRecord | None:
-        """Evicts a candidate. Returns its parent if that has become a candidate.
-
-        Without ``free`` its extents stay allocated; the caller then frees them and has their
-        headers wiped.
-        """
+    def evict(self, record: ObjectRecord, now_ms: int) -> ObjectRecord | None:
+        """Evicts a candidate, whose extents stay allocated: the caller frees them and has their
+        headers wiped. Returns its parent if that has become a candidate."""
         detached, size = self.marked_detached(record), record.size
-        if free:
-            self.evicted.append(Remains.of(record))
-            self.free(self.strip(record), extent_bytes(size))
-        else:
-            self.strip(record)
+        self.strip(record)
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size
         self.traffic.evicts(now_ms, record.namespace, now_ms - record.last_used_ms)
@@ -376,6 +374,7 @@ class Pool:
         del self.segments[segment.segment_id]
         self.capacity_max = max((s.capacity for s in self.segments.values()), default=0)
         self.forest.breaks += 1
+        self._jobs.due |= SWEEP
         self.pins.segment_died()
 
     def sweep_dead(self, segment: Segment, steps: int) -> bool:
@@ -434,9 +433,10 @@ class Pool:
         host: str,
         now_ms: int,
         victims: Victims | None = None,
-    ) -> list[list[Extent]] | Shortage:
+    ) -> tuple[list[list[Extent]] | Shortage, list[Residue]]:
         """Allocates extents for payloads of ``sizes`` bytes, all or none. Evicts objects that are
-        not leased if it must.
+        not leased if it must, and returns those, too: their bytes are free in the allocator, but no
+        client may write there before the caller has had their headers wiped.
 
         Args:
             sizes: at least one.
@@ -452,29 +452,31 @@ class Pool:
         longest, total = max(lengths), sum(lengths)
         roomy = [segment for segment in usable if segment.capacity >= longest]
         if not roomy:
-            return Shortage(total * replicas)
+            return Shortage(total * replicas), []
         near = near if near in roomy else None
         if replicas > 1:
             replicas = min(replicas, len({segment.node for segment in roomy}))
         together = self._allocate_together(lengths, replicas, roomy, near, host)
         if together is not None:
-            return together
+            return together, []
         capacities: Counter[Node] = Counter()
         for segment in roomy:
             capacities[segment.node] += segment.capacity
         room = sum(min(capacity, total) for capacity in capacities.values())
         if room < total * replicas:  # it can never fit, so nothing is evicted for it
-            return Shortage(total * replicas - room)
+            return Shortage(total * replicas - room), []
         order = list(preferred(roomy, near=near, host=host))
         missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
         eviction = _Eviction(self, usable, now_ms, victims)
         while missing > 0:
             freed = eviction.next(order)
             if freed is None:
-                return Shortage(missing, eviction.goes_on)
+                return Shortage(missing, eviction.goes_on), eviction.evicted
             missing -= sum(length for segment, length in freed if segment.capacity >= longest)
         together = self._allocate_together(lengths, replicas, roomy, near, host)
-        return together or self._allocate_apart(lengths, replicas, order, eviction)
+        if together is None:
+            return self._allocate_apart(lengths, replicas, order, eviction), eviction.evicted
+        return together, eviction.evicted
 
     def _allocate_together(
         self,
@@ -538,6 +540,7 @@ class Pool:
 
     def check_invariants(self, others: Iterable[tuple[Segment, int, int]]) -> None:
         """``others``: extents that no object owns, as (segment, offset, length)."""
+        self._jobs.check(SETTLE, bool(self.unsettled))
         self.forest.check_invariants(self.unsettled)
         self.pins.check_invariants()
         self.lifetimes.check_invariants()
@@ -585,6 +588,7 @@ class _Eviction:
         self._heads = {segment: self._head(segment) for segment in segments}
         """The next victim of each segment; None: to be looked up again."""
         self._budget = EVICTIONS_PER_STEP
+        self.evicted: list[Residue] = []
 
     @property
     def goes_on(self) -> bool:
@@ -603,8 +607,8 @@ class _Eviction:
 
     def next(self, order: list[Segment]) -> list[tuple[Segment, int]] | None:
         """Evicts the oldest candidate of these segments, or one of another segment that protects
-        bytes on these. Returns the freed lengths by segment, or None if every candidate is leased
-        or the budget is spent."""
+        bytes on these, and frees its extents. Returns the freed lengths by segment, or None if
+        every candidate is leased or the budget is spent."""
         heads = self._heads
         if not self._budget or not heads:
             return None
@@ -623,7 +627,9 @@ class _Eviction:
         length = extent_bytes(victim.size)
         freed = [(segment, length) for segment, _ in victim.extents() if segment.alive]
         changed = {victim.segment}
+        self.evicted.append(Residue.of(victim))
         parent = self._pool.evict(victim, self._now_ms)
+        self._pool.free(self.evicted[-1].extents, length)
         if parent is not None:
             changed.add(parent.segment)
         for segment in heads.keys() & changed:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.calls import Allocate, PutStart, Version
-from kvstore.master.state.records import Extent, ObjectRecord, Remains, Segment, Writer
+from kvstore.master.state.records import Extent, ObjectRecord, Residue, Segment, Writer
 from kvstore.memory.header import extent_bytes
 
 
@@ -76,14 +76,14 @@ class PendingPut:
         self.ttl_ms = ttl_ms
         """How long the object lives once it is stored; 0: no end."""
 
-    def remains(self, epoch: int) -> Remains:
+    def residue(self, epoch: int) -> Residue:
         """The bytes that the writer may have left in the granted extents."""
         record = self.record
         name = None if record is None else (record.namespace, record.key)
         version = epoch, self.token
         if self.repairs and self.moves is not None:
             version = self.moves.epoch, self.moves.counter
-        return Remains(name, self.size, *version, self.extents, forbid=not self.repairs)
+        return Residue(name, self.size, *version, self.extents, forbid=not self.repairs)
 
     def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
         """Connections whose bytes may still land; by default all of the put's client."""
@@ -106,7 +106,7 @@ class Pending:
         self.last_token = 0
         """The highest that was ever given out."""
         self._by_token: OrderedDict[int, PendingPut] = OrderedDict()
-        self._quarantine: OrderedDict[int, tuple[int, Remains]] = OrderedDict()
+        self._quarantine: OrderedDict[int, tuple[int, Residue]] = OrderedDict()
         """By token: the time when the extents are free, and the extents."""
 
     def __len__(self) -> int:
@@ -159,29 +159,29 @@ class Pending:
         first = next(iter(self._by_token.values()), None)
         return None if first is None else first.deadline_ms + 1
 
-    def quarantine(self, token: int, remains: Remains, until_ms: int) -> None:
-        self._quarantine[token] = until_ms, remains
-        for segment, _ in remains.extents:
-            segment.quarantined_bytes += extent_bytes(remains.size)
+    def quarantine(self, token: int, residue: Residue, until_ms: int) -> None:
+        self._quarantine[token] = until_ms, residue
+        for segment, _ in residue.extents:
+            segment.quarantined_bytes += extent_bytes(residue.size)
 
-    def quarantined(self, token: int) -> Remains | None:
+    def quarantined(self, token: int) -> Residue | None:
         held = self._quarantine.get(token)
         return None if held is None else held[1]
 
-    def pop_quarantined(self, now_ms: int) -> Iterator[Remains]:
+    def pop_quarantined(self, now_ms: int) -> Iterator[Residue]:
         """Removes and yields the extents whose quarantine is over.
 
         In the order of their arrival: an entry with a later end than those behind it delays them
         by less than one put deadline, which is simpler than a heap.
         """
         while self._quarantine:
-            token, (until_ms, remains) = next(iter(self._quarantine.items()))
+            token, (until_ms, residue) = next(iter(self._quarantine.items()))
             if until_ms > now_ms:
                 return
             del self._quarantine[token]
-            for segment, _ in remains.extents:
-                segment.quarantined_bytes -= extent_bytes(remains.size)
-            yield remains
+            for segment, _ in residue.extents:
+                segment.quarantined_bytes -= extent_bytes(residue.size)
+            yield residue
 
     def next_release_ms(self) -> int | None:
         first = next(iter(self._quarantine.values()), None)
@@ -192,9 +192,9 @@ class Pending:
         for put in self._by_token.values():
             for segment, offset in put.extents:
                 yield segment, offset, put.length
-        for _, remains in self._quarantine.values():
-            for segment, offset in remains.extents:
-                yield segment, offset, extent_bytes(remains.size)
+        for _, residue in self._quarantine.values():
+            for segment, offset in residue.extents:
+                yield segment, offset, extent_bytes(residue.size)
 
     def check_invariants(self) -> None:
         deadlines = [put.deadline_ms for put in self]

@@ -12,6 +12,7 @@ from kvstore import calls
 from kvstore.calls import PutOutcome, Version
 from kvstore.errors import BusyError, InvalidArgumentError, ValueTooLargeError
 from kvstore.limits import REPLICAS_MAX, Key, Namespace
+from kvstore.master.state import shortage
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Later
@@ -20,7 +21,7 @@ from kvstore.master.state.keeping import Keeping
 from kvstore.master.state.pool import Shortage
 from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.reclaim import Wiping
-from kvstore.master.state.records import Extent, ObjectRecord, Remains
+from kvstore.master.state.records import Extent, ObjectRecord, Residue
 from kvstore.master.state.removing import Removing
 from kvstore.master.state.waiting import WaitingPuts, Wanting
 from kvstore.memory.header import extent_bytes
@@ -46,8 +47,6 @@ class Putting:
         self._pool = common.pool
         self._pending = common.pending
         self._traffic = common.traffic
-        self._found = 0
-        """Keys of the last put that was tried which are there already."""
         self._reclaim = common.reclaim
         self._granting = granting
         self._waiting = waiting
@@ -75,14 +74,15 @@ class Putting:
         putter.keys += count
         if count:
             putter.key = keys[0]
-        result = self._grant_or_wait(now_ms, request)
-        putter.found += self._found
+        tried, found = self._try_put(now_ms, request)
+        result = self._answer_or_wait(now_ms, request, tried)
+        putter.found += found
         return result
 
     def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Later:
         self._forest.begin_step()
         self._check_sizes([request.size])
-        return self._grant_or_wait(now_ms, request)
+        return self._answer_or_wait(now_ms, request, self._try_allocation(now_ms, request))
 
     def _check_sizes(self, sizes: Sequence[int]) -> None:
         capacity_max = self._pool.capacity_max
@@ -95,22 +95,25 @@ class Putting:
                 segment_bytes_max=capacity_max,
             )
 
-    def _grant_or_wait(self, now_ms: int, request: Wanting) -> calls.Grants | Later:
-        result = self._try_grant(now_ms, request)
+    def _answer_or_wait(
+        self, now_ms: int, request: Wanting, result: calls.Grants | Shortage
+    ) -> calls.Grants | Later:
         if isinstance(result, calls.Grants):
             earlier = self._common.unread(request, result)
             return self._common.when_wiped(now_ms, [], result, earlier) if earlier else result
         wait_ms = min(request.wait_ms, self._common.rules.put_wait_max_ms)
         if result.goes_on:
             wait_ms = max(wait_ms, MAKING_ROOM_MS)
-            self._waiting.room_made()
         if (
             wait_ms <= 0
             or not self._could_take(request)
             or self._waiting.only_pins_end(now_ms + wait_ms, request)
         ):
-            raise self._waiting.no_space(now_ms, request, result)
-        return self._waiting.add(now_ms, request, wait_ms)
+            raise shortage.explained(self._common, now_ms, request, result)
+        later = self._waiting.add(now_ms, request, wait_ms)
+        if result.goes_on:
+            self._common.room_made()
+        return later
 
     def _could_take(self, request: Wanting) -> bool:
         """Whether a node that the client can reach may have room some time. True if there is no
@@ -129,6 +132,10 @@ class Putting:
     def _try_grant(self, now_ms: int, request: Wanting) -> calls.Grants | Shortage:
         if isinstance(request, calls.Allocate):
             return self._try_allocation(now_ms, request)
+        return self._try_put(now_ms, request)[0]
+
+    def _try_put(self, now_ms: int, request: calls.PutStart) -> tuple[calls.Grants | Shortage, int]:
+        """Also returns how many of the keys are there already."""
         keys = list(request.keys)
         self._keeping.make_room(now_ms, request.namespace, keys)
         table = self._forest.table(request.namespace)
@@ -149,10 +156,9 @@ class Putting:
                 there += 1
                 found.last_used_ms = now_ms
                 found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)
-        self._found = there
         if not granted:
             self._count_not_written(outcomes)
-            return self._granting.reply(bytes(outcomes), [])
+            return self._granting.reply(bytes(outcomes), []), there
         near = None
         first = granted[0]
         parent_key = keys[first - 1] if request.chain and first else request.parent
@@ -162,18 +168,18 @@ class Putting:
             near = next(segment for segment, _ in parent.extents() if segment.alive)
         sizes = [request.sizes[index] for index in granted]
         self._common.changing = True
-        taken = self._granting.take(
-            now_ms, sizes, request.replicas, near, request.host, None, request.avoid,
-            request.here_only,
+        taken = self._granting.reserve(
+            now_ms, sizes, request.replicas, near=near, host=request.host, avoid=request.avoid,
+            here_only=request.here_only,
         )  # fmt: skip
         if isinstance(taken, Shortage):
-            return taken
+            return taken, there
         puts = self._place(now_ms, request, keys, granted, sizes, taken)
         if isinstance(puts, Shortage):
-            return puts
+            return puts, there
         if len(puts) < len(outcomes):
             self._count_not_written(outcomes)
-        return self._granting.reply(bytes(outcomes), puts)
+        return self._granting.reply(bytes(outcomes), puts), there
 
     def _place(
         self,
@@ -236,8 +242,8 @@ class Putting:
         segments = self._pool.segments.values()
         of_devices = [each.offer.uuid for each in segments if each.offer.device is not None]
         avoid = [*request.avoid, *of_devices]  # the client writes to an allocation as to an array
-        taken = self._granting.take(
-            now_ms, [request.size], 1, None, request.host, None, avoid, request.here_only
+        taken = self._granting.reserve(
+            now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.here_only
         )
         if isinstance(taken, Shortage):
             return taken
@@ -255,7 +261,7 @@ class Putting:
         self._forest.begin_step()
         outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
         was_stored = int(PutOutcome.STORED)
-        replaced: list[Remains] = []
+        replaced: list[Residue] = []
         outdated: list[PendingPut] = []
         ended: list[tuple[PendingPut, list[Extent]]] = []
         still_read: list[Wiping] = []
@@ -316,7 +322,7 @@ class Putting:
                 if put.record.more:
                     self._copying.note_stored(now_ms, put.record)
         if ended:
-            self._waiting.room_made()  # they can be evicted
+            self._common.room_made()  # they can be evicted
         reply = calls.PutEnded(bytes(outcomes))
         overwriting = [put for put, _ in ended if put.overwrite]
         if overwriting or replaced:
@@ -325,7 +331,7 @@ class Putting:
 
     def put_revoke(self, now_ms: int, request: calls.PutRevoke) -> calls.Revoked:
         common = self._common
-        given_up: list[Remains] = []
+        given_up: list[Residue] = []
         common.changing = True
         for token in request.tokens:
             put = self._granting.granted(now_ms, request.epoch, token)
@@ -334,13 +340,13 @@ class Putting:
                     self._granting.wipe_again(token)
                 continue
             self._granting.end(put)
-            remains = put.remains(common.epoch)
+            residue = put.residue(common.epoch)
             if request.settled:
                 self._pool.free(put.extents, put.length)
             else:
                 self._granting.quarantine(put, put.deadline_ms)
-                remains = remains._replace(writers=put.writers(request.connections))
-            given_up.append(remains)
+                residue = residue._replace(writers=put.writers(request.connections))
+            given_up.append(residue)
             self._granting.unclaim(put)
         common.wipe(given_up)
         common.counters["revoked_puts"] += len(given_up)
@@ -364,7 +370,7 @@ class Putting:
             self._granting.end(put)
             # The owner may still read what it computed, so the extents are not free at once.
             self._granting.quarantine(put, put.deadline_ms)
-            common.wipe([put.remains(common.epoch)])
+            common.wipe([put.residue(common.epoch)])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
         record = self._ensure(now_ms, namespace, key, parent)
         if request.overwrite:
@@ -388,7 +394,7 @@ class Putting:
         record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)
         if not record.children:
             self._pool.settle(record)
-            self._waiting.room_made()  # it can be evicted
+            self._common.room_made()  # it can be evicted
         reply = calls.Committed(PutOutcome.STORED)
         put.record = record
         overwriting = [put] if request.overwrite else []
@@ -416,13 +422,13 @@ class Putting:
         extents: list[Extent],
         size: int,
         now_ms: int,
-    ) -> list[Remains]:
+    ) -> list[Residue]:
         """Gives the put's record these extents. Returns what they replace, still allocated. The
         caller calls ``Pool.settle`` afterwards."""
         assert record is not None
-        replaced: list[Remains] = []
+        replaced: list[Residue] = []
         if record.segment is not None:
-            replaced.append(Remains.of(record))
+            replaced.append(Residue.of(record))
             self._pool.strip(record, replaced=True)
         else:
             self._pool.pins.drop(record)  # of an object that was lost

@@ -23,7 +23,7 @@ from kvstore.calls import NO_VERSION, MasterWipe, Version
 from kvstore.errors import KVStoreError
 from kvstore.master.state.effects import Answer, Effect, Send
 from kvstore.master.state.inventory import Tombstones
-from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, Writer
+from kvstore.master.state.records import Name, ObjectRecord, Residue, Segment, Writer
 from kvstore.memory.header import extent_bytes
 
 WIPES_PER_ORDER = 1_024
@@ -140,7 +140,7 @@ class Reclaim:
 
     def wipe(
         self,
-        gone: Iterable[Remains],
+        gone: Iterable[Residue],
         free_at_ms: int,
         ticket: int,
         reply: calls.Reply,
@@ -163,7 +163,7 @@ class Reclaim:
             removal.orders += 1
         return [effect for wiping in wipings for effect in _send(wiping)], removal.orders > 0
 
-    def clean(self, gone: Iterable[Remains]) -> list[Effect]:
+    def clean(self, gone: Iterable[Residue]) -> list[Effect]:
         """Orders headers wiped in extents whose release is counted elsewhere."""
         effects: list[Effect] = []
         for wiping in self._new_wipings(gone, 0):
@@ -226,7 +226,7 @@ class Reclaim:
             if wiping.mark != NO_VERSION
         ]
 
-    def clean_ahead(self, gone: Iterable[Remains]) -> list[Effect]:
+    def clean_ahead(self, gone: Iterable[Residue]) -> list[Effect]:
         """Orders headers wiped, and frees their extents when that is done; until then they count in
         their segments' ``wiping_bytes``."""
         wipings = self._new_wipings(gone, 0)
@@ -245,15 +245,15 @@ class Reclaim:
             for wiping in self._unclean.get(segment, {}).values()
         ]
 
-    def _new_wipings(self, gone: Iterable[Remains], free_at_ms: int) -> list[Wiping]:
+    def _new_wipings(self, gone: Iterable[Residue], free_at_ms: int) -> list[Wiping]:
         wipings: list[Wiping] = []
         open_wipings: dict[Segment, Wiping] = {}
-        for remains in gone:
-            length = extent_bytes(remains.size)
-            version = Version(remains.epoch, remains.counter)
-            for segment, offset in remains.extents:
+        for residue in gone:
+            length = extent_bytes(residue.size)
+            version = Version(residue.epoch, residue.counter)
+            for segment, offset in residue.extents:
                 if not segment.alive:
-                    if remains.forbid:
+                    if residue.forbid:
                         self._tombstones.add_version(version)
                     continue
                 wiping = open_wipings.get(segment)
@@ -263,18 +263,18 @@ class Reclaim:
                     open_wipings[segment] = wiping
                     wipings.append(wiping)
                     self._unwiped[wiping.order] = wiping
-                if remains.name is not None:
-                    wiping.names.append(remains.name)
-                    wiping.namespaces.add(remains.name[0])
-                    self._unwiped_of.setdefault(remains.name, []).append(wiping)
-                wiping.free_at_ms = max(wiping.free_at_ms, remains.lease_until_ms)
+                if residue.name is not None:
+                    wiping.names.append(residue.name)
+                    wiping.namespaces.add(residue.name[0])
+                    self._unwiped_of.setdefault(residue.name, []).append(wiping)
+                wiping.free_at_ms = max(wiping.free_at_ms, residue.lease_until_ms)
                 wiping.offsets.append(offset)
                 wiping.lengths.append(length)
-                wiping.epochs.append(remains.epoch)
-                wiping.counters.append(remains.counter)
-                if remains.forbid:
+                wiping.epochs.append(residue.epoch)
+                wiping.counters.append(residue.counter)
+                if residue.forbid:
                     wiping.forbidden.append(version)
-                wiping.writers.update(dict.fromkeys(remains.writers))
+                wiping.writers.update(dict.fromkeys(residue.writers))
         return wipings
 
     def hold(self, segment: Segment) -> None:

@@ -260,7 +260,7 @@ class ObjectRecord:
         return f"<ObjectRecord {self.namespace}/{self.key!r}>"
 
 
-class Remains(NamedTuple):
+class Residue(NamedTuple):
     """The extents of an object that was taken out of the forest, or has never been in it."""
 
     name: Name | None
@@ -277,7 +277,7 @@ class Remains(NamedTuple):
     wiped must not bring it back. A removal forbids all earlier versions of the key instead."""
 
     @classmethod
-    def of(cls, record: ObjectRecord, *, forbid: bool = False) -> Remains:
+    def of(cls, record: ObjectRecord, *, forbid: bool = False) -> Residue:
         name = record.namespace, record.key
         version = record.epoch, record.counter
         until_ms = record.lease_until_ms

@@ -15,11 +15,11 @@ from kvstore.calls import Version
 from kvstore.master.state.common import AnyReply, Common
 from kvstore.master.state.effects import Later, Notice
 from kvstore.master.state.granting import Granting
+from kvstore.master.state.jobs import FREE
 from kvstore.master.state.marks import Marks, unrecorded
 from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.reclaim import Wiping
-from kvstore.master.state.records import Name, ObjectRecord, Remains, Segment, with_bytes
-from kvstore.master.state.waiting import WaitingPuts
+from kvstore.master.state.records import Name, ObjectRecord, Residue, Segment, with_bytes
 
 CLEARED_PER_STEP = 512
 """Objects that one ``clear`` removes; the caller repeats it until none is left."""
@@ -32,18 +32,13 @@ background work forgets the rest."""
 class Removing:
     """See the module."""
 
-    def __init__(
-        self, common: Common, marks: Marks, granting: Granting, waiting: WaitingPuts
-    ) -> None:
+    def __init__(self, common: Common, marks: Marks, granting: Granting) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
         self._reclaim = common.reclaim
         self._marks = marks
         self._granting = granting
-        self._waiting = waiting
-        self._frees = False
-        """Whether more removed bytes may be free now than one step frees."""
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -51,7 +46,7 @@ class Removing:
         """Raises UnavailableError: no node is joined that could record the removal."""
         self._check_remembered()
         removed = bytearray(len(request.keys))
-        gone: list[Remains] = []
+        gone: list[Residue] = []
         steps_max = self._forest.steps + HIDE_STEPS
         self._common.changing = True
         for index, key in enumerate(request.keys):
@@ -61,7 +56,7 @@ class Removing:
             self._reclaim.concerns(readers, (request.namespace, key))  # ``_earlier`` finds them
             if record is not None and record.segment is not None:
                 removed[index] = record.complete
-                gone.append(Remains.of(record))
+                gone.append(Residue.of(record))
                 self._pool.hide(record, steps_max)
             self._common.forbid(request.namespace, key)
         self._common.counters["removed_objects"] += len(gone)
@@ -79,7 +74,7 @@ class Removing:
         else:
             tables = self._forest.namespaces.values()
         chosen = list(islice(with_bytes(tables), max(1, min(request.limit, CLEARED_PER_STEP))))
-        gone: list[Remains] = []
+        gone: list[Residue] = []
         steps_max = self._forest.steps + HIDE_STEPS
         self._common.changing = True
         copied = self._granting.copied(namespace)
@@ -89,7 +84,7 @@ class Removing:
             if record.segment is not None:  # a lost one may be dropped with another
                 readers = self._reclaim.still_read(record)
                 self._reclaim.concerns(readers, (record.namespace, record.key))
-                gone.append(Remains.of(record))
+                gone.append(Residue.of(record))
                 self._pool.hide(record, steps_max)
         self._common.counters["removed_objects"] += len(gone)
         remaining = sum(table.objects for table in tables) if namespace else self._forest.objects
@@ -112,7 +107,7 @@ class Removing:
             for segment, _ in record.extents():
                 if segment.alive and segment.offer.uuid == uuid:
                     bad.setdefault(record, set()).add(segment)
-        gone: list[Remains] = []
+        gone: list[Residue] = []
         steps_max = self._forest.steps + HIDE_STEPS
         counters = self._common.counters
         self._common.changing = True
@@ -123,7 +118,7 @@ class Removing:
             counters["corrupt_replicas"] += len(segments)
             self._common.effect(_notice(record, segments))
             if all(segment in segments for segment, _ in record.extents() if segment.alive):
-                gone.append(Remains.of(record, forbid=True))
+                gone.append(Residue.of(record, forbid=True))
                 self._pool.hide(record, steps_max)
             else:
                 self._pool.demote(record, segments)
@@ -135,7 +130,7 @@ class Removing:
     def replace(
         self,
         now_ms: int,
-        replaced: list[Remains],
+        replaced: list[Residue],
         puts: Sequence[PendingPut],
         reply: AnyReply,
         still_read: Sequence[Wiping],
@@ -179,16 +174,14 @@ class Removing:
 
     # --- jobs ---------------------------------------------------------------------------------
 
-    def frees(self) -> bool:
-        return self._frees
-
     def free(self, now_ms: int) -> None:
         """Frees the extents of one order whose last lease has ended."""
         self._common.effects += self._reclaim.end_reading(now_ms)
-        effects, self._frees = self._reclaim.end_next(now_ms)
+        effects, may_go_on = self._reclaim.end_next(now_ms)
         self._common.effects += effects
-        if self._frees:
-            self._waiting.room_made()
+        self._common.jobs.note(FREE, may_go_on)
+        if may_go_on:
+            self._common.room_made()
 
 
 def _notice(record: ObjectRecord, segments: set[Segment]) -> Notice:

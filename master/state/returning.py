@@ -10,11 +10,11 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Notice, Send
 from kvstore.master.state.inventory import Claim, Inventory
+from kvstore.master.state.jobs import ANSWER, CLAIM
 from kvstore.master.state.liveness import Node
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.membership import GONE_MAX
-from kvstore.master.state.records import ObjectRecord, Remains, Segment
-from kvstore.master.state.waiting import WaitingPuts
+from kvstore.master.state.records import ObjectRecord, Residue, Segment
 
 CLAIMS_PER_STEP = 256
 """Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
@@ -23,21 +23,16 @@ CLAIMS_PER_STEP = 256
 class Returning:
     """See the module."""
 
-    def __init__(
-        self, common: Common, marks: Marks, copying: Copying, waiting: WaitingPuts
-    ) -> None:
+    def __init__(self, common: Common, marks: Marks, copying: Copying) -> None:
         self._common = common
         self._forest = common.forest
         self._pool = common.pool
         self._marks = marks
         self._copying = copying
-        self._waiting = waiting
         self._inventories: dict[Segment, Inventory] = {}
         """Inventories under way."""
         self._absent_since: dict[bytes, int] = {}
         """Memory (uuid) that was unmounted, and how many tombstones there were then."""
-        self.finished = 0
-        """Counts completed inventories."""
 
     @property
     def under_way(self) -> bool:
@@ -62,6 +57,7 @@ class Returning:
         inventory = self._inventories.pop(segment, None)
         if inventory is not None:
             absent_since = inventory.absent_since
+            self._common.jobs.note(CLAIM, self._has_claims())
             self._common.effects += self._common.reclaim.let_go(segment)
         self._absent_since.pop(segment.offer.uuid, None)
         self._absent_since[segment.offer.uuid] = absent_since
@@ -84,29 +80,30 @@ class Returning:
             raise ProtocolError(f"a node of {len(segments)} segments claims for another")
         if segments[index] in self._inventories:
             self._inventories[segments[index]].add(now_ms, claims)
+            self._common.jobs.due |= CLAIM
         elif node.session is not None:  # complete: the node did not hear so, and began again
             self._common.effect(Send(node.session, calls.MasterClaimed(index)))
-
-    def has_claims(self) -> bool:
-        return any(inventory.has_work for inventory in self._inventories.values())
 
     def take_claims(self, now_ms: int) -> None:
         """Processes one slice of an inventory."""
         for segment, inventory in self._inventories.items():
-            if not inventory.has_work:
-                continue
-            if not inventory.all_claimed:
-                self._take_slice(now_ms, segment, inventory)
-            elif inventory.free_gaps():
-                self._finish(now_ms, segment, inventory)
-            return
+            if inventory.has_work:
+                if not inventory.all_claimed:
+                    self._take_slice(now_ms, segment, inventory)
+                elif inventory.free_gaps():
+                    self._finish(now_ms, segment, inventory)
+                break
+        self._common.jobs.note(CLAIM, self._has_claims())
+
+    def _has_claims(self) -> bool:
+        return any(inventory.has_work for inventory in self._inventories.values())
 
     def _finish(self, now_ms: int, segment: Segment, inventory: Inventory) -> None:
         common = self._common
         segment.whole = True
-        self._waiting.room_made()
+        self._common.room_made()
         del self._inventories[segment]
-        self.finished += 1
+        common.jobs.due |= ANSWER
         self._marks.bring_up_to_date(segment)
         self._copying.nodes_changed(now_ms, segment.usable_at_ms)
         common.effects += common.reclaim.let_go(segment)
@@ -116,7 +113,7 @@ class Returning:
     def _take_slice(self, now_ms: int, segment: Segment, inventory: Inventory) -> None:
         common = self._common
         claims, is_answered = inventory.next(CLAIMS_PER_STEP)
-        refused: list[Remains] = []
+        refused: list[Residue] = []
         stored: list[ObjectRecord] = []
         self._forest.resumes = True
         for claim in claims:
@@ -128,14 +125,14 @@ class Returning:
                 break
             if record is None:
                 of = [(segment, claim.offset)]
-                refused.append(Remains(claim.name, claim.size, *claim.version, of))
+                refused.append(Residue(claim.name, claim.size, *claim.version, of))
             else:
                 stored.append(record)
         self._forest.resumes = False
         for record in stored:  # now that most children have found their parents
             if not record.children:
                 self._pool.settle(record)
-                self._waiting.room_made()  # it can be evicted
+                self._common.room_made()  # it can be evicted
         inventory.claimed += len(stored)
         inventory.refused += len(refused)
         common.counters["claimed_objects"] += len(stored)
@@ -173,7 +170,7 @@ class Returning:
             if not self._copying.claim_replica(now_ms, record, extent):
                 return None
         elif record is not None and known is not None:
-            replaced = [Remains.of(record, forbid=True)]
+            replaced = [Residue.of(record, forbid=True)]
             self._pool.strip(record, replaced=True)
             self._pool.lifetimes.drop(record)
             self._pool.store(record, [extent], size, version, used_ms)
@@ -210,6 +207,7 @@ class Returning:
         return [(segment, *gap) for segment, each in inventories for gap in each.gaps()]
 
     def check_invariants(self) -> None:
+        self._common.jobs.check(CLAIM, self._has_claims())
         mounted = [s for segments in self._common.membership.segments.values() for s in segments]
         assert {s for s in mounted if not s.whole} == self._inventories.keys()
         assert {

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections import deque
 
 from kvstore.master.state.common import Common
-from kvstore.master.state.records import ObjectRecord, Remains, Segment
+from kvstore.master.state.jobs import EVICT, SWEEP
+from kvstore.master.state.records import ObjectRecord, Residue, Segment
 
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
@@ -22,6 +23,7 @@ class Sweeping:
     def __init__(self, common: Common) -> None:
         self._common = common
         self._pool = common.pool
+        self._jobs = common.jobs
         self._pressed: dict[Segment, None] = {}
         """Full segments with less than half of their reserve free."""
         self._sweeps: deque[tuple[Segment, int | None]] = deque()
@@ -37,6 +39,7 @@ class Sweeping:
     def segment_died(self, segment: Segment) -> None:
         """Deletes the records of the segment, in slices."""
         self._sweeps.append((segment, None))
+        self._jobs.due |= SWEEP
 
     def taken_from(self, segment: Segment) -> None:
         """Called when something was allocated there: makes room ahead of need if it is full."""
@@ -44,32 +47,24 @@ class Sweeping:
             free = segment.allocator.free_bytes + segment.wiping_bytes
             if free < segment.reserve_bytes // 2:
                 self._pressed[segment] = None
+                self._jobs.due |= EVICT
 
     # --- jobs ---------------------------------------------------------------------------------
 
-    def evicts(self) -> bool:
-        return bool(self._pressed)
-
     def evict_ahead(self, now_ms: int) -> None:
         segment = next(iter(self._pressed))
-        evicted: list[Remains] = []
+        evicted: list[Residue] = []
         goes_on = False
         if segment.alive and segment.usable(now_ms) and not segment.node.draining:
             evicted, goes_on = self._pool.evict_ahead(segment, EVICTIONS_AHEAD, now_ms)
         if not goes_on:
             del self._pressed[segment]
+            self._jobs.note(EVICT, bool(self._pressed))
         self._common.effects += self._common.reclaim.clean_ahead(evicted)
-
-    def settles(self) -> bool:
-        return bool(self._pool.unsettled)
 
     def settle(self, now_ms: int) -> None:
         del now_ms
         self._pool.settle_more(SWEEP_STEPS)
-
-    def sweeps(self) -> bool:
-        is_swept = self._swept_breaks == self._pool.forest.breaks
-        return bool(self._sweeps or self._above_puts) or not is_swept
 
     def sweep(self, now_ms: int) -> None:
         """Finds what a break has left: what is lost with its segment, and which leaves are
@@ -78,13 +73,20 @@ class Sweeping:
         del now_ms
         if self._above_puts:
             self._walk_above_puts()
-            return
-        if not self._sweeps:
+        elif self._sweeps:
+            self._sweep_on()
+        else:
             self._swept_breaks = self._pool.forest.breaks
             self._sweeps.extend((segment, 0) for segment in self._pool.segments.values())
             records = [put.record for put in self._common.pending if put.record is not None]
             self._above_puts = [each.parent for each in records if each.parent is not None]
-            return
+        self._jobs.note(SWEEP, self._sweeps_more())
+
+    def _sweeps_more(self) -> bool:
+        is_swept = self._swept_breaks == self._pool.forest.breaks
+        return bool(self._sweeps or self._above_puts) or not is_swept
+
+    def _sweep_on(self) -> None:
         segment, ticket = self._sweeps[0]
         if ticket is None:
             if not self._pool.sweep_dead(segment, SWEEP_STEPS):
@@ -109,3 +111,9 @@ class Sweeping:
             self._above_puts.pop()
             if forest.steps >= steps_max:
                 return
+
+    # --- checking -----------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        self._jobs.check(EVICT, bool(self._pressed))
+        self._jobs.check(SWEEP, self._sweeps_more())

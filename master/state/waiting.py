@@ -1,15 +1,15 @@
-"""The puts that wait for room, in their order."""
+"""The puts that wait for room: served in their order when there is some (``Common.room_made``)."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kvstore import calls
-from kvstore.errors import BusyError, KVStoreError, NoSpaceError
+from kvstore.errors import BusyError, KVStoreError
 from kvstore.master.state import shortage
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
+from kvstore.master.state.jobs import SERVE
 from kvstore.master.state.pool import EVICTIONS_PER_STEP, Shortage
 from kvstore.master.state.puts import WaitingPut
 
@@ -22,28 +22,13 @@ Wanting = calls.PutStart | calls.Allocate
 
 
 class WaitingPuts:
-    """A part that frees or mounts memory, or makes it eligible, calls ``room_made``: the puts that
-    wait are then tried again, in a step of their own."""
+    """See the module."""
 
     def __init__(self, common: Common) -> None:
         self._common = common
-        self._queue: deque[WaitingPut] = deque()
-        self._room_made = False
-        """Whether room was made since the puts were last tried."""
+        self._jobs = common.jobs
+        self._queue = common.waiting
         self._tried_ms = common.started_ms
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[WaitingPut]:
-        return iter(self._queue)
-
-    def room_made(self) -> None:
-        self._room_made = True
-
-    def due(self) -> bool:
-        """Whether ``serve`` should be called soon."""
-        return self._room_made and bool(self._queue)
 
     def add(self, now_ms: int, request: Wanting, wait_ms: int) -> Later:
         """Raises BusyError: too many wait."""
@@ -65,19 +50,19 @@ class WaitingPuts:
         for waiting in self._queue:
             if waiting.ticket == ticket:
                 self._queue.remove(waiting)
-                self._room_made = True  # the next in the queue may want less
+                self._jobs.note(SERVE, bool(self._queue))  # the next one may want less
                 return
 
     def serve(self, now_ms: int, grant: Callable[[int, Wanting], calls.Grants | Shortage]) -> None:
         """Grants puts in their order, until one must go on waiting; refuses those whose time is up.
-        What would take long is left to the next step (``due``)."""
-        common = self._common
-        self._room_made = False
+        What would take long is left to the next step."""
+        common, jobs = self._common, self._jobs
+        jobs.note(SERVE, False)
         self._tried_ms = now_ms
         served = 0
         missing: Shortage | None = None
         evicted_max = common.counters["evicted_objects"] + EVICTIONS_PER_STEP
-        while self._queue and missing is None and not self._room_made:
+        while self._queue and missing is None and not jobs.due & SERVE:
             request = self._queue[0].request
             result: calls.Grants | Shortage | KVStoreError
             common.forest.resumes = True
@@ -88,14 +73,15 @@ class WaitingPuts:
             common.forest.resumes = False
             if isinstance(result, Shortage):
                 missing = result
-                self._room_made = result.goes_on
+                jobs.note(SERVE, result.goes_on)
                 break
             self._answer(now_ms, self._queue.popleft(), result)
             served += PUT_COUNTS_FOR + _keys_of(request)
-            self._room_made = (
-                served >= SERVED_PER_STEP or common.counters["evicted_objects"] >= evicted_max
-            )
+            is_spent = common.counters["evicted_objects"] >= evicted_max
+            jobs.note(SERVE, is_spent or served >= SERVED_PER_STEP)
         self._refuse_late(now_ms, missing)
+        if not self._queue:
+            jobs.note(SERVE, False)
 
     def _answer(self, now_ms: int, put: WaitingPut, result: calls.Grants | KVStoreError) -> None:
         common = self._common
@@ -111,20 +97,11 @@ class WaitingPuts:
             if put is not self._queue[0] or missing is None:  # its turn did not come
                 missing = Shortage(shortage.asked_bytes(put.request))
             self._queue.remove(put)
-            self._room_made = True  # the next in the queue may want less
+            self._jobs.due |= SERVE  # the next in the queue may want less
             self._common.counters["refused_no_space"] += 1
-            error = self.no_space(now_ms, put.request, missing)
+            error = shortage.explained(self._common, now_ms, put.request, missing)
             self._common.counters[f"refused_{error.fields['cause']}"] += 1
             self._common.effect(Answer(put.ticket, error))
-
-    def no_space(self, now_ms: int, request: Wanting, found: Shortage) -> NoSpaceError:
-        """The error of a put for which ``found`` is what is missing."""
-        common = self._common
-        segments = common.pool.segments.values()
-        writing, pinned = len(common.pending), common.pool.pins.size
-        return shortage.explained(
-            segments, common.membership, now_ms, request, found, writing, pinned
-        )
 
     def only_pins_end(self, until_ms: int, request: Wanting) -> bool:
         """Whether pins hold so much until then that the rest of the pool is too small: no end of a
@@ -150,6 +127,7 @@ class WaitingPuts:
 
     def check_invariants(self) -> None:
         assert len(self._queue) <= self._common.rules.waiting_puts_max
+        assert self._queue or not self._jobs.due & SERVE
 
 
 def _keys_of(request: Wanting) -> int:

@@ -33,6 +33,7 @@ from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state import keeping, pool, reclaim, records, removing, sweeping, waiting
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Send
 from kvstore.master.state.ends import STEP_MS
+from kvstore.master.state.jobs import DRAW, FREE
 from kvstore.master.state.liveness import AGREEING_MS, LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.putting import MAKING_ROOM_MS
@@ -572,7 +573,7 @@ class MasterMachine(RuleBasedStateMachine):
             return
         if isinstance(result, Later):
             self._new_ticket(result.ticket)
-            if not any(put.ticket == result.ticket for put in self.state.waiting):
+            if not any(put.ticket == result.ticket for put in self.state.common.waiting):
                 assert not busy
                 grants = self._note_untold(result.ticket, request)
                 assert grants is not None
@@ -581,7 +582,7 @@ class MasterMachine(RuleBasedStateMachine):
                 return
             assert len(self.waiting) < RULES.waiting_puts_max
             wait_ms = min(request.wait_ms, RULES.put_wait_max_ms)
-            *_, last = self.state.waiting
+            *_, last = self.state.common.waiting
             deadline_ms = last.deadline_ms
             allowed = {wait_ms, max(wait_ms, MAKING_ROOM_MS)} - {0}
             assert deadline_ms - self.now_ms in allowed
@@ -1278,7 +1279,7 @@ class MasterMachine(RuleBasedStateMachine):
     def tick(self) -> None:
         self.state.tick(self.now_ms)
         self.ticked_ms = self.now_ms
-        if not self.state.removing.frees():
+        if not self.state.common.jobs.due & FREE:
             self._note_ended()
         self.taboos = self._living_taboos()
         self._expire_nodes()
@@ -1369,7 +1370,7 @@ class MasterMachine(RuleBasedStateMachine):
         assert not self.state.effects
         later = self.state.chains.find(self.now_ms, calls.Chains(namespace, batch))
         self._new_ticket(later.ticket)
-        while self.state.chains.walks():
+        while self.state.common.jobs.due & DRAW:
             self.state.chains.walk_on(self.now_ms)
         (answer,) = self.state.take_effects()
         assert isinstance(answer, Answer)
@@ -1452,7 +1453,7 @@ class MasterMachine(RuleBasedStateMachine):
 
     def _note_served(self) -> None:
         """Take note of what waiting puts were granted, in the order in which they were."""
-        queue = {put.ticket for put in self.state.waiting}
+        queue = {put.ticket for put in self.state.common.waiting}
         answers = {
             each.ticket: each.result for each in self.state.effects if isinstance(each, Answer)
         }

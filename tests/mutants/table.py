@@ -78,7 +78,7 @@ MUTANTS: Final = (
         "return [wiping for wiping in unclean if wiping.offsets]  # marks concern no writer",
         "return []", MASTER),
     Mutant("evicted-is-not-wiped", GRANTING,
-        "            common.effects += common.reclaim.clean(pool.evicted)\n", "", MASTER),
+        "            common.effects += common.reclaim.clean(evicted)\n", "", MASTER),
     Mutant("found-is-not-leased", PUTTING,
         "                found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)\n", "",
         MASTER),
@@ -110,17 +110,17 @@ MUTANTS: Final = (
         "until_ms = writes_until_ms + self._common.rules.quarantine_ms",
         "until_ms = writes_until_ms", MASTER),
     Mutant("revoked-is-not-cut", PUTTING,
-        "remains = remains._replace(writers=put.writers(request.connections))", "pass", MASTER),
+        "residue = residue._replace(writers=put.writers(request.connections))", "pass", MASTER),
     Mutant("expired-is-not-cut", GRANTING,
-        "self._common.wipe([remains._replace(writers=put.writers())])",
-        "self._common.wipe([remains])", MASTER),
+        "self._common.wipe([residue._replace(writers=put.writers())])",
+        "self._common.wipe([residue])", MASTER),
     Mutant("quarantine-is-not-wiped-at-its-end", GRANTING,
         "        common.effects += common.reclaim.clean(over)\n", "", MASTER),
     Mutant("what-landed-late-is-not-wiped", GRANTING,
-        "            self._common.effects += self._common.reclaim.clean([remains])\n",
+        "            self._common.effects += self._common.reclaim.clean([residue])\n",
         "            pass\n", MASTER),
     Mutant("what-expired-is-not-wiped", GRANTING,
-        "        self._common.wipe([remains._replace(writers=put.writers())])\n", "", MASTER),
+        "        self._common.wipe([residue._replace(writers=put.writers())])\n", "", MASTER),
     Mutant("overwrite-without-tombstone", REMOVING,
         "            self._common.forbid(namespace, key, but=version)\n",
         "            pass\n", MASTER),
@@ -145,7 +145,7 @@ MUTANTS: Final = (
         "return [*self._reclaim.held(), *self._reclaim.unmarked()]",
         "return [*self._reclaim.unmarked()]", MASTER),
     Mutant("wiping-ignores-a-longer-lease", RECLAIM,
-        "                wiping.free_at_ms = max(wiping.free_at_ms, remains.lease_until_ms)\n", "",
+        "                wiping.free_at_ms = max(wiping.free_at_ms, residue.lease_until_ms)\n", "",
         MASTER),
     Mutant("wiping-is-free-before-it-is-wiped", RECLAIM,
         "        if wiping.wiped:\n            wiping.free()",
@@ -477,11 +477,11 @@ MUTANTS: Final = (
         "        if self._silent:\n", ("tests/unit/web/test_channel.py",)),
     # --- what is kept and what ends, and how it is told -------------------------------------------
     Mutant("over-comes-back", KEEPING,
-        "            remains = Remains.of(record, forbid=True)\n",
-        "            remains = Remains.of(record)\n", KEPT),
+        "            residue = Residue.of(record, forbid=True)\n",
+        "            residue = Residue.of(record)\n", KEPT),
     Mutant("bad-comes-back", REMOVING,
-        "                gone.append(Remains.of(record, forbid=True))\n",
-        "                gone.append(Remains.of(record))\n", MASTER),
+        "                gone.append(Residue.of(record, forbid=True))\n",
+        "                gone.append(Residue.of(record))\n", MASTER),
     Mutant("forgets-what-a-dead-node-had-to-wipe", RECLAIM,
         "            for version in wiping.forbidden:\n"
         "                self._tombstones.add_version(version)\n",
@@ -496,7 +496,7 @@ MUTANTS: Final = (
         "            self._granting.end_copies(now_ms, (record.namespace, record.key))\n", "",
         KEPT),
     Mutant("over-is-not-counted", KEEPING,
-        '            common.counters["expired_bytes"] += remains.size\n', "", KEPT),
+        '            common.counters["expired_bytes"] += residue.size\n', "", KEPT),
     Mutant("over-is-not-wiped", KEEPING,
         "            common.effects += common.reclaim.clean(freed)\n", "", KEPT),
     Mutant("key-of-what-is-over-waits-its-turn", KEEPING,
@@ -506,8 +506,8 @@ MUTANTS: Final = (
         "        self.expire(now_ms)\n\n    def next_ms",
         "\n    def next_ms", KEPT),
     Mutant("slices-of-what-is-over-end", KEEPING,
-        "self._goes_on |= now_ms >= min(self._lifetimes.next_ms, self._pins.ends.next_ms)", "pass",
-        KEPT),
+        "goes_on = now_ms >= min(self._lifetimes.next_ms, self._pins.ends.next_ms)",
+        "goes_on = False", KEPT),
     Mutant("a-slice-has-no-bound", KEEPING,
         "now_ms >= self._lifetimes.next_ms and len(ended) < EXPIRED_PER_STEP",
         "now_ms >= self._lifetimes.next_ms", KEPT),
@@ -515,10 +515,10 @@ MUTANTS: Final = (
         "now_ms >= self._pins.ends.next_ms and pins < ENDED_PER_STEP",
         "now_ms >= self._pins.ends.next_ms", KEPT),
     Mutant("counts-of-pins-are-left", KEEPING,
-        "        return self._goes_on or self._pins.unsettled\n",
-        "        return self._goes_on\n", KEPT),
+        "note(EXPIRE, goes_on or self._pins.unsettled)",
+        "note(EXPIRE, goes_on)", KEPT),
     Mutant("an-end-of-pins-wakes-no-put", KEEPING,
-        "        self._waiting.room_made()  # it can be evicted\n", "", KEPT),
+        "        self._common.room_made()  # it can be evicted\n", "", KEPT),
     Mutant("unpinned-keeps-its-place", KEEPING,
         "                self._pool.let_evict(record)\n", "", KEPT),
     Mutant("over-is-pinned", KEEPING,
@@ -572,7 +572,7 @@ MUTANTS: Final = (
     Mutant("ancestors-stay-pinned", PINS,
         "            above.below -= 1\n"
         "            if not above.below:\n"
-        "                self._ending.append(above)\n"
+        "                self._let_go(above)\n"
         "\n"
         "    def stored",
         "            above.below -= 1\n\n    def stored", KEPT),
@@ -580,7 +580,7 @@ MUTANTS: Final = (
         "        above, pin.above = pin.above, None\n"
         "        above.below -= 1\n"
         "        if not above.below:\n"
-        "            self._ending.append(above)\n"
+        "            self._let_go(above)\n"
         "\n"
         "    def check",
         "\n    def check", KEPT),

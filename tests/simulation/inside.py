@@ -144,7 +144,7 @@ def put_by(state: MasterState, token: int) -> Name | None:
 
 def waiting(state: MasterState) -> int:
     """Puts that wait for room."""
-    return len(state.waiting)
+    return len(state.common.waiting)
 
 
 def owner_of(
@@ -187,7 +187,7 @@ def leftovers(state: MasterState) -> dict[str, int]:
     used = sum(segment.capacity - segment.allocator.free_bytes for segment in segments)
     return {
         "pending_puts": len(state.pending),
-        "waiting_puts": len(state.waiting),
+        "waiting_puts": len(state.common.waiting),
         "not_free_yet": sum(1 for _ in (*state.pending.ranges(), *state.reclaim.ranges())),
         "sweeps": len(state.sweeping),
         "pinned_objects": state.pool.pins.objects,

@@ -9,6 +9,7 @@ from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
 from kvstore.diagnosis.why import Evidence, diagnose, parties_of
 from kvstore.fleet import Record
 from kvstore.memory.entries import ENTRY_GONE
+from kvstore.shortages import CAUSES
 from kvstore.texts import duration_text, name_text, shown_text, size_text
 from kvstore.web.dashboard.history import History, added, spread_of
 
@@ -33,19 +34,6 @@ LATE_US: Final = 50_000
 
 NODES_NAMED: Final = 5
 """Nodes that have a line of their own for one kind of problem."""
-
-
-REFUSED: Final = {
-    "leased": "all that is there is leased, pinned or being written",
-    "restarted": "the master or the nodes had just started, and did not give out memory yet",
-    "suspect": "the nodes that had room were suspect",
-    "draining": "the nodes that had room were being drained",
-    "avoided": "their clients could not reach the nodes that had room: run kvstore doctor there",
-    "not_here": "their clients use shared memory alone, and no node of their host had room",
-    "on_device": "they wanted memory of a host, and only devices had room",
-    "no_node": "no node had joined",
-}
-"""Why a put finds no room: each cause of a ``NoSpaceError``."""
 
 
 KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace")
@@ -176,7 +164,7 @@ def _memory(status: ClusterStatus, history: History, now_ms: int) -> Iterator[Pr
     segments = [segment for node in status.nodes for segment in node.segments]
     size, used = (sum(getattr(each, of) for each in segments) for of in ("size", "used"))
     yield from _waiting(status)
-    for cause, why in REFUSED.items():
+    for cause, (_, _, why) in CAUSES.items():
         refused = added(recent, f"refused_{cause}")
         if refused:
             what = f"{_count(refused, 'put')} found no room in the last 10 min"

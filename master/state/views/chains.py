@@ -22,6 +22,7 @@ from kvstore.errors import BusyError
 from kvstore.limits import CHAINS_MAX, Key
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
+from kvstore.master.state.jobs import DRAW
 from kvstore.master.state.records import NEVER_MS, NamespaceTable, ObjectRecord
 from kvstore.master.state.traffic import Tip
 
@@ -136,6 +137,7 @@ class Chains:
         self._forest = common.forest
         self._pins = common.pool.pins
         self._lifetimes = common.pool.lifetimes
+        self._jobs = common.jobs
         self._questions: deque[_Question] = deque()
 
     # --- calls --------------------------------------------------------------------------------
@@ -161,6 +163,7 @@ class Chains:
                 if record is not None:
                     question.found.append(_Found(record, known.get(key)))
         self._questions.append(question)
+        self._jobs.due |= DRAW
         return Later(question.ticket)
 
     def _names(self) -> list[str]:
@@ -218,12 +221,10 @@ class Chains:
         for question in self._questions:
             if question.ticket == ticket:
                 self._questions.remove(question)
+                self._jobs.note(DRAW, bool(self._questions))
                 return
 
     # --- slices -------------------------------------------------------------------------------
-
-    def walks(self) -> bool:
-        return bool(self._questions)
 
     def walk_on(self, now_ms: int) -> None:
         """Does a slice for the first question: looks for tips, or walks, or answers."""
@@ -388,9 +389,13 @@ class Chains:
     def _finish(self, now_ms: int, question: _Question, branches: Sequence[calls.Branch]) -> None:
         common = self._common
         self._questions.popleft()
+        self._jobs.note(DRAW, bool(self._questions))
         uptime_ms = now_ms - common.started_ms
         reply = calls.ChainsFound(common.epoch, uptime_ms, branches, question.whole)
         common.effect(Answer(question.ticket, reply))
+
+    def check_invariants(self) -> None:
+        self._jobs.check(DRAW, bool(self._questions))
 
     def _there(self, now_ms: int, record: ObjectRecord) -> bool:
         return record.complete and not self._lifetimes.ended(record, now_ms)

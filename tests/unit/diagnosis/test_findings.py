@@ -13,14 +13,15 @@ def test_findings_come_in_the_order_of_the_checks() -> None:
 
     def slow() -> list[Finding]:
         first_may_end.wait(10)
-        return [ok("slow", "1"), ok("slow", "2")]
+        return [ok("1"), ok("2", subject="own")]
 
     def quick() -> list[Finding]:
         first_may_end.set()  # so both run at once
-        return [ok("quick", "3")]
+        return [ok("3")]
 
     found = list(run_all([("slow", slow), ("quick", quick)], 10))
     assert [finding.found for finding in found] == ["1", "2", "3"]
+    assert [finding.subject for finding in found] == ["slow", "own", "quick"]
 
 
 def test_a_check_that_hangs_is_a_problem_and_delays_no_other() -> None:
@@ -28,7 +29,7 @@ def test_a_check_that_hangs_is_a_problem_and_delays_no_other() -> None:
 
     def hangs() -> list[Finding]:
         released.wait()
-        return [ok("hangs", "too late")]
+        return [ok("too late")]
 
     started = time.monotonic()
     try:

@@ -75,7 +75,7 @@ def test_an_exception_in_the_middle_of_a_call_is_the_last() -> None:
     request = calls.Renew(Namespace("n"), [], [], [], 7, cast("list[int]", [[]]))  # unhashable
     with pytest.raises(TypeError):
         service.call(request)
-    assert state.changing
+    assert state.common.changing
     assert died
     assert service.ceased
 

@@ -14,6 +14,7 @@ from kvstore import calls
 from kvstore.errors import BusyError
 from kvstore.limits import CHAINS_MAX, Key, Namespace
 from kvstore.master.state.effects import Later
+from kvstore.master.state.jobs import DRAW
 from kvstore.master.state.records import ONE_SHARD_RECORDS
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import TIPS_MAX, Tips
@@ -38,7 +39,7 @@ def found(
 def found_at_once(cluster: Cluster) -> calls.ChainsFound:
     """Before any other work is done."""
     later = cluster.state.chains.find(cluster.now_ms, calls.Chains(NAMESPACE))
-    while cluster.state.chains.walks():
+    while cluster.state.common.jobs.due & DRAW:
         cluster.state.chains.walk_on(cluster.now_ms)
     cluster._settle()
     answer = cluster.answers.pop(later.ticket)

@@ -8,7 +8,7 @@ from kvstore import calls
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import liveness
-from kvstore.master.state.shortage import shown
+from kvstore.shortages import shown
 from tests.unit.master.cluster import Cluster
 from tests.unit.master.conftest import NewCluster
 

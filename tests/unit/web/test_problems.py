@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvstore import shortages
 from kvstore.calls import (
     ClusterStatus,
     Counter,
@@ -14,11 +15,9 @@ from kvstore.calls import (
     NodeStatus,
     SegmentStatus,
 )
-from kvstore.master.state import shortage
 from kvstore.web.dashboard.history import COUNTED, History, sample
 from kvstore.web.dashboard.problems import (
     NODES_NAMED,
-    REFUSED,
     of_a_standby,
     of_engines,
     of_the_store,
@@ -125,8 +124,8 @@ def test_why_puts_were_refused() -> None:
         "2 puts found no room in the last 10 min: the master or the nodes had just started, and "
         "did not give out memory yet."
     )
-    causes = {value for name, value in vars(shortage).items() if name in CAUSES}
-    assert causes == REFUSED.keys()
+    causes = {value for name, value in vars(shortages).items() if name in NAMED}
+    assert causes == shortages.CAUSES.keys()
 
 
 def test_an_engine_of_another_dtype_is_a_problem_of_the_page() -> None:
@@ -140,7 +139,7 @@ def test_an_engine_of_another_dtype_is_a_problem_of_the_page() -> None:
     assert of_engines([], []) == []
 
 
-CAUSES = (
+NAMED = (
     "AVOIDED", "NOT_HERE", "ON_DEVICE", "RESTARTED", "SUSPECT", "DRAINING", "LEASED", "NO_NODE",
 )  # fmt: skip
 

@@ -1,0 +1,35 @@
+"""The background work that is due: a part that gets work says so here, in the call that made it.
+
+Each kind of work is a bit, the most urgent the lowest. ``MasterState.work`` does a slice (a few
+milliseconds) of the first that is due, and the part then says whether more is left.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+SERVE: Final = 1 << 0  # puts wait, and room was made since they were last tried
+FREE: Final = 1 << 1  # more removed bytes may be free now than one step frees
+EXPIRE: Final = 1 << 2  # more lifetimes or pins may be over than one step handles
+CLAIM: Final = 1 << 3  # claims of an inventory are to be taken in
+ANSWER: Final = 1 << 4  # questions waited for an inventory that is complete, or long enough
+WALK: Final = 1 << 5  # questions wait about chains that are too long for one step
+EVICT: Final = 1 << 6  # full segments have less than half of their reserve free
+SETTLE: Final = 1 << 7  # records are left that nothing may need any more
+SWEEP: Final = 1 << 8  # a segment died, or a chain broke, since all candidates were looked at
+DRAW: Final = 1 << 9  # operators wait for chains
+SCAN: Final = 1 << 10  # a pass over all objects looks for missing replicas
+
+
+class Jobs:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self.due = 0
+
+    def note(self, job: int, is_due: bool) -> None:
+        self.due = self.due | job if is_due else self.due & ~job
+
+    def check(self, job: int, is_due: bool) -> None:
+        """For invariants: asserts that the part has said so."""
+        assert bool(self.due & job) == is_due, f"job {job} is due: {is_due}, and was not said so"
