@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvstore.client.sync import Client
-from kvstore.connectors.engine.announcing import Announcer, Record
+from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.lmcache.memory import Layout
 from kvstore.fingerprint import config_of, fingerprint, weights_of
+from kvstore.fleet import Record
 from kvstore.process.background import start_thread
 
 ENGINE: Final = "lmcache"
@@ -113,9 +114,9 @@ class Namespaces:
             found.set_result(None)
             return
         description = {"format": FORMAT, **meaning, "objects": layout, **self._more}
-        mark = fingerprint(description)
-        namespace = f"{ENGINE}/{mark}/objects"
+        found_as = fingerprint(description)
+        namespace = f"{ENGINE}/{found_as}/objects"
         found.set_result(namespace)
         self._log.info("model %s, weights %s: namespace %s", model, meaning["weights"], namespace)
         if announce:
-            self._announcer.announce(Record(ENGINE, [model], mark, description, [namespace]))
+            self._announcer.announce(Record(ENGINE, (model,), found_as, (namespace,), description))

@@ -35,12 +35,13 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvstore.calls import PutOutcome
 from kvstore.client.values import Storable
-from kvstore.connectors.engine.announcing import Announcer, Record
+from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.engine.guard import BYTES_PER_MS, Guard, client_of_an_engine
 from kvstore.connectors.sglang import identity
 from kvstore.connectors.sglang.pools import Pages, bytes_of
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.fingerprint import fingerprint
+from kvstore.fleet import Record
 from kvstore.limits import BATCH_KEYS_MAX
 
 if TYPE_CHECKING:
@@ -520,9 +521,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         config = self._config
         if (config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dp_rank) != (0, 0, 0, 0):
             return
-        models = [weights.path or self._model_id or "unknown"]
+        models = (weights.path or self._model_id or "unknown",)
         namespace = self._namespace(mark, self._pools[PoolName.KV].part)
-        self._announcer.announce(Record("sglang", models, mark, described, [namespace]))
+        self._announcer.announce(Record("sglang", models, mark, (namespace,), described))
 
     @staticmethod
     def _namespace(mark: str | None, part: str) -> str:

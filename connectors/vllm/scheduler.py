@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvstore.client.flows.asking import Match
 from kvstore.client.sync import Client
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.engine.fleet import Fleet
+from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.core import Core, before_reset
 from kvstore.connectors.vllm.decisions import Decisions
@@ -25,6 +25,7 @@ from kvstore.connectors.vllm.messages import Hello, Report, namespace, under_of
 from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.worker import client_config
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.fleet import Record
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,7 +40,6 @@ LOOKUP_TIMEOUT_MS: Final = 200
 counts it."""
 
 RESET_TIMEOUT_S: Final = 30.0
-ANNOUNCE_PAUSE_S: Final = 5.0
 ANNOUNCE_EVERY_S: Final = 30.0
 """The announcement is repeated, because a master may restart and the store may evict it."""
 
@@ -78,8 +78,6 @@ class Scheduler:
         self._identified: dict[str, Any] = {}
         self._first_weights = ""
         self._mark = ""
-        self._left: list[str] = []
-        """Former fingerprints of this engine that are still announced."""
         self._namespaces: dict[int, list[str]] = {}
         self._is_outdated = True
         """Whether the workers have to be asked for their identity."""
@@ -91,7 +89,7 @@ class Scheduler:
         """Requests for which the workers have been asked for adapters."""
         self._client = Client(config=client_config(config, 5_000))
         self._lookup_ms = max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms)
-        self._fleet = Fleet(self._client, log)
+        self._announcer = Announcer(self._client, log, every_s=ANNOUNCE_EVERY_S)
         events = vllm_config.kv_events_config
         self.events = Events(groups, wanted=bool(events and events.enable_kv_cache_events))
         self._lookups = Lookups(
@@ -194,13 +192,26 @@ class Scheduler:
         before, self._mark, self._namespaces = self._mark, mark, namespaces
         if not before:
             self.decisions.fingerprint = mark
-            self._lookups.start(namespaces, self._announce)
+            self._lookups.start(namespaces)
         else:
-            self._left.append(before)
             log.info("weights_changed fingerprint=%s before=%s", mark, before)
             self.decisions.moved(mark)
             self.events.cleared()
             self._lookups.move(namespaces)
+        self._announcer.announce(
+            Record(
+                "vllm",
+                tuple(fingerprint.models_of(self._vllm_config)),
+                mark,
+                tuple(name for names in namespaces.values() for name in names),
+                self._identified,
+                self._groups.scheduler_block_tokens,
+            ),
+            former=before,
+            hash_block_size=self._groups.hash_block_tokens,
+            hash_algorithm=self._identified["hash_algorithm"],
+            none_hash=self._identified["none_hash"],
+        )
         if self.events.wanted:
             self._listen()
 
@@ -292,32 +303,6 @@ class Scheduler:
     def _ask(self, keys: Sequence[bytes], namespaces: Sequence[str]) -> Sequence[Match]:
         return self._client.matches(keys, namespaces=namespaces, timeout_ms=self._lookup_ms)
 
-    def _announce(self) -> float:
-        """Puts this engine's description into the store, and warns of different ones; returns when
-        to do so again. Runs on the lookups' thread."""
-        mark = self._mark
-        models = fingerprint.models_of(self._vllm_config)
-        names = [name for names in self._namespaces.values() for name in names]
-        try:
-            while self._left:
-                self._fleet.leave(models, self._left[0])
-                self._left.pop(0)
-            self._fleet.announce(
-                "vllm",
-                models,
-                mark,
-                self._identified,
-                names,
-                block_size=self._groups.scheduler_block_tokens,
-                hash_block_size=self._groups.hash_block_tokens,
-                hash_algorithm=self._identified["hash_algorithm"],
-                none_hash=self._identified["none_hash"],
-            )
-        except KVStoreError as error:
-            log.warning("fleet_not_announced reason=%s", error)
-            return ANNOUNCE_PAUSE_S
-        return ANNOUNCE_EVERY_S
-
     def _listen(self) -> None:
         """To events of the present namespaces."""
         groups = {name: group for group, names in self._namespaces.items() for name in names}
@@ -394,9 +379,11 @@ class Scheduler:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._announcer.stop()
             self._client.close()
             for each in self._listeners:
                 each.stop()
             self._lookups.close()
+            self._announcer.join()
             for each in self._listeners:
                 each.close()

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 import vllm
 from vllm.v1.kv_offload.base import OffloadingSpec
 
-from kvstore.connectors.engine.fleet import Fleet
+from kvstore.client.sync import Client
+from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.core import Core, callers
 from kvstore.connectors.vllm.identity import identify
 from kvstore.connectors.vllm.messages import Hello
-from kvstore.connectors.vllm.scheduler import NO_PREFIX_CACHING
+from kvstore.connectors.vllm.scheduler import ANNOUNCE_EVERY_S, NO_PREFIX_CACHING
 from kvstore.fingerprint import digest
+from kvstore.fleet import Record
 from kvstore.network.host import host_id
 
 if TYPE_CHECKING:
@@ -65,10 +67,11 @@ def hello(worker: Any) -> tuple[Hello, str]:
 
 
 class Identity:
-    """What this engine's chunks mean. Threads: the scheduler's, but for ``namespace`` and
-    ``announce``."""
+    """What this engine's chunks mean. Threads: the scheduler's, but for ``namespace``."""
 
-    def __init__(self, spec: OffloadingSpec, chunk_bytes: int, *, model_id: str) -> None:
+    def __init__(
+        self, client: Client, spec: OffloadingSpec, chunk_bytes: int, *, model_id: str
+    ) -> None:
         """
         Args:
             chunk_bytes: of a row in vLLM's pool.
@@ -88,8 +91,7 @@ class Identity:
         self._model_id = model_id
         self._first_weights = ""
         self._mark = ""
-        self._left: list[str] = []
-        """Former fingerprints of this engine that are still announced."""
+        self.announcer = Announcer(client, log, every_s=ANNOUNCE_EVERY_S)
         self._models = [config.model.name]
         self._description: dict[str, Any] = _chunks(spec, chunk_bytes)
         groups = {group.group_id for group in config.groups}
@@ -176,24 +178,11 @@ class Identity:
                 log.warning("weights_changed: %s", NOT_RESET)
                 return
             log.info("weights_changed fingerprint=%s before=%s", mark, self._mark)
-            self._left.append(self._mark)
-        self._mark, self._identified = mark, identified
+        before, self._mark = self._mark, mark
         self.namespace = f"{ENGINE}/{mark}/all"  # a row of the pool holds the parts of all ranks
-
-    def announce(self, fleet: Fleet) -> None:
-        """Puts this engine's description into the store, and warns of different ones. Threads: one
-        at a time.
-
-        Raises:
-            KVStoreError: the store did not answer.
-        """
-        mark, name = self._mark, self.namespace
-        if not name:
-            return
-        while self._left:
-            fleet.leave(self._models, self._left[0])
-            self._left.pop(0)
-        fleet.announce(ENGINE, self._models, mark, self._identified, [name])
+        self.announcer.announce(
+            Record(ENGINE, tuple(self._models), mark, (self.namespace,), identified), former=before
+        )
 
 
 def _chunks(spec: OffloadingSpec, chunk_bytes: int) -> dict[str, Any]:
