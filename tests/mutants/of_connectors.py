@@ -34,7 +34,7 @@ WORKER: Final = (
     ALL,
 )
 FINGERPRINT: Final = ("tests/unit/connectors/test_fingerprint.py", ALL)
-IDENTITY: Final = ("tests/unit/connectors/test_identity.py", ALL)
+WEIGHTS: Final = ("tests/unit/connectors/test_weights.py", ALL)
 LISTENING: Final = ("tests/unit/connectors/test_listening.py", ALL)
 EVENTS: Final = (
     "tests/unit/connectors/test_events.py",
@@ -405,7 +405,7 @@ MUTANTS: Final = (
     Mutant(
         "other-weights-are-read-into-the-report",
         VLLM + "decisions.py",
-        "pinned.stored and pinned.fingerprint == self.fingerprint:",
+        "pinned.stored and pinned.fingerprint == self._identity.fingerprint:",
         "pinned.stored:",
         SCHEDULER,
     ),
@@ -665,40 +665,40 @@ MUTANTS: Final = (
     ),
     Mutant(
         "experts-of-others-are-ours",
-        VLLM + "identity.py",
+        VLLM + "weights.py",
         "        if not experts and _are_experts(module):\n",
         "        if False:\n",
-        IDENTITY,
+        WEIGHTS,
     ),
     Mutant(
         "an-adapter-s-scaling-is-no-matter",
-        VLLM + "identity.py",
+        VLLM + "weights.py",
         "        digest.update(f\"{name} {getattr(layer, 'scaling', '')}\\0\".encode())\n",
         '        digest.update(f"{name}\\0".encode())\n',
-        IDENTITY,
+        WEIGHTS,
     ),
     Mutant(
         "a-replaced-adapter-is-the-same",
-        VLLM + "identity.py",
+        VLLM + "weights.py",
         "        return loaded.keys() != known.keys() or any(\n"
         "            known[number][0] is not adapter for number, adapter in loaded.items()\n"
         "        )\n",
         "        return bool(loaded.keys() != known.keys())\n",
-        IDENTITY,
+        WEIGHTS,
     ),
     Mutant(
         "samples-have-no-sum",
-        VLLM + "identity.py",
+        VLLM + "weights.py",
         "        total += words[start : start + CHUNK_WORDS].sum()\n",
         "        pass\n",
-        IDENTITY,
+        WEIGHTS,
     ),
     Mutant(
         "samples-lack-the-last-bytes",
-        VLLM + "identity.py",
+        VLLM + "weights.py",
         "    rest[: len(flat) - whole] = flat[whole:]\n",
         "",
-        IDENTITY,
+        WEIGHTS,
     ),
     Mutant(
         "missed-events-are-forgotten",

@@ -11,14 +11,15 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 TIER: Final = "connectors/vllm_tier/"
+VLLM: Final = "connectors/vllm/"
 SGLANG: Final = "connectors/sglang/"
 LMCACHE: Final = "connectors/lmcache/"
 FLEET: Final = "kvstore/fleet.py"
 RECORDS: Final = ("tests/unit/test_fleet.py",)
 
 
-def _tier(name: str, file: str, old: str, new: str, test: str) -> Mutant:
-    return Mutant(name, TIER + file, old, new, (f"tests/e2e/engines/test_tier.py::{test}",))
+def _tier(name: str, file: str, old: str, new: str, test: str, *, folder: str = TIER) -> Mutant:
+    return Mutant(name, folder + file, old, new, (f"tests/e2e/engines/test_tier.py::{test}",))
 
 
 def _sglang(name: str, file: str, old: str, new: str, test: str) -> Mutant:
@@ -109,6 +110,7 @@ MUTANTS: Final = (
         '            name = f"{name}, then {weights}"\n',
         "            pass\n",
         "test_a_name_is_that_of_the_first_weights",
+        folder=VLLM,
     ),
     _tier(
         "blocks-of-both-weights-are-stored",
@@ -120,16 +122,17 @@ MUTANTS: Final = (
     _tier(
         "workers-on-other-hosts-share-a-pool",
         "identity.py",
-        "elif {host for _, host in answers} - {host_id()}:",
-        "elif False:",
+        "if {each.host for each in hellos} - {host_id()}:",
+        "if False:",
         "test_workers_that_cannot_be_identified_or_reached_share_nothing",
     ),
     _tier(
         "weights-that-are-not-known-are-used",
         "identity.py",
-        "if errors := [each.error for each in hellos if each.error]:",
-        "if errors := [each.error for each in hellos if each.error == 'fatal']:",
+        "errors = [each.error for each in hellos if each.error]",
+        "errors = [each.error for each in hellos if each.error == 'fatal']",
         "test_workers_that_cannot_be_identified_or_reached_share_nothing",
+        folder=VLLM,
     ),
     _tier(
         "pieces-of-chunks-have-no-parent",
