@@ -777,8 +777,8 @@ MUTANTS: Final = (
     Mutant(
         "an-object-of-another-size-fails-all",
         "connectors/engine/guard.py",
-        "            except BufferMismatchError:",
-        "            except ZeroDivisionError:",
+        "except BufferMismatchError:",
+        "except ZeroDivisionError:",
         GUARD,
     ),
     Mutant(
@@ -795,6 +795,13 @@ MUTANTS: Final = (
         "                self._breaker.succeeded()\n"
         "                return\n",
         "",
+        GUARD,
+    ),
+    Mutant(
+        "each-exchange-has-all-the-time",
+        "connectors/engine/guard.py",
+        "return exchange(max(1, timeout_ms + before_ms - spent_ms))",
+        "return exchange(timeout_ms)",
         GUARD,
     ),
     Mutant(
