@@ -2,21 +2,28 @@
 
 Fleet records (``kvstore.fleet``) say which engine serves which models, in which namespaces its
 blocks are, and what was described. Engines warn of records of the same model that differ from
-theirs; ``kvstore why`` shows all of them; the proxy reads those of vLLM.
+theirs; ``kvstore why`` shows all of them; the proxy reads those of vLLM. An ``Announcer`` puts them
+in the background, so that an engine starts without waiting for the store.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
 
 from kvstore.client.sync import Client
 from kvstore.clocks import uptime
+from kvstore.errors import KVStoreError
 from kvstore.fleet import (
     ANNOUNCED_EVERY_S,
     FORMAT,
     LIFETIME_S,
+    Record,
     as_read,
     differences,
     parse,
@@ -24,9 +31,13 @@ from kvstore.fleet import (
     worth_reading,
 )
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
+from kvstore.process.background import CLOSE_S, join_all, start_thread
 
 WARNINGS_MAX = 64
 """Of one announcement; a stranger may put what it likes."""
+
+AGAIN_S: Final = 5.0
+"""Pause before the next attempt, if the store did not answer."""
 
 
 class Fleet:
@@ -40,84 +51,126 @@ class Fleet:
         self._due: dict[str, float] = {}
         """When the lifetime of each record begins anew."""
 
-    def announce(
-        self,
-        engine: str,
-        models: Sequence[str],
-        mark: str,
-        description: Mapping[str, object],
-        namespaces: Sequence[str],
-        **more: object,
-    ) -> list[str]:
-        """Puts this engine's description, and returns warnings of different ones of the same model.
+    def announce(self, record: Record, **more: object) -> list[str]:
+        """Puts this engine's record, and returns warnings of different ones of the same model.
 
         Args:
-            engine: ``"vllm"``, ``"sglang"``, ``"lmcache"`` ...
-            models: names of the model, the first one the name or path that was loaded.
-            mark: the fingerprint.
-            namespaces: where its blocks are.
             more: further fields, for readers of this engine's records.
 
         Raises:
             KVStoreError: the store did not answer.
         """
-        record = {
-            "format": FORMAT,
-            "engine": engine,
-            "models": list(models),
-            "fingerprint": mark,
-            "namespaces": list(namespaces),
-            "description": description,
-            **more,
-        }
-        prefix = _prefix(models)
+        prefix, fingerprint = _prefix(record.models), record.fingerprint
         warnings: list[str] = []
         rows = self._client.list_objects(namespace=FLEET_NAMESPACE, prefix=prefix)
         for keys in worth_reading(rows):
             if len(warnings) >= WARNINGS_MAX:
                 break
-            others = [key for key in keys if key != prefix + mark.encode()]
+            others = [key for key in keys if key != prefix + fingerprint.encode()]
             for other in self._client.get_many(others, namespace=FLEET_NAMESPACE, kind="bytes"):
                 if isinstance(other, bytes):
-                    warnings += _warnings(models[0], record, other)
-        data = json.dumps(record, default=str).encode()
+                    warnings += _warnings(record, other)
+        data = json.dumps({"format": FORMAT, **record._asdict(), **more}, default=str).encode()
         # The lifetime of a record that is there begins anew only with an overwriting put.
-        is_due = uptime() >= self._due.get(mark, 0.0)
+        is_due = uptime() >= self._due.get(fingerprint, 0.0)
         self._client.put(
-            prefix + mark.encode(), data, namespace=FLEET_NAMESPACE, ttl=LIFETIME_S,
+            prefix + fingerprint.encode(), data, namespace=FLEET_NAMESPACE, ttl=LIFETIME_S,
             overwrite=is_due,
         )  # fmt: skip
         if is_due:
-            self._due[mark] = uptime() + ANNOUNCED_EVERY_S
-        if mark not in self._told:
-            self._log.info("fleet_joined fingerprint=%s", mark)
+            self._due[fingerprint] = uptime() + ANNOUNCED_EVERY_S
+        if fingerprint not in self._told:
+            self._log.info("fleet_joined fingerprint=%s", fingerprint)
         for warning in warnings:
             if warning not in self._told:
                 self._log.warning("FLEET: %s", warning)
-        self._told.update((mark, *warnings))
+        self._told.update((fingerprint, *warnings))
         return warnings
 
-    def leave(self, models: Sequence[str], mark: str) -> None:
-        """Removes the description with the fingerprint ``mark``, which this engine has no longer;
-        an engine that still has it puts the description again.
+    def leave(self, models: Sequence[str], fingerprint: str) -> None:
+        """Removes the record with this fingerprint, which this engine has no longer; an engine that
+        still has it puts the record again.
 
         Raises:
             KVStoreError: the store did not answer.
         """
-        self._due.pop(mark, None)
-        self._client.remove(_prefix(models) + mark.encode(), namespace=FLEET_NAMESPACE)
+        self._due.pop(fingerprint, None)
+        self._client.remove(_prefix(models) + fingerprint.encode(), namespace=FLEET_NAMESPACE)
 
 
-def _warnings(model: str, record: Mapping[str, object], raw: bytes) -> list[str]:
-    other, ours = parse(raw), record["description"]
-    if other is None or not isinstance(ours, Mapping) or other.engine != record["engine"]:
+class Announcer:
+    """A thread that announces what it is told, again and again until the store has taken it, and
+    then every ``every_s``: records have a lifetime. Threads: any."""
+
+    def __init__(
+        self, client: Client, log: logging.Logger, *, every_s: float = ANNOUNCED_EVERY_S
+    ) -> None:
+        self._fleet = Fleet(client, log)
+        self._log = log
+        self._every_s = every_s
+        self._news: queue.SimpleQueue[tuple[Record, str, Callable[[], object]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._stopping = threading.Event()
+        self._thread = start_thread("kvstore-fleet", self._run)
+
+    def announce(self, record: Record, *, former: str = "", **more: object) -> None:
+        """Returns at once.
+
+        Args:
+            former: the fingerprint that the engine had instead until now; "": it had none.
+            more: as of ``Fleet.announce``.
+        """
+        self._news.put((record, former, partial(self._fleet.announce, record, **more)))
+
+    def stop(self) -> None:
+        """Ends the thread after the call that it is in; closing the client ends that call."""
+        self._stopping.set()
+        self._news.put(None)
+
+    def join(self) -> None:
+        join_all([self._thread], CLOSE_S)
+
+    def _run(self) -> None:
+        current: dict[str, Callable[[], object]] = {}
+        left: dict[str, Callable[[], object]] = {}
+        pause_s: float | None = None
+        while True:
+            try:
+                news = self._news.get(timeout=pause_s)
+            except queue.Empty:
+                pass
+            else:
+                if news is None:
+                    return
+                record, former, announce = news
+                if former:
+                    current.pop(former, None)
+                    left[former] = partial(self._fleet.leave, record.models, former)
+                current[record.fingerprint] = announce
+            try:
+                for each in [*left.values(), *current.values()]:
+                    each()
+                left.clear()
+                pause_s = self._every_s
+            except KVStoreError as error:
+                self._log.log(
+                    logging.DEBUG if self._stopping.is_set() else logging.WARNING,
+                    "fleet_not_announced reason=%s", error,
+                )  # fmt: skip
+                pause_s = AGAIN_S
+
+
+def _warnings(ours: Record, raw: bytes) -> list[str]:
+    theirs = parse(raw)
+    if theirs is None or theirs.engine != ours.engine:
         return []  # blocks of different engines differ in any case
     differing = "; ".join(
         f"{each.field}: {each.ours!r} here, {each.theirs!r} there"
-        for each in differences(as_read(ours), other.description)
+        for each in differences(as_read(ours.description), theirs.description)
     )
     told = differing or "only the layout of the cache"
-    return [f"another engine serves {model}, and shares no block with this one. {told}"]
+    return [f"another engine serves {ours.models[0]}, and shares no block with this one. {told}"]
 
 
 def _prefix(models: Sequence[str]) -> bytes:

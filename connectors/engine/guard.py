@@ -1,8 +1,9 @@
 """Bounds how long an engine's thread waits for the store, in adapters that engines call
 synchronously.
 
-A call lasts at most 2 s, and a time for the bytes that it moves. After several failures in a row
-the guard makes no calls for a while: the engine gets a miss at once, and computes.
+A call of the engine lasts at most 2 s, and a time for the bytes that it moves, however many
+exchanges with the store it takes. After several failures in a row the guard makes no calls for a
+while: the engine gets a miss at once, and computes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, TypeVar
 
 import numpy as np
@@ -20,6 +22,7 @@ from kvstore.breaker import Breaker
 from kvstore.client.sync import Client
 from kvstore.config import ClientConfig, load
 from kvstore.errors import BufferMismatchError, KVStoreError, UnavailableError
+from kvstore.limits import BATCH_KEYS_MAX
 
 DEADLINE_MS: Final = 2_000
 """The deadline of one call, unless the settings name another (``timeout_ms``)."""
@@ -27,6 +30,7 @@ DEADLINE_MS: Final = 2_000
 BYTES_PER_MS: Final = 256 << 10
 """The slowest network that is worth loading from: a call that moves 1 GiB may last 4 s longer."""
 
+ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
@@ -61,34 +65,6 @@ class Guard:
             self._log.info("the store answers again")
         return result
 
-    def get_into(
-        self, keys: Sequence[bytes], buffers: Sequence[NDArray[np.uint8]], namespace: str
-    ) -> list[int | None]:
-        """As ``Client.get_into``, but an object of another size than its buffer is a miss, and
-        spoils no other one. All of it ends by one deadline. Raises as ``run``."""
-
-        def read(timeout_ms: int) -> list[int | None]:
-            client, until = self.client, time.monotonic() + timeout_ms / 1000
-
-            def left_ms() -> int:
-                return max(1, round((until - time.monotonic()) * 1000))
-
-            try:
-                return client.get_into(keys, buffers, namespace=namespace, timeout_ms=timeout_ms)
-            except BufferMismatchError:  # of one object; the others are not read, either
-                sizes = client.lookup(keys, namespace=namespace, timeout_ms=left_ms())
-            fits = [at for at, size in enumerate(sizes) if size == buffers[at].nbytes]
-            found = client.get_into(
-                [keys[at] for at in fits],
-                [buffers[at] for at in fits],
-                namespace=namespace,
-                timeout_ms=left_ms(),
-            )
-            of = dict(zip(fits, found, strict=True))
-            return [of.get(at) for at in range(len(keys))]
-
-        return self.run(read, size=sum(buffer.nbytes for buffer in buffers))
-
     def _note(self, error: KVStoreError) -> None:
         with self._changing:
             if not isinstance(error, UnavailableError):
@@ -100,6 +76,63 @@ class Guard:
             self._log.warning(
                 "the store is not asked for a while, calls are misses: %s", str(error)
             )
+
+
+class Deadline:
+    """The deadline of one call of an engine's, which all its exchanges with the store share. All
+    methods raise as ``Guard.run``. One thread."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._start = time.monotonic()
+        self._moved = 0
+
+    def run(self, exchange: Callable[[int], ResultT], *, size: int = 0) -> ResultT:
+        """``Guard.run`` within the time that is left."""
+        before_ms = self._moved // BYTES_PER_MS
+        self._moved += size
+
+        def within(timeout_ms: int) -> ResultT:
+            spent_ms = int(1000 * (time.monotonic() - self._start))
+            return exchange(max(1, timeout_ms + before_ms - spent_ms))
+
+        return self._guard.run(within, size=size)
+
+    def lookup(self, keys: Sequence[str | bytes], namespace: str) -> list[int | None]:
+        """As ``Client.lookup``, of any number of keys."""
+        client = self._guard.client
+
+        def ask(some: Sequence[str | bytes], timeout_ms: int) -> list[int | None]:
+            return client.lookup(some, namespace=namespace, timeout_ms=timeout_ms)
+
+        return [size for some in slices(keys) for size in self.run(partial(ask, some))]
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[NDArray[np.uint8]], namespace: str
+    ) -> list[int | None]:
+        """As ``Client.get_into``, but an object of another size than its buffer is a miss, and
+        spoils no other one."""
+        client = self._guard.client
+
+        def read(at: Sequence[int], size: int) -> list[int | None]:
+            some, targets = [keys[each] for each in at], [buffers[each] for each in at]
+            return self.run(
+                lambda ms: client.get_into(some, targets, namespace=namespace, timeout_ms=ms),
+                size=size,
+            )
+
+        try:
+            return read(range(len(keys)), sum(buffer.nbytes for buffer in buffers))
+        except BufferMismatchError:  # of one object; the others are not read, either
+            sizes = self.lookup(keys, namespace)
+        fits = [at for at, size in enumerate(sizes) if size == buffers[at].nbytes]
+        of = dict(zip(fits, read(fits, 0), strict=True))
+        return [of.get(at) for at in range(len(keys))]
+
+
+def slices(items: Sequence[ItemT]) -> list[Sequence[ItemT]]:
+    """As many at a time as one call to the master may name."""
+    return [items[at : at + BATCH_KEYS_MAX] for at in range(0, len(items), BATCH_KEYS_MAX)]
 
 
 def client_of_an_engine(**given: object) -> Client:

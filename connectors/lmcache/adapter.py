@@ -27,7 +27,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from kvstore.calls import ObjectRow, PutOutcome
-from kvstore.connectors.engine.guard import Guard, client_of_an_engine
+from kvstore.connectors.engine.guard import Deadline, Guard, client_of_an_engine, slices
 from kvstore.connectors.lmcache.identity import Namespaces
 from kvstore.connectors.lmcache.locks import Locks
 from kvstore.connectors.lmcache.memory import (
@@ -36,7 +36,6 @@ from kvstore.connectors.lmcache.memory import (
     layout_of_object,
     memory_of,
     name_of,
-    slices,
     text_of,
 )
 from kvstore.errors import KVStoreError
@@ -298,15 +297,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             layouts.append(layout)
         found: list[tuple[str, list[int]]] = []
         for namespace, indices in self._grouped(keys, layouts).items():
-            for some in slices(indices):
-                names = [_name(keys[index]) for index in some]
-                sizes = self._guard.run(
-                    lambda ms, names=names, space=namespace: self._client.lookup(  # type: ignore[misc]
-                        names, namespace=space, timeout_ms=ms
-                    )
-                )
-                pairs = zip(some, sizes, strict=True)
-                found.append((namespace, [index for index, size in pairs if size is not None]))
+            names = [_name(keys[index]) for index in indices]
+            pairs = zip(indices, Deadline(self._guard).lookup(names, namespace), strict=True)
+            found.append((namespace, [index for index, size in pairs if size is not None]))
         hits = Bitmap(len(keys))
         for namespace, indices in found:
             self._locks.add(namespace, [(keys[index], _name(keys[index])) for index in indices])
@@ -323,7 +316,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                 names = [_name(keys[index]) for index in some]
                 buffers = [memory_of(objects[index]) for index in some]
                 try:
-                    read = self._guard.get_into(names, buffers, namespace)
+                    read = Deadline(self._guard).get_into(names, buffers, namespace)
                 except KVStoreError as error:
                     log.debug("%s", error)
                     continue

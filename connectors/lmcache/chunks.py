@@ -19,14 +19,13 @@ from lmcache.v1.protocol import RemoteMetadata, get_remote_metadata_bytes
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from numpy.typing import NDArray
 
-from kvstore.connectors.engine.guard import Guard
+from kvstore.connectors.engine.guard import Deadline, Guard
 from kvstore.connectors.lmcache.identity import Namespaces
 from kvstore.connectors.lmcache.memory import (
     layout_of,
     memory_of,
     name_of,
     release,
-    slices,
     text_of,
 )
 from kvstore.errors import KVStoreError
@@ -68,7 +67,7 @@ class Chunks:
         namespace = self._namespace()
         if namespace is not None:
             try:
-                return self._look_up(namespace, _names(keys))
+                return Deadline(self._guard).lookup(_names(keys), namespace)
             except KVStoreError as error:
                 log.debug("%s", error)
         return [None] * len(keys)
@@ -141,16 +140,6 @@ class Chunks:
     def _namespace(self) -> str | None:
         return self._namespaces.of(self._model, self._layout)
 
-    def _look_up(self, namespace: str, names: Sequence[bytes]) -> list[int | None]:
-        def look_up(timeout_ms: int) -> list[int | None]:
-            return [
-                size
-                for some in slices(names)
-                for size in self._client.lookup(some, namespace=namespace, timeout_ms=timeout_ms)
-            ]
-
-        return self._guard.run(look_up)
-
     def _allocate_all(
         self, namespace: str, names: Sequence[bytes], allocated: dict[int, MemoryObj]
     ) -> None:
@@ -158,7 +147,7 @@ class Chunks:
         own = self._description_bytes
         chunks: dict[int, RemoteMetadata] = {}
         others: dict[int, tuple[int, NDArray[np.uint8]]] = {}
-        for index, size in enumerate(self._look_up(namespace, names)):
+        for index, size in enumerate(Deadline(self._guard).lookup(names, namespace)):
             if size == self._full.length + own:
                 chunks[index] = self._full
             elif size is not None and size > own:

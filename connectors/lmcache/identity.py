@@ -8,16 +8,16 @@ part of the objects' names, because a daemon serves all ranks of its host with o
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
 import threading
 from collections.abc import Mapping
 from typing import Final
 
 from kvstore.client.sync import Client
-from kvstore.connectors.engine.announcing import Announcer, Record
+from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.lmcache.memory import Layout
 from kvstore.fingerprint import config_of, fingerprint, weights_of
+from kvstore.fleet import Record
 from kvstore.process.background import start_thread
 
 ENGINE: Final = "lmcache"
@@ -51,8 +51,8 @@ class Namespaces:
         self._model_id = model_id
         self._more = more
         self._changing = threading.Lock()
-        self._known: dict[tuple[str, Layout], concurrent.futures.Future[str | None]] = {}
-        self._threads: list[threading.Thread] = []
+        self._reading: dict[tuple[str, Layout], threading.Thread] = {}
+        self._found: dict[tuple[str, Layout], str] = {}
         self._is_stopped = False
         self._announcer = Announcer(client, log)
 
@@ -62,22 +62,17 @@ class Namespaces:
         Args:
             announce: put a fleet record that describes it, when it is met for the first time.
         """
-        with self._changing:
-            known = self._known.get((model, layout))
-            if known is None and not self._is_stopped:
-                known = self._known[model, layout] = concurrent.futures.Future()
-                self._threads.append(
-                    start_thread(
-                        "kvstore-lmcache-identity",
-                        lambda: self._find(model, layout, known, announce),
+        what = model, layout
+        if what not in self._found:
+            with self._changing:
+                reading = self._reading.get(what)
+                if reading is None and not self._is_stopped:
+                    reading = self._reading[what] = start_thread(
+                        "kvstore-lmcache-identity", lambda: self._find(model, layout, announce)
                     )
-                )
-        if known is None:
-            return None
-        try:
-            return known.result(PATIENCE_S)
-        except concurrent.futures.TimeoutError:
-            return None
+            if reading is not None:
+                reading.join(PATIENCE_S)
+        return self._found.get(what)
 
     def stop(self) -> None:
         """Begins no thread any more; closing the client ends the call of one under way."""
@@ -87,35 +82,28 @@ class Namespaces:
 
     def join(self) -> None:
         """Returns when the threads have ended; does not wait for one that reads a file."""
-        for thread in self._threads:
+        for thread in self._reading.values():
             thread.join(PATIENCE_S)
         self._announcer.join()
 
-    def _find(
-        self,
-        model: str,
-        layout: Layout,
-        found: concurrent.futures.Future[str | None],
-        announce: bool,
-    ) -> None:
+    def _find(self, model: str, layout: Layout, announce: bool) -> None:
         try:
             if self._model_id is None:
                 meaning = {"weights": weights_of(model), "config": config_of(model)}
             else:
                 meaning = {"weights": f"{self._model_id} of {model}"}
-        except Exception as error:  # noqa: BLE001 - strangers' files; calls wait for the answer
+        except Exception as error:  # noqa: BLE001 - strangers' files
             self._log.error(
                 "nothing is cached of %s: its weights cannot be read (%s). The setting model_id "
                 "names them instead.",
                 model,
                 error,
             )
-            found.set_result(None)
             return
         description = {"format": FORMAT, **meaning, "objects": layout, **self._more}
-        mark = fingerprint(description)
-        namespace = f"{ENGINE}/{mark}/objects"
-        found.set_result(namespace)
+        found = fingerprint(description)
+        namespace = f"{ENGINE}/{found}/objects"
+        self._found[model, layout] = namespace
         self._log.info("model %s, weights %s: namespace %s", model, meaning["weights"], namespace)
         if announce:
-            self._announcer.announce(Record(ENGINE, [model], mark, description, [namespace]))
+            self._announcer.announce(Record(ENGINE, (model,), found, (namespace,), description))

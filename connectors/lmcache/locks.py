@@ -9,8 +9,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.connectors.engine.guard import Guard
-from kvstore.connectors.lmcache.memory import slices
+from kvstore.connectors.engine.guard import Deadline, Guard
 from kvstore.errors import KVStoreError
 from kvstore.process.background import CLOSE_S, join_all, start_thread
 
@@ -100,11 +99,7 @@ class Locks:
         return due
 
     def _renew(self, namespace: str, names: list[bytes]) -> None:
-        client = self._guard.client
-        for some in slices(names):
-            try:
-                self._guard.run(
-                    lambda ms, some=some: client.lookup(some, namespace=namespace, timeout_ms=ms)  # type: ignore[misc]
-                )
-            except KVStoreError as error:
-                self._log.debug("leases of %d objects not renewed: %s", len(some), error)
+        try:
+            Deadline(self._guard).lookup(names, namespace)
+        except KVStoreError as error:
+            self._log.debug("leases of %d objects not renewed: %s", len(names), error)

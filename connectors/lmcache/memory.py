@@ -6,19 +6,17 @@ import hashlib
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import torch
 from lmcache.v1.memory_management import MemoryObj
 from numpy.typing import NDArray
 
-from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
+from kvstore.limits import KEY_BYTES_MAX
 
 Layout = tuple[tuple[tuple[int, ...], str], ...]
 """Shape and dtype of each part of an object, in order."""
-
-ItemT = TypeVar("ItemT")
 
 _HASHED: Final = re.compile(rb"#sha256:[0-9a-f]{64}")
 
@@ -65,11 +63,6 @@ def layout_of_object(memory: MemoryObj) -> Layout:
     if meta.shapes is None:
         return layout_of((meta.shape,), (meta.dtype,))
     return layout_of(tuple(meta.shapes), tuple(meta.dtypes))
-
-
-def slices(items: Sequence[ItemT]) -> list[Sequence[ItemT]]:
-    """As many at a time as one call to the master may name."""
-    return [items[at : at + BATCH_KEYS_MAX] for at in range(0, len(items), BATCH_KEYS_MAX)]
 
 
 def release(memories: Sequence[MemoryObj]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
@@ -35,21 +35,18 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvstore.calls import PutOutcome
 from kvstore.client.values import Storable
-from kvstore.connectors.engine.announcing import Announcer, Record
-from kvstore.connectors.engine.guard import BYTES_PER_MS, Guard, client_of_an_engine
+from kvstore.connectors.engine.fleet import Announcer
+from kvstore.connectors.engine.guard import Deadline, Guard, client_of_an_engine
 from kvstore.connectors.sglang import identity
 from kvstore.connectors.sglang.pools import Pages, bytes_of
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.fingerprint import fingerprint
-from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.fleet import Record
 
 if TYPE_CHECKING:
     from sglang.srt.observability.metrics_collector import StorageMetrics
 
 log = logging.getLogger("kvstore.sglang")
-
-PAGES_AT_ONCE: Final = 512
-"""The client moves at most so many pages in one call."""
 
 _OF_SGLANG: Final = frozenset((
     "backend_name", "module_path", "class_name", "interface_v1", "prefetch_threshold",
@@ -109,8 +106,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._guard = Guard(client_of_an_engine(**settings), log)
         self._announcer = Announcer(self._guard.client, log)
         self._pools: dict[str, Pool] = {}
-        self._marks: dict[identity.Weights, str] = {}
-        self._marking = threading.Lock()
+        self._fingerprints: dict[identity.Weights, str] = {}
+        self._describing = threading.Lock()
         self._of_thread = threading.local()
         self._figures = _Figures()
 
@@ -129,10 +126,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         replicated = self._config.is_mla_model
         part = identity.part(self._config, pages, replicated=replicated)
         self._pools[PoolName.KV] = Pool(pages, part, "")
-        mark = self._mark()
         log.info(
             "registered pool=kv layout=%s page_bytes=%d namespace=%s",
-            pages.told.get("layout"), pages.size, self._namespace(mark, part),
+            pages.told.get("layout"), pages.size, self._namespace(part),
         )  # fmt: skip
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
@@ -159,7 +155,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> int:
         """The number of leading pages that are stored. They are leased."""
         del extra_info  # pages count whether or not those before them are stored
-        return self._answer(lambda: self._leading(_Deadline(self._guard), keys), 0)
+        return self._answer(lambda: self._leading(Deadline(self._guard), keys), 0)
 
     def batch_exists_v2(
         self,
@@ -170,7 +166,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """The prefixes that all pools can serve. Pages that were found are leased."""
         del extra_info
         return self._answer(
-            lambda: self._restorable(_Deadline(self._guard), keys, pool_transfers or []),
+            lambda: self._restorable(Deadline(self._guard), keys, pool_transfers or []),
             PoolTransferResult(0, {}, []),
         )
 
@@ -178,28 +174,27 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """Whether a page that ``set`` has put is stored."""
         return self._answer(
             lambda: self._found(
-                _Deadline(self._guard), self._pools[PoolName.KV].part, [key + _FLAT]
+                Deadline(self._guard), self._pools[PoolName.KV].part, [key + _FLAT]
             )[0],
             False,
         )
 
-    def _leading(self, deadline: _Deadline, keys: Sequence[str]) -> int:
+    def _leading(self, deadline: Deadline, keys: Sequence[str]) -> int:
         pool = self._pools[PoolName.KV]
         if not pool.pages.size:
             return len(keys)  # the pool only counts pages: side pools hold the bytes
         names = pool.names(keys) if self._zero_copy else [key + _FLAT for key in keys]
-        mark = self._mark()
-        if mark is None or not names:
+        if not names:
             return 0
-        match = partial(
-            self._guard.client.match_prefix, names, namespace=self._namespace(mark, pool.part)
-        )
+        namespace, client = self._namespace(pool.part), self._guard.client
         # A chain is matched in O(log n). The rest may be stored without the pages before it.
-        leading = deadline.run(lambda timeout_ms: match(timeout_ms=timeout_ms))
+        leading = deadline.run(
+            lambda ms: client.match_prefix(names, namespace=namespace, timeout_ms=ms)
+        )
         return leading + _run(self._found(deadline, pool.part, names[leading:]))
 
     def _restorable(
-        self, deadline: _Deadline, keys: Sequence[str], transfers: Sequence[PoolTransfer]
+        self, deadline: Deadline, keys: Sequence[str], transfers: Sequence[PoolTransfer]
     ) -> PoolTransferResult:
         leading = self._leading(deadline, keys)
         hits = {PoolName.KV: leading} if leading else {}
@@ -219,7 +214,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return PoolTransferResult(max(ends, default=0), hits, sorted(ends))
 
     def _found_of(
-        self, deadline: _Deadline, keys: Sequence[str], names: Sequence[str]
+        self, deadline: Deadline, keys: Sequence[str], names: Sequence[str]
     ) -> dict[str, list[bool]]:
         """Per pool, which of its pages are stored. Asks once per namespace."""
         parts: dict[str, list[str]] = {}
@@ -233,20 +228,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 there[name] = found[at * len(keys) : (at + 1) * len(keys)]
         return there
 
-    def _found(self, deadline: _Deadline, part: str, names: Sequence[str]) -> list[bool]:
-        mark = self._mark()
-        if mark is None or not names:
-            return [False] * len(names)
-        namespace, client = self._namespace(mark, part), self._guard.client
-
-        def lookup(timeout_ms: int) -> list[bool]:
-            return [
-                size is not None
-                for some, left_ms in _slices(names, timeout_ms, BATCH_KEYS_MAX)
-                for size in client.lookup(some, namespace=namespace, timeout_ms=left_ms)
-            ]
-
-        return deadline.run(lookup)
+    def _found(self, deadline: Deadline, part: str, names: Sequence[str]) -> list[bool]:
+        return [size is not None for size in deadline.lookup(names, self._namespace(part))]
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -266,7 +249,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     ) -> dict[str, list[bool]]:
         """``batch_get_v1`` for several pools."""
         del extra_info
-        deadline = _Deadline(self._guard)
+        deadline = Deadline(self._guard)
         return {
             transfer.name: self._answer(
                 partial(self._read, deadline, transfer), [False] * len(transfer.keys or ())
@@ -289,7 +272,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         def read() -> list[bool]:
             buffers = [[bytes_of(target)] for target in targets]
             names, part = [key + _FLAT for key in keys], self._pools[PoolName.KV].part
-            return self._get(_Deadline(self._guard), part, names, buffers)
+            return self._get(Deadline(self._guard), part, names, buffers)
 
         there = self._answer(read, [False] * len(keys))
         return [target if is_there else None for target, is_there in zip(targets, there)]
@@ -301,7 +284,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         del target_sizes
         return self.batch_get([key], [target_location])[0]
 
-    def _read(self, deadline: _Deadline, transfer: PoolTransfer) -> list[bool]:
+    def _read(self, deadline: Deadline, transfer: PoolTransfer) -> list[bool]:
         pool, keys = self._pools[transfer.name], transfer.keys or []
         if not pool.pages.size or not keys:
             return [True] * len(keys)
@@ -313,30 +296,16 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         return there
 
     def _get(
-        self, deadline: _Deadline, part: str, names: Sequence[str], buffers: Sequence[Any]
+        self, deadline: Deadline, part: str, names: Sequence[str], buffers: Sequence[Any]
     ) -> list[bool]:
-        mark = self._mark()
-        if mark is None:
-            return [False] * len(names)
-        namespace, client = self._namespace(mark, part), self._guard.client
+        namespace, client = self._namespace(part), self._guard.client
         sizes = [_size(each) for each in buffers]
-
-        def get(timeout_ms: int) -> list[bool]:
-            there: list[bool] = []
-            for some, left_ms in _slices(list(zip(names, buffers)), timeout_ms):
-                found = client.get_into(
-                    [name for name, _ in some],
-                    [each for _, each in some],
-                    namespace=namespace,
-                    timeout_ms=left_ms,
-                )
-                there += [
-                    read == size for read, size in zip(found, sizes[len(there) :], strict=False)
-                ]
-            return there
-
         start = time.monotonic()
-        there = deadline.run(get, size=sum(sizes))
+        found = deadline.run(
+            lambda ms: client.get_into(names, buffers, namespace=namespace, timeout_ms=ms),
+            size=sum(sizes),
+        )
+        there = [read == size for read, size in zip(found, sizes, strict=True)]
         if self._config.enable_storage_metrics:
             moved = sum(size for size, is_there in zip(sizes, there) if is_there)
             self._figures.read(sum(there), moved, time.monotonic() - start)
@@ -359,7 +328,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """``batch_set_v1`` for several pools."""
-        deadline = _Deadline(self._guard)
+        deadline = Deadline(self._guard)
         return {
             transfer.name: self._answer(
                 partial(self._write, deadline, transfer, extra_info),
@@ -385,7 +354,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             names = [key + _FLAT for key in keys]
             copies = [[bytes_of(tensor.contiguous())] for tensor in tensors]
             part = self._pools[PoolName.KV].part
-            return self._put(_Deadline(self._guard), part, names, copies, None)
+            return self._put(Deadline(self._guard), part, names, copies, None)
 
         return all(self._answer(write, [False]))
 
@@ -401,7 +370,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _write(
         self,
-        deadline: _Deadline,
+        deadline: Deadline,
         transfer: PoolTransfer,
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
@@ -421,35 +390,21 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _put(
         self,
-        deadline: _Deadline,
+        deadline: Deadline,
         part: str,
         names: Sequence[str],
         values: Sequence[Storable],
         parent: str | None,
     ) -> list[bool]:
-        mark = self._mark()
-        if mark is None:
-            return [False] * len(names)
-        namespace, client = self._namespace(mark, part), self._guard.client
+        namespace, client = self._namespace(part), self._guard.client
         size = sum(map(_size, values))
-
-        def put(timeout_ms: int) -> list[PutOutcome]:
-            outcomes: list[PutOutcome] = []
-            last = parent
-            for some, left_ms in _slices(list(zip(names, values)), timeout_ms):
-                outcomes += client.put_chain(
-                    [name for name, _ in some],
-                    [value for _, value in some],
-                    namespace=namespace,
-                    parent=last,
-                    partial=True,
-                    timeout_ms=left_ms,
-                )
-                last = some[-1][0]
-            return outcomes
-
         start = time.monotonic()
-        outcomes = deadline.run(put, size=size)
+        outcomes = deadline.run(
+            lambda ms: client.put_chain(
+                names, values, namespace=namespace, parent=parent, partial=True, timeout_ms=ms
+            ),
+            size=size,
+        )
         written = outcomes.count(PutOutcome.STORED)
         if self._config.enable_storage_metrics and written:
             moved = size * written // len(names)
@@ -470,10 +425,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         Raises:
             KVStoreError: the store did not answer; some pages may be left.
         """
-        self._described(self._live())
-        for mark in list(self._marks.values()):  # also of weights that were served before
+        self._described(identity.live(self._config.model_name))
+        for found in list(self._fingerprints.values()):  # also of weights that were served before
             for part in sorted({pool.part for pool in self._pools.values()}):
-                self._guard.client.clear(self._namespace(mark, part))
+                self._guard.client.clear(f"sglang/{found}/{part}")
 
     def close(self) -> None:
         """Closes the client; later calls are misses. Idempotent."""
@@ -483,50 +438,40 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
     # --- identity -----------------------------------------------------------------------------
 
-    def _mark(self) -> str | None:
-        """The fingerprint of the weights that computed the calling thread's pages; None: unknown.
+    def _namespace(self, part: str) -> str:
+        """Where the calling thread's pages are, by the weights that computed them.
 
         SGLang can replace its weights while this back-end is attached. It then flushes its caches,
         which ends the controller's threads and starts new ones. A thread that has seen the weights
-        change may still have pages of the old ones, so it gets None.
+        change may still have pages of the old ones, so its calls are misses.
+
+        Raises:
+            KVStoreError: the weights have changed.
         """
-        now = self._live()
+        now = identity.live(self._config.model_name)
         seen = getattr(self._of_thread, "weights", None)
         if seen is None:
             self._of_thread.weights = seen = now
         if seen != now:
-            return None
-        mark = self._marks.get(now)
-        return mark if mark is not None else self._described(now)
-
-    def _live(self) -> identity.Weights:
-        return identity.live(self._config.model_name)
+            raise KVStoreError("the weights have changed")
+        return f"sglang/{self._fingerprints.get(now) or self._described(now)}/{part}"
 
     def _described(self, weights: identity.Weights) -> str:
-        with self._marking:
-            if weights not in self._marks:
+        """The fingerprint of these weights, which the first rank announces."""
+        config, full = self._config, self._pools[PoolName.KV]
+        with self._describing:
+            if weights not in self._fingerprints:
                 described = identity.describe(
-                    self._config, self._pools[PoolName.KV].pages, weights,
-                    model_id=self._model_id, zero_copy=self._zero_copy,
-                )  # fmt: skip
-                mark = fingerprint(described)
-                self._announce(mark, described, weights)
-                self._marks[weights] = mark
-            return self._marks[weights]
-
-    def _announce(
-        self, mark: str, described: Mapping[str, object], weights: identity.Weights
-    ) -> None:
-        config = self._config
-        if (config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dp_rank) != (0, 0, 0, 0):
-            return
-        models = [weights.path or self._model_id or "unknown"]
-        namespace = self._namespace(mark, self._pools[PoolName.KV].part)
-        self._announcer.announce(Record("sglang", models, mark, described, [namespace]))
-
-    @staticmethod
-    def _namespace(mark: str | None, part: str) -> str:
-        return f"sglang/{mark}/{part}"
+                    config, full.pages, weights, model_id=self._model_id, zero_copy=self._zero_copy
+                )
+                found = fingerprint(described)
+                ranks = (config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dp_rank)
+                if not any(ranks):
+                    models = (weights.path or self._model_id or "unknown",)
+                    places = (f"sglang/{found}/{full.part}",)
+                    self._announcer.announce(Record("sglang", models, found, places, described))
+                self._fingerprints[weights] = found
+            return self._fingerprints[weights]
 
     def _answer(self, call: Callable[[], ResultT], miss: ResultT) -> ResultT:
         """The result of a call, or a miss: SGLang computes the pages that it does not get."""
@@ -539,26 +484,6 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         except Exception:  # would end SGLang's operation, and in older releases its thread
             log.exception("call_failed")
         return miss
-
-
-class _Deadline:
-    """The deadline of one call of SGLang's, which all exchanges of that call share. One thread."""
-
-    def __init__(self, guard: Guard) -> None:
-        self._guard = guard
-        self._start = time.monotonic()
-        self._moved = 0
-
-    def run(self, exchange: Callable[[int], ResultT], *, size: int = 0) -> ResultT:
-        """``Guard.run`` within the time that is left."""
-        before_ms = self._moved // BYTES_PER_MS
-        self._moved += size
-
-        def within(timeout_ms: int) -> ResultT:
-            spent_ms = int(1000 * (time.monotonic() - self._start))
-            return exchange(max(1, timeout_ms + before_ms - spent_ms))
-
-        return self._guard.run(within, size=size)
 
 
 class _Figures:
@@ -588,18 +513,6 @@ def _new_metrics() -> StorageMetrics:
     from sglang.srt.observability.metrics_collector import StorageMetrics  # slow: imports exporters
 
     return StorageMetrics()
-
-
-ItemT = TypeVar("ItemT")
-
-
-def _slices(
-    items: Sequence[ItemT], timeout_ms: int, at_once: int = PAGES_AT_ONCE
-) -> Iterator[tuple[Sequence[ItemT], int]]:
-    """Slices of the items, each with the milliseconds that are left when its turn comes."""
-    end = time.monotonic() + timeout_ms / 1000
-    for at in range(0, len(items), at_once):
-        yield items[at : at + at_once], max(1, int((end - time.monotonic()) * 1000))
 
 
 def _run(found: Sequence[bool]) -> int:

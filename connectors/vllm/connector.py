@@ -23,12 +23,12 @@ from kvstore.connectors.vllm.config import read_config
 from kvstore.connectors.vllm.core import is_part_of_several
 from kvstore.connectors.vllm.decisions import Decisions
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.identity import Adapters, identify
 from kvstore.connectors.vllm.layout import wanted_layout
 from kvstore.connectors.vllm.messages import Drained, Hello, Orders, Report
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.pages import pages_of, survey
 from kvstore.connectors.vllm.scheduler import Scheduler
+from kvstore.connectors.vllm.weights import Adapters, identify
 from kvstore.connectors.vllm.worker import WorkerSide, client_config
 from kvstore.errors import ConfigError
 
@@ -93,24 +93,25 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # --- scheduler ----------------------------------------------------------------------------
 
     @property
-    def _decisions(self) -> Decisions:
+    def _scheduler_side(self) -> Scheduler:
         assert self._scheduler is not None, "the worker's connector has no scheduler side"
-        return self._scheduler.decisions
+        return self._scheduler
+
+    @property
+    def _decisions(self) -> Decisions:
+        return self._scheduler_side.decisions
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        assert self._scheduler is not None
-        self._scheduler.bind_block_pool(gpu_block_pool)
+        self._scheduler_side.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        assert self._scheduler is not None
-        self._scheduler.prepare_early()
+        self._scheduler_side.prepare_early()
         self._decisions.new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        assert self._scheduler is not None
-        self._scheduler.prepare(request, num_computed_tokens)
+        self._scheduler_side.prepare(request, num_computed_tokens)
         return self._decisions.matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -119,18 +120,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._decisions.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        assert self._scheduler is not None
-        self._scheduler.audit_events()
+        self._scheduler_side.audit_events()
         if scheduler_output.num_scheduled_tokens:
-            self._scheduler.prepare()
+            self._scheduler_side.prepare()
         return self._decisions.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._decisions.arrived(connector_output.finished_recving or ())
         report = connector_output.kv_connector_worker_meta
         if isinstance(report, Report):
-            assert self._scheduler is not None
-            self._scheduler.reported(report)
+            self._scheduler_side.reported(report)
 
     def has_pending_push_work(self) -> bool:
         return self._decisions.wants_steps(self._config.transfer_timeout_ms / 1000)
@@ -145,13 +144,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Returns that the request's blocks may be freed: blocks being saved have a reference of
         their own."""
-        assert self._scheduler is not None
-        self._scheduler.finished(request.request_id)
+        self._scheduler_side.finished(request.request_id)
         return False, self._decisions.finished(request)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        assert self._scheduler is not None
-        return self._scheduler.events.take()
+        return self._scheduler_side.events.take()
 
     def reset_cache(self) -> bool | None:
         """Removes the store's blocks of these weights, and of no other. While the engine is paused
@@ -190,18 +187,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             worker: vLLM's worker.
         """
         layout, groups, part = self._layout
-        try:
-            return self._identified(Hello(layout, groups, part, rank=worker.rank), worker)
-        except Exception as error:  # raised by model code: the engine goes on without the store
-            log.exception("weights_not_identified")
-            return Hello(layout, groups, part, rank=worker.rank, error=repr(error))
-
-    def _identified(self, hello: Hello, worker: Any) -> Hello:
-        identify(hello, worker, self._vllm_config)
         if self._adapters is None:
             self._adapters = Adapters(worker)
-        hello.adapters = self._adapters.digests()
-        return hello
+        hello = Hello(layout, groups, part, rank=worker.rank)
+        return identify(hello, worker, self._vllm_config, self._adapters)
 
     def adapters(self, worker: Any) -> dict[int, dict[int, str]]:
         """By rank: digests of the loaded adapters."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.events import Events
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
+from kvstore.connectors.vllm.identity import Identity
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, Save
 
@@ -87,6 +88,7 @@ class Decisions:
         self,
         config: ConnectorConfig,
         groups: Groups,
+        identity: Identity,
         lookups: Lookups,
         events: Events,
         *,
@@ -96,16 +98,16 @@ class Decisions:
     ) -> None:
         """
         Args:
+            identity: without a fingerprint no block is loaded or saved.
             loads, saves: as the role says (``kv_consumer``, ``kv_producer``).
             workers: how many workers report each save.
         """
-        self.fingerprint = ""
-        """The current fingerprint; "": not known, and then no block is loaded or saved."""
         self.salt: Callable[[Request], bytes | None] = lambda _: b""
         """The salt that this request's keys contain besides vLLM's hash; None: not known."""
         self.counters: dict[str, int] = {}
         self._config = config
         self._groups = groups
+        self._identity = identity
         self._lookups = lookups
         self._events = events
         self._does_load = loads
@@ -159,7 +161,7 @@ class Decisions:
 
     def _may_load(self, request: Request) -> bool:
         is_wanted = self._does_load and not _params(request).get("no_load")
-        return bool(self.fingerprint and is_wanted)
+        return bool(self._identity.fingerprint and is_wanted)
 
     def _hashes(self, tracked: Tracked) -> Sequence[bytes] | None:
         """The hash of each hash block, from which keys are made; None: not known."""
@@ -220,9 +222,9 @@ class Decisions:
     def orders(self, output: SchedulerOutput) -> Orders:
         """As ``build_connector_meta``."""
         self._lookups.new_step()
-        orders = Orders(self.fingerprint, self._loads)
+        orders = Orders(self._identity.fingerprint, self._loads)
         self._loads = []
-        if self._does_save and self.fingerprint:
+        if self._does_save and self._identity.fingerprint:
             orders.saves = list(self._saves(output))
         for request_id in output.finished_req_ids:
             self._tracked.pop(request_id, None)
@@ -322,7 +324,7 @@ class Decisions:
         self._next_save += 1
         self._last_pinned = time.monotonic()
         pinned = Pinned(request.request_id, block_ids, self._workers, runs)
-        pinned.fingerprint = self.fingerprint
+        pinned.fingerprint = self._identity.fingerprint
         if self._events.wanted:
             pinned.tokens = self._events.tokens_of(request, runs)
             pinned.plain = dict(zip(self._tracked[request.request_id].salted, request.block_hashes))
@@ -342,7 +344,7 @@ class Decisions:
                 continue
             del self._pinned[number]
             self._unpin(pinned)
-            if pinned.stored and pinned.fingerprint == self.fingerprint:
+            if pinned.stored and pinned.fingerprint == self._identity.fingerprint:
                 self._events.stored(pinned.runs, pinned.tokens, pinned.lora, pinned.plain)
             elif not pinned.stored:
                 self._save_failed(pinned)
@@ -430,10 +432,9 @@ class Decisions:
             tokens = min(tokens, tracked.promised)
         return {"stored_tokens": self._groups.aligned(tokens)} if tokens else None
 
-    def moved(self, fingerprint: str) -> None:
-        """Sets the fingerprint of new blocks: blocks that were computed before are neither saved
-        nor found again, not even by this engine."""
-        self.fingerprint = fingerprint
+    def moved(self) -> None:
+        """Called when new blocks have another fingerprint: blocks that were computed before are
+        neither saved nor found again, not even by this engine."""
         self.reset()
         self._outdate(list(self._tracked.values()))
 

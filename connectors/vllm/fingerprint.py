@@ -2,7 +2,7 @@
 
 A block's hash covers its tokens and nothing else: not the model, its weights, dtypes, layout or
 parallelism. This module describes all of these, from the configuration and from the workers' view
-of the live model (``identity``). The fingerprint of the description is part of every namespace, so
+of the live model (``weights``). The fingerprint of the description is part of every namespace, so
 engines that differ in any of it never see each other's blocks.
 ``kvstore.connectors.engine.fleet`` makes such a difference visible.
 """
@@ -108,7 +108,7 @@ def weights_id(vllm_config: VllmConfig) -> str:
     """The origin of weights: for files a digest of their content, wherever they are; otherwise name
     and commit.
 
-    Used for weights that cannot be read in memory; see ``identity``.
+    Used for weights that cannot be read in memory; see ``weights``.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format == "dummy":
@@ -121,16 +121,16 @@ def weights_id(vllm_config: VllmConfig) -> str:
     return f"{model.model}@{commit or model.revision or 'main'}"
 
 
-def models_of(vllm_config: VllmConfig) -> list[str]:
+def models_of(vllm_config: VllmConfig) -> tuple[str, ...]:
     """The names that the model is served by, or that of the model."""
     model = vllm_config.model_config
     served = model.served_model_name
-    return list(served) if isinstance(served, list | tuple) else [served or model.model]
+    return tuple(served) if isinstance(served, list | tuple) else (served or model.model,)
 
 
 def hash_warnings(description: Mapping[str, Any]) -> list[str]:
     """Warnings of settings that keep engines of one fleet from computing the same hashes."""
-    algorithm = str(description["hash_algorithm"])
+    algorithm = str(description.get("hash_algorithm"))
     warnings = []
     if _is_random(algorithm):
         warnings.append(

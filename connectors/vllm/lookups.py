@@ -7,7 +7,7 @@
 
 The scheduler reads answers and never calls the store: without an answer it asks again in its next
 step, and after ``lookup_deadline`` the answer is "nothing". A breaker stops lookups while the store
-does not answer. One thread makes all calls to the store for the scheduler side.
+does not answer. The scheduler's errands to the store are run by the same thread.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ STEP_PATIENCE_S: Final = 0.002
 
 FRESH_S: Final = 5.0
 """How long an answer is used: half of the shortest usual lease."""
-
-NEVER_S: Final = 3_600.0
 
 PENDING_MAX: Final = 4_096
 """Lookups under way; beyond this number the answer is "nothing"."""
@@ -100,27 +98,21 @@ class Lookups:
         self._changed = threading.Condition(self._lock)
         self._active: list[Lookup] = []
         self._errands: list[tuple[Future[Any], Callable[[], Any]]] = []
-        self._chore: Callable[[], float] = lambda: NEVER_S
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def start(
-        self, namespaces: dict[int, list[str]], chore: Callable[[], float] = lambda: NEVER_S
-    ) -> None:
+    def start(self, namespaces: dict[int, list[str]]) -> None:
         """
         Args:
             namespaces: for each cache group, the namespaces of all workers with layers of it.
-            chore: called by the thread at once, and again after the seconds that it returns.
         """
         self._namespaces = namespaces
-        self._chore = chore
         self._thread = start_thread("kvstore-lookups", self._run, died=self._died)
 
     def move(self, namespaces: dict[int, list[str]]) -> None:
         """Looks up these namespaces from now on. Answers about others are forgotten."""
         self._namespaces = namespaces
         self.clear()
-        self.errand(self._chore)
 
     # --- the scheduler ------------------------------------------------------------------------
 
@@ -230,7 +222,6 @@ class Lookups:
             future.set_exception(ClosedError("the lookup thread has died"))
 
     def _run(self) -> None:
-        chore_at = self._clock()
         while True:
             with self._lock:
                 due: list[Lookup] = []
@@ -238,10 +229,10 @@ class Lookups:
                     now = self._clock()
                     self._active = [each for each in self._active if not each.done.is_set()]
                     due = [each for each in self._active if each.next_at <= now]
-                    if due or chore_at <= now:
+                    if due:
                         break
-                    wake = min((each.next_at for each in self._active), default=chore_at)
-                    self._changed.wait(min(wake, chore_at) - now)
+                    wake = min((each.next_at - now for each in self._active), default=None)
+                    self._changed.wait(wake)
                 if self._closing:
                     for lookup in self._active:
                         self._answer(lookup, failed=True)
@@ -257,15 +248,6 @@ class Lookups:
             for lookup in due:
                 if not lookup.done.is_set():
                     self._look(lookup)
-            if not errands and not due:
-                chore_at = self._clock() + self._do_chore()
-
-    def _do_chore(self) -> float:
-        try:
-            return self._chore()
-        except Exception:
-            log.exception("chore_failed")
-            return NEVER_S
 
     def _look(self, lookup: Lookup) -> None:
         started = self._clock()

@@ -113,15 +113,17 @@ class Hello:
     """The worker's part of each block; equal for ranks that hold identical bytes."""
     rank: int = 0
     weights: str = ""
-    """Digest of its live weights; see ``identity``."""
+    """Digest of its live weights; see ``weights``."""
     files: str = ""
     """The origin of weights that cannot be read; "": all could be read."""
     attention: list[list[str]] = field(default_factory=list)
-    """The KV formats of its attention layers; see ``identity``."""
+    """The KV formats of its attention layers; see ``weights``."""
     adapters: dict[int, str] = field(default_factory=dict)
     """Digest of each loaded adapter, by its id."""
     prefix_caching: bool = True
     """Whether vLLM had prefix caching on when it created the layers."""
+    host: str = ""
+    """Where it runs (``kvstore.network.host``), for the tier."""
     error: str = ""
     """Why the worker could not be identified."""
 

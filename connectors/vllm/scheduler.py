@@ -8,23 +8,25 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.client.flows.asking import Match
 from kvstore.client.sync import Client
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.engine.fleet import Fleet
 from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.core import Core, before_reset
 from kvstore.connectors.vllm.decisions import Decisions
 from kvstore.connectors.vllm.events import Block, Events, audit
 from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.identity import NO_PREFIX_CACHING, Identity
 from kvstore.connectors.vllm.listening import NOTHING, Listener
 from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.messages import Hello, Report, namespace, under_of
+from kvstore.connectors.vllm.messages import Report, namespace, under_of
 from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.worker import client_config
 from kvstore.errors import ConfigError, KVStoreError
+from kvstore.fleet import Record
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -39,15 +41,6 @@ LOOKUP_TIMEOUT_MS: Final = 200
 counts it."""
 
 RESET_TIMEOUT_S: Final = 30.0
-ANNOUNCE_PAUSE_S: Final = 5.0
-ANNOUNCE_EVERY_S: Final = 30.0
-"""The announcement is repeated, because a master may restart and the store may evict it."""
-
-NO_PREFIX_CACHING: Final = (
-    "prefix caching is off. vLLM turns it off by itself if a model or its attention backend cannot "
-    "continue from a cached prefix; loaded blocks would then give wrong tokens. The connector "
-    "cannot tell whether vLLM or --no-enable-prefix-caching turned it off."
-)
 
 
 class Scheduler:
@@ -74,24 +67,22 @@ class Scheduler:
         self._groups = groups
         self._options = options
         self._on_worker = on_worker
-        self._description = fingerprint.describe(vllm_config, kv_cache_config)
-        self._identified: dict[str, Any] = {}
-        self._first_weights = ""
-        self._mark = ""
-        self._left: list[str] = []
-        """Former fingerprints of this engine that are still announced."""
         self._namespaces: dict[int, list[str]] = {}
-        self._is_outdated = True
-        """Whether the workers have to be asked for their identity."""
-        self._off = ""
-        """Why no block is loaded or saved; empty: blocks are."""
         self._adapters: dict[int, dict[int, str]] = {}
         self._known_adapters: dict[int, bytes] = {}
         self._asked_for: set[str] = set()
         """Requests for which the workers have been asked for adapters."""
         self._client = Client(config=client_config(config, 5_000))
         self._lookup_ms = max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms)
-        self._fleet = Fleet(self._client, log)
+        self._core = Core.above()
+        described = fingerprint.describe(vllm_config, kv_cache_config)
+        engine = Record(
+            "vllm", fingerprint.models_of(vllm_config), "", (), described,
+            groups.scheduler_block_tokens,
+        )  # fmt: skip
+        self._identity = Identity(
+            self._client, self._core, engine, model_id=config.model_id, what="blocks"
+        )
         events = vllm_config.kv_events_config
         self.events = Events(groups, wanted=bool(events and events.enable_kv_cache_events))
         self._lookups = Lookups(
@@ -100,7 +91,7 @@ class Scheduler:
             writers_wait_s=config.writers_wait_ms / 1000,
         )  # fmt: skip
         self.decisions = Decisions(
-            config, groups, self._lookups, self.events,
+            config, groups, self._identity, self._lookups, self.events,
             loads=transfer.is_kv_consumer,
             saves=transfer.is_kv_producer or config.save_decode,
             workers=parallel.world_size,
@@ -111,31 +102,17 @@ class Scheduler:
         self._listeners: list[Listener] = []
         """The last one is of the present namespaces, those before it are ending."""
         self._closed = False
-        for warning in fingerprint.hash_warnings(self._description):
-            log.warning("FLEET: %s", warning)
-        self._core = Core.above()
         if self._core is None:
-            self._switch_off(
+            self._identity.switch_off(
                 "the connector was not created by vLLM's engine core, and cannot ask the workers"
             )
         elif not vllm_config.cache_config.enable_prefix_caching:
-            self._switch_off(NO_PREFIX_CACHING)
+            self._identity.switch_off(NO_PREFIX_CACHING)
         else:
-            self._core.watch(weights=self._outdate, adapters=self._outdate_adapters)
+            self._core.watch(weights=self._identity.outdate, adapters=self._outdate_adapters)
             self.prepare()
 
     # --- identity of the workers --------------------------------------------------------------
-
-    def _switch_off(self, reason: str) -> None:
-        if not self._off:
-            log.warning("this engine neither loads nor saves blocks: %s", reason)
-        self._off = reason
-        self.decisions.fingerprint = ""
-
-    def _outdate(self) -> None:
-        """The weights may have changed. No block is loaded or saved until they are known again."""
-        self._is_outdated = True
-        self.decisions.fingerprint = ""
 
     def prepare(self, request: Request | None = None, computed: int = 0) -> None:
         """Learns the workers' identity, before any block is looked up or saved.
@@ -143,7 +120,7 @@ class Scheduler:
         Args:
             request: a request that is about to run, for which vLLM has ``computed`` tokens.
         """
-        if self._is_outdated and not self._off:
+        if self._identity.is_outdated:
             has_moved = self._identify()
             if request is not None and has_moved and computed:
                 self.decisions.outdated(request)
@@ -156,53 +133,39 @@ class Scheduler:
 
     def _identify(self) -> bool:
         """Asks the workers for their identity; returns whether it has changed."""
-        assert self._core is not None
-        hellos = [each for each in self._core.ask(self._on_worker, self._options, "hello") if each]
-        self._is_outdated = False
-        errors = [hello.error for hello in hellos if hello.error]
-        if errors or not hellos:
-            self._switch_off(f"its weights could not be identified: {errors[:1]}")
-            return False
-        if not all(hello.prefix_caching for hello in hellos):
-            self._switch_off(NO_PREFIX_CACHING)
+        hellos = self._identity.ask(self._on_worker, self._options, "hello")
+        if self._identity.is_off:
             return False
         self._take_adapters({hello.rank: hello.adapters for hello in hellos})
-        weights = fingerprint.identified(self._description, hellos)["weights"]
-        self._first_weights = self._first_weights or weights
-        name = self._config.model_id
-        if name and weights != self._first_weights:  # the name is that of the first weights
-            name = f"{name}, then {weights}"
-        self._identified = fingerprint.identified(self._description, hellos, name=name)
-        mark = fingerprint.fingerprint(self._identified, hellos)
-        if mark == self._mark:
-            self.decisions.fingerprint = mark
+        record = self._identity.take(hellos)
+        if record is None:
             return False
-        self._move(mark, hellos)
-        return True
-
-    def _move(self, mark: str, hellos: Sequence[Hello]) -> None:
         namespaces: dict[int, list[str]] = {}
         for hello in hellos:
             for group in hello.groups:
                 names = namespaces.setdefault(group, [])
-                name = namespace(mark, group, hello.part)
+                name = namespace(record.fingerprint, group, hello.part)
                 if name not in names:
                     names.append(name)
         missing = self._groups.block_tokens.keys() - namespaces.keys()
         if missing:
             raise ConfigError(f"no worker holds a layer of cache groups {sorted(missing)}")
-        before, self._mark, self._namespaces = self._mark, mark, namespaces
-        if not before:
-            self.decisions.fingerprint = mark
-            self._lookups.start(namespaces, self._announce)
-        else:
-            self._left.append(before)
-            log.info("weights_changed fingerprint=%s before=%s", mark, before)
-            self.decisions.moved(mark)
+        has_moved, self._namespaces = bool(self._identity.last), namespaces
+        told = {name: record.description[name] for name in ("hash_algorithm", "none_hash")}
+        self._identity.move(
+            record._replace(namespaces=tuple(chain.from_iterable(namespaces.values()))),
+            hash_block_size=self._groups.hash_block_tokens,
+            **told,
+        )
+        if has_moved:
+            self.decisions.moved()
             self.events.cleared()
             self._lookups.move(namespaces)
+        else:
+            self._lookups.start(namespaces)
         if self.events.wanted:
             self._listen()
+        return True
 
     # --- adapters -----------------------------------------------------------------------------
 
@@ -262,11 +225,11 @@ class Scheduler:
     def _before_reset(self) -> None:
         """Frees blocks before vLLM resets its prefix cache, for example because the weights change:
         vLLM does not reset a cache whose blocks are in use."""
-        if self._off:
+        if self._identity.is_off:
             return
         if self._core is not None and not self._core.is_running:
             self._free_blocks(self._core)
-        self._outdate()
+        self._identity.outdate()
 
     def _free_blocks(self, core: Core) -> None:
         """Frees blocks of saves, and of loads under way or arrived: requests that wait for those
@@ -292,39 +255,13 @@ class Scheduler:
     def _ask(self, keys: Sequence[bytes], namespaces: Sequence[str]) -> Sequence[Match]:
         return self._client.matches(keys, namespaces=namespaces, timeout_ms=self._lookup_ms)
 
-    def _announce(self) -> float:
-        """Puts this engine's description into the store, and warns of different ones; returns when
-        to do so again. Runs on the lookups' thread."""
-        mark = self._mark
-        models = fingerprint.models_of(self._vllm_config)
-        names = [name for names in self._namespaces.values() for name in names]
-        try:
-            while self._left:
-                self._fleet.leave(models, self._left[0])
-                self._left.pop(0)
-            self._fleet.announce(
-                "vllm",
-                models,
-                mark,
-                self._identified,
-                names,
-                block_size=self._groups.scheduler_block_tokens,
-                hash_block_size=self._groups.hash_block_tokens,
-                hash_algorithm=self._identified["hash_algorithm"],
-                none_hash=self._identified["none_hash"],
-            )
-        except KVStoreError as error:
-            log.warning("fleet_not_announced reason=%s", error)
-            return ANNOUNCE_PAUSE_S
-        return ANNOUNCE_EVERY_S
-
     def _listen(self) -> None:
         """To events of the present namespaces."""
         groups = {name: group for group, names in self._namespaces.items() for name in names}
         for each in self._listeners:
             each.stop()
         self._listeners = [each for each in self._listeners if each.is_alive]
-        self._listeners.append(Listener(self._find_events, under_of(self._mark), groups))
+        self._listeners.append(Listener(self._find_events, under_of(self._identity.last), groups))
 
     def _find_events(self) -> str:
         http = self._client.http()
@@ -355,15 +292,15 @@ class Scheduler:
         return self._client.exists_many(keys, namespace=name, timeout_ms=self._lookup_ms)
 
     def reset(self) -> bool | None:
-        if self._off:
+        if self._identity.is_off:
             return None
         assert self._core is not None
-        self._outdate()
+        self._identity.outdate()
         self.decisions.reset()
         if self._core.is_paused:
             return True
         self.prepare()
-        names = [name for names in self._namespaces.values() for name in names]
+        names = list(chain.from_iterable(self._namespaces.values()))
 
         def clear() -> None:
             for name in names:
@@ -394,9 +331,11 @@ class Scheduler:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            self._identity.announcer.stop()
             self._client.close()
             for each in self._listeners:
                 each.stop()
             self._lookups.close()
+            self._identity.announcer.join()
             for each in self._listeners:
                 each.close()

@@ -35,7 +35,6 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.calls import PutOutcome
-from kvstore.connectors.engine.fleet import Fleet
 from kvstore.connectors.engine.guard import Guard, client_of_an_engine
 from kvstore.connectors.vllm_tier.identity import Identity
 from kvstore.connectors.vllm_tier.runs import Run, runs_of
@@ -51,10 +50,6 @@ PIECE_BYTES: Final = 64 << 20
 
 LOOKUP_TIMEOUT_MS: Final = 500
 """The longest that a request waits for one lookup: computing is quicker then."""
-
-ANNOUNCE_PAUSE_S: Final = 5.0
-ANNOUNCE_EVERY_S: Final = 30.0
-"""The announcement is repeated, because a master may restart and the store may evict it."""
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped here
@@ -96,16 +91,16 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self._events: list[OffloadingEvent] | None = [] if wanted else None
         self._pieces_chunks = max(1, PIECE_BYTES // self.block_size_bytes)
         self._guard = Guard(client_of_an_engine(**settings), log)
-        self._fleet = Fleet(self._guard.client, log)
         self._pool = primary_kv_view.cast("B")
-        self._identity = Identity(offloading_spec, self.block_size_bytes, model_id=model_id)
+        self._identity = Identity(
+            self._guard.client, offloading_spec, self.block_size_bytes, model_id=model_id
+        )
         self._lookups = Lookups(tier_type, self._found)
         self._loads = ThreadPoolExecutor(LOAD_THREADS, "kvstore-load")
         self._stores = ThreadPoolExecutor(STORE_THREADS, "kvstore-store")
         self._jobs: dict[int, tuple[TransferJob, Future[JobResult]]] = {}
         self._gives_up = threading.Event()
         """Set while jobs under way end with the call that they are in."""
-        self._announcing: Future[float] = self._stores.submit(self._announce)
 
     # --- lookups ------------------------------------------------------------------------------
 
@@ -147,8 +142,6 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         if context.new_req_ids:
             self._identity.is_used = True
         self._lookups.flush()
-        if self._announcing.done() and time.monotonic() >= self._announcing.result():
-            self._announcing = self._stores.submit(self._announce)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.cleanup(req_context.req_id)
@@ -213,7 +206,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
     def shutdown(self) -> None:
         """Waits for calls under way, which fail at once. Idempotent."""
         self._gives_up.set()
+        self._identity.announcer.stop()
         self._guard.client.close()
+        self._identity.announcer.join()
         self._loads.shutdown(cancel_futures=True)
         self._stores.shutdown(cancel_futures=True)
         self._lookups.shutdown()
@@ -294,17 +289,6 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
     def _row(self, chunk: int) -> memoryview:
         start = chunk * self.block_size_bytes
         return self._pool[start : start + self.block_size_bytes]
-
-    def _announce(self) -> float:
-        """Returns when to do so again, on the monotonic clock."""
-        try:
-            self._guard.run(lambda timeout_ms: self._identity.announce(self._fleet))
-        except KVStoreError as error:
-            log.debug("fleet_not_announced reason=%s", error)
-            return time.monotonic() + ANNOUNCE_PAUSE_S
-        except Exception:  # a bug here must not reach the scheduler
-            log.exception("fleet_not_announced")
-        return time.monotonic() + ANNOUNCE_EVERY_S
 
 
 class Lookups(AsyncLookupManager):  # type: ignore[misc]

@@ -20,6 +20,7 @@ import pytest
 
 from kvstore._version import __version__
 from kvstore.connectors.engine.fleet import Fleet
+from kvstore.fleet import Record
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web.dashboard.paths import NAMESPACES_SHOWN
 from tests.integration.test_high_availability import HaCluster
@@ -228,9 +229,10 @@ def test_a_browser_shows_a_cluster_and_asks_nobody_else(
     cluster: Cluster, port: int, browser: Browser
 ) -> None:
     with cluster.client(namespace="vllm/ab/p0") as client:
-        for mark, dtype in (("ab", "bfloat16"), ("cd", "float8")):
+        for fingerprint, dtype in (("ab", "bfloat16"), ("cd", "float8")):
+            described = {"dtype": dtype, "block": 16}
             Fleet(client, logging.getLogger("test")).announce(
-                "vllm", ["/models/m"], mark, {"dtype": dtype, "block": 16}, [f"vllm/{mark}/p0"]
+                Record("vllm", ("/models/m",), fingerprint, (f"vllm/{fingerprint}/p0",), described)
             )
         client.put_chain(["a", "b"], [b"x" * 5000, b"y" * 5000])
         browser.open(port)

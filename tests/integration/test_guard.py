@@ -7,7 +7,7 @@ import logging
 import numpy as np
 import pytest
 
-from kvstore.connectors.engine.guard import Guard
+from kvstore.connectors.engine.guard import Deadline, Guard
 from tests.support.cluster import Cluster
 
 
@@ -28,10 +28,10 @@ def test_objects_of_another_size_are_misses_and_spoil_no_other_one(
 
     monkeypatch.setattr(client, "get_into", counted)
     buffers = [np.zeros(100, np.uint8) for _ in keys]
-    assert guard.get_into(keys, buffers, "default") == [100, None, 100, None, 100, None]
+    assert Deadline(guard).get_into(keys, buffers, "default") == [100, None, 100, None, 100, None]
     for key, buffer in zip(keys, buffers, strict=True):
         assert (buffer == key[1]).all() == (sizes.get(key) == 100)
     assert len(calls) == 2, "not one by one"
     assert calls[1] <= calls[0], "within the same deadline"
     only = [np.zeros(1, np.uint8)]
-    assert guard.get_into([b"g0"], only, "default") == [None]
+    assert Deadline(guard).get_into([b"g0"], only, "default") == [None]

@@ -16,6 +16,7 @@ from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.connectors.engine.fleet import Fleet
 from kvstore.fingerprint import fingerprint
+from kvstore.fleet import Record
 from kvstore.limits import Key, Namespace
 from kvstore.master.carriers import Endpoints
 from kvstore.wire.frames import CALL, frame
@@ -43,13 +44,13 @@ class Engine:
     def __init__(self, client: Client, **described: object) -> None:
         self.client = client
         self.description = {"format": 1, "weights": "files 1a", "block_tokens": 16, **described}
-        self.mark = fingerprint(self.description)
-        self.namespace = f"vllm/{self.mark}/0"
+        self.fingerprint = fingerprint(self.description)
+        self.namespace = f"vllm/{self.fingerprint}/0"
         self.announce()
 
     def announce(self) -> None:
         Fleet(self.client, LOG).announce(
-            "vllm", [MODEL], self.mark, self.description, [self.namespace]
+            Record("vllm", (MODEL,), self.fingerprint, (self.namespace,), self.description)
         )
 
     def put(self) -> None:

@@ -34,7 +34,7 @@ WORKER: Final = (
     ALL,
 )
 FINGERPRINT: Final = ("tests/unit/connectors/test_fingerprint.py", ALL)
-IDENTITY: Final = ("tests/unit/connectors/test_identity.py", ALL)
+WEIGHTS: Final = ("tests/unit/connectors/test_weights.py", ALL)
 LISTENING: Final = ("tests/unit/connectors/test_listening.py", ALL)
 EVENTS: Final = (
     "tests/unit/connectors/test_events.py",
@@ -194,7 +194,7 @@ MUTANTS: Final = (
     Mutant("a-step-waits-for-every-request", VLLM + "lookups.py",
         "            self._patience_s -= time.monotonic() - before\n", "", LOOKUPS),
     Mutant("other-weights-are-read-into-the-report", VLLM + "decisions.py",
-        "pinned.stored and pinned.fingerprint == self.fingerprint:",
+        "pinned.stored and pinned.fingerprint == self._identity.fingerprint:",
         "pinned.stored:", SCHEDULER),
     Mutant("a-stale-request-is-saved", VLLM + "decisions.py",
         "                or tracked.is_stale\n", "", SCHEDULER),
@@ -299,22 +299,22 @@ MUTANTS: Final = (
     Mutant("a-moved-branch-is-the-same", VLLM + "fingerprint.py",
         "{commit or model.revision or 'main'}",
         "{model.revision or 'main'}", FINGERPRINT),
-    Mutant("experts-of-others-are-ours", VLLM + "identity.py",
+    Mutant("experts-of-others-are-ours", VLLM + "weights.py",
         "        if not experts and _are_experts(module):\n",
-        "        if False:\n", IDENTITY),
-    Mutant("an-adapter-s-scaling-is-no-matter", VLLM + "identity.py",
+        "        if False:\n", WEIGHTS),
+    Mutant("an-adapter-s-scaling-is-no-matter", VLLM + "weights.py",
         "        digest.update(f\"{name} {getattr(layer, 'scaling', '')}\\0\".encode())\n",
-        '        digest.update(f"{name}\\0".encode())\n', IDENTITY),
-    Mutant("a-replaced-adapter-is-the-same", VLLM + "identity.py",
+        '        digest.update(f"{name}\\0".encode())\n', WEIGHTS),
+    Mutant("a-replaced-adapter-is-the-same", VLLM + "weights.py",
         "        return loaded.keys() != known.keys() or any(\n"
         "            known[number][0] is not adapter for number, adapter in loaded.items()\n"
         "        )\n",
-        "        return bool(loaded.keys() != known.keys())\n", IDENTITY),
-    Mutant("samples-have-no-sum", VLLM + "identity.py",
+        "        return bool(loaded.keys() != known.keys())\n", WEIGHTS),
+    Mutant("samples-have-no-sum", VLLM + "weights.py",
         "        total += words[start : start + CHUNK_WORDS].sum()\n",
-        "        pass\n", IDENTITY),
-    Mutant("samples-lack-the-last-bytes", VLLM + "identity.py",
-        "    rest[: len(flat) - whole] = flat[whole:]\n", "", IDENTITY),
+        "        pass\n", WEIGHTS),
+    Mutant("samples-lack-the-last-bytes", VLLM + "weights.py",
+        "    rest[: len(flat) - whole] = flat[whole:]\n", "", WEIGHTS),
     Mutant("missed-events-are-forgotten", VLLM + "listening.py",
         "            missed, self._missed = self._missed, False\n",
         "            missed, self._missed = False, False\n", LISTENING),
@@ -349,8 +349,8 @@ MUTANTS: Final = (
         "            (self._sure or self._unsure).popitem(last=False)\n",
         "", EVENTS),
     Mutant("an-object-of-another-size-fails-all", "connectors/engine/guard.py",
-        "            except BufferMismatchError:",
-        "            except ZeroDivisionError:", GUARD),
+        "except BufferMismatchError:",
+        "except ZeroDivisionError:", GUARD),
     Mutant("a-failing-store-is-asked-on", "connectors/engine/guard.py",
         "            opened = self._breaker.failed(time.monotonic())\n",
         "            opened = False\n", GUARD),
@@ -359,6 +359,9 @@ MUTANTS: Final = (
         "                self._breaker.succeeded()\n"
         "                return\n",
         "", GUARD),
+    Mutant("each-exchange-has-all-the-time", "connectors/engine/guard.py",
+        "return exchange(max(1, timeout_ms + before_ms - spent_ms))",
+        "return exchange(timeout_ms)", GUARD),
     Mutant("large-reads-have-the-time-of-small", "connectors/engine/guard.py",
         "self.client.config.timeout_ms + size // BYTES_PER_MS",
         "self.client.config.timeout_ms", GUARD),

@@ -11,14 +11,15 @@ from typing import Final
 from tests.mutants.mutant import Mutant
 
 TIER: Final = "connectors/vllm_tier/"
+VLLM: Final = "connectors/vllm/"
 SGLANG: Final = "connectors/sglang/"
 LMCACHE: Final = "connectors/lmcache/"
 FLEET: Final = "kvstore/fleet.py"
 RECORDS: Final = ("tests/unit/test_fleet.py",)
 
 
-def _tier(name: str, file: str, old: str, new: str, test: str) -> Mutant:
-    return Mutant(name, TIER + file, old, new, (f"tests/e2e/engines/test_tier.py::{test}",))
+def _tier(name: str, file: str, old: str, new: str, test: str, *, folder: str = TIER) -> Mutant:
+    return Mutant(name, folder + file, old, new, (f"tests/e2e/engines/test_tier.py::{test}",))
 
 
 def _sglang(name: str, file: str, old: str, new: str, test: str) -> Mutant:
@@ -68,17 +69,17 @@ MUTANTS: Final = (
         "test_events_tell_what_was_stored"),
     _tier("a-name-stays-with-other-weights", "identity.py",
         '            name = f"{name}, then {weights}"\n',
-        "            pass\n", "test_a_name_is_that_of_the_first_weights"),
+        "            pass\n", "test_a_name_is_that_of_the_first_weights", folder=VLLM),
     _tier("blocks-of-both-weights-are-stored", "identity.py",
         "        if self._is_mixed:\n            return\n", "",
         "test_weights_replaced_without_a_reset_are_not_mixed"),
     _tier("workers-on-other-hosts-share-a-pool", "identity.py",
-        "elif {host for _, host in answers} - {host_id()}:",
-        "elif False:", "test_workers_that_cannot_be_identified_or_reached_share_nothing"),
+        "if {each.host for each in hellos} - {host_id()}:",
+        "if False:", "test_workers_that_cannot_be_identified_or_reached_share_nothing"),
     _tier("weights-that-are-not-known-are-used", "identity.py",
-        "if errors := [each.error for each in hellos if each.error]:",
-        "if errors := [each.error for each in hellos if each.error == 'fatal']:",
-        "test_workers_that_cannot_be_identified_or_reached_share_nothing"),
+        "errors = [each.error for each in hellos if each.error]",
+        "errors = [each.error for each in hellos if each.error == 'fatal']",
+        "test_workers_that_cannot_be_identified_or_reached_share_nothing", folder=VLLM),
     _tier("pieces-of-chunks-have-no-parent", "runs.py",
         "parent = self.keys[start - 1] if start and self.is_chain else self.parent",
         "parent = self.parent", "test_pieces_of_a_chain_go_on_where_the_one_before_ends"),
@@ -106,25 +107,18 @@ MUTANTS: Final = (
         "there[name] = found[at * len(keys) : (at + 1) * len(keys)]",
         "there[name] = found[: len(keys)]", "TestSideCaches::test_two_of_them"),
     _sglang("a-page-that-is-gone-is-read", "backend.py",
-        "read == size for read, size in zip(found, sizes[len(there) :], strict=False)",
-        "True for read, size in zip(found, sizes[len(there) :], strict=False)",
+        "there = [read == size for read, size in zip(found, sizes, strict=True)]",
+        "there = [True for read, size in zip(found, sizes, strict=True)]",
         "TestSideCaches::test_states_of_mamba_layers"),
     _sglang("a-full-store-has-all-pages", "backend.py",
         "return [outcome in _THERE for outcome in outcomes]",
         "return [True for outcome in outcomes]",
         "TestFailures::test_a_full_pool_takes_the_first_pages"),
-    _sglang("many-pages-are-several-chains", "backend.py",
-        "                last = some[-1][0]\n", "",
-        "test_more_pages_than_one_call_moves_are_one_chain"),
-    _sglang("each-slice-has-all-the-time", "backend.py",
-        "yield items[at : at + at_once], max(1, int((end - time.monotonic()) * 1000))",
-        "yield items[at : at + at_once], timeout_ms",
-        "test_one_deadline_for_all_exchanges_of_a_call"),
-    _sglang("each-pool-has-all-the-time", "backend.py",
-        "return exchange(max(1, timeout_ms + before_ms - spent_ms))",
-        "return exchange(timeout_ms)", "test_one_deadline_for_all_exchanges_of_a_call"),
+    _sglang("pages-go-on-from-nothing", "backend.py",
+        "parent=parent, partial=True, timeout_ms=ms",
+        "partial=True, timeout_ms=ms", "test_pages_are_chains"),
     _sglang("a-thread-of-the-old-weights-goes-on", "backend.py",
-        "        if seen != now:\n            return None\n", "",
+        '        if seen != now:\n            raise KVStoreError("the weights have changed")\n', "",
         "TestIdentity::test_weights_that_are_replaced_while_it_runs"),
     _sglang("weights-updated-in-place-are-the-same", "identity.py",
         '        "weight_version": weights.version,\n', "",

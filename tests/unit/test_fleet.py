@@ -12,16 +12,18 @@ import pytest
 from kvstore import fleet
 from kvstore.calls import ObjectRow
 from kvstore.connectors.engine import fleet as fleets
-from kvstore.connectors.engine.fleet import Fleet
+from kvstore.connectors.engine.fleet import Announcer, Fleet
+from kvstore.errors import UnavailableError
 from kvstore.fingerprint import fingerprint
 from kvstore.fleet import ANNOUNCED_EVERY_S, LIFETIME_S, Record
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, Key
 from kvstore.proxy.records import parse
+from tests.integration.cluster import until
 
 LOG = logging.getLogger("test")
 DESCRIPTION = {"dtype": "torch.float16", "quantization": "None", "tensor_parallel": 1}
 OF_VLLM = {
-    "block_size": 16, "hash_block_size": 16, "hash_algorithm": "sha256_cbor", "none_hash": "00",
+    "hash_block_size": 16, "hash_algorithm": "sha256_cbor", "none_hash": "00",
 }  # fmt: skip
 
 
@@ -31,8 +33,13 @@ class Board:
     def __init__(self) -> None:
         self.objects: dict[bytes, bytes] = {}
         self.lifetimes_begun = 0
+        self.failures = 0
+        """Of the next calls."""
 
     def list_objects(self, *, namespace: str, prefix: bytes) -> list[Any]:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise UnavailableError("away")
         assert namespace == FLEET_NAMESPACE
         objects = self.objects.items()
         return [listed(key, len(value)) for key, value in objects if key.startswith(prefix)]
@@ -54,7 +61,8 @@ class Board:
 def announce(board: Board, model: str = "m", engine: str = "vllm", **changes: object) -> list[str]:
     description = {**DESCRIPTION, **changes}
     fleet = Fleet(board, LOG)  # type: ignore[arg-type]
-    return fleet.announce(engine, [model], fingerprint(description), description, ["n"], **OF_VLLM)
+    record = Record(engine, (model,), fingerprint(description), ("n",), description, 16)
+    return fleet.announce(record, **OF_VLLM)
 
 
 def test_engines_that_agree_are_told_nothing() -> None:
@@ -73,7 +81,7 @@ def test_a_record_has_a_lifetime_that_begins_anew_every_hour(
     engine = Fleet(board, LOG)  # type: ignore[arg-type]
     for minute in range(121):
         now_s = 5_000.0 + 60 * minute
-        engine.announce("vllm", ["m"], "0f" * 16, DESCRIPTION, ["n"])
+        engine.announce(Record("vllm", ("m",), "0f" * 16, ("n",), DESCRIPTION))
     assert board.lifetimes_begun == 3
     assert ANNOUNCED_EVERY_S < LIFETIME_S / 2, "a missed hour ends nothing"
 
@@ -110,20 +118,31 @@ def test_other_models_are_nobodys_business() -> None:
     assert announce(board, model="m2", dtype="torch.bfloat16") == []
 
 
-def test_an_engine_that_was_another_one_takes_that_back() -> None:
+def test_an_engine_that_becomes_another_one_takes_back_its_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the background, and again until the store answers."""
+    monkeypatch.setattr(fleets, "AGAIN_S", 0.01)
     board = Board()
-    announce(board, dtype="torch.bfloat16")
-    ((key, _),) = board.objects.items()
-    Fleet(board, LOG).leave(["m"], key.rpartition(b"/")[2].decode())  # type: ignore[arg-type]
-    assert announce(board) == []
-    assert key not in board.objects
+    board.failures = 2
+    records = [Record("vllm", ("m",), each * 32, ("n",), DESCRIPTION) for each in "ab"]
+    announcer = Announcer(board, LOG)  # type: ignore[arg-type]
+    try:
+        announcer.announce(records[0])
+        until(lambda: board.objects.keys() == {b"m/" + b"a" * 32})
+        board.failures = 2
+        announcer.announce(records[1], former=records[0].fingerprint)
+        until(lambda: board.objects.keys() == {b"m/" + b"b" * 32})
+    finally:
+        announcer.stop()
+        announcer.join()
 
 
 def test_engines_that_differ_only_in_layout_are_told() -> None:
     board = Board()
     fleet = Fleet(board, LOG)  # type: ignore[arg-type]
-    fleet.announce("vllm", ["m"], "one", DESCRIPTION, [])
-    (warning,) = fleet.announce("vllm", ["m"], "two", DESCRIPTION, [])
+    fleet.announce(Record("vllm", ("m",), "one", (), DESCRIPTION))
+    (warning,) = fleet.announce(Record("vllm", ("m",), "two", (), DESCRIPTION))
     assert "only the layout of the cache" in warning
 
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from kvstore.connectors.engine import guard
-from kvstore.connectors.engine.guard import BYTES_PER_MS, Guard
+from kvstore.connectors.engine.guard import BYTES_PER_MS, Deadline, Guard
 from kvstore.errors import DeadlineExceededError, KVStoreError, NoSpaceError, UnavailableError
 
 log = logging.getLogger("test")
@@ -48,6 +48,16 @@ def test_a_call_has_time_for_the_bytes_that_it_moves(guarded: Guard) -> None:
     assert guarded.run(lambda timeout_ms: timeout_ms) == 2_000
     assert guarded.run(lambda timeout_ms: timeout_ms, size=1 << 30) == 2_000 + 4_096
     assert guarded.run(lambda timeout_ms: timeout_ms, size=BYTES_PER_MS - 1) == 2_000
+
+
+def test_one_deadline_for_all_exchanges_of_a_call(guarded: Guard, clock: Clock) -> None:
+    deadline, allowed = Deadline(guarded), []
+    for _ in range(2):
+        allowed.append(deadline.run(lambda timeout_ms: timeout_ms, size=100 * BYTES_PER_MS))
+        clock.now += 0.25
+    assert allowed == [2_100, 1_950], "100 ms more for the bytes, 250 ms less for the time"
+    clock.now += 10
+    assert deadline.run(lambda timeout_ms: timeout_ms) == 1
 
 
 def test_a_store_that_keeps_failing_is_left_alone_for_a_while(

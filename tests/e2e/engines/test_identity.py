@@ -29,9 +29,9 @@ def objects(store: Cluster) -> dict[str, int]:
     found: dict[str, int] = {}
     for each in store.client().status().namespaces:
         if each.name.startswith("vllm/"):
-            mark = each.name.split("/")[1]
-            found[mark] = found.get(mark, 0) + each.objects
-    return {mark: number for mark, number in found.items() if number}
+            fingerprint = each.name.split("/")[1]
+            found[fingerprint] = found.get(fingerprint, 0) + each.objects
+    return {fingerprint: number for fingerprint, number in found.items() if number}
 
 
 def reload(engine: Engine, model: Path) -> None:

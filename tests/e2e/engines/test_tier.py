@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvstore.connectors.engine.guard import BYTES_PER_MS, DEADLINE_MS
+from kvstore.connectors.vllm import weights as live
 from kvstore.connectors.vllm_plugin import register
 from kvstore.connectors.vllm_tier import KVStoreTier, identity
 from kvstore.connectors.vllm_tier.identity import ENGINE
@@ -310,11 +311,11 @@ def test_workers_that_cannot_be_identified_or_reached_share_nothing(
     start: Start, store: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     what: str, told: str,
 ) -> None:  # fmt: skip
-    def unknown(*_: object) -> None:
+    def unknown(*_: object, **__: object) -> None:
         raise RuntimeError("no weights")
 
     if what == "error":
-        monkeypatch.setattr(identity, "identify", unknown)
+        monkeypatch.setattr(live, "weights_of", unknown)
     else:
         hosts = map(str, itertools.count())
         monkeypatch.setattr(identity, "host_id", lambda: next(hosts))

@@ -25,6 +25,8 @@ MODEL: Final = "tests/tiny-model"
 SHAPE: Final = (2, 4, 16, 128)
 DTYPE: Final = torch.bfloat16
 PATIENCE_S: Final = 30.0
+DEADLINE_S: Final = 6.0
+"""2 s of a call, the time that a loaded machine takes, and less than LMCache's own time-outs."""
 
 ResultT = TypeVar("ResultT")
 
@@ -55,6 +57,13 @@ def chunk(seed: int | None, shape: Sequence[int] = SHAPE, dtype: torch.dtype = D
 
 def same(one: MemoryObj, other: MemoryObj) -> bool:
     return bytes(one.byte_array) == bytes(other.byte_array)
+
+
+def timed(call: Callable[[], Any]) -> Any:
+    began = time.monotonic()
+    result = call()
+    assert time.monotonic() - began < DEADLINE_S
+    return result
 
 
 def layouts(shape: Sequence[int] = SHAPE, dtype: torch.dtype = DTYPE) -> dict[int, Any]:

@@ -35,6 +35,7 @@ from kvstore.connectors.lmcache import locks
 from kvstore.errors import ConfigError
 from kvstore.limits import FLEET_NAMESPACE
 from tests.engines.lmcache.tasks import (
+    DEADLINE_S,
     DTYPE,
     MODEL,
     SHAPE,
@@ -44,6 +45,7 @@ from tests.engines.lmcache.tasks import (
     key,
     layouts,
     same,
+    timed,
 )
 from tests.support.cluster import Cluster
 from tests.support.processes import ROOT, free_port
@@ -52,8 +54,6 @@ from tests.support.waiting import until
 StartAdapter = Callable[..., Adapter]
 
 CHUNK_BYTES = chunk(None).get_size()
-DEADLINE_S = 6.0
-"""2 s of a call, the time that a loaded machine takes, and less than LMCache's own time-outs."""
 
 
 def eventfds() -> int:
@@ -376,13 +376,6 @@ def test_a_chunk_that_no_node_can_hold_is_a_failed_task(adapter: StartAdapter) -
     large = (2, 4, 16, 128 << 11)
     assert not first.store([key(1)], [chunk(None, large)]).is_successful()
     assert first.store([key(2)], [chunk(2)]).is_successful()
-
-
-def timed(call: Callable[[], Any]) -> Any:
-    began = time.monotonic()
-    result = call()
-    assert time.monotonic() - began < DEADLINE_S
-    return result
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,11 @@ from kvstore.connectors.lmcache.chunks import _description
 from kvstore.connectors.lmcache.identity import Namespaces
 from kvstore.connectors.lmcache.remote import KVStoreConnector
 from tests.engines.lmcache.inside import TOKENS, Inside
+from tests.engines.lmcache.tasks import DEADLINE_S, timed
 from tests.support.cluster import SHORT, Cluster
 from tests.support.waiting import until
 
 StartInside = Callable[..., Inside]
-
-DEADLINE_S = 6.0
 
 
 def same(one: MemoryObj, other: MemoryObj | None) -> bool:
@@ -50,13 +48,6 @@ def kept(monkeypatch: pytest.MonkeyPatch, engine: Inside) -> list[MemoryObj]:
 
     monkeypatch.setattr(chunks, "_allocate", keeping)
     return allocated
-
-
-def timed(call: Callable[[], Any]) -> Any:
-    began = time.monotonic()
-    result = call()
-    assert time.monotonic() - began < DEADLINE_S
-    return result
 
 
 @pytest.mark.parametrize("save_chunk_meta", [True, False])

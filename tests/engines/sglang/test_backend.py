@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +18,10 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
-from kvstore.connectors.engine.guard import BYTES_PER_MS
 from kvstore.connectors.sglang import KVStoreHiCache, identity
-from kvstore.connectors.sglang import backend as backends
-from kvstore.connectors.sglang.backend import PAGES_AT_ONCE
 from kvstore.connectors.sglang.pools import bytes_of
 from kvstore.errors import ConfigError
-from kvstore.limits import FLEET_NAMESPACE
+from kvstore.limits import FLEET_NAMESPACE, PUT_KEYS_MAX
 from tests.engines.sglang.conftest import MakeBackend, make_model
 from tests.engines.sglang.hicache import (
     PAGE_TOKENS,
@@ -256,6 +252,9 @@ def test_pages_are_chains(store: Cluster, backend: MakeBackend) -> None:
     [namespace] = namespaces(store)
     client = store.client(namespace=namespace)
     assert client.match_prefix(KEYS) == len(KEYS)
+    found = client.stat(KEYS[3])
+    assert found is not None
+    assert found.detail.parent == KEYS[2].encode()
     rows = client.list_objects(namespace=namespace, prefix=KEYS[7].encode())
     [beside] = [row.key for row in rows if row.key != KEYS[7].encode()]
     assert client.match_prefix([*KEYS, beside]) == len(KEYS) + 1
@@ -270,41 +269,14 @@ def test_pages_behind_a_hole_do_not_count(store: Cluster, backend: MakeBackend) 
 
 def test_more_pages_than_one_call_moves_are_one_chain(store: Cluster, backend: MakeBackend) -> None:
     one = backend(host_pool(filled=1))
-    keys = [f"{number:064x}" for number in range(PAGES_AT_ONCE + 2)]
+    keys = [f"{number:064x}" for number in range(PUT_KEYS_MAX + 2)]
     saved_at = indices(*[page % 8 for page in range(len(keys))])
     assert all(one.batch_set_v1(keys, saved_at))
     [namespace] = namespaces(store)
-    found = store.client().stat(keys[PAGES_AT_ONCE], namespace=namespace)
+    found = store.client().stat(keys[PUT_KEYS_MAX], namespace=namespace)
     assert found is not None
-    assert found.detail.parent == keys[PAGES_AT_ONCE - 1].encode()
+    assert found.detail.parent == keys[PUT_KEYS_MAX - 1].encode()
     assert one.batch_exists(keys) == len(keys)
-
-
-def test_one_deadline_for_all_exchanges_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all pools (``_Deadline``), and of all slices of the pages of one (``_slices``)."""
-    now_s = 100.0
-    monkeypatch.setattr(backends, "time", SimpleNamespace(monotonic=lambda: now_s))
-
-    class Allowing:
-        """A guard that allows a second."""
-
-        def run(self, call: Callable[[int], Any], *, size: int) -> Any:
-            return call(1_000 + size // BYTES_PER_MS)
-
-    guard: Any = Allowing()
-    deadline = backends._Deadline(guard)
-    allowed = []
-    for _ in range(2):
-        allowed.append(deadline.run(lambda timeout_ms: timeout_ms, size=100 * BYTES_PER_MS))
-        now_s += 0.25
-    assert allowed == [1_100, 950], "100 ms more for the bytes, 250 ms less for the time"
-
-    slices = backends._slices("abcde", 1_000, 2)
-    left = []
-    for some, left_ms in slices:
-        left.append((some, left_ms))
-        now_s += 0.75
-    assert left == [("ab", 1_000), ("cd", 250), ("e", 1)]
 
 
 def test_what_exists_is_leased(cluster: Cluster, backend: MakeBackend) -> None:

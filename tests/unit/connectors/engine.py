@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from kvstore.config import ConnectorConfig
@@ -166,14 +167,14 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.asked = Asked()
+        self.identity = SimpleNamespace(fingerprint="f")
         self.events = Events(self.groups, wanted=self.events_wanted)
         self.side = Decisions(
-            self.config, self.groups, self.asked, self.events,  # type: ignore[arg-type]
+            self.config, self.groups, self.identity, self.asked, self.events,  # type: ignore[arg-type]
             loads=self.loads, saves=self.saves, workers=self.workers,
         )  # fmt: skip
         self.pool = Pool(self.blocks)
         self.side.bind_block_pool(self.pool)
-        self.side.fingerprint = "f"
         self.requests: dict[str, Request] = {}
         self.tables: dict[str, Tables] = {}
         self.finished: set[str] = set()
@@ -226,6 +227,11 @@ class Engine:
             for index in range(min(tokens // size, len(keys))):
                 if tables[group][index] != NULL_BLOCK:
                     self.content[tables[group][index]] = (group, keys[index])
+
+    def move(self, fingerprint: str) -> None:
+        """The weights are others from now on."""
+        self.identity.fingerprint = fingerprint
+        self.side.moved()
 
     def free(self, request: Request) -> None:
         for table in self.tables[request.request_id].tables.values():

@@ -115,7 +115,7 @@ def test_a_load_is_ordered_once_although_blocks_are_allocated_again_when_it_has_
 
 def test_orders_carry_the_fingerprint() -> None:
     engine = Engine()
-    engine.side.fingerprint = "abc"
+    engine.identity.fingerprint = "abc"
     assert engine.step().fingerprint == "abc"
 
 
@@ -396,12 +396,12 @@ def test_a_reset_forgets_what_is_stored() -> None:
 
 def test_until_it_is_known_what_blocks_mean_nothing_is_loaded_or_saved() -> None:
     engine = Engine()
-    engine.side.fingerprint = ""
+    engine.identity.fingerprint = ""
     request = engine.add("r", 20, there=16)
     assert engine.asked.wanted == []
     assert engine.matched(request) == 0
     assert saved(engine.step({"r": 20})) == {}
-    engine.side.fingerprint = "known"
+    engine.identity.fingerprint = "known"
     orders = engine.step({"r": 1})
     assert saved(orders) == {0: [0, 1, 2, 3, 4]}
     assert orders.fingerprint == "known"
@@ -411,7 +411,7 @@ def test_blocks_that_were_computed_with_other_weights_are_not_saved_nor_found_he
     engine = Engine()
     running, waiting = engine.add("running", 40), engine.add("waiting", 20, seed=1)
     assert saved(engine.step({"running": 20})) == {0: [0, 1, 2, 3, 4]}
-    engine.side.moved("other")
+    engine.move("other")
     assert engine.pool.evicted == set(range(engine.pool.num_gpu_blocks))
     assert engine.asked.known == set()
     orders = engine.step({"running": 20, "waiting": 20})
@@ -426,7 +426,7 @@ def test_a_request_that_starts_with_blocks_of_other_weights_is_not_saved() -> No
     """They were in vLLM's prefix cache when the workers said who they are now."""
     engine = Engine()
     request = engine.add("r", 20)
-    engine.side.moved("other")
+    engine.move("other")
     engine.side.outdated(request)
     assert saved(engine.step({"r": 20})) == {}
 
@@ -435,7 +435,7 @@ def test_a_save_under_the_old_weights_is_no_event() -> None:
     engine = Engine(events_wanted=True)
     engine.add("r", 20)
     engine.step({"r": 20})
-    engine.side.moved("other")
+    engine.move("other")
     engine.report_all()
     assert engine.events.take() == []
 

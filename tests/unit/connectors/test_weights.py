@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from kvstore.connectors.vllm import identity
-from kvstore.connectors.vllm.identity import Adapters, attention_of, weights_of
+from kvstore.connectors.vllm import weights
+from kvstore.connectors.vllm.weights import Adapters, attention_of, weights_of
 
 
 class Rotary(nn.Module):
@@ -97,7 +97,7 @@ def test_on_other_devices_every_element_counts(monkeypatch: pytest.MonkeyPatch) 
     """What is done on a GPU, without one."""
 
     def words(tensor: torch.Tensor) -> list[int]:
-        return identity._sampled(tensor.view(torch.uint8)).tolist()
+        return weights._sampled(tensor.view(torch.uint8)).tolist()
 
     tensor = torch.zeros(100_003, dtype=torch.int8)
     before = words(tensor)
@@ -105,7 +105,7 @@ def test_on_other_devices_every_element_counts(monkeypatch: pytest.MonkeyPatch) 
         tensor[at] = 1
         assert words(tensor) != before, at
         tensor[at] = 0
-    assert len(before) == identity.SAMPLES + 2
+    assert len(before) == weights.SAMPLES + 2
 
 
 def test_a_wrapper_for_adapters_means_nothing() -> None:

@@ -1,0 +1,305 @@
+"""What a worker's blocks mean: its live weights, and the KV format of its attention layers.
+
+The identity is read from the loaded model and not from its files. So it does not depend on how the
+weights were loaded, and it changes when they are replaced in place, quantized or merged with an
+adapter.
+
+The digest covers the name, type, shape and contents of every parameter and buffer: in main memory a
+hash of the contents; on a GPU evenly spread samples, and the sum of all words, so that any changed
+element changes the sum. Some kernels keep a layer's weights in a form of their own and leave an
+empty parameter: such a layer is multiplied with one-hot vectors, which reads columns of its weights
+exactly. Weights that can be read in neither way are *unseen*.
+"""
+
+# mypy: allow-untyped-calls
+# torch annotates its modules only in part.
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+import xxhash
+from torch import nn
+
+from kvstore.connectors.vllm.fingerprint import weights_id
+from kvstore.connectors.vllm.messages import Hello
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+log = logging.getLogger("vllm.kvstore")
+
+SAMPLES: Final = 512
+"""Sampled words of 8 bytes per tensor."""
+
+COLUMNS: Final = 32
+"""Columns read of each layer whose kernel hides its weights."""
+
+CHUNK_WORDS: Final = 32 << 20
+PLAIN: Final = (bool, int, float, str, torch.dtype)
+OF_A_LAYER: Final = (
+    "isa", "kv_cache_dtype", "head_size", "num_kv_heads", "sliding_window", "attn_type",
+    "use_mla", "kv_sharing_target_layer_name",
+)  # fmt: skip
+
+
+class Weights(NamedTuple):
+    """The weights of one worker."""
+
+    digest: str
+    unseen: list[str]
+    """Names of tensors whose contents could not be read."""
+
+
+def identify(
+    hello: Hello, worker: Any, vllm_config: VllmConfig, adapters: Adapters | None = None
+) -> Hello:
+    """Completes ``hello`` with the live weights, adapters and KV formats of a worker, or with the
+    error of model code: the engine goes on without the store.
+
+    Args:
+        worker: vLLM's worker; this runs in its process.
+    """
+    try:
+        parallel = vllm_config.parallel_config
+        # In a mixture of experts, engines of a data-parallel group may have different experts.
+        experts = parallel.data_parallel_size == 1 and not parallel.enable_eplb
+        draft = getattr(worker.model_runner, "get_draft_model", lambda: None)()
+        models = {"model": worker.get_model(), "draft": draft}
+        weights = weights_of(
+            {name: model for name, model in models.items() if isinstance(model, nn.Module)},
+            experts=experts,
+        )
+        hello.weights = weights.digest
+        if weights.unseen:
+            log.info("weights_unseen count=%s first=%s", len(weights.unseen), weights.unseen[0])
+            hello.files = weights_id(vllm_config)
+        hello.attention = attention_of(vllm_config.compilation_config.static_forward_context)
+        hello.prefix_caching = bool(vllm_config.cache_config.enable_prefix_caching)
+        hello.adapters = {} if adapters is None else adapters.digests()
+    except Exception as error:
+        log.exception("weights_not_identified")
+        hello.error = repr(error)
+    return hello
+
+
+def weights_of(models: Mapping[str, nn.Module], *, experts: bool) -> Weights:
+    """The digest of the current weights of these models.
+
+    Args:
+        models: by a name chosen here, such as those of the model and its draft.
+        experts: whether to include the experts of a mixture. If they are spread over engines, or
+            move while engines run, each worker has different ones.
+    """
+    pending: list[tuple[str, torch.Tensor | None]] = []
+    unseen: list[str] = []
+    for model_name, model in sorted(models.items()):
+        seen: set[int] = set()
+        for name, tensor, module in _tensors(model, unseen, experts=experts):
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            # Ignores the wrapper that an engine with adapters puts around a layer.
+            full = f"{model_name}.{name}".replace(".base_layer", "")
+            told = f"{full} {tensor.dtype} {tuple(tensor.shape)}"
+            words = _summary(tensor) if tensor.numel() else _columns(module)
+            if words is None:
+                unseen.append(full)
+            pending.append((told, words))
+        for name, module in model.named_modules():
+            if _is_rotary(module):  # the choice of its factors may be a plain attribute
+                pending.append((f"{model_name}.{name} {_attributes(module)}", None))
+    digest = hashlib.sha256()
+    for (told, _), data in zip(pending, _fetched([words for _, words in pending]), strict=True):
+        digest.update(f"{told}\0{len(data)}\0".encode())
+        digest.update(data)
+    return Weights(digest.hexdigest()[:32], sorted(unseen))
+
+
+def attention_of(layers: Mapping[str, Any]) -> list[list[str]]:
+    """The distinct KV formats of the attention layers.
+
+    Args:
+        layers: vLLM's ``static_forward_context``.
+    """
+    manners = set()
+    for layer in layers.values():
+        backend = getattr(layer, "attn_backend", None)
+        if backend is None:
+            continue
+        manner = [f"backend={backend.get_name()}", f"impl={type(layer.impl).__name__}"]
+        manner += [f"{name}={getattr(layer, name, None)}" for name in OF_A_LAYER]
+        manner.append(f"window={getattr(layer.impl, 'sliding_window', None)}")
+        manners.add(tuple(manner))
+    return sorted(list(each) for each in manners)
+
+
+def adapter_digest(adapter: Any) -> str:
+    """The digest of a loaded LoRA adapter (vLLM's ``LoRAModel``)."""
+    digest = hashlib.sha256()
+    whole = getattr(adapter, "modules_to_save", None) or {}
+    for name, layer in sorted([*adapter.loras.items(), *whole.items()]):
+        digest.update(f"{name} {getattr(layer, 'scaling', '')}\0".encode())
+        for tensor in _flat(each for _, each in sorted(vars(layer).items())):
+            words = _summary(tensor)
+            (data,) = _fetched([words])
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\0".encode())
+            digest.update(data)
+    return digest.hexdigest()[:32]
+
+
+class Adapters:
+    """A worker's loaded LoRA adapters, which vLLM loads and drops as requests need them."""
+
+    def __init__(self, worker: Any) -> None:
+        """
+        Args:
+            worker: vLLM's worker.
+        """
+        self.rank: int = worker.rank
+        manager = getattr(worker.model_runner, "lora_manager", None)
+        self._manager = getattr(manager, "_adapter_manager", None)
+        self._digests: dict[int, tuple[Any, str]] = {}
+
+    def have_changed(self) -> bool:
+        """Whether the adapters have changed since ``digests``; called after each step."""
+        if self._manager is None:
+            return False
+        known = self._digests
+        loaded = self._manager.list_adapters()
+        return loaded.keys() != known.keys() or any(
+            known[number][0] is not adapter for number, adapter in loaded.items()
+        )
+
+    def digests(self) -> dict[int, str]:
+        """The digest of each loaded adapter, by its id."""
+        if self._manager is None:
+            return {}
+        before, self._digests = self._digests, {}
+        for number, adapter in self._manager.list_adapters().items():
+            known, digest = before.get(number, (None, ""))
+            self._digests[number] = (
+                adapter,
+                digest if known is adapter else adapter_digest(adapter),
+            )
+        return {number: digest for number, (_, digest) in self._digests.items()}
+
+
+def _flat(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _flat(value)
+
+
+def _tensors(
+    model: nn.Module, unseen: list[str], *, experts: bool
+) -> Iterator[tuple[str, torch.Tensor, nn.Module]]:
+    left_out: tuple[str, ...] = ()
+    for prefix, module in model.named_modules():
+        if not experts and _are_experts(module):
+            left_out = (*left_out, f"{prefix}.")
+            unseen.append(prefix)
+        if left_out and f"{prefix}.".startswith(left_out):
+            continue
+        own = (*module._parameters.items(), *module._buffers.items())
+        for name, tensor in sorted((name, each) for name, each in own if each is not None):
+            yield f"{prefix}.{name}" if prefix else name, tensor, module
+
+
+def _are_experts(module: nn.Module) -> bool:
+    return any(each.__name__ in ("RoutedExperts", "FusedMoE") for each in type(module).__mro__)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return any("Rotary" in each.__name__ for each in type(module).__mro__)
+
+
+def _attributes(module: nn.Module) -> str:
+    plain = {
+        name: repr(value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, PLAIN) and name != "training"
+    }
+    return f"{type(module).__name__} {plain}"
+
+
+def _summary(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A summary of the tensor's contents, as words on its device; None: they cannot be read."""
+    try:
+        inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = [_summary(getattr(tensor, name)) for name in inner]
+        return None if None in parts else torch.cat(parts)  # type: ignore[arg-type]
+    except AttributeError:  # an ordinary one
+        pass
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    flat = _dense(tensor.detach()).view(torch.uint8)
+    if flat.device.type == "cpu":
+        hashed = xxhash.xxh3_128_digest(flat.numpy())  # type: ignore[arg-type]
+        return torch.frombuffer(bytearray(hashed), dtype=torch.int64)
+    return _sampled(flat)
+
+
+def _sampled(flat: torch.Tensor) -> torch.Tensor:
+    """Samples, the bytes after the last whole word, and the sum of all words."""
+    whole = len(flat) // 8 * 8
+    aligned = flat.storage_offset() % 8 == 0
+    words = (flat if aligned else flat.clone())[:whole].view(torch.int64)
+    total = torch.zeros(1, dtype=torch.int64, device=flat.device)
+    for start in range(0, len(words), CHUNK_WORDS):
+        total += words[start : start + CHUNK_WORDS].sum()
+    step = max(1, len(words) // SAMPLES)
+    rest = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+    rest[: len(flat) - whole] = flat[whole:]
+    return torch.cat([words[::step][:SAMPLES], rest.view(torch.int64), total])
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in one dimension, in memory order if the tensor has no holes."""
+    if not tensor.is_contiguous():
+        order = sorted(range(tensor.dim()), key=lambda each: -tensor.stride()[each])
+        tensor = tensor.permute(order)
+    return tensor.contiguous().view(-1)
+
+
+@torch.inference_mode()
+def _columns(module: nn.Module) -> torch.Tensor | None:
+    """Some columns of a layer without readable weights; None: no columns can be read either."""
+    apply = getattr(getattr(module, "quant_method", None), "apply", None)
+    width = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
+    dtype = getattr(module, "params_dtype", None)
+    if apply is None or not isinstance(width, int) or dtype is None:
+        return None
+    step = max(1, width // COLUMNS)
+    wanted = list(range(0, width, step))[:COLUMNS]
+    ones = torch.zeros(len(wanted), width, dtype=dtype)
+    ones[range(len(wanted)), wanted] = 1
+    try:
+        columns = apply(module, ones, None)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        return None
+    flat = columns.contiguous().view(-1).view(torch.uint8)
+    return torch.cat([flat, flat.new_zeros(-len(flat) % 8)]).view(torch.int64)
+
+
+def _fetched(parts: list[torch.Tensor | None]) -> list[bytes]:
+    """The bytes of ``parts``, fetched with one copy per device."""
+    data = [b""] * len(parts)
+    by_device: dict[torch.device, list[int]] = {}
+    for index, part in enumerate(parts):
+        if part is not None:
+            by_device.setdefault(part.device, []).append(index)
+    for indices in by_device.values():
+        joined = torch.cat([parts[index] for index in indices]).cpu().numpy().tobytes()  # type: ignore[misc]
+        at = 0
+        for index in indices:
+            size = 8 * len(parts[index])  # type: ignore[arg-type]
+            data[index] = joined[at : at + size]
+            at += size
+    return data
