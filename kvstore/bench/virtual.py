@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore import calls
-from kvstore.bench.session import percentile
+from kvstore.bench.timing import percentile
 from kvstore.clocks import uptime
 from kvstore.errors import StartupError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace

@@ -2,7 +2,7 @@
 
 * ``__main__.py``: the demonstration: starts everything, sends prompts, prints what happened
 * ``scenario.py``: prompts, the outcome of each, and checks of it
-* ``bench.py``: the benchmark ``python -m kvstore.demo_vllm.bench``
+* ``bench.py``: the benchmark ``python -m bench.vllm``
 * ``systems.py``: what the benchmark compares: no store, this one, vLLM's built-in on Mooncake
 * ``measure.py``: the benchmark's rounds, samples and ratios
 * ``report.py``: the benchmark's tables and JSON

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from kvstore.bench.gpu import (
+from bench.gpu import (
     PATHS,
     SHAPES,
     Engine,
@@ -27,7 +27,7 @@ from tests.integration.cluster import ROOT
 
 
 def test_every_row_is_measured_and_written(tmp_path: Path) -> None:
-    module = "kvstore.bench.gpu" if IS_REAL else "tests.gpu.bench_on_a_fake"
+    module = "bench.gpu" if IS_REAL else "tests.gpu.bench_on_a_fake"
     command = [sys.executable, "-m", module, "--quick", "--out", str(tmp_path)]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=170, check=False

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.bench import growth_chains, growth_clients, growth_master, mooncake
-from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
+from bench import growth_chains, growth_clients, growth_master, mooncake
+from bench.rows import MODES, SHM, TCP, chosen
+from bench.side_by_side import Plan, compare
+from bench.worker import MOONCAKE, OURS, Settings, Worker, environment
 from kvstore.bench.ours import own_store
-from kvstore.bench.rows import MODES, SHM, TCP, chosen
-from kvstore.bench.side_by_side import Plan, compare
-from kvstore.bench.worker import MOONCAKE, OURS, Settings, Worker, environment
+from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
 from kvstore.demo.processes import ChildError, Children
 from kvstore.limits import BATCH_KEYS_MAX
 
@@ -137,7 +137,7 @@ def test_a_page_and_a_picture_are_drawn_again(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "found.json").write_text(json.dumps(found))
     command = [
-        sys.executable, "-m", "kvstore.bench", "--redraw", str(tmp_path / "found.json"),
+        sys.executable, "-m", "bench", "--redraw", str(tmp_path / "found.json"),
         "--out", str(tmp_path / "out"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, timeout=120, check=False)
@@ -186,7 +186,7 @@ def test_chains_beyond_one_call() -> None:
 
 def test_a_page_of_growth(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "kvstore.bench.growth", "--parts", "chains", "--quick",
+        sys.executable, "-m", "bench.growth", "--parts", "chains", "--quick",
         "--out", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, timeout=120, check=False)
@@ -200,7 +200,7 @@ def test_a_page_of_growth(tmp_path: Path) -> None:
 def test_restarts_lose_nothing() -> None:
     size, once = ["--memory", "64MiB", "--objects", "1200"], ["--rounds", "1", "--lease-ms", "1000"]
     done = subprocess.run(
-        [sys.executable, "-m", "kvstore.bench.restarts", "--json", *size, *once],
+        [sys.executable, "-m", "bench.restarts", "--json", *size, *once],
         capture_output=True,
         text=True,
         timeout=120,

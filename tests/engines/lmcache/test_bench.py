@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from bench import mooncake
+from bench.rows import LMCACHE, LMCACHE_ROWS, SHM, TCP, Row
+from bench.worker import MOONCAKE, OURS, Settings, Worker, environment
 from kvstore import Client
-from kvstore.bench import mooncake
-from kvstore.bench.driver import EXIST
 from kvstore.bench.ours import own_store
-from kvstore.bench.rows import LMCACHE, LMCACHE_ROWS, SHM, TCP, Row
-from kvstore.bench.worker import MOONCAKE, OURS, Settings, Worker, environment
+from kvstore.bench.session import EXIST
 from kvstore.demo.processes import ChildError, Children
 
 POOL = 256 << 20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.bench.driver import EXIST, GET, PUT
+from bench.rows import DROP_IN, HICACHE, NATIVE
+from bench.worker import OURS, Settings, Worker, environment
 from kvstore.bench.ours import own_store
-from kvstore.bench.rows import DROP_IN, HICACHE, NATIVE
-from kvstore.bench.worker import OURS, Settings, Worker, environment
+from kvstore.bench.session import EXIST, GET, PUT
 from kvstore.demo.processes import Children
 
 POOL = 256 << 20

@@ -7,11 +7,11 @@ import json
 import pytest
 from rich.console import Console
 
-from kvstore.bench import growth_report
-from kvstore.bench.growth_chains import Matched
-from kvstore.bench.growth_clients import Together
-from kvstore.bench.growth_master import Eviction, Filled, Large
-from kvstore.bench.growth_results import Goal, Growth
+from bench import growth_report
+from bench.growth_chains import Matched
+from bench.growth_clients import Together
+from bench.growth_master import Eviction, Filled, Large
+from bench.growth_results import Goal, Growth
 from kvstore.bench.virtual import Pauses, chain
 
 MACHINE: dict[str, str | int] = {"cpu": "A", "cores": 2, "memory_gib": 8, "kernel": "6.1"}

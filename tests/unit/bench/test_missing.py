@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from kvstore.bench import mooncake
-from kvstore.bench.__main__ import main
-from kvstore.bench.machine import in_words, machine, today
+from bench import mooncake
+from bench.__main__ import main
+from bench.machine import in_words, machine, today
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ import json
 import pytest
 from rich.console import Console
 
-from kvstore.bench import report
-from kvstore.bench.driver import PUT
-from kvstore.bench.results import Comparison, Measured, Spread
-from kvstore.bench.rows import ROWS, Row, chosen
-from kvstore.bench.worker import MOONCAKE, OURS
+from bench import report
+from bench.results import Comparison, Measured
+from bench.rows import ROWS, Row, chosen
+from bench.worker import MOONCAKE, OURS
+from kvstore.bench.session import PUT
+from kvstore.bench.timing import Spread
 
 [COPIED] = chosen(["put/shm/1MiB/64"])
 [AGAIN] = chosen(["get_again"])

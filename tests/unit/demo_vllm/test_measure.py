@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.demo_vllm.measure import (
+from bench.vllm.measure import (
     HIT,
     KINDS,
     MANNERS,
@@ -15,7 +15,7 @@ from kvstore.demo_vllm.measure import (
     p90,
     spread,
 )
-from kvstore.demo_vllm.report import as_json, comparisons
+from bench.vllm.report import as_json, comparisons
 from kvstore.demo_vllm.scenario import full_blocks, memory_mib, prompt
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS, TEXT_TOKENS
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvstore import calls
 from kvstore.bench import virtual
 from kvstore.bench.ours import LEASE_MS, own_master
-from kvstore.bench.session import median_us, timed
+from kvstore.bench.timing import median_us, timed
 from kvstore.bench.virtual import CHAIN_BLOCKS, NAMESPACE, STEP_BLOCKS, Pauses, ask, chain
 from kvstore.errors import KVStoreError
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX, PUT_KEYS_MAX, Key, Namespace

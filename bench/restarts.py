@@ -1,4 +1,4 @@
-"""How soon cached objects are served again: ``python -m kvstore.bench.restarts``.
+"""How soon cached objects are served again: ``python -m bench.restarts``.
 
 Fills a new master and node with distinct objects. Then each of the two in turn is killed (SIGKILL)
 and started again. The times count from the moment when the new process is ready:
@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from kvstore.bench.machine import in_words, machine, today
+from bench.machine import in_words, machine, today
 from kvstore.cli.options import CONTEXT, debug_option, json_option, run
 from kvstore.cli.show import print_json
 from kvstore.config import ClientConfig, parse_size

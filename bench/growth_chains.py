@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from kvstore import calls
 from kvstore.bench import virtual
 from kvstore.bench.ours import TIMEOUT_MS, own_master
-from kvstore.bench.session import median_us, require, timed
+from kvstore.bench.timing import median_us, require, timed
 from kvstore.bench.virtual import NAMESPACE, PUT_AT_ONCE, chain
 from kvstore.config import ClientConfig
 from kvstore.limits import BATCH_KEYS_MAX, PROTOCOL_VERSION, Key

@@ -1,4 +1,4 @@
-"""The command ``python -m kvstore.bench``: this store and Mooncake Store, side by side."""
+"""The command ``python -m bench``: this store and Mooncake Store, side by side."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from kvstore.bench import hicache, lmcache, mooncake, report
-from kvstore.bench.machine import machine, today
-from kvstore.bench.results import Measured
-from kvstore.bench.rows import HICACHE, LMCACHE, TABLES, Row, chosen
-from kvstore.bench.show import (
+from bench import hicache, lmcache, mooncake, report
+from bench.machine import machine, today
+from bench.results import Measured
+from bench.rows import HICACHE, LMCACHE, TABLES, Row, chosen
+from bench.show import (
     bar,
     ended_by_signals,
     exit_with,
@@ -20,7 +20,7 @@ from kvstore.bench.show import (
     redraw_option,
     write_page,
 )
-from kvstore.bench.side_by_side import Plan, compare, steps
+from bench.side_by_side import Plan, compare, steps
 
 PACKAGES = (
     mooncake.PACKAGE, lmcache.PACKAGE, hicache.PACKAGE, "torch", "numpy", "grpcio", "xxhash",
@@ -31,10 +31,10 @@ QUICK_SECONDS = 0.1
 NAME = "mooncake"
 EXAMPLE = """\b
 Examples:
-  python -m kvstore.bench
-  python -m kvstore.bench --rows 'exist,match_prefix,*/shm/4KiB/1' --rounds 9 --out /tmp/found
-  python -m kvstore.bench --quick
-  python -m kvstore.bench --redraw docs/benchmarks/mooncake.json
+  python -m bench
+  python -m bench --rows 'exist,match_prefix,*/shm/4KiB/1' --rounds 9 --out /tmp/found
+  python -m bench --quick
+  python -m bench --redraw docs/benchmarks/mooncake.json
 """
 
 
@@ -99,7 +99,7 @@ def main(
 
 def write(measured: Measured, out: Path) -> None:
     """Writes the three files."""
-    from kvstore.bench.picture import draw_comparison
+    from bench.picture import draw_comparison
 
     name = measured.behind or NAME
     write_page(out, name, report.as_markdown(measured, picture=f"{name}.png"), measured.as_json())

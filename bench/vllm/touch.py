@@ -1,4 +1,4 @@
-"""Write all of Mooncake's memory: ``python -m kvstore.demo_vllm.touch_mooncake CONFIG MIB``.
+"""Write all of Mooncake's memory: ``python -m bench.vllm.touch CONFIG MIB``.
 
 Fails if most of it cannot be written within half a minute.
 """

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Self
 
-from kvstore.bench.growth_chains import Matched
-from kvstore.bench.growth_clients import Together
-from kvstore.bench.growth_master import Eviction, Filled, Large
+from bench.growth_chains import Matched
+from bench.growth_clients import Together
+from bench.growth_master import Eviction, Filled, Large
 from kvstore.bench.virtual import Pauses
 
 KEPT: Final = 0.9

@@ -15,15 +15,15 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.bench import mooncake
-from kvstore.bench.driver import EXIST, GET, PUT, Work
+from bench import mooncake
+from bench.rows import DROP_IN, KIB, NATIVE_SHM
 from kvstore.bench.ours import OurDriver
-from kvstore.bench.rows import DROP_IN, KIB, NATIVE_SHM
-from kvstore.bench.session import require
+from kvstore.bench.session import EXIST, GET, PUT, Work
+from kvstore.bench.timing import require
 from kvstore.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvstore.bench.driver import Bytes
+    from kvstore.bench.timing import Bytes
 
 PACKAGE: Final = "sglang"
 

@@ -1,4 +1,4 @@
-"""The command ``python -m kvstore.demo_vllm.bench``: vLLM without a store, with this one, and with
+"""The command ``python -m bench.vllm``: vLLM without a store, with this one, and with
 its built-in one, on the same machine with the same prompts."""
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import IO
 import click
 from rich.console import Console
 
+from bench.vllm import report, systems
+from bench.vllm.measure import HIT, Measured, Plan, measure
 from kvstore.demo.processes import ChildError, Children
-from kvstore.demo_vllm import report, servers, systems
-from kvstore.demo_vllm.measure import HIT, Measured, Plan, measure
+from kvstore.demo_vllm import servers
 from kvstore.demo_vllm.requests import RequestError
 from kvstore.demo_vllm.scenario import HIDDEN, LAYERS, PROMPT_TOKENS_MAX, memory_mib
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
@@ -29,8 +30,8 @@ begins to evict when it is nearly full."""
 
 EXAMPLE = """\b
 Examples:
-  python -m kvstore.demo_vllm.bench --json results.json
-  python -m kvstore.demo_vllm.bench --systems none,kvstore --prompts 4 --rounds 3
+  python -m bench.vllm --json results.json
+  python -m bench.vllm --systems none,kvstore --prompts 4 --rounds 3
 """
 
 

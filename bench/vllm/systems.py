@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.bench import mooncake
+from bench import mooncake
 from kvstore.demo.processes import Children
 from kvstore.demo_vllm import servers
 from kvstore.demo_vllm.servers import Server
@@ -105,6 +105,6 @@ def _touch(children: Children, name: str, memory_mib: int) -> None:
     engines use the whole CPU.
     """
     config = children.directory / f"{name}.json"
-    module = "kvstore.demo_vllm.touch_mooncake"
+    module = "bench.vllm.touch"
     job = children.start(f"{name}-touch", module, str(config), str(memory_mib))
     children.result(job, MOONCAKE_SECONDS)

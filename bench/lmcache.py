@@ -15,14 +15,14 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.bench import mooncake
-from kvstore.bench.driver import EXIST, PUT, Work
+from bench import mooncake
 from kvstore.bench.ours import OurDriver
-from kvstore.bench.session import BATCH, CHAIN_BLOCK_BYTES, WARM_PIECE, memory, require
+from kvstore.bench.session import BATCH, CHAIN_BLOCK_BYTES, EXIST, PUT, WARM_PIECE, Work
+from kvstore.bench.timing import memory, require
 from kvstore.errors import StartupError
 
 if TYPE_CHECKING:
-    from kvstore.bench.driver import Bytes
+    from kvstore.bench.timing import Bytes
 
 PACKAGE: Final = "lmcache"
 MODEL: Final = "kvstore/bench"

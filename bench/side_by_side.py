@@ -17,14 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.bench import mooncake
-from kvstore.bench.driver import MEMCPY
+from bench import mooncake
+from bench.results import Comparison, Measured
+from bench.rows import SHM, Row, memory_needed
+from bench.worker import MOONCAKE, OURS, Settings, Worker, environment
 from kvstore.bench.ours import own_store
-from kvstore.bench.processor import processor_seconds
-from kvstore.bench.results import Comparison, Measured
-from kvstore.bench.rows import SHM, Row, memory_needed
-from kvstore.bench.session import median_us
-from kvstore.bench.worker import MOONCAKE, OURS, Settings, Worker, environment
+from kvstore.bench.session import MEMCPY
+from kvstore.bench.timing import median_us, processor_seconds
 from kvstore.demo.processes import Children
 
 STOP_SECONDS = 20.0

@@ -1,4 +1,4 @@
-"""The command ``python -m kvstore.bench.growth``: this store as the work grows."""
+"""The command ``python -m bench.growth``: this store as the work grows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import click
 
-from kvstore.bench import growth_chains, growth_clients, growth_master, growth_report
-from kvstore.bench.growth_results import Growth
-from kvstore.bench.machine import machine, today
-from kvstore.bench.show import (
+from bench import growth_chains, growth_clients, growth_master, growth_report
+from bench.growth_results import Growth
+from bench.machine import machine, today
+from bench.show import (
     bar,
     ended_by_signals,
     exit_with,
@@ -32,9 +32,9 @@ QUICK_OBJECTS = (10_000, 100_000)
 QUICK_SECONDS = 0.05
 EXAMPLE = """\b
 Examples:
-  python -m kvstore.bench.growth
-  python -m kvstore.bench.growth --parts master --objects 1000000
-  python -m kvstore.bench.growth --redraw docs/benchmarks/growth.json
+  python -m bench.growth
+  python -m bench.growth --parts master --objects 1000000
+  python -m bench.growth --redraw docs/benchmarks/growth.json
 """
 
 
@@ -108,7 +108,7 @@ def measure(parts: list[str], objects: list[int], seconds: float, rounds: int) -
 
 def write(growth: Growth, out: Path) -> None:
     """Writes the three files."""
-    from kvstore.bench.picture import draw_growth
+    from bench.picture import draw_growth
 
     page = growth_report.as_markdown(growth, picture=f"{NAME}.png")
     write_page(out, NAME, page, growth.as_json())

@@ -13,8 +13,8 @@ import socket
 import sys
 from typing import Any, Final, TypedDict
 
-from kvstore.bench.processor import Shares
-from kvstore.bench.rows import HICACHE, LMCACHE
+from bench.results import Shares
+from bench.rows import HICACHE, LMCACHE
 from kvstore.bench.session import Session
 from kvstore.demo.processes import ChildError, Children
 from kvstore.errors import InvalidArgumentError
@@ -63,7 +63,7 @@ class Worker:
         self._socket: socket.socket | None = None
         self.processor: Shares = {}
         """As ``Session.processor``."""
-        self._child = children.start(name, "kvstore.bench.worker", str(path), json.dumps(settings))
+        self._child = children.start(name, "bench.worker", str(path), json.dumps(settings))
 
     @property
     def pid(self) -> int:
@@ -158,17 +158,17 @@ def session(settings: Settings) -> Session:
     Raises:
         KVStoreError: the system cannot be reached.
     """
-    from kvstore.bench.driver import Driver
+    from kvstore.bench.session import Driver
 
     driver: Driver
     if settings["behind"] == LMCACHE:
-        from kvstore.bench.lmcache import LMCacheDriver
+        from bench.lmcache import LMCacheDriver
 
         driver = LMCacheDriver(
             settings["system"], settings["mode"], settings["address"], settings["memory_bytes"]
         )
     elif settings["behind"] == HICACHE:
-        from kvstore.bench.hicache import HiCacheDriver
+        from bench.hicache import HiCacheDriver
 
         driver = HiCacheDriver(
             settings["address"], settings["mode"], settings["memory_bytes"],
@@ -179,7 +179,7 @@ def session(settings: Settings) -> Session:
 
         driver = OurDriver(settings["address"], settings["mode"], settings["memory_bytes"])
     elif settings["system"] == MOONCAKE:
-        from kvstore.bench.mooncake import MooncakeDriver
+        from bench.mooncake import MooncakeDriver
 
         driver = MooncakeDriver(settings["mode"], settings["address"], settings["memory_bytes"])
     else:

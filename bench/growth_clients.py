@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from kvstore.bench.driver import EXIST, GET
+from bench.rows import KIB, MIB, SHM
+from bench.worker import OURS, Settings, Worker, environment
 from kvstore.bench.ours import own_store
-from kvstore.bench.rows import KIB, MIB, SHM
-from kvstore.bench.session import median_us
-from kvstore.bench.worker import OURS, Settings, Worker, environment
+from kvstore.bench.session import EXIST, GET
+from kvstore.bench.timing import median_us
 from kvstore.demo.processes import Children
 
 POOL_BYTES: Final = 2 << 30

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Event
 
+from bench.vllm.systems import System
 from kvstore.demo_vllm.requests import Completion, RequestError, complete, forget, token_times
 from kvstore.demo_vllm.scenario import full_blocks, prompt
-from kvstore.demo_vllm.systems import System
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 
 MISS = "miss"

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.bench.growth_results import Growth
-from kvstore.bench.machine import in_words
-from kvstore.bench.report import microseconds
+from bench.growth_results import Growth
+from bench.machine import in_words
+from bench.report import microseconds
 
 COMMAND = "make bench-growth"
 

@@ -1,4 +1,4 @@
-"""Measures a GPU's way to the store: ``python -m kvstore.bench.gpu`` (``make bench-gpu``).
+"""Measures a GPU's way to the store: ``python -m bench.gpu`` (``make bench-gpu``).
 
 * *save* and *load*: a batch of blocks by ``put_chain`` and ``get_into``, beside a plain copy of as
   many bytes, in one piece, between the GPU and page-locked memory. Both take turns, so that a busy
@@ -31,12 +31,9 @@ import click
 import numpy as np
 from rich.table import Table
 
-from kvstore.bench.machine import in_words, machine, today
-from kvstore.bench.ours import PAUSE_SECONDS, Store, own_store
-from kvstore.bench.results import Spread
-from kvstore.bench.rows import KIB, MIB, SHM, TCP, size_name
-from kvstore.bench.session import require
-from kvstore.bench.show import (
+from bench.machine import in_words, machine, today
+from bench.rows import KIB, MIB, SHM, TCP, size_name
+from bench.show import (
     bar,
     ended_by_signals,
     exit_with,
@@ -44,6 +41,8 @@ from kvstore.bench.show import (
     output,
     write_page,
 )
+from kvstore.bench.ours import PAUSE_SECONDS, Store, own_store
+from kvstore.bench.timing import Spread, require
 from kvstore.calls import PutOutcome
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of
@@ -70,9 +69,9 @@ SLOWDOWN_GOAL: Final = 0.03
 """The most by which a save may slow an engine's work."""
 EXAMPLE = """\b
 Examples:
-  python -m kvstore.bench.gpu
-  python -m kvstore.bench.gpu --rounds 9 --out /tmp/found
-  python -m kvstore.bench.gpu --quick
+  python -m bench.gpu
+  python -m bench.gpu --rounds 9 --out /tmp/found
+  python -m bench.gpu --quick
 """
 
 

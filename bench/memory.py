@@ -1,4 +1,4 @@
-"""Compares the ways to allocate memory: ``python -m kvstore.bench.memory``.
+"""Compares the ways to allocate memory: ``python -m bench.memory``.
 
 The ways take turns, one round to warm up and several that count, so that a busy machine slows all
 of them; each cell is a median. Ways that this host does not offer are left out, with the reason.

