@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import click
 
-from bench import hicache, lmcache, mooncake, report
-from bench.machine import machine, today
-from bench.results import Measured
+from bench import mooncake, page
 from bench.rows import HICACHE, LMCACHE, TABLES, Row, chosen
-from bench.show import (
-    bar,
-    ended_by_signals,
-    exit_with,
-    out_option,
-    output,
-    redraw_option,
-    write_page,
-)
-from bench.side_by_side import Plan, compare, steps
+from bench.side_by_side import Plan, compare, comparisons, page_of
 
-PACKAGES = (
-    mooncake.PACKAGE, lmcache.PACKAGE, hicache.PACKAGE, "torch", "numpy", "grpcio", "xxhash",
-)  # fmt: skip
-MISSING = {LMCACHE: lmcache.missing, HICACHE: hicache.missing}
+MODULES = {LMCACHE: "lmcache", HICACHE: "sglang"}
+PACKAGES = (mooncake.PACKAGE, *MODULES.values(), "torch", "numpy", "grpcio", "xxhash")
 POOL_BYTES = 2 << 30
 QUICK_SECONDS = 0.1
-NAME = "mooncake"
 EXAMPLE = """\b
 Examples:
   python -m bench
@@ -48,12 +35,11 @@ def _rows(context: click.Context, parameter: click.Parameter, value: str) -> lis
 
 
 @click.command(epilog=EXAMPLE)
-@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True,
-              help="Rounds, each with new processes on both sides.")  # fmt: skip
+@page.rounds_option
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=0.5, show_default=True,
               help="Seconds per row, round and system.")  # fmt: skip
 @click.option(
-    "--behind", type=click.Choice(list(MISSING)), is_eager=True,
+    "--behind", type=click.Choice(list(MODULES)), is_eager=True,
     help="Measure both systems as storage of LMCache, or of SGLang's HiCache, which must be"
     " installed.",
 )  # fmt: skip
@@ -61,9 +47,9 @@ def _rows(context: click.Context, parameter: click.Parameter, value: str) -> lis
     "--rows", metavar="PATTERN,...", default="*", show_default=True, callback=_rows,
     help="Only these rows: OP/PATH/SIZE/BATCH or a prefix, such as 'put' or 'get/tcp'.",
 )  # fmt: skip
-@click.option("--quick", is_flag=True, help="One short round, to test that the benchmark works.")
-@out_option
-@redraw_option
+@page.quick_option
+@page.out_option
+@page.redraw_option
 def main(
     rounds: int,
     seconds: float,
@@ -79,31 +65,26 @@ def main(
     and mooncake.png, or lmcache.md and so on. The exit status is 0 when everything was measured,
     whether or not the goals are met.
     """
-    console = output()
     if redraw is not None:
-        measured = Measured.from_json(json.loads(redraw.read_text()))
+        found = json.loads(redraw.read_text())
+        found["rows"] = [each.as_json() for each in comparisons(found)]
     else:
-        if reason := mooncake.missing() or (MISSING[behind]() if behind else None):
+        if reason := mooncake.missing() or _missing(behind):
             raise click.ClickException(reason)
         plan = Plan(rounds=rounds, seconds=seconds, pool_bytes=POOL_BYTES)
         if quick:
             plan = Plan(rounds=1, seconds=QUICK_SECONDS, pool_bytes=POOL_BYTES)
-        with ended_by_signals(), exit_with("bench"), bar(steps(rows, plan)) as progress:
-            measured = compare(rows, plan, progress)
-        measured.machine = machine(PACKAGES) | {"date": today()}
-    report.show(measured, console)
-    if out is not None:
-        write(measured, out)
-        console.print(f"Written: {out}/{measured.behind or NAME}.md, .json and .png")
+        found = page.measured(
+            lambda progress: compare(rows, plan, progress), plan.rounds * len(rows), PACKAGES
+        )
+    page.publish(page_of(found), found, out)
 
 
-def write(measured: Measured, out: Path) -> None:
-    """Writes the three files."""
-    from bench.picture import draw_comparison
-
-    name = measured.behind or NAME
-    write_page(out, name, report.as_markdown(measured, picture=f"{name}.png"), measured.as_json())
-    draw_comparison(measured, out / f"{name}.png")
+def _missing(behind: str | None) -> str | None:
+    """Why LMCache or SGLang cannot be used here, and what to do; None: it can."""
+    if behind is None or importlib.util.find_spec(MODULES[behind]) is not None:
+        return None
+    return f"{MODULES[behind]} is missing; make bench-{behind} uses an environment that has it."
 
 
 if __name__ == "__main__":

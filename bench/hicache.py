@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -25,19 +24,10 @@ from kvstore.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from kvstore.bench.timing import Bytes
 
-PACKAGE: Final = "sglang"
-
 TOKEN_BYTES: Final = 4 * KIB
 """Of the pool: 16 layers of 128 bfloat16 values."""
 LAYERS: Final = 16
 LATENT: Final = 64
-
-
-def missing() -> str | None:
-    """Why SGLang cannot be used here, and what to do; None: it can."""
-    if importlib.util.find_spec(PACKAGE) is not None:
-        return None
-    return "SGLang is not installed here; make bench-hicache uses an environment that has it."
 
 
 class HiCacheDriver:

@@ -29,11 +29,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from bench.page import Table, bar, show
 from kvstore.bench.ours import own_master
+from kvstore.bench.timing import timed
 from kvstore.cli.options import CONTEXT, debug_option, json_option, run
 from kvstore.cli.show import print_json
 from kvstore.config import ClientConfig, parse_size
@@ -50,6 +49,7 @@ GIB = 1 << 30
 WORK_BYTES = 64 << 20
 MEMORY_BYTES_MIN = 256 << 20
 BATCH = 64
+TIMEOUT_SECONDS = 600.0
 BATCHES = 20
 """Batches per put and get row: enough for a median, and few enough for the pool."""
 
@@ -99,36 +99,29 @@ def command(memory: str, rounds: int, as_json: bool) -> None:
     if size < MEMORY_BYTES_MIN:
         what = f"--memory {memory} is too little to measure"
         raise InvalidArgumentError(what, advice="Give it 256MiB or more.")
-    console = Console(stderr=True)
     found: dict[str, list[dict[str, float]]] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=as_json) as bar:
-        task = bar.add_task("", total=(rounds + 1) * len(WAYS))
-        ways = list(WAYS)
+    ways = list(WAYS)
+    with bar((rounds + 1) * len(WAYS)) as progress:
         for number in range(-1, rounds):
             for way in list(ways):
-                bar.update(task, description=way.name)
+                progress(f"round {number + 1} of {rounds}: {way.name}", 1)
                 try:
                     row = measure(way.options, size)
                 except KVStoreError as error:
                     ways.remove(way)
-                    console.print(f"left out: {way.name}: {error}", highlight=False)
+                    click.echo(f"left out: {way.name}: {error}", err=True)
                 else:
                     if number >= 0:  # in the first round a virtual machine gets its memory
                         found.setdefault(way.name, []).append(row)
-                bar.advance(task)
     rows = {name: medians(samples) for name, samples in found.items() if samples}
     if as_json:
         for name, row in rows.items():
             print_json({"way": name, "rounds": rounds, "segment_bytes": size, **row})
         return
-    table = Table("", box=None, pad_edge=False)
-    for name in rows:
-        table.add_column(name, justify="right")
-    for key, title in COLUMNS.items():
-        table.add_row(title, *(f"{row[key]:,.1f}" for row in rows.values()))
-    Console().print(table, highlight=False)
+    lines = [
+        (title, *(f"{row[key]:,.1f}" for row in rows.values())) for key, title in COLUMNS.items()
+    ]
+    show([Table(("", *rows), lines)])
 
 
 def medians(samples: list[dict[str, float]]) -> dict[str, float]:
@@ -245,16 +238,7 @@ def _flags(options: MemoryOptions) -> list[str]:
 
 
 def _median_speed(call: Callable[[int], object], times: int) -> float:
-    speeds = []
-    for number in range(times):
-        start = time.perf_counter()
-        call(number)
-        speeds.append(_speed(start))
-    return statistics.median(speeds)
-
-
-def _speed(start: float) -> float:
-    return WORK_BYTES / 1e9 / (time.perf_counter() - start)
+    return WORK_BYTES / 1e9 / statistics.median(timed(call, TIMEOUT_SECONDS, times))
 
 
 def _faults() -> int:
@@ -263,4 +247,4 @@ def _faults() -> int:
 
 if __name__ == "__main__":
     with suppress(KeyboardInterrupt):
-        run(command, "kvstore bench memory")
+        run(command, "bench memory")

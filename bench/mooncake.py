@@ -96,7 +96,7 @@ def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> S
 class MooncakeDriver:
     """Mooncake's Python client."""
 
-    def __init__(self, mode: str, address: str, memory_bytes: int) -> None:
+    def __init__(self, address: str, mode: str, memory_bytes: int) -> None:
         """
         Args:
             mode: ``tcp``, or ``shm``: its dummy client.
