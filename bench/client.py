@@ -7,13 +7,15 @@ once it is connected to its system and has written the whole pool. It ends when 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import sys
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from bench.rows import HICACHE, LMCACHE
+from bench import mooncake
+from kvstore.bench.ours import OurDriver
 from kvstore.bench.session import Session
 from kvstore.demo.processes import ChildError, Children
 from kvstore.errors import InvalidArgumentError
@@ -139,22 +141,13 @@ def driver_of(settings: Settings) -> Driver:
         KVStoreError: the system cannot be reached.
     """
     where = settings.address, settings.mode, settings.memory_bytes
-    on_mooncake = settings.system == MOONCAKE
-    if settings.behind == LMCACHE:
-        from bench.lmcache import LMCacheDriver
-
-        return LMCacheDriver(*where, on_mooncake=on_mooncake)
-    if settings.behind == HICACHE:
-        from bench.hicache import HiCacheDriver
-
-        return HiCacheDriver(*where, on_mooncake=on_mooncake)
-    if on_mooncake:
-        from bench.mooncake import MooncakeDriver
-
-        return MooncakeDriver(*where)
+    if settings.behind:
+        module = importlib.import_module(f"bench.{settings.behind}")
+        behind: Driver = module.Driver(*where, on_mooncake=settings.system == MOONCAKE)
+        return behind
+    if settings.system == MOONCAKE:
+        return mooncake.MooncakeDriver(*where)
     if settings.system == OURS:
-        from kvstore.bench.ours import OurDriver
-
         return OurDriver(*where)
     raise InvalidArgumentError(f"there is no system {settings.system}")
 

@@ -30,7 +30,7 @@ LAYERS: Final = 16
 LATENT: Final = 64
 
 
-class HiCacheDriver:
+class Driver:
     """Back-ends of SGLang on one host pool; one back-end per size of pages."""
 
     def __init__(self, address: str, mode: str, memory_bytes: int, *, on_mooncake: bool) -> None:

@@ -33,7 +33,7 @@ MEMORY_BYTES_MIN: Final = 64 << 20
 TIMEOUT_SECONDS: Final = 60
 
 
-class LMCacheDriver:
+class Driver:
     """A client of one system, behind LMCache. A backend of LMCache has chunks of one size, so there
     is one for each size."""
 

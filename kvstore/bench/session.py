@@ -119,6 +119,7 @@ class Session:
         self._processes = processes or {}
         self._pool = pool_bytes
         self._name = name
+        self._prepared: Callable[[], None] = lambda: None
         self._rows = 0
         self._keys: dict[str, list[str]] = {}
         self._kept = 0
@@ -156,36 +157,29 @@ class Session:
             InvalidArgumentError: there is not enough memory for the row.
         """
         assert batch * size <= len(self.driver.source), "more than the driver's memory"
+        self._prepared = prepared
         if op == MEMCPY:
             prepared()
             return time_memcpy(self.driver.source, self.driver.target, size * batch, seconds)
         if op in (EXIST, MATCH):
             keys = self._kept_keys(op)[:batch]
-            return self._timed(self.driver.work(op, [keys], 0), seconds, CALLS_MAX, prepared)
+            return self._timed(self.driver.work(op, [keys], 0), seconds)
         if op not in (PUT, *READS):
             raise InvalidArgumentError(f"{op} cannot be measured on this system")
-        room = int(self._pool * ROW_PART) // size // batch
-        if not room:
-            raise InvalidArgumentError(
-                f"{batch} objects of {size} bytes need more memory than this store has",
-                advice="Give the store more memory.",
-            )
-        return self._move(op, size, batch, room, seconds, prepared)
+        return self._move(op, size, batch, seconds)
 
     def close(self) -> None:
         self.driver.close()
 
     # --- internal -----------------------------------------------------------------------------
 
-    def _move(
-        self,
-        op: str,
-        size: int,
-        batch: int,
-        room: int,
-        seconds: float,
-        prepared: Callable[[], None],
-    ) -> list[float]:
+    def _move(self, op: str, size: int, batch: int, seconds: float) -> list[float]:
+        room = int(self._pool * ROW_PART) // size // batch
+        if not room:
+            raise InvalidArgumentError(
+                f"{batch} objects of {size} bytes need more memory than this store has",
+                advice="Give the store more memory.",
+            )
         most = OBJECTS_MAX if batch == 1 else BATCHES_MAX if op == PUT else READ_BATCHES_MAX
         count = 1 if op == GET_AGAIN else min(most, room)
         self._rows += 1
@@ -197,27 +191,25 @@ class Session:
         putting = self.driver.work(PUT, batches, size)
         done = 0
         try:
-            if op in READS:
-                for done in range(1, count + 1):
-                    putting.check(putting.call(done - 1))
-                work = self.driver.work(op, batches, size)
-                self.driver.target[: batch * size] = 1
-                samples = self._timed(work, seconds, CALLS_MAX, prepared)
-                if op == GET:
-                    same = self.driver.target[: batch * size] == self.driver.source[: batch * size]
-                    require(bool(same.all()), "came back with other bytes")
-            else:
+            if op == PUT:
                 done = count
-                samples = self._timed(putting, seconds, count, prepared)
+                samples = self._timed(putting, seconds, count)
                 done = len(samples)
+                return samples
+            for done in range(1, count + 1):
+                putting.check(putting.call(done - 1))
+            work = self.driver.work(op, batches, size)
+            self.driver.target[: batch * size] = 1
+            samples = self._timed(work, seconds)
+            if op == GET:
+                same = self.driver.target[: batch * size] == self.driver.source[: batch * size]
+                require(bool(same.all()), "came back with other bytes")
+            return samples
         finally:
             self.driver.remove([key for some in batches[:done] for key in some])
-        return samples
 
-    def _timed(
-        self, work: Work, seconds: float, limit: int, prepared: Callable[[], None]
-    ) -> list[float]:
-        prepared()
+    def _timed(self, work: Work, seconds: float, limit: int = CALLS_MAX) -> list[float]:
+        self._prepared()
         before = {name: processor_seconds(pid) for name, pid in self._processes.items()}
         samples = timed(work.call, seconds, limit, work.check)
         for name, pid in self._processes.items():
