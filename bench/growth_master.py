@@ -153,7 +153,7 @@ class _Step:
         return self._waits(lambda seconds: seconds > self.seconds * 4)
 
     def _waits(self, until: Callable[[float], bool]) -> dict[str, float]:
-        return virtual.pauses(self.stub, chain(0)[0], until)._asdict()
+        return virtual.pauses(self.stub, chain(0)[0], until)
 
     def _evict_by_steps(self, blocks: int) -> Found:
         """Evicts as engines do: by puts of 64 new objects."""

@@ -25,7 +25,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -50,26 +49,21 @@ WORK_BYTES = 64 << 20
 MEMORY_BYTES_MIN = 256 << 20
 BATCH = 64
 TIMEOUT_SECONDS = 600.0
+"""More than the batches of a row take."""
 BATCHES = 20
 """Batches per put and get row: enough for a median, and few enough for the pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    name: str
-    options: MemoryOptions
-
-
-WAYS = (
-    Way("4 KiB pages, 1 thread", MemoryOptions(huge_pages="off", threads=1)),
-    Way("4 KiB pages", MemoryOptions(huge_pages="off")),
-    Way("4 KiB pages, locked", MemoryOptions(huge_pages="off", lock="on")),
-    Way("4 KiB pages, NUMA node 0", MemoryOptions(huge_pages="off", numa_node=0)),
-    Way("transparent, 1 thread", MemoryOptions(huge_pages="transparent", threads=1)),
-    Way("transparent", MemoryOptions(huge_pages="transparent")),
-    Way("transparent, locked", MemoryOptions(huge_pages="transparent", lock="on")),
-    Way("reserved", MemoryOptions(huge_pages="reserved")),
-)
+WAYS = {
+    "4 KiB pages, 1 thread": MemoryOptions(huge_pages="off", threads=1),
+    "4 KiB pages": MemoryOptions(huge_pages="off"),
+    "4 KiB pages, locked": MemoryOptions(huge_pages="off", lock="on"),
+    "4 KiB pages, NUMA node 0": MemoryOptions(huge_pages="off", numa_node=0),
+    "transparent, 1 thread": MemoryOptions(huge_pages="transparent", threads=1),
+    "transparent": MemoryOptions(huge_pages="transparent"),
+    "transparent, locked": MemoryOptions(huge_pages="transparent", lock="on"),
+    "reserved": MemoryOptions(huge_pages="reserved"),
+}
 
 COLUMNS = {
     "start_ms_per_gib": "start ms/GiB",
@@ -103,17 +97,20 @@ def command(memory: str, rounds: int, as_json: bool) -> None:
     ways = list(WAYS)
     with bar((rounds + 1) * len(WAYS)) as progress:
         for number in range(-1, rounds):
-            for way in list(ways):
-                progress(f"round {number + 1} of {rounds}: {way.name}", 1)
+            for name in list(ways):
+                progress(f"round {number + 1} of {rounds}: {name}", 1)
                 try:
-                    row = measure(way.options, size)
+                    row = measure(WAYS[name], size)
                 except KVStoreError as error:
-                    ways.remove(way)
-                    click.echo(f"left out: {way.name}: {error}", err=True)
+                    ways.remove(name)
+                    click.echo(f"left out: {name}: {error}", err=True)
                 else:
                     if number >= 0:  # in the first round a virtual machine gets its memory
-                        found.setdefault(way.name, []).append(row)
-    rows = {name: medians(samples) for name, samples in found.items() if samples}
+                        found.setdefault(name, []).append(row)
+    rows = {
+        name: {key: round(statistics.median(s[key] for s in samples), 3) for key in COLUMNS}
+        for name, samples in found.items()
+    }
     if as_json:
         for name, row in rows.items():
             print_json({"way": name, "rounds": rounds, "segment_bytes": size, **row})
@@ -122,10 +119,6 @@ def command(memory: str, rounds: int, as_json: bool) -> None:
         (title, *(f"{row[key]:,.1f}" for row in rows.values())) for key, title in COLUMNS.items()
     ]
     show([Table(("", *rows), lines)])
-
-
-def medians(samples: list[dict[str, float]]) -> dict[str, float]:
-    return {key: round(statistics.median(s[key] for s in samples), 3) for key in samples[0]}
 
 
 def measure(options: MemoryOptions, size: int) -> dict[str, float]:
@@ -212,8 +205,10 @@ def _stored(options: MemoryOptions, size: int) -> dict[str, float]:
     with ExitStack() as stack:
         master, _ = stack.enter_context(own_master("--lease-ms", "1000"))
         node = Child.start(
-            "kvstore.cli.node", "--master", master, "--memory", str(size), *_flags(options)
-        )
+            "kvstore.cli.node", "--master", master, "--memory", str(size),
+            "--huge-pages", options.huge_pages, "--lock-memory", options.lock,
+            "--numa-node", str(options.numa_node),
+        )  # fmt: skip
         stack.callback(node.stop)
         config = ClientConfig(master=master, transports=("shm",), placements_max=0)
         client: Client = stack.enter_context(Client(config=config))
@@ -227,14 +222,6 @@ def _stored(options: MemoryOptions, size: int) -> dict[str, float]:
         keys = [[key for key, _ in some] for some in pairs]
         get = _median_speed(lambda batch: client.get_into(keys[batch], list(target)), batches)
     return {"put_gb_per_s": put, "get_gb_per_s": get}
-
-
-def _flags(options: MemoryOptions) -> list[str]:
-    return [
-        "--huge-pages", options.huge_pages,
-        "--lock-memory", options.lock,
-        "--numa-node", str(options.numa_node),
-    ]  # fmt: skip
 
 
 def _median_speed(call: Callable[[int], object], times: int) -> float:

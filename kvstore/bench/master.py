@@ -54,7 +54,7 @@ def measure(objects: int, *, quiet: bool, probe_seconds: float = PROBE_SECONDS) 
     def probe(count: int, during: str) -> Row:
         found = virtual.pauses(stub, virtual.chain(0)[0], lambda seconds: seconds > probe_seconds)
         row = {"system": "kvstore", "op": "master_pause", "objects": count, "during": during}
-        return row | found._asdict()
+        return row | found
 
     room = objects + virtual.CHAIN_BLOCKS
     with (
