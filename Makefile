@@ -118,25 +118,25 @@ demo: $(VENV)/.demo ## Watch one process reuse the KV cache that another compute
 	$(BIN)/python -m kvstore.demo $(ARGS)
 
 bench: $(VENV)/.bench ## Measure this store and Mooncake Store side by side, into docs/benchmarks
-	$(BIN)/python -m kvstore.bench --out docs/benchmarks $(ARGS)
+	$(BIN)/python -m bench --out docs/benchmarks $(ARGS)
 
 bench-growth: $(VENV)/.bench ## Measure more clients, objects and blocks, into docs/benchmarks
-	$(BIN)/python -m kvstore.bench.growth --out docs/benchmarks $(ARGS)
+	$(BIN)/python -m bench.growth --out docs/benchmarks $(ARGS)
 
 bench-gpu: $(VENV)/.bench ## Measure a GPU's way to the store beside plain copies, into docs/benchmarks
-	$(BIN)/python -m kvstore.bench.gpu --out docs/benchmarks $(ARGS)
+	$(BIN)/python -m bench.gpu --out docs/benchmarks $(ARGS)
 
 bench-lmcache: $(ENGINE_VENV)lmcache/.ready $(VENV)/.bench ## Measure this store and Mooncake Store behind LMCache, into docs/benchmarks
-	$(ENGINE_VENV)lmcache/bin/python -m kvstore.bench --behind lmcache --out docs/benchmarks $(ARGS)
+	$(ENGINE_VENV)lmcache/bin/python -m bench --behind lmcache --out docs/benchmarks $(ARGS)
 
 bench-hicache: $(ENGINE_VENV)sglang/.ready $(VENV)/.bench ## Measure this store and Mooncake Store behind SGLang's HiCache, into docs/benchmarks
-	$(ENGINE_VENV)sglang/bin/python -m kvstore.bench --behind hicache --out docs/benchmarks $(ARGS)
+	$(ENGINE_VENV)sglang/bin/python -m bench --behind hicache --out docs/benchmarks $(ARGS)
 
 demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller computed
 	$(BIN)/python -m kvstore.demo_vllm $(ARGS)
 
 bench-vllm: $(VENV)/.vllm ## Measure vLLM without a store, with this one, with its own on Mooncake
-	$(BIN)/python -m kvstore.demo_vllm.bench $(ARGS)
+	$(BIN)/python -m bench.vllm $(ARGS)
 
 proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 	$(BIN)/python proto/generate.py

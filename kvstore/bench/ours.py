@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT, Work
-from kvstore.bench.session import memory, require
+from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT, Work
+from kvstore.bench.timing import memory, require
 from kvstore.calls import PutOutcome
 from kvstore.config import ClientConfig
 from kvstore.memory.header import HEADER_BYTES
@@ -16,7 +16,6 @@ from kvstore.process.children import Child, start_node
 
 if TYPE_CHECKING:
     from kvstore import Client
-    from kvstore.bench.driver import Bytes
 
 NAMESPACE = "kvstore-bench"
 LEASE_MS = 1_000
@@ -80,13 +79,10 @@ class OurDriver:
 
         self._pool_bytes = pool_bytes
         self.source, self.target = memory(memory_bytes)
-        plain = ClientConfig(
-            master=address, transports=(mode,), namespace=NAMESPACE, timeout_ms=TIMEOUT_MS,
-            placements_max=0,
-        )  # fmt: skip
         caching = ClientConfig(
             master=address, transports=(mode,), namespace=NAMESPACE, timeout_ms=TIMEOUT_MS
         )
+        plain = caching.model_copy(update={"placements_max": 0})
         with contextlib.ExitStack() as stack:
             self.plain: Client = stack.enter_context(Client(config=plain))
             self.caching: Client = stack.enter_context(Client(config=caching))
@@ -95,25 +91,35 @@ class OurDriver:
     def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
         keys = [[key.encode() for key in batch] for batch in batches]
         count = len(keys)
-        plain = self.plain
+        plain, caching = self.plain, self.caching
         if op == EXIST:
             return Work(lambda i: plain.exists_many(keys[i % count]), _all_there)
         if op == MATCH:
-            return Work(lambda i: plain.match_prefix(keys[i % count]), _matched(len(keys[0])))
-        if len(keys[0]) == 1:
-            return self._single(op, [key for [key] in keys], size)
-        sources = _pieces(self.source, size, len(keys[0]))
-        targets = _pieces(self.target, size, len(keys[0]))
-        if op == PUT:
+            length = len(keys[0])
+            return Work(
+                lambda i: plain.match_prefix(keys[i % count]),
+                lambda matched: require(matched == length, "of the chain was not matched"),
+            )
+        pieces = range(0, size * len(keys[0]), size)
+        sources = [self.source[at : at + size] for at in pieces]
+        targets = [self.target[at : at + size] for at in pieces]
+        if len(keys[0]) > 1:
             pairs = [list(zip(some, sources, strict=True)) for some in keys]
-            return Work(lambda i: plain.put_many(pairs[i % count]), _stored)
-        if op == GET:
-            return Work(lambda i: plain.get_into(keys[i % count], targets), _all_there)
-        if op == GET_AGAIN:
-            caching = self.caching
-            return Work(lambda i: caching.get_into(keys[i % count], targets), _all_there)
-        assert op == GET_VIEW, op
-        return Work(lambda i: plain.get_many(keys[i % count], copy=False), _not_none)
+            calls: dict[str, Callable[[int], Any]] = {
+                PUT: lambda i: plain.put_many(pairs[i % count]),
+                GET: lambda i: plain.get_into(keys[i % count], targets),
+                GET_AGAIN: lambda i: caching.get_into(keys[i % count], targets),
+                GET_VIEW: lambda i: plain.get_many(keys[i % count], copy=False),
+            }
+        else:
+            single, source, target = [key for [key] in keys], sources[0], targets[0]
+            calls = {
+                PUT: lambda i: plain.put(single[i % count], source),
+                GET: lambda i: plain.get_into(single[i % count], target),
+                GET_AGAIN: lambda i: caching.get_into(single[i % count], target),
+                GET_VIEW: lambda i: plain.get(single[i % count], copy=False),
+            }
+        return Work(calls[op], {PUT: _stored, GET_VIEW: _not_none}.get(op, _all_there))
 
     def put_chain(self, keys: Sequence[str], size: int) -> None:
         piece = self.source[:size]
@@ -138,18 +144,6 @@ class OurDriver:
     def close(self) -> None:
         self._clients.close()
 
-    def _single(self, op: str, keys: list[bytes], size: int) -> Work:
-        source, target = self.source[:size], self.target[:size]
-        plain, caching, count = self.plain, self.caching, len(keys)
-        if op == PUT:
-            return Work(lambda i: plain.put(keys[i % count], source), _stored)
-        if op == GET:
-            return Work(lambda i: plain.get_into(keys[i % count], target), _all_there)
-        if op == GET_AGAIN:
-            return Work(lambda i: caching.get_into(keys[i % count], target), _all_there)
-        assert op == GET_VIEW, op
-        return Work(lambda i: plain.get(keys[i % count], copy=False), _not_none)
-
     def _settled(self) -> bool:
         """Whether the memory in use is hardly more than the existing objects need."""
         status = self.plain.status()
@@ -158,10 +152,6 @@ class OurDriver:
         in_all = sum(segment.size for segment in segments)
         pool = in_all if self._pool_bytes is None else self._pool_bytes
         return sum(segment.used for segment in segments) <= objects + pool * SETTLED_PART
-
-
-def _pieces(whole: Bytes, size: int, count: int) -> list[Any]:
-    return [whole[i * size : (i + 1) * size] for i in range(count)]
 
 
 def _stored(result: Any) -> None:
@@ -176,10 +166,3 @@ def _all_there(result: Any) -> None:
 def _not_none(result: Any) -> None:
     values = result if isinstance(result, list) else [result]
     require(all(value is not None for value in values), "was not there")
-
-
-def _matched(count: int) -> Any:
-    def check(matched: int) -> None:
-        require(matched == count, "of the chain was not matched")
-
-    return check

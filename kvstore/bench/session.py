@@ -1,23 +1,35 @@
 """One client's measurements: prepares a row's keys and memory, times the calls, cleans up.
 
 All memory is warm: the client's memory and the pool are written once before. Each call is timed
-alone, and its result is checked between two calls.
+alone, and its result is checked between two calls. A ``Driver`` makes one system's calls; its
+``Work`` contains the system's own call and as little else as possible, so that the measurement
+costs all systems the same.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
-from kvstore.bench.driver import EXIST, GET, GET_AGAIN, MATCH, MEMCPY, PUT, READS, Driver, Work
-from kvstore.bench.processor import Shares, processor_seconds
-from kvstore.errors import InternalError, InvalidArgumentError, NoSpaceError
+from kvstore.bench.timing import CALLS_MAX, processor_seconds, require, time_memcpy, timed
+from kvstore.errors import InvalidArgumentError, NoSpaceError
 
 if TYPE_CHECKING:
-    from kvstore.bench.driver import Bytes
+    from kvstore.bench.timing import Bytes
+
+PUT: Final = "put"
+GET: Final = "get"
+GET_VIEW: Final = "get_view"
+"""A get without a copy: an array over the pool's own memory."""
+GET_AGAIN: Final = "get_again"
+"""The same object under a live lease."""
+EXIST: Final = "exist"
+MATCH: Final = "match_prefix"
+MEMCPY: Final = "memcpy"
+"""One numpy copy of the same bytes inside the client; uses no system."""
+
+READS: Final = (GET, GET_VIEW, GET_AGAIN)
 
 BATCH = 64
 CHAIN_BLOCKS = 8_192
@@ -36,68 +48,52 @@ OBJECTS_MAX = 2_000
 BATCHES_MAX = 100
 READ_BATCHES_MAX = 20
 """Batches that are put to be read in turn, at most."""
-CALLS_MAX = 200_000
-CALLS_MIN = 3
 
 
-def timed(
-    call: Callable[[int], Any], seconds: float, limit: int, check: Callable[[Any], None]
-) -> list[float]:
-    """Seconds of each call: as many as fit into ``seconds``, at least 3, at most ``limit``."""
-    samples = []
-    end = time.perf_counter() + seconds
-    index = 0
-    while index < limit and (index < CALLS_MIN or time.perf_counter() < end):
-        start = time.perf_counter()
-        result = call(index)
-        samples.append(time.perf_counter() - start)
-        check(result)
-        del result  # a view holds its lease as long as it exists
-        index += 1
-    return samples
+class Work(NamedTuple):
+    """One kind of call, ready to be repeated."""
+
+    call: Callable[[int], Any]
+    """The timed call; its argument is the call's number."""
+    check: Callable[[Any], None]
+    """Checks the result of a call. Raises InternalError if it is wrong."""
 
 
-def percentile(samples: Sequence[float], part: float) -> float:
-    """The sample below which the given part of the samples lies."""
-    ordered = sorted(samples)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * part))]
+class Driver(Protocol):
+    """A client of one system. One thread."""
 
+    @property
+    def source(self) -> Bytes:
+        """The caller's memory to put from, touched: piece ``i`` of a size is at ``i * size``."""
+        ...
 
-def median_us(samples: Sequence[float]) -> float:
-    return statistics.median(samples) * 1e6
+    @property
+    def target(self) -> Bytes:
+        """The caller's memory to get into, of the same size, touched."""
+        ...
 
+    def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
+        """Work whose call ``n`` uses the keys ``batches[n % len(batches)]``. All batches have the
+        same length; a batch of one key uses the system's call for a single object.
 
-def require(well: bool, what: str) -> None:
-    """Raises InternalError unless ``well``: the call did not do the intended work."""
-    if not well:
-        raise InternalError(
-            f"an object {what}", advice="Does another program use this store, or is it too small?"
-        )
+        Args:
+            op: one of the names above that this system has, except ``MEMCPY``.
+            size: bytes of each object; key ``i`` of a batch belongs to piece ``i``.
+        """
+        ...
 
+    def put_chain(self, keys: Sequence[str], size: int) -> None:
+        """Put objects, each the parent of the next if the system supports parents. All of them have
+        the bytes of piece 0."""
 
-def memory(size: int) -> tuple[Bytes, Bytes]:
-    """Random bytes to put, and memory of the same size to get into; all of it touched."""
-    import numpy as np
+    def remove(self, keys: Sequence[str]) -> None:
+        """Remove these objects now."""
 
-    source = np.empty(size, dtype=np.uint8)
-    fill_randomly(source)
-    return source, np.full_like(source, 1)
+    def settle(self) -> None:
+        """Wait until the memory of all removed objects is free."""
 
-
-def fill_randomly(source: Bytes) -> None:
-    import numpy as np
-
-    source[:] = np.random.default_rng(0).integers(0, 255, len(source), dtype=np.uint8)
-
-
-def time_memcpy(
-    source: Bytes, target: Bytes, size: int, seconds: float, limit: int = CALLS_MAX
-) -> list[float]:
-    """One numpy copy of ``size`` bytes between warm memory, in one thread."""
-    import numpy as np
-
-    one, other = source[:size], target[:size]
-    return timed(lambda _: np.copyto(other, one), seconds, limit, lambda _: None)
+    def close(self) -> None:
+        """Release all memory and connections."""
 
 
 class Session:
@@ -118,14 +114,14 @@ class Session:
             processes: process ids whose processor time ``measure`` takes.
         """
         self.driver = driver
-        self.processor: Shares = {}
+        self.processor: dict[str, float] = {}
         """Seconds of all calls of the last measurement, of each of ``processes``."""
         self._processes = processes or {}
         self._pool = pool_bytes
         self._name = name
+        self._prepared: Callable[[], None] = lambda: None
         self._rows = 0
-        self._asked: list[str] = []
-        self._chain: list[str] = []
+        self._keys: dict[str, list[str]] = {}
         self._kept = 0
         self._spent = 0
 
@@ -161,36 +157,29 @@ class Session:
             InvalidArgumentError: there is not enough memory for the row.
         """
         assert batch * size <= len(self.driver.source), "more than the driver's memory"
+        self._prepared = prepared
         if op == MEMCPY:
             prepared()
             return time_memcpy(self.driver.source, self.driver.target, size * batch, seconds)
         if op in (EXIST, MATCH):
-            keys = (self._chain_keys() if op == MATCH else self._asked_keys())[:batch]
-            return self._timed(self.driver.work(op, [keys], 0), seconds, CALLS_MAX, prepared)
+            keys = self._kept_keys(op)[:batch]
+            return self._timed(self.driver.work(op, [keys], 0), seconds)
         if op not in (PUT, *READS):
             raise InvalidArgumentError(f"{op} cannot be measured on this system")
-        room = int(self._pool * ROW_PART) // size // batch
-        if not room:
-            raise InvalidArgumentError(
-                f"{batch} objects of {size} bytes need more memory than this store has",
-                advice="Give the store more memory.",
-            )
-        return self._move(op, size, batch, room, seconds, prepared)
+        return self._move(op, size, batch, seconds)
 
     def close(self) -> None:
         self.driver.close()
 
     # --- internal -----------------------------------------------------------------------------
 
-    def _move(
-        self,
-        op: str,
-        size: int,
-        batch: int,
-        room: int,
-        seconds: float,
-        prepared: Callable[[], None],
-    ) -> list[float]:
+    def _move(self, op: str, size: int, batch: int, seconds: float) -> list[float]:
+        room = int(self._pool * ROW_PART) // size // batch
+        if not room:
+            raise InvalidArgumentError(
+                f"{batch} objects of {size} bytes need more memory than this store has",
+                advice="Give the store more memory.",
+            )
         most = OBJECTS_MAX if batch == 1 else BATCHES_MAX if op == PUT else READ_BATCHES_MAX
         count = 1 if op == GET_AGAIN else min(most, room)
         self._rows += 1
@@ -202,26 +191,25 @@ class Session:
         putting = self.driver.work(PUT, batches, size)
         done = 0
         try:
-            if op in READS:
-                for done in range(1, count + 1):
-                    putting.check(putting.call(done - 1))
-                work = self.driver.work(op, batches, size)
-                self.driver.target[: batch * size] = 1
-                samples = self._timed(work, seconds, CALLS_MAX, prepared)
-                if op == GET:
-                    self._same_bytes(batch * size)
-            else:
+            if op == PUT:
                 done = count
-                samples = self._timed(putting, seconds, count, prepared)
+                samples = self._timed(putting, seconds, count)
                 done = len(samples)
+                return samples
+            for done in range(1, count + 1):
+                putting.check(putting.call(done - 1))
+            work = self.driver.work(op, batches, size)
+            self.driver.target[: batch * size] = 1
+            samples = self._timed(work, seconds)
+            if op == GET:
+                same = self.driver.target[: batch * size] == self.driver.source[: batch * size]
+                require(bool(same.all()), "came back with other bytes")
+            return samples
         finally:
             self.driver.remove([key for some in batches[:done] for key in some])
-        return samples
 
-    def _timed(
-        self, work: Work, seconds: float, limit: int, prepared: Callable[[], None]
-    ) -> list[float]:
-        prepared()
+    def _timed(self, work: Work, seconds: float, limit: int = CALLS_MAX) -> list[float]:
+        self._prepared()
         before = {name: processor_seconds(pid) for name, pid in self._processes.items()}
         samples = timed(work.call, seconds, limit, work.check)
         for name, pid in self._processes.items():
@@ -234,31 +222,20 @@ class Session:
             self._spent = 0
         self._spent += needed
 
-    def _same_bytes(self, size: int) -> None:
-        same = self.driver.target[:size] == self.driver.source[:size]
-        require(bool(same.all()), "came back with other bytes")
-
-    def _asked_keys(self) -> list[str]:
-        if not self._asked:
-            keys = [f"{self._name}asked-{i:06d}-0123456789abcdef" for i in range(CHAIN_BLOCKS)]
-            batches = [keys[i : i + BATCH] for i in range(0, len(keys), BATCH)]
-            self._keep()
-            work = self.driver.work(PUT, batches, CHAIN_BLOCK_BYTES)
-            for number in range(len(batches)):
-                work.check(work.call(number))
-            self._asked = keys
-        return self._asked
-
-    def _chain_keys(self) -> list[str]:
-        if not self._chain:
-            keys = [f"{self._name}chain-{i:06d}-0123456789abcdef" for i in range(CHAIN_BLOCKS)]
-            self._keep()
-            self.driver.put_chain(keys, CHAIN_BLOCK_BYTES)
-            self._chain = keys
-        return self._chain
-
-    def _keep(self) -> None:
-        size = CHAIN_BLOCKS * CHAIN_BLOCK_BYTES
-        self._make_room(size)
-        self._spent -= size
-        self._kept += size * 5 // 4  # includes what a system adds to each object
+    def _kept_keys(self, op: str) -> list[str]:
+        """Keys of small objects that stay: a chain for ``MATCH``."""
+        if op not in self._keys:
+            keys = [f"{self._name}{op[:5]}-{i:06d}-0123456789abcdef" for i in range(CHAIN_BLOCKS)]
+            size = CHAIN_BLOCKS * CHAIN_BLOCK_BYTES
+            self._make_room(size)
+            self._spent -= size
+            self._kept += size * 5 // 4  # includes what a system adds to each object
+            if op == MATCH:
+                self.driver.put_chain(keys, CHAIN_BLOCK_BYTES)
+            else:
+                batches = [keys[i : i + BATCH] for i in range(0, len(keys), BATCH)]
+                work = self.driver.work(PUT, batches, CHAIN_BLOCK_BYTES)
+                for number in range(len(batches)):
+                    work.check(work.call(number))
+            self._keys[op] = keys
+        return self._keys[op]

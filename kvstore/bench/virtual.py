@@ -14,16 +14,15 @@ import json
 import os
 import queue
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from kvstore import calls
-from kvstore.bench.session import percentile
+from kvstore.bench.timing import median_us, percentile, seconds_of
 from kvstore.clocks import uptime
 from kvstore.errors import StartupError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
@@ -50,15 +49,6 @@ WAIT_MS: Final = 30_000
 """How long a put waits for space: leases end earlier."""
 MIX: Final = "mix"
 EVICT: Final = "evict"
-
-
-class Pauses(NamedTuple):
-    """Waiting times of one-key ``exists`` calls."""
-
-    longest_ms: float
-    p999_ms: float
-    p50_us: float
-    probes: int
 
 
 def chain(number: int, blocks: int = CHAIN_BLOCKS) -> list[Key]:
@@ -100,8 +90,8 @@ def put_chain(stub: MasterStub, keys: Sequence[Key]) -> None:
         put(stub, keys[start : start + PUT_AT_ONCE], parent)
 
 
-def pauses(stub: MasterStub, key: Key, until: Callable[[float], bool]) -> Pauses:
-    """Call ``exists`` for one key repeatedly, at least once, and record the time of each answer.
+def pauses(stub: MasterStub, key: Key, until: Callable[[float], bool]) -> dict[str, float]:
+    """Call ``exists`` for one key repeatedly, at least once; how long the answers took.
 
     Args:
         until: called with the seconds since the start; True ends the measurement.
@@ -110,16 +100,14 @@ def pauses(stub: MasterStub, key: Key, until: Callable[[float], bool]) -> Pauses
     samples: list[float] = []
     begun = time.monotonic()
     while not samples or not until(time.monotonic() - begun):
-        start = time.perf_counter()
-        ask(stub, request)
-        samples.append(time.perf_counter() - start)
+        samples.append(seconds_of(lambda: ask(stub, request)))
         time.sleep(PROBE_PAUSE_S)
-    return Pauses(
-        longest_ms=round(max(samples) * 1e3, 2),
-        p999_ms=round(percentile(samples, 0.999) * 1e3, 3),
-        p50_us=round(statistics.median(samples) * 1e6, 1),
-        probes=len(samples),
-    )
+    return {
+        "longest_ms": round(max(samples) * 1e3, 2),
+        "p999_ms": round(percentile(samples, 0.999) * 1e3, 3),
+        "p50_us": round(median_us(samples), 1),
+        "probes": len(samples),
+    }
 
 
 def resident(pid: int) -> int:
@@ -154,13 +142,11 @@ def evict(address: str, first: int, blocks: int) -> None:
     with stub_of(address) as stub:
         begun = time.perf_counter()
         for number in range(first, first + -(-blocks // STEP_BLOCKS)):
-            start = time.perf_counter()
-            put(stub, chain(number, STEP_BLOCKS))
-            samples.append(time.perf_counter() - start)
+            keys = chain(number, STEP_BLOCKS)
+            samples.append(seconds_of(lambda keys=keys: put(stub, keys)))  # type: ignore[misc]
             ask(stub, calls.MatchPrefix([NAMESPACE], chain(0), False))
         seconds = time.perf_counter() - begun
-    median_us = statistics.median(samples) * 1e6
-    said = {"seconds": seconds, "put_us": median_us, "worst_us": max(samples) * 1e6}
+    said = {"seconds": seconds, "put_us": median_us(samples)}
     sys.stdout.write(json.dumps(said) + "\n")
 
 

@@ -1,43 +1,17 @@
-"""``kvstore bench``: measures the store on this machine, one row per kind of work.
-
-Client, master and node are three processes, as in production. The client's memory is allocated
-and touched before anything is timed, the whole pool is written once (the first touch of a page
-costs ten times a copy), and each call is timed alone. ``kvstore.bench`` does the work, and compares
-the store with another one.
-
-* ``put``, ``get``: from and into the caller's memory. Every ``get`` asks the master where the
-  object is: this client remembers no placements.
-* ``get_again``: the same object under a live lease, for which the client does not ask the master.
-* ``get_view``: without copying, shared memory only. The row's bytes are those that can be read.
-* ``exist``: which of these keys exist?
-* ``match_prefix``: how much of this chain is stored? All of it is.
-* ``memcpy``: a copy of the same bytes inside this process: no store that copies can be faster.
-"""
+"""``kvstore bench``: measures the store on this machine; ``kvstore.bench`` does the work."""
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import click
 from rich.live import Live
 
-from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
-from kvstore.bench.ours import NAMESPACE, OurDriver, own_store
-from kvstore.bench.session import (
-    BATCH,
-    CHAIN_BLOCKS,
-    Session,
-    median_us,
-    memory,
-    percentile,
-    time_memcpy,
-)
-from kvstore.cli.bench_verify import verify_option
+from kvstore.bench import cases
+from kvstore.bench.ours import NAMESPACE, own_store
 from kvstore.cli.options import CONTEXT, agreed, debug_option, json_option
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
@@ -45,9 +19,6 @@ from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.network.addresses import shown_place
 from kvstore.texts import size_text
 
-SIZES = (4096, 65536, 1 << 20, 4 << 20)
-EXIST_BATCHES = (1, 64, 1024, CHAIN_BLOCKS)
-MATCH_BATCHES = (1024, CHAIN_BLOCKS)
 POOL_BYTES_MIN = 1 << 30
 FREE_PART = 0.9
 """The part of a running store's free memory that is used: some of it is fragmented."""
@@ -59,21 +30,6 @@ Examples:
   kvstore bench --master 10.0.0.7:50001 --transport tcp
   kvstore bench --master-scale 1000000
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of the result. Times are per call, whatever its batch."""
-
-    system: str
-    mode: str
-    op: str
-    size_bytes: int
-    batch: int
-    per_second: float
-    gb_per_second: float
-    p50_us: float
-    p99_us: float
 
 
 @click.command(context_settings=CONTEXT, epilog=EXAMPLE, help="Measure this machine.")
@@ -97,8 +53,8 @@ class Row:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before a running store is used.")
 @click.option("--master-scale", type=click.IntRange(min=1), metavar="N",
               help="Measure a master that knows N objects instead: memory and pauses.")  # fmt: skip
+@click.option("--verify", is_flag=True, help="Measure what each setting of verify costs instead.")
 @json_option
-@verify_option
 @debug_option
 @click.pass_context
 def bench(
@@ -110,25 +66,30 @@ def bench(
     master: str | None,
     yes: bool,
     master_scale: int | None,
+    verify: bool,
     as_json: bool,
 ) -> None:
     outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}}
     as_json = as_json or outer["as_json"]
     master = master or outer["flags"].get("master")
+    if verify:
+        _show(cases.VERIFY, cases.verify(), as_json=as_json)
+        return
     if master_scale is not None:
-        from kvstore.cli.bench_master import measure_master
+        from kvstore.bench import master as many
 
-        measure_master(master_scale, as_json=as_json)
+        _show(many.SHEET, many.measure(master_scale, quiet=as_json), as_json=as_json)
         return
     if transport == "mooncake":
-        from kvstore.cli.bench_engine import measure_engine
+        from kvstore.bench import engine
         from kvstore.transport.mooncake.engine import EngineSettings
 
         config = load(ClientConfig, {})
-        engine = EngineSettings(
+        settings = EngineSettings(
             config.protocol or "tcp", config.device_name, config.metadata_server
         )
-        measure_engine(seconds, settings=engine, as_json=as_json)
+        sheet = engine.SHEET._replace(title=f"{engine.SHEET.title} {settings.protocol}")
+        _show(sheet, engine.measure(seconds, settings), as_json=as_json)
         return
     pool = parse_size(memory)
     if pool < POOL_BYTES_MIN:
@@ -136,22 +97,27 @@ def bench(
             f"--memory {memory} is too little for the rows", advice="Give it 1GiB or more."
         )
     modes = TRANSPORTS if transport == "both" else (transport,)
-    wanted = [pattern.strip() for pattern in rows.split(",")]
+    patterns = [pattern.strip() for pattern in rows.split(",")]
     if master is not None:
         pool = _room_in_use(master, pool, yes=yes, as_json=as_json)
     with contextlib.ExitStack() as stack:
-        show = stack.enter_context(_shown(as_json))
         if master is None:
             master = stack.enter_context(own_store(pool)).address
-        for mode in modes:
-            driver = OurDriver(master, mode, BATCH * max(SIZES), pool_bytes=pool)
-            with contextlib.closing(driver):
-                driver.clear()
-                session = Session(driver, pool)
-                session.warm()
-                measure(session, mode, seconds, _Shower(mode, wanted, show))
-                driver.clear()
-        measure_memcpy(seconds, _Shower("none", wanted, show))
+        _show(cases.OWN, cases.own(master, modes, pool, seconds, patterns), as_json=as_json)
+
+
+def _show(sheet: cases.Sheet, rows: Iterator[cases.Row], *, as_json: bool) -> None:
+    """Prints each row as soon as it is measured."""
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(row))
+        return
+    table = table_of(*sheet.left, right=sheet.right, show_header=bool(sheet.left))
+    table.title = sheet.title or None
+    console = console_of_names(fits=True)
+    with Live(table, console=console, vertical_overflow="visible", refresh_per_second=2):
+        for row in rows:
+            table.add_row(*sheet.cells(row))
 
 
 # --- a store that is in use ---
@@ -188,81 +154,3 @@ def _room_in_use(master: str, wanted: int, *, yes: bool, as_json: bool) -> int:
     click.echo(told, err=True)
     agreed("Go on?", yes=yes, as_json=as_json)
     return pool
-
-
-# --- the work ----------------------------------------------------------------------------------
-
-
-def measure(
-    session: Session, mode: str, seconds: float, shower: _Shower, *, sizes: tuple[int, ...] = SIZES
-) -> None:
-    """Measures the wanted rows of one transport."""
-    moving = (PUT, GET, GET_VIEW) if mode == "shm" else (PUT, GET)
-    todo = [(op, size, batch) for size in sizes for batch in (1, BATCH) for op in moving]
-    todo.append((GET_AGAIN, sizes[0], 1))
-    todo += [(EXIST, 0, batch) for batch in EXIST_BATCHES]
-    todo += [(MATCH, 0, batch) for batch in MATCH_BATCHES]
-    for op, size, batch in todo:
-        if shower.wants(op, size, batch):
-            shower.row(op, size, batch, session.measure(op, size, batch, seconds))
-
-
-def measure_memcpy(seconds: float, shower: _Shower) -> None:
-    """Measures the least that a put or a copying get can cost."""
-    source, target = memory(BATCH * max(SIZES))
-    for size in SIZES:
-        for batch in (1, BATCH):
-            if shower.wants(MEMCPY, size, batch):
-                samples = time_memcpy(source, target, size * batch, seconds)
-                shower.row(MEMCPY, size, batch, samples)
-
-
-# --- output ------------------------------------------------------------------------------------
-
-
-class _Shower:
-    """Knows which rows are wanted, and passes each row on as soon as it is measured."""
-
-    def __init__(self, mode: str, patterns: list[str], show: Callable[[Row], None]) -> None:
-        self._mode = mode
-        self._patterns = [p if "/" in p else f"{p}/*" for p in patterns]
-        self._show = show
-
-    def wants(self, operation: str, size: int, batch: int) -> bool:
-        name = f"{operation}/{size}/{batch}"
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns)
-
-    def row(self, operation: str, size: int, batch: int, samples: list[float]) -> None:
-        per_second = batch * len(samples) / sum(samples)
-        self._show(
-            Row(
-                system="kvstore",
-                mode=self._mode,
-                op=operation,
-                size_bytes=size,
-                batch=batch,
-                per_second=round(per_second, 1),
-                gb_per_second=round(per_second * size / 1e9, 3),
-                p50_us=round(median_us(samples), 1),
-                p99_us=round(percentile(samples, 0.99) * 1e6, 1),
-            )
-        )
-
-
-@contextlib.contextmanager
-def _shown(as_json: bool) -> Iterator[Callable[[Row], None]]:
-    if as_json:
-        yield lambda row: click.echo(json.dumps(asdict(row)))
-        return
-    numbers = ("size", "batch", "per second", "GB/s", "p50 µs", "p99 µs")
-    table = table_of("mode", "op", right=numbers)
-
-    def show(row: Row) -> None:
-        size = size_text(row.size_bytes) if row.size_bytes else "-"
-        speed = f"{row.gb_per_second:.2f}" if row.size_bytes else "-"
-        numbers = (f"{row.per_second:,.0f}", speed, f"{row.p50_us:,.1f}", f"{row.p99_us:,.1f}")
-        table.add_row(row.mode, row.op, size, str(row.batch), *numbers)
-
-    console = console_of_names(fits=True)
-    with Live(table, console=console, vertical_overflow="visible", refresh_per_second=2):
-        yield show

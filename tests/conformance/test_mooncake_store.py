@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import kvstore.mooncake
-from kvstore.bench import mooncake
+from bench import mooncake
 from kvstore.connectors.mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator
 from kvstore.connectors.mooncake.names import Code, code_of
 from kvstore.connectors.mooncake.objects import slices

@@ -50,7 +50,7 @@ def steps(is_fake: bool, wheels: str) -> list[Step]:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", PYTHON,
            "install", "--quiet"]  # fmt: skip
     found = ["--no-index", "--find-links", wheels] if wheels else []
-    bench = "tests.gpu.bench_on_a_fake" if is_fake else "kvstore.bench.gpu"
+    bench = "tests.gpu.bench_on_a_fake" if is_fake else "bench.gpu"
     results = str(ENVIRONMENT / "results")
     return [
         Step("machine", 20, [["sh", "-c", _MACHINE]]),
@@ -75,9 +75,9 @@ def steps(is_fake: bool, wheels: str) -> list[Step]:
         Step("bench-gpu", 120, [[PYTHON, "-m", bench, "--rounds", "5",
                                  "--out", results]]),
         Step("demo", 60, [[PYTHON, "-m", "kvstore.demo", "--no-stay"]], needs="transformers"),
-        Step("bench", 90, [[PYTHON, "-m", "kvstore.bench", "--rounds", "1", "--seconds", "0.2",
+        Step("bench", 90, [[PYTHON, "-m", "bench", "--rounds", "1", "--seconds", "0.2",
                             "--out", results]], needs="mooncake.engine"),
-        Step("bench-growth", 90, [[PYTHON, "-m", "kvstore.bench.growth", "--quick", "--out",
+        Step("bench-growth", 90, [[PYTHON, "-m", "bench.growth", "--quick", "--out",
                                    results]], needs="matplotlib"),
     ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kvstore.bench.gpu import GPU, main
+from bench.gpu import GPU, main
 from kvstore.bench.ours import Store, own_master
 from kvstore.process.children import Child
 from tests.support import fake_device

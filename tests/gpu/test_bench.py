@@ -10,23 +10,14 @@ from types import ModuleType
 
 import pytest
 
-from kvstore.bench.gpu import (
-    PATHS,
-    SHAPES,
-    Engine,
-    Found,
-    Row,
-    cells_of,
-    sentences,
-    shapes,
-)
+from bench.gpu import PATHS, SHAPES, cells_of, row_of, sentences, shapes, slowdown
 from tests.gpu.bench_on_a_fake import NOTE
 from tests.gpu.machine import IS_REAL
 from tests.support.processes import ROOT, run_python
 
 
 def test_every_row_is_measured_and_written(tmp_path: Path) -> None:
-    module = "kvstore.bench.gpu" if IS_REAL else "tests.gpu.bench_on_a_fake"
+    module = "bench.gpu" if IS_REAL else "tests.gpu.bench_on_a_fake"
     done = run_python("-m", module, "--quick", "--out", str(tmp_path), within_s=170)
     assert done.returncode == 0, done.stderr
     assert (NOTE in done.stdout) == (not IS_REAL)
@@ -43,23 +34,21 @@ def test_every_row_is_measured_and_written(tmp_path: Path) -> None:
 
 
 def test_a_row_meets_its_goal_by_the_median_of_its_rounds() -> None:
-    row = Row(way="save", path="shm", shape=SHAPES[0], blocks=100)
-    row.ours_ms, row.plain_ms = [10.0, 10.0, 10.0], [9.5, 2.0, 9.0]
-    assert row.ratio == (0.9, 0.2, 0.95)
-    assert cells_of(row)[-2:] == ("0.9", "met")
-    row.plain_ms = [8.9, 2.0, 9.0]
-    assert cells_of(row)[-1] == "not met"
-    row.path = "tcp"
-    assert cells_of(row)[-2:] == ("", "")
+    def cells(path: str, plain_ms: list[float]) -> tuple[str, ...]:
+        return cells_of(row_of("save", path, SHAPES[0], 100, [10.0, 10.0, 10.0], plain_ms))
+
+    assert cells("shm", [9.5, 2.0, 9.0])[5:] == ("0.90", "0.20 to 0.95", "0.9", "met")
+    assert cells("shm", [8.9, 2.0, 9.0])[-1] == "not met"
+    assert cells("tcp", [8.9, 2.0, 9.0])[-2:] == ("", "")
 
 
 def test_the_slowdown_is_of_a_round() -> None:
-    engine = Engine(alone_ms=[100, 200], beside_ms=[102, 206], saved_blocks=5)
-    found = Found(
-        rounds=2, engine={"shm": engine}, describe_ms=[1], call_ms=[2],
-        page_locked_mib={"shm": 64},
-    )  # fmt: skip
-    assert engine.slowdown == pytest.approx(0.025)
+    engine = {"alone_ms": [100, 200], "beside_ms": [102, 206], "saved_blocks": 5}
+    found = {
+        "rounds": 2, "note": "", "engine": {"shm": engine}, "describe_ms": [1], "call_ms": [2],
+        "page_locked_mib": {"shm": 64},
+    }  # fmt: skip
+    assert slowdown(engine) == pytest.approx(0.025)
     assert "+2.5%" in sentences(found)[0]
     assert "3%: met" in sentences(found)[0]
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.bench import growth_chains, growth_clients, growth_master, mooncake
-from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
+from bench import growth, growth_master, mooncake
+from bench.client import MOONCAKE, OURS, Client, Settings, environment
+from bench.rows import MODES, SHM, TCP, chosen
+from bench.side_by_side import Plan, compare, comparisons
 from kvstore.bench.ours import own_store
-from kvstore.bench.rows import MODES, SHM, TCP, chosen
-from kvstore.bench.side_by_side import Plan, compare
-from kvstore.bench.worker import MOONCAKE, OURS, Settings, Worker, environment
+from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
 from kvstore.demo.processes import ChildError, Children
 from kvstore.limits import BATCH_KEYS_MAX
 from tests.support.processes import run_python
@@ -39,31 +39,25 @@ def children() -> Iterator[Children]:
         yield found
 
 
-def worker(children: Children, system: str, mode: str, address: str) -> Worker:
-    settings = Settings(
-        system=system, behind="", mode=mode, address=address, pool_bytes=POOL, memory_bytes=MEMORY,
-        warm=True, processes={},
-    )  # fmt: skip
-    found = Worker(children, f"{system}-{mode}", settings)
-    found.ready()
-    return found
+def client(children: Children, system: str, mode: str, address: str) -> Client:
+    return Client(children, f"{system}-{mode}", Settings(system, mode, address, POOL, MEMORY))
 
 
-def do(worker: Worker, operations: Sequence[str]) -> None:
+def do(one: Client, operations: Sequence[str]) -> None:
     """Each operation, of one object and of many; what is got is compared inside."""
     for op in operations:
         size = 0 if op in (EXIST, MATCH) else 4096
         for batch in (1, 64):
-            assert len(worker.measure(op, size, batch, 0.01)) >= 3, (op, batch)
+            assert len(one.measure(op, size, batch, 0.01)) >= 3, (op, batch)
 
 
 @roomy
 @pytest.mark.parametrize("mode", MODES)
 def test_every_operation_on_this_store(children: Children, mode: str) -> None:
     with own_store(POOL) as store:
-        client = worker(children, OURS, mode, store.address)
-        do(client, (PUT, GET, GET_VIEW, GET_AGAIN, EXIST, MATCH, MEMCPY))
-        client.close()
+        one = client(children, OURS, mode, store.address)
+        do(one, (PUT, GET, GET_VIEW, GET_AGAIN, EXIST, MATCH, MEMCPY))
+        one.close()
 
 
 @roomy
@@ -71,9 +65,9 @@ def test_every_operation_on_this_store(children: Children, mode: str) -> None:
 def test_every_operation_on_mooncake(children: Children) -> None:
     servers = mooncake.start(children, POOL)
     for mode, address in ((SHM, servers.storage), (TCP, servers.master)):
-        client = worker(children, MOONCAKE, mode, address)
-        do(client, (PUT, GET, EXIST, MEMCPY))
-        client.close()
+        one = client(children, MOONCAKE, mode, address)
+        do(one, (PUT, GET, EXIST, MEMCPY))
+        one.close()
 
 
 @roomy
@@ -81,9 +75,9 @@ def test_every_operation_on_mooncake(children: Children) -> None:
 def test_a_session_warms_what_others_leave_of_mooncakes_memory(children: Children) -> None:
     """Mooncake evicts in the background: a put of a quick client finds no memory."""
     servers = mooncake.start(children, POOL // 16)
-    client = worker(children, MOONCAKE, TCP, servers.master)  # warms as if all of POOL were there
-    assert client.measure(PUT, 4096, 1, 0.01)
-    client.close()
+    one = client(children, MOONCAKE, TCP, servers.master)  # warms as if all of POOL were there
+    assert one.measure(PUT, 4096, 1, 0.01)
+    one.close()
 
 
 @roomy
@@ -92,38 +86,32 @@ def test_both_side_by_side() -> None:
     rows = chosen(["get_again", "put/tcp/4KiB/1", "exist/tcp/-/64"])
     said: list[str] = []
     plan = Plan(rounds=2, seconds=0.01, pool_bytes=POOL)
-    measured = compare(rows, plan, lambda what, steps: said.extend([what] * steps))
-    assert [each.row for each in measured.comparisons] == rows
-    for each in measured.comparisons:
-        assert len(each.ratios) == 2
-        assert min(each.ratios) > 0
-        for shares in (*each.ours_processor, *each.theirs_processor):
+    found = compare(rows, plan, lambda what, steps: said.extend([what] * steps))
+    assert [each.row for each in comparisons(found)] == rows
+    for each in comparisons(found):
+        assert len(each.ours_us) == len(each.theirs_us) == 2
+        assert each.ratio.smallest > 0
+        for shares in (*each.ours_processor_us, *each.theirs_processor_us):
             assert shares.keys() == {"client", "master", "storage"}
             assert shares["client"] > 0
         if each.row.op == EXIST:
-            assert all(shares["master"] > 0 for shares in each.ours_processor)
+            assert all(shares["master"] > 0 for shares in each.ours_processor_us)
     assert len(said) == 2 * len(rows)
-    assert all(len(values) == 4 for values in measured.idle_percent.values())
+    assert all(len(values) == 4 for values in found["idle_percent"].values())
 
 
 def test_a_client_that_cannot_start_says_why(children: Children) -> None:
-    settings = Settings(
-        system="nobody's", behind="", mode="tcp", address="127.0.0.1:1", pool_bytes=POOL,
-        memory_bytes=MEMORY, warm=False, processes={},
-    )  # fmt: skip
-    client = Worker(children, "stranger", settings)
     with pytest.raises(ChildError, match="there is no system nobody's"):
-        client.ready()
-    client.close()
+        client(children, "nobody's", TCP, "127.0.0.1:1")
 
 
 def test_an_impossible_row_is_an_error_and_not_the_end(children: Children) -> None:
     with own_store(64 << 20) as store:
-        client = worker(children, OURS, TCP, store.address)
+        one = client(children, OURS, TCP, store.address)
         with pytest.raises(ChildError, match="nonsense"):
-            client.measure("nonsense", 4096, 1, 0.01)
-        assert client.measure(PUT, 4096, 1, 0.01)
-        client.close()
+            one.measure("nonsense", 4096, 1, 0.01)
+        assert one.measure(PUT, 4096, 1, 0.01)
+        one.close()
 
 
 def test_a_page_and_a_picture_are_drawn_again(tmp_path: Path) -> None:
@@ -138,7 +126,7 @@ def test_a_page_and_a_picture_are_drawn_again(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "found.json").write_text(json.dumps(found))
     command = [
-        sys.executable, "-m", "kvstore.bench", "--redraw", str(tmp_path / "found.json"),
+        sys.executable, "-m", "bench", "--redraw", str(tmp_path / "found.json"),
         "--out", str(tmp_path / "out"),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, timeout=120, check=False)
@@ -152,13 +140,13 @@ def test_a_page_and_a_picture_are_drawn_again(tmp_path: Path) -> None:
 
 @roomy
 def test_clients_at_once() -> None:
-    found = growth_clients.measure((1, 2), 1, 0.05, lambda what, steps: None)
-    assert [(each.work, each.clients) for each in found] == [
-        (kind.title, count) for kind in growth_clients.KINDS for count in (1, 2)
+    found = growth.measure_clients((1, 2), 1, 0.05, lambda what, steps: None)
+    assert [(each["work"], each["clients"]) for each in found] == [
+        (title, count) for title, *_ in growth.KINDS for count in (1, 2)
     ]
     for each in found:
-        assert each.per_second > 0
-        assert 0 < each.slowest_part <= 1
+        assert each["per_second"] > 0
+        assert 0 < each["slowest_part"] <= 1
 
 
 def test_a_master_as_it_fills() -> None:
@@ -172,22 +160,25 @@ def test_a_master_as_it_fills() -> None:
     found = growth_master.measure(sizes, 0.02, progress)
     assert done == growth_master.steps(sizes)
     for size, each in zip(sizes, found, strict=True):
-        assert each.objects >= size
-        assert all(eviction.evicted >= size // 4 for eviction in each.evictions)
-        assert min(each.call_us.values()) > 0
-        assert each.longest_step_us > 0
+        assert each["objects"] >= size
+        assert all(eviction["evicted"] >= size // 4 for eviction in each["evictions"])
+        assert min(each["call_us"].values()) > 0
+        assert each["longest_step_us"] > 0
 
 
 def test_chains_beyond_one_call() -> None:
     sizes = (16, 2 * BATCH_KEYS_MAX)
-    found = growth_chains.measure(sizes, 0.02, lambda what, steps: None)
-    assert [(each.blocks, each.requests) for each in found] == [(16, 1), (2 * BATCH_KEYS_MAX, 2)]
-    assert min(each.call_us for each in found) > 0
+    found = growth.measure_chains(sizes, 0.02, lambda what, steps: None)
+    assert [(each["blocks"], each["requests"]) for each in found] == [
+        (16, 1),
+        (2 * BATCH_KEYS_MAX, 2),
+    ]
+    assert min(each["call_us"] for each in found) > 0
 
 
 def test_a_page_of_growth(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "kvstore.bench.growth", "--parts", "chains", "--quick",
+        sys.executable, "-m", "bench.growth", "--parts", "chains", "--quick",
         "--out", str(tmp_path),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, timeout=120, check=False)
@@ -200,7 +191,7 @@ def test_a_page_of_growth(tmp_path: Path) -> None:
 @roomy
 def test_restarts_lose_nothing() -> None:
     size, once = ["--memory", "64MiB", "--objects", "1200"], ["--rounds", "1", "--lease-ms", "1000"]
-    done = run_python("-m", "kvstore.bench.restarts", "--json", *size, *once, within_s=120)
+    done = run_python("-m", "bench.restarts", "--json", *size, *once, within_s=120)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["killed"] for row in rows] == ["master", "node"]

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client
+from kvstore.bench import master as bench_master
 from kvstore.client import values
 from kvstore.process.children import start_master
 
@@ -284,14 +285,7 @@ def bench(*options: str) -> list[dict[str, object]]:
 
 def test_the_bench_of_a_master() -> None:
     """Small: that it runs."""
-    program = (
-        "from kvstore.cli.bench_master import measure_master;"
-        "measure_master(1000, as_json=True, probe_seconds=0.1)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, timeout=60, check=True
-    )
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = list(bench_master.measure(1000, quiet=True, probe_seconds=0.1))
     assert [row["op"] for row in rows].count("master_pause") == 3
     [memory] = [row for row in rows if row["op"] == "master_memory"]
     assert memory["objects"] == 1000

@@ -18,7 +18,7 @@ from kvstore.fingerprint import fingerprint
 from kvstore.fleet import ANNOUNCED_EVERY_S, LIFETIME_S, Record
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, Key
 from kvstore.proxy.records import parse
-from tests.integration.cluster import until
+from tests.support.waiting import until
 
 LOG = logging.getLogger("test")
 DESCRIPTION = {"dtype": "torch.float16", "quantization": "None", "tensor_parallel": 1}

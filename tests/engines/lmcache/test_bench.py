@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore import Client
-from kvstore.bench import mooncake
-from kvstore.bench.driver import EXIST
+import kvstore
+from bench import mooncake
+from bench.client import MOONCAKE, OURS, Client, Settings, environment
+from bench.rows import LMCACHE, LMCACHE_ROWS, SHM, TCP, Row
 from kvstore.bench.ours import own_store
-from kvstore.bench.rows import LMCACHE, LMCACHE_ROWS, SHM, TCP, Row
-from kvstore.bench.worker import MOONCAKE, OURS, Settings, Worker, environment
+from kvstore.bench.session import EXIST
 from kvstore.demo.processes import ChildError, Children
 
 POOL = 256 << 20
@@ -25,18 +25,14 @@ roomy = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def measured(children: Children, system: str, address: str, rows: list[Row]) -> Iterator[Worker]:
+def measured(children: Children, system: str, address: str, rows: list[Row]) -> Iterator[Client]:
     """Measures each row; the client compares the bytes."""
     mode = rows[0].mode
-    settings = Settings(
-        system=system, behind=LMCACHE, mode=mode, address=address, pool_bytes=POOL // 2,
-        memory_bytes=64 << 16, warm=True, processes={},
-    )  # fmt: skip
-    with contextlib.closing(Worker(children, f"{system}-{mode}", settings)) as worker:
-        worker.ready()
+    settings = Settings(system, mode, address, POOL // 2, 64 << 16, LMCACHE)
+    with contextlib.closing(Client(children, f"{system}-{mode}", settings)) as client:
         for row in rows:
-            assert len(worker.measure(row.op, row.size, row.batch, 0.01)) >= 3, row.id
-        yield worker
+            assert len(client.measure(row.op, row.size, row.batch, 0.01)) >= 3, row.id
+        yield client
 
 
 @roomy
@@ -56,9 +52,9 @@ def test_every_row_on_both_systems() -> None:
 def test_objects_that_are_gone_are_told() -> None:
     with own_store(POOL) as store, Children(environment()) as children:
         rows = [row for row in SMALL if row.op == EXIST]
-        with measured(children, OURS, store.address, rows) as worker:
-            with Client(store.address) as client:
+        with measured(children, OURS, store.address, rows) as measuring:
+            with kvstore.Client(store.address) as client:
                 for namespace in client.status().namespaces:
                     client.clear(namespace.name)
             with pytest.raises(ChildError, match="was not there"):
-                worker.measure(EXIST, 0, 64, 0.01)
+                measuring.measure(EXIST, 0, 64, 0.01)

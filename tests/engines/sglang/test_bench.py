@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.bench.driver import EXIST, GET, PUT
+from bench.client import OURS, Client, Settings, environment
+from bench.rows import DROP_IN, HICACHE, NATIVE
 from kvstore.bench.ours import own_store
-from kvstore.bench.rows import DROP_IN, HICACHE, NATIVE
-from kvstore.bench.worker import OURS, Settings, Worker, environment
+from kvstore.bench.session import EXIST, GET, PUT
 from kvstore.demo.processes import Children
 
 POOL = 256 << 20
@@ -18,12 +18,8 @@ SIZE = 64 << 10
 @pytest.mark.parametrize("mode", [DROP_IN, NATIVE])
 def test_pages_are_set_got_and_found(mode: str) -> None:
     with own_store(POOL) as store, Children(environment()) as children:
-        settings = Settings(
-            system=OURS, behind=HICACHE, mode=mode, address=store.address, pool_bytes=POOL,
-            memory_bytes=SIZE * PAGES, warm=True, processes={},
-        )  # fmt: skip
-        worker = Worker(children, mode, settings)
-        worker.ready()
+        settings = Settings(OURS, mode, store.address, POOL, SIZE * PAGES, HICACHE)
+        client = Client(children, mode, settings)
         for op in (PUT, GET, EXIST):  # compares what it got with what it has put
-            assert len(worker.measure(op, 0 if op == EXIST else SIZE, PAGES, 0.01)) >= 3, op
-        worker.close()
+            assert len(client.measure(op, 0 if op == EXIST else SIZE, PAGES, 0.01)) >= 3, op
+        client.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.bench.driver import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT
-from kvstore.bench.rows import MODES, ROWS, Row, chosen, memory_needed, size_name
+from bench.rows import MODES, ROWS, Row, chosen, memory_needed, size_name
+from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT
 
 KIB, MIB = 1 << 10, 1 << 20
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.bench.driver import EXIST, GET, MEMCPY, PUT, Work
-from kvstore.bench.session import CHAIN_BLOCKS, Session, memory, percentile, require, timed
+from kvstore.bench.session import CHAIN_BLOCKS, EXIST, GET, MEMCPY, PUT, Session, Work
+from kvstore.bench.timing import memory, percentile, require, timed
 from kvstore.errors import InternalError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvstore.bench.driver import Bytes
+    from kvstore.bench.timing import Bytes
 
 SIZE = 4096
 POOL = 64 << 20

@@ -1,71 +1,42 @@
-"""The parts of the benchmark that are not the store's."""
+"""Which rows ``kvstore bench`` has, and what it computes."""
 
 from __future__ import annotations
 
-from typing import cast
-
 import pytest
 
-from kvstore.bench.session import Session
-from kvstore.cli.bench import Row, _Shower, measure
-
-
-def shown(patterns: str) -> list[tuple[str, int, int]]:
-    rows: list[Row] = []
-    shower = _Shower("shm", patterns.split(","), rows.append)
-    for op, size in (("put", 4096), ("get", 4096), ("get_view", 1 << 20), ("exist", 0)):
-        for batch in (1, 64):
-            if shower.wants(op, size, batch):
-                shower.row(op, size, batch, [0.001, 0.002, 0.006])
-    return [(row.op, row.size_bytes, row.batch) for row in rows]
+from kvstore.bench.cases import OWN, chosen, row_of, work_of
 
 
 @pytest.mark.parametrize(
     ("patterns", "rows"),
     [
-        ("exist", [("exist", 0, 1), ("exist", 0, 64)]),
+        ("exist/*/1", [("exist", 0, 1)]),
         ("put/4096/1", [("put", 4096, 1)]),
-        ("get*/*/64", [("get", 4096, 64), ("get_view", 1 << 20, 64)]),
-        ("put/*/1,exist/0/1", [("put", 4096, 1), ("exist", 0, 1)]),
+        ("get_a*", [("get_again", 4096, 1)]),
+        ("get*/4096/64", [("get", 4096, 64), ("get_view", 4096, 64)]),
+        ("put/4096/1,exist/0/1", [("put", 4096, 1), ("exist", 0, 1)]),
         ("nothing", []),
     ],
 )
 def test_patterns_choose_rows(patterns: str, rows: list[tuple[str, int, int]]) -> None:
-    assert shown(patterns) == rows
-
-
-class Unmeasured:
-    """A session in which every call takes a second."""
-
-    def measure(self, op: str, size: int, batch: int, seconds: float) -> list[float]:
-        return [1.0]
+    assert chosen(work_of("shm"), patterns.split(",")) == rows
 
 
 def test_every_row() -> None:
-    rows: list[Row] = []
-    measure(cast(Session, Unmeasured()), "shm", 1.0, _Shower("shm", ["*"], rows.append))
-    found = {(row.op, row.size_bytes, row.batch) for row in rows}
+    found = work_of("shm")
     for op in ("put", "get", "get_view"):
-        assert {(op, kib << 10, n) for kib in (4, 64, 1024, 4096) for n in (1, 64)} <= found
+        assert {(op, kib << 10, n) for kib in (4, 64, 1024, 4096) for n in (1, 64)} <= set(found)
     assert ("get_again", 4096, 1) in found
-    assert {("exist", 0, n) for n in (1, 64, 1024, 8192)} <= found
-    assert {("match_prefix", 0, n) for n in (1024, 8192)} <= found
-    assert len(rows) == len(found)
+    assert {("exist", 0, n) for n in (1, 64, 1024, 8192)} <= set(found)
+    assert {("match_prefix", 0, n) for n in (1024, 8192)} <= set(found)
+    assert len(found) == len(set(found))
+    assert not any(op == "get_view" for op, _, _ in work_of("tcp"))
 
 
 def test_a_row_is_of_one_call_and_its_whole_batch() -> None:
-    rows: list[Row] = []
-    _Shower("shm", ["*"], rows.append).row("put", 1_000_000, 64, [0.001, 0.003, 0.002])
-    assert rows == [
-        Row(
-            system="kvstore",
-            mode="shm",
-            op="put",
-            size_bytes=1_000_000,
-            batch=64,
-            per_second=32_000.0,
-            gb_per_second=32.0,
-            p50_us=2000.0,
-            p99_us=3000.0,
-        )
-    ]
+    row = row_of("shm", "put", 1_000_000, 64, [0.001, 0.003, 0.002])
+    assert row == {
+        "system": "kvstore", "mode": "shm", "op": "put", "size_bytes": 1_000_000, "batch": 64,
+        "per_second": 32_000.0, "gb_per_second": 32.0, "p50_us": 2000.0, "p99_us": 3000.0,
+    }  # fmt: skip
+    assert OWN.cells(row)[3:] == ("64", "32,000", "32.00", "2,000.0", "3,000.0")

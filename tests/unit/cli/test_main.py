@@ -16,6 +16,7 @@ import pytest
 import kvstore
 from kvstore import calls
 from kvstore._version import __version__
+from kvstore.bench import cases
 from kvstore.calls import PutOutcome
 from kvstore.cli import bench as cli_bench
 from kvstore.cli.main import LATE, cli
@@ -360,7 +361,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(f"{address} {pool_bytes}")
         raise NoSpaceError("that is enough")
 
-    monkeypatch.setattr(cli_bench, "OurDriver", driver)
+    monkeypatch.setattr(cases, "OurDriver", driver)
     monkeypatch.setattr(cli_bench, "POOL_BYTES_MIN", 1 << 20)
     return found
 

@@ -13,13 +13,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
+from bench.page import Advance, Found
 from kvstore import calls
 from kvstore.bench import virtual
 from kvstore.bench.ours import LEASE_MS, own_master
-from kvstore.bench.session import median_us, timed
-from kvstore.bench.virtual import CHAIN_BLOCKS, NAMESPACE, STEP_BLOCKS, Pauses, ask, chain
+from kvstore.bench.timing import median_us, timed
+from kvstore.bench.virtual import CHAIN_BLOCKS, NAMESPACE, STEP_BLOCKS, ask, chain
 from kvstore.errors import KVStoreError
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX, PUT_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, extent_bytes
@@ -44,46 +45,7 @@ BIG_FIRST: Final = 1 << 40
 """First number of the chains that are put to evict others, far from all other numbers."""
 
 
-class Eviction(NamedTuple):
-    """Puts into a full master, while another client calls ``exists``."""
-
-    how: str
-    evicted: int
-    seconds: float
-    put_us: float
-    """The median time of a put, which is two calls."""
-    pauses: Pauses
-
-
-class Large(NamedTuple):
-    """A call of the largest size, while another client calls ``exists``."""
-
-    what: str
-    seconds: float
-    pauses: Pauses
-
-
-class Filled(NamedTuple):
-    """The results for a master with ``objects`` objects."""
-
-    objects: int
-    bytes_per_object: float
-    """Growth of its resident memory, divided by the number of objects."""
-    fill_per_second: float
-    call_us: dict[str, float]
-    """The median of each kind of call, seen from a client."""
-    idle: Pauses
-    mixed: Pauses
-    """Pauses while another client puts, matches and removes."""
-    evictions: list[Eviction]
-    large: list[Large]
-    longest_step_us: int
-    """As recorded by the master's loop since its start."""
-
-
-def measure(
-    sizes: Sequence[int], seconds: float, progress: Callable[[str, int], None]
-) -> list[Filled]:
+def measure(sizes: Sequence[int], seconds: float, progress: Advance) -> list[Found]:
     """Measures each number of objects, the smallest first.
 
     Args:
@@ -93,7 +55,7 @@ def measure(
     Raises:
         KVStoreError: the master failed.
     """
-    found: list[Filled] = []
+    found: list[Found] = []
     with contextlib.ExitStack() as stack:
         address, pid = stack.enter_context(own_master("--lease-ms", str(LEASE_MS)))
         stub = stack.enter_context(virtual.stub_of(address))
@@ -106,7 +68,7 @@ def measure(
             stack.enter_context(virtual.virtual_node(address, room, name=name))
             rate = _fill(stub, chains, wanted, progress)
             chains = wanted
-            objects = _objects(stub)
+            objects = sum(each.objects for each in _status(stub).namespaces)
             step = _Step(address, stub, chains, seconds, progress)
             memory = (virtual.resident(pid) - before) / objects
             found.append(step.measure(objects, memory, rate))
@@ -127,7 +89,7 @@ class _Step:
         stub: MasterStub,
         chains: int,
         seconds: float,
-        progress: Callable[[str, int], None],
+        progress: Advance,
     ) -> None:
         self.address = address
         self.stub = stub
@@ -136,7 +98,7 @@ class _Step:
         self.progress = progress
         self.random = random.Random(chains)  # noqa: S311 - which objects are asked for
 
-    def measure(self, objects: int, bytes_per_object: float, rate: float) -> Filled:
+    def measure(self, objects: int, bytes_per_object: float, rate: float) -> Found:
         what = f"{objects:,} objects"
         self.progress(f"{what}: calls", 0)
         call_us = self._calls()
@@ -151,18 +113,12 @@ class _Step:
         evictions = [self._evict_by_steps(blocks), self._evict_at_once(blocks)]
         self.progress(f"{what}: large calls", 0)
         large = self._large()
-        counters = self._counters()
-        return Filled(
-            objects=objects,
-            bytes_per_object=round(bytes_per_object, 1),
-            fill_per_second=round(rate),
-            call_us=call_us,
-            idle=idle,
-            mixed=mixed,
-            evictions=evictions,
-            large=large,
-            longest_step_us=counters["longest_step_us"],
-        )
+        return {
+            "objects": objects, "bytes_per_object": round(bytes_per_object, 1),
+            "fill_per_second": round(rate), "call_us": call_us, "idle": idle, "mixed": mixed,
+            "evictions": evictions, "large": large,
+            "longest_step_us": self._counters()["longest_step_us"],
+        }  # fmt: skip
 
     def _calls(self) -> dict[str, float]:
         chosen = self._present(REQUESTS)
@@ -182,42 +138,39 @@ class _Step:
         def one(index: int) -> calls.Reply:
             return ask(self.stub, requests[index % len(requests)])
 
-        return round(median_us(timed(one, self.seconds, 1 << 20, lambda _: None)), 1)
+        return round(median_us(timed(one, self.seconds, 1 << 20)), 1)
 
     def _time_puts(self) -> float:
         """Start and end of 64 new objects; they are removed again."""
         first = 3 * BIG_FIRST + self.chains * CHAIN_BLOCKS
         new = [chain(first + number, STEP_BLOCKS) for number in range(PUTS_MAX)]
-        samples = timed(
-            lambda index: virtual.put(self.stub, new[index]),
-            self.seconds,
-            PUTS_MAX,
-            lambda _: None,
-        )
+        samples = timed(lambda index: virtual.put(self.stub, new[index]), self.seconds, PUTS_MAX)
         for keys in new[: len(samples)]:
             ask(self.stub, calls.Remove(NAMESPACE, keys))
         return round(median_us(samples), 1)
 
-    def _pauses(self) -> Pauses:
-        return virtual.pauses(self.stub, chain(0)[0], lambda seconds: seconds > self.seconds * 4)
+    def _pauses(self) -> dict[str, float]:
+        return self._waits(lambda seconds: seconds > self.seconds * 4)
 
-    def _evict_by_steps(self, blocks: int) -> Eviction:
+    def _waits(self, until: Callable[[float], bool]) -> dict[str, float]:
+        return virtual.pauses(self.stub, chain(0)[0], until)
+
+    def _evict_by_steps(self, blocks: int) -> Found:
         """Evicts as engines do: by puts of 64 new objects."""
         free, before = SLACK_BLOCKS, self._counters()["evicted_objects"]
         first = BIG_FIRST + self.chains * CHAIN_BLOCKS
         with virtual.load(self.address, virtual.EVICT, first, blocks + free) as process:
-            found = virtual.pauses(self.stub, chain(0)[0], lambda _: process.poll() is not None)
+            found = self._waits(lambda _: process.poll() is not None)
             assert process.stdout is not None
             said = json.loads(process.stdout.read())
-        return Eviction(
-            how="64 new objects at a time",
-            evicted=self._counters()["evicted_objects"] - before,
-            seconds=round(said["seconds"], 3),
-            put_us=round(said["put_us"], 1),
-            pauses=found,
-        )
+        return {
+            "how": "64 new objects at a time",
+            "evicted": self._counters()["evicted_objects"] - before,
+            "seconds": round(said["seconds"], 3), "put_us": round(said["put_us"], 1),
+            "pauses": found,
+        }  # fmt: skip
 
-    def _evict_at_once(self, blocks: int) -> Eviction:
+    def _evict_at_once(self, blocks: int) -> Found:
         """Evicts in the worst case: one call that needs the room of all those objects."""
         before = self._counters()["evicted_objects"]
         count = min(PUT_KEYS_MAX, blocks // BIG_BLOCKS)
@@ -225,15 +178,13 @@ class _Step:
         size = blocks // len(keys) * extent_bytes(virtual.OBJECT_BYTES) - HEADER_BYTES
         seconds, found = self._beside(lambda stub: virtual.put(stub, keys, size=size))
         ask(self.stub, calls.Remove(NAMESPACE, keys))
-        return Eviction(
-            how=f"{len(keys):,} objects in one call, as large as all of those",
-            evicted=self._counters()["evicted_objects"] - before,
-            seconds=round(seconds, 3),
-            put_us=round(seconds * 1e6, 1),
-            pauses=found,
-        )
+        return {
+            "how": f"{len(keys):,} objects in one call, as large as all of those",
+            "evicted": self._counters()["evicted_objects"] - before,
+            "seconds": round(seconds, 3), "put_us": round(seconds * 1e6, 1), "pauses": found,
+        }  # fmt: skip
 
-    def _large(self) -> list[Large]:
+    def _large(self) -> list[Found]:
         """Measures every kind of call that has many keys, with the largest number of them. The last
         ones remove their keys."""
         chains = min(BATCH_KEYS_MAX // CHAIN_BLOCKS, self.chains)
@@ -284,10 +235,10 @@ class _Step:
         found = []
         for what, do in work.items():
             seconds, pauses = self._beside(do)
-            found.append(Large(what, round(seconds, 3), pauses))
+            found.append({"what": what, "seconds": round(seconds, 3), "pauses": pauses})
         return found
 
-    def _beside(self, work: Callable[[MasterStub], object]) -> tuple[float, Pauses]:
+    def _beside(self, work: Callable[[MasterStub], object]) -> tuple[float, dict[str, float]]:
         """Seconds that ``work`` took, and the pauses of another client meanwhile."""
         ended: list[float | KVStoreError] = []
 
@@ -303,7 +254,7 @@ class _Step:
 
         thread = threading.Thread(target=run)
         thread.start()
-        found = virtual.pauses(self.stub, chain(0)[0], lambda _: not thread.is_alive())
+        found = self._waits(lambda _: not thread.is_alive())
         thread.join()
         [outcome] = ended
         if isinstance(outcome, KVStoreError):
@@ -322,22 +273,18 @@ class _Step:
         return found
 
     def _counters(self) -> dict[str, int]:
-        status = ask(self.stub, calls.Status())
-        assert isinstance(status, calls.ClusterStatus)
-        return {"evicted_objects": 0, **dict(status.counters)}
+        return {"evicted_objects": 0, **dict(_status(self.stub).counters)}
 
     def _until_alone(self) -> None:
         """Wait until the master has dropped the load's node and its memory."""
         deadline = time.monotonic() + GONE_SECONDS
-        while time.monotonic() < deadline:
-            status = ask(self.stub, calls.Status())
-            assert isinstance(status, calls.ClusterStatus)
-            if not any(node.name == virtual.LOAD for node in status.nodes):
+        while any(node.name == virtual.LOAD for node in _status(self.stub).nodes):
+            if time.monotonic() > deadline:
                 return
             time.sleep(0.1)
 
 
-def _fill(stub: MasterStub, done: int, wanted: int, progress: Callable[[str, int], None]) -> float:
+def _fill(stub: MasterStub, done: int, wanted: int, progress: Advance) -> float:
     """Puts chains up to the number ``wanted``; returns objects put per second."""
     start = time.perf_counter()
     for number in range(done, wanted, CHUNK_CHAINS):
@@ -348,7 +295,7 @@ def _fill(stub: MasterStub, done: int, wanted: int, progress: Callable[[str, int
     return (wanted - done) * CHAIN_BLOCKS / (time.perf_counter() - start)
 
 
-def _objects(stub: MasterStub) -> int:
+def _status(stub: MasterStub) -> calls.ClusterStatus:
     status = ask(stub, calls.Status())
     assert isinstance(status, calls.ClusterStatus)
-    return sum(each.objects for each in status.namespaces)
+    return status

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.bench import mooncake
+from bench import mooncake
+from bench.client import Client, Settings
+from kvstore.bench.session import WARM_PIECE
 from kvstore.demo.processes import Children
 from kvstore.demo_vllm import servers
 from kvstore.demo_vllm.servers import Server
@@ -32,7 +34,6 @@ DEFAULT_SYSTEMS = (NONE, KVSTORE, KVSTORE_TCP, MOONCAKE)
 
 BUFFER_MIB = 512
 """Mooncake's transfer buffer; its default of 4 GiB is more than a small machine can spare."""
-MOONCAKE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,22 @@ def start(children: Children, names: Sequence[str], model: Path, memory_mib: int
     Raises:
         ChildError: a process did not start.
     """
-    engines = {name: _start(children, name, model, memory_mib) for name in names}
+    masters: dict[str, str] = {}
+    engines = {name: _start(children, name, model, memory_mib, masters) for name in names}
     for engine in engines.values():
         servers.engine_ready(children, engine)
-    for name in (MOONCAKE, MOONCAKE_EMBEDDED):
-        if name in engines:
-            _touch(children, name, memory_mib)
+    # Now that no starting engine uses the whole CPU: write Mooncake's memory through once, as
+    # kvstore's node does when it starts. The first touch of a page costs ten times a copy.
+    for name, master in masters.items():
+        settings = Settings(MOONCAKE, "tcp", master, memory_mib << 20, WARM_PIECE)
+        Client(children, f"{name}-touch", settings).close()
     return [System(name, engine.address) for name, engine in engines.items()]
 
 
-def _start(children: Children, name: str, model: Path, memory_mib: int) -> Server:
+def _start(
+    children: Children, name: str, model: Path, memory_mib: int, masters: dict[str, str]
+) -> Server:
+    """Adds the address of Mooncake's master to ``masters``, if it is this system's."""
     if name == NONE:
         return servers.start_engine(children, name, model, None)
     if name in (KVSTORE, KVSTORE_TCP):
@@ -76,35 +83,17 @@ def _start(children: Children, name: str, model: Path, memory_mib: int) -> Serve
         transports = ["tcp"] if name == KVSTORE_TCP else ["shm", "tcp"]
         transfer = servers.transfer_config(master, "kv_both", transports=transports)
         return servers.start_engine(children, name, model, transfer)
-    config = _start_mooncake(children, name, memory_mib)
-    transfer = {"kv_connector": servers.CONNECTOR, "kv_role": "kv_both"}
-    environ = {"MOONCAKE_CONFIG_PATH": str(config)}
-    return servers.start_engine(children, name, model, transfer, environ=environ)
-
-
-def _start_mooncake(children: Children, name: str, memory_mib: int) -> Path:
-    """Starts Mooncake's master and, unless the engine holds the memory, its memory process. Returns
-    the path of the engine's configuration."""
     embedded = name == MOONCAKE_EMBEDDED
-    started = mooncake.start(children, 0 if embedded else memory_mib << 20, name=name)
+    master = mooncake.start(children, 0 if embedded else memory_mib << 20, name=name).master
+    masters[name] = master
     settings = {
-        "metadata_server": "P2PHANDSHAKE", "master_server_address": started.master,
-        "protocol": "tcp", "mode": "embedded" if embedded else "standalone-store",
+        "metadata_server": mooncake.METADATA, "master_server_address": master, "protocol": "tcp",
+        "mode": "embedded" if embedded else "standalone-store",
         "global_segment_size": f"{memory_mib}MB" if embedded else 0,
         "local_buffer_size": f"{BUFFER_MIB}MB",
     }  # fmt: skip
     config = children.directory / f"{name}.json"
     config.write_text(json.dumps(settings))
-    return config
-
-
-def _touch(children: Children, name: str, memory_mib: int) -> None:
-    """Write all of Mooncake's memory once: the first touch of a page costs ten times a copy.
-
-    kvstore's node does the same when it starts. Called when all engines serve, because starting
-    engines use the whole CPU.
-    """
-    config = children.directory / f"{name}.json"
-    module = "kvstore.demo_vllm.touch_mooncake"
-    job = children.start(f"{name}-touch", module, str(config), str(memory_mib))
-    children.result(job, MOONCAKE_SECONDS)
+    transfer = {"kv_connector": servers.CONNECTOR, "kv_role": "kv_both"}
+    environ = {"MOONCAKE_CONFIG_PATH": str(config)}
+    return servers.start_engine(children, name, model, transfer, environ=environ)

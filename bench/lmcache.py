@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import importlib.util
 import os
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.bench import mooncake
-from kvstore.bench.driver import EXIST, PUT, Work
+from bench import mooncake
 from kvstore.bench.ours import OurDriver
-from kvstore.bench.session import BATCH, CHAIN_BLOCK_BYTES, WARM_PIECE, memory, require
+from kvstore.bench.session import BATCH, CHAIN_BLOCK_BYTES, EXIST, PUT, WARM_PIECE, Work
+from kvstore.bench.timing import memory, require
 from kvstore.errors import StartupError
 
 if TYPE_CHECKING:
-    from kvstore.bench.driver import Bytes
+    from kvstore.bench.timing import Bytes
 
-PACKAGE: Final = "lmcache"
 MODEL: Final = "kvstore/bench"
 TOKENS: Final = 256
 """Of a chunk: LMCache's default."""
@@ -35,26 +33,18 @@ MEMORY_BYTES_MIN: Final = 64 << 20
 TIMEOUT_SECONDS: Final = 60
 
 
-def missing() -> str | None:
-    """Why LMCache cannot be used here, and what to do; None: it can."""
-    if importlib.util.find_spec(PACKAGE) is not None:
-        return None
-    return "LMCache is not installed here; make bench-lmcache uses an environment that has it."
-
-
-class LMCacheDriver:
+class Driver:
     """A client of one system, behind LMCache. A backend of LMCache has chunks of one size, so there
     is one for each size."""
 
-    def __init__(self, system: Any, mode: str, address: str, memory_bytes: int) -> None:
+    def __init__(self, address: str, mode: str, memory_bytes: int, *, on_mooncake: bool) -> None:
         """
         Args:
-            system: ``worker.OURS`` or ``worker.MOONCAKE``.
             mode: transport of this store; Mooncake's is TCP.
         """
         os.environ |= {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
         self.source, self._target = memory(memory_bytes)
-        self._is_mooncake = system == "mooncake"
+        self._is_mooncake = on_mooncake
         self._settings = _mooncake(address) if self._is_mooncake else _ours(address, mode)
         # Knows when the memory of removed objects is free.
         self._beside = None if self._is_mooncake else OurDriver(address, mode, WARM_PIECE)

@@ -10,22 +10,19 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.bench import mooncake
-from kvstore.bench.driver import EXIST, GET, PUT, Work
+from bench import mooncake
+from bench.rows import DROP_IN, KIB, NATIVE_SHM
 from kvstore.bench.ours import OurDriver
-from kvstore.bench.rows import DROP_IN, KIB, NATIVE_SHM
-from kvstore.bench.session import require
+from kvstore.bench.session import EXIST, GET, PUT, Work
+from kvstore.bench.timing import require
 from kvstore.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvstore.bench.driver import Bytes
-
-PACKAGE: Final = "sglang"
+    from kvstore.bench.timing import Bytes
 
 TOKEN_BYTES: Final = 4 * KIB
 """Of the pool: 16 layers of 128 bfloat16 values."""
@@ -33,14 +30,7 @@ LAYERS: Final = 16
 LATENT: Final = 64
 
 
-def missing() -> str | None:
-    """Why SGLang cannot be used here, and what to do; None: it can."""
-    if importlib.util.find_spec(PACKAGE) is not None:
-        return None
-    return "SGLang is not installed here; make bench-hicache uses an environment that has it."
-
-
-class HiCacheDriver:
+class Driver:
     """Back-ends of SGLang on one host pool; one back-end per size of pages."""
 
     def __init__(self, address: str, mode: str, memory_bytes: int, *, on_mooncake: bool) -> None:

@@ -1,4 +1,4 @@
-"""Measures a GPU's way to the store: ``python -m kvstore.bench.gpu`` (``make bench-gpu``).
+"""Measures a GPU's way to the store: ``python -m bench.gpu`` (``make bench-gpu``).
 
 * *save* and *load*: a batch of blocks by ``put_chain`` and ``get_into``, beside a plain copy of as
   many bytes, in one piece, between the GPU and page-locked memory. Both take turns, so that a busy
@@ -23,27 +23,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
 import numpy as np
-from rich.table import Table
 
-from kvstore.bench.machine import in_words, machine, today
+from bench import page
+from bench.page import Advance, Found, Page, Table, verdict
+from bench.rows import KIB, MIB, SHM, TCP, size_name
 from kvstore.bench.ours import PAUSE_SECONDS, Store, own_store
-from kvstore.bench.results import Spread
-from kvstore.bench.rows import KIB, MIB, SHM, TCP, size_name
-from kvstore.bench.session import require
-from kvstore.bench.show import (
-    bar,
-    ended_by_signals,
-    exit_with,
-    out_option,
-    output,
-    write_page,
-)
+from kvstore.bench.timing import Spread, require, seconds_of
 from kvstore.calls import PutOutcome
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of
@@ -55,8 +45,6 @@ if TYPE_CHECKING:
 
     from kvstore import Client
 
-ResultT = TypeVar("ResultT")
-NAME: Final = "gpu"
 DEVICE: Final = "cuda:0"
 PACKAGES: Final = ("torch", "numpy")
 BATCH_BYTES: Final = 1 << 30
@@ -68,16 +56,21 @@ TCP_PART: Final = 4
 """Batches over tcp are this many times smaller: they take longer."""
 SLOWDOWN_GOAL: Final = 0.03
 """The most by which a save may slow an engine's work."""
+KERNEL: Final = "shm, kernel"
+KERNEL_MAX: Final = 64 * KIB
+"""Pages of at most so many bytes are copied by the kernel, in its rows."""
+ON_GPU: Final = "memory of the GPU"
+PATHS: Final = (SHM, KERNEL, TCP, ON_GPU)
+ON_GPU_GOAL: Final = 0.8
 EXAMPLE = """\b
 Examples:
-  python -m kvstore.bench.gpu
-  python -m kvstore.bench.gpu --rounds 9 --out /tmp/found
-  python -m kvstore.bench.gpu --quick
+  python -m bench.gpu
+  python -m bench.gpu --rounds 9 --out /tmp/found
+  python -m bench.gpu --quick
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(NamedTuple):
     """Blocks of one size, in pages that are apart from each other in the GPU's memory."""
 
     pages: int
@@ -90,13 +83,6 @@ class Shape:
     def title(self) -> str:
         return f"{self.pages} x {size_name(self.page, ' ')}"
 
-
-KERNEL: Final = "shm, kernel"
-KERNEL_MAX: Final = 64 * KIB
-"""Pages of at most so many bytes are copied by the kernel, in its rows."""
-ON_GPU: Final = "memory of the GPU"
-PATHS: Final = (SHM, KERNEL, TCP, ON_GPU)
-ON_GPU_GOAL: Final = 0.8
 
 SHAPES: Final = (
     Shape(pages=1, page=5 * MIB, goal=0.9),  # block first: Llama 3 70B
@@ -111,82 +97,23 @@ def shapes(path: str) -> list[Shape]:
     return [shape for shape in SHAPES if path != KERNEL or shape.page <= KERNEL_MAX]
 
 
-@dataclass(kw_only=True)
-class Row:
+def row_of(
+    way: str, path: str, shape: Shape, blocks: int, ours_ms: list[float], plain_ms: list[float]
+) -> Found:
     """One kind of blocks, one way, on one path. Times per batch, one a round."""
-
-    way: str
-    path: str
-    shape: Shape
-    blocks: int
-    ours_ms: list[float] = field(default_factory=list)
-    plain_ms: list[float] = field(default_factory=list)
-
-    @property
-    def ratio(self) -> Spread:
-        """The plain copy's time over ours, within a round."""
-        pairs = zip(self.plain_ms, self.ours_ms, strict=True)
-        return Spread.of([plain / ours for plain, ours in pairs])
-
-    @property
-    def goal(self) -> float | None:
-        """None: the socket decides, not the copy."""
-        if self.path == TCP:
-            return None
-        return ON_GPU_GOAL if self.path == ON_GPU else self.shape.goal
-
-    @property
-    def gb_per_s(self) -> float:
-        size = self.blocks * self.shape.pages * self.shape.page
-        return size / Spread.of(self.ours_ms).median / 1e6
+    goal: float | None = ON_GPU_GOAL if path == ON_GPU else shape.goal
+    return {
+        "way": way, "path": path, "pages": shape.pages, "page_bytes": shape.page, "blocks": blocks,
+        "ours_ms": ours_ms, "plain_ms": plain_ms,
+        "ratio": Spread.of_ratios(plain_ms, ours_ms)._asdict(),
+        "goal": None if path == TCP else goal,  # the socket decides, not the copy
+        "gb_per_s": blocks * shape.pages * shape.page / Spread.of(ours_ms).median / 1e6,
+    }  # fmt: skip
 
 
-@dataclass(kw_only=True)
-class Engine:
-    """An engine's products of matrices, one time a round."""
-
-    alone_ms: list[float] = field(default_factory=list)
-    beside_ms: list[float] = field(default_factory=list)
-    """While blocks are saved."""
-    saved_blocks: int = 0
-    """In all rounds."""
-
-    @property
-    def slowdown(self) -> float:
-        """As a part of the time of the products alone."""
-        pairs = zip(self.beside_ms, self.alone_ms, strict=True)
-        return Spread.of([beside / alone for beside, alone in pairs]).median - 1
-
-
-@dataclass(kw_only=True)
-class Found:
-    """All results of one run."""
-
-    rounds: int
-    note: str = ""
-    """What a reader must know first."""
-    rows: list[Row] = field(default_factory=list)
-    engine: dict[str, Engine] = field(default_factory=dict)
-    """By path."""
-    describe_ms: list[float] = field(default_factory=list)
-    call_ms: list[float] = field(default_factory=list)
-    page_locked_mib: dict[str, float] = field(default_factory=dict)
-    """At most, by path."""
-    machine: dict[str, str | int] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        rows = [
-            {
-                "way": row.way, "path": row.path, "pages": row.shape.pages,
-                "page_bytes": row.shape.page, "blocks": row.blocks, "ours_ms": row.ours_ms,
-                "plain_ms": row.plain_ms, "ratio": row.ratio._asdict(), "goal": row.goal,
-                "gb_per_s": row.gb_per_s,
-            }
-            for row in self.rows
-        ]  # fmt: skip
-        rest = asdict(self)
-        slowdown = {path: engine.slowdown for path, engine in self.engine.items()}
-        return rest | {"rows": rows, "slowdown": slowdown, "slowdown_goal": SLOWDOWN_GOAL}
+def slowdown(engine: Found) -> float:
+    """Of an engine's work beside saves, as a part of its time alone."""
+    return Spread.of_ratios(engine["beside_ms"], engine["alone_ms"]).median - 1
 
 
 class GPU:
@@ -225,10 +152,12 @@ class GPU:
 
     def plain_ms(self, to: torch.Tensor, source: torch.Tensor) -> float:
         self.wait()
-        start = time.perf_counter()
-        to.copy_(source, non_blocking=True)
-        self.wait()
-        return (time.perf_counter() - start) * 1e3
+
+        def copy() -> None:
+            to.copy_(source, non_blocking=True)
+            self.wait()
+
+        return seconds_of(copy) * 1e3
 
     def products(self) -> Callable[[], float]:
         """A function that multiplies matrices for a while, and says for how many ms."""
@@ -239,15 +168,16 @@ class GPU:
         one, other = matrices
         result = self.torch.empty_like(one)
 
-        def multiply() -> float:
-            self.wait()
-            start = time.perf_counter()
+        def multiply() -> None:
             for _ in range(count):
                 self.torch.mm(one, other, out=result)
             self.wait()
-            return (time.perf_counter() - start) * 1e3
 
-        return multiply
+        def multiply_ms() -> float:
+            self.wait()
+            return seconds_of(multiply) * 1e3
+
+        return multiply_ms
 
 
 class Blocks:
@@ -274,13 +204,16 @@ class Blocks:
         ]
 
 
-def measure(gpu: GPU, rounds: int, batch_bytes: int, progress: Callable[[str, int], None]) -> Found:
+def measure(gpu: GPU, rounds: int, batch_bytes: int, progress: Advance) -> Found:
     """Measures all rows.
 
     Raises:
         KVStoreError: a process failed, or the GPU.
     """
-    found = Found(rounds=rounds, note=gpu.note)
+    found: Found = {
+        "rounds": rounds, "note": gpu.note, "rows": [], "engine": {}, "describe_ms": [],
+        "call_ms": [], "page_locked_mib": {},
+    }  # fmt: skip
     size = batch_bytes + 2 * max(shape.pages * shape.page for shape in SHAPES)
     pool_bytes = POOL_PARTS * batch_bytes + 64 * MIB
     with own_store(pool_bytes) as store:
@@ -290,17 +223,18 @@ def measure(gpu: GPU, rounds: int, batch_bytes: int, progress: Callable[[str, in
                 _rows(gpu, client, found, path, locked, batch_bytes, progress)
                 if path != TCP:
                     progress(f"engine, {path}", 1)
-                    found.engine[path] = _beside_an_engine(gpu, client, rounds, batch_bytes)
+                    found["engine"][path] = _beside_an_engine(gpu, client, rounds, batch_bytes)
                 if path == SHM:
                     progress("interpreter", 1)
                     _interpreter(gpu, client, found, batch_bytes)
                 device = client.device(gpu.name)
                 ring = device.ring.slot_bytes * SLOTS
-                found.page_locked_mib[path] = (device.locks.locked_bytes + ring) / MIB
+                found["page_locked_mib"][path] = (device.locks.locked_bytes + ring) / MIB
         del locked
     with gpu.store_on_it(pool_bytes) as store, _client(store.address, ON_GPU) as client:
         _rows(gpu, client, found, ON_GPU, gpu.memory(size), batch_bytes, progress)
-    return found
+    found["slowdown"] = {path: slowdown(each) for path, each in found["engine"].items()}
+    return found | {"slowdown_goal": SLOWDOWN_GOAL}
 
 
 def _rows(
@@ -310,47 +244,54 @@ def _rows(
     path: str,
     beside: torch.Tensor,
     batch_bytes: int,
-    progress: Callable[[str, int], None],
+    progress: Advance,
 ) -> None:
     """``beside``: memory for the plain copies."""
     size = batch_bytes // TCP_PART if path == TCP else batch_bytes
     for shape in shapes(path):
         progress(f"{shape.title}, {path}", 1)
         blocks = Blocks(gpu, client.device(gpu.name), shape, size)
-        plain = beside[: blocks.size]
-        found.rows += _save_and_load(gpu, client, path, blocks, plain, found.rounds)
+        saves, loads = _save_and_load(gpu, client, blocks, beside[: blocks.size], found["rounds"])
+        for way, (ours_ms, plain_ms) in (("save", saves), ("load", loads)):
+            found["rows"].append(row_of(way, path, shape, blocks.count, ours_ms, plain_ms))
 
 
 def steps() -> int:
     return sum(len(shapes(path)) for path in PATHS) + 3
 
 
+Times = tuple[list[float], list[float]]
+"""Milliseconds of the store and of plain copies, one a round."""
+
+
 def _save_and_load(
-    gpu: GPU, client: Client, path: str, blocks: Blocks, plain: torch.Tensor, rounds: int
-) -> list[Row]:
-    saves, loads = (
-        Row(way=way, path=path, shape=blocks.shape, blocks=blocks.count) for way in ("save", "load")
-    )
+    gpu: GPU, client: Client, blocks: Blocks, plain: torch.Tensor, rounds: int
+) -> tuple[Times, Times]:
+    saves: Times = ([], [])
+    loads: Times = ([], [])
     values = blocks.values()
     for number in range(-POOL_PARTS, rounds):  # the first ones lock the pool's memory
         keys = _keys(blocks.count)
         _wait_for_room(client, blocks.size)
         gpu.wait()
-        save_ms, stored = _timed(lambda keys=keys: client.put_chain(keys, values))  # type: ignore[misc]
-        load_ms, sizes = _timed(lambda keys=keys: client.get_into(keys, values))  # type: ignore[misc]
+        start = time.perf_counter()
+        stored = client.put_chain(keys, values)
+        saved = time.perf_counter()
+        sizes = client.get_into(keys, values)
+        loaded = time.perf_counter()
         require(all(outcome == PutOutcome.STORED for outcome in stored), "was not stored")
         require(all(sizes), "was not there")
         client.remove_many(keys)
         if number >= 0:
-            saves.ours_ms.append(save_ms)
-            loads.ours_ms.append(load_ms)
-            saves.plain_ms.append(gpu.plain_ms(plain, blocks.tensor))
-            loads.plain_ms.append(gpu.plain_ms(blocks.tensor, plain))
-    return [saves, loads]
+            saves[0].append((saved - start) * 1e3)
+            loads[0].append((loaded - saved) * 1e3)
+            saves[1].append(gpu.plain_ms(plain, blocks.tensor))
+            loads[1].append(gpu.plain_ms(blocks.tensor, plain))
+    return saves, loads
 
 
-def _beside_an_engine(gpu: GPU, client: Client, rounds: int, batch_bytes: int) -> Engine:
-    found = Engine()
+def _beside_an_engine(gpu: GPU, client: Client, rounds: int, batch_bytes: int) -> Found:
+    found: Found = {"alone_ms": [], "beside_ms": [], "saved_blocks": 0}
     blocks = Blocks(gpu, client.device(gpu.name), SHAPES[2], 2 * batch_bytes)
     values = blocks.values()
     multiply = gpu.products()
@@ -363,15 +304,15 @@ def _beside_an_engine(gpu: GPU, client: Client, rounds: int, batch_bytes: int) -
             _wait_for_room(client, blocks.size)
             client.put_chain(keys, values)
             client.remove_many(keys)
-            found.saved_blocks += blocks.count
+            found["saved_blocks"] += blocks.count
 
     for _ in range(rounds):
-        found.alone_ms.append(multiply())
+        found["alone_ms"].append(multiply())
         stop.clear()
         saving = threading.Thread(target=save)
         saving.start()
         try:
-            found.beside_ms.append(multiply())
+            found["beside_ms"].append(multiply())
         finally:
             stop.set()
             saving.join()
@@ -380,7 +321,7 @@ def _beside_an_engine(gpu: GPU, client: Client, rounds: int, batch_bytes: int) -
 
 def _interpreter(gpu: GPU, client: Client, found: Found, batch_bytes: int) -> None:
     blocks = Blocks(gpu, client.device(gpu.name), SHAPES[3], batch_bytes)
-    for _ in range(found.rounds):
+    for _ in range(found["rounds"]):
         start = time.thread_time()
         values = blocks.values()
         laid_out(values, [4096 + place * blocks.size for place in range(blocks.count)])
@@ -389,8 +330,8 @@ def _interpreter(gpu: GPU, client: Client, found: Found, batch_bytes: int) -> No
         _wait_for_room(client, blocks.size)
         begun = time.thread_time()
         client.put_chain(keys, values)
-        found.describe_ms.append((described - start) * 1e3)
-        found.call_ms.append((time.thread_time() - begun) * 1e3)
+        found["describe_ms"].append((described - start) * 1e3)
+        found["call_ms"].append((time.thread_time() - begun) * 1e3)
         client.remove_many(keys)
 
 
@@ -400,13 +341,6 @@ _numbers = itertools.count()
 def _keys(count: int) -> list[bytes]:
     number = next(_numbers)
     return [b"%d/%d" % (number, index) for index in range(count)]
-
-
-def _timed(call: Callable[[], ResultT]) -> tuple[float, ResultT]:
-    """How many ms it took, and what it returned."""
-    start = time.perf_counter()
-    result = call()
-    return (time.perf_counter() - start) * 1e3, result
 
 
 def _wait_for_room(client: Client, size: int) -> None:
@@ -434,59 +368,52 @@ def _client(address: str, path: str) -> Iterator[Client]:
 
 # --- output ------------------------------------------------------------------------------------
 
-COLUMNS = ("way", "path", "block", "blocks", "GB/s", "plain copy / ours", "rounds", "goal", "")
+COLUMNS: Final = (
+    "way", "path", "block", "blocks", "GB/s", "plain copy / ours", "rounds", "goal", "",
+)  # fmt: skip
+LEFT: Final = (0, 1, 2, 8)
 
 
-def cells_of(row: Row) -> tuple[str, ...]:
+def cells_of(row: Found) -> tuple[str, ...]:
     """One line of the table, in the order of ``COLUMNS``."""
-    ratio = row.ratio
-    goal = "" if row.goal is None else f"{row.goal:g}"
-    met = "" if row.goal is None else "met" if ratio.median >= row.goal else "not met"
+    ratio, goal = Spread(**row["ratio"]), row["goal"]
+    title = Shape(row["pages"], row["page_bytes"], 0).title
     return (
-        row.way, row.path, row.shape.title, f"{row.blocks:,}", f"{row.gb_per_s:.1f}",
-        f"{ratio.median:.2f}", f"{ratio.smallest:.2f} to {ratio.largest:.2f}", goal, met,
+        row["way"], row["path"], title, f"{row['blocks']:,}", f"{row['gb_per_s']:.1f}",
+        f"{ratio.median:.2f}", ratio.range, "" if goal is None else f"{goal:g}",
+        "" if goal is None else verdict(ratio.median >= goal),
     )  # fmt: skip
 
 
 def sentences(found: Found) -> list[str]:
     """What is beside the table."""
-    locked = "; ".join(f"{path}: {mib:,.0f} MiB" for path, mib in found.page_locked_mib.items())
+    locked = "; ".join(f"{path}: {mib:,.0f} MiB" for path, mib in found["page_locked_mib"].items())
     return [
-        *([found.note] if found.note else []),
+        *([found["note"]] if found["note"] else []),
         *[
-            f"An engine's products of matrices beside saves by {path} ({each.saved_blocks:,} blocks"
-            f" in {found.rounds} rounds) take {each.slowdown:+.1%} of their time more (goal at most"
-            f" {SLOWDOWN_GOAL:.0%}: {'met' if each.slowdown <= SLOWDOWN_GOAL else 'not met'})."
-            for path, each in found.engine.items()
+            f"An engine's products of matrices beside saves by {path} ({each['saved_blocks']:,}"
+            f" blocks in {found['rounds']} rounds) take {slowdown(each):+.1%} of their time more"
+            f" (goal at most {SLOWDOWN_GOAL:.0%}: {verdict(slowdown(each) <= SLOWDOWN_GOAL)})."
+            for path, each in found["engine"].items()
         ],
         f"The thread that saves up to 1,000 blocks of {SHAPES[3].title} spends"
-        f" {Spread.of(found.describe_ms).median:.1f} ms on describing the copies, and"
-        f" {Spread.of(found.call_ms).median:.1f} ms in the call, checksums included.",
+        f" {Spread.of(found['describe_ms']).median:.1f} ms on describing the copies, and"
+        f" {Spread.of(found['call_ms']).median:.1f} ms in the call, checksums included.",
         f"Page-locked at most, by path: {locked}.",
     ]
 
 
-def as_markdown(found: Found) -> str:
-    """The results as a page."""
-    lines = [
-        "# A GPU and the store",
-        "",
-        f"Written by `make bench-gpu`; do not edit. {in_words(found.machine)}",
-        "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "|" + "---|" * len(COLUMNS),
-        *["| " + " | ".join(cells_of(row)) + " |" for row in found.rows],
-        "",
-        *[f"* {sentence}" for sentence in sentences(found)],
-    ]
-    return "\n".join(lines) + "\n"
+def page_of(found: Found) -> Page:
+    table = Table(COLUMNS, [cells_of(row) for row in found["rows"]], LEFT)
+    beside = "\n".join(f"* {sentence}" for sentence in sentences(found))
+    return Page("gpu", "A GPU and the store", "make bench-gpu", [table, beside])
 
 
 @click.command(epilog=EXAMPLE)
 @click.option("--rounds", type=click.IntRange(1, 1000), default=7, show_default=True,
               help="Rounds of each row.")  # fmt: skip
-@click.option("--quick", is_flag=True, help="One round of small batches.")
-@out_option
+@page.quick_option
+@page.out_option
 @click.pass_obj
 def main(new_gpu: Callable[[], GPU] | None, rounds: int, quick: bool, out: Path | None) -> None:
     """Measure saves and loads between a GPU and the store, beside plain copies.
@@ -496,20 +423,15 @@ def main(new_gpu: Callable[[], GPU] | None, rounds: int, quick: bool, out: Path 
     """
     if importlib.util.find_spec("torch") is None:
         raise click.ClickException("torch is not installed: pip install torch")
-    with ended_by_signals(), exit_with("bench"), bar(steps()) as progress:
+
+    def run(progress: Advance) -> Found:
         gpu = (new_gpu or GPU)()
         found = measure(gpu, 1 if quick else rounds, gpu.batch_bytes(quick=quick), progress)
-    found.machine = machine(PACKAGES) | {"date": today(), "gpu": gpu.title}
-    table = Table(*COLUMNS, box=None, pad_edge=False)
-    for row in found.rows:
-        table.add_row(*cells_of(row))
-    console = output()
-    console.print(table)
-    for sentence in sentences(found):
-        console.print(sentence, markup=False)
-    if out is not None:
-        write_page(out, NAME, as_markdown(found), found.as_json())
-        click.echo(f"Written: {out}/{NAME}.md and .json")
+        return found | {"gpu": gpu.title}
+
+    found = page.measured(run, steps(), PACKAGES)
+    found["machine"]["gpu"] = found.pop("gpu")
+    page.publish(page_of(found), found, out)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Event
 
+from bench.page import Advance
+from bench.vllm_systems import System
+from kvstore.bench.timing import Spread
 from kvstore.demo_vllm.requests import Completion, RequestError, complete, forget, token_times
 from kvstore.demo_vllm.scenario import full_blocks, prompt
-from kvstore.demo_vllm.systems import System
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 
 MISS = "miss"
@@ -80,17 +82,6 @@ class Samples:
     """Tokens found in any cache, added up over the three manners."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ratios:
-    """One number for each round."""
-
-    first_token: list[float]
-    """Ratio of the medians."""
-    requests_per_second: list[float]
-    per_token: list[float]
-    """Ratio of the means."""
-
-
 @dataclass(kw_only=True)
 class Measured:
     """Everything."""
@@ -125,22 +116,22 @@ class Measured:
         )
         return sum(cached) / (possible * len(cached))
 
-    def ratios(self, above: str, below: str, kind: str) -> Ratios:
-        """``above / below``, for each round."""
+    def ratios(self, above: str, below: str, kind: str) -> dict[str, Spread]:
+        """``above / below`` within each round; of medians for the first token."""
 
-        def divided(values: Callable[[str], Iterable[float]]) -> list[float]:
-            return [one / other for one, other in zip(values(above), values(below), strict=True)]
+        def of(values: Callable[[str], Iterable[float]]) -> Spread:
+            return Spread.of_ratios(list(values(above)), list(values(below)))
 
-        return Ratios(
-            first_token=divided(
+        return {
+            "first_token": of(
                 lambda name: map(statistics.median, self.samples[name][kind].first_token_ms)
             ),
-            requests_per_second=divided(lambda name: self.requests_per_second(name, kind)),
-            per_token=divided(lambda name: self.per_token_ms(name, kind)),
-        )
+            "requests_per_second": of(lambda name: self.requests_per_second(name, kind)),
+            "per_token": of(lambda name: self.per_token_ms(name, kind)),
+        }
 
 
-def measure(systems: Sequence[System], plan: Plan, progress: Callable[[str], None]) -> Measured:
+def measure(systems: Sequence[System], plan: Plan, progress: Advance) -> Measured:
     """Measures all rounds. The first one warms up and is not counted.
 
     Raises:
@@ -153,7 +144,7 @@ def measure(systems: Sequence[System], plan: Plan, progress: Callable[[str], Non
         counted = measured.samples if number else _empty(names)
         for kind, manner, system in _turns(systems, number):
             what = f"round {number} of {plan.rounds}" if number else "warming up"
-            progress(f"{what}: {kind}, {manner}, {system.name}")
+            progress(f"{what}: {kind}, {manner}, {system.name}", 1)
             prompts = plan.ids(number, manner)
             samples = counted[system.name][kind]
             if manner == ONE:
@@ -172,11 +163,6 @@ def measure(systems: Sequence[System], plan: Plan, progress: Callable[[str], Non
                 if said.setdefault(tuple(ids), each.tokens) != each.tokens:
                     measured.differing += 1
     return measured
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest, largest."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def p90(values: Sequence[float]) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.demo_vllm.measure import (
+from bench.page import Table
+from bench.vllm import as_json, comparisons, find_problems, parts_of
+from bench.vllm_rounds import (
     HIT,
     KINDS,
     MANNERS,
@@ -13,9 +15,7 @@ from kvstore.demo_vllm.measure import (
     Plan,
     Samples,
     p90,
-    spread,
 )
-from kvstore.demo_vllm.report import as_json, comparisons
 from kvstore.demo_vllm.scenario import full_blocks, memory_mib, prompt
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS, TEXT_TOKENS
 
@@ -71,9 +71,9 @@ def test_a_node_has_room_for_every_block() -> None:
 
 def test_a_ratio_for_each_round() -> None:
     ratios = measured("none", "kvstore").ratios("kvstore", "none", MISS)
-    assert ratios.first_token == [2.0, 2.0]
-    assert ratios.requests_per_second == [0.5, 0.5]
-    assert ratios.per_token == [2.0, 2.0]
+    assert {name: each.median for name, each in ratios.items()} == {
+        "first_token": 2.0, "requests_per_second": 0.5, "per_token": 2.0,
+    }  # fmt: skip
 
 
 def test_the_running_request_has_a_mean_and_a_longest_pause_in_each_round() -> None:
@@ -86,6 +86,9 @@ def test_what_was_found_of_what_could_be() -> None:
     found = measured("none", "kvstore")
     assert found.found("kvstore", HIT) == 1
     assert found.found("kvstore", MISS) == 0
+    assert find_problems(as_json(found)) == []
+    found.samples["kvstore"][HIT].cached_tokens[0] = 0
+    assert find_problems(as_json(found)) == ["kvstore found 50.0% on a hit"]
 
 
 def test_ours_is_compared_with_theirs_and_each_with_none() -> None:
@@ -100,20 +103,19 @@ def test_ours_is_compared_with_theirs_and_each_with_none() -> None:
 
 
 def test_the_report_has_a_row_for_each_system_and_kind() -> None:
-    report = as_json(measured("none", "kvstore"), (0.1, 0.2))
-    rows, ratios = report["rows"], report["ratios"]
-    assert isinstance(rows, list)
-    assert isinstance(ratios, list)
-    assert [(row["system"], row["kind"]) for row in rows] == [
+    report = as_json(measured("none", "kvstore"))
+    assert [(row["system"], row["kind"]) for row in report["rows"]] == [
         ("none", MISS), ("none", HIT), ("kvstore", MISS), ("kvstore", HIT),
     ]  # fmt: skip
-    assert rows[0]["requests_per_second"]["median"] == 2
-    assert rows[0]["prompt_tokens_per_second"]["median"] == 600
-    assert len(ratios) == 2
+    assert report["rows"][0]["requests_per_second"]["median"] == 2
+    assert report["rows"][0]["prompt_tokens_per_second"]["median"] == 600
+    assert len(report["ratios"]) == 2
+    table = parts_of(report)[2]
+    assert isinstance(table, Table)
+    assert table.lines[0][:5] == (MISS, "none", "100.0 ms", "100.0 ms", "2.00")
 
 
-def test_spread_and_p90() -> None:
+def test_p90() -> None:
     values = [float(number) for number in range(1, 11)]
-    assert spread(values) == {"median": 5.5, "min": 1, "max": 10}
     assert p90(values) == 9
     assert p90([3.0]) == 3

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-from kvstore.bench.growth_results import Growth
-from kvstore.bench.results import Measured
+from bench.page import Found
+from bench.side_by_side import Comparison
 
 MET, MISSED, GOAL = "#3b7a57", "#c0503c", "#202020"
 DPI = 130
@@ -18,10 +19,9 @@ ROW_INCHES = 0.29
 TICKS = tuple(2.0**power for power in range(-6, 8))
 
 
-def draw_comparison(measured: Measured, path: Path) -> None:
+def draw_comparison(found: Found, rows: Sequence[Comparison], path: Path) -> None:
     """One bar per row: the median ratio on a logarithmic scale, from 1; a line from the smallest to
     the largest of the rounds; a mark at the goal."""
-    rows = measured.comparisons
     figure = Figure(figsize=(9.5, 1.6 + ROW_INCHES * len(rows)), layout="constrained")
     axes = figure.subplots()
     for at, each in enumerate(rows):
@@ -51,34 +51,34 @@ def draw_comparison(measured: Measured, path: Path) -> None:
         " Grey line: smallest to largest round."
     )
     axes.set_xlabel(explained, fontsize=8)
-    machine = f"{measured.machine.get('cpu', '')}, {measured.machine.get('cores', '?')} cores"
-    behind = f" behind {measured.behind}" if measured.behind else ""
-    title = f"kvstore and Mooncake Store side by side{behind}, {measured.rounds} rounds ({machine})"
+    machine = f"{found['machine'].get('cpu', '')}, {found['machine'].get('cores', '?')} cores"
+    behind = f" behind {found['behind']}" if found.get("behind") else ""
+    title = f"kvstore and Mooncake Store side by side{behind}, {found['rounds']} rounds ({machine})"
     axes.set_title(title, fontsize=10)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=DPI, metadata={"Software": None})
 
 
-def draw_growth(growth: Growth, path: Path) -> None:
+def draw_growth(found: Found, path: Path) -> None:
     """Three panels: throughput by clients, time per call by objects, match by blocks."""
     figure = Figure(figsize=(12.5, 4.2), layout="constrained")
     clients, master, chains = figure.subplots(1, 3)
-    for work in dict.fromkeys(each.work for each in growth.clients):
-        some = [each for each in growth.clients if each.work == work]
-        parts = [each.per_second / some[0].per_second for each in some]
-        clients.plot([each.clients for each in some], parts, marker="o", label=work)
+    for work in dict.fromkeys(each["work"] for each in found["clients"]):
+        some = [each for each in found["clients"] if each["work"] == work]
+        parts = [each["per_second"] / some[0]["per_second"] for each in some]
+        clients.plot([each["clients"] for each in some], parts, marker="o", label=work)
     _panel(clients, "Total throughput", "clients at once", "times that of one client")
     clients.set_ylim(bottom=0)
-    for name in growth.master[0].call_us if growth.master else ():
-        times = [each.call_us[name] for each in growth.master]
-        master.plot([each.objects for each in growth.master], times, marker="o", label=name)
+    for name in found["master"][0]["call_us"] if found["master"] else ():
+        times = [each["call_us"][name] for each in found["master"]]
+        master.plot([each["objects"] for each in found["master"]], times, marker="o", label=name)
     _panel(master, "A master with many objects", "objects", "one call, µs")
-    blocks = [each.blocks for each in growth.chains]
-    chains.plot(blocks, [each.call_us for each in growth.chains], marker="o", label="call")
-    chains.plot(blocks, [each.search_us for each in growth.chains], marker="o", label="search")
+    blocks = [each["blocks"] for each in found["chains"]]
+    chains.plot(blocks, [each["call_us"] for each in found["chains"]], marker="o", label="call")
+    chains.plot(blocks, [each["search_us"] for each in found["chains"]], marker="o", label="search")
     _panel(chains, "match_prefix, all blocks there", "blocks of the chain", "µs")
-    clients.set_xticks(sorted({each.clients for each in growth.clients}))
+    clients.set_xticks(sorted({each["clients"] for each in found["clients"]}))
     for axes in (master, chains):
         axes.set_xscale("log")
         axes.set_yscale("log")

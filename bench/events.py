@@ -1,4 +1,4 @@
-"""What events cost the master, and how many a reader gets: ``python -m kvstore.bench.events``.
+"""What events cost the master, and how many a reader gets: ``python -m bench.events``.
 
 Two stores run at the same time, one with events and a reader of all of them, one without. Each gets
 the same puts and removals in turn; what counts is the processor time of the masters (their own
@@ -16,55 +16,37 @@ from typing import Final
 
 import click
 
+from kvstore.bench.ours import own_master
 from kvstore.client.sync import Client
 from kvstore.demo.processes import free_port
 from kvstore.process import interpreter
-from kvstore.process.children import Child
 
 OBJECTS: Final = 4_096
 """Of one call."""
 
 
 def _processor_s(pid: int) -> float:
+    """Of that process alone."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class _Store:
-    def __init__(self, *, events: bool) -> None:
+    def __init__(self, stack: contextlib.ExitStack, *more: str) -> None:
         self.http = free_port()
-        more = ("--events", "on") if events else ()
-        self.master = Child.start(
-            "kvstore.cli.master",
-            *(
-                "--port",
-                "0",
-                "--memory",
-                "512MiB",
-                "--lease-ms",
-                "1000",
-                "--http-port",
-                str(self.http),
-                *more,
-            ),
-        )
-        self.client = Client(f"127.0.0.1:{self.master.said['port']}", namespace="bench/p0t0")
+        flags = "--memory", "512MiB", "--lease-ms", "1000", "--http-port", str(self.http)
+        address, self.pid = stack.enter_context(own_master(*flags, *more))
+        self.client = stack.enter_context(Client(address, namespace="bench/p0t0"))
         self.put_s = self.removed_s = 0.0
-        self.events = 0
 
     def turn(self, number: int) -> None:
         names = [b"%032d" % (number * OBJECTS + index) for index in range(OBJECTS)]
-        started = _processor_s(self.master.pid)
+        started = _processor_s(self.pid)
         self.client.put_many([(name, b"") for name in names])
-        put = _processor_s(self.master.pid)
+        put = _processor_s(self.pid)
         self.client.remove_many(names)
         self.put_s += put - started
-        self.removed_s += _processor_s(self.master.pid) - put
-        self.events += 2 * OBJECTS
-
-    def close(self) -> None:
-        self.client.close()
-        self.master.stop()
+        self.removed_s += _processor_s(self.pid) - put
 
 
 _READER: Final = """
@@ -89,17 +71,12 @@ print("done", flush=True)
 def main(rounds: int) -> None:
     """Measure what events cost."""
     with contextlib.ExitStack() as stack:
-        stores = {}
-        for name in ("off", "on"):
-            stores[name] = _Store(events=name == "on")
-            stack.callback(stores[name].close)
+        off, on = _Store(stack), _Store(stack, "--events", "on")
         time.sleep(2)  # the children start
-        off, on = stores["off"], stores["on"]
         for number in range(4):  # connections, segments
             off.turn(number)
             on.turn(number)
         off.put_s = on.put_s = off.removed_s = on.removed_s = 0.0
-        on.events = 0
         reader = subprocess.Popen(
             interpreter.command("-c", _READER, f"127.0.0.1:{on.http}", str(rounds * 2 * OBJECTS)),
             env=interpreter.environment(),
@@ -126,7 +103,7 @@ def main(rounds: int) -> None:
         without, with_ = (each / count * 1e6 for each in cost)
         click.echo(f"{what}: {without:.2f} us of the master without events, {with_:.2f} us with")
     click.echo(
-        f"{on.events} events at {on.events / took:,.0f} a second; all read {behind:.2f} s later"
+        f"{2 * count} events at {2 * count / took:,.0f} a second; all read {behind:.2f} s later"
     )
 
 

@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvstore.bench.driver import EXIST, GET, PUT, Work
-from kvstore.bench.session import PUT_AT_ONCE, fill_randomly, memory, require
+from kvstore.bench.session import EXIST, GET, PUT, PUT_AT_ONCE, Work
+from kvstore.bench.timing import fill_randomly, memory, require
 from kvstore.demo.processes import Child, Children, connects, free_port
 from kvstore.errors import NoSpaceError, StartupError
 from kvstore.process import interpreter
 
 if TYPE_CHECKING:
-    from kvstore.bench.driver import Bytes
+    from kvstore.bench.timing import Bytes
 
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 DEBIAN = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
@@ -96,7 +96,7 @@ def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> S
 class MooncakeDriver:
     """Mooncake's Python client."""
 
-    def __init__(self, mode: str, address: str, memory_bytes: int) -> None:
+    def __init__(self, address: str, mode: str, memory_bytes: int) -> None:
         """
         Args:
             mode: ``tcp``, or ``shm``: its dummy client.

@@ -14,16 +14,16 @@ A ratio of 1 means that the store's own work is hidden behind the engine's time.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
 
 from xxhash import xxh3_64
 
+from kvstore.bench.cases import Row, Sheet
+from kvstore.bench.timing import Spread, seconds_of
 from kvstore.calls import SegmentInfo
-from kvstore.cli.tables import console_of_names, table_of
 from kvstore.client.flows.reading import locate
 from kvstore.client.flows.steps import Transfer
 from kvstore.clocks import uptime
@@ -49,36 +49,30 @@ OPS: Final = ("write", "read", "put", "get")
 ROUNDS_MIN: Final = 5
 
 
-class EngineRow(NamedTuple):
-    """Times are medians over the rounds. ``ratio`` is the median of each round's ratio of the bare
-    engine's time to the store's: at 0.95 the store is 5 % slower."""
-
-    op: str
-    size_bytes: int
-    batch: int
-    registered: bool
-    """Whether the caller's memory is registered as well, or bytes pass through the client's
-    buffer."""
-    rounds: int
-    ours_gb_per_second: float
-    bare_gb_per_second: float
-    ratio: float
-    ratio_least: float
-    ratio_most: float
+SHEET: Final = Sheet(
+    ("", "object", "batch", "memory"),
+    ("ours GB/s", "bare GB/s", "ratio", "from", "to"),
+    lambda row: (
+        row["op"], size_text(row["size_bytes"]), str(row["batch"]),
+        "registered" if row["registered"] else "any",
+        f"{row['ours_gb_per_second']:.2f}", f"{row['bare_gb_per_second']:.2f}",
+        f"{row['ratio']:.2f}", f"{row['ratio_least']:.2f}", f"{row['ratio_most']:.2f}",
+    ),
+    "the store and its transport, against the bare engine over",
+)  # fmt: skip
 
 
-def measure_engine(seconds: float, *, settings: EngineSettings, as_json: bool) -> None:
-    """Measure for ``seconds`` per row, and show the rows."""
-    rows = []
-    with _client(settings) as client, _bare(settings) as engine:
+def measure(seconds: float, settings: EngineSettings) -> Iterator[Row]:
+    """Rows of ``seconds`` each.
+
+    Times are medians over the rounds. ``ratio`` is the median of each round's ratio of the bare
+    engine's time to the store's: at 0.95 the store is 5 % slower. ``registered``: whether the
+    caller's memory is registered as well, or bytes pass through the client's buffer.
+    """
+    with _client(settings) as client, contextlib.closing(Engine(settings, "127.0.0.1")) as engine:
         for size, batch in WORK:
             for registered in (False, True):
-                for row in _Measurement(client, engine, size, batch).run(seconds, registered):
-                    rows.append(row)
-                    if as_json:
-                        print(json.dumps(row._asdict()), flush=True)
-    if not as_json:
-        _show(rows, settings)
+                yield from _Measurement(client, engine, size, batch).run(seconds, registered)
 
 
 class _Measurement:
@@ -94,7 +88,7 @@ class _Measurement:
         self._target = np.zeros_like(self._source)
         self._times: dict[str, list[tuple[float, float]]] = {op: [] for op in OPS}
 
-    def run(self, seconds: float, registered: bool) -> Iterator[EngineRow]:
+    def run(self, seconds: float, registered: bool) -> Iterator[Row]:
         both = self._source, self._target
         for memory in both:
             self._engine.register(memory.ctypes.data, memory.nbytes)
@@ -118,15 +112,15 @@ class _Measurement:
         parts = [self._source[at : at + size] for at in range(0, self._source.nbytes, size)]
         into = [self._target[at : at + size] for at in range(0, self._target.nbytes, size)]
         pairs = list(zip(keys, parts, strict=True))
-        put = _timed(lambda: client.put_many(pairs, namespace=NAMESPACE))
-        got = _timed(lambda: client.get_into(keys, into, namespace=NAMESPACE))
+        put = seconds_of(lambda: client.put_many(pairs, namespace=NAMESPACE))
+        got = seconds_of(lambda: client.get_into(keys, into, namespace=NAMESPACE))
         self._check()
         places = self._places()
-        written = _timed(lambda: self._transfer(places, parts, is_write=True))
-        read = _timed(lambda: self._transfer(places, into, is_write=False))
+        written = seconds_of(lambda: self._transfer(places, parts, is_write=True))
+        read = seconds_of(lambda: self._transfer(places, into, is_write=False))
         self._check()
-        bare_written = _timed(lambda: self._move(places, is_write=True))
-        bare_read = _timed(lambda: self._move(places, is_write=False))
+        bare_written = seconds_of(lambda: self._move(places, is_write=True))
+        bare_read = seconds_of(lambda: self._move(places, is_write=False))
         self._check()
         client.remove_many(keys, namespace=NAMESPACE)
         return [(written, bare_written), (read, bare_read), (put, bare_written), (got, bare_read)]
@@ -164,27 +158,18 @@ class _Measurement:
             raise InternalError("the bare engine returned wrong bytes")
         self._target[:] = 0
 
-    def _row(self, op: str, pairs: list[tuple[float, float]], registered: bool) -> EngineRow:
+    def _row(self, op: str, pairs: list[tuple[float, float]], registered: bool) -> Row:
+        ours, bare = zip(*pairs, strict=True)
+        ratio = Spread.of_ratios(bare, ours)
         moved = self._size * self._batch / 1e9
-        ratios = [bare / ours for ours, bare in pairs]
-        return EngineRow(
-            op,
-            self._size,
-            self._batch,
-            registered,
-            len(pairs),
-            round(moved / statistics.median(ours for ours, _ in pairs), 3),
-            round(moved / statistics.median(bare for _, bare in pairs), 3),
-            round(statistics.median(ratios), 3),
-            round(min(ratios), 3),
-            round(max(ratios), 3),
-        )
-
-
-def _timed(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+        return {
+            "op": op, "size_bytes": self._size, "batch": self._batch, "registered": registered,
+            "rounds": len(pairs),
+            "ours_gb_per_second": round(moved / statistics.median(ours), 3),
+            "bare_gb_per_second": round(moved / statistics.median(bare), 3),
+            "ratio": round(ratio.median, 3), "ratio_least": round(ratio.smallest, 3),
+            "ratio_most": round(ratio.largest, 3),
+        }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -202,26 +187,3 @@ def _client(settings: EngineSettings) -> Iterator[Client]:
             **settings._asdict(),
         )  # fmt: skip
         yield stack.enter_context(Client(config=config))
-
-
-@contextlib.contextmanager
-def _bare(settings: EngineSettings) -> Iterator[Engine]:
-    engine = Engine(settings, "127.0.0.1")
-    try:
-        yield engine
-    finally:
-        engine.close()
-
-
-def _show(rows: list[EngineRow], settings: EngineSettings) -> None:
-    numbers = ("ours GB/s", "bare GB/s", "ratio", "from", "to")
-    table = table_of("", "object", "batch", "memory", right=numbers)
-    table.title = f"the store and its transport, against the bare engine over {settings.protocol}"
-    for row in rows:
-        table.add_row(
-            row.op, size_text(row.size_bytes), str(row.batch),
-            "registered" if row.registered else "any",
-            f"{row.ours_gb_per_second:.2f}", f"{row.bare_gb_per_second:.2f}",
-            f"{row.ratio:.2f}", f"{row.ratio_least:.2f}", f"{row.ratio_most:.2f}",
-        )  # fmt: skip
-    console_of_names().print(table)

@@ -1,4 +1,4 @@
-"""Compares the ways to allocate memory: ``python -m kvstore.bench.memory``.
+"""Compares the ways to allocate memory: ``python -m bench.memory``.
 
 The ways take turns, one round to warm up and several that count, so that a busy machine slows all
 of them; each cell is a median. Ways that this host does not offer are left out, with the reason.
@@ -25,15 +25,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from bench.page import Table, bar, show
 from kvstore.bench.ours import own_master
+from kvstore.bench.timing import timed
 from kvstore.cli.options import CONTEXT, debug_option, json_option, run
 from kvstore.cli.show import print_json
 from kvstore.config import ClientConfig, parse_size
@@ -50,26 +48,22 @@ GIB = 1 << 30
 WORK_BYTES = 64 << 20
 MEMORY_BYTES_MIN = 256 << 20
 BATCH = 64
+TIMEOUT_SECONDS = 600.0
+"""More than the batches of a row take."""
 BATCHES = 20
 """Batches per put and get row: enough for a median, and few enough for the pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    name: str
-    options: MemoryOptions
-
-
-WAYS = (
-    Way("4 KiB pages, 1 thread", MemoryOptions(huge_pages="off", threads=1)),
-    Way("4 KiB pages", MemoryOptions(huge_pages="off")),
-    Way("4 KiB pages, locked", MemoryOptions(huge_pages="off", lock="on")),
-    Way("4 KiB pages, NUMA node 0", MemoryOptions(huge_pages="off", numa_node=0)),
-    Way("transparent, 1 thread", MemoryOptions(huge_pages="transparent", threads=1)),
-    Way("transparent", MemoryOptions(huge_pages="transparent")),
-    Way("transparent, locked", MemoryOptions(huge_pages="transparent", lock="on")),
-    Way("reserved", MemoryOptions(huge_pages="reserved")),
-)
+WAYS = {
+    "4 KiB pages, 1 thread": MemoryOptions(huge_pages="off", threads=1),
+    "4 KiB pages": MemoryOptions(huge_pages="off"),
+    "4 KiB pages, locked": MemoryOptions(huge_pages="off", lock="on"),
+    "4 KiB pages, NUMA node 0": MemoryOptions(huge_pages="off", numa_node=0),
+    "transparent, 1 thread": MemoryOptions(huge_pages="transparent", threads=1),
+    "transparent": MemoryOptions(huge_pages="transparent"),
+    "transparent, locked": MemoryOptions(huge_pages="transparent", lock="on"),
+    "reserved": MemoryOptions(huge_pages="reserved"),
+}
 
 COLUMNS = {
     "start_ms_per_gib": "start ms/GiB",
@@ -99,40 +93,32 @@ def command(memory: str, rounds: int, as_json: bool) -> None:
     if size < MEMORY_BYTES_MIN:
         what = f"--memory {memory} is too little to measure"
         raise InvalidArgumentError(what, advice="Give it 256MiB or more.")
-    console = Console(stderr=True)
     found: dict[str, list[dict[str, float]]] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-               TimeElapsedColumn())  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=as_json) as bar:
-        task = bar.add_task("", total=(rounds + 1) * len(WAYS))
-        ways = list(WAYS)
+    ways = list(WAYS)
+    with bar((rounds + 1) * len(WAYS)) as progress:
         for number in range(-1, rounds):
-            for way in list(ways):
-                bar.update(task, description=way.name)
+            for name in list(ways):
+                progress(f"round {number + 1} of {rounds}: {name}", 1)
                 try:
-                    row = measure(way.options, size)
+                    row = measure(WAYS[name], size)
                 except KVStoreError as error:
-                    ways.remove(way)
-                    console.print(f"left out: {way.name}: {error}", highlight=False)
+                    ways.remove(name)
+                    click.echo(f"left out: {name}: {error}", err=True)
                 else:
                     if number >= 0:  # in the first round a virtual machine gets its memory
-                        found.setdefault(way.name, []).append(row)
-                bar.advance(task)
-    rows = {name: medians(samples) for name, samples in found.items() if samples}
+                        found.setdefault(name, []).append(row)
+    rows = {
+        name: {key: round(statistics.median(s[key] for s in samples), 3) for key in COLUMNS}
+        for name, samples in found.items()
+    }
     if as_json:
         for name, row in rows.items():
             print_json({"way": name, "rounds": rounds, "segment_bytes": size, **row})
         return
-    table = Table("", box=None, pad_edge=False)
-    for name in rows:
-        table.add_column(name, justify="right")
-    for key, title in COLUMNS.items():
-        table.add_row(title, *(f"{row[key]:,.1f}" for row in rows.values()))
-    Console().print(table, highlight=False)
-
-
-def medians(samples: list[dict[str, float]]) -> dict[str, float]:
-    return {key: round(statistics.median(s[key] for s in samples), 3) for key in samples[0]}
+    lines = [
+        (title, *(f"{row[key]:,.1f}" for row in rows.values())) for key, title in COLUMNS.items()
+    ]
+    show([Table(("", *rows), lines)])
 
 
 def measure(options: MemoryOptions, size: int) -> dict[str, float]:
@@ -219,8 +205,10 @@ def _stored(options: MemoryOptions, size: int) -> dict[str, float]:
     with ExitStack() as stack:
         master, _ = stack.enter_context(own_master("--lease-ms", "1000"))
         node = Child.start(
-            "kvstore.cli.node", "--master", master, "--memory", str(size), *_flags(options)
-        )
+            "kvstore.cli.node", "--master", master, "--memory", str(size),
+            "--huge-pages", options.huge_pages, "--lock-memory", options.lock,
+            "--numa-node", str(options.numa_node),
+        )  # fmt: skip
         stack.callback(node.stop)
         config = ClientConfig(master=master, transports=("shm",), placements_max=0)
         client: Client = stack.enter_context(Client(config=config))
@@ -236,25 +224,8 @@ def _stored(options: MemoryOptions, size: int) -> dict[str, float]:
     return {"put_gb_per_s": put, "get_gb_per_s": get}
 
 
-def _flags(options: MemoryOptions) -> list[str]:
-    return [
-        "--huge-pages", options.huge_pages,
-        "--lock-memory", options.lock,
-        "--numa-node", str(options.numa_node),
-    ]  # fmt: skip
-
-
 def _median_speed(call: Callable[[int], object], times: int) -> float:
-    speeds = []
-    for number in range(times):
-        start = time.perf_counter()
-        call(number)
-        speeds.append(_speed(start))
-    return statistics.median(speeds)
-
-
-def _speed(start: float) -> float:
-    return WORK_BYTES / 1e9 / (time.perf_counter() - start)
+    return WORK_BYTES / 1e9 / statistics.median(timed(call, TIMEOUT_SECONDS, times))
 
 
 def _faults() -> int:
@@ -263,4 +234,4 @@ def _faults() -> int:
 
 if __name__ == "__main__":
     with suppress(KeyboardInterrupt):
-        run(command, "kvstore bench memory")
+        run(command, "bench memory")

@@ -1,4 +1,4 @@
-"""How soon cached objects are served again: ``python -m kvstore.bench.restarts``.
+"""How soon cached objects are served again: ``python -m bench.restarts``.
 
 Fills a new master and node with distinct objects. Then each of the two in turn is killed (SIGKILL)
 and started again. The times count from the moment when the new process is ready:
@@ -23,9 +23,8 @@ import click
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from kvstore.bench.machine import in_words, machine, today
+from bench.page import Table, in_words, machine, show
 from kvstore.cli.options import CONTEXT, debug_option, json_option, run
 from kvstore.cli.show import print_json
 from kvstore.config import ClientConfig, parse_size
@@ -64,22 +63,17 @@ def command(memory: str, objects: int, rounds: int, lease_ms: int, as_json: bool
         store.fill(quiet)
         found: list[tuple[str, Row]] = []
         for _ in range(rounds):
-            for which, again in (("master", store.restart_master), ("node", store.restart_node)):
-                found.append((which, store.measure(again)))
+            for which in ("master", "node"):
+                found.append((which, store.measure(which)))
                 quiet.print(f"{which}: {found[-1][1]}", highlight=False)
     if as_json:
         for which, row in found:
             print_json({"killed": which, "objects": objects, "bytes": store.bytes, **row})
         return
-    table = Table("killed", box=None, pad_edge=False)
-    for column in found[0][1]:
-        table.add_column(column.replace("_", " "), justify="right")
-    for which, row in found:
-        table.add_row(which, *(f"{value:,.2f}" for value in row.values()))
-    console = Console()
-    console.print(table, highlight=False)
-    console.print(f"{objects:,} objects, {store.bytes / (1 << 30):.1f} GiB. "
-                  + in_words({**machine(()), "date": today()}), highlight=False)  # fmt: skip
+    columns = [column.replace("_", " ") for column in found[0][1]]
+    lines = [(which, *(f"{value:,.2f}" for value in row.values())) for which, row in found]
+    what = f"{objects:,} objects, {store.bytes / (1 << 30):.1f} GiB. {in_words(machine())}"
+    show([Table(("killed", *columns), lines), what])
 
 
 class Store:
@@ -94,10 +88,10 @@ class Store:
         self._noise = np.random.default_rng(0).integers(0, 255, self._size, dtype=np.uint8)
         self._lease_ms = str(lease_ms)
         self._port = str(free_port())
-        self._master = self._start_master(self._port)
-        stack.callback(self._stop_master)
-        self._node = self._start_node()
-        stack.callback(self._stop_node)
+        self._processes: dict[str, Child] = {}
+        stack.callback(self._stop)
+        for name, start in self._starts().items():
+            self._processes[name] = start()
         config = ClientConfig(
             master=f"127.0.0.1:{self._port}", transports=("shm",), placements_max=0,
             timeout_ms=int(TIMEOUT_S * 1000),
@@ -111,15 +105,13 @@ class Store:
             some = range(start, min(start + BATCH, self._objects))
             self._client.put_many([(_key(number), self._value(number)) for number in some])
 
-    def restart_master(self) -> None:
-        _kill(self._master)
-        self._master = self._start_master(self._port)
+    def restart(self, name: str) -> None:
+        """Kills the master or the node, and starts it again."""
+        os.kill(self._processes[name].pid, signal.SIGKILL)
+        self._processes[name].wait()
+        self._processes[name] = self._starts()[name]()
 
-    def restart_node(self) -> None:
-        _kill(self._node)
-        self._node = self._start_node()
-
-    def measure(self, restart: Callable[[], None]) -> Row:
+    def measure(self, killed: str) -> Row:
         there = 0
 
         def all_there() -> bool:
@@ -131,7 +123,7 @@ class Store:
                 there = some.stop
             return True
 
-        restart()
+        self.restart(killed)
         ready = time.monotonic()
         row: Row = {}
         _until(lambda: self._client.get(_key(0)) is not None)
@@ -168,31 +160,24 @@ class Store:
         value[:8] = np.frombuffer(number.to_bytes(8, "little"), np.uint8)
         return value
 
-    def _start_master(self, port: str) -> Child:
-        return Child.start(
-            "kvstore.cli.master", "--port", port, "--lane-port", "0", "--http-port", "0",
-            "--lease-ms", self._lease_ms,
-        )  # fmt: skip
+    def _stop(self) -> None:
+        for each in reversed(self._processes.values()):
+            each.stop()
 
-    def _start_node(self) -> Child:
-        return start_node(
-            master=f"127.0.0.1:{self._port}", memory=self._memory, name=f"{NAME}-{os.getpid()}"
-        )
-
-    def _stop_master(self) -> None:
-        self._master.stop()
-
-    def _stop_node(self) -> None:
-        self._node.stop()
+    def _starts(self) -> dict[str, Callable[[], Child]]:
+        return {
+            "master": lambda: Child.start(
+                "kvstore.cli.master", "--port", self._port, "--lane-port", "0", "--http-port", "0",
+                "--lease-ms", self._lease_ms,
+            ),
+            "node": lambda: start_node(
+                master=f"127.0.0.1:{self._port}", memory=self._memory, name=f"{NAME}-{os.getpid()}"
+            ),
+        }  # fmt: skip
 
 
 def _key(number: int) -> str:
     return f"{number:032}"
-
-
-def _kill(child: Child) -> None:
-    os.kill(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def _until(done: Callable[[], bool]) -> None:
@@ -208,4 +193,4 @@ def _until(done: Callable[[], bool]) -> None:
 
 if __name__ == "__main__":
     with suppress(KeyboardInterrupt):
-        run(command, "kvstore bench restarts")
+        run(command, "bench restarts")
