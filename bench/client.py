@@ -1,7 +1,8 @@
 """A client process of a benchmark: carries out one measurement after the other.
 
-The parent (``Client``) and the process (``main``) share a Unix socket, on which the process listens
-once it is connected to its system and has written the whole pool. It ends when the socket closes.
+The parent (``ClientProcess``) and the process (``main``) share a Unix socket, on which the process
+listens once it is connected to its system and has written the whole pool. It ends when the socket
+closes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvstore.demo.processes import ChildError, Children
 from kvstore.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvstore.bench.session import Driver
+    from kvstore.bench.session import StoreDriver
 
 READY_SECONDS: Final = 120.0
 """Time-out to connect and to write the whole pool: Mooncake's is cold at first."""
@@ -48,7 +49,7 @@ class Settings(NamedTuple):
     """The system's processes by name, whose processor time is measured with its own."""
 
 
-class Client:
+class ClientProcess:
     """The parent's side. For one thread."""
 
     def __init__(self, children: Children, name: str, settings: Settings) -> None:
@@ -135,7 +136,7 @@ def environment() -> dict[str, str]:
     return kept | {"KVSTORE_CONFIG": ""}
 
 
-def driver_of(settings: Settings) -> Driver:
+def driver_of(settings: Settings) -> StoreDriver:
     """
     Raises:
         KVStoreError: the system cannot be reached.
@@ -143,7 +144,7 @@ def driver_of(settings: Settings) -> Driver:
     where = settings.address, settings.mode, settings.memory_bytes
     if settings.behind:
         module = importlib.import_module(f"bench.{settings.behind}")
-        behind: Driver = module.Driver(*where, on_mooncake=settings.system == MOONCAKE)
+        behind: StoreDriver = module.Driver(*where, on_mooncake=settings.system == MOONCAKE)
         return behind
     if settings.system == MOONCAKE:
         return mooncake.MooncakeDriver(*where)

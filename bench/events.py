@@ -31,7 +31,7 @@ def _processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-class _Store:
+class _EventStore:
     def __init__(self, stack: contextlib.ExitStack, *more: str) -> None:
         self.http = free_port()
         flags = "--memory", "512MiB", "--lease-ms", "1000", "--http-port", str(self.http)
@@ -71,7 +71,7 @@ print("done", flush=True)
 def main(rounds: int) -> None:
     """Measure what events cost."""
     with contextlib.ExitStack() as stack:
-        off, on = _Store(stack), _Store(stack, "--events", "on")
+        off, on = _EventStore(stack), _EventStore(stack, "--events", "on")
         time.sleep(2)  # the children start
         for number in range(4):  # connections, segments
             off.turn(number)

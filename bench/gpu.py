@@ -30,7 +30,7 @@ import click
 import numpy as np
 
 from bench import page
-from bench.page import Advance, Found, Page, Table, verdict
+from bench.page import Advance, Found, ResultsPage, ResultsTable, verdict
 from bench.rows import KIB, MIB, SHM, TCP, size_name
 from kvstore.bench.ours import PAUSE_SECONDS, Store, own_store
 from kvstore.bench.timing import Spread, require, seconds_of
@@ -180,7 +180,7 @@ class GPU:
         return multiply_ms
 
 
-class Blocks:
+class GpuBlocks:
     """A batch of blocks in a cache that has the pages of one layer together."""
 
     def __init__(self, gpu: GPU, device: Device, shape: Shape, batch_bytes: int) -> None:
@@ -250,7 +250,7 @@ def _rows(
     size = batch_bytes // TCP_PART if path == TCP else batch_bytes
     for shape in shapes(path):
         progress(f"{shape.title}, {path}", 1)
-        blocks = Blocks(gpu, client.device(gpu.name), shape, size)
+        blocks = GpuBlocks(gpu, client.device(gpu.name), shape, size)
         saves, loads = _save_and_load(gpu, client, blocks, beside[: blocks.size], found["rounds"])
         for way, (ours_ms, plain_ms) in (("save", saves), ("load", loads)):
             found["rows"].append(row_of(way, path, shape, blocks.count, ours_ms, plain_ms))
@@ -265,7 +265,7 @@ Times = tuple[list[float], list[float]]
 
 
 def _save_and_load(
-    gpu: GPU, client: Client, blocks: Blocks, plain: torch.Tensor, rounds: int
+    gpu: GPU, client: Client, blocks: GpuBlocks, plain: torch.Tensor, rounds: int
 ) -> tuple[Times, Times]:
     saves: Times = ([], [])
     loads: Times = ([], [])
@@ -292,7 +292,7 @@ def _save_and_load(
 
 def _beside_an_engine(gpu: GPU, client: Client, rounds: int, batch_bytes: int) -> Found:
     found: Found = {"alone_ms": [], "beside_ms": [], "saved_blocks": 0}
-    blocks = Blocks(gpu, client.device(gpu.name), SHAPES[2], 2 * batch_bytes)
+    blocks = GpuBlocks(gpu, client.device(gpu.name), SHAPES[2], 2 * batch_bytes)
     values = blocks.values()
     multiply = gpu.products()
     multiply()
@@ -320,7 +320,7 @@ def _beside_an_engine(gpu: GPU, client: Client, rounds: int, batch_bytes: int) -
 
 
 def _interpreter(gpu: GPU, client: Client, found: Found, batch_bytes: int) -> None:
-    blocks = Blocks(gpu, client.device(gpu.name), SHAPES[3], batch_bytes)
+    blocks = GpuBlocks(gpu, client.device(gpu.name), SHAPES[3], batch_bytes)
     for _ in range(found["rounds"]):
         start = time.thread_time()
         values = blocks.values()
@@ -403,10 +403,10 @@ def sentences(found: Found) -> list[str]:
     ]
 
 
-def page_of(found: Found) -> Page:
-    table = Table(COLUMNS, [cells_of(row) for row in found["rows"]], LEFT)
+def page_of(found: Found) -> ResultsPage:
+    table = ResultsTable(COLUMNS, [cells_of(row) for row in found["rows"]], LEFT)
     beside = "\n".join(f"* {sentence}" for sentence in sentences(found))
-    return Page("gpu", "A GPU and the store", "make bench-gpu", [table, beside])
+    return ResultsPage("gpu", "A GPU and the store", "make bench-gpu", [table, beside])
 
 
 @click.command(epilog=EXAMPLE)

@@ -17,7 +17,7 @@ from typing import Final
 import click
 
 from bench import growth_master, growth_page, page
-from bench.client import OURS, Client, Settings, environment
+from bench.client import OURS, ClientProcess, Settings, environment
 from bench.page import Advance, Found
 from bench.rows import KIB, MIB, SHM
 from kvstore import calls
@@ -140,7 +140,7 @@ def measure_clients(
         clients = []
         for number in range(most):
             progress(f"client {number + 1} of {most} is starting", 0)
-            clients.append(Client(children, f"client-{number}", settings))
+            clients.append(ClientProcess(children, f"client-{number}", settings))
             stack.callback(clients[-1].close)
         for number in range(rounds):
             for title, op, size, batch in KINDS:
@@ -156,7 +156,7 @@ def measure_clients(
 
 
 def _together(
-    clients: Sequence[Client], op: str, size: int, batch: int, seconds: float
+    clients: Sequence[ClientProcess], op: str, size: int, batch: int, seconds: float
 ) -> dict[str, float]:
     for client in clients:
         client.prepare(op, size, batch, seconds)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from bench.page import Found, Page, Table, microseconds, verdict
+from bench.page import Found, ResultsPage, ResultsTable, microseconds, verdict
 from kvstore.bench.timing import Spread
 
 NAME: Final = "growth"
@@ -114,8 +114,8 @@ def _of_chains(rows: Sequence[Found]) -> list[Goal]:
     return [Goal(what, f"{times:.1f} times", times <= LOGARITHMIC * expected)]
 
 
-def page_of(found: Found) -> Page:
-    parts: list[str | Table] = []
+def page_of(found: Found) -> ResultsPage:
+    parts: list[str | ResultsTable] = []
     if found["clients"]:
         text = CLIENTS.format(cores=found["machine"].get("cores", "?"))
         lines = [
@@ -124,7 +124,7 @@ def page_of(found: Found) -> Page:
             for each in found["clients"]
         ]  # fmt: skip
         columns: tuple[str, ...] = ("work", "clients", "a second", "slowest / mean", "one call")
-        parts += ["## Clients at once", text, Table(columns, lines)]
+        parts += ["## Clients at once", text, ResultsTable(columns, lines)]
     if found["master"]:
         names = tuple(found["master"][0]["call_us"])
         columns = ("objects", "bytes each", "put a second", *names)
@@ -134,10 +134,10 @@ def page_of(found: Found) -> Page:
              *(microseconds(each["call_us"][name]) for name in names))
             for each in found["master"]
         ]  # fmt: skip
-        parts += ["## A master with many objects", CALLS, Table(columns, calls)]
+        parts += ["## A master with many objects", CALLS, ResultsTable(columns, calls)]
         columns = ("objects", "meanwhile", "how long", "longest", "99.9 %", "median")
         pauses = [line for each in found["master"] for line in _pauses(each)]
-        parts += ["## Pauses and eviction", PAUSES, Table(columns, pauses)]
+        parts += ["## Pauses and eviction", PAUSES, ResultsTable(columns, pauses)]
     if found["chains"]:
         columns = ("blocks", "search", "call", "calls to the master", "call, per key")
         lines = [
@@ -145,9 +145,9 @@ def page_of(found: Found) -> Page:
              str(each["requests"]), f"{each['call_us'] / each['blocks'] * 1e3:,.0f} ns")
             for each in found["chains"]
         ]  # fmt: skip
-        parts += ["## Chains", CHAINS, Table(columns, lines)]
+        parts += ["## Chains", CHAINS, ResultsTable(columns, lines)]
     judged = [(each.what, each.found, verdict(each.met)) for each in goals(found)]
-    parts += ["## Goals", Table(("goal", "found", ""), judged)]
+    parts += ["## Goals", ResultsTable(("goal", "found", ""), judged)]
 
     def draw(path: Path) -> None:
         from bench.picture import draw_growth
@@ -159,7 +159,7 @@ def page_of(found: Found) -> Page:
         "make bench-growth",
         "Throughput, time per call, chains",
     )
-    return Page(NAME, title, command, parts, "", shown, draw)
+    return ResultsPage(NAME, title, command, parts, "", shown, draw)
 
 
 def _pauses(row: Found) -> list[tuple[str, ...]]:

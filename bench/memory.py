@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bench.page import Table, bar, show
+from bench.page import ResultsTable, bar, show
 from kvstore.bench.ours import own_master
 from kvstore.bench.timing import timed
 from kvstore.cli.options import CONTEXT, debug_option, json_option, run
@@ -37,7 +37,7 @@ from kvstore.cli.show import print_json
 from kvstore.config import ClientConfig, parse_size
 from kvstore.errors import InvalidArgumentError, KVStoreError
 from kvstore.memory.pages import POPULATE_READ, populate
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
 from kvstore.process.children import Child
 
@@ -118,7 +118,7 @@ def command(memory: str, rounds: int, as_json: bool) -> None:
     lines = [
         (title, *(f"{row[key]:,.1f}" for row in rows.values())) for key, title in COLUMNS.items()
     ]
-    show([Table(("", *rows), lines)])
+    show([ResultsTable(("", *rows), lines)])
 
 
 def measure(options: MemoryOptions, size: int) -> dict[str, float]:
@@ -138,15 +138,15 @@ def measure(options: MemoryOptions, size: int) -> dict[str, float]:
     return row | _stored(options, size)
 
 
-def _started(options: MemoryOptions, size: int) -> tuple[Segment, float, float]:
+def _started(options: MemoryOptions, size: int) -> tuple[NodeSegment, float, float]:
     """A new segment; the milliseconds per GiB that it took, and those of processor time."""
     start, cpu_start = time.perf_counter(), time.process_time()
-    segment = Segment.create(f"bench-{os.getpid()}", size, options=options)
+    segment = NodeSegment.create(f"bench-{os.getpid()}", size, options=options)
     taken, cpu = time.perf_counter() - start, time.process_time() - cpu_start
     return segment, 1000 * taken * GIB / segment.size, 1000 * cpu * GIB / segment.size
 
 
-def _raw(segment: Segment) -> dict[str, float]:
+def _raw(segment: NodeSegment) -> dict[str, float]:
     row: dict[str, float] = {}
     random_places = random.Random(0)  # noqa: S311 - the same places for every way
     scratch = memoryview(bytearray(b"\1" * WORK_BYTES))
@@ -184,7 +184,7 @@ def _raw(segment: Segment) -> dict[str, float]:
 
 
 @contextmanager
-def _mapped(segment: Segment) -> Iterator[mmap.mmap]:
+def _mapped(segment: NodeSegment) -> Iterator[mmap.mmap]:
     """The segment mapped as by a client, but with empty page tables."""
     fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstore.bench.session import EXIST, GET, PUT, PUT_AT_ONCE, Work
 from kvstore.bench.timing import fill_randomly, memory, require
-from kvstore.demo.processes import Child, Children, connects, free_port
+from kvstore.demo.processes import Children, Program, connects, free_port
 from kvstore.errors import NoSpaceError, StartupError
 from kvstore.process import interpreter
 
@@ -184,7 +184,7 @@ def _program(name: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)), name)
 
 
-def _listens(children: Children, child: Child, port: int) -> None:
+def _listens(children: Children, child: Program, port: int) -> None:
     children.until(child, lambda: connects(HOST, port), READY_SECONDS)
 
 

@@ -56,20 +56,20 @@ redraw_option = click.option(
 )  # fmt: skip
 
 
-class Table(NamedTuple):
+class ResultsTable(NamedTuple):
     columns: Sequence[str]
     lines: Sequence[Sequence[str]]
     left: Sequence[int] = (0,)
     """The columns whose cells are no numbers."""
 
 
-class Page(NamedTuple):
+class ResultsPage(NamedTuple):
     name: str
     """Of its files."""
     title: str
     command: str
     """That writes it."""
-    parts: Sequence[str | Table]
+    parts: Sequence[str | ResultsTable]
     """Paragraphs, lists, headings (``## ...``) and tables, in their order."""
     how: str = ""
     """Goes on after the machine's load."""
@@ -89,7 +89,7 @@ def measured(measure: Callable[[Advance], Found], steps: int, packages: Sequence
     return {"machine": machine(packages), "load": load, **found}
 
 
-def publish(page: Page, found: Found, out: Path | None) -> None:
+def publish(page: ResultsPage, found: Found, out: Path | None) -> None:
     """Prints the page; with ``out``, a folder, also writes page, JSON and picture into it."""
     show(page.parts)
     if out is None:
@@ -104,7 +104,7 @@ def publish(page: Page, found: Found, out: Path | None) -> None:
     click.echo(f"Written: {out}/{page.name}.{ends}")
 
 
-def markdown(page: Page, found: Found) -> str:
+def markdown(page: ResultsPage, found: Found) -> str:
     before, after = found["load"]
     parts: list[str] = [
         f"# {page.title}",
@@ -112,7 +112,7 @@ def markdown(page: Page, found: Found) -> str:
         f"Load of the machine {before:.2f} before and {after:.2f} after{page.how}.",
     ]
     for part in page.parts:
-        if isinstance(part, Table):
+        if isinstance(part, ResultsTable):
             ends = ["---" if at in part.left else "---:" for at in range(len(part.columns))]
             lines = ["| " + " | ".join(cells) + " |" for cells in (part.columns, *part.lines)]
             part = "\n".join([lines[0], "|" + "|".join(ends) + "|", *lines[1:]])
@@ -122,7 +122,7 @@ def markdown(page: Page, found: Found) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def show(parts: Sequence[str | Table]) -> None:
+def show(parts: Sequence[str | ResultsTable]) -> None:
     """Prints them on standard output; if that is no terminal, wide enough for all tables."""
     console = Console(highlight=False)
     if not console.is_terminal:

@@ -24,7 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from bench.page import Table, in_words, machine, show
+from bench.page import ResultsTable, in_words, machine, show
 from kvstore.cli.options import CONTEXT, debug_option, json_option, run
 from kvstore.cli.show import print_json
 from kvstore.config import ClientConfig, parse_size
@@ -59,7 +59,7 @@ def command(memory: str, objects: int, rounds: int, lease_ms: int, as_json: bool
     """Kill the master and the node of a full store, and measure how soon it serves again."""
     quiet = Console(stderr=True, quiet=as_json)
     with ExitStack() as stack:
-        store = Store(stack, parse_size(memory), objects, lease_ms)
+        store = RestartedStore(stack, parse_size(memory), objects, lease_ms)
         store.fill(quiet)
         found: list[tuple[str, Row]] = []
         for _ in range(rounds):
@@ -73,10 +73,10 @@ def command(memory: str, objects: int, rounds: int, lease_ms: int, as_json: bool
     columns = [column.replace("_", " ") for column in found[0][1]]
     lines = [(which, *(f"{value:,.2f}" for value in row.values())) for which, row in found]
     what = f"{objects:,} objects, {store.bytes / (1 << 30):.1f} GiB. {in_words(machine())}"
-    show([Table(("killed", *columns), lines), what])
+    show([ResultsTable(("killed", *columns), lines), what])
 
 
-class Store:
+class RestartedStore:
     """A master, a node and a client."""
 
     def __init__(self, stack: ExitStack, memory: int, objects: int, lease_ms: int) -> None:

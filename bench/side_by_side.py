@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final
 
 from bench import mooncake
-from bench.client import MOONCAKE, OURS, Client, Settings, environment
-from bench.page import Advance, Found, Page, Table, microseconds, verdict
+from bench.client import MOONCAKE, OURS, ClientProcess, Settings, environment
+from bench.page import Advance, Found, ResultsPage, ResultsTable, microseconds, verdict
 from bench.rows import HICACHE, LMCACHE, SHM, TABLES, Row, memory_needed
 from kvstore.bench.ours import Store, own_store
 from kvstore.bench.session import MEMCPY
@@ -89,7 +89,7 @@ def _stores(pool_bytes: int) -> Iterator[tuple[Children, Store, mooncake.Servers
 @contextlib.contextmanager
 def _clients(
     children: Children, ours: Store, theirs: mooncake.Servers, rows: Sequence[Row], plan: Plan
-) -> Iterator[dict[str, Client]]:
+) -> Iterator[dict[str, ClientProcess]]:
     """A client of each system, for rows of one mode."""
     mode, behind = rows[0].mode, rows[0].behind
     stores = {
@@ -103,13 +103,13 @@ def _clients(
             settings = Settings(
                 system, mode, address, plan.pool_bytes, memory_needed(rows), behind, pids
             )
-            clients[system] = Client(children, f"{system}-{mode}", settings)
+            clients[system] = ClientProcess(children, f"{system}-{mode}", settings)
             stack.callback(clients[system].close)
         yield clients
 
 
 def _measure(
-    comparison: Comparison, clients: dict[str, Client], seconds: float, theirs_first: bool
+    comparison: Comparison, clients: dict[str, ClientProcess], seconds: float, theirs_first: bool
 ) -> None:
     """Measures one row of one round: A, B, B, A, so that a machine that slows down slows both."""
     row = comparison.row
@@ -238,7 +238,7 @@ PROCESSOR: Final = (
 )
 
 
-def page_of(found: Found) -> Page:
+def page_of(found: Found) -> ResultsPage:
     """The page of the results of ``compare``."""
     rows = comparisons(found)
     name, title, command = NAMES[found.get("behind", "")]
@@ -247,9 +247,9 @@ def page_of(found: Found) -> Page:
         f" pools of {found['pool_bytes'] / (1 << 30):g} GiB"
     )
     notes = list(dict.fromkeys(note for each in rows for note in each.row.notes))
-    parts: list[str | Table] = [
+    parts: list[str | ResultsTable] = [
         TIME,
-        Table(COLUMNS, [_cells(each, notes) for each in rows], LEFT),
+        ResultsTable(COLUMNS, [_cells(each, notes) for each in rows], LEFT),
         _summary(rows),
         "\n".join(_memcpy_line(each, each.memcpy_part) for each in rows if each.memcpy_part),
         "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1)),
@@ -259,7 +259,7 @@ def page_of(found: Found) -> Page:
         parts += [
             "## Processor time",
             PROCESSOR,
-            Table(COLUMNS, [_processor_cells(each) for each in processor], LEFT),
+            ResultsTable(COLUMNS, [_processor_cells(each) for each in processor], LEFT),
             f"{met} of {len(processor)} goals are met.",
         ]
     if idle := "; ".join(
@@ -273,7 +273,7 @@ def page_of(found: Found) -> Page:
 
         draw_comparison(found, rows, path)
 
-    return Page(name, title, command, parts, how, "Ratios, goals and spread", draw)
+    return ResultsPage(name, title, command, parts, how, "Ratios, goals and spread", draw)
 
 
 def _cells(comparison: Comparison, notes: Sequence[str]) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ import click
 
 from bench import page
 from bench import vllm_systems as systems
-from bench.page import Advance, Found, Table
-from bench.vllm_rounds import HIT, KINDS, MANNERS, MISS, Measured, Plan, measure, p90
+from bench.page import Advance, Found, ResultsTable
+from bench.vllm_rounds import HIT, KINDS, MANNERS, MISS, Measured, RoundsPlan, measure, p90
 from kvstore.bench.timing import Spread
 from kvstore.demo.processes import ChildError, Children
 from kvstore.demo_vllm import servers
@@ -86,7 +86,7 @@ def main(names: list[str], json_file: IO[str] | None, **sizes: int) -> None:
     The last line begins with "bench:". The exit status is 0 only if all systems generated the same
     tokens and every full block was found on a hit.
     """
-    plan = Plan(**sizes)
+    plan = RoundsPlan(**sizes)
     for name in list(names):
         if reason := systems.missing(name):
             click.echo(f"{name} is left out: {reason}")
@@ -102,7 +102,7 @@ def main(names: list[str], json_file: IO[str] | None, **sizes: int) -> None:
     click.echo(f"bench: {len(names)} systems, tokens identical, every full block found")
 
 
-def run(names: list[str], plan: Plan, progress: Advance) -> Found:
+def run(names: list[str], plan: RoundsPlan, progress: Advance) -> Found:
     """Starts all systems, and measures them.
 
     Raises:
@@ -179,7 +179,7 @@ def as_json(measured: Measured) -> Found:
     }  # fmt: skip
 
 
-def parts_of(found: Found) -> list[str | Table]:
+def parts_of(found: Found) -> list[str | ResultsTable]:
     """Two tables: what each system does, and how they compare."""
     plan = found["plan"]
     names = dict.fromkeys(row["system"] for row in found["rows"])
@@ -212,9 +212,11 @@ def parts_of(found: Found) -> list[str | Table]:
     return [
         "\n".join(f"{name:18} {systems.SYSTEMS[name]}" for name in names),
         f"{plan['rounds']} rounds of {plan['prompts']} prompts of {plan['prompt_tokens']} tokens",
-        Table(columns, rows, (0, 1)),
+        ResultsTable(columns, rows, (0, 1)),
         "Ratios: median of the rounds, smallest to largest",
-        Table(("", "", "time to first token", "requests/s", "time per token"), ratios, (0, 1)),
+        ResultsTable(
+            ("", "", "time to first token", "requests/s", "time per token"), ratios, (0, 1)
+        ),
         "First token: one request at a time. Requests and prompt tokens per second:"
         f" {plan['at_once']} at once.\n{plan['new_tokens']} token(s) generated for each prompt.\n"
         "Per token, pause: the mean time between two tokens, and the longest, of a request that"

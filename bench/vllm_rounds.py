@@ -38,7 +38,7 @@ SETTLE_SECONDS = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RoundsPlan:
     """How much is measured."""
 
     prompts: int
@@ -86,7 +86,7 @@ class Samples:
 class Measured:
     """Everything."""
 
-    plan: Plan
+    plan: RoundsPlan
     systems: list[str]
     samples: dict[str, dict[str, Samples]]
     """By system and kind."""
@@ -131,7 +131,7 @@ class Measured:
         }
 
 
-def measure(systems: Sequence[System], plan: Plan, progress: Advance) -> Measured:
+def measure(systems: Sequence[System], plan: RoundsPlan, progress: Advance) -> Measured:
     """Measures all rounds. The first one warms up and is not counted.
 
     Raises:
@@ -184,13 +184,13 @@ def _turns(systems: Sequence[System], number: int) -> Iterator[tuple[str, str, S
             time.sleep(SETTLE_SECONDS)
 
 
-def _ask(system: System, prompts: list[list[int]], plan: Plan) -> list[Completion]:
+def _ask(system: System, prompts: list[list[int]], plan: RoundsPlan) -> list[Completion]:
     """The answers to the prompts, sent one after the other."""
     return [complete(system.address, ids, plan.new_tokens) for ids in prompts]
 
 
 def _ask_several(
-    system: System, prompts: list[list[int]], plan: Plan
+    system: System, prompts: list[list[int]], plan: RoundsPlan
 ) -> tuple[list[Completion], float]:
     """The answers to prompts sent in parallel, and the seconds for all of them."""
     start = time.perf_counter()
@@ -202,7 +202,7 @@ def _ask_several(
 
 
 def _ask_beside(
-    system: System, prompts: list[list[int]], plan: Plan, running: list[int]
+    system: System, prompts: list[list[int]], plan: RoundsPlan, running: list[int]
 ) -> tuple[list[Completion], list[float]]:
     """The answers to the prompts, sent one after the other, and the milliseconds between two tokens
     of a request that generates meanwhile."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import mooncake
-from bench.client import Client, Settings
+from bench.client import ClientProcess, Settings
 from kvstore.bench.session import WARM_PIECE
 from kvstore.demo.processes import Children
 from kvstore.demo_vllm import servers
@@ -68,7 +68,7 @@ def start(children: Children, names: Sequence[str], model: Path, memory_mib: int
     # kvstore's node does when it starts. The first touch of a page costs ten times a copy.
     for name, master in masters.items():
         settings = Settings(MOONCAKE, "tcp", master, memory_mib << 20, WARM_PIECE)
-        Client(children, f"{name}-touch", settings).close()
+        ClientProcess(children, f"{name}-touch", settings).close()
     return [System(name, engine.address) for name, engine in engines.items()]
 
 

@@ -18,7 +18,7 @@ from kvstore.client.flows import allocating, asking, getting, moving, putting
 from kvstore.client.flows.asking import Match, ObjectStat
 from kvstore.client.flows.getting import Raw
 from kvstore.client.flows.moving import Moved
-from kvstore.client.flows.ranges import Parts, get_ranges
+from kvstore.client.flows.ranges import ObjectParts, get_ranges
 from kvstore.client.flows.reading import GetOptions
 from kvstore.client.flows.steps import Ask, Flow, Pause, Ready, ask
 from kvstore.client.flows.writing import PutOptions
@@ -470,7 +470,7 @@ class Client:
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
         wanted = [
-            Parts(key, arguments.parts(each))
+            ObjectParts(key, arguments.parts(each))
             for key, each in arguments.per_key(keys, ranges, "lists of ranges")
         ]
         arguments.check_apart([(each.key, [view for _, view in each.ranges]) for each in wanted])

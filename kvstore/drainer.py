@@ -24,7 +24,7 @@ PAUSE_S: Final = 0.2
 
 
 @dataclass(slots=True)
-class Outcome:
+class DrainOutcome:
     """The result of a drain."""
 
     node: str
@@ -80,7 +80,7 @@ def drain_node(
     discard: bool,
     wait_s: float,
     told: Callable[[int, int], None],
-) -> Outcome:
+) -> DrainOutcome:
     """Moves all objects that can be moved; then lets the node leave, if no object would be lost.
 
     Args:
@@ -91,7 +91,7 @@ def drain_node(
             while the master or a node is unreachable.
         told: called with the bytes moved so far, and the bytes to move.
     """
-    outcome = Outcome(node)
+    outcome = DrainOutcome(node)
     begun = client.drain(node)
     used = begun.used
     evict_up_to = begun.began if evict else NO_VERSION
@@ -119,7 +119,9 @@ def drain_node(
     return outcome
 
 
-def _pass(client: Client, outcome: Outcome, evict_up_to: Version, told: Callable[[], None]) -> int:
+def _pass(
+    client: Client, outcome: DrainOutcome, evict_up_to: Version, told: Callable[[], None]
+) -> int:
     """Tries all objects once; returns how many could not be moved now."""
     failed = cursor = 0
     outcome.left = outcome.left_bytes = outcome.corrupt = 0

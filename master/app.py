@@ -26,7 +26,7 @@ from kvstore.master import web
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
 from kvstore.master.lane import LaneSettings
-from kvstore.master.notices import Notices
+from kvstore.master.notices import NoticeLog
 from kvstore.master.outruns import Outruns
 from kvstore.master.reaching import Reacher
 from kvstore.master.service import MasterService, Standby, clock_ms
@@ -125,7 +125,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
     place = config.etcd_place
     etcd = None if place is None else Etcd(place)
     broken = background.End()
-    master = _Master(config, broken)
+    master = _Serving(config, broken)
     await master.bind()
     listener: socket.socket | None = None
     election: Election | None = None
@@ -219,7 +219,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
         await master.stop()
 
 
-class _Master:
+class _Serving:
     """The carriers of this process, and the service behind them while it leads. Implements
     ``Terms``."""
 
@@ -265,7 +265,7 @@ class _Master:
         self._election: Election | None = None
         self._outruns = Outruns(random.SystemRandom())
         self.feed = MasterEnd() if config.events else None
-        self.notices = Notices(wall_clock_ms)
+        self.notices = NoticeLog(wall_clock_ms)
         self._reach = Reacher()
 
     async def bind(self) -> None:

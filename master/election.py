@@ -17,12 +17,12 @@ from kvstore.master.role import (
     Grant,
     KeepAlive,
     Lead,
+    LeaderSeen,
     Look,
     Revoke,
     Role,
-    Seen,
+    Sleep,
     StepDown,
-    Wait,
     Watch,
 )
 
@@ -94,7 +94,7 @@ class Election:
             except KVStoreError as error:
                 self._failed(error)
             else:
-                if self._etcd_fails and not isinstance(action, Wait | Revoke | StepDown):
+                if self._etcd_fails and not isinstance(action, Sleep | Revoke | StepDown):
                     self._etcd_fails = False
                     log.info("etcd_reachable place=%s", self._etcd.place.shown)
 
@@ -118,7 +118,7 @@ class Election:
         role, etcd = self._role, self._etcd
         deadline = uptime() + CALL_S
         match action:
-            case Wait(until):
+            case Sleep(until):
                 await asyncio.sleep(max(until - uptime(), 0.0))
             case Look():
                 await self._cluster(deadline)  # a mismatch shows before this master must take over
@@ -141,7 +141,7 @@ class Election:
                     believed = highest_believed(now_ms) + EPOCH_AHEAD_MAX
                     least = max(role.epoch + 1, role.epoch_least, now_ms)
                     epoch = await etcd.new_epoch(leader, least, believed, deadline)
-                role.campaigned(Seen(*leader), epoch)
+                role.campaigned(LeaderSeen(*leader), epoch)
                 self._stand_by()
             case KeepAlive(lease_id, keep_by):
                 ttl_s = await etcd.keep_alive(lease_id, keep_by)
@@ -202,5 +202,5 @@ class Election:
             log.debug("lease_not_revoked reason=%s", error)
 
 
-def _seen(leader: Leader | None) -> Seen | None:
-    return None if leader is None else Seen(*leader)
+def _seen(leader: Leader | None) -> LeaderSeen | None:
+    return None if leader is None else LeaderSeen(*leader)

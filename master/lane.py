@@ -85,8 +85,8 @@ class LaneServer:
         """TCP port; 0: not bound."""
         self.unix = ""
         """Name in the abstract namespace; empty: none."""
-        self.connections: set[_Connection] = set()
-        self.silent: dict[_Connection, None] = {}
+        self.connections: set[_LaneClient] = set()
+        self.silent: dict[_LaneClient, None] = {}
         """Those without a good HELLO so far, oldest first."""
         self._dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
@@ -141,11 +141,11 @@ class LaneServer:
         for connection in list(self.connections):
             connection.cut()
 
-    def _connection(self) -> _Connection:
-        return _Connection(self, self._dispatcher)
+    def _connection(self) -> _LaneClient:
+        return _LaneClient(self, self._dispatcher)
 
 
-class _Connection(asyncio.BufferedProtocol):
+class _LaneClient(asyncio.BufferedProtocol):
     """The connection of one client. Threads: the loop's."""
 
     def __init__(self, server: LaneServer, dispatcher: Dispatcher) -> None:

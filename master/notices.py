@@ -18,7 +18,7 @@ TEXT_MAX: Final = 256
 """Characters of one field."""
 
 
-class Notices:
+class NoticeLog:
     """Numbered from 1. Belongs to the loop's thread."""
 
     def __init__(self, wall_clock_ms: Callable[[], int]) -> None:

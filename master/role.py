@@ -81,16 +81,16 @@ class StepDown(NamedTuple):
     why: str
 
 
-class Wait(NamedTuple):
+class Sleep(NamedTuple):
     """Do nothing until that time. No report."""
 
     until: float
 
 
-Action = Look | Watch | Grant | Campaign | KeepAlive | Revoke | Lead | StepDown | Wait
+Action = Look | Watch | Grant | Campaign | KeepAlive | Revoke | Lead | StepDown | Sleep
 
 
-class Seen(NamedTuple):
+class LeaderSeen(NamedTuple):
     """The leader as etcd knows it."""
 
     address: str
@@ -109,7 +109,7 @@ class Role:
         """This master may act as the leader only before this time; 0: it does not lead."""
         self.epoch_least = 0
         """The least epoch of the next term; nodes have joined a master of the epoch before it."""
-        self.leader: Seen | None = None
+        self.leader: LeaderSeen | None = None
         """Another master that was last seen as the leader."""
         self._leading = False
         self._why = ""
@@ -142,7 +142,7 @@ class Role:
                 self._end()
                 return StepDown(why)
             if now < self._not_before:
-                return Wait(min(self._not_before, self.until))
+                return Sleep(min(self._not_before, self.until))
             return KeepAlive(self._lease_id, min(self.until, now + self._ttl_s * KEEP_SHARE))
         if self._stale:
             return Revoke(self._stale.pop())
@@ -154,7 +154,7 @@ class Role:
             self._end()
             return self.next(now)
         if now < self._not_before:
-            return Wait(self._not_before)
+            return Sleep(self._not_before)
         if not self._revision:
             return Look()
         if self.leader is not None:
@@ -163,7 +163,7 @@ class Role:
 
     # --- reports ------------------------------------------------------------------------------
 
-    def saw(self, leader: Seen | None, revision: int) -> None:
+    def saw(self, leader: LeaderSeen | None, revision: int) -> None:
         """After ``Look``: who leads, at that revision of the store."""
         self._failures = 0
         self.leader, self._revision = leader, revision
@@ -177,7 +177,7 @@ class Role:
         self._lease_id, self._ttl_s = lease_id, ttl_s
         self._granted_until = self._asked_at + ttl_s * (1 - MARGIN)
 
-    def campaigned(self, leader: Seen, epoch: int) -> None:
+    def campaigned(self, leader: LeaderSeen, epoch: int) -> None:
         """After ``Campaign``: who leads now; and the new epoch, if we do."""
         if leader.lease_id == self._lease_id:
             assert epoch > self.epoch
@@ -188,7 +188,7 @@ class Role:
         self._end()
         self.leader, self._revision = leader, leader.revision
 
-    def kept(self, ttl_s: float, leader: Seen | None) -> None:
+    def kept(self, ttl_s: float, leader: LeaderSeen | None) -> None:
         """After ``KeepAlive``: how long the lease lives from then on, and the leader in etcd."""
         if ttl_s <= 0:
             self._why = "lease_gone"

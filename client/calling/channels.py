@@ -36,7 +36,7 @@ CHANNEL_OPTIONS: Final = (
 )
 
 
-class Lent:
+class BusyChannel:
     """A channel with calls under way."""
 
     def __init__(self, channel: grpc.Channel) -> None:
@@ -52,12 +52,12 @@ class Channels:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_address: dict[str, Lent] = {}
-        self._retired: set[Lent] = set()
+        self._by_address: dict[str, BusyChannel] = {}
+        self._retired: set[BusyChannel] = set()
         self._closed = False
 
     @contextmanager
-    def lend(self, address: str, deadline: float) -> Iterator[Lent]:
+    def lend(self, address: str, deadline: float) -> Iterator[BusyChannel]:
         """The channel to ``address``, for one call. A new channel needs the address of its host.
 
         Raises:
@@ -76,7 +76,7 @@ class Channels:
                 raise ClosedError("the client is closed")
             lent = self._by_address.get(address)
             if lent is None:
-                lent = self._by_address[address] = Lent(
+                lent = self._by_address[address] = BusyChannel(
                     grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
                 )
             lent.calls.add(me)

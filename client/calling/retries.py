@@ -153,7 +153,7 @@ class Identify(NamedTuple):
     timeout_s: float
 
 
-class Wait(NamedTuple):
+class WaitStep(NamedTuple):
     """Wait. Answer: anything."""
 
     seconds: float
@@ -161,7 +161,7 @@ class Wait(NamedTuple):
     """Why, once it is worth telling."""
 
 
-Action = Locate | JoinAt | OnLane | OnGrpc | Identify | Wait
+Action = Locate | JoinAt | OnLane | OnGrpc | Identify | WaitStep
 Attempts = Generator[Action, Any, bytes]
 """It is sent the encoded reply after ``OnLane`` and ``OnGrpc``, an address after
 ``Locate``, a text after ``Identify``, else nothing."""
@@ -181,7 +181,7 @@ def parse_addresses(address: str) -> tuple[str, ...]:
     )
 
 
-class Link:
+class MasterLink:
     """What a stub knows of its master. One per stub; all its calls use it."""
 
     def __init__(self, address: str, *, lane: bool, rng: random.Random | None = None) -> None:
@@ -307,7 +307,7 @@ class Link:
 
 
 def attempts(
-    link: Link,
+    link: MasterLink,
     call: Call[Any, Any] | None,
     deadline: float,
     clock: Callable[[], float],
@@ -417,10 +417,10 @@ def attempts(
             raise _unreachable(link, reasons, failures, now - started)
         if pause_s:
             reason = reasons.get(address or link.shown, "") if now - started > TELL_S else ""
-            yield Wait(min(pause_s, left_s / 2), reason)
+            yield WaitStep(min(pause_s, left_s / 2), reason)
 
 
-def _locate(link: Link, left_s: float) -> Generator[Action, Any, str]:
+def _locate(link: MasterLink, left_s: float) -> Generator[Action, Any, str]:
     """The address of the leader; another call may meanwhile find that it cannot be used.
 
     Raises:
@@ -434,7 +434,7 @@ def _locate(link: Link, left_s: float) -> Generator[Action, Any, str]:
     return link.address or leader
 
 
-def _join(link: Link, address: str, left_s: float) -> JoinAt:
+def _join(link: MasterLink, address: str, left_s: float) -> JoinAt:
     timeout_s = left_s if link.alone else min(left_s, JOIN_S)
     return JoinAt(address, timeout_s, link.generation)
 
@@ -453,7 +453,7 @@ def _in_doubt(
 
 
 def _unreachable(
-    link: Link, reasons: dict[str, str], attempts: int, waited_s: float
+    link: MasterLink, reasons: dict[str, str], attempts: int, waited_s: float
 ) -> MasterUnreachableError:
     tried = "; ".join(f"{address}: {reason}" for address, reason in reasons.items())
     return MasterUnreachableError(
@@ -465,7 +465,7 @@ def _unreachable(
     )
 
 
-def late(link: Link, name: str) -> DeadlineExceededError:
+def late(link: MasterLink, name: str) -> DeadlineExceededError:
     """The error of a call whose deadline passed without a reply."""
     return DeadlineExceededError(
         f"{name}: no reply from the master at {link.address or link.shown} before the deadline",
@@ -484,7 +484,7 @@ def silent(generation: int) -> CarrierBrokenError:
 
 
 def grpc_failure(
-    error: grpc.RpcError, link: Link, name: str, *, last: bool
+    error: grpc.RpcError, link: MasterLink, name: str, *, last: bool
 ) -> KVStoreError | CarrierBrokenError | TokenRefusedError:
     """What a failed gRPC call means. ``last``: its time was all that the whole call had left."""
     detail = detail_of(error)

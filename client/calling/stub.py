@@ -27,11 +27,11 @@ from kvstore.client.calling.retries import (
     CarrierBrokenError,
     Identify,
     JoinAt,
-    Link,
     Locate,
+    MasterLink,
     OnGrpc,
     OnLane,
-    Wait,
+    WaitStep,
     attempts,
     grpc_failure,
     late,
@@ -44,7 +44,7 @@ from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.network.addresses import split_address
 from kvstore.ports import what_answers
 from kvstore.process.background import in_one_piece
-from kvstore.process.stopping import Known, Latch, NotOurTurnError, Stop, Turn, current
+from kvstore.process.stopping import DeadlineLock, Known, Latch, NotOurTurnError, Stop, current
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
@@ -93,11 +93,11 @@ class MasterStub:
         Raises:
             InvalidArgumentError: ``address`` is not an address.
         """
-        self._link = Link(address, lane=lane, rng=rng)
+        self._link = MasterLink(address, lane=lane, rng=rng)
         self._join = Join(name, host, PROTOCOL_VERSION, PROTOCOL_MIN, cluster)
         self._spin_s = spin_us / 1e6
         self._on_join = on_join
-        self._joining = Turn()
+        self._joining = DeadlineLock()
         self._closed = Latch()
         self._answered = self._told_waiting = False
         self._idle: deque[LaneConnection] = deque()
@@ -241,7 +241,7 @@ class MasterStub:
             return None
         if isinstance(action, Identify):
             return what_answers(action.address, action.timeout_s)
-        if isinstance(action, Wait):
+        if isinstance(action, WaitStep):
             self._tell_waiting(action.reason, deadline)
             if self._closed.wait(action.seconds):
                 raise ClosedError("the client was closed during the call")

@@ -17,7 +17,7 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client.flows.steps import Context, Flow, Transfer, ask, describe
 from kvstore.client.flows.writing import Items, PutOptions, revoke
-from kvstore.client.leases.leases import Granted, Lease, Named, Place
+from kvstore.client.leases.leases import Granted, Lease, LeasedPlace, Named
 from kvstore.client.values import Value, decode
 from kvstore.errors import (
     NodeUnreachableError,
@@ -201,7 +201,7 @@ def commit(
     return PutOutcome(committed.outcome)
 
 
-def _renewal(named: Named, place: Place, tokens: Sequence[int] = ()) -> calls.Renew:
+def _renewal(named: Named, place: LeasedPlace, tokens: Sequence[int] = ()) -> calls.Renew:
     """Asks whether an allocation has become this object."""
     return calls.Renew(
         named.namespace, [named.key], [named.epoch], [named.counter], named.epoch, tokens,

@@ -322,7 +322,7 @@ class _UnderWay:
             self._events.popleft()
 
 
-class _Room:
+class _HostMemory:
     """Host memory for the payloads of a group, end to end."""
 
     def __init__(self, device: Device, memory: memoryview, is_locked: bool) -> None:
@@ -347,14 +347,14 @@ class _Room:
 
 
 @contextmanager
-def _room(device: Device, size: int, deadline: float) -> Iterator[_Room]:
+def _room(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
     """Page-locked memory of the ring; ordinary memory, if it is too much for a slot."""
     if size > device.ring.slot_bytes:
         ordinary = np.empty(size, np.uint8)
-        yield _Room(device, memoryview(ordinary), False)  # type: ignore[arg-type]
+        yield _HostMemory(device, memoryview(ordinary), False)  # type: ignore[arg-type]
         return
     with device.slot(deadline) as slot:
-        yield _Room(device, slot, True)
+        yield _HostMemory(device, slot, True)
 
 
 @contextmanager

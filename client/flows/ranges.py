@@ -26,7 +26,7 @@ from kvstore.native.rows import header_of
 from kvstore.transport.base import Move
 
 
-class Parts:
+class ObjectParts:
     """Parts of one object to read, and the caller's memory for them."""
 
     __slots__ = ("bad", "head", "key", "placed", "ranges")
@@ -57,7 +57,10 @@ class Parts:
 
 
 def get_ranges(
-    context: Context, namespace: Namespace, wanted: Sequence[Parts], timeout_ms: int | None = None
+    context: Context,
+    namespace: Namespace,
+    wanted: Sequence[ObjectParts],
+    timeout_ms: int | None = None,
 ) -> Flow[list[int | None]]:
     """As ``Client.get_ranges``.
 
@@ -74,7 +77,7 @@ def get_ranges(
         placed = yield from locate(context, namespace, keys, fresh=attempt > 0)
         deadline = None if attempt else context.failover_at(timeout_ms)
         transfers: dict[int, Transfer] = {}
-        reads: list[tuple[Parts, Placed, Replica]] = []
+        reads: list[tuple[ObjectParts, Placed, Replica]] = []
         for parts, known in zip(todo, placed, strict=True):
             if known is None:
                 continue
@@ -114,6 +117,6 @@ def get_ranges(
     return [None if parts.placed is None else parts.placed.size for parts in wanted]
 
 
-def _is_there(parts: Parts, placed: Placed, replica: Replica, namespace: Namespace) -> bool:
+def _is_there(parts: ObjectParts, placed: Placed, replica: Replica, namespace: Namespace) -> bool:
     row = (replica.offset, placed.size, placed.epoch, placed.counter, parts.key, None)
     return header_of(parts.head, replica.segment.seed, namespace, row) is not None

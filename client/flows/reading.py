@@ -198,7 +198,7 @@ def read(
     fresh = False
     for attempt in range(ATTEMPTS):
         placed = yield from locate(context, namespace, [target.key for target in todo], fresh=fresh)
-        groups: dict[int, _Group] = {}
+        groups: dict[int, _SegmentReads] = {}
         for target, known in zip(todo, placed, strict=True):
             if known is not None:
                 replica = known.replicas[0]
@@ -213,7 +213,7 @@ def read(
                 group = groups.get(id(segment))
                 if group is None:
                     reads = kind(segment, namespace, verify=context.verify_payload)
-                    group = groups[id(segment)] = _Group(reads, [])
+                    group = groups[id(segment)] = _SegmentReads(reads, [])
                 group.reads.add(known, offset, target.key, target.make_room(known.size))
                 group.targets.append((target, known, replica))
         if not groups:
@@ -317,7 +317,7 @@ def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -
         log.warning("corruption_not_reported objects=%d error=%s", objects, str(error))
 
 
-class _Group(NamedTuple):
+class _SegmentReads(NamedTuple):
     """The reads from one segment."""
 
     reads: ObjectReads
@@ -325,7 +325,7 @@ class _Group(NamedTuple):
     """The target of each row, and where it is read."""
 
 
-def _finish(context: Context, group: _Group) -> list[Target]:
+def _finish(context: Context, group: _SegmentReads) -> list[Target]:
     """Notes the results of the reads; returns the targets without the right bytes."""
     again: list[Target] = []
     reads, targets = group

@@ -90,7 +90,7 @@ NameT = TypeVar("NameT")
 Flow = Generator[Step, object, ResultT]
 
 
-class Pool(Protocol):
+class PoolAccess(Protocol):
     """Segments that are mapped in this process, and its devices: see ``Movers``."""
 
     devices: ClientDevices
@@ -122,7 +122,7 @@ class Context:
     """Identifies this client's connections to data servers and to the master."""
     segments: SegmentTable
     placements: PlacementCache
-    pool: Pool
+    pool: PoolAccess
     views: Leases
     lease_margin_s: float
     verify_payload: bool

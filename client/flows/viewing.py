@@ -12,7 +12,7 @@ from kvstore.client.flows.objects import headers
 from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.reading import Bad, GetOptions, read_values, tensor_of, unreadable
 from kvstore.client.flows.steps import Context, Flow
-from kvstore.client.leases.leases import Named, Place, Watched
+from kvstore.client.leases.leases import LeasedPlace, Named, Watched
 from kvstore.client.values import (
     UNREADABLE,
     Bytes1D,
@@ -145,7 +145,7 @@ def _look(
             continue
         if size:
             named = Named(namespace, Key(key), epoch, counter)
-            place = Place(segment.uuid, offset)
+            place = LeasedPlace(segment.uuid, offset)
             held.append((array, base + at, named, placed.until, place, tensor))
     context.views.add_many(held, mounted)
     return stale
@@ -202,6 +202,6 @@ def _lend(
         if isinstance(tensor, UNREADABLE):
             continue
         named = Named(namespace, keys[index], placed.epoch, placed.counter)
-        place = Place(looks.segment.uuid, offset, ends_with_owner=True)
+        place = LeasedPlace(looks.segment.uuid, offset, ends_with_owner=True)
         held.append((lent.owner, lent.address, named, placed.until, place, tensor))
     context.views.add_many(held, context.pool.watch(looks.segment))

@@ -53,7 +53,7 @@ Mounted = Callable[[], bool]
 """Whether a segment is mounted as it was (``Transport.watch``)."""
 
 
-class Place(NamedTuple):
+class LeasedPlace(NamedTuple):
     """The position of leased memory. It stays the same when another master mounts the segment."""
 
     uuid: bytes
@@ -85,8 +85,8 @@ class Granted(NamedTuple):
     """Payload bytes."""
 
     @property
-    def place(self) -> Place:
-        return Place(self.segment.uuid, self.offset)
+    def place(self) -> LeasedPlace:
+        return LeasedPlace(self.segment.uuid, self.offset)
 
 
 class Unneeded(NamedTuple):
@@ -99,7 +99,7 @@ class Unneeded(NamedTuple):
 
 What = Named | Granted | Unneeded
 
-Watched = tuple["NDArray[np.generic]", int, Named | Granted, float, Place | None, object]
+Watched = tuple["NDArray[np.generic]", int, Named | Granted, float, LeasedPlace | None, object]
 """An array to watch, the address of its first byte, and the other arguments of ``Views.add``, among
 them the value that was made of it."""
 
@@ -129,7 +129,7 @@ class Lease:
         size: int,
         mounted: Mounted,
         clock: Callable[[], float] = uptime,
-        place: Place | None = None,
+        place: LeasedPlace | None = None,
     ) -> None:
         self.place = place
         """Of an object; None: of an allocation, which cannot be found again."""
@@ -264,7 +264,7 @@ class LeaseTable:
         held: Named | Granted,
         until: float,
         mounted: Mounted,
-        place: Place | None = None,
+        place: LeasedPlace | None = None,
     ) -> Lease:
         """The lease of the memory at ``address``, for one more holder. A new one counts from
         ``enter``."""
@@ -353,7 +353,7 @@ def found_at(lease: Lease, found: calls.Found, described: calls.Segments) -> Seg
     by_id = {segment.segment_id: segment for segment in described.segments}
     for segment_id, offset in zip(placements.segments, placements.offsets, strict=True):
         segment = by_id.get(segment_id)
-        if segment is not None and lease.place == Place(segment.uuid, offset):
+        if segment is not None and lease.place == LeasedPlace(segment.uuid, offset):
             return segment
     return None
 
@@ -396,7 +396,7 @@ class Renewal:
 
 
 def _renewals(due: Iterable[Lease]) -> Iterator[Renewal]:
-    named: dict[Namespace, list[tuple[Lease, Named, Place]]] = {}
+    named: dict[Namespace, list[tuple[Lease, Named, LeasedPlace]]] = {}
     granted: dict[int, list[tuple[Lease, Granted]]] = {}
     for lease in due:
         what = lease.what

@@ -26,10 +26,10 @@ from kvstore.calls import SegmentInfo
 from kvstore.client.leases.leases import (
     Granted,
     Lease,
+    LeasedPlace,
     LeaseTable,
     Mounted,
     Named,
-    Place,
     Watched,
     found_at,
 )
@@ -51,7 +51,7 @@ MakeCall = Callable[[calls.Request, float], calls.Reply]
 """Takes a request and the seconds that the call may last; raises KVStoreError."""
 
 
-class _Watch(weakref.ref["NDArray[np.generic]"]):
+class _ArrayReference(weakref.ref["NDArray[np.generic]"]):
     """A weak reference to an array, at a sixth of the cost of ``weakref.finalize``."""
 
     __slots__ = ("address", "array", "lease", "storage", "wakes")
@@ -90,12 +90,12 @@ class Watches:
         clock: Callable[[], float] = uptime,
     ) -> None:
         self.leases = LeaseTable(clock)
-        self._allocations: set[_Watch] = set()
+        self._allocations: set[_ArrayReference] = set()
         self.woken: SimpleQueue[object] = SimpleQueue()
         """Wakes the renewing thread, also when an allocation is gone, to be revoked. Its ``put``
         takes no lock and may interrupt another one: made for finalizers."""
-        self._arrays: dict[int, _Watch] = {}
-        self._storages: dict[int, _Watch] = {}
+        self._arrays: dict[int, _ArrayReference] = {}
+        self._storages: dict[int, _ArrayReference] = {}
         self._let_go: deque[weakref.ref[NDArray[np.generic]]] = deque()
         self.let_go = self._let_go.append
         """Notes that an array is gone."""
@@ -130,7 +130,7 @@ class Watches:
     ) -> None:
         is_granted = type(lease.what) is Granted
         wakes = weakref.ref(array, self.woken.put) if is_granted else None  # called after ``ended``
-        watch = _Watch(array, ended)
+        watch = _ArrayReference(array, ended)
         watch.wakes = wakes
         watch.address, watch.lease = address, lease
         watch.array, watch.storage = id(array), storage
@@ -162,7 +162,7 @@ class Watches:
         ``dropped``. Each watch leaves the queue last: what a signal has cut short is done again."""
         while self._let_go:
             watch = self._let_go[0]
-            assert isinstance(watch, _Watch)
+            assert isinstance(watch, _ArrayReference)
             if self._arrays.get(watch.array) is watch:  # else another array has its id by now
                 self._arrays.pop(watch.array, None)
             if watch.storage and self._storages.get(watch.storage) is watch:
@@ -207,7 +207,7 @@ class Watches:
         for watch in list(self._arrays.values()):
             watch.lease.end()
 
-    def _watch(self, value: object) -> _Watch | None:
+    def _watch(self, value: object) -> _ArrayReference | None:
         """The watch of the array that ``value`` was made of."""
         while True:
             if isinstance(value, np.ndarray):
@@ -258,7 +258,7 @@ class Views:
         held: Named | Granted,
         until: float,
         mounted: Mounted,
-        place: Place | None = None,
+        place: LeasedPlace | None = None,
         value: object = None,
     ) -> Lease:
         """Watch ``array``, the first array over some payload, until its memory is let go.

@@ -40,7 +40,7 @@ AGAIN_S: Final = 5.0
 """Pause before the next attempt, if the store did not answer."""
 
 
-class Fleet:
+class FleetRecords:
     """The fleet records of one store, seen by one engine. Threads: one at a time."""
 
     def __init__(self, client: Client, log: logging.Logger) -> None:
@@ -105,7 +105,7 @@ class Announcer:
     def __init__(
         self, client: Client, log: logging.Logger, *, every_s: float = ANNOUNCED_EVERY_S
     ) -> None:
-        self._fleet = Fleet(client, log)
+        self._fleet = FleetRecords(client, log)
         self._log = log
         self._every_s = every_s
         self._news: queue.SimpleQueue[tuple[Record, str, Callable[[], object]] | None] = (
@@ -119,7 +119,7 @@ class Announcer:
 
         Args:
             former: the fingerprint that the engine had instead until now; "": it had none.
-            more: as of ``Fleet.announce``.
+            more: as of ``FleetRecords.announce``.
         """
         self._news.put((record, former, partial(self._fleet.announce, record, **more)))
 

@@ -28,8 +28,8 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvstore.calls import ObjectRow, PutOutcome
 from kvstore.connectors.engine.guard import Deadline, Guard, client_of_an_engine, slices
-from kvstore.connectors.lmcache.identity import Namespaces
-from kvstore.connectors.lmcache.locks import Locks
+from kvstore.connectors.lmcache.identity import ChunkNamespaces
+from kvstore.connectors.lmcache.locks import LookupLocks
 from kvstore.connectors.lmcache.memory import (
     Layout,
     layout_of,
@@ -70,7 +70,9 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         model_id = settings.pop("model_id", None)
         self._guard = Guard(client_of_an_engine(**settings), log)
         self._client = self._guard.client
-        self._namespaces = Namespaces(self._client, log, model_id=model_id, more={"door": "daemon"})
+        self._namespaces = ChunkNamespaces(
+            self._client, log, model_id=model_id, more={"door": "daemon"}
+        )
         self._layouts: dict[tuple[str, int], Layout] = {}
         """Of each model and object group, as it was stored last."""
         self._sizes: dict[str, int] = {}
@@ -83,7 +85,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         self._writers = ThreadPoolExecutor(WORKERS, "kvstore-lmcache-put")
         self._readers = ThreadPoolExecutor(WORKERS, "kvstore-lmcache-get")
         self._numbers = itertools.count()
-        self._locks = Locks(self._guard, log)
+        self._locks = LookupLocks(self._guard, log)
         self._is_closed = False
         if l1_memory_desc is not None and self._client.config.protocol:
             self._lend(l1_memory_desc)

@@ -20,7 +20,7 @@ from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from numpy.typing import NDArray
 
 from kvstore.connectors.engine.guard import Deadline, Guard
-from kvstore.connectors.lmcache.identity import Namespaces
+from kvstore.connectors.lmcache.identity import ChunkNamespaces
 from kvstore.connectors.lmcache.memory import (
     layout_of,
     memory_of,
@@ -50,7 +50,7 @@ class Chunks:
         Args:
             memory: where gets allocate.
             full: what LMCache says of a chunk that is as long as it can be.
-            model_id, more: as of ``Namespaces``.
+            model_id, more: as of ``ChunkNamespaces``.
         """
         self._guard = guard
         self._client = guard.client
@@ -59,7 +59,7 @@ class Chunks:
         self._full = full
         self._layout = layout_of(tuple(full.shapes), tuple(full.dtypes))
         self._description_bytes = int(get_remote_metadata_bytes())
-        self._namespaces = Namespaces(guard.client, log, model_id=model_id, more=more)
+        self._namespaces = ChunkNamespaces(guard.client, log, model_id=model_id, more=more)
         self._namespace()  # begins to read the weights
 
     def sizes(self, keys: Sequence[CacheEngineKey]) -> list[int | None]:

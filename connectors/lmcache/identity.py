@@ -29,7 +29,7 @@ PATIENCE_S: Final = 1.0
 """How long a call waits until the weights are read; later calls find the result."""
 
 
-class Namespaces:
+class ChunkNamespaces:
     """Those of one process of LMCache. Threads: any; files of weights are read, and fleet records
     put, in threads of its own."""
 

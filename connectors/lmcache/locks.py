@@ -30,7 +30,7 @@ class _Lock:
     renewed: float
 
 
-class Locks:
+class LookupLocks:
     """Counts locks per object, and looks up again what is locked for longer than RENEW_S. A lease
     that could not be renewed costs a miss, never wrong bytes. Threads: any."""
 

@@ -38,7 +38,7 @@ from kvstore.client.values import Storable
 from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.engine.guard import Deadline, Guard, client_of_an_engine
 from kvstore.connectors.sglang import identity
-from kvstore.connectors.sglang.pools import Pages, bytes_of
+from kvstore.connectors.sglang.pools import PoolPages, bytes_of
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.fingerprint import fingerprint
 from kvstore.fleet import Record
@@ -63,10 +63,10 @@ _THERE: Final = (PutOutcome.STORED, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN)
 ResultT = TypeVar("ResultT")
 
 
-class Pool(NamedTuple):
+class HostPool(NamedTuple):
     """A host pool, and the names of its pages in the store."""
 
-    pages: Pages
+    pages: PoolPages
     part: str
     """The last part of the namespace."""
     suffix: str
@@ -105,8 +105,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         settings = {name: value for name, value in given.items() if name not in _OF_SGLANG}
         self._guard = Guard(client_of_an_engine(**settings), log)
         self._announcer = Announcer(self._guard.client, log)
-        self._pools: dict[str, Pool] = {}
-        self._fingerprints: dict[identity.Weights, str] = {}
+        self._pools: dict[str, HostPool] = {}
+        self._fingerprints: dict[identity.ServedWeights, str] = {}
         self._describing = threading.Lock()
         self._of_thread = threading.local()
         self._figures = _Figures()
@@ -122,10 +122,10 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             OSError: the model's files cannot be read.
         """
         super().register_mem_pool_host(mem_pool_host)
-        pages = Pages(mem_pool_host, self._guard.client)
+        pages = PoolPages(mem_pool_host, self._guard.client)
         replicated = self._config.is_mla_model
         part = identity.part(self._config, pages, replicated=replicated)
-        self._pools[PoolName.KV] = Pool(pages, part, "")
+        self._pools[PoolName.KV] = HostPool(pages, part, "")
         log.info(
             "registered pool=kv layout=%s page_bytes=%d namespace=%s",
             pages.told.get("layout"), pages.size, self._namespace(part),
@@ -136,7 +136,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name == PoolName.KV:
             return
-        pages = Pages(host_pool, self._guard.client)
+        pages = PoolPages(host_pool, self._guard.client)
         # States of Mamba layers, and K and V by heads, differ between ranks, also where all ranks
         # have the same pages of the full attention. SGLang's controller decides in the same way.
         replicated = (
@@ -145,7 +145,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             and not isinstance(host_pool, MHATokenToKVPoolHost)
         )
         part = identity.part(self._config, self._pools[PoolName.KV].pages, replicated=replicated)
-        self._pools[host_pool_name] = Pool(pages, part, f".{host_pool_name}-{pages.geometry}")
+        self._pools[host_pool_name] = HostPool(pages, part, f".{host_pool_name}-{pages.geometry}")
         log.info("registered pool=%s page_bytes=%d", host_pool_name, pages.size)
 
     # --- asking -------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             raise KVStoreError("the weights have changed")
         return f"sglang/{self._fingerprints.get(now) or self._described(now)}/{part}"
 
-    def _described(self, weights: identity.Weights) -> str:
+    def _described(self, weights: identity.ServedWeights) -> str:
         """The fingerprint of these weights, which the first rank announces."""
         config, full = self._config, self._pools[PoolName.KV]
         with self._describing:

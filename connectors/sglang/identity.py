@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import sglang
 from sglang.srt.runtime_context import get_context
 
-from kvstore.connectors.sglang.pools import Pages
+from kvstore.connectors.sglang.pools import PoolPages
 from kvstore.fingerprint import config_of, weights_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _PACKING: Final = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
 """Variables that change the order of bytes within a page."""
 
 
-class Weights(NamedTuple):
+class ServedWeights(NamedTuple):
     """The weights that SGLang serves at this moment, as its configuration names them."""
 
     path: str
@@ -49,14 +49,14 @@ class Weights(NamedTuple):
     draft_revision: str | None
 
 
-def live(model: str | None) -> Weights:
+def live(model: str | None) -> ServedWeights:
     """The weights that this process serves.
 
     Args:
         model: path or name; used outside a server, where SGLang has published no configuration.
     """
     path, revision = _setting("model", "model_path"), _setting("model", "revision")
-    return Weights(
+    return ServedWeights(
         path or model or "",
         revision,
         _setting("serving", "weight_version") or "",
@@ -66,7 +66,12 @@ def live(model: str | None) -> Weights:
 
 
 def describe(
-    config: HiCacheStorageConfig, pages: Pages, weights: Weights, *, model_id: str, zero_copy: bool
+    config: HiCacheStorageConfig,
+    pages: PoolPages,
+    weights: ServedWeights,
+    *,
+    model_id: str,
+    zero_copy: bool,
 ) -> dict[str, Any]:
     """All on which the bytes of pages depend, except the rank, as JSON values.
 
@@ -102,7 +107,7 @@ def describe(
     }
 
 
-def part(config: HiCacheStorageConfig, pages: Pages, *, replicated: bool) -> str:
+def part(config: HiCacheStorageConfig, pages: PoolPages, *, replicated: bool) -> str:
     """The end of a rank's namespace, which says which part of a page the rank holds.
 
     Args:

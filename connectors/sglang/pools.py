@@ -39,7 +39,7 @@ class Targets(NamedTuple):
     """Must be called with the index of each page that was read whole."""
 
 
-class Pages:
+class PoolPages:
     """The pages of one pool. Registers the pool's memory with the client, and once more in the
     child of a fork. Threads: any."""
 

@@ -24,7 +24,7 @@ from kvstore.connectors.vllm.core import is_part_of_several
 from kvstore.connectors.vllm.decisions import Decisions
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.layout import wanted_layout
-from kvstore.connectors.vllm.messages import Drained, Hello, Orders, Report
+from kvstore.connectors.vllm.messages import Orders, StillUnderWay, TransferReport, WorkerIdentity
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.pages import pages_of, survey
 from kvstore.connectors.vllm.scheduler import Scheduler
@@ -128,7 +128,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self._decisions.arrived(connector_output.finished_recving or ())
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, Report):
+        if isinstance(report, TransferReport):
             self._scheduler_side.reported(report)
 
     def has_pending_push_work(self) -> bool:
@@ -180,7 +180,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker = WorkerSide(self._config, self._groups, client, pages, part, saves=saves)
             failing.pop_all()
 
-    def hello(self, worker: Any) -> Hello:
+    def hello(self, worker: Any) -> WorkerIdentity:
         """The worker's identity now; the scheduler side asks for it between two steps.
 
         Args:
@@ -189,7 +189,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         layout, groups, part = self._layout
         if self._adapters is None:
             self._adapters = Adapters(worker)
-        hello = Hello(layout, groups, part, rank=worker.rank)
+        hello = WorkerIdentity(layout, groups, part, rank=worker.rank)
         return identify(hello, worker, self._vllm_config, self._adapters)
 
     def adapters(self, worker: Any) -> dict[int, dict[int, str]]:
@@ -207,7 +207,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.resume()
 
-    def drain(self, worker: Any) -> Drained:
+    def drain(self, worker: Any) -> StillUnderWay:
         """Lets transfers end; see ``WorkerSide.drain``."""
         del worker
         return self._worker_side.drain()
@@ -266,7 +266,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report = self._worker_side.take_report()
         if self._adapters is not None and self._adapters.have_changed():
-            report = report or Report()
+            report = report or TransferReport()
             report.adapters = {self._adapters.rank: self._adapters.digests()}
         return report
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.vllm.events import Events
+from kvstore.connectors.vllm.events import BlockEvents
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.identity import Identity
 from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, Save
+from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, TransferReport
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -65,7 +65,7 @@ class Tracked:
 
 
 @dataclass
-class Pinned:
+class PinnedBlocks:
     """Blocks of one save, which vLLM may not reuse meanwhile."""
 
     request_id: str
@@ -90,7 +90,7 @@ class Decisions:
         groups: Groups,
         identity: Identity,
         lookups: Lookups,
-        events: Events,
+        events: BlockEvents,
         *,
         loads: bool,
         saves: bool,
@@ -116,7 +116,7 @@ class Decisions:
         self._pool: BlockPool | None = None
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._pinned: dict[int, Pinned] = {}
+        self._pinned: dict[int, PinnedBlocks] = {}
         self._pinned_blocks = 0
         self._loading: set[str] = set()
         self._next_save = 0
@@ -323,7 +323,7 @@ class Decisions:
         self._pinned_blocks += len(block_ids)
         self._next_save += 1
         self._last_pinned = time.monotonic()
-        pinned = Pinned(request.request_id, block_ids, self._workers, runs)
+        pinned = PinnedBlocks(request.request_id, block_ids, self._workers, runs)
         pinned.fingerprint = self._identity.fingerprint
         if self._events.wanted:
             pinned.tokens = self._events.tokens_of(request, runs)
@@ -332,7 +332,7 @@ class Decisions:
         self._pinned[self._next_save] = pinned
         return Save(self._next_save, runs)
 
-    def reported(self, report: Report) -> None:
+    def reported(self, report: TransferReport) -> None:
         """Handles the transfers that workers report as ended."""
         for number, end in report.saves.items():
             pinned = self._pinned.get(number)
@@ -362,7 +362,7 @@ class Decisions:
             if number not in left:
                 self._unpin(pinned)
 
-    def _unpin(self, pinned: Pinned) -> None:
+    def _unpin(self, pinned: PinnedBlocks) -> None:
         pool = self._pool
         assert pool is not None
         block_ids, pinned.block_ids = pinned.block_ids, []
@@ -370,7 +370,7 @@ class Decisions:
         # Tail first, so that the shared prefix is evicted last.
         pool.free_blocks(pool.blocks[block_id] for block_id in reversed(block_ids))
 
-    def _save_failed(self, pinned: Pinned) -> None:
+    def _save_failed(self, pinned: PinnedBlocks) -> None:
         """Marks the blocks to be saved again with the next ones: a lookup stops at a hole."""
         self._count("saves_failed")
         tracked = self._tracked.get(pinned.request_id)

@@ -43,7 +43,7 @@ Block = tuple[int, bytes]
 """Group and key."""
 
 
-class Events:
+class BlockEvents:
     """The events to report. For one thread only; the function ``audit`` may run on another one."""
 
     def __init__(self, groups: Groups, *, wanted: bool) -> None:

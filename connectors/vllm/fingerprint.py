@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.connectors.vllm.layout import stored_order
-from kvstore.connectors.vllm.messages import Hello
+from kvstore.connectors.vllm.messages import WorkerIdentity
 from kvstore.fingerprint import digest, files_digest, meaningful
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
 
 
 def identified(
-    description: Mapping[str, Any], workers: Sequence[Hello], *, name: str = ""
+    description: Mapping[str, Any], workers: Sequence[WorkerIdentity], *, name: str = ""
 ) -> dict[str, Any]:
     """The description, completed with the workers' identity.
 
@@ -98,7 +98,7 @@ def none_hash(algorithm: str) -> str:
     return bytes(hash_fn(resolve_none_hash_seed(hash_fn))).hex()
 
 
-def fingerprint(description: Mapping[str, Any], workers: Sequence[Hello]) -> str:
+def fingerprint(description: Mapping[str, Any], workers: Sequence[WorkerIdentity]) -> str:
     """32 hexadecimal digits."""
     layouts = sorted({(hello.part, hello.layout) for hello in workers})
     return digest({**description, "layouts": layouts})[:32]

@@ -18,7 +18,7 @@ from kvstore.client.sync import Client
 from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.vllm import fingerprint as fingerprints
 from kvstore.connectors.vllm.core import Core
-from kvstore.connectors.vllm.messages import Hello
+from kvstore.connectors.vllm.messages import WorkerIdentity
 from kvstore.fleet import Record
 
 log = logging.getLogger("vllm.kvstore")
@@ -71,7 +71,9 @@ class Identity:
         if not self.is_off:
             self.is_outdated, self.fingerprint = True, ""
 
-    def ask(self, function: Callable[..., Hello | None], *arguments: object) -> list[Hello]:
+    def ask(
+        self, function: Callable[..., WorkerIdentity | None], *arguments: object
+    ) -> list[WorkerIdentity]:
         """What the workers say of themselves, between two steps; see ``Core.ask``. Switches this
         engine off if that does not tell their weights."""
         assert self._core is not None
@@ -84,7 +86,7 @@ class Identity:
             self.switch_off(NO_PREFIX_CACHING)
         return hellos
 
-    def take(self, hellos: Sequence[Hello]) -> Record | None:
+    def take(self, hellos: Sequence[WorkerIdentity]) -> Record | None:
         """What the workers say, in the order of ranks, as a fleet record, if its fingerprint is
         another one than the last; None: it is the same, and used again."""
         described = self._engine.description

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Lookup:
+class PendingLookup:
     """One lookup and, once ``done`` is set, its answer."""
 
     hashes: list[bytes]
@@ -90,13 +90,13 @@ class Lookups:
         self._writers_wait_s = writers_wait_s
         self._clock = clock
         self._namespaces: dict[int, list[str]] = {}
-        self._lookups: dict[str, Lookup] = {}
+        self._lookups: dict[str, PendingLookup] = {}
         self._patience_s = STEP_PATIENCE_S
         # Taken by itself, which is one step of the interpreter: a signal handler that raises, such
         # as an engine's on SIGTERM, would leave it taken in the condition's own ``__enter__``.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._active: list[Lookup] = []
+        self._active: list[PendingLookup] = []
         self._errands: list[tuple[Future[Any], Callable[[], Any]]] = []
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -116,7 +116,9 @@ class Lookups:
 
     # --- the scheduler ------------------------------------------------------------------------
 
-    def want(self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0) -> Lookup:
+    def want(
+        self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0
+    ) -> PendingLookup:
         """Starts the request's lookup; again, if the request has grown or the answer is old."""
         now = self._clock()
         known = self._lookups.get(request_id)
@@ -126,7 +128,7 @@ class Lookups:
             and (not known.done.is_set() or now - known.answered < FRESH_S)
         ):
             return known
-        lookup = Lookup([bytes(each) for each in hashes], expected_tokens, now)
+        lookup = PendingLookup([bytes(each) for each in hashes], expected_tokens, now)
         self._lookups[request_id] = lookup
         with self._lock:
             if self._closing or len(self._active) >= PENDING_MAX or self.breaker.is_open(now):
@@ -136,7 +138,7 @@ class Lookups:
                 self._changed.notify()
         return lookup
 
-    def tokens(self, lookup: Lookup, *, patient: bool = True) -> int | None:
+    def tokens(self, lookup: PendingLookup, *, patient: bool = True) -> int | None:
         """How many leading tokens the store has; None: ask again in the next step.
 
         Without ``patient`` it does not wait for the answer.
@@ -224,7 +226,7 @@ class Lookups:
     def _run(self) -> None:
         while True:
             with self._lock:
-                due: list[Lookup] = []
+                due: list[PendingLookup] = []
                 while not self._closing and not self._errands:
                     now = self._clock()
                     self._active = [each for each in self._active if not each.done.is_set()]
@@ -249,7 +251,7 @@ class Lookups:
                 if not lookup.done.is_set():
                     self._look(lookup)
 
-    def _look(self, lookup: Lookup) -> None:
+    def _look(self, lookup: PendingLookup) -> None:
         started = self._clock()
         if self.breaker.is_open(started):
             with self._lock:
@@ -314,7 +316,7 @@ class Lookups:
             by_size.setdefault(tokens, []).append(group)
         return by_size.items()
 
-    def _answer(self, lookup: Lookup, *, tokens: int = 0, failed: bool = False) -> None:
+    def _answer(self, lookup: PendingLookup, *, tokens: int = 0, failed: bool = False) -> None:
         lookup.tokens, lookup.failed, lookup.answered = tokens, failed, self._clock()
         lookup.done.set()
 

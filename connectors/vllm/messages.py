@@ -69,7 +69,7 @@ class SaveEnd(NamedTuple):
 
 
 @dataclass
-class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class TransferReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The transfers that ended since the step before."""
 
     saves: dict[int, SaveEnd] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Combines the reports of two workers."""
-        assert isinstance(other, Report)
+        assert isinstance(other, TransferReport)
         for number, end in other.saves.items():
             mine = self.saves.get(number, SaveEnd(0, 0))
             self.saves[number] = SaveEnd(mine.workers + end.workers, mine.stored + end.stored)
@@ -91,10 +91,10 @@ class Report(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class Drained:
+class StillUnderWay:
     """The transfers that a worker still has under way after it has waited for them."""
 
-    report: Report | None
+    report: TransferReport | None
     saves: set[int]
     """Numbers of saves."""
     loads: set[str]
@@ -102,7 +102,7 @@ class Drained:
 
 
 @dataclass
-class Hello:
+class WorkerIdentity:
     """A worker's identity."""
 
     layout: str

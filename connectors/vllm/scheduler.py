@@ -17,12 +17,12 @@ from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import fingerprint
 from kvstore.connectors.vllm.core import Core, before_reset
 from kvstore.connectors.vllm.decisions import Decisions
-from kvstore.connectors.vllm.events import Block, Events, audit
+from kvstore.connectors.vllm.events import Block, BlockEvents, audit
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.identity import NO_PREFIX_CACHING, Identity
 from kvstore.connectors.vllm.listening import NOTHING, Listener
 from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.messages import Report, namespace, under_of
+from kvstore.connectors.vllm.messages import TransferReport, namespace, under_of
 from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.worker import client_config
 from kvstore.errors import ConfigError, KVStoreError
@@ -84,7 +84,7 @@ class Scheduler:
             self._client, self._core, engine, model_id=config.model_id, what="blocks"
         )
         events = vllm_config.kv_events_config
-        self.events = Events(groups, wanted=bool(events and events.enable_kv_cache_events))
+        self.events = BlockEvents(groups, wanted=bool(events and events.enable_kv_cache_events))
         self._lookups = Lookups(
             self._ask, groups,
             deadline_s=config.lookup_deadline_ms / 1000,
@@ -169,7 +169,7 @@ class Scheduler:
 
     # --- adapters -----------------------------------------------------------------------------
 
-    def reported(self, report: Report) -> None:
+    def reported(self, report: TransferReport) -> None:
         if report.adapters:
             self._take_adapters(report.adapters)
         self.decisions.reported(report)

@@ -26,7 +26,7 @@ import xxhash
 from torch import nn
 
 from kvstore.connectors.vllm.fingerprint import weights_id
-from kvstore.connectors.vllm.messages import Hello
+from kvstore.connectors.vllm.messages import WorkerIdentity
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +47,7 @@ OF_A_LAYER: Final = (
 )  # fmt: skip
 
 
-class Weights(NamedTuple):
+class WorkerWeights(NamedTuple):
     """The weights of one worker."""
 
     digest: str
@@ -56,8 +56,8 @@ class Weights(NamedTuple):
 
 
 def identify(
-    hello: Hello, worker: Any, vllm_config: VllmConfig, adapters: Adapters | None = None
-) -> Hello:
+    hello: WorkerIdentity, worker: Any, vllm_config: VllmConfig, adapters: Adapters | None = None
+) -> WorkerIdentity:
     """Completes ``hello`` with the live weights, adapters and KV formats of a worker, or with the
     error of model code: the engine goes on without the store.
 
@@ -87,7 +87,7 @@ def identify(
     return hello
 
 
-def weights_of(models: Mapping[str, nn.Module], *, experts: bool) -> Weights:
+def weights_of(models: Mapping[str, nn.Module], *, experts: bool) -> WorkerWeights:
     """The digest of the current weights of these models.
 
     Args:
@@ -117,7 +117,7 @@ def weights_of(models: Mapping[str, nn.Module], *, experts: bool) -> Weights:
     for (told, _), data in zip(pending, _fetched([words for _, words in pending]), strict=True):
         digest.update(f"{told}\0{len(data)}\0".encode())
         digest.update(data)
-    return Weights(digest.hexdigest()[:32], sorted(unseen))
+    return WorkerWeights(digest.hexdigest()[:32], sorted(unseen))
 
 
 def attention_of(layers: Mapping[str, Any]) -> list[list[str]]:

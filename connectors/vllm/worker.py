@@ -25,13 +25,13 @@ from kvstore.config import ClientConfig, ConnectorConfig
 from kvstore.config.store import StoreSettings
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
-    Drained,
     Load,
     Orders,
-    Report,
     Run,
     Save,
     SaveEnd,
+    StillUnderWay,
+    TransferReport,
     namespace,
 )
 from kvstore.connectors.vllm.metrics import StoreStats
@@ -86,7 +86,7 @@ class WorkerSide:
         self._part = part
         self._does_save = saves
         self._lock = threading.Lock()
-        self._report = Report()
+        self._report = TransferReport()
         self._stats = StoreStats()
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
@@ -171,12 +171,12 @@ class WorkerSide:
             bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def take_report(self) -> Report | None:
+    def take_report(self) -> TransferReport | None:
         with self._lock:
-            report, self._report = self._report, Report()
+            report, self._report = self._report, TransferReport()
         return report if report.saves or report.failed_loads else None
 
-    def drain(self) -> Drained:
+    def drain(self) -> StillUnderWay:
         """Waits until no transfer reads or writes blocks any more, and reports saves.
         Transfers that have not begun after ``DRAIN_S`` are given up. Blocks for at most a
         transfer's time-out and some seconds. Arrived loads are reported with the next step, as
@@ -184,7 +184,7 @@ class WorkerSide:
         with self._lock:
             self._settle()
             saves, loads = set(self._saves_left), set(self._loads_left)
-        return Drained(self.take_report(), saves, loads)
+        return StillUnderWay(self.take_report(), saves, loads)
 
     def suspend(self) -> None:
         """As ``drain``, but the report stays for the next step, and transfers that are ordered

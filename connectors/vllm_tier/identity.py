@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadingSpec
 from kvstore.client.sync import Client
 from kvstore.connectors.vllm import fingerprint, identity
 from kvstore.connectors.vllm.core import Core, callers
-from kvstore.connectors.vllm.messages import Hello
+from kvstore.connectors.vllm.messages import WorkerIdentity
 from kvstore.connectors.vllm.weights import identify
 from kvstore.fingerprint import digest
 from kvstore.fleet import Record
@@ -46,12 +46,14 @@ NOT_RESET: Final = (
 )
 
 
-def hello(worker: Any) -> Hello:
+def hello(worker: Any) -> WorkerIdentity:
     """A worker's identity. Called on each worker, by name."""
-    return identify(Hello("", [], "", rank=worker.rank, host=host_id()), worker, worker.vllm_config)
+    return identify(
+        WorkerIdentity("", [], "", rank=worker.rank, host=host_id()), worker, worker.vllm_config
+    )
 
 
-class Identity(identity.Identity):
+class TierIdentity(identity.Identity):
     """What this engine's chunks mean. Threads: the scheduler's, but for ``namespace``."""
 
     def __init__(

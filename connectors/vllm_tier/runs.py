@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from vllm.v1.kv_offload.base import ReqContext, get_offload_group_idx
 
 
-class Run(NamedTuple):
+class ChunkRun(NamedTuple):
     """Consecutive chunks of one cache group, or chunks of which the order does not count."""
 
     keys: list[Any]
@@ -21,15 +21,15 @@ class Run(NamedTuple):
     """Key of the chunk before the first; None: there is none, or it is not known."""
     is_chain: bool
 
-    def pieces(self, chunks_max: int) -> Iterator[Run]:
+    def pieces(self, chunks_max: int) -> Iterator[ChunkRun]:
         """Splits the run into runs of at most ``chunks_max`` chunks."""
         for start in range(0, len(self.keys), chunks_max):
             stop = start + chunks_max
             parent = self.keys[start - 1] if start and self.is_chain else self.parent
-            yield Run(self.keys[start:stop], self.chunks[start:stop], parent, self.is_chain)
+            yield ChunkRun(self.keys[start:stop], self.chunks[start:stop], parent, self.is_chain)
 
 
-class Ends:
+class ChunkEnds:
     """Which chunk of a request ends where; kept in its ``ReqContext``."""
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class Ends:
         self._keys: dict[tuple[int, int], bytes] = {}
 
     @classmethod
-    def of(cls, request: ReqContext) -> Ends:
+    def of(cls, request: ReqContext) -> ChunkEnds:
         """Brought up to date."""
-        ends: Ends | None = request.get_state(cls)
+        ends: ChunkEnds | None = request.get_state(cls)
         if ends is None:
             ends = cls()
             request.set_state(ends)
@@ -60,14 +60,14 @@ def runs_of(
     chunks: Iterable[int],
     request: ReqContext,
     chunk_tokens: Mapping[int, int],
-) -> list[Run]:
+) -> list[ChunkRun]:
     """
     Args:
         keys: in the order of ``chunks``.
         chunk_tokens: of cache groups whose chunks are of use only with all that are before them;
             chunks of other groups have no parents.
     """
-    loose = Run([], [], None, is_chain=False)
+    loose = ChunkRun([], [], None, is_chain=False)
     chains: dict[int, list[tuple[int, Any, int]]] = {}
     for key, chunk in zip(keys, chunks, strict=True):
         group, end = get_offload_group_idx(key), request.get_offload_key_position(key)
@@ -77,13 +77,13 @@ def runs_of(
         else:
             chains.setdefault(group, []).append((end, key, int(chunk)))
     runs = [loose] if loose.keys else []
-    ends = Ends.of(request)
+    ends = ChunkEnds.of(request)
     for group, chain in chains.items():
         last: bytes | None = None
         for end, key, chunk in sorted(chain):
             parent = ends.before(group, end, chunk_tokens[group])
             if last is None or parent != last:
-                runs.append(Run([], [], parent, is_chain=True))
+                runs.append(ChunkRun([], [], parent, is_chain=True))
             runs[-1].keys.append(key)
             runs[-1].chunks.append(chunk)
             last = key

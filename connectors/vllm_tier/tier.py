@@ -36,8 +36,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvstore.calls import PutOutcome
 from kvstore.connectors.engine.guard import Guard, client_of_an_engine
-from kvstore.connectors.vllm_tier.identity import Identity
-from kvstore.connectors.vllm_tier.runs import Run, runs_of
+from kvstore.connectors.vllm_tier.identity import TierIdentity
+from kvstore.connectors.vllm_tier.runs import ChunkRun, runs_of
 from kvstore.errors import ConfigError, KVStoreError, NoSpaceError
 
 log = logging.getLogger("vllm.kvstore")
@@ -92,10 +92,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self._pieces_chunks = max(1, PIECE_BYTES // self.block_size_bytes)
         self._guard = Guard(client_of_an_engine(**settings), log)
         self._pool = primary_kv_view.cast("B")
-        self._identity = Identity(
+        self._identity = TierIdentity(
             self._guard.client, offloading_spec, self.block_size_bytes, model_id=model_id
         )
-        self._lookups = Lookups(tier_type, self._found)
+        self._lookups = StepLookups(tier_type, self._found)
         self._loads = ThreadPoolExecutor(LOAD_THREADS, "kvstore-load")
         self._stores = ThreadPoolExecutor(STORE_THREADS, "kvstore-store")
         self._jobs: dict[int, tuple[TransferJob, Future[JobResult]]] = {}
@@ -155,7 +155,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         job = job_metadata
-        run = Run(list(job.keys), [int(each) for each in job.chunk_ids], None, is_chain=False)
+        run = ChunkRun(list(job.keys), [int(each) for each in job.chunk_ids], None, is_chain=False)
         self._submit(self._loads, job, partial(self._load, job, run))
 
     def _submit(
@@ -218,10 +218,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
 
     # --- the threads --------------------------------------------------------------------------
 
-    def _store(self, job: TransferJob, runs: list[Run], name: str) -> JobResult:
+    def _store(self, job: TransferJob, runs: list[ChunkRun], name: str) -> JobResult:
         client = self._guard.client
 
-        def put(run: Run, timeout_ms: int) -> list[PutOutcome]:
+        def put(run: ChunkRun, timeout_ms: int) -> list[PutOutcome]:
             rows = [self._row(chunk) for chunk in run.chunks]
             if run.is_chain:
                 return client.put_chain(
@@ -248,10 +248,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
             transfer_bytes=outcomes.count(PutOutcome.STORED) * self.block_size_bytes,
         )
 
-    def _load(self, job: TransferJob, run: Run, name: str) -> JobResult:
+    def _load(self, job: TransferJob, run: ChunkRun, name: str) -> JobResult:
         client = self._guard.client
 
-        def get(run: Run, timeout_ms: int) -> list[int | None]:
+        def get(run: ChunkRun, timeout_ms: int) -> list[int | None]:
             rows = [self._row(chunk) for chunk in run.chunks]
             return client.get_into(run.keys, rows, namespace=name, timeout_ms=timeout_ms)
 
@@ -271,7 +271,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
             transfer_bytes=len(loaded) * self.block_size_bytes,
         )
 
-    def _moved(self, name: str, piece: Run, move: Callable[[Run, int], list[Any]]) -> list[Any]:
+    def _moved(
+        self, name: str, piece: ChunkRun, move: Callable[[ChunkRun, int], list[Any]]
+    ) -> list[Any]:
         """What ``move`` says of each chunk; empty: it was not tried, or failed as a whole."""
         if not name or self._gives_up.is_set():
             return []
@@ -291,7 +293,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         return self._pool[start : start + self.block_size_bytes]
 
 
-class Lookups(AsyncLookupManager):  # type: ignore[misc]
+class StepLookups(AsyncLookupManager):  # type: ignore[misc]
     """Asks for the keys of a step at once, request by request, on a thread of its own."""
 
     def __init__(self, tier_type: str, found: Callable[[list[OffloadKey]], list[bool]]) -> None:

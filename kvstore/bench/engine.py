@@ -34,7 +34,7 @@ from kvstore.memory.header import HEADER_BYTES
 from kvstore.process.children import start_master, start_node
 from kvstore.texts import size_text
 from kvstore.transport.base import Move
-from kvstore.transport.mooncake.engine import Engine, EngineSettings
+from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
 
 if TYPE_CHECKING:
     from kvstore import Client
@@ -69,14 +69,17 @@ def measure(seconds: float, settings: EngineSettings) -> Iterator[Row]:
     engine's time to the store's: at 0.95 the store is 5 % slower. ``registered``: whether the
     caller's memory is registered as well, or bytes pass through the client's buffer.
     """
-    with _client(settings) as client, contextlib.closing(Engine(settings, "127.0.0.1")) as engine:
+    with (
+        _client(settings) as client,
+        contextlib.closing(TransferEngine(settings, "127.0.0.1")) as engine,
+    ):
         for size, batch in WORK:
             for registered in (False, True):
                 yield from _Measurement(client, engine, size, batch).run(seconds, registered)
 
 
 class _Measurement:
-    def __init__(self, client: Client, engine: Engine, size: int, batch: int) -> None:
+    def __init__(self, client: Client, engine: TransferEngine, size: int, batch: int) -> None:
         import numpy as np
 
         self._client = client

@@ -1,7 +1,7 @@
 """One client's measurements: prepares a row's keys and memory, times the calls, cleans up.
 
 All memory is warm: the client's memory and the pool are written once before. Each call is timed
-alone, and its result is checked between two calls. A ``Driver`` makes one system's calls; its
+alone, and its result is checked between two calls. A ``StoreDriver`` makes one system's calls; its
 ``Work`` contains the system's own call and as little else as possible, so that the measurement
 costs all systems the same.
 """
@@ -59,7 +59,7 @@ class Work(NamedTuple):
     """Checks the result of a call. Raises InternalError if it is wrong."""
 
 
-class Driver(Protocol):
+class StoreDriver(Protocol):
     """A client of one system. One thread."""
 
     @property
@@ -101,7 +101,7 @@ class Session:
 
     def __init__(
         self,
-        driver: Driver,
+        driver: StoreDriver,
         pool_bytes: int,
         *,
         name: str = "",

@@ -41,7 +41,7 @@ class DevicePlace(NamedTuple):
     entry: ShmName
     """Entry in ``/dev/shm`` that holds the superblock alone."""
     handle: Name
-    """What opens the memory in another process (``kvstore.device.driver.Driver.export``)."""
+    """What opens the memory in another process (``kvstore.device.driver.DeviceDriver.export``)."""
 
 
 class SegmentInfo(NamedTuple):

@@ -29,7 +29,7 @@ BAR: Final = 24
 """Characters of a node's bar."""
 
 
-class Seen(NamedTuple):
+class Snapshot(NamedTuple):
     """The state of the cluster, and what has happened since the look before."""
 
     status: ClusterStatus | None
@@ -73,7 +73,7 @@ def top(invocation: Invocation, interval_s: float, count: int | None) -> int:
     return 0
 
 
-def _looks(invocation: Invocation, interval_s: float, count: int | None) -> Iterator[Seen]:
+def _looks(invocation: Invocation, interval_s: float, count: int | None) -> Iterator[Snapshot]:
     """Raises KVStoreError: the first one found no master."""
     before: ClusterStatus | None = None
     then = 0.0
@@ -86,10 +86,10 @@ def _looks(invocation: Invocation, interval_s: float, count: int | None) -> Iter
             except KVStoreError as error:
                 if not number:
                     raise
-                yield Seen(None, {}, str(error))
+                yield Snapshot(None, {}, str(error))
                 before = None
             else:
-                yield Seen(status, rates(before, status, now - then))
+                yield Snapshot(status, rates(before, status, now - then))
                 before, then = status, now
             number += 1
             if number == count:
@@ -105,7 +105,7 @@ def rates(before: ClusterStatus | None, after: ClusterStatus, seconds: float) ->
     return {name: (value - earlier.get(name, 0)) / seconds for name, value in after.counters}
 
 
-def page(seen: Seen, master: str) -> RenderableType:
+def page(seen: Snapshot, master: str) -> RenderableType:
     """What the terminal shows."""
     status = seen.status
     if status is None:

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvstore.config.values import As, RefusedError, format_size
+from kvstore.config.values import As, RefusedValueError, format_size
 from kvstore.errors import ConfigError
 
 PREFIX = "KVSTORE_"
@@ -117,7 +117,7 @@ def _default_text(default: object, metavar: str) -> str:
 def at_least(config: Config, key: str, least: int, meaning: str, reason: str) -> None:
     value = getattr(config, key)
     if value < least:
-        raise RefusedError(
+        raise RefusedValueError(
             f"is {value}, and must be at least {meaning} ({least})",
             f"The reason: {reason}.",
             key=key,
@@ -133,7 +133,7 @@ def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
     match first["type"]:
         case "extra_forbidden":
             return unknown_setting(key, "", [each.key for each in settings(kind)])
-        case "value_error" if isinstance(context["error"], RefusedError):
+        case "value_error" if isinstance(context["error"], RefusedValueError):
             refused = context["error"]
             key, what, advice = refused.key or key, str(refused), refused.advice
         case "greater_than_equal":

@@ -11,7 +11,7 @@ from kvstore.config.values import (
     Milliseconds,
     Name,
     NamespaceName,
-    RefusedError,
+    RefusedValueError,
 )
 
 
@@ -76,13 +76,13 @@ class ClientConfig(StoreSettings):
     @model_validator(mode="after")
     def _rules(self) -> ClientConfig:
         if self.put_wait_ms >= self.timeout_ms and "put_wait_ms" in self.model_fields_set:
-            raise RefusedError(
+            raise RefusedValueError(
                 f"is {self.put_wait_ms}, and must be less than timeout_ms ({self.timeout_ms})",
                 "Otherwise the put times out before the master can say how much space is missing.",
                 key="put_wait_ms",
             )
         if self.transports == ("mooncake",) and not self.protocol:
-            raise RefusedError(
+            raise RefusedValueError(
                 "must be given when mooncake is the only transport", "Say tcp or rdma.",
                 key="protocol",
             )  # fmt: skip

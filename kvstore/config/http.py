@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from kvstore.config.base import HTTP_TOKEN_VARIABLE, Config
-from kvstore.config.values import As, HttpReads, HttpToken, RefusedError
+from kvstore.config.values import As, HttpReads, HttpToken, RefusedValueError
 
 
 class HttpConfig(Config):
@@ -41,17 +41,17 @@ class HttpConfig(Config):
     @model_validator(mode="after")
     def _http_rules(self) -> Self:
         if self.http_token and self.http_token_file:
-            raise RefusedError(
+            raise RefusedValueError(
                 f"is given beside {HTTP_TOKEN_VARIABLE}", "Drop one of both.", key="http_token_file"
             )
         if self.http_reads == "token" and not (self.http_token or self.http_token_file):
-            raise RefusedError(
+            raise RefusedValueError(
                 "is token, and there is none",
                 f"Give --http-token-file, or {HTTP_TOKEN_VARIABLE}.",
                 key="http_reads",
             )
         if bool(self.http_cert) != bool(self.http_key):
-            raise RefusedError(
+            raise RefusedValueError(
                 "is missing",
                 "Give --http-cert and --http-key, or none of both.",
                 key="http_key" if self.http_cert else "http_cert",

@@ -23,7 +23,7 @@ from kvstore.config.values import (
     Milliseconds,
     Name,
     Port,
-    RefusedError,
+    RefusedValueError,
     Secret,
     Share,
     Text,
@@ -283,7 +283,7 @@ class MasterConfig(HttpConfig):
         try:
             parse_etcd(str(self.etcd_place or "etcd://nobody"))
         except InvalidArgumentError as error:
-            raise RefusedError(error.message, error.advice, key="etcd") from error
+            raise RefusedValueError(error.message, error.advice, key="etcd") from error
         at_least(self, "suspect_ms", 2 * self.beat_ms, "2 * beat_ms", "one late beat is no sign")
         at_least(self, "dead_ms", self.suspect_ms + 1, "suspect_ms + 1", "suspect comes first")
         at_least(
@@ -295,23 +295,23 @@ class MasterConfig(HttpConfig):
             "and must not land in memory that has been given to someone else",
         )
         if self.events and not self.http_port:
-            raise RefusedError("needs a port for HTTP", "Drop --http-port 0.", key="events")
+            raise RefusedValueError("needs a port for HTTP", "Drop --http-port 0.", key="events")
         addresses = self.events_at.split(",") if self.events_at else []
         if len(addresses) > 2 or not all("://" in each for each in addresses):
-            raise RefusedError(
+            raise RefusedValueError(
                 f"is {self.events!r}",
                 "Give 'on', or one or two addresses of ZeroMQ such as tcp://*:5557.",
                 key="events",
             )
         for name in self.http_names_given:
             if not _NAME_OF_A_HOST.fullmatch(name):
-                raise RefusedError(
+                raise RefusedValueError(
                     f"has {name!r}, which is no name of a host",
                     "Give names without port: kv.example.com,kv",
                     key="http_names",
                 )
         if self.port and self.lane_port == self.port:
-            raise RefusedError(
+            raise RefusedValueError(
                 f"is {self.port}, the same as port",
                 "Give the lane a port of its own.",
                 key="lane_port",
@@ -319,11 +319,11 @@ class MasterConfig(HttpConfig):
         if "http_port" in self.model_fields_set and self.http_port:
             taken = {self.port: "gRPC", self.lane_port_wanted: "the lane"}
             if role := taken.get(self.http_port):
-                raise RefusedError(
+                raise RefusedValueError(
                     f"is {self.http_port}, which is the port for {role}",
                     "Give HTTP a port of its own, or 0 for none.",
                     key="http_port",
                 )
         if self.port == 65_535 and not self.lane_port:
-            raise RefusedError("must be given, there is no port after 65535", key="lane_port")
+            raise RefusedValueError("must be given, there is no port after 65535", key="lane_port")
         return self

@@ -33,13 +33,13 @@ from kvstore.config.values import (
     OnOffAuto,
     OptionalHost,
     Port,
-    RefusedError,
+    RefusedValueError,
 )
 
 
 def _device(value: str) -> str:
     if value and not re.fullmatch(r"[a-z]+:\d{1,3}", value, re.ASCII):
-        raise RefusedError("must name a device", "As in: cuda:0.")
+        raise RefusedValueError("must name a device", "As in: cuda:0.")
     return value
 
 
@@ -153,7 +153,7 @@ class NodeConfig(HttpConfig):
                 ("protocol", "the transfer engine does not serve memory of a device"),
             ):
                 if getattr(self, key):
-                    raise RefusedError(f"does not go with --device: {why}", key=key)
+                    raise RefusedValueError(f"does not go with --device: {why}", key=key)
         return self
 
     @property

@@ -26,7 +26,7 @@ from kvstore.config.connector import ConnectorConfig
 from kvstore.config.master import MasterConfig
 from kvstore.config.node import NodeConfig
 from kvstore.config.proxy import ProxyConfig
-from kvstore.config.values import RefusedError, check_token
+from kvstore.config.values import RefusedValueError, check_token
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("kvstore.config")
@@ -123,7 +123,7 @@ def read_token(path: str) -> str:
             return check_token(file.read(_TOKEN_BYTES_MAX).decode("ascii", "replace").strip())
     except OSError as error:
         what, advice = f"cannot be read: {error.strerror}", ""
-    except RefusedError as error:
+    except RefusedValueError as error:
         what, advice = f"holds no token: it {error}", error.advice
     raise ConfigError(f"http_token_file {path} {what}", advice=advice, key="http_token_file")
 

@@ -88,7 +88,7 @@ def format_size(size: int) -> str:
     return str(size)
 
 
-class RefusedError(ValueError):
+class RefusedValueError(ValueError):
     """A value that is not allowed; pydantic hands it through to ``config_error``."""
 
     def __init__(self, message: str, advice: str = "", *, key: str = "") -> None:
@@ -109,7 +109,7 @@ def _refusing(check: Callable[[ValueT], ResultT]) -> Callable[[ValueT], ResultT]
         try:
             return check(value)
         except InvalidArgumentError as error:
-            raise RefusedError(error.message, error.advice) from error
+            raise RefusedValueError(error.message, error.advice) from error
 
     return checked
 
@@ -123,21 +123,21 @@ def _size(value: object) -> object:
 
 def _number(value: object) -> object:
     if isinstance(value, bool):
-        raise RefusedError("is true or false, not a number")
+        raise RefusedValueError("is true or false, not a number")
     return value
 
 
 def _memory(value: int) -> int:
     if value and not MEMORY_BYTES_MIN <= value <= MEMORY_BYTES_MAX:
         bounds = f"{format_size(MEMORY_BYTES_MIN)} to {format_size(MEMORY_BYTES_MAX)}"
-        raise RefusedError(f"must be 0 or {bounds}")
+        raise RefusedValueError(f"must be 0 or {bounds}")
     return value
 
 
 def _place(text: str, default_port: int | None = None) -> str:
     host, port = split_address(text, default_port=default_port)
     if not port:
-        raise RefusedError("must name a port: no client can connect to port 0")
+        raise RefusedValueError("must name a port: no client can connect to port 0")
     return join_address(host, port)
 
 
@@ -167,7 +167,7 @@ def _addresses(value: object) -> object:
         return value
     found = [_place(word) for each in value for word in each.replace(",", " ").split()]
     if len(set(found)) != len(found):
-        raise RefusedError("must name each once")
+        raise RefusedValueError("must name each once")
     return tuple(found)
 
 
@@ -186,7 +186,7 @@ def _host(value: str) -> str:
     value = value.strip()
     bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     if ":" in bare and not _is_ipv6(bare):
-        raise RefusedError(
+        raise RefusedValueError(
             f"{value!r} is not a host", "Write an address or a name; --port has the port."
         )
     return bare
@@ -201,13 +201,13 @@ def _is_ipv6(text: str) -> bool:
 
 def _name(value: str) -> str:
     if len(value.encode()) > 128 or not value.isprintable():
-        raise RefusedError("must be printable text of at most 128 bytes")
+        raise RefusedValueError("must be printable text of at most 128 bytes")
     return value
 
 
 def _cluster(value: str) -> str:
     if value and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", value, re.ASCII):
-        raise RefusedError(
+        raise RefusedValueError(
             "must be 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first"
         )
     return value
@@ -220,7 +220,7 @@ def _words(value: object) -> object:
 def _transports(value: tuple[str, ...]) -> tuple[str, ...]:
     unknown = [name for name in value if name not in TRANSPORTS_KNOWN]
     if unknown or not value or len(set(value)) != len(value):
-        raise RefusedError(f"must name each once, of: {', '.join(TRANSPORTS_KNOWN)}")
+        raise RefusedValueError(f"must name each once, of: {', '.join(TRANSPORTS_KNOWN)}")
     return value
 
 
@@ -228,7 +228,7 @@ def _metadata_server(value: str) -> str:
     kind, separator, place = value.partition("://")
     if value == P2P or (separator and place and kind in METADATA_KINDS):
         return value
-    raise RefusedError(
+    raise RefusedValueError(
         "names no metadata server",
         f"Write {P2P}, or one of: {', '.join(f'{each}://HOST:PORT' for each in METADATA_KINDS)}.",
     )
@@ -236,14 +236,16 @@ def _metadata_server(value: str) -> str:
 
 def _device_name(value: str) -> str:
     if value and not all(re.fullmatch(r"[\w.:-]+", each, re.ASCII) for each in value.split(",")):
-        raise RefusedError("must be names of cards, separated by commas", "As in: mlx5_0,mlx5_1.")
+        raise RefusedValueError(
+            "must be names of cards, separated by commas", "As in: mlx5_0,mlx5_1."
+        )
     return value
 
 
 def check_token(value: str) -> str:
     """``value``. Raises RefusedError, which does not show it."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/-]{16,256}=*", value, re.ASCII):
-        raise RefusedError(
+        raise RefusedValueError(
             "must be 16 to 256 letters, digits and signs of ._~+/-",
             "Make one: openssl rand -hex 32 > FILE",
         )

@@ -48,7 +48,7 @@ class ChildError(Exception):
 
 
 @dataclass(frozen=True)
-class Child:
+class Program:
     """A process. Its output goes to two files, so that it never blocks on a full pipe."""
 
     name: str
@@ -74,7 +74,7 @@ class Children:
         self._environment = environment
         self._stop_seconds = stop_seconds
         self._directory = tempfile.TemporaryDirectory(prefix="kvstore-demo-")
-        self._running: list[Child] = []
+        self._running: list[Program] = []
         self._shared_memory: set[Path] = set()
 
     @property
@@ -88,7 +88,7 @@ class Children:
         module: str,
         *arguments: str,
         environment: Mapping[str, str] | None = None,
-    ) -> Child:
+    ) -> Program:
         """Run ``python -m module arguments``; ``environment`` is added to that of all children."""
         return self.start_command(
             name,
@@ -98,7 +98,7 @@ class Children:
 
     def start_command(
         self, name: str, *command: str, environment: Mapping[str, str] | None = None
-    ) -> Child:
+    ) -> Program:
         """Run a program; see ``start``."""
         stdout, stderr = (Path(self._directory.name, f"{name}.{end}") for end in ("out", "err"))
         with _signals_deferred(), stdout.open("wb") as out, stderr.open("wb") as err:
@@ -111,11 +111,11 @@ class Children:
                 env={**self._environment, "TMPDIR": self._directory.name, **(environment or {})},
                 process_group=0,
             )
-            child = Child(name, process, stdout, stderr)
+            child = Program(name, process, stdout, stderr)
             self._running.append(child)
         return child
 
-    def ready(self, child: Child, pattern: str, seconds: float) -> re.Match[str]:
+    def ready(self, child: Program, pattern: str, seconds: float) -> re.Match[str]:
         """Wait until a service writes a line that matches, and remember its shared memory."""
 
         def said() -> re.Match[str] | None:
@@ -125,7 +125,7 @@ class Children:
 
         return self.until(child, said, seconds)
 
-    def until(self, child: Child, ask: Callable[[], Result | None], seconds: float) -> Result:
+    def until(self, child: Program, ask: Callable[[], Result | None], seconds: float) -> Result:
         """As ``ready``, for a service that does not print a line when it is ready."""
         for _ in self._polls(child, seconds, "was not ready"):
             if found := ask():
@@ -135,7 +135,7 @@ class Children:
                 raise child.error(f"ended with status {child.process.returncode} at its start")
         raise AssertionError("unreachable")
 
-    def result(self, child: Child, seconds: float) -> str:
+    def result(self, child: Program, seconds: float) -> str:
         """Wait until a job has ended well; returns its standard output."""
         for _ in self._polls(child, seconds, "was not done"):
             status = child.process.poll()
@@ -146,7 +146,7 @@ class Children:
                 raise child.error(f"ended with status {status}")
         return child.stdout.read_text()
 
-    def _polls(self, child: Child, seconds: float, what: str) -> Iterator[None]:
+    def _polls(self, child: Program, seconds: float, what: str) -> Iterator[None]:
         """Yield every few milliseconds, as long as time is left and all other children live."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -23,7 +23,7 @@ from kvstore.demo_vllm.scenario import (
     NEW_TOKENS,
     PROMPT_TOKENS_MAX,
     TIMED_RUNS,
-    Outcome,
+    PromptOutcome,
     memory_mib,
     prompt,
 )
@@ -39,7 +39,7 @@ Example:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fleet:
+class RunningFleet:
     """The running servers."""
 
     proxy: str
@@ -75,7 +75,7 @@ def main(prompts: int, prompt_tokens: int, seed: int, as_json: bool) -> None:
     console = Console(quiet=as_json, highlight=False)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # to end like Ctrl-C: cleaning up
-    outcomes: list[Outcome] = []
+    outcomes: list[PromptOutcome] = []
     try:
         with Children(servers.environment(), stop_seconds=STOP_SECONDS) as children:
             fleet = start(children, console, prompts, prompt_tokens, seed)
@@ -105,7 +105,7 @@ def main(prompts: int, prompt_tokens: int, seed: int, as_json: bool) -> None:
 
 def start(
     children: Children, console: Console, prompts: int, prompt_tokens: int, seed: int
-) -> Fleet:
+) -> RunningFleet:
     """Start all processes, and print a line about each.
 
     Raises:
@@ -133,10 +133,12 @@ def start(
     with _step(console, "starting the proxy"):
         proxy = servers.start_proxy(children, master, [prefiller], [decoder])
     console.print(f"proxy      {proxy.address}\n")
-    return Fleet(proxy=proxy.address, decoder=decoder.address)
+    return RunningFleet(proxy=proxy.address, decoder=decoder.address)
 
 
-def run(fleet: Fleet, console: Console, prompts: list[list[int]], outcomes: list[Outcome]) -> None:
+def run(
+    fleet: RunningFleet, console: Console, prompts: list[list[int]], outcomes: list[PromptOutcome]
+) -> None:
     """Send each prompt three ways, and add its outcome to ``outcomes``.
 
     The first prompt warms engines and connections, and is not counted.
@@ -148,7 +150,7 @@ def run(fleet: Fleet, console: Console, prompts: list[list[int]], outcomes: list
             outcomes.append(outcome)
 
 
-def ask_three_ways(fleet: Fleet, number: int, ids: list[int]) -> Outcome:
+def ask_three_ways(fleet: RunningFleet, number: int, ids: list[int]) -> PromptOutcome:
     """Send all three through the proxy, so that the times differ only by the engines' work.
 
     The two compared ways alternate, so that a busy machine slows both alike.
@@ -161,7 +163,7 @@ def ask_three_ways(fleet: Fleet, number: int, ids: list[int]) -> Outcome:
         computed.append(complete(fleet.proxy, ids, NEW_TOKENS, params={"no_load": True}))
         forget(fleet.decoder)
         found.append(complete(fleet.proxy, ids, NEW_TOKENS))
-    return Outcome(
+    return PromptOutcome(
         number=number,
         prompt_tokens=len(ids),
         blocks_found=min(each.cached_tokens for each in (first, *found)) // BLOCK_TOKENS,
@@ -173,7 +175,7 @@ def ask_three_ways(fleet: Fleet, number: int, ids: list[int]) -> Outcome:
     )
 
 
-def show(outcomes: list[Outcome], counted: dict[str, float], console: Console) -> None:
+def show(outcomes: list[PromptOutcome], counted: dict[str, float], console: Console) -> None:
     """A row per prompt."""
     table = Table(title="Time to first token", title_justify="left")
     headings = ("", "tokens", "blocks", "identical", "prefilled", "computed", "found", "ratio")
@@ -203,7 +205,7 @@ def show(outcomes: list[Outcome], counted: dict[str, float], console: Console) -
     )
 
 
-def summarize(outcomes: list[Outcome], problems: list[str]) -> str:
+def summarize(outcomes: list[PromptOutcome], problems: list[str]) -> str:
     if problems:
         return f"demo: FAILED: {', '.join(problems)}"
     computed_ms = statistics.median(ms for each in outcomes for ms in each.computed_ms)

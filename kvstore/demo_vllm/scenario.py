@@ -38,7 +38,7 @@ def memory_mib(prompts: int, tokens: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class PromptOutcome:
     """The outcome of one prompt. Times are milliseconds from the request to the first token."""
 
     number: int

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.demo.processes import Child, ChildError, Children, free_port
+from kvstore.demo.processes import ChildError, Children, Program, free_port
 from kvstore.demo_vllm.requests import MODEL
 
 HOST = "127.0.0.1"
@@ -36,7 +36,7 @@ ENGINE_SECONDS = 300.0
 class Server:
     """A child and its address."""
 
-    child: Child
+    child: Program
     address: str
 
 

@@ -120,7 +120,7 @@ _BATCH_V1: Final[Any] = [
 """Of ``cuMemcpyBatchAsync`` since CUDA 12.8; the last but one says which copy was refused."""
 
 
-class _Event:
+class _CudaEvent:
     """Gives its handle back to the driver's spare ones when nothing refers to it. That takes no
     lock and calls nothing of CUDA: a finalizer runs anywhere."""
 
@@ -134,7 +134,7 @@ class _Event:
         self.spare.append(self.handle)
 
 
-class _Lent:
+class _ForTorch:
     """Memory of a device as torch takes it over without a copy; the tensor's storage refers to
     this."""
 
@@ -186,7 +186,7 @@ class CUDADriver:
 
     def is_done(self, event: Event) -> bool:
         with self._current():
-            status: int = self._library.cuEventQuery(cast("_Event", event).handle)
+            status: int = self._library.cuEventQuery(cast("_CudaEvent", event).handle)
         if status == _NOT_READY:
             return False
         self._check("cuEventQuery", status)
@@ -200,7 +200,7 @@ class CUDADriver:
                 made = _Handle()
                 self._call("cuEventCreate", ctypes.byref(made), _EVENT_DISABLE_TIMING)
                 handle = made.value or 0
-            event = _Event(handle, self._spare_events)
+            event = _CudaEvent(handle, self._spare_events)
             self._call("cuEventRecord", handle, stream)
         return event
 
@@ -305,7 +305,7 @@ class CUDADriver:
         import torch
 
         with self._current(), torch.cuda.device(self.name):
-            return torch.as_tensor(_Lent(address, size, keep), device=self.name)
+            return torch.as_tensor(_ForTorch(address, size, keep), device=self.name)
 
     # --- memory that processes share ----------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvstore.clocks import uptime
 from kvstore.device.copies import Copies, are_pages, cut
-from kvstore.device.driver import Driver, Event, Way
+from kvstore.device.driver import DeviceDriver, Event, Way
 from kvstore.device.locks import WINDOW_BYTES, Locked, Locks
 from kvstore.device.ring import Ring
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
@@ -43,7 +43,7 @@ class Device:
     """See the module. Threads: any, for all but ``close``."""
 
     def __init__(
-        self, driver: Driver, *, ring_bytes: int, locked_max: int, kernel_max: int = 0
+        self, driver: DeviceDriver, *, ring_bytes: int, locked_max: int, kernel_max: int = 0
     ) -> None:
         """
         Args:
@@ -140,7 +140,7 @@ class Device:
                 self.ring.give(slot)
 
     def empty(self, size: int) -> torch.Tensor:
-        """As ``Driver.empty``."""
+        """As ``DeviceDriver.empty``."""
         return self.driver.empty(size)
 
     def sweep(self) -> None:

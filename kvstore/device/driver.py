@@ -36,7 +36,7 @@ class Way(enum.Enum):
     """Into the device; requests wait for it."""
 
 
-class Driver(Protocol):
+class DeviceDriver(Protocol):
     """The driver of one device. Threads: any; no call changes the thread's current device.
 
     Every method raises ``DeviceError`` when the driver refuses or the device has failed.

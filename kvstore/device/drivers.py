@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.device.driver import Driver
+from kvstore.device.driver import DeviceDriver
 from kvstore.device.streams import current_device
 from kvstore.errors import DeviceError
 
-_drivers: Final[dict[str, Driver]] = {}
+_drivers: Final[dict[str, DeviceDriver]] = {}
 _lock: Final = threading.Lock()
 
 
@@ -27,7 +27,7 @@ def full_name(name: str) -> str:
     return f"cuda:{current_device()}"
 
 
-def driver_of(name: str) -> Driver:
+def driver_of(name: str) -> DeviceDriver:
     """The driver of a device, made once per process.
 
     Raises:
@@ -41,13 +41,13 @@ def driver_of(name: str) -> Driver:
         return known
 
 
-def driver_of_handle(name: str, handle: str) -> Driver:
+def driver_of_handle(name: str, handle: str) -> DeviceDriver:
     """The driver of the device whose memory another process has exported, by any number that the
     device has in this process.
 
     Args:
         name: of the device in the exporting process.
-        handle: as ``Driver.export`` returned it there.
+        handle: as ``DeviceDriver.export`` returned it there.
 
     Raises:
         DeviceError: this process cannot use that device.
@@ -59,7 +59,7 @@ def driver_of_handle(name: str, handle: str) -> Driver:
     return driver_of(name)
 
 
-def use(name: str, driver: Driver | None) -> None:
+def use(name: str, driver: DeviceDriver | None) -> None:
     """Makes ``driver`` the driver of this device in this process; None: the usual one again. For
     tests."""
     with _lock:
@@ -68,12 +68,12 @@ def use(name: str, driver: Driver | None) -> None:
             _drivers[name] = driver
 
 
-def add_kind(kind: str, make: Callable[[int], Driver]) -> None:
+def add_kind(kind: str, make: Callable[[int], DeviceDriver]) -> None:
     """Makes devices of another kind known in this process. For tests."""
     _kinds[kind] = make
 
 
-def _new(name: str) -> Driver:
+def _new(name: str) -> DeviceDriver:
     kind, _, number = name.partition(":")
     make = _kinds.get(kind)
     if make is None or not (number.isascii() and number.isdigit()):
@@ -85,10 +85,10 @@ def _new(name: str) -> Driver:
     return make(int(number))
 
 
-def _cuda(number: int) -> Driver:
+def _cuda(number: int) -> DeviceDriver:
     from kvstore.device.cuda import CUDADriver  # loads the driver's library
 
     return CUDADriver(number)
 
 
-_kinds: Final[dict[str, Callable[[int], Driver]]] = {"cuda": _cuda}
+_kinds: Final[dict[str, Callable[[int], DeviceDriver]]] = {"cuda": _cuda}

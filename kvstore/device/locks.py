@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from kvstore.device.driver import Driver
+from kvstore.device.driver import DeviceDriver
 from kvstore.memory.raw import address_of
 
 WINDOW_BYTES: Final = 256 << 20
@@ -37,7 +37,7 @@ class Locked:
 class Locks:
     """See the module. Threads: any."""
 
-    def __init__(self, driver: Driver, bytes_max: int) -> None:
+    def __init__(self, driver: DeviceDriver, bytes_max: int) -> None:
         """``bytes_max``: the most that is locked in total."""
         self._driver = driver
         self._bytes_max = bytes_max

@@ -6,7 +6,7 @@ import threading
 from typing import Final
 
 from kvstore.clocks import uptime
-from kvstore.device.driver import Driver
+from kvstore.device.driver import DeviceDriver
 from kvstore.errors import ClosedError, DeadlineExceededError
 from kvstore.process.stopping import Bell
 
@@ -21,7 +21,7 @@ LOOK_AGAIN_S: Final = 0.1
 class Ring:
     """A fixed amount of page-locked memory, allocated at its first use. Threads: any."""
 
-    def __init__(self, driver: Driver, size: int) -> None:
+    def __init__(self, driver: DeviceDriver, size: int) -> None:
         """``size``: in bytes, a multiple of ``SLOTS``."""
         self.slot_bytes: Final = size // SLOTS
         self._driver = driver

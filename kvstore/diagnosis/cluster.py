@@ -171,7 +171,7 @@ def by_etcd(place: EtcdPlace, timeout_s: float) -> list[Finding]:
     return found + cluster(",".join(sorted(leaders)), timeout_s)
 
 
-class _Seen(NamedTuple):
+class _MasterAnswer(NamedTuple):
     """The answer of one master itself; a standby is not followed to its leader."""
 
     found: list[Finding]
@@ -180,7 +180,7 @@ class _Seen(NamedTuple):
     """The leader's address, as a standby names it."""
 
 
-def master(place: str, timeout_s: float) -> _Seen:
+def master(place: str, timeout_s: float) -> _MasterAnswer:
     deadline = uptime() + timeout_s
     subject = f"master {place}"
     stub = MasterStub(place, host=host_id(), name="doctor", lane=False)
@@ -191,10 +191,10 @@ def master(place: str, timeout_s: float) -> _Seen:
         leader = str(error.fields.get("leader", ""))
         if leader:
             what = f"answers, and stands by; {leader} leads"
-            return _Seen([ok(what, subject=subject)], leader=leader)
+            return _MasterAnswer([ok(what, subject=subject)], leader=leader)
         what = "answers, and stands by; it knows no leader"
         advice = "kvstore doctor --master etcd://... says whether the etcd is well"
-        return _Seen([problem(what, advice, subject)])
+        return _MasterAnswer([problem(what, advice, subject)])
     except KVStoreError as error:
         advice = error.advice
         if not isinstance(error, MasterUnreachableError) or "kvstore doctor" in advice:
@@ -202,7 +202,7 @@ def master(place: str, timeout_s: float) -> _Seen:
                 f"A firewall may drop packets to that port, or that host is down: let it pass, and "
                 f"run {start_command(place)} there."
             )
-        return _Seen([problem(error.message, advice, subject)])
+        return _MasterAnswer([problem(error.message, advice, subject)])
     finally:
         stub.close()
     found = []
@@ -221,7 +221,7 @@ def master(place: str, timeout_s: float) -> _Seen:
         what = f"its epoch is {ahead_s / 60:.0f} min ahead of this host's clock"
         found.append(warning(what, advice, subject))
     host, _ = split_address(place, default_port=DEFAULT_PORT)
-    return _Seen([*found, lane(host, joined, deadline)], serves=True)
+    return _MasterAnswer([*found, lane(host, joined, deadline)], serves=True)
 
 
 def _ask_only(place: str, deadline: float) -> None:

@@ -41,7 +41,7 @@ EPOCH_DIGITS_MAX: Final = 20
 ResponseT = TypeVar("ResponseT", bound=Message)
 
 
-class Lease(NamedTuple):
+class EtcdLease(NamedTuple):
     lease_id: int
     ttl_s: int
     """Granted by etcd; may be longer than requested."""
@@ -92,9 +92,9 @@ class Etcd:
 
     # --- leases -------------------------------------------------------------------------------
 
-    async def grant(self, ttl_s: int, deadline: float) -> Lease:
+    async def grant(self, ttl_s: int, deadline: float) -> EtcdLease:
         granted = await self._call(GRANT, rpc.LeaseGrantRequest(TTL=ttl_s), deadline)
-        return Lease(granted.ID, granted.TTL)
+        return EtcdLease(granted.ID, granted.TTL)
 
     async def keep_alive(self, lease_id: int, deadline: float) -> int:
         """Renews the lease. Returns its remaining seconds, counted from a moment after this call

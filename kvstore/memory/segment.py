@@ -52,14 +52,14 @@ def is_believed(epoch: int) -> bool:
     return epoch <= highest_believed(time.time_ns() // 1_000_000)
 
 
-class Ranges(Protocol):
+class RangeAccess(Protocol):
     """Bytes of a segment that are not in this process's address space, by their offsets."""
 
     def read(self, ranges: Sequence[tuple[int, memoryview]], deadline: float) -> None: ...
     def write(self, ranges: Sequence[tuple[int, memoryview]], deadline: float) -> None: ...
 
 
-class Segment:
+class NodeSegment:
     """A pool of memory, owned by this process.
 
     Life cycle: ``create``, then serve, then ``close``. After a crash the entry in ``/dev/shm``
@@ -68,7 +68,7 @@ class Segment:
     Threads: any thread may call any method; call ``close`` when no thread uses the memory.
     """
 
-    ranges: Ranges | None = None
+    ranges: RangeAccess | None = None
     """Reads and writes the extents, if they are not in ``memory``."""
     place: DevicePlace | None = None
     """Where the extents are in the memory of a device; None: in ``memory``."""
@@ -108,7 +108,7 @@ class Segment:
         progress: Callable[[int, int], None] | None = None,
         options: MemoryOptions | None = None,
         owner: layout.Owner | None = None,
-    ) -> Segment:
+    ) -> NodeSegment:
         """A new segment ``/dev/shm/kvstore.<name>``, reserved and pre-faulted.
 
         Args:
@@ -187,7 +187,7 @@ class Segment:
         owner: layout.Owner | None = None,
         adopt: bool = False,
         discard: bool = False,
-    ) -> Segment | None:
+    ) -> NodeSegment | None:
         """The segment ``/dev/shm/kvstore.<name>`` that a previous process left, with its objects;
         None: there is none. Arguments as ``create``.
 

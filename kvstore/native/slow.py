@@ -25,13 +25,13 @@ from kvstore.errors import DeadlineExceededError
 from kvstore.limits import KEY_BYTES_MAX, Key
 from kvstore.memory.header import GENERATION_OFFSET, HEADER_BYTES, SUPERBLOCK_BYTES, WIPE
 from kvstore.memory.raw import address_of
-from kvstore.memory.segment import Ranges
+from kvstore.memory.segment import RangeAccess
 from kvstore.native import kinds
 from kvstore.native.kinds import AnyRecord, BatchEnd, ReadRow, WriteRow
 from kvstore.native.rows import header_of, write_header
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import EndedError, StalledError, Stream
-from kvstore.network.tcp_protocol import Op, RefusedError, Status
+from kvstore.network.tcp_protocol import Op, RefusedTransferError, TransferStatus
 
 PIECE_BYTES: Final = 64 << 10
 """Copied, hashed, sent or received in one go, after a look at the clock and the generation. xxhash
@@ -227,9 +227,9 @@ def _left(deadline: float) -> float:
     return left_s
 
 
-def _how(error: OSError | RefusedError) -> tuple[int, int]:
-    """How an exchange ended with ``error``, and its errno or ``Status``."""
-    if isinstance(error, RefusedError):
+def _how(error: OSError | RefusedTransferError) -> tuple[int, int]:
+    """How an exchange ended with ``error``, and its errno or ``TransferStatus``."""
+    if isinstance(error, RefusedTransferError):
         return kinds.REFUSED, -1 if error.status is None else error.status
     if isinstance(error, TimeoutError):
         return kinds.TIMED_OUT, 0
@@ -268,7 +268,7 @@ def tcp_read(
     try:
         _check(rows, size)
     except _EndedEarlyError:
-        return kinds.REFUSED, Status.INVALID_RANGE, 1, None
+        return kinds.REFUSED, TransferStatus.INVALID_RANGE, 1, None
     ranges = [(row[0], HEADER_BYTES + row[1]) for row in rows]
     how, number, settled = request(fd, Op.READ, ranges, receive, deadline, stall_s)
     return how, number, settled, outcomes if how == kinds.ANSWERED else None
@@ -294,7 +294,7 @@ def tcp_write(
     try:
         _check(rows, size)
     except _EndedEarlyError:
-        return kinds.REFUSED, Status.INVALID_RANGE, 1, None
+        return kinds.REFUSED, TransferStatus.INVALID_RANGE, 1, None
     ranges: list[tuple[int, int]] = []
     for offset, length, *_ in rows:
         ranges += [(offset, len(WIPE)), (offset + HEADER_BYTES, length), (offset, HEADER_BYTES)]
@@ -319,13 +319,13 @@ def request(
             if is_read:
                 receive_status(stream, deadline)
             move(stream)
-        except (OSError, RefusedError) as error:
+        except (OSError, RefusedTransferError) as error:
             how, number = _how(error)
         if is_read or (how != kinds.ANSWERED and number not in (errno.EPIPE, errno.ECONNRESET)):
             return how, number, int(is_read)
         try:
             receive_status(stream, deadline)  # also why it has hung up
-        except (OSError, RefusedError) as error:
+        except (OSError, RefusedTransferError) as error:
             said, status = _how(error)
             is_refused = said == kinds.REFUSED
             if how == kinds.ANSWERED or is_refused:
@@ -338,8 +338,8 @@ def receive_status(stream: Stream, deadline: float) -> None:
     """Raises RefusedError: it is not OK; as ``Stream.receive``."""
     raw = bytearray(protocol.STATUS_BYTES)
     stream.receive([memoryview(raw)], deadline)
-    if (status := protocol.unpack_status(raw)) is not Status.OK:
-        raise RefusedError(status)
+    if (status := protocol.unpack_status(raw)) is not TransferStatus.OK:
+        raise RefusedTransferError(status)
 
 
 @contextmanager
@@ -364,8 +364,8 @@ def serve(
 
 
 def serve_ranges(
-    fd: int, held: Ranges | None, size: int, memory: memoryview, generation: int, cut: bytearray,
-    counts: bytearray, stall_s: float, idle_s: float,
+    fd: int, held: RangeAccess | None, size: int, memory: memoryview, generation: int,
+    cut: bytearray, counts: bytearray, stall_s: float, idle_s: float,
 ) -> tuple[int, int]:  # fmt: skip
     """``serve``, of a segment of ``size`` bytes. ``held`` reads and writes them if they are not in
     ``memory``, which has the superblock; compiled steps cannot serve such a segment."""
@@ -378,7 +378,7 @@ def serve_ranges(
 
     def check() -> None:
         if cut[0] or words[0] != generation:
-            raise RefusedError(Status.GONE)
+            raise RefusedTransferError(TransferStatus.GONE)
 
     with _stream(fd) as stream:
         try:
@@ -386,7 +386,7 @@ def serve_ranges(
                 op, ranges = asked
                 total = _total(ranges, size)
                 check()
-                ahead: list[bytes | memoryview] = [protocol.pack_status(Status.OK)]
+                ahead: list[bytes | memoryview] = [protocol.pack_status(TransferStatus.OK)]
                 for parts in _parts(ranges, memory, copied):
                     if op is Op.READ:
                         if held is not None:
@@ -407,7 +407,7 @@ def serve_ranges(
                     counted[at + 1] += total
         except DeadlineExceededError:  # too many connections copy at once
             return kinds.TIMED_OUT, 0
-        except (OSError, RefusedError) as error:
+        except (OSError, RefusedTransferError) as error:
             return _how(error)
     return kinds.ENDED, 0
 
@@ -429,7 +429,7 @@ def _next_request(
                 return None
     request = protocol.unpack_request(raw)
     if request is None:
-        raise RefusedError(Status.BAD_REQUEST)
+        raise RefusedTransferError(TransferStatus.BAD_REQUEST)
     op, count = request
     raw = bytearray(count * protocol.RANGE_BYTES)
     stream.receive([memoryview(raw)], soon())
@@ -441,7 +441,7 @@ def _total(ranges: list[tuple[int, int]], size: int) -> int:
     total = sum(length for _, length in ranges)
     is_outside = any(at < SUPERBLOCK_BYTES or at + length > size for at, length in ranges)
     if is_outside or total > size:
-        raise RefusedError(Status.INVALID_RANGE)
+        raise RefusedTransferError(TransferStatus.INVALID_RANGE)
     return total
 
 

@@ -55,30 +55,30 @@ class Address(NamedTuple):
         return join_address(self.place[0], self.place[1])
 
 
-class Found(NamedTuple):
+class FoundAddresses(NamedTuple):
     addresses: list[Address]
     """At least one, the best first."""
     is_old: bool
     """They are of an earlier answer, because the name server does not answer now."""
 
 
-class _Answer(NamedTuple):
+class _Resolved(NamedTuple):
     addresses: list[Address]
     failure: socket.gaierror | None
 
 
-class _Lookups:
+class _Resolver:
     """What is being looked up, and what was found before. Threads: any."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.waiting: dict[str, list[SimpleQueue[_Answer | None]]] = {}
+        self.waiting: dict[str, list[SimpleQueue[_Resolved | None]]] = {}
         """The callers that wait, by the name that a thread looks up."""
         self.found: OrderedDict[str, list[Address]] = OrderedDict()
 
-    def ask(self, host: str) -> SimpleQueue[_Answer | None]:
+    def ask(self, host: str) -> SimpleQueue[_Resolved | None]:
         """A queue that gets the answer. Raises UnknownNameError: too many lookups wait."""
-        answer: SimpleQueue[_Answer | None] = SimpleQueue()
+        answer: SimpleQueue[_Resolved | None] = SimpleQueue()
         with self.lock:
             waiting = self.waiting.get(host)
             if waiting is not None:
@@ -102,11 +102,11 @@ class _Lookups:
     def _look_up(self, host: str) -> None:
         try:
             rows = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-            answer = _Answer([Address(row[0], row[4]) for row in rows], None)  # type: ignore[arg-type]
+            answer = _Resolved([Address(row[0], row[4]) for row in rows], None)  # type: ignore[arg-type]
         except socket.gaierror as error:
-            answer = _Answer([], error)
+            answer = _Resolved([], error)
         except (OSError, UnicodeError) as error:
-            answer = _Answer([], socket.gaierror(socket.EAI_FAIL, str(error)))
+            answer = _Resolved([], socket.gaierror(socket.EAI_FAIL, str(error)))
         with self.lock:
             if answer.addresses:
                 self.found[host] = answer.addresses
@@ -118,19 +118,19 @@ class _Lookups:
             queue.put(answer)
 
 
-_lookups = _Lookups()
+_lookups = _Resolver()
 
 
 def _begin_anew() -> None:
     """In the child of a fork: no thread looks anything up, and a lock may be held for ever."""
     global _lookups  # noqa: PLW0603  # the parent's is of no use
-    _lookups = _Lookups()
+    _lookups = _Resolver()
 
 
 os.register_at_fork(after_in_child=_begin_anew)
 
 
-def resolve(host: str, port: int, deadline: float) -> Found:
+def resolve(host: str, port: int, deadline: float) -> FoundAddresses:
     """The addresses of ``host``, each with ``port``. Threads: any; a stopped call ends the wait.
 
     Args:
@@ -143,7 +143,7 @@ def resolve(host: str, port: int, deadline: float) -> Found:
     """
     digits = _in_digits(host)
     if digits is not None:
-        return Found([_with_port(digits, port)], is_old=False)
+        return FoundAddresses([_with_port(digits, port)], is_old=False)
     lookups = _lookups
     old = lookups.found.get(host)
     try:
@@ -153,16 +153,16 @@ def resolve(host: str, port: int, deadline: float) -> Found:
             raise
         answer = None
     if answer is not None and answer.addresses:
-        return Found([_with_port(each, port) for each in answer.addresses], is_old=False)
+        return FoundAddresses([_with_port(each, port) for each in answer.addresses], is_old=False)
     failure = None if answer is None else answer.failure
     if old and (failure is None or failure.errno in (socket.EAI_AGAIN, socket.EAI_SYSTEM)):
-        return Found([_with_port(each, port) for each in old], is_old=True)
+        return FoundAddresses([_with_port(each, port) for each in old], is_old=True)
     if failure is None:
         raise UnknownNameError(f"no name server has answered for {host!r}")
     raise UnknownNameError(f"the name {host!r} has no address: {failure.strerror}")
 
 
-def _wait(answer: SimpleQueue[_Answer | None], until: float) -> _Answer | None:
+def _wait(answer: SimpleQueue[_Resolved | None], until: float) -> _Resolved | None:
     """None: no answer until then."""
     left_s = max(0.0, until - uptime())
     stop = current()

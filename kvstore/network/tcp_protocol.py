@@ -53,7 +53,7 @@ class Op(enum.IntEnum):
     WRITE = 2
 
 
-class Status(enum.IntEnum):
+class TransferStatus(enum.IntEnum):
     OK = 0
     BUSY = 1
     """More connections than the server takes; try again later."""
@@ -66,10 +66,10 @@ class Status(enum.IntEnum):
     """Not this protocol, or another version of it."""
 
 
-class RefusedError(Exception):
+class RefusedTransferError(Exception):
     """The server ends the connection with this status; None: with something else."""
 
-    def __init__(self, status: Status | None) -> None:
+    def __init__(self, status: TransferStatus | None) -> None:
         super().__init__(status)
         self.status = status
 
@@ -117,14 +117,14 @@ def unpack_ranges(raw: bytes | bytearray) -> list[tuple[int, int]]:
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 
-def pack_status(status: Status) -> bytes:
+def pack_status(status: TransferStatus) -> bytes:
     return _STATUS.pack(_MAGIC, status)
 
 
-def unpack_status(raw: bytes | bytearray | memoryview) -> Status | None:
+def unpack_status(raw: bytes | bytearray | memoryview) -> TransferStatus | None:
     """None: not this protocol."""
     magic, status = _STATUS.unpack(raw)
     try:
-        return Status(status) if magic == _MAGIC else None
+        return TransferStatus(status) if magic == _MAGIC else None
     except ValueError:
         return None

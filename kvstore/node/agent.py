@@ -45,7 +45,7 @@ from kvstore.errors import (
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.memory.entries import ENTRY_GONE
 from kvstore.memory.header import Owner
-from kvstore.memory.segment import Segment, is_believed
+from kvstore.memory.segment import NodeSegment, is_believed
 from kvstore.network.tcp_protocol import DATA_PROTOCOL_VERSION
 from kvstore.node import inventory
 from kvstore.node.masters import Masters
@@ -86,7 +86,7 @@ class NodeAgent:
         name: str,
         host: str,
         master: str,
-        segment: Segment,
+        segment: NodeSegment,
         server: DataServer,
         address: str,
         engine: EngineServer | None = None,

@@ -39,7 +39,7 @@ from kvstore.etcd.finding import find_leader
 from kvstore.memory import numa
 from kvstore.memory.entries import free_node_name
 from kvstore.memory.header import Owner
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
 from kvstore.network.addresses import (
     ETCD_SCHEME,
@@ -72,7 +72,7 @@ NAME_WAIT_S: Final = 2.0
 """How long a node waits for the previous process of its name to end."""
 
 
-class Repairs(Protocol):
+class ReplicaCopier(Protocol):
     """Copies objects of this node to other nodes when the master wants more replicas."""
 
     def wake(self) -> None:
@@ -87,7 +87,7 @@ def run(
     parent: ParentLink = NO_PARENT,
     *,
     keep_orphaned: bool = False,
-    repairs: Callable[[NodeConfig, str], Repairs] | None = None,
+    repairs: Callable[[NodeConfig, str], ReplicaCopier] | None = None,
 ) -> int:
     """Serves until SIGTERM, SIGINT or a closed terminal, or until the parent is gone. Returns the
     exit status: ``EXIT_BROKEN`` if a part died that the node needs.
@@ -96,7 +96,7 @@ def run(
         config: the node's settings.
         parent: told once the node has joined.
         keep_orphaned: leave the memory to the next node of this name if the parent is killed.
-        repairs: makes the ``Repairs`` for a node of this name; None: this process makes no copies.
+        repairs: makes the ``ReplicaCopier`` for a node of this name; None: no copies are made.
 
     Raises:
         KVStoreError: the node could not start; nothing is left behind.
@@ -112,7 +112,7 @@ def run(
             if config.numa_node >= 0:
                 numa.check_node(config.numa_node)
                 numa.run_on(config.numa_node)  # before threads start: they inherit it
-            kind = _Kind(is_child, keep_orphaned)
+            kind = _StartedAs(is_child, keep_orphaned)
             config = config.model_copy(update={"host": _listens_on(config)})
             parent.tell_step(f"reserves {config.memory >> 20} MiB of memory")
             descriptors.allow(config.connections_max + descriptors.RESERVE)
@@ -177,12 +177,12 @@ def run(
 
 async def _serve(
     config: NodeConfig,
-    segment: Segment,
+    segment: NodeSegment,
     server: DataServer,
     engine: EngineServer | None,
     parent: ParentLink,
     served: list[MasterAccepted],
-    copying: Repairs | None,
+    copying: ReplicaCopier | None,
     listener: socket.socket | None,
     access: Access,
     tls: ssl.SSLContext | None,
@@ -240,7 +240,7 @@ async def _serve(
     return agent.drained
 
 
-class _Kind(NamedTuple):
+class _StartedAs(NamedTuple):
     """How the process was started, which decides what happens to left-over memory."""
 
     is_child: bool
@@ -248,7 +248,7 @@ class _Kind(NamedTuple):
     of_master: bool
 
 
-def _mount(config: NodeConfig, kind: _Kind, told: Callable[[int, int], None]) -> Segment:
+def _mount(config: NodeConfig, kind: _StartedAs, told: Callable[[int, int], None]) -> NodeSegment:
     """The left-over memory of this node's name, or new memory. ``told``: of the progress."""
     console = Console(stderr=True)
     columns = (
@@ -277,7 +277,9 @@ def _mount(config: NodeConfig, kind: _Kind, told: Callable[[int, int], None]) ->
     return segment
 
 
-def _named(config: NodeConfig, progress: Callable[[int, int], None], kind: _Kind) -> Segment:
+def _named(
+    config: NodeConfig, progress: Callable[[int, int], None], kind: _StartedAs
+) -> NodeSegment:
     """The segment under the given name, or under a free one."""
     options = MemoryOptions(
         huge_pages=config.huge_pages,
@@ -287,9 +289,9 @@ def _named(config: NodeConfig, progress: Callable[[int, int], None], kind: _Kind
     )
     owner = _owner(config, kind)
 
-    def create(name: str) -> Segment:
+    def create(name: str) -> NodeSegment:
         if not config.device:
-            return Segment.create(
+            return NodeSegment.create(
                 name, config.memory, progress=progress, options=options, owner=owner
             )
         try:
@@ -328,7 +330,7 @@ class _OfNoUseError(Exception):
     """Left-over memory of an automatically chosen name cannot be used: choose another name."""
 
 
-def _owner(config: NodeConfig, kind: _Kind) -> Owner:
+def _owner(config: NodeConfig, kind: _StartedAs) -> Owner:
     places = places_of(config.master)
     if kind.of_master and not config.master.startswith(ETCD_SCHEME):
         # The master is on this host, at any of its addresses.
@@ -337,7 +339,7 @@ def _owner(config: NodeConfig, kind: _Kind) -> Owner:
     return Owner(config.cluster, places, volatile=kind.is_child and not kind.of_master)
 
 
-def _start_engine(config: NodeConfig, segment: Segment) -> EngineServer | None:
+def _start_engine(config: NodeConfig, segment: NodeSegment) -> EngineServer | None:
     if not config.protocol:
         return None
     settings = EngineSettings(config.protocol, config.device_name, config.metadata_server)
@@ -351,8 +353,8 @@ def _left(
     options: MemoryOptions,
     progress: Callable[[int, int], None],
     owner: Owner,
-    kind: _Kind,
-) -> Segment | None:
+    kind: _StartedAs,
+) -> NodeSegment | None:
     """The left-over memory of this name, if it can be used.
 
     Raises:
@@ -360,7 +362,7 @@ def _left(
         ClusterMismatchError, LeftOverMemoryError: it cannot, and the user has to decide.
     """
     try:
-        segment = Segment.attach(
+        segment = NodeSegment.attach(
             name,
             config.memory,
             progress=progress,
@@ -390,7 +392,7 @@ def _left(
     return segment
 
 
-def _start_server(config: NodeConfig, segment: Segment) -> DataServer:
+def _start_server(config: NodeConfig, segment: NodeSegment) -> DataServer:
     """Starts the data server on the given port; or on the default one, or the next free one.
 
     Raises:

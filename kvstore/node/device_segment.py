@@ -36,7 +36,7 @@ from kvstore.memory.entries import (
     reclaim_elsewhere,
     unlink_entry,
 )
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import SIZE_STEP
 from kvstore.transport.base import Move
 from kvstore.transport.device import LOCK
@@ -57,7 +57,7 @@ STEP_S: Final = 10.0
 """The longest that one step of the node's own may wait for the device."""
 
 
-class DeviceSegment(Segment):
+class DeviceSegment(NodeSegment):
     """See the module. Create and close it in the same thread, which lives as long as the process.
 
     A device that fails raises RuntimeError: the node cannot serve, and its process ends.
@@ -90,15 +90,15 @@ class DeviceSegment(Segment):
 
         Args:
             device_name: ``cuda:0``.
-            name: as ``Segment.create``; the node's name, too.
+            name: as ``NodeSegment.create``; the node's name, too.
             group: as ``MemoryOptions.group``.
-            owner: as ``Segment.create``.
+            owner: as ``NodeSegment.create``.
             discard: also if a node of this name has left memory of the host.
 
         Raises:
             DeviceError: the device cannot be used, or has not as much free memory.
             LeftOverMemoryError: memory of the host would be lost; it is left unchanged.
-            ConfigError, NodeNameTakenError, StartupError: as ``Segment.create``.
+            ConfigError, NodeNameTakenError, StartupError: as ``NodeSegment.create``.
         """
         check_name(name)
         if size < SIZE_STEP:
@@ -153,7 +153,7 @@ class DeviceSegment(Segment):
         super().keep_owner(owner._replace(on_device=True))
 
     def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> int:
-        """As ``Segment.wipe``."""
+        """As ``NodeSegment.wipe``."""
         most = self.size - layout.HEADER_BYTES
         rows = [
             (offset, (epoch, counter), memoryview(bytearray(layout.HEADER_BYTES)))
@@ -171,7 +171,7 @@ class DeviceSegment(Segment):
         return len(wiped)
 
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
-        """As ``Segment.scan``: copies all of the segment to the host, a part at a time."""
+        """As ``NodeSegment.scan``: copies all of the segment to the host, a part at a time."""
         memory = memoryview(bytearray(min(SCAN_BYTES, self.size)))
         for start in range(layout.SUPERBLOCK_BYTES, self.size, len(memory)):
             part = memory[: min(len(memory), self.size - start)]
@@ -179,7 +179,7 @@ class DeviceSegment(Segment):
             yield from layout.scan_part(part, start, self.size, self.seed)
 
     def close(self, *, unlink: bool = True) -> None:
-        """As ``Segment.close``, but nothing is ever left for another process. Waits up to
+        """As ``NodeSegment.close``, but nothing is ever left for another process. Waits up to
         ``OPEN_S`` until no process has the memory open, as CUDA demands, and frees it."""
         del unlink
         with self._closing:

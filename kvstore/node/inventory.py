@@ -19,7 +19,7 @@ from kvstore.calls import NodeClaims
 from kvstore.limits import Key, Namespace
 from kvstore.memory import header as layout
 from kvstore.memory.header import Header, extent_bytes
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.texts import field_text
 
 log = logging.getLogger("kvstore.node")
@@ -34,7 +34,7 @@ Attempt = tuple[int, int, int]
 """Offset, epoch and counter of a put."""
 
 
-def take(segment: Segment, given_up: Collection[Attempt] = ()) -> list[Found]:
+def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found]:
     """Every object in the segment, in the order in which the node reports them.
 
     The segment must be fenced first, so that no client writes to it. Wipes headers that the extent
@@ -73,7 +73,7 @@ def apart(found: Iterator[Found]) -> tuple[list[Found], list[Found]]:
     return kept, lost
 
 
-def verified(segment: Segment, found: list[Found]) -> list[Found]:
+def verified(segment: NodeSegment, found: list[Found]) -> list[Found]:
     """The objects whose payload matches the checksum in the header. Other objects' headers are
     wiped and logged, and those objects are not reported."""
     good: list[Found] = []

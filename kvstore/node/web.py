@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from kvstore._version import __version__
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.metrics import exposition
 from kvstore.metrics.exposition import Rows
 from kvstore.metrics.families import NODE
@@ -14,7 +14,7 @@ from kvstore.transport.tcp_server import DataServer
 from kvstore.web.server.serving import Answers, Readiness
 
 
-def answers_of(agent: NodeAgent, segment: Segment, server: DataServer) -> Answers:
+def answers_of(agent: NodeAgent, segment: NodeSegment, server: DataServer) -> Answers:
     async def readiness() -> Readiness:
         if agent.is_joined:
             return Readiness(True, "joined")
@@ -26,7 +26,7 @@ def answers_of(agent: NodeAgent, segment: Segment, server: DataServer) -> Answer
     return Answers(readiness, page)
 
 
-def _values(agent: NodeAgent, segment: Segment, server: DataServer) -> dict[str, Rows]:
+def _values(agent: NodeAgent, segment: NodeSegment, server: DataServer) -> dict[str, Rows]:
     counted = server.counters()
     cluster = segment.owner.cluster
     return {

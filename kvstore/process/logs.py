@@ -72,7 +72,7 @@ def counters() -> dict[str, int]:
     }
 
 
-class Limit(logging.Filter):
+class RateLimit(logging.Filter):
     """Bounds the rate of lines of one kind. The next line of that kind says how many were left
     out."""
 
@@ -116,7 +116,7 @@ class _Rate:
         return True
 
 
-limit: Final = Limit()
+limit: Final = RateLimit()
 """Of this process."""
 
 
@@ -148,7 +148,7 @@ class LineFormatter(logging.Formatter):
 _LINE: Final = LineFormatter()
 
 
-class Writer:
+class LogWriter:
     """Writes to a descriptor in a thread of its own. Threads: any."""
 
     def __init__(self, fd: int) -> None:
@@ -223,10 +223,10 @@ class Writer:
         return True
 
 
-class _Stream(io.RawIOBase):
+class _StandardStream(io.RawIOBase):
     """What lies below ``sys.stdout`` and ``sys.stderr``."""
 
-    def __init__(self, fd: int, writer: Writer) -> None:
+    def __init__(self, fd: int, writer: LogWriter) -> None:
         self._fd = fd
         self._writer = writer
         self.name = fd  # as that of a file without a path
@@ -247,21 +247,21 @@ class _Stream(io.RawIOBase):
         return self._fd
 
 
-_writers: Final[list[Writer]] = []
+_writers: Final[list[LogWriter]] = []
 
 
 def _take_over() -> None:
     """Puts both streams behind writers. One that is closed, or was replaced, stays as it is."""
-    shared: Writer | None = None
+    shared: LogWriter | None = None
     for name, fd in (("stderr", 2), ("stdout", 1)):
         stream: TextIO | None = getattr(sys, name)
         if stream is None or stream is not getattr(sys, f"__{name}__"):
             continue
         with contextlib.suppress(OSError, RuntimeError):
             if shared is None or not os.path.sameopenfile(1, 2):  # one file: in order
-                shared = Writer(fd)
+                shared = LogWriter(fd)
                 _writers.append(shared)
-            raw = cast(IO[bytes], _Stream(fd, shared))  # without a buffer: the queue is one
+            raw = cast(IO[bytes], _StandardStream(fd, shared))  # without a buffer: the queue is one
             text = io.TextIOWrapper(
                 raw, encoding=stream.encoding, errors="backslashreplace", line_buffering=True
             )

@@ -29,7 +29,7 @@ AnyObject = TypeVar("AnyObject")
 
 TURN_PAUSE_S = 0.001
 TURN_PAUSE_MAX_S = 0.05
-"""The first and the longest pause between two looks at a ``Turn`` that another thread has."""
+"""The first and the longest pause between two looks at a ``DeadlineLock`` of another thread."""
 
 
 class Bell:
@@ -127,10 +127,10 @@ class Known(Generic[AnyObject]):
 
 
 class NotOurTurnError(Exception):
-    """Another thread had the ``Turn`` for all of the time."""
+    """Another thread had the ``DeadlineLock`` for all of the time."""
 
 
-class Turn:
+class DeadlineLock:
     """A lock that is waited for by a deadline. As those above, it is for the threads of callers:
     ``acquire(timeout=...)`` can be cut short between the moment in which the lock is taken and the
     ``try`` that gives it back."""

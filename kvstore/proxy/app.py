@@ -22,7 +22,7 @@ from kvstore.proxy import bodies, metrics
 from kvstore.proxy.admin import Admin, rows
 from kvstore.proxy.asked import (
     REQUEST_ID,
-    Parts,
+    ProxyParts,
     error_response,
     headers_for_engines,
     request_id_of,
@@ -104,7 +104,7 @@ async def _serve(config: ProxyConfig) -> int:
 
 async def _parts(
     config: ProxyConfig, stack: contextlib.AsyncExitStack, *, bodies_max: int
-) -> Parts:
+) -> ProxyParts:
     instances = Instances(
         Rules(
             breaker_failures=config.breaker_failures,
@@ -132,12 +132,12 @@ async def _parts(
         )
         stack.push_async_callback(lookup.close)
         lookup.start()
-    parts = Parts(config, instances, engines, numbers, lookup, Waits(bodies_max))
+    parts = ProxyParts(config, instances, engines, numbers, lookup, Waits(bodies_max))
     parts.idle.set()
     return parts
 
 
-def _application(parts: Parts, health: HealthChecks, doors: Doors) -> web.Application:
+def _application(parts: ProxyParts, health: HealthChecks, doors: Doors) -> web.Application:
     app = web.Application(client_max_size=parts.config.body_max, middlewares=[doors.middleware])
     for route in bodies.ROUTES:
         app.router.add_post(route.path, partial(serve, parts, route))
@@ -178,7 +178,7 @@ def _greet(config: ProxyConfig, server: asyncio.Server) -> None:
     log.info("proxy_started version=%s", __version__)
 
 
-async def _end(parts: Parts, server: asyncio.Server) -> None:
+async def _end(parts: ProxyParts, server: asyncio.Server) -> None:
     """Accepts no connection and no request any more; running requests get ``grace_ms`` to end."""
     parts.stopping = True
     server.close()
@@ -198,7 +198,7 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 # --- small handlers ----------------------------------------------------------------------------
 
 
-async def _healthz(parts: Parts, request: web.Request) -> web.Response:
+async def _healthz(parts: ProxyParts, request: web.Request) -> web.Response:
     """Answers 200 when a request could be answered now, as far as the proxy knows."""
     del request
     now_ms = clock_ms()
@@ -221,12 +221,12 @@ async def _healthz(parts: Parts, request: web.Request) -> web.Response:
     )
 
 
-async def _metrics(parts: Parts, request: web.Request) -> web.Response:
+async def _metrics(parts: ProxyParts, request: web.Request) -> web.Response:
     del request
     return web.Response(body=parts.metrics.text(), headers={"Content-Type": metrics.CONTENT_TYPE})
 
 
-async def _models(parts: Parts, request: web.Request) -> web.Response:
+async def _models(parts: ProxyParts, request: web.Request) -> web.Response:
     """Relays the models of the first engine that answers, decoders before prefillers."""
     request_id = request_id_of(request)
     headers = headers_for_engines(request)

@@ -15,7 +15,7 @@ from multidict import CIMultiDict
 
 from kvstore.config import ProxyConfig
 from kvstore.proxy.affinity import Prints
-from kvstore.proxy.bodies import Body, Route
+from kvstore.proxy.bodies import Body, EngineRoute
 from kvstore.proxy.engine import Engines
 from kvstore.proxy.instances import Instances
 from kvstore.proxy.lookup import StoreLookup
@@ -47,7 +47,7 @@ _HOP_HEADERS: Final = frozenset(
 
 
 @dataclass
-class Parts:
+class ProxyParts:
     """The parts of the process that a request needs."""
 
     config: ProxyConfig
@@ -93,7 +93,7 @@ class Parts:
 class Asked:
     """One request and its outcome: the fields of its log line."""
 
-    route: Route
+    route: EngineRoute
     request_id: str
     raw: bytes
     body: Body

@@ -14,7 +14,7 @@ from kvstore.errors import InvalidArgumentError
 Body = dict[str, Any]
 
 
-class Route(NamedTuple):
+class EngineRoute(NamedTuple):
     """One of the two endpoints that generate text."""
 
     name: str
@@ -22,8 +22,8 @@ class Route(NamedTuple):
     chat: bool
 
 
-COMPLETIONS: Final = Route("completions", "/v1/completions", chat=False)
-CHAT: Final = Route("chat", "/v1/chat/completions", chat=True)
+COMPLETIONS: Final = EngineRoute("completions", "/v1/completions", chat=False)
+CHAT: Final = EngineRoute("chat", "/v1/chat/completions", chat=True)
 ROUTES: Final = (COMPLETIONS, CHAT)
 
 PARAMS: Final = "kv_transfer_params"
@@ -94,7 +94,7 @@ def reason_against_prefill(body: Body) -> str | None:
     return None
 
 
-def given_ids(route: Route, body: Body) -> list[int] | None:
+def given_ids(route: EngineRoute, body: Body) -> list[int] | None:
     """The prompt's token ids if the client sent token ids; None if it sent text."""
     if route.chat:
         params = body.get(PARAMS)
@@ -102,14 +102,14 @@ def given_ids(route: Route, body: Body) -> list[int] | None:
     return _ids(body.get("prompt")) if not any(body.get(key) for key in _NOT_ONLY_IDS) else None
 
 
-def can_be_rendered(route: Route, body: Body) -> bool:
+def can_be_rendered(route: EngineRoute, body: Body) -> bool:
     """Whether the request is one prompt of text alone, so that its token ids are all of it."""
     if route.chat:
         return _is_text(body)
     return isinstance(body.get("prompt"), str) and not any(body.get(key) for key in _NOT_ONLY_IDS)
 
 
-def ids_of_rendered(route: Route, answer: object) -> list[int] | None:
+def ids_of_rendered(route: EngineRoute, answer: object) -> list[int] | None:
     """The token ids in an engine's answer to ``.../render``; None: the prompt is more than token
     ids."""
     if not route.chat:
@@ -138,7 +138,7 @@ def error_message(answer: object) -> str | None:
 # --- what is sent ------------------------------------------------------------------------------
 
 
-def for_prefill(route: Route, body: Body, token_ids: list[int] | None) -> Body:
+def for_prefill(route: EngineRoute, body: Body, token_ids: list[int] | None) -> Body:
     """The body for a prefiller: the same prompt, and an answer of one token, the minimum."""
     sent = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     sent |= {"stream": False, "n": 1, "max_tokens": 1}
@@ -147,7 +147,9 @@ def for_prefill(route: Route, body: Body, token_ids: list[int] | None) -> Body:
     return _with_ids(route, sent, token_ids)
 
 
-def for_decode(route: Route, body: Body, token_ids: list[int] | None, stored: int | None) -> Body:
+def for_decode(
+    route: EngineRoute, body: Body, token_ids: list[int] | None, stored: int | None
+) -> Body:
     """The body for a decoder: the client's own, with the token ids and ``stored`` where known.
 
     Args:
@@ -159,7 +161,7 @@ def for_decode(route: Route, body: Body, token_ids: list[int] | None, stored: in
     return sent
 
 
-def _with_ids(route: Route, sent: Body, token_ids: list[int] | None) -> Body:
+def _with_ids(route: EngineRoute, sent: Body, token_ids: list[int] | None) -> Body:
     if token_ids is None:
         return sent
     if route.chat:

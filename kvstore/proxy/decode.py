@@ -17,7 +17,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvstore.proxy import bodies, health
-from kvstore.proxy.asked import REQUEST_ID, Asked, Parts, error_response
+from kvstore.proxy.asked import REQUEST_ID, Asked, ProxyParts, error_response
 from kvstore.proxy.engine import EngineError, Streamed
 from kvstore.proxy.instances import Turn
 from kvstore.proxy.metrics import clock_ms
@@ -37,7 +37,7 @@ _NOT_RELAYED: Final = frozenset(
 )
 
 
-class _Failed(NamedTuple):
+class _FailedAttempt(NamedTuple):
     """A decoder did not answer."""
 
     response: web.Response
@@ -46,7 +46,7 @@ class _Failed(NamedTuple):
     """Whether no other decoder is tried: the client has waited long enough."""
 
 
-async def decode(parts: Parts, asked: Asked, request: web.Request) -> web.StreamResponse:
+async def decode(parts: ProxyParts, asked: Asked, request: web.Request) -> web.StreamResponse:
     """The client's answer, an error included. A relayed answer has been sent when this returns."""
     sent = asked.raw
     if asked.token_ids is not None or asked.stored is not None:
@@ -54,7 +54,7 @@ async def decode(parts: Parts, asked: Asked, request: web.Request) -> web.Stream
         sent = bodies.dump(body)
     tried: list[str] = []
     suspects: list[Turn] = []
-    failed: _Failed | None = None
+    failed: _FailedAttempt | None = None
     while len(tried) <= parts.config.retries and not (failed and failed.is_final):
         turn = parts.instances.choose("decode", clock_ms(), without=tried, prints=asked.prints)
         if turn is None:
@@ -83,13 +83,13 @@ def no_decoder(asked: Asked) -> web.Response:
 
 
 async def _attempt(
-    parts: Parts,
+    parts: ProxyParts,
     asked: Asked,
     request: web.Request,
     turn: Turn,
     sent: bytes,
     suspects: list[Turn],
-) -> web.StreamResponse | _Failed:
+) -> web.StreamResponse | _FailedAttempt:
     try:
         async with parts.engines.stream(
             turn.instance.address,
@@ -110,7 +110,7 @@ async def _attempt(
         if error.is_unconnected:
             health.unconnected(turn.instance, error)
             if turn.forced:
-                return _Failed(no_decoder(asked))
+                return _FailedAttempt(no_decoder(asked))
         log.warning("decode_failed id=%s reason=%s", asked.request_id, error)
         late = error.failure == "timeout"
         response = error_response(
@@ -119,10 +119,12 @@ async def _attempt(
             "upstream_error",
             headers={REQUEST_ID: asked.request_id},
         )
-        return _Failed(response, is_final=late)
+        return _FailedAttempt(response, is_final=late)
 
 
-async def _refused(asked: Asked, turn: Turn, answer: Streamed, suspects: list[Turn]) -> _Failed:
+async def _refused(
+    asked: Asked, turn: Turn, answer: Streamed, suspects: list[Turn]
+) -> _FailedAttempt:
     """An engine's own error, relayed if no other decoder succeeds."""
     log.warning(
         "decode_failed id=%s reason=%s: status %d",
@@ -142,17 +144,17 @@ async def _refused(asked: Asked, turn: Turn, answer: Streamed, suspects: list[Tu
         pass  # the part that arrived is enough
     headers = _headers(asked, answer)
     headers.popall("Content-Length", None)
-    return _Failed(
+    return _FailedAttempt(
         web.Response(status=answer.status, headers=headers, body=bytes(content[:ERROR_BYTES_MAX]))
     )
 
 
 async def _relay(
-    parts: Parts, asked: Asked, request: web.Request, turn: Turn, answer: Streamed
+    parts: ProxyParts, asked: Asked, request: web.Request, turn: Turn, answer: Streamed
 ) -> web.StreamResponse:
     """Relays the answer byte for byte, each piece when it arrives. Raises only CancelledError."""
     response = web.StreamResponse(status=answer.status, headers=_headers(asked, answer))
-    client = _Client(response, request, parts.config.idle_timeout_ms / 1000)
+    client = _Downstream(response, request, parts.config.idle_timeout_ms / 1000)
     last = answer.first
     try:
         await client.prepare()
@@ -185,7 +187,7 @@ class _ClientGoneError(Exception):
     """The client reads no more of its answer."""
 
 
-class _Client:
+class _Downstream:
     """The connection to the client: each write ends within ``idle_s``, or the client is gone."""
 
     def __init__(self, response: web.StreamResponse, request: web.Request, idle_s: float) -> None:

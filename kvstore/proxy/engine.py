@@ -50,7 +50,7 @@ class EngineError(Exception):
         return self.failure in ("refused", "connect")
 
 
-class Answer(NamedTuple):
+class EngineAnswer(NamedTuple):
     """A whole answer."""
 
     status: int
@@ -131,7 +131,7 @@ class Engines:
         timeout_ms: int,
         headers: Mapping[str, str] | None = None,
         data: bytes | None = None,
-    ) -> Answer:
+    ) -> EngineAnswer:
         """Sends a request and reads its whole answer. A redirection is an answer like any other.
 
         Raises:
@@ -153,7 +153,7 @@ class Engines:
                     content += piece
                     if len(content) > ANSWER_BYTES_MAX:
                         raise EngineError(address, "broken", f"over {ANSWER_BYTES_MAX} bytes")
-                return Answer(response.status, response.headers, bytes(content))
+                return EngineAnswer(response.status, response.headers, bytes(content))
 
     @asynccontextmanager
     async def stream(

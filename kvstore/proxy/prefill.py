@@ -6,8 +6,8 @@ import logging
 from typing import Final
 
 from kvstore.proxy import bodies, health
-from kvstore.proxy.asked import Asked, Parts
-from kvstore.proxy.engine import Answer, EngineError
+from kvstore.proxy.asked import Asked, ProxyParts
+from kvstore.proxy.engine import EngineAnswer, EngineError
 from kvstore.proxy.instances import Turn
 from kvstore.proxy.metrics import clock_ms
 
@@ -18,7 +18,7 @@ ATTEMPTS: Final = 2
 itself."""
 
 
-async def prefill(parts: Parts, asked: Asked, *, refused: bool) -> None:
+async def prefill(parts: ProxyParts, asked: Asked, *, refused: bool) -> None:
     """Sets ``asked.prefill`` and, if the prefiller reports it, ``asked.stored``. Never fails.
 
     Args:
@@ -37,12 +37,12 @@ async def prefill(parts: Parts, asked: Asked, *, refused: bool) -> None:
     parts.metrics.prefill_seconds.labels(outcome).observe(asked.prefill_ms / 1000)
 
 
-def _skip(parts: Parts, asked: Asked, reason: str) -> None:
+def _skip(parts: ProxyParts, asked: Asked, reason: str) -> None:
     asked.prefill = f"skipped:{reason}"
     parts.metrics.prefill_skipped.labels(reason).inc()
 
 
-async def _reason_against(parts: Parts, asked: Asked) -> str | None:
+async def _reason_against(parts: ProxyParts, asked: Asked) -> str | None:
     reason = bodies.reason_against_prefill(asked.body)
     if reason is not None:
         return reason
@@ -55,7 +55,7 @@ async def _reason_against(parts: Parts, asked: Asked) -> str | None:
     return await _reason_of_store(parts, asked, asked.token_ids)
 
 
-async def _reason_of_store(parts: Parts, asked: Asked, token_ids: list[int]) -> str | None:
+async def _reason_of_store(parts: ProxyParts, asked: Asked, token_ids: list[int]) -> str | None:
     model = bodies.model_of(asked.body)
     if parts.lookup is None or model is None or bodies.is_salted(asked.body):
         return None
@@ -66,7 +66,7 @@ async def _reason_of_store(parts: Parts, asked: Asked, token_ids: list[int]) -> 
     return "stored" if missing < max(1, parts.config.prefill_threshold) else None
 
 
-async def _hop(parts: Parts, asked: Asked) -> str | None:
+async def _hop(parts: ProxyParts, asked: Asked) -> str | None:
     """The outcome of the hop; None: no prefiller was usable."""
     sent = bodies.dump(bodies.for_prefill(asked.route, asked.body, asked.token_ids))
     tried: list[str] = []
@@ -98,7 +98,7 @@ async def _hop(parts: Parts, asked: Asked) -> str | None:
     return "failed"
 
 
-async def _attempt(parts: Parts, asked: Asked, turn: Turn, sent: bytes) -> Answer | None:
+async def _attempt(parts: ProxyParts, asked: Asked, turn: Turn, sent: bytes) -> EngineAnswer | None:
     """The prefiller's answer; None: it failed, and another one may succeed."""
     address = turn.instance.address
     try:

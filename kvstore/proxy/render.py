@@ -6,7 +6,7 @@ import logging
 from typing import Final
 
 from kvstore.proxy import bodies, health
-from kvstore.proxy.asked import Asked, Parts
+from kvstore.proxy.asked import Asked, ProxyParts
 from kvstore.proxy.engine import EngineError
 from kvstore.proxy.instances import ROLES, Instance
 from kvstore.proxy.metrics import clock_ms
@@ -26,7 +26,7 @@ CANNOT_REST_MS: Final = 60_000
 """After this time an engine that cannot render is asked again: a newer one may have replaced it."""
 
 
-async def render(parts: Parts, asked: Asked) -> bool:
+async def render(parts: ProxyParts, asked: Asked) -> bool:
     """Sets ``asked.token_ids`` if the request has exactly one prompt, of text alone.
 
     Returns:
@@ -75,7 +75,7 @@ async def render(parts: Parts, asked: Asked) -> bool:
     return is_wrong
 
 
-def _renderer(parts: Parts) -> Instance | None:
+def _renderer(parts: ProxyParts) -> Instance | None:
     """The least busy engine of any role: an engine tokenizes on its CPU, not on its device."""
     now_ms = clock_ms()
     able = [

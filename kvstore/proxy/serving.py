@@ -16,12 +16,12 @@ from kvstore.proxy.affinity import fingerprints
 from kvstore.proxy.asked import (
     REQUEST_ID,
     Asked,
-    Parts,
+    ProxyParts,
     error_response,
     headers_for_engines,
     request_id_of,
 )
-from kvstore.proxy.bodies import Route
+from kvstore.proxy.bodies import EngineRoute
 from kvstore.proxy.decode import decode, no_decoder
 from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.prefill import prefill
@@ -31,7 +31,7 @@ from kvstore.web.server.doors import CLIENT_LEFT, RETRY_AFTER_S, CrowdedOutError
 log = logging.getLogger("kvstore.proxy")
 
 
-async def serve(parts: Parts, route: Route, request: web.Request) -> web.StreamResponse:
+async def serve(parts: ProxyParts, route: EngineRoute, request: web.Request) -> web.StreamResponse:
     """The handler of both routes: bounds, counts and logs requests; ``_answer`` does the work.
 
     A request counts as in flight once its body has arrived: a missing body takes no slot.
@@ -68,7 +68,7 @@ class _NotTakenError(Exception):
 
 
 async def _take(
-    parts: Parts, route: Route, request: web.Request, request_id: str, arrived_ms: int
+    parts: ProxyParts, route: EngineRoute, request: web.Request, request_id: str, arrived_ms: int
 ) -> Asked:
     """Reads the request with its body. Raises _NotTakenError."""
 
@@ -103,7 +103,7 @@ async def _take(
     return Asked(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
 
 
-async def _answer(parts: Parts, asked: Asked, request: web.Request) -> web.StreamResponse:
+async def _answer(parts: ProxyParts, asked: Asked, request: web.Request) -> web.StreamResponse:
     now_ms = clock_ms()
     if not parts.instances.usable("decode", now_ms):
         able = parts.instances.last_resort("decode", now_ms)
@@ -119,7 +119,9 @@ async def _answer(parts: Parts, asked: Asked, request: web.Request) -> web.Strea
     return await decode(parts, asked, request)
 
 
-def _log(route: Route, request_id: str, asked: Asked | None, status: int, total_ms: int) -> None:
+def _log(
+    route: EngineRoute, request_id: str, asked: Asked | None, status: int, total_ms: int
+) -> None:
     if asked is None:
         log.info(
             "request id=%s route=%s status=%d total_ms=%d",

@@ -90,7 +90,7 @@ class DeviceRanges:
                     check()
                     half, queued = halves[number % 2], events[number % 2]
                     self._settle(queued, deadline)
-                    batch = _Batch(address_of(half))
+                    batch = _CopyBatch(address_of(half))
                     for at, (row, start, size) in _laid_out(pieces):
                         move = moves[row]
                         piece = move.buffer[start : start + size]
@@ -131,7 +131,7 @@ class DeviceRanges:
     def _begin(
         self, ranges: Sequence[tuple[int, int]], pieces: list[_Piece], half: memoryview
     ) -> _Window:
-        batch = _Batch(address_of(half))
+        batch = _CopyBatch(address_of(half))
         for at, (row, start, size) in _laid_out(pieces):
             batch.add(self.base + ranges[row][0] + start, at, size)
         copies = batch.taken()
@@ -144,7 +144,7 @@ class DeviceRanges:
         for at, (row, start, size) in _laid_out(window.pieces):
             take(row, start, window.half[at : at + size])
 
-    def _send(self, batch: _Batch) -> list[Event]:
+    def _send(self, batch: _CopyBatch) -> list[Event]:
         copies = batch.taken()
         return [] if copies is None else [self.device.copy(Way.LOAD, copies)]
 
@@ -161,7 +161,7 @@ class DeviceRanges:
             yield slot[:half], slot[half:]
 
 
-class _Batch:
+class _CopyBatch:
     """Copies that may run in any order, because their places on the device are disjoint."""
 
     def __init__(self, base: int) -> None:

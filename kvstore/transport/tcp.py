@@ -37,7 +37,7 @@ RowT = TypeVar("RowT", ReadRow, WriteRow)
 _PoolKey = tuple[str, bytes, int]
 
 
-class _Pool:
+class _Connections:
     """Connections to one mount of one segment; guarded by the transport's lock."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class TcpTransport(Transport):
         self._client_number = client_number
         self._connections_max = connections_max
         self._stall_s = stall_s
-        self._pools: dict[_PoolKey, _Pool] = {}
+        self._pools: dict[_PoolKey, _Connections] = {}
         self._lock = threading.Lock()
         self._given_back = Bell()
         self._closed = False
@@ -171,7 +171,7 @@ class TcpTransport(Transport):
 
     def _take(
         self, key: _PoolKey, segment: SegmentInfo, deadline: float, stop: Stop | None
-    ) -> tuple[_Pool, ClientConnection]:
+    ) -> tuple[_Connections, ClientConnection]:
         with nullcontext() if stop is None else stop.wakes(self._given_back.ring):
             while True:
                 if self._closed:
@@ -182,7 +182,7 @@ class TcpTransport(Transport):
                     pool = self._pools.get(key)
                     is_new = pool is None
                     if pool is None:
-                        pool = self._pools[key] = _Pool()
+                        pool = self._pools[key] = _Connections()
                     connection = self._connection(pool, segment)
                     heard = self._given_back.listen() if connection is None else None
                 if connection is not None:
@@ -195,7 +195,7 @@ class TcpTransport(Transport):
                 if heard is not None:
                     self._given_back.wait(heard, min(remaining, LOOK_AGAIN_S))
 
-    def _connection(self, pool: _Pool, segment: SegmentInfo) -> ClientConnection | None:
+    def _connection(self, pool: _Connections, segment: SegmentInfo) -> ClientConnection | None:
         """One that is free, or a new one if there may be more of them. The caller holds the
         lock."""
         pool.lent.prune()
@@ -209,7 +209,7 @@ class TcpTransport(Transport):
         return connection
 
     def _give_back(
-        self, key: _PoolKey, pool: _Pool, connection: ClientConnection, *, is_usable: bool
+        self, key: _PoolKey, pool: _Connections, connection: ClientConnection, *, is_usable: bool
     ) -> None:
         with self._lock:
             pool.lent.discard(connection)

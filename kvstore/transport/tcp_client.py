@@ -24,7 +24,7 @@ from kvstore.native.kinds import ANSWERED, ENDED, REFUSED, TIMED_OUT, UNASKED, R
 from kvstore.network import names
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import EndedError, StalledError, Stream
-from kvstore.network.tcp_protocol import Hello, Op, RefusedError, Status
+from kvstore.network.tcp_protocol import Hello, Op, RefusedTransferError, TransferStatus
 from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.pieces import deadline_exceeded, feed, segment_gone, windows
 from kvstore.wire.spinning import SpinGauge
@@ -58,7 +58,7 @@ wake-up of the other end. (Medians over loopback, with hashing.)"""
 SPIN_S: Final = 200e-6
 """How long an answer is polled for before sleeping, where that has paid lately (ADR 2)."""
 
-_STATUSES: Final = frozenset(Status)
+_STATUSES: Final = frozenset(TransferStatus)
 _Exchanged = tuple[int, int, int, list[bytes | int] | None]
 """As ``Steps.tcp_read`` and ``Steps.tcp_write`` return."""
 
@@ -125,7 +125,7 @@ class ClientConnection:
         self.close()
         try:
             self._connect(deadline)
-        except (OSError, RefusedError) as error:
+        except (OSError, RefusedTransferError) as error:
             raise self._explained(error, deadline) from error
 
     @property
@@ -190,13 +190,13 @@ class ClientConnection:
                     self._gauge.hit() if number else self._gauge.missed()
                 return outcomes
             if status == REFUSED:
-                raise RefusedError(Status(number) if number in _STATUSES else None)
+                raise RefusedTransferError(TransferStatus(number) if number in _STATUSES else None)
             if status == TIMED_OUT:
                 raise StalledError(0)
             if status == ENDED:
                 raise EndedError(0)
             raise OSError(number, os.strerror(number))
-        except (OSError, RefusedError) as error:
+        except (OSError, RefusedTransferError) as error:
             raise self._explained(error, deadline) from error
 
     def interrupt(self) -> None:
@@ -247,19 +247,19 @@ class ClientConnection:
         slow.receive_status(stream, deadline)
         return stream
 
-    def _explained(self, error: OSError | RefusedError, deadline: float) -> KVStoreError:
+    def _explained(self, error: OSError | RefusedTransferError, deadline: float) -> KVStoreError:
         explained = self._explain(error, deadline)
         if not explained.fields["settled"]:
             explained.fields["connection"] = self._number
         return explained
 
-    def _explain(self, error: OSError | RefusedError, deadline: float) -> KVStoreError:
+    def _explain(self, error: OSError | RefusedTransferError, deadline: float) -> KVStoreError:
         segment = self._segment
         settled = int(self._is_settled)
         where = f"node {segment.node} ({segment.address})"
         if isinstance(error, TimeoutError) and uptime() >= deadline - LATE_S:
             return deadline_exceeded(segment, settled=settled)
-        if not isinstance(error, RefusedError):
+        if not isinstance(error, RefusedTransferError):
             silent = isinstance(error, TimeoutError)
             advice = _NOT_ACCEPTED if self._stream is None else _NOT_MOVING
             return NodeUnreachableError(
@@ -268,19 +268,19 @@ class ClientConnection:
                 silent_ms=round(self._stall_s * 1000) if silent else 0,
             )  # fmt: skip
         match error.status:
-            case Status.BUSY:
+            case TransferStatus.BUSY:
                 return BusyError(
                     f"{where} has reached its limit of connections", node=segment.node, settled=1
                 )
-            case Status.DENIED:
+            case TransferStatus.DENIED:
                 return PermissionDeniedError(
                     f"{where} does not accept this client's token",
                     node=segment.node,
                     settled=settled,
                 )
-            case Status.GONE:
+            case TransferStatus.GONE:
                 return segment_gone(segment, settled=settled)
-            case Status.INVALID_RANGE:
+            case TransferStatus.INVALID_RANGE:
                 return InvalidRangeError(
                     f"{where} refused a range outside its segment", settled=settled
                 )

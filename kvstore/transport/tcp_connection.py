@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from kvstore.clocks import uptime
-from kvstore.memory.segment import Ranges
+from kvstore.memory.segment import RangeAccess
 from kvstore.native import steps
 from kvstore.native.kinds import REFUSED, TIMED_OUT
 from kvstore.native.slow import serve_ranges
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import StalledError, Stream
-from kvstore.network.tcp_protocol import RefusedError, Status
+from kvstore.network.tcp_protocol import RefusedTransferError, TransferStatus
 
 _READ_BYTES: Final = 256 << 10
 _LINGER_BYTES: Final = 64 << 20
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServedSegment(Protocol):
-    """What a data server needs of a segment; ``kvstore.memory.segment.Segment`` has it."""
+    """What a data server needs of a segment; ``kvstore.memory.segment.NodeSegment`` has it."""
 
     @property
     def uuid(self) -> bytes: ...
@@ -49,7 +49,7 @@ class ServedSegment(Protocol):
     @property
     def generation(self) -> int: ...
     @property
-    def ranges(self) -> Ranges | None:
+    def ranges(self) -> RangeAccess | None:
         """Has the bytes, if they are not in ``memory``."""
         ...
 
@@ -153,18 +153,18 @@ class Connection:
     def _serve(self) -> None:
         try:
             segment, generation = self._greet()
-        except (RefusedError, OSError) as error:
+        except (RefusedTransferError, OSError) as error:
             self._context.count(refused_hellos=1)
-            if isinstance(error, RefusedError):
+            if isinstance(error, RefusedTransferError):
                 self._refuse("hello", error)
             return
         self.is_greeted = True
-        self._reply(Status.OK)
+        self._reply(TransferStatus.OK)
         try:
             self._serve_requests(segment, generation)
         except StalledError:
             self._context.count(stalls=1)
-        except RefusedError as refused:
+        except RefusedTransferError as refused:
             self._context.count(bad_requests=1)
             self._refuse("request", refused)
             self._linger()
@@ -187,32 +187,32 @@ class Connection:
         if how == TIMED_OUT:
             raise StalledError(0)
         if how == REFUSED:
-            raise RefusedError(Status(number))
+            raise RefusedTransferError(TransferStatus(number))
 
     def _greet(self) -> tuple[ServedSegment, int]:
         raw = bytearray(protocol.HELLO_BYTES)
         self._stream.receive([memoryview(raw)], self._soon())
         hello = protocol.unpack_hello(raw)
         if hello is None:
-            raise RefusedError(Status.BAD_REQUEST)
+            raise RefusedTransferError(TransferStatus.BAD_REQUEST)
         segment = self._context.segments.get(hello.uuid)
         if segment is None:
-            raise RefusedError(Status.GONE)
+            raise RefusedTransferError(TransferStatus.GONE)
         if not hmac.compare_digest(hello.token, segment.token):
-            raise RefusedError(Status.DENIED)
+            raise RefusedTransferError(TransferStatus.DENIED)
         if hello.generation != segment.generation:
-            raise RefusedError(Status.GONE)
+            raise RefusedTransferError(TransferStatus.GONE)
         self.client, self.number = hello.client, hello.connection
         return segment, hello.generation
 
-    def _reply(self, status: Status) -> None:
+    def _reply(self, status: TransferStatus) -> None:
         self._stream.send([protocol.pack_status(status)], self._soon())
 
-    def _refuse(self, what: str, refused: RefusedError) -> None:
+    def _refuse(self, what: str, refused: RefusedTransferError) -> None:
         status = refused.status
         assert status is not None
         # After a takeover, connections of an older mount are normal; other refusals are not.
-        level = logging.DEBUG if status is Status.GONE else logging.WARNING
+        level = logging.DEBUG if status is TransferStatus.GONE else logging.WARNING
         _log.log(
             level,
             "event=data_refused what=%s status=%s peer=%s",

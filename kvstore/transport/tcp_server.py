@@ -19,7 +19,7 @@ from kvstore.errors import AddressInUseError, InternalError, StartupError
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
 from kvstore.network.stream import Stream
-from kvstore.network.tcp_protocol import Status, pack_status
+from kvstore.network.tcp_protocol import TransferStatus, pack_status
 from kvstore.transport.tcp_connection import (
     Connection,
     DataServerCounters,
@@ -207,7 +207,7 @@ class DataServer:
         cannot use up all connections."""
         with contextlib.suppress(OSError):
             # Fits the send buffer of a new connection, so this does not wait.
-            stream.send([pack_status(Status.BUSY)], uptime() + 0.1)
+            stream.send([pack_status(TransferStatus.BUSY)], uptime() + 0.1)
         stream.close()
         with self._changing:
             stranger = next((c for c in self._connections if not c.is_greeted), None)

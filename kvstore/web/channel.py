@@ -103,7 +103,7 @@ Event = tuple[str, bytes, bytes, int, int]
 GONE_SIZE: Final = -1
 
 
-class Survey(Protocol):
+class SurveySource(Protocol):
     @property
     def done(self) -> bool: ...
 
@@ -121,7 +121,7 @@ class Source(Protocol):
 
     def take_events(self, count: int) -> list[Event]: ...
 
-    def survey(self, namespace: str) -> Survey: ...
+    def survey(self, namespace: str) -> SurveySource: ...
 
 
 class MasterEnd:
@@ -145,7 +145,7 @@ class MasterEnd:
         self._missed = False
         """Whether events were dropped, and the child was not told so."""
         self._received = b""
-        self._surveys: dict[int, Survey] = {}
+        self._surveys: dict[int, SurveySource] = {}
         self._requests: deque[tuple[int, str]] = deque()
 
     def counters(self) -> dict[str, int]:
@@ -407,7 +407,7 @@ class Frame:
     payload: bytes
 
 
-class Page(NamedTuple):
+class SurveyPage(NamedTuple):
     before: int
     """These are visible after so many events."""
     rows: list[Event]
@@ -492,7 +492,7 @@ class ChildEnd:
             if self._writer is not None and 0 < survey.epoch == self._epoch:
                 self._writer.write(_REQUEST.pack(END_SURVEY, survey.number, 0))
 
-    async def page(self, survey: Surveying, namespace: str) -> Page:
+    async def page(self, survey: Surveying, namespace: str) -> SurveyPage:
         """The next page. One caller per survey.
 
         Raises:
@@ -508,7 +508,7 @@ class ChildEnd:
         except TimeoutError:
             raise UnavailableError("the master does not answer") from None
         rows = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
-        return Page(frame.before, rows, frame.kind == LAST_PAGE)
+        return SurveyPage(frame.before, rows, frame.kind == LAST_PAGE)
 
     async def _reply(self, kind: int, number: int, said: str, turns: asyncio.Semaphore) -> Frame:
         """Called with one of these turns."""

@@ -13,14 +13,14 @@ from kvstore.process import background
 from kvstore.process.background import start_task
 from kvstore.process.children import ParentLink
 from kvstore.web.api.chains import Prefixes
-from kvstore.web.api.drains import Nodes
-from kvstore.web.api.objects import Objects
+from kvstore.web.api.drains import NodesAPI
+from kvstore.web.api.objects import ObjectsAPI
 from kvstore.web.api.questions import Api
 from kvstore.web.channel import ChildEnd
-from kvstore.web.dashboard.master import Master
+from kvstore.web.dashboard.master import ParentMaster
 from kvstore.web.dashboard.paths import Dashboard
 from kvstore.web.events.journal import Journal
-from kvstore.web.events.paths import Events, not_asked_for
+from kvstore.web.events.paths import EventsAPI, not_asked_for
 from kvstore.web.server.access import NOT_SECURED, Access, Hosts, Secured
 from kvstore.web.server.endpoints import Document, endpoints_of
 from kvstore.web.server.serving import Answers, Route, serving
@@ -65,13 +65,13 @@ async def serve(served: Served) -> None:
     journal = Journal()
     channel = ChildEnd(served.channel, journal.took)
     reading = start_task("channel", channel.run())
-    master = Master(served.master, cluster=served.cluster, pid=served.pid, channel=channel)
+    master = ParentMaster(served.master, cluster=served.cluster, pid=served.pid, channel=channel)
     answers = Answers(master.readiness, master.metrics)
-    events = Events(journal, channel, master.readiness) if served.has_events else None
+    events = EventsAPI(journal, channel, master.readiness) if served.has_events else None
     secured = served.secured
     port = served.listener.getsockname()[1]
     dashboard = Dashboard(master, port=port, scheme=secured.scheme)
-    nodes = Nodes(master.client, master.nodes, master.connect)
+    nodes = NodesAPI(master.client, master.nodes, master.connect)
     publisher: Publisher | None = None
     try:
         if events is not None and served.events_at:
@@ -93,12 +93,16 @@ async def serve(served: Served) -> None:
 
 
 def _routes(
-    access: Access, master: Master, dashboard: Dashboard, events: Events | None, nodes: Nodes
+    access: Access,
+    master: ParentMaster,
+    dashboard: Dashboard,
+    events: EventsAPI | None,
+    nodes: NodesAPI,
 ) -> list[Route]:
     """All but health and metrics."""
     client, nodes_of = master.client, master.nodes_of
     endpoints = endpoints_of(events) if events else not_asked_for()
-    owners = (Api(client, nodes_of), Prefixes(client, nodes_of), Objects(client))
+    owners = (Api(client, nodes_of), Prefixes(client, nodes_of), ObjectsAPI(client))
     for owner in (dashboard, *owners, nodes):
         endpoints += endpoints_of(owner)
     endpoints += endpoints_of(Document(endpoints))
@@ -109,7 +113,7 @@ def _routes(
     return routes
 
 
-def _publisher(served: Served, events: Events, master: Master) -> Publisher:
+def _publisher(served: Served, events: EventsAPI, master: ParentMaster) -> Publisher:
     from kvstore.web.events.publisher import (
         Publisher,  # needs packages that are installed if asked for
     )

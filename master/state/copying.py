@@ -16,10 +16,10 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Later, Notice
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.jobs import SCAN
-from kvstore.master.state.liveness import Node
+from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.pool import Shortage, Victims
 from kvstore.master.state.puts import PendingPut
-from kvstore.master.state.records import NEVER_MS, Extent, ObjectRecord, Segment
+from kvstore.master.state.records import NEVER_MS, Extent, MountedSegment, ObjectRecord
 from kvstore.master.state.repairing import SPARE_SHIFT, Repairs
 
 REPAIR_STEPS = 512
@@ -45,7 +45,7 @@ class Copying:
         self._pool = common.pool
         self._granting = granting
         self._repairs = repairs
-        self._targets: tuple[int, list[Segment]] = NEVER_MS, []
+        self._targets: tuple[int, list[MountedSegment]] = NEVER_MS, []
         """When segments with room for copies were last searched, and the found ones, the emptiest
         first."""
         self._told_short = 0
@@ -69,7 +69,7 @@ class Copying:
     # --- draining -----------------------------------------------------------------------------
 
     def _start_draining(
-        self, now_ms: int, node: Node, request: calls.StartMoves
+        self, now_ms: int, node: JoinedNode, request: calls.StartMoves
     ) -> calls.MovesStarted | Later:
         common = self._common
         segments = set(common.membership.segments[node.name])
@@ -78,7 +78,7 @@ class Copying:
         )
         common.changing = True
         puts: list[PendingPut] = []
-        goes_to: dict[ObjectRecord, Segment] = {}
+        goes_to: dict[ObjectRecord, MountedSegment] = {}
         left = left_bytes = waits = 0
         alive = common.membership.alive_segments(now_ms)
         room_comes = not all(segment.usable(now_ms) for segment in alive)  # after a restart
@@ -121,7 +121,7 @@ class Copying:
         self,
         now_ms: int,
         record: ObjectRecord,
-        goes_to: dict[ObjectRecord, Segment],
+        goes_to: dict[ObjectRecord, MountedSegment],
         request: calls.StartMoves,
     ) -> list[Extent] | Shortage:
         """Extents to move the object to, beside its parent if possible. Evicts only objects that
@@ -186,7 +186,7 @@ class Copying:
             has = repairing.wanted(record) - lacks
             self._repairs.note(record, hopeful=has < self._nodes_for_copies(now_ms))
 
-    def has_work_for(self, node: Node, now_ms: int) -> bool:
+    def has_work_for(self, node: JoinedNode, now_ms: int) -> bool:
         """Whether the node should ask for objects to copy."""
         return (
             self._repairs.waits(node.name)
@@ -220,7 +220,7 @@ class Copying:
             self._told_short, self._told_repaired = short, repaired
             common.effect(Notice("replicas_missing", {"objects": short, "repaired": done}))
 
-    def _room_for_copies(self, now_ms: int) -> list[Segment]:
+    def _room_for_copies(self, now_ms: int) -> list[MountedSegment]:
         """Segments that can take copies, the emptiest first. None while puts wait for room, or
         while a node is suspect: it may be back in a moment with the missing replicas."""
         found_ms, found = self._targets
@@ -249,7 +249,7 @@ class Copying:
     # --- repairing: what ----------------------------------------------------------------------
 
     def _start_repairs(
-        self, now_ms: int, node: Node, request: calls.StartMoves
+        self, now_ms: int, node: JoinedNode, request: calls.StartMoves
     ) -> calls.MovesStarted | Later:
         """Starts copies for repair, none if the bounds are reached."""
         repairs = self._repairs
@@ -311,9 +311,9 @@ class Copying:
     def _copy_once_more(
         self,
         now_ms: int,
-        node: Node,
+        node: JoinedNode,
         record: ObjectRecord,
-        roomy: dict[Segment, None],
+        roomy: dict[MountedSegment, None],
         client_number: int,
     ) -> PendingPut | None:
         """A grant for one more replica of the object, if this node can copy it now."""
@@ -375,13 +375,13 @@ class Copying:
         return True
 
 
-def not_draining(node: Node) -> InvalidArgumentError:
+def not_draining(node: JoinedNode) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"node {node.name} is not being drained", advice=f"kvstore drain {node.name}"
     )
 
 
-def _extent_on(node: Node, record: ObjectRecord) -> Extent | None:
+def _extent_on(node: JoinedNode, record: ObjectRecord) -> Extent | None:
     for extent in record.extents():
         if extent[0].alive and extent[0].node is node:
             return extent

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from kvstore.master.state.forest import Forest
-from kvstore.master.state.records import ObjectRecord, Segment, shards_from
+from kvstore.master.state.records import MountedSegment, ObjectRecord, shards_from
 
 STEPS_MAX = 20_000
 """Records that one call looks at: about 4 ms. The ancestors of its last leaf may be more."""
@@ -27,7 +27,7 @@ _POSITION_BITS = 32
 _SECOND_LOOK = 1 << 63
 
 
-class Page(NamedTuple):
+class DrainPage(NamedTuple):
     """Some of the objects on the segments of a node."""
 
     records: dict[ObjectRecord, bool]
@@ -40,8 +40,8 @@ class Page(NamedTuple):
 
 
 def page(
-    forest: Forest, segments: Collection[Segment], cursor: int, limit: int, bytes_max: int
-) -> Page:
+    forest: Forest, segments: Collection[MountedSegment], cursor: int, limit: int, bytes_max: int
+) -> DrainPage:
     """Objects on ``segments``, from where the last page ended (0: from the beginning). This pass
     may miss objects that come or go meanwhile; the next pass does not.
 
@@ -57,7 +57,7 @@ def page(
         for record in islice(shard.values(), position, None):
             here = look | index << _POSITION_BITS | position
             if forest.steps >= steps_max:
-                return Page(chosen, skipped, here)
+                return DrainPage(chosen, skipped, here)
             forest.steps += 1
             position += 1
             if bool(record.children) != bool(look) or not _lies_on(segments, record):
@@ -72,15 +72,15 @@ def page(
                     size += each.size
                     full = len(chosen) >= limit or size > bytes_max
                     if chosen and (full or count != replicas):
-                        return Page(chosen, skipped, here)
+                        return DrainPage(chosen, skipped, here)
                     replicas = count
                     chosen[each] = False
             chosen[record] = True
         position = 0
-    return Page(chosen, skipped, 0 if look else _SECOND_LOOK)
+    return DrainPage(chosen, skipped, 0 if look else _SECOND_LOOK)
 
 
-def _inherit(forest: Forest, segments: Collection[Segment], record: ObjectRecord) -> None:
+def _inherit(forest: Forest, segments: Collection[MountedSegment], record: ObjectRecord) -> None:
     """Passes the record's last use on to its ancestors, which a match does not update."""
     above = record.parent
     for _ in range(LINE_MAX):
@@ -93,7 +93,7 @@ def _inherit(forest: Forest, segments: Collection[Segment], record: ObjectRecord
         above = above.parent
 
 
-def _line(segments: Collection[Segment], record: ObjectRecord) -> list[ObjectRecord]:
+def _line(segments: Collection[MountedSegment], record: ObjectRecord) -> list[ObjectRecord]:
     """The record and its ancestors as far as they are on ``segments``, root first, so that each can
     follow its parent to one segment."""
     line = [record]
@@ -106,7 +106,7 @@ def _line(segments: Collection[Segment], record: ObjectRecord) -> list[ObjectRec
     return line[::-1]
 
 
-def _lies_on(segments: Collection[Segment], record: ObjectRecord) -> bool:
+def _lies_on(segments: Collection[MountedSegment], record: ObjectRecord) -> bool:
     if not record.complete:
         return False
     if not record.more:

@@ -34,7 +34,7 @@ RING_STEPS = 150_000
 131,000."""
 
 
-class Match(NamedTuple):
+class ChainMatch(NamedTuple):
     matched: int
     """Leading keys that are reachable."""
     holding: list[ObjectRecord]
@@ -43,7 +43,7 @@ class Match(NamedTuple):
     """All matched records, if requested."""
 
 
-NO_MATCH = Match(0, [], [])
+NO_MATCH = ChainMatch(0, [], [])
 
 
 class _Walk:
@@ -171,7 +171,9 @@ class Forest:
                 seen.checked = detached
         return not walked
 
-    def match(self, table: NamespaceTable, keys: Sequence[Key], *, records: bool = False) -> Match:
+    def match(
+        self, table: NamespaceTable, keys: Sequence[Key], *, records: bool = False
+    ) -> ChainMatch:
         """How many leading ``keys`` are reachable, and what holds them.
 
         Galloping, then bisecting: O(log n) probes for the blocks of one chain, of which the
@@ -202,9 +204,9 @@ class Forest:
             else:
                 bad = probe
         if not (records or table.bent):
-            return Match(good + 1, [tip], [])
+            return ChainMatch(good + 1, [tip], [])
         path = self._path(tip, list(islice(keys, good + 1)))
-        return Match(good + 1, [tip], path) if path else self._scan(table, keys)
+        return ChainMatch(good + 1, [tip], path) if path else self._scan(table, keys)
 
     def _found(self, record: ObjectRecord) -> bool:
         reached = self.reach(record)
@@ -224,7 +226,7 @@ class Forest:
         path.reverse()
         return path
 
-    def _scan(self, table: NamespaceTable, keys: Sequence[Key]) -> Match:
+    def _scan(self, table: NamespaceTable, keys: Sequence[Key]) -> ChainMatch:
         """Matches key by key. Corrects the depths of chains whose blocks arrived out of order."""
         holding: list[ObjectRecord] = []
         records: list[ObjectRecord] = []
@@ -238,7 +240,7 @@ class Forest:
                 holding[-1] = record
             else:
                 holding.append(record)
-        return Match(len(records), holding, records)
+        return ChainMatch(len(records), holding, records)
 
     def records(self) -> Iterator[ObjectRecord]:
         for table in self.namespaces.values():

@@ -16,7 +16,7 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Notice
 from kvstore.master.state.pool import Shortage, Victims
 from kvstore.master.state.puts import PendingPut
-from kvstore.master.state.records import Extent, Name, ObjectRecord, Segment
+from kvstore.master.state.records import Extent, MountedSegment, Name, ObjectRecord
 from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.sweeping import Sweeping
 from kvstore.memory.header import extent_bytes
@@ -44,7 +44,7 @@ class Granting:
         sizes: list[int],
         replicas: int,
         *,
-        near: Segment | None = None,
+        near: MountedSegment | None = None,
         host: str = "",
         victims: Victims | None = None,
         avoid: Sequence[bytes] = (),

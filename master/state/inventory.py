@@ -19,7 +19,7 @@ from typing import NamedTuple
 from kvstore.calls import NO_VERSION, NodeClaims, Version
 from kvstore.errors import ProtocolError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, Key
-from kvstore.master.state.records import Name, Segment
+from kvstore.master.state.records import MountedSegment, Name
 from kvstore.memory.header import EXTENT_ALIGN, extent_bytes
 
 GAPS_PER_STEP = 500
@@ -49,7 +49,7 @@ class Claim(NamedTuple):
 class Inventory:
     """The inventory of one segment, from its mounting until its last claim has been processed."""
 
-    def __init__(self, segment: Segment, joined_ms: int, absent_since: int) -> None:
+    def __init__(self, segment: MountedSegment, joined_ms: int, absent_since: int) -> None:
         """``absent_since``: as ``Tombstones.forbids``."""
         self.segment = segment
         self.absent_since = absent_since

@@ -33,7 +33,7 @@ NOTED_MS = 10_000
 
 
 @dataclass(slots=True)
-class Report:
+class HostReports:
     """The reports of one host about one node."""
 
     at_ms: int
@@ -44,7 +44,7 @@ class Report:
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class JoinedNode:
     """A node that has joined and is not dead. Times are the master's own monotonic clock."""
 
     name: str
@@ -54,7 +54,7 @@ class Node:
     heard_ms: int
     reported_ms: int | None = None
     """When hosts last agreed that reads or writes fail; cleared by time only."""
-    reports: dict[str, Report] = field(default_factory=dict)
+    reports: dict[str, HostReports] = field(default_factory=dict)
     """By host; the latest report is the last entry."""
     users: dict[str, int] = field(default_factory=dict)
     """Hosts whose clients last got grants on the node, and when."""
@@ -80,7 +80,7 @@ class LivenessRules:
     """Silence after which it is dead."""
 
 
-def used(node: Node, host: str, now_ms: int) -> None:
+def used(node: JoinedNode, host: str, now_ms: int) -> None:
     """Called when a client on ``host`` got a grant on the node."""
     users = node.users
     if host not in users and len(users) >= HOSTS_MAX:
@@ -88,7 +88,7 @@ def used(node: Node, host: str, now_ms: int) -> None:
     users[host] = now_ms
 
 
-def reported(node: Node, host: str, now_ms: int) -> int | None:
+def reported(node: JoinedNode, host: str, now_ms: int) -> int | None:
     """Called when a client on ``host`` cannot read or write on the node. Returns how many reports
     of that host were not logged since the last logged one; None: do not log this one either."""
     reports = node.reports
@@ -96,7 +96,7 @@ def reported(node: Node, host: str, now_ms: int) -> int | None:
     if report is None:
         if len(reports) >= HOSTS_MAX:
             del reports[next(iter(reports))]
-        report = Report(now_ms, now_ms - NOTED_MS)
+        report = HostReports(now_ms, now_ms - NOTED_MS)
     reports[host] = report
     report.at_ms = now_ms
     if node.session is None or _agree(node, now_ms):
@@ -108,20 +108,20 @@ def reported(node: Node, host: str, now_ms: int) -> int | None:
     return unnoted
 
 
-def stream_broken(node: Node) -> None:
+def stream_broken(node: JoinedNode) -> None:
     """Called when the node's stream broke: from now on the report of a single host counts."""
     for report in node.reports.values():
         node.reported_ms = max(node.reported_ms or report.at_ms, report.at_ms)
 
 
-def _agree(node: Node, now_ms: int) -> bool:
+def _agree(node: JoinedNode, now_ms: int) -> bool:
     since_ms = now_ms - AGREEING_MS
     reporters = {host for host, report in node.reports.items() if report.at_ms >= since_ms}
     users = {host for host, used_ms in node.users.items() if used_ms >= since_ms}
     return len(reporters) >= AGREEING_MIN and 2 * len(reporters) > len(reporters | users)
 
 
-def state_of(node: Node, now_ms: int, rules: LivenessRules) -> str:
+def state_of(node: JoinedNode, now_ms: int, rules: LivenessRules) -> str:
     silent_ms = now_ms - node.heard_ms
     if silent_ms > rules.dead_ms:
         return DEAD
@@ -133,13 +133,13 @@ def state_of(node: Node, now_ms: int, rules: LivenessRules) -> str:
     return ALIVE
 
 
-def next_change_ms(node: Node, now_ms: int, rules: LivenessRules) -> int:
+def next_change_ms(node: JoinedNode, now_ms: int, rules: LivenessRules) -> int:
     """When the node counts as dead if the master hears no more of it."""
     if state_of(node, now_ms, rules) == DEAD:
         return now_ms
     return node.heard_ms + rules.dead_ms + 1
 
 
-def trusted_again_ms(node: Node, rules: LivenessRules) -> int:
+def trusted_again_ms(node: JoinedNode, rules: LivenessRules) -> int:
     """When reports of failures no longer make the node suspect; 0: there are none."""
     return 0 if node.reported_ms is None else node.reported_ms + rules.suspect_ms + 1

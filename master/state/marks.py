@@ -11,7 +11,7 @@ from kvstore import calls
 from kvstore.calls import Version
 from kvstore.errors import UnavailableError
 from kvstore.master.state.common import Common
-from kvstore.master.state.records import Segment
+from kvstore.master.state.records import MountedSegment
 
 
 def unrecorded() -> UnavailableError:
@@ -38,7 +38,7 @@ class Marks:
         self._in_doubt = True
         """Whether some memory may have gone away, or stayed away, since the last mark was made."""
 
-    def segment_died(self, segment: Segment) -> None:
+    def segment_died(self, segment: MountedSegment) -> None:
         """Called when the segment is unmounted. Removals that wait for it are acknowledged without
         it, so from now on they also wait for a mark on the memory that is left. If no memory is
         left, they fail."""
@@ -66,13 +66,13 @@ class Marks:
             if segment.whole:
                 common.effects += common.reclaim.keep_mark(segment, self._newest)
 
-    def bring_up_to_date(self, segment: Segment) -> None:
+    def bring_up_to_date(self, segment: MountedSegment) -> None:
         """Called when the segment holds nothing that has been removed: orders the newest mark."""
         self._outdated.discard(segment.offer.uuid)
         if segment.offer.mark < self._newest:
             self._common.effects += self._common.reclaim.keep_mark(segment, self._newest)
 
-    def is_outdated(self, segment: Segment) -> bool:
+    def is_outdated(self, segment: MountedSegment) -> bool:
         """Whether the segment was away during a removal that this master does not know of."""
         return segment.offer.uuid in self._outdated or segment.offer.mark < self._found
 

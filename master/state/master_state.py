@@ -48,13 +48,13 @@ from kvstore.master.state.keeping import Keeping
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.nodes import Nodes
 from kvstore.master.state.putting import Putting
-from kvstore.master.state.records import EvictionPolicy, Segment
+from kvstore.master.state.records import EvictionPolicy, MountedSegment
 from kvstore.master.state.removing import Removing
 from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.returning import Returning
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.sweeping import Sweeping
-from kvstore.master.state.views.chains import Chains
+from kvstore.master.state.views.chains import ChainView
 from kvstore.master.state.views.report import Report
 from kvstore.master.state.waiting import WaitingPuts
 
@@ -116,7 +116,7 @@ class MasterState:
         self.asking = Asking(common, self.granting, self.returning)
         self.nodes = Nodes(common, self.marks, self.returning, self.copying, self.sweeping)
         self.report = Report(common)
-        self.chains = Chains(common)
+        self.chains = ChainView(common)
         self.steps: dict[type, Callable[[int, Any], Any]] = {
             calls.MatchPrefix: self.asking.find,
             calls.Lookup: self.asking.find,
@@ -240,7 +240,7 @@ class MasterState:
         self.reclaim.check_invariants()
         ranges = [*self.pending.ranges(), *self.reclaim.ranges(), *self.returning.gaps()]
         self.pool.check_invariants(ranges)
-        held: Counter[Segment] = Counter()
+        held: Counter[MountedSegment] = Counter()
         for segment, _, length in (*self.pending.ranges(), *self.reclaim.ranges()):
             held[segment] += length
         for segment in self.pool.segments.values():

@@ -23,8 +23,8 @@ from kvstore.errors import (
 from kvstore.limits import agreed_protocol, check_cluster
 from kvstore.master.state import liveness
 from kvstore.master.state.effects import Effect, Hangup, Notice
-from kvstore.master.state.liveness import LivenessRules, Node
-from kvstore.master.state.records import EvictionPolicy, Segment
+from kvstore.master.state.liveness import JoinedNode, LivenessRules
+from kvstore.master.state.records import EvictionPolicy, MountedSegment
 from kvstore.memory.header import SUPERBLOCK_BYTES
 
 NODES_MAX = 4_096
@@ -48,17 +48,17 @@ class Membership:
         new_policy: Callable[[], EvictionPolicy],
         cluster: str = "",
     ) -> None:
-        self.nodes: dict[str, Node] = {}
-        self.segments: dict[str, list[Segment]] = {}
+        self.nodes: dict[str, JoinedNode] = {}
+        self.segments: dict[str, list[MountedSegment]] = {}
         """The segments of each node, by its name."""
         self.dead_nodes = 0
         """Nodes that were declared dead, and did not leave by themselves."""
         self.left_nodes = 0
-        self.lost: list[Segment] = []
-        self.mounted: list[Segment] = []
+        self.lost: list[MountedSegment] = []
+        self.mounted: list[MountedSegment] = []
         self.effects: list[Effect] = []
-        self._by_session: dict[int, Node] = {}
-        self._holders: dict[bytes, Node] = {}
+        self._by_session: dict[int, JoinedNode] = {}
+        self._holders: dict[bytes, JoinedNode] = {}
         """Who has mounted this memory (uuid)."""
         self._epoch = epoch
         self._cluster = cluster
@@ -72,16 +72,16 @@ class Membership:
         """Unmounted memory (uuid), and until when its allocations were promised."""
         self._dismissed: dict[bytes, None] = {}
         """Memory (uuid) of nodes that were told to leave."""
-        self._alive: tuple[int, list[Segment]] | None = None
+        self._alive: tuple[int, list[MountedSegment]] | None = None
         """``alive_segments`` of that time, until something changes."""
 
-    def state_of(self, node: Node, now_ms: int) -> str:
+    def state_of(self, node: JoinedNode, now_ms: int) -> str:
         return liveness.state_of(node, now_ms, self._rules)
 
-    def of(self, session: int) -> Node | None:
+    def of(self, session: int) -> JoinedNode | None:
         return self._by_session.get(session)
 
-    def known(self, name: str) -> Node:
+    def known(self, name: str) -> JoinedNode:
         """Raises InvalidArgumentError."""
         node = self.nodes.get(name)
         if node is None:
@@ -90,7 +90,7 @@ class Membership:
             )
         return node
 
-    def alive_segments(self, now_ms: int) -> list[Segment]:
+    def alive_segments(self, now_ms: int) -> list[MountedSegment]:
         """The segments of nodes that are alive, not suspect and not draining."""
         if self._alive is None or self._alive[0] != now_ms:
             segments = [
@@ -167,7 +167,7 @@ class Membership:
                 advice="Give this node another --name.",
                 node=join.name,
             )
-        node = Node(
+        node = JoinedNode(
             name=join.name,
             host=join.host,
             session=session,
@@ -191,7 +191,7 @@ class Membership:
         self._notice("node_joined", node)
         return self._accepted(node, join, protocol)
 
-    def _resumable(self, join: NodeJoin, known: Node | None, uuids: set[bytes]) -> Node:
+    def _resumable(self, join: NodeJoin, known: JoinedNode | None, uuids: set[bytes]) -> JoinedNode:
         """``known``: the node with that name and exactly these segments, if there is one.
 
         Raises:
@@ -216,7 +216,7 @@ class Membership:
             f"node {join.name} has no stream to resume here", advice="Join anew."
         )
 
-    def _gone_of(self, known: Node | None, uuids: set[bytes]) -> Iterator[tuple[bytes, int]]:
+    def _gone_of(self, known: JoinedNode | None, uuids: set[bytes]) -> Iterator[tuple[bytes, int]]:
         """What ``_gone`` will say of these once the known node is declared dead."""
         for uuid in uuids & self._gone.keys():
             yield uuid, self._gone[uuid]
@@ -224,8 +224,8 @@ class Membership:
             yield segment.offer.uuid, segment.allocated_until_ms
 
     def _made(
-        self, now_ms: int, node: Node, offer: SegmentOffer, gone: Mapping[bytes, int]
-    ) -> Segment:
+        self, now_ms: int, node: JoinedNode, offer: SegmentOffer, gone: Mapping[bytes, int]
+    ) -> MountedSegment:
         self._next_segment_id += 1
         allocated_until_ms = gone.get(offer.uuid)
         if allocated_until_ms is None:
@@ -235,15 +235,17 @@ class Membership:
             usable_at_ms = now_ms + max(self._lease_ms, self._unfenced_ms)
         else:
             usable_at_ms = max(now_ms + self._lease_ms, allocated_until_ms)
-        segment = Segment(self._next_segment_id, node, offer, self._new_policy(), usable_at_ms)
+        segment = MountedSegment(
+            self._next_segment_id, node, offer, self._new_policy(), usable_at_ms
+        )
         segment.allocated_until_ms = allocated_until_ms
         return segment
 
-    def heard(self, now_ms: int, node: Node) -> None:
+    def heard(self, now_ms: int, node: JoinedNode) -> None:
         node.heard_ms = now_ms
         self._alive = None
 
-    def reported(self, now_ms: int, node: Node, report: ReportFailure) -> None:
+    def reported(self, now_ms: int, node: JoinedNode, report: ReportFailure) -> None:
         """Called when a client cannot read or write on the node."""
         unnoted = liveness.reported(node, report.host, now_ms)
         self._alive = None
@@ -261,7 +263,7 @@ class Membership:
             self._alive = None
             self._notice("node_stream_broken", node)
 
-    def reached(self, node: Node, why_not: str) -> None:
+    def reached(self, node: JoinedNode, why_not: str) -> None:
         """See ``Nodes.reached``."""
         if why_not != node.unreachable:
             if why_not:
@@ -270,24 +272,24 @@ class Membership:
                 self._notice("node_reachable", node)
             node.unreachable = why_not
 
-    def heard_of_entry(self, node: Node, *, is_gone: bool) -> None:
+    def heard_of_entry(self, node: JoinedNode, *, is_gone: bool) -> None:
         if is_gone and not node.entry_gone:
             self._notice("node_entry_gone", node)
         node.entry_gone = is_gone
 
-    def leave(self, node: Node) -> None:
+    def leave(self, node: JoinedNode) -> None:
         if node.session is not None:
             self._by_session.pop(node.session)
             node.session = None
         self.declare_dead(node, "left")
 
-    def drain(self, node: Node, *, draining: bool) -> None:
+    def drain(self, node: JoinedNode, *, draining: bool) -> None:
         if node.draining != draining:
             node.draining = draining
             self._alive = None
             self._notice("node_draining" if draining else "node_undrained", node)
 
-    def dismiss(self, node: Node) -> None:
+    def dismiss(self, node: JoinedNode) -> None:
         """Tells the node to leave, and counts it as gone."""
         if node.session is not None:
             self._by_session.pop(node.session)
@@ -304,7 +306,7 @@ class Membership:
             if self.state_of(node, now_ms) == liveness.DEAD:
                 self.declare_dead(node, "silent" if node.session is not None else "broken")
 
-    def declare_dead(self, node: Node, why: str) -> None:
+    def declare_dead(self, node: JoinedNode, why: str) -> None:
         self._alive = None
         if node.session is not None:
             self._by_session.pop(node.session)
@@ -349,7 +351,7 @@ class Membership:
         )
         assert all(self.nodes.get(node.name) is node for node in self._by_session.values())
 
-    def _take_over(self, node: Node, session: int) -> None:
+    def _take_over(self, node: JoinedNode, session: int) -> None:
         if node.session is not None:
             self._by_session.pop(node.session)
             error = SegmentGoneError("the node has opened another stream", node=node.name)
@@ -357,7 +359,7 @@ class Membership:
         node.session = session
         self._by_session[session] = node
 
-    def _accepted(self, node: Node, join: NodeJoin, protocol: int) -> MasterAccepted:
+    def _accepted(self, node: JoinedNode, join: NodeJoin, protocol: int) -> MasterAccepted:
         ids = {segment.offer.uuid: segment.segment_id for segment in self.segments[node.name]}
         return MasterAccepted(
             epoch=self._epoch,
@@ -368,7 +370,7 @@ class Membership:
             cluster=self._cluster,
         )
 
-    def _notice(self, event: str, node: Node, **fields: str | int) -> None:
+    def _notice(self, event: str, node: JoinedNode, **fields: str | int) -> None:
         size = sum(segment.offer.size for segment in self.segments[node.name])
         self.effects.append(
             Notice(event, {"node": node.name, "host": node.host, "bytes": size, **fields})
@@ -379,7 +381,7 @@ def _drained(node: str) -> DrainedError:
     return DrainedError(f"node {node} was drained, and leaves", node=node)
 
 
-def describe(segment: Segment) -> SegmentInfo:
+def describe(segment: MountedSegment) -> SegmentInfo:
     offer: SegmentOffer = segment.offer
     return SegmentInfo(
         segment_id=segment.segment_id,

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Container
 
 from kvstore.calls import GoneNode
-from kvstore.master.state.records import Segment
+from kvstore.master.state.records import MountedSegment
 
 LOST_AFTER_MS = 300_000
 """How long memory may be away before its objects count as lost: a restart of a process, of a
@@ -34,7 +34,7 @@ class _Gone:
         self.gone_ms = gone_ms
         self.memory: set[bytes] = set()
         """Its segments (uuid)."""
-        self.back: dict[bytes, Segment] = {}
+        self.back: dict[bytes, MountedSegment] = {}
         """Those that have come back."""
         self.missing = 0
         self.lost = 0
@@ -64,7 +64,7 @@ class Missing:
     def objects(self) -> int:
         return sum(each.missing for each in self._gone.values())
 
-    def segment_died(self, now_ms: int, segment: Segment) -> None:
+    def segment_died(self, now_ms: int, segment: MountedSegment) -> None:
         node, uuid = segment.node, segment.offer.uuid
         if node.gone == "drained":
             self._forget(node.name)  # what it leaves is lost, and meant to be
@@ -80,12 +80,12 @@ class Missing:
         if len(self._gone) > NODES_MAX:
             self._forget(next(iter(self._gone)))
 
-    def segment_mounted(self, segment: Segment) -> None:
+    def segment_mounted(self, segment: MountedSegment) -> None:
         gone = self._by_memory.get(segment.offer.uuid)
         if gone is not None:
             gone.back[segment.offer.uuid] = segment
 
-    def object_gone(self, segment: Segment) -> None:
+    def object_gone(self, segment: MountedSegment) -> None:
         """Called for an object that had its last replica on this dead segment."""
         gone = self._by_memory.get(segment.offer.uuid)
         if gone is not None and not gone.settled:
@@ -95,7 +95,7 @@ class Missing:
         if gone is not None:
             gone.lost += 1
 
-    def object_back(self, segment: Segment) -> None:
+    def object_back(self, segment: MountedSegment) -> None:
         """Called for an object that this segment has brought back. It may have gone with another
         node, which had another replica."""
         own = self._by_memory.get(segment.offer.uuid)

@@ -16,7 +16,7 @@ from kvstore.master.state.copying import Copying, not_draining
 from kvstore.master.state.effects import Notice, Outrun, Send
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.membership import describe
-from kvstore.master.state.records import Segment
+from kvstore.master.state.records import MountedSegment
 from kvstore.master.state.returning import Returning
 from kvstore.master.state.sweeping import Sweeping
 
@@ -215,7 +215,7 @@ class Nodes:
         for changes in (members.effects, members.lost, members.mounted):
             changes.clear()
 
-    def _segment_lost(self, now_ms: int, segment: Segment, *, left: bool) -> None:
+    def _segment_lost(self, now_ms: int, segment: MountedSegment, *, left: bool) -> None:
         common = self._common
         common.pool.unmount(segment)
         common.forest.missing.segment_died(now_ms, segment)

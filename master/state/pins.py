@@ -20,7 +20,7 @@ from kvstore.master.state.records import TABLE_SHARDS, ObjectRecord
 from kvstore.memory.header import extent_bytes
 
 
-class _Pin:
+class _PinCount:
     """What is counted of one record."""
 
     __slots__ = ("above", "below", "dropped", "objects", "record", "size")
@@ -31,7 +31,7 @@ class _Pin:
         """1: the object is there and counts; 0: it is missing."""
         self.size = 0
         """Bytes of memory: header, payload and padding of each replica."""
-        self.above: _Pin | None = None
+        self.above: _PinCount | None = None
         """The pin of the parent that the record had when it was pinned."""
         self.below = 0
         """Pins whose ``above`` this is."""
@@ -46,10 +46,10 @@ class Pins:
         self._jobs = jobs
         self.ends = Ends()
         """The ends of the pins that clients asked for."""
-        self._shards: list[dict[ObjectRecord, _Pin]] = [{} for _ in range(TABLE_SHARDS)]
+        self._shards: list[dict[ObjectRecord, _PinCount]] = [{} for _ in range(TABLE_SHARDS)]
         self._held: dict[Namespace, tuple[int, int]] = {}
         """Counted objects and bytes, by namespace."""
-        self._ending: deque[_Pin] = deque()
+        self._ending: deque[_PinCount] = deque()
         """Pins that have ended, or whose last pin below has; they may still be counted."""
         self.objects = 0
         """Counted objects, of all namespaces."""
@@ -59,7 +59,7 @@ class Pins:
         """Records in the table, also of missing objects."""
         self._shards_to_measure: list[int] = []
         """Shards whose records may have lost memory with a node."""
-        self._to_measure: list[_Pin] = []
+        self._to_measure: list[_PinCount] = []
 
     def held(self, namespace: Namespace) -> tuple[int, int]:
         """Objects of this namespace that pins hold, and their bytes of memory."""
@@ -87,17 +87,17 @@ class Pins:
                 break
             pin, above = pin.above, above.parent
 
-    def _new(self, record: ObjectRecord) -> _Pin:
-        pin = self._shards[hash(record) % TABLE_SHARDS][record] = _Pin(record)
+    def _new(self, record: ObjectRecord) -> _PinCount:
+        pin = self._shards[hash(record) % TABLE_SHARDS][record] = _PinCount(record)
         self._count_all += 1
         self._measure(pin)
         return pin
 
-    def _measure(self, pin: _Pin) -> None:
+    def _measure(self, pin: _PinCount) -> None:
         there = pin.record.complete
         self._set(pin, int(there), bytes_held(pin.record) if there else 0)
 
-    def _set(self, pin: _Pin, objects: int, size: int) -> None:
+    def _set(self, pin: _PinCount, objects: int, size: int) -> None:
         self._add(pin.record.namespace, objects - pin.objects, size - pin.size)
         pin.objects, pin.size = objects, size
 
@@ -120,7 +120,7 @@ class Pins:
         self._let_go(self._shards[hash(record) % TABLE_SHARDS][record])
         return True
 
-    def _let_go(self, pin: _Pin) -> None:
+    def _let_go(self, pin: _PinCount) -> None:
         self._ending.append(pin)
         self._jobs.due |= EXPIRE
 
@@ -156,7 +156,7 @@ class Pins:
             self._shards_to_measure = list(range(TABLE_SHARDS))
             self._jobs.due |= EXPIRE
 
-    def _measure_again(self, pin: _Pin) -> None:
+    def _measure_again(self, pin: _PinCount) -> None:
         if pin.dropped:
             return
         if pin.record.complete:

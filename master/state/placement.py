@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvstore.master.state.records import Segment
+from kvstore.master.state.records import MountedSegment
 
 
-def preferred(segments: Iterable[Segment], *, near: Segment | None, host: str) -> Iterator[Segment]:
+def preferred(
+    segments: Iterable[MountedSegment], *, near: MountedSegment | None, host: str
+) -> Iterator[MountedSegment]:
     """``segments`` in order of preference; ``near`` must be one of them, if given."""
     if near is not None:
         yield near  # it mostly has room, and then the caller does not look at the others

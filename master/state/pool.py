@@ -20,18 +20,18 @@ from kvstore.master.state import repairing
 from kvstore.master.state.ends import Ends
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.jobs import SETTLE, SWEEP, Jobs
-from kvstore.master.state.liveness import Node
+from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.pins import Pins
 from kvstore.master.state.placement import preferred
 from kvstore.master.state.records import (
     MOVES_PER_STEP,
     EvictionPolicy,
     Extent,
+    MountedSegment,
     ObjectRecord,
     Residue,
-    Segment,
 )
-from kvstore.master.state.traffic import Traffic
+from kvstore.master.state.traffic import TrafficCounts
 from kvstore.memory.header import extent_bytes
 
 EVICTIONS_PER_STEP = 128
@@ -79,7 +79,7 @@ class Pool:
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
-        self.segments: dict[int, Segment] = {}
+        self.segments: dict[int, MountedSegment] = {}
         """Living segments, by id."""
         self.capacity_max = 0
         """Capacity of the largest of them."""
@@ -87,7 +87,7 @@ class Pool:
         self.eviction_ages_ms = Histogram()
         """For how long each evicted object had not been used."""
         self.forest = Forest(self.counters)
-        self.traffic = Traffic()
+        self.traffic = TrafficCounts()
         self.pins = Pins(jobs)
         self.lifetimes = Ends()
         """When objects are gone that were put with a time to live."""
@@ -183,7 +183,7 @@ class Pool:
         self.short_objects = max(0, self.short_objects - 1)
 
     def room_for_copy(
-        self, record: ObjectRecord, roomy: Iterable[Segment], near: Segment | None
+        self, record: ObjectRecord, roomy: Iterable[MountedSegment], near: MountedSegment | None
     ) -> Extent | None:
         """Allocates an extent for one more replica, on a node that has none yet: on ``near``, or on
         the first of ``roomy`` with enough room. Evicts nothing, and leaves a 16th of the segment
@@ -288,7 +288,9 @@ class Pool:
             self._settle_later(record)
         return extents
 
-    def evict_ahead(self, segment: Segment, count: int, now_ms: int) -> tuple[list[Residue], bool]:
+    def evict_ahead(
+        self, segment: MountedSegment, count: int, now_ms: int
+    ) -> tuple[list[Residue], bool]:
         """Evicts up to ``count`` objects, until the reserve of a full segment is free or being
         wiped. Returns their residues, still allocated, and whether more must be evicted."""
         evicted: list[Residue] = []
@@ -344,7 +346,7 @@ class Pool:
         record.segment, record.offset = extents[0]
         record.more = tuple(extents[1:])
 
-    def demote(self, record: ObjectRecord, segments: Collection[Segment]) -> None:
+    def demote(self, record: ObjectRecord, segments: Collection[MountedSegment]) -> None:
         """Moves its replicas on these segments to the end, so that clients read them last."""
         detached, is_candidate = self.marked_detached(record), bool(record.ticket)
         if is_candidate:
@@ -363,11 +365,11 @@ class Pool:
 
     # --- segments -----------------------------------------------------------------------------
 
-    def mount(self, segment: Segment) -> None:
+    def mount(self, segment: MountedSegment) -> None:
         self.segments[segment.segment_id] = segment
         self.capacity_max = max(self.capacity_max, segment.capacity)
 
-    def unmount(self, segment: Segment) -> None:
+    def unmount(self, segment: MountedSegment) -> None:
         """Makes a dead segment and what it holds unfindable at once. ``sweep_dead`` then deletes
         the records in steps."""
         segment.alive = False
@@ -377,7 +379,7 @@ class Pool:
         self._jobs.due |= SWEEP
         self.pins.segment_died()
 
-    def sweep_dead(self, segment: Segment, steps: int) -> bool:
+    def sweep_dead(self, segment: MountedSegment, steps: int) -> bool:
         """Deletes records of a dead segment, about ``steps`` of them. Returns whether the segment
         has candidates left."""
         steps_max = self.forest.steps + steps
@@ -395,7 +397,7 @@ class Pool:
                 self.settle(record, detached=False)
         return len(segment.candidates) > 0
 
-    def sweep_detached(self, segment: Segment, ticket: int, steps: int) -> int | None:
+    def sweep_detached(self, segment: MountedSegment, ticket: int, steps: int) -> int | None:
         """Corrects the marks of candidates: leaves without a root are evicted first.
 
         Checks the candidates after ``ticket``, about ``steps`` records in all. Returns the ticket
@@ -428,8 +430,8 @@ class Pool:
         sizes: Sequence[int],
         *,
         replicas: int,
-        usable: list[Segment],
-        near: Segment | None,
+        usable: list[MountedSegment],
+        near: MountedSegment | None,
         host: str,
         now_ms: int,
         victims: Victims | None = None,
@@ -459,7 +461,7 @@ class Pool:
         together = self._allocate_together(lengths, replicas, roomy, near, host)
         if together is not None:
             return together, []
-        capacities: Counter[Node] = Counter()
+        capacities: Counter[JoinedNode] = Counter()
         for segment in roomy:
             capacities[segment.node] += segment.capacity
         room = sum(min(capacity, total) for capacity in capacities.values())
@@ -482,8 +484,8 @@ class Pool:
         self,
         lengths: list[int],
         replicas: int,
-        usable: list[Segment],
-        near: Segment | None,
+        usable: list[MountedSegment],
+        near: MountedSegment | None,
         host: str,
     ) -> list[list[Extent]] | None:
         """Allocates one free range per replica for the whole batch, so that one node serves the
@@ -505,7 +507,7 @@ class Pool:
         return taken
 
     def _allocate_apart(
-        self, lengths: list[int], replicas: int, order: list[Segment], eviction: _Eviction
+        self, lengths: list[int], replicas: int, order: list[MountedSegment], eviction: _Eviction
     ) -> list[list[Extent]] | Shortage:
         """Allocates payload by payload. Evicts further where the free pieces are too small."""
         taken: list[list[Extent]] = []
@@ -528,7 +530,7 @@ class Pool:
         return taken
 
     @staticmethod
-    def _allocate_free(order: Iterable[Segment], length: int) -> Extent | None:
+    def _allocate_free(order: Iterable[MountedSegment], length: int) -> Extent | None:
         for segment in order:
             if segment.allocator.largest_free >= length:
                 offset = segment.allocator.allocate(length)
@@ -538,7 +540,7 @@ class Pool:
 
     # --- checking -----------------------------------------------------------------------------
 
-    def check_invariants(self, others: Iterable[tuple[Segment, int, int]]) -> None:
+    def check_invariants(self, others: Iterable[tuple[MountedSegment, int, int]]) -> None:
         """``others``: extents that no object owns, as (segment, offset, length)."""
         self._jobs.check(SETTLE, bool(self.unsettled))
         self.forest.check_invariants(self.unsettled)
@@ -576,7 +578,11 @@ class _Eviction:
     one step."""
 
     def __init__(
-        self, pool: Pool, segments: list[Segment], now_ms: int, victims: Victims | None = None
+        self,
+        pool: Pool,
+        segments: list[MountedSegment],
+        now_ms: int,
+        victims: Victims | None = None,
     ) -> None:
         self._pool = pool
         self._now_ms = now_ms
@@ -595,17 +601,17 @@ class _Eviction:
         """Whether another step may find a victim, after ``next`` found none."""
         return not self._budget or any(s.candidates.unfinished for s in self._heads)
 
-    def head(self, segment: Segment) -> ObjectRecord | None:
+    def head(self, segment: MountedSegment) -> ObjectRecord | None:
         """The next victim of this segment."""
         if self._heads[segment] is None:
             self._heads[segment] = self._head(segment)
         return self._heads[segment]
 
-    def forget(self, segment: Segment) -> None:
+    def forget(self, segment: MountedSegment) -> None:
         """Lets ``head`` look up the next victim of this segment again."""
         self._heads[segment] = None
 
-    def next(self, order: list[Segment]) -> list[tuple[Segment, int]] | None:
+    def next(self, order: list[MountedSegment]) -> list[tuple[MountedSegment, int]] | None:
         """Evicts the oldest candidate of these segments, or one of another segment that protects
         bytes on these, and frees its extents. Returns the freed lengths by segment, or None if
         every candidate is leased or the budget is spent."""
@@ -636,13 +642,13 @@ class _Eviction:
             heads[segment] = self._head(segment)
         return freed
 
-    def _head(self, segment: Segment) -> ObjectRecord | None:
+    def _head(self, segment: MountedSegment) -> ObjectRecord | None:
         head, victims = self._first(segment), self._victims
         if head is None or victims is None or head.last_used_ms < victims.used_before_ms:
             return head
         return head if segment.candidates.detached(head) else None
 
-    def _first(self, segment: Segment) -> ObjectRecord | None:
+    def _first(self, segment: MountedSegment) -> ObjectRecord | None:
         candidates, forest = segment.candidates, self._pool.forest
         for _ in range(_REMARKS_PER_LOOK):
             head = self._peek(candidates)
@@ -672,7 +678,7 @@ class _Eviction:
             candidates.hold(head, held_until_ms)
 
 
-def _keeps_bytes_on(segments: set[Segment], leaf: ObjectRecord) -> bool:
+def _keeps_bytes_on(segments: set[MountedSegment], leaf: ObjectRecord) -> bool:
     """Whether a replica of the leaf, or of one of its nearest ancestors, is on ``segments``."""
     at: ObjectRecord | None = leaf
     for _ in range(_ANCESTORS_PER_LOOK):
@@ -684,7 +690,7 @@ def _keeps_bytes_on(segments: set[Segment], leaf: ObjectRecord) -> bool:
     return False
 
 
-def _without(order: Iterable[Segment], taken: list[Extent]) -> list[Segment]:
+def _without(order: Iterable[MountedSegment], taken: list[Extent]) -> list[MountedSegment]:
     """The segments on nodes that have none of the ``taken`` extents."""
     nodes = [segment.node for segment, _ in taken]
     return [segment for segment in order if segment.node not in nodes]

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstore.calls import Allocate, PutStart, Version
-from kvstore.master.state.records import Extent, ObjectRecord, Residue, Segment, Writer
+from kvstore.master.state.records import Extent, MountedSegment, ObjectRecord, Residue, Writer
 from kvstore.memory.header import extent_bytes
 
 
@@ -187,7 +187,7 @@ class Pending:
         first = next(iter(self._quarantine.values()), None)
         return None if first is None else first[0]
 
-    def ranges(self) -> Iterator[tuple[Segment, int, int]]:
+    def ranges(self) -> Iterator[tuple[MountedSegment, int, int]]:
         """All that is granted or in quarantine, as (segment, offset, length)."""
         for put in self._by_token.values():
             for segment, offset in put.extents:

@@ -23,7 +23,7 @@ from kvstore.calls import NO_VERSION, MasterWipe, Version
 from kvstore.errors import KVStoreError
 from kvstore.master.state.effects import Answer, Effect, Send
 from kvstore.master.state.inventory import Tombstones
-from kvstore.master.state.records import Name, ObjectRecord, Residue, Segment, Writer
+from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, Residue, Writer
 from kvstore.memory.header import extent_bytes
 
 WIPES_PER_ORDER = 1_024
@@ -35,7 +35,7 @@ class Wiping:
     """The extents of one wipe order, all on one segment: pending free."""
 
     order: int
-    segment: Segment
+    segment: MountedSegment
     free_at_ms: int
     removals: list[Removal]
     names: list[Name] = field(default_factory=list)
@@ -108,11 +108,11 @@ class Reclaim:
         self._by_end: deque[Wiping] = deque()
         self._unwiped: dict[int, Wiping] = {}
         self._unwiped_of: dict[Name, list[Wiping]] = {}
-        self._unclean: dict[Segment, dict[int, Wiping]] = {}
+        self._unclean: dict[MountedSegment, dict[int, Wiping]] = {}
         """Released orders not done yet, by segment and number."""
         self._still_read: deque[tuple[Version, Wiping]] = deque()
         """Segments that died within the last lease, as ``wait_for_readers`` was told."""
-        self._held: dict[Segment, Wiping] = {}
+        self._held: dict[MountedSegment, Wiping] = {}
         """Segments whose inventory is not complete, each with a placeholder order."""
         self._next_order = 0
         self._ordered: deque[tuple[int, int]] = deque()
@@ -172,7 +172,7 @@ class Reclaim:
             effects += _send(wiping)
         return effects
 
-    def wait_for_readers(self, segment: Segment, newest: Version, until_ms: int) -> None:
+    def wait_for_readers(self, segment: MountedSegment, newest: Version, until_ms: int) -> None:
         """Called when a segment died; until ``until_ms`` clients may read leased objects on it.
 
         Args:
@@ -209,7 +209,7 @@ class Reclaim:
         wipings = self._unwiped_of.get(name)
         return [wiping for wiping in wipings if not wiping.ended] if wipings else []
 
-    def keep_mark(self, segment: Segment, mark: Version) -> list[Effect]:
+    def keep_mark(self, segment: MountedSegment, mark: Version) -> list[Effect]:
         """Orders the node to keep the mark, after all earlier orders."""
         self._next_order += 1
         wiping = Wiping(self._next_order, segment, 0, [], mark=mark, ended=True, released=True)
@@ -235,7 +235,7 @@ class Reclaim:
             wiping.count()
         return [effect for wiping in wipings for effect in _send(wiping)]
 
-    def unclean(self, segments: Iterable[Segment]) -> list[Wiping]:
+    def unclean(self, segments: Iterable[MountedSegment]) -> list[Wiping]:
         """Orders that must be done before a client may write to free extents of these segments."""
         if not self._unclean:
             return []
@@ -247,7 +247,7 @@ class Reclaim:
 
     def _new_wipings(self, gone: Iterable[Residue], free_at_ms: int) -> list[Wiping]:
         wipings: list[Wiping] = []
-        open_wipings: dict[Segment, Wiping] = {}
+        open_wipings: dict[MountedSegment, Wiping] = {}
         for residue in gone:
             length = extent_bytes(residue.size)
             version = Version(residue.epoch, residue.counter)
@@ -277,7 +277,7 @@ class Reclaim:
                 wiping.writers.update(dict.fromkeys(residue.writers))
         return wipings
 
-    def hold(self, segment: Segment) -> None:
+    def hold(self, segment: MountedSegment) -> None:
         """Removals must wait for this segment (``held``), until ``let_go``."""
         self._held[segment] = Wiping(0, segment, 0, [])
 
@@ -285,7 +285,7 @@ class Reclaim:
         """Placeholder orders: one for each segment that removals must wait for."""
         return list(self._held.values())
 
-    def let_go(self, segment: Segment) -> list[Effect]:
+    def let_go(self, segment: MountedSegment) -> list[Effect]:
         """Removals that waited for this segment now wait for its wipings, if any."""
         held = self._held.pop(segment)
         for wiping in self.unclean((segment,)):
@@ -318,14 +318,14 @@ class Reclaim:
             removal.orders -= 1
         return [Answer(done.ticket, done.reply) for done in wiping.removals if not done.orders]
 
-    def waiting_for(self, segment: Segment) -> list[Removal]:
+    def waiting_for(self, segment: MountedSegment) -> list[Removal]:
         """The removals that wait for orders to this segment, or for its inventory."""
         wipings = self._on(segment)
         if segment in self._held:
             wipings.append(self._held[segment])
         return list(dict.fromkeys(removal for wiping in wipings for removal in wiping.removals))
 
-    def wait_for_others(self, removals: Sequence[Removal], lost: Segment) -> None:
+    def wait_for_others(self, removals: Sequence[Removal], lost: MountedSegment) -> None:
         """Makes the removals also wait for marks and inventories of all segments but ``lost``."""
         for wiping in (*self.held(), *self.unmarked()):
             if wiping.segment is not lost:
@@ -338,11 +338,11 @@ class Reclaim:
             wiping.removals = [each for each in wiping.removals if each not in failed]
         return [Answer(removal.ticket, error) for removal in removals]
 
-    def segment_of(self, order: int) -> Segment | None:
+    def segment_of(self, order: int) -> MountedSegment | None:
         wiping = self._unwiped.get(order)
         return None if wiping is None else wiping.segment
 
-    def unanswered(self, now_ms: int, patience_ms: int) -> list[Segment]:
+    def unanswered(self, now_ms: int, patience_ms: int) -> list[MountedSegment]:
         """Living segments whose nodes have not done an order for ``patience_ms``. The interval
         between calls is the precision."""
         ordered = self._ordered
@@ -356,11 +356,11 @@ class Reclaim:
         late = takewhile(lambda wiping: wiping.order <= last, self._unwiped.values())
         return [wiping.segment for wiping in late if wiping.segment.alive]
 
-    def send_again(self, segment: Segment) -> list[Effect]:
+    def send_again(self, segment: MountedSegment) -> list[Effect]:
         """The orders that a node may have missed while its stream was broken."""
         return [effect for wiping in self._on(segment) for effect in _send(wiping)]
 
-    def segment_died(self, segment: Segment) -> list[Effect]:
+    def segment_died(self, segment: MountedSegment) -> list[Effect]:
         unwiped = self._on(segment)
         for wiping in unwiped:
             for version in wiping.forbidden:
@@ -392,7 +392,7 @@ class Reclaim:
             ends.append(self._still_read[0][1].free_at_ms)
         return min(ends, default=None)
 
-    def ranges(self) -> Iterator[tuple[Segment, int, int]]:
+    def ranges(self) -> Iterator[tuple[MountedSegment, int, int]]:
         """All extents that are not free, as (segment, offset, length)."""
         unwiped = self._unwiped.values()
         ended = [wiping for wiping in unwiped if wiping.ended and not wiping.released]
@@ -412,7 +412,7 @@ class Reclaim:
         unclean = {order for wipings in self._unclean.values() for order in wipings}
         assert unclean == {g.order for g in self._unwiped.values() if g.released}
 
-    def _on(self, segment: Segment) -> list[Wiping]:
+    def _on(self, segment: MountedSegment) -> list[Wiping]:
         return [wiping for wiping in self._unwiped.values() if wiping.segment is segment]
 
 

@@ -21,7 +21,7 @@ from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
 from kvstore.native import steps
 
 if TYPE_CHECKING:
-    from kvstore.master.state.liveness import Node
+    from kvstore.master.state.liveness import JoinedNode
 
 TABLE_SHARDS = 256
 """Dictionaries of a large namespace. One dictionary of a million entries stops the loop for 150 ms
@@ -103,7 +103,7 @@ class EvictionPolicy(Protocol):
     def check_invariants(self) -> None: ...
 
 
-class Segment:
+class MountedSegment:
     """A mounted segment. Once it is not ``alive`` it stays so: memory that returns is another
     Segment."""
 
@@ -128,7 +128,7 @@ class Segment:
     def __init__(
         self,
         segment_id: int,
-        node: Node,
+        node: JoinedNode,
         offer: SegmentOffer,
         candidates: EvictionPolicy,
         usable_at_ms: int,
@@ -179,7 +179,7 @@ class Segment:
         return f"<Segment {self.segment_id} of {self.node.name}>"
 
 
-Extent = tuple[Segment, int]
+Extent = tuple[MountedSegment, int]
 """Segment and offset; the length follows from the object's size."""
 
 Name = tuple[Namespace, Key]
@@ -225,7 +225,7 @@ class ObjectRecord:
         """What ``Forest.reachable`` remembers of this record; 0: nothing."""
         self.writer = 0
         """Token of the put under way, 0 for none."""
-        self.segment: Segment | None = None
+        self.segment: MountedSegment | None = None
         """The segment of the first replica; None: the object has no bytes."""
         self.offset = 0
         self.more: tuple[Extent, ...] = ()

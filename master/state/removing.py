@@ -19,7 +19,7 @@ from kvstore.master.state.jobs import FREE
 from kvstore.master.state.marks import Marks, unrecorded
 from kvstore.master.state.puts import PendingPut
 from kvstore.master.state.reclaim import Wiping
-from kvstore.master.state.records import Name, ObjectRecord, Residue, Segment, with_bytes
+from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, Residue, with_bytes
 
 CLEARED_PER_STEP = 512
 """Objects that one ``clear`` removes; the caller repeats it until none is left."""
@@ -98,7 +98,7 @@ class Removing:
     def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.Dropped:
         """Removes the reported objects, except one that has a replica that is not reported: it
         stays, and that replica is read first. The reporter does not wait for the wiping."""
-        bad: dict[ObjectRecord, set[Segment]] = {}
+        bad: dict[ObjectRecord, set[MountedSegment]] = {}
         rows = zip(request.keys, request.epochs, request.counters, request.uuids, strict=True)
         for key, epoch, counter, uuid in rows:
             record = self._forest.get(request.namespace, key)
@@ -184,7 +184,7 @@ class Removing:
             self._common.room_made()
 
 
-def _notice(record: ObjectRecord, segments: set[Segment]) -> Notice:
+def _notice(record: ObjectRecord, segments: set[MountedSegment]) -> Notice:
     nodes = ",".join(segment.node.name for segment in segments)
     key_hex = record.key.hex()
     return Notice("corrupt_object", {"namespace": record.namespace, "key": key_hex, "nodes": nodes})

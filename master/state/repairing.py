@@ -25,8 +25,8 @@ from typing import Final
 from kvstore.calls import SegmentOffer
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.forest import Forest
-from kvstore.master.state.liveness import Node
-from kvstore.master.state.records import Extent, ObjectRecord, Segment, shards_from
+from kvstore.master.state.liveness import JoinedNode
+from kvstore.master.state.records import Extent, MountedSegment, ObjectRecord, shards_from
 
 COPIED: Final = 1
 """An offset that no real extent has."""
@@ -72,10 +72,10 @@ class RepairRules:
     """The longest pause between two passes while no copy is finished."""
 
 
-def nowhere() -> Segment:
+def nowhere() -> MountedSegment:
     """The segment of replicas that were never made. It is dead, and no other segment has its id."""
     offer = SegmentOffer(1 << 20, bytes(16), "", "", b"", 0, 0, True)
-    segment = Segment(0, Node("", "", None, 0), offer, LRU(), 0)
+    segment = MountedSegment(0, JoinedNode("", "", None, 0), offer, LRU(), 0)
     segment.alive = False
     return segment
 

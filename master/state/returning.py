@@ -11,10 +11,10 @@ from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Notice, Send
 from kvstore.master.state.inventory import Claim, Inventory
 from kvstore.master.state.jobs import ANSWER, CLAIM
-from kvstore.master.state.liveness import Node
+from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.membership import GONE_MAX
-from kvstore.master.state.records import ObjectRecord, Residue, Segment
+from kvstore.master.state.records import MountedSegment, ObjectRecord, Residue
 
 CLAIMS_PER_STEP = 256
 """Objects of an inventory that one slice of background work takes in: 3 to 5 ms."""
@@ -29,7 +29,7 @@ class Returning:
         self._pool = common.pool
         self._marks = marks
         self._copying = copying
-        self._inventories: dict[Segment, Inventory] = {}
+        self._inventories: dict[MountedSegment, Inventory] = {}
         """Inventories under way."""
         self._absent_since: dict[bytes, int] = {}
         """Memory (uuid) that was unmounted, and how many tombstones there were then."""
@@ -40,7 +40,7 @@ class Returning:
 
     # --- segments -----------------------------------------------------------------------------
 
-    def segment_mounted(self, segment: Segment) -> None:
+    def segment_mounted(self, segment: MountedSegment) -> None:
         """The segment is empty, or reports its objects before any of its memory is granted."""
         absent_since = self._absent_since.pop(segment.offer.uuid, 0)
         if segment.whole:
@@ -51,7 +51,7 @@ class Returning:
         self._inventories[segment] = inventory
         self._common.reclaim.hold(segment)
 
-    def segment_died(self, segment: Segment) -> None:
+    def segment_died(self, segment: MountedSegment) -> None:
         """Notes that this memory may bring back objects that are removed from now on."""
         absent_since = self._common.tombstones.made
         inventory = self._inventories.pop(segment, None)
@@ -64,7 +64,7 @@ class Returning:
         if len(self._absent_since) > GONE_MAX:
             del self._absent_since[next(iter(self._absent_since))]
 
-    def late(self, now_ms: int) -> list[Segment]:
+    def late(self, now_ms: int) -> list[MountedSegment]:
         """Segments whose inventory is late."""
         patience_ms = self._common.rules.node_patience_ms
         inventories = self._inventories.items()
@@ -72,7 +72,7 @@ class Returning:
 
     # --- claims -------------------------------------------------------------------------------
 
-    def node_claims(self, now_ms: int, node: Node, claims: calls.NodeClaims) -> None:
+    def node_claims(self, now_ms: int, node: JoinedNode, claims: calls.NodeClaims) -> None:
         """Raises ProtocolError: no such segment, or more than was asked for."""
         segments = self._common.membership.segments[node.name]
         index = claims.segment
@@ -98,7 +98,7 @@ class Returning:
     def _has_claims(self) -> bool:
         return any(inventory.has_work for inventory in self._inventories.values())
 
-    def _finish(self, now_ms: int, segment: Segment, inventory: Inventory) -> None:
+    def _finish(self, now_ms: int, segment: MountedSegment, inventory: Inventory) -> None:
         common = self._common
         segment.whole = True
         self._common.room_made()
@@ -110,7 +110,7 @@ class Returning:
         fields = {"claimed": inventory.claimed, "refused": inventory.refused}
         common.effect(Notice("inventory_done", {"node": segment.node.name, **fields}))
 
-    def _take_slice(self, now_ms: int, segment: Segment, inventory: Inventory) -> None:
+    def _take_slice(self, now_ms: int, segment: MountedSegment, inventory: Inventory) -> None:
         common = self._common
         claims, is_answered = inventory.next(CLAIMS_PER_STEP)
         refused: list[Residue] = []
@@ -201,7 +201,7 @@ class Returning:
 
     # --- checking -----------------------------------------------------------------------------
 
-    def gaps(self) -> list[tuple[Segment, int, int]]:
+    def gaps(self) -> list[tuple[MountedSegment, int, int]]:
         """Bytes that are neither claimed nor free, as (segment, offset, length)."""
         inventories = self._inventories.items()
         return [(segment, *gap) for segment, each in inventories for gap in each.gaps()]

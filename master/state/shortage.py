@@ -11,7 +11,7 @@ from kvstore.master.state import liveness
 from kvstore.master.state.common import Common
 from kvstore.master.state.membership import Membership
 from kvstore.master.state.pool import Shortage
-from kvstore.master.state.records import Segment
+from kvstore.master.state.records import MountedSegment
 from kvstore.memory.header import extent_bytes
 
 _LOOPBACK = ("127.", "localhost:", "[::1]", "0.0.0.0:", "[::]")
@@ -21,7 +21,7 @@ def explained(
     common: Common, now_ms: int, request: PutStart | Allocate, found: Shortage
 ) -> NoSpaceError:
     """The error of a put for which ``found`` is what is missing."""
-    of_cause: dict[str, list[Segment]] = {}
+    of_cause: dict[str, list[MountedSegment]] = {}
     for segment in common.pool.segments.values():
         cause = _cause(segment, common.membership, now_ms, request)
         of_cause.setdefault(cause, []).append(segment)
@@ -35,7 +35,7 @@ def explained(
 
 
 def _cause(
-    segment: Segment, membership: Membership, now_ms: int, request: PutStart | Allocate
+    segment: MountedSegment, membership: Membership, now_ms: int, request: PutStart | Allocate
 ) -> str:
     """Why the segment takes no puts; LEASED: it does, but is full."""
     node = segment.node
@@ -52,7 +52,9 @@ def _cause(
     return shortages.LEASED if segment.usable(now_ms) else shortages.RESTARTED
 
 
-def _group(cause: str, segments: Sequence[Segment], now_ms: int, host: str) -> shortages.Group:
+def _group(
+    cause: str, segments: Sequence[MountedSegment], now_ms: int, host: str
+) -> shortages.Group:
     better = [_better_ms(segment, cause) - now_ms for segment in segments]
     local = [
         s.offer.address
@@ -72,7 +74,7 @@ def _group(cause: str, segments: Sequence[Segment], now_ms: int, host: str) -> s
     )
 
 
-def _better_ms(segment: Segment, cause: str) -> int:
+def _better_ms(segment: MountedSegment, cause: str) -> int:
     """When the cause may end by itself; 0: unknown."""
     if cause == shortages.LEASED:
         return segment.candidates.next_lease_end_ms() or 0

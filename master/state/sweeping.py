@@ -8,7 +8,7 @@ from collections import deque
 
 from kvstore.master.state.common import Common
 from kvstore.master.state.jobs import EVICT, SWEEP
-from kvstore.master.state.records import ObjectRecord, Residue, Segment
+from kvstore.master.state.records import MountedSegment, ObjectRecord, Residue
 
 SWEEP_STEPS = 2_000
 """Records that one slice of background work looks at: 1 to 3 ms."""
@@ -24,9 +24,9 @@ class Sweeping:
         self._common = common
         self._pool = common.pool
         self._jobs = common.jobs
-        self._pressed: dict[Segment, None] = {}
+        self._pressed: dict[MountedSegment, None] = {}
         """Full segments with less than half of their reserve free."""
-        self._sweeps: deque[tuple[Segment, int | None]] = deque()
+        self._sweeps: deque[tuple[MountedSegment, int | None]] = deque()
         """A segment and how far its candidates were seen; None: it is dead."""
         self._above_puts: list[ObjectRecord] = []
         """Parents of puts under way, from which chains are still to be walked."""
@@ -36,12 +36,12 @@ class Sweeping:
         """Segments that are still to be swept."""
         return len(self._sweeps)
 
-    def segment_died(self, segment: Segment) -> None:
+    def segment_died(self, segment: MountedSegment) -> None:
         """Deletes the records of the segment, in slices."""
         self._sweeps.append((segment, None))
         self._jobs.due |= SWEEP
 
-    def taken_from(self, segment: Segment) -> None:
+    def taken_from(self, segment: MountedSegment) -> None:
         """Called when something was allocated there: makes room ahead of need if it is full."""
         if segment.pressed:
             free = segment.allocator.free_bytes + segment.wiping_bytes

@@ -72,7 +72,7 @@ class Era:
     __slots__ = ()
 
 
-class Row:
+class ClientRow:
     """What one client has done in one namespace, as one who puts or as one who asks."""
 
     __slots__ = (
@@ -120,22 +120,22 @@ class Caller:
     def __init__(self, name: str = "") -> None:
         self.name = name
         """The client's name, a space, and its address, which has no spaces; empty: not known."""
-        self.asks: Row | None = None
+        self.asks: ClientRow | None = None
         """The row of its last question."""
-        self.puts: Row | None = None
+        self.puts: ClientRow | None = None
         """The row of its last put."""
 
 
-class Rows:
+class LastClients:
     """The last clients of a namespace, by name."""
 
     __slots__ = ("older", "recent")
 
     def __init__(self) -> None:
-        self.recent: dict[str, Row] = {}
-        self.older: dict[str, Row] = {}
+        self.recent: dict[str, ClientRow] = {}
+        self.older: dict[str, ClientRow] = {}
 
-    def all(self) -> list[Row]:
+    def all(self) -> list[ClientRow]:
         return [*self.recent.values(), *self.older.values()]
 
 
@@ -146,8 +146,8 @@ class Space:
 
     def __init__(self, name: Namespace) -> None:
         self.name = name
-        self.putters = Rows()
-        self.askers = Rows()
+        self.putters = LastClients()
+        self.askers = LastClients()
         self.tips = Tips()
         self.evicted = 0
         """Objects."""
@@ -157,7 +157,7 @@ class Space:
         """How long that one had not been used then."""
 
 
-class Traffic:
+class TrafficCounts:
     """See the module."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class Traffic:
         row.missed_at = first
         row.missed_of = count
 
-    def puts(self, now_ms: int, namespace: Namespace) -> Row:
+    def puts(self, now_ms: int, namespace: Namespace) -> ClientRow:
         """The row of the client that begins or ends a put."""
         row = self.caller.puts
         if row is None or row.era is not self._era or row.namespace != namespace:
@@ -237,13 +237,13 @@ class Traffic:
             self.recent[namespace] = space
         return space
 
-    def _row(self, now_ms: int, space: Space, rows: Rows) -> Row:
+    def _row(self, now_ms: int, space: Space, rows: LastClients) -> ClientRow:
         name = self.caller.name
         row = rows.recent.get(name)
         if row is None:
             row = rows.older.pop(name, None)
             if row is None:
-                row = Row(name, space, self._era, now_ms)
+                row = ClientRow(name, space, self._era, now_ms)
             if len(rows.recent) >= CLIENTS_MAX:
                 rows.older, rows.recent = rows.recent, {}
                 self._era = Era()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvstore.calls import DevicePlace, EngineAddress, SegmentInfo
 from kvstore.memory.entries import SHM_DIRECTORY
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.network.host import host_id
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.transport.mooncake.server import EngineServer
@@ -115,7 +115,7 @@ def main() -> None:
     fake_device.add()
     name, size, connections_max = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     metadata_server, device = sys.argv[4:6]
-    segment = DeviceSegment.on(device, name, size) if device else Segment.create(name, size)
+    segment = DeviceSegment.on(device, name, size) if device else NodeSegment.create(name, size)
     server = DataServer([segment], "127.0.0.1", connections_max=connections_max)
     server.start()
     engine = None

@@ -28,7 +28,7 @@ from kvstore.memory.raw import address_of
 from kvstore.transport.base import Move
 from kvstore.transport.mooncake import engine as engines
 from kvstore.transport.mooncake import server, transport
-from kvstore.transport.mooncake.engine import Engine, EngineSettings
+from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
 from kvstore.transport.mooncake.station import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from tests.conformance.peer import Peer
@@ -110,7 +110,7 @@ def test_this_build_does_not_know_redis(tmp_path: Path) -> None:
         assert bare.returncode == -6, "SIGABRT; if it knows redis now, test it as the others"
         assert "Unable to find metadata storage plugin redis" in bare.stderr
         with pytest.raises(TransferEngineError, match="does not support redis") as caught:
-            Engine(EngineSettings("tcp", metadata_server=url), "127.0.0.1")
+            TransferEngine(EngineSettings("tcp", metadata_server=url), "127.0.0.1")
         assert "etcd://" in caught.value.advice
 
 
@@ -120,7 +120,7 @@ def test_a_metadata_server_that_is_not_there_is_told_at_once(kind: str) -> None:
         place = f"127.0.0.1:{listener.getsockname()[1]}"
     start = uptime()
     with pytest.raises(TransferEngineError, match="cannot be reached"):
-        Engine(EngineSettings("tcp", metadata_server=f"{kind}://{place}"), "127.0.0.1")
+        TransferEngine(EngineSettings("tcp", metadata_server=f"{kind}://{place}"), "127.0.0.1")
     assert uptime() - start < 2
 
 
@@ -170,7 +170,7 @@ def test_an_old_address_is_refused_by_the_engine_itself(peer: Peer) -> None:
     assert new.base != old.base
     mover = MooncakeTransport(TCP)
     for address, wanted in ((old, False), (new, True)):
-        one = Engine(TCP, "127.0.0.1")
+        one = TransferEngine(TCP, "127.0.0.1")
         one.register(address_of(memory), len(memory))
         for is_write in (False, True):
             theirs = [address.base + MIB]
@@ -186,7 +186,7 @@ def test_a_write_that_is_on_its_way_when_the_node_fences_never_ends(peer: Peer) 
     memory = noise(32 * MIB)
     address = peer.info.engine
     assert address is not None
-    one = Engine(TCP, "127.0.0.1")
+    one = TransferEngine(TCP, "127.0.0.1")
     one.register(address_of(memory), len(memory))
     with ThreadPoolExecutor(1) as pool:
         for _ in range(5):
@@ -353,7 +353,7 @@ def test_one_engine_in_many_threads(peer: Peer) -> None:
     """Transfers both ways, registering and unregistering, all at once: every byte is right."""
     address = peer.info.engine
     assert address is not None
-    one = Engine(TCP, "127.0.0.1")
+    one = TransferEngine(TCP, "127.0.0.1")
     stop = uptime() + 2.0
 
     def there_and_back(number: int) -> int:
@@ -383,7 +383,7 @@ def test_others_go_on_while_a_transfer_waits(peer: Peer) -> None:
     address = peer.info.engine
     assert address is not None
     memory = noise(8 * MIB)
-    one = Engine(TCP, "127.0.0.1")
+    one = TransferEngine(TCP, "127.0.0.1")
     one.register(address_of(memory), len(memory))
     ours = address_of(memory)
     assert one.transfer(address.name, [ours], [address.base + MIB], [16], is_write=True)
@@ -420,9 +420,9 @@ TRY = """
 import sys
 from kvstore.errors import TransferEngineError
 from kvstore.transport.mooncake import probe
-from kvstore.transport.mooncake.engine import Engine, EngineSettings
+from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
 try:
-    Engine(EngineSettings("tcp"), "127.0.0.1")
+    TransferEngine(EngineSettings("tcp"), "127.0.0.1")
 except TransferEngineError as error:
     print(error)
     print(*probe(), sep="\\n")
@@ -469,8 +469,8 @@ def test_nothing_is_imported_before_it_is_used() -> None:
 def test_the_engine_keeps_quiet(peer: Peer) -> None:
     assert peer.info.engine is not None
     code = """
-from kvstore.transport.mooncake.engine import Engine, EngineSettings
-one = Engine(EngineSettings("tcp"), "127.0.0.1")
+from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
+one = TransferEngine(EngineSettings("tcp"), "127.0.0.1")
 assert not one.transfer("127.0.0.1:9", [1], [1], [1], is_write=False)
 one.close()
 """
@@ -480,9 +480,9 @@ one.close()
 
 
 def test_two_protocols_in_one_process_are_refused() -> None:
-    Engine(TCP, "127.0.0.1").close()
+    TransferEngine(TCP, "127.0.0.1").close()
     with pytest.raises(TransferEngineError, match="already"):
-        Engine(EngineSettings("rdma"), "127.0.0.1")
+        TransferEngine(EngineSettings("rdma"), "127.0.0.1")
 
 
 def test_rdma_without_a_card_is_told() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import MasterMessage, NodeJoin, NodeMessage
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.node.agent import NodeAgent
 from kvstore.transport.tcp_server import DataServer
 from tests.conformance.carrier_peers import ScriptedService, Server
@@ -22,8 +22,8 @@ LEAVES = 9
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    with contextlib.closing(Segment.create("agent-test", 1 << 20)) as segment:
+def segment() -> Iterator[NodeSegment]:
+    with contextlib.closing(NodeSegment.create("agent-test", 1 << 20)) as segment:
         yield segment
 
 
@@ -49,7 +49,7 @@ class Master:
             pass
 
 
-def run(server: Server, segment: Segment, masters: str, epoch: int = 7) -> list[int]:
+def run(server: Server, segment: NodeSegment, masters: str, epoch: int = 7) -> list[int]:
     """An agent, until it has joined that epoch; in the server's loop. The epochs it joined."""
     epochs: list[int] = []
 
@@ -81,7 +81,7 @@ def run(server: Server, segment: Segment, masters: str, epoch: int = 7) -> list[
     return epochs
 
 
-def test_a_join_that_was_not_answered_may_have_been_accepted(segment: Segment) -> None:
+def test_a_join_that_was_not_answered_may_have_been_accepted(segment: NodeSegment) -> None:
     """Its master may have granted space since: so writers are fenced off, and it is not fresh."""
     with Server(ScriptedService()) as server:
         master = Master(2)
@@ -91,7 +91,7 @@ def test_a_join_that_was_not_answered_may_have_been_accepted(segment: Segment) -
     assert offers == [(True, 1), (False, 2)]
 
 
-def test_a_join_that_never_left_has_changed_nothing(segment: Segment) -> None:
+def test_a_join_that_never_left_has_changed_nothing(segment: NodeSegment) -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         nobody = f"127.0.0.1:{sock.getsockname()[1]}"
     with Server(ScriptedService()) as server:
@@ -102,7 +102,7 @@ def test_a_join_that_never_left_has_changed_nothing(segment: Segment) -> None:
     assert offers == [(True, 1)]
 
 
-def test_nobody_with_a_lower_epoch_is_obeyed(segment: Segment) -> None:
+def test_nobody_with_a_lower_epoch_is_obeyed(segment: NodeSegment) -> None:
     """It may have granted space before the node left again: so writers are fenced off."""
     with Server(ScriptedService()) as server:
         master = Master(1, [LEAVES, LEAVES - 1, LEAVES + 1])

@@ -16,7 +16,7 @@ import torch
 from kvstore import AsyncClient, Client
 from kvstore.calls import PutOutcome
 from kvstore.device.device import Device
-from kvstore.device.driver import Driver
+from kvstore.device.driver import DeviceDriver
 from kvstore.errors import DeadlineExceededError, DeviceError
 from tests.gpu.caches import SPLIT, Cache, Case
 from tests.gpu.machine import GPU, IS_REAL, MIB, NAME, tensor
@@ -30,7 +30,7 @@ RING = 8 * MIB
 class Counted:
     """A driver's page-locked memory, in bytes, now and at most."""
 
-    def __init__(self, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, driver: DeviceDriver, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.most = 0
         self._sizes: dict[Any, int] = {}
         self._changing = threading.Lock()
@@ -213,7 +213,7 @@ def test_an_error_in_the_middle_leaves_nothing(
 
 @contextmanager
 def failing_from_the_second_copy_on(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    driver: DeviceDriver, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
     begun = itertools.count(1)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench import growth, growth_master, mooncake
-from bench.client import MOONCAKE, OURS, Client, Settings, environment
+from bench.client import MOONCAKE, OURS, ClientProcess, Settings, environment
 from bench.rows import MODES, SHM, TCP, chosen
 from bench.side_by_side import Plan, compare, comparisons
 from kvstore.bench.ours import own_store
@@ -39,11 +39,13 @@ def children() -> Iterator[Children]:
         yield found
 
 
-def client(children: Children, system: str, mode: str, address: str) -> Client:
-    return Client(children, f"{system}-{mode}", Settings(system, mode, address, POOL, MEMORY))
+def client(children: Children, system: str, mode: str, address: str) -> ClientProcess:
+    return ClientProcess(
+        children, f"{system}-{mode}", Settings(system, mode, address, POOL, MEMORY)
+    )
 
 
-def do(one: Client, operations: Sequence[str]) -> None:
+def do(one: ClientProcess, operations: Sequence[str]) -> None:
     """Each operation, of one object and of many; what is got is compared inside."""
     for op in operations:
         size = 0 if op in (EXIST, MATCH) else 4096

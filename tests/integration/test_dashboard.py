@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstore._version import __version__
-from kvstore.connectors.engine.fleet import Fleet
+from kvstore.connectors.engine.fleet import FleetRecords
 from kvstore.fleet import Record
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web.dashboard.paths import NAMESPACES_SHOWN
@@ -231,7 +231,7 @@ def test_a_browser_shows_a_cluster_and_asks_nobody_else(
     with cluster.client(namespace="vllm/ab/p0") as client:
         for fingerprint, dtype in (("ab", "bfloat16"), ("cd", "float8")):
             described = {"dtype": dtype, "block": 16}
-            Fleet(client, logging.getLogger("test")).announce(
+            FleetRecords(client, logging.getLogger("test")).announce(
                 Record("vllm", ("/models/m",), fingerprint, (f"vllm/{fingerprint}/p0",), described)
             )
         client.put_chain(["a", "b"], [b"x" * 5000, b"y" * 5000])

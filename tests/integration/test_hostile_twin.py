@@ -349,7 +349,7 @@ def test_a_client_of_the_data_port_that_lies(cluster: Cluster, honest: Honest) -
         struct.pack("<4sHHI", b"KVdt", op, reserved, count)
         for op, reserved, count in itertools.product((0, 1, 2, 3, 9), (0, 1), (0, 4097, 1 << 31))
     ]
-    place, ok = split_address(node.address), data.pack_status(data.Status.OK)
+    place, ok = split_address(node.address), data.pack_status(data.TransferStatus.OK)
     for said in [data.pack_hello(each) for each in hellos]:
         assert not shout(place, said).startswith(ok)
     for said in requests:

@@ -14,7 +14,7 @@ import pytest
 from kvstore import AsyncClient, Client, calls
 from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
-from kvstore.connectors.engine.fleet import Fleet
+from kvstore.connectors.engine.fleet import FleetRecords
 from kvstore.fingerprint import fingerprint
 from kvstore.fleet import Record
 from kvstore.limits import Key, Namespace
@@ -49,7 +49,7 @@ class Engine:
         self.announce()
 
     def announce(self) -> None:
-        Fleet(self.client, LOG).announce(
+        FleetRecords(self.client, LOG).announce(
             Record("vllm", (MODEL,), self.fingerprint, (self.namespace,), self.description)
         )
 

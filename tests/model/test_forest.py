@@ -13,9 +13,9 @@ from kvstore.errors import BusyError, InvalidArgumentError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import forest as forests
 from kvstore.master.state.eviction import LRU
-from kvstore.master.state.forest import Forest, Match
-from kvstore.master.state.liveness import Node
-from kvstore.master.state.records import NamespaceTable, ObjectRecord, Segment
+from kvstore.master.state.forest import ChainMatch, Forest
+from kvstore.master.state.liveness import JoinedNode
+from kvstore.master.state.records import MountedSegment, NamespaceTable, ObjectRecord
 
 NAMESPACE = Namespace("n")
 KEYS = [Key(b"%02d" % index) for index in range(20)]
@@ -23,9 +23,9 @@ CHAINS = st.builds(lambda start, count: KEYS[start : start + count], *[st.intege
 ANY_KEYS = CHAINS | st.lists(st.sampled_from(KEYS), max_size=8)
 
 
-def segment(number: int) -> Segment:
+def segment(number: int) -> MountedSegment:
     offer = SegmentOffer(1 << 20, b"%016d" % number, "", "", b"", 0, 1, True)
-    return Segment(number, Node("node", "host", None, 0), offer, LRU(), 0)
+    return MountedSegment(number, JoinedNode("node", "host", None, 0), offer, LRU(), 0)
 
 
 class ForestMachine(RuleBasedStateMachine):
@@ -194,7 +194,9 @@ class ForestMachine(RuleBasedStateMachine):
 
     # --- how it is asked ---------------------------------------------------------------------
 
-    def _matched(self, table: NamespaceTable, keys: list[Key], *, records: bool = False) -> Match:
+    def _matched(
+        self, table: NamespaceTable, keys: list[Key], *, records: bool = False
+    ) -> ChainMatch:
         return self.forest.match(table, keys, records=records)
 
     def _reached(self, record: ObjectRecord) -> bool:
@@ -257,7 +259,9 @@ class SlicedForestMachine(ForestMachine):
         self.forest.begin_step()
         self.forest.resumes = resumes
 
-    def _matched(self, table: NamespaceTable, keys: list[Key], *, records: bool = False) -> Match:
+    def _matched(
+        self, table: NamespaceTable, keys: list[Key], *, records: bool = False
+    ) -> ChainMatch:
         for _ in range(100):
             self._step()
             found = super()._matched(table, keys, records=records)

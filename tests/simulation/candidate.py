@@ -18,8 +18,8 @@ from kvstore.master.role import (
     Look,
     Revoke,
     Role,
+    Sleep,
     StepDown,
-    Wait,
     Watch,
 )
 from kvstore.wire.status import encode_error
@@ -89,7 +89,7 @@ class Candidate:
     async def _do(self, action: object) -> None:
         role, etcd = self._role, self._etcd
         match action:
-            case Wait(until):
+            case Sleep(until):
                 await self._sleep(until - self.clock())
             case Look():
                 role.saw(*await etcd.ask(ASK_US, "look"))

@@ -15,7 +15,7 @@ import numpy as np
 from kvstore import calls
 from kvstore.calls import SegmentInfo, Version
 from kvstore.client.calling import retries
-from kvstore.client.calling.retries import CarrierBrokenError, Link, attempts
+from kvstore.client.calling.retries import CarrierBrokenError, MasterLink, attempts
 from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Ready, Transfer
@@ -55,8 +55,8 @@ CONNECT_S = STALL_S * CONNECT_STALLS
 """As ``transport.tcp_client`` has them, in the simulation's times."""
 
 
-class SimLink(Link):
-    """As ``Link``, in the simulation's times."""
+class SimLink(MasterLink):
+    """As ``MasterLink``, in the simulation's times."""
 
     def silence_s(self, request: calls.Request) -> float:
         return super().silence_s(request) / 5
@@ -177,7 +177,7 @@ class Client:
                     if isinstance(step, retries.JoinAt):
                         await self._join_at(step, deadline)
                         outcome = None
-                    elif isinstance(step, retries.Wait):
+                    elif isinstance(step, retries.WaitStep):
                         await self.sleep(step.seconds)
                         outcome = None
                     else:

@@ -9,7 +9,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state import repairing
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.puts import PendingPut
-from kvstore.master.state.records import ObjectRecord, Segment
+from kvstore.master.state.records import MountedSegment, ObjectRecord
 from kvstore.memory.header import extent_bytes
 
 Name = tuple[Namespace, Key]
@@ -37,13 +37,13 @@ def claims_of(state: MasterState) -> list[tuple[Name, Key | None, int, Version]]
     ]
 
 
-def extents_of(state: MasterState, name: Name) -> list[tuple[Segment, int]]:
+def extents_of(state: MasterState, name: Name) -> list[tuple[MountedSegment, int]]:
     record = state.forest.get(*name)
     extents = [] if record is None else record.extents()
     return [(segment, offset) for segment, offset in extents if segment.segment_id]
 
 
-def mounted(state: MasterState, uuid: bytes) -> Segment | None:
+def mounted(state: MasterState, uuid: bytes) -> MountedSegment | None:
     for segment in state.pool.segments.values():
         if segment.offer.uuid == uuid:
             return segment
@@ -59,7 +59,7 @@ def newest_mark(state: MasterState | None) -> Version:
     return NO_VERSION if state is None else state.marks._newest
 
 
-def pending_extents(state: MasterState) -> Iterator[tuple[int, Segment, int, int]]:
+def pending_extents(state: MasterState) -> Iterator[tuple[int, MountedSegment, int, int]]:
     """(token, segment, offset, length) of every grant that can still end."""
     for put in state.pending:
         for segment, offset in put.extents:
@@ -148,7 +148,7 @@ def waiting(state: MasterState) -> int:
 
 
 def owner_of(
-    state: MasterState, segment: Segment, start: int, length: int, version: Version
+    state: MasterState, segment: MountedSegment, start: int, length: int, version: Version
 ) -> str:
     """Whose bytes these are: "writer" when they are of the put of ``version``."""
     stop = start + length

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from kvstore.calls import NO_VERSION
 from kvstore.memory.header import GENERATION_OFFSET, Header, Superblock, pack_superblock
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 
 
 class Memory:
@@ -49,9 +49,9 @@ class Memory:
         self.linked = False
 
     def scan(self) -> Iterator[tuple[int, Header]]:
-        """As ``Segment.scan``."""
-        return Segment.scan(cast(Any, self))
+        """As ``NodeSegment.scan``."""
+        return NodeSegment.scan(cast(Any, self))
 
     def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> None:
         """The production rule, which needs nothing of the system."""
-        Segment.wipe(cast(Any, self), offsets, epochs, counters)
+        NodeSegment.wipe(cast(Any, self), offsets, epochs, counters)

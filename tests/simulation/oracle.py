@@ -37,7 +37,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.ends import STEP_MS
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.records import Segment
+from kvstore.master.state.records import MountedSegment
 from kvstore.memory.header import HEADER_BYTES, Header, scan, unpack
 from tests.simulation import inside
 from tests.simulation.follower import Follower
@@ -132,7 +132,7 @@ class Oracle:
         """The memory that the master of this epoch has had when it ordered marks."""
         self._calls: dict[int, _Call] = {}
         self._now_complete: dict[Name, Version] = {}
-        self._places: dict[Version, list[tuple[Segment, int]]] = {}
+        self._places: dict[Version, list[tuple[MountedSegment, int]]] = {}
         self._promised: dict[Version, int] = {}
         """Until when the master has leased a version (its own ms)."""
         self._ended: set[Version] = set()

@@ -12,9 +12,9 @@ from kvstore import calls
 from kvstore.client.leases.leases import (
     Granted,
     Lease,
+    LeasedPlace,
     Mounted,
     Named,
-    Place,
     Watched,
     What,
     found_at,
@@ -63,7 +63,7 @@ class SimViews:
         held: Named | Granted,
         until: float,
         mounted: Mounted,
-        place: Place | None = None,
+        place: LeasedPlace | None = None,
         value: object = None,
     ) -> Lease:
         address = array.ctypes.data

@@ -12,7 +12,7 @@ import pytest
 from kvstore import fleet
 from kvstore.calls import ObjectRow
 from kvstore.connectors.engine import fleet as fleets
-from kvstore.connectors.engine.fleet import Announcer, Fleet
+from kvstore.connectors.engine.fleet import Announcer, FleetRecords
 from kvstore.errors import UnavailableError
 from kvstore.fingerprint import fingerprint
 from kvstore.fleet import ANNOUNCED_EVERY_S, LIFETIME_S, Record
@@ -60,7 +60,7 @@ class Board:
 
 def announce(board: Board, model: str = "m", engine: str = "vllm", **changes: object) -> list[str]:
     description = {**DESCRIPTION, **changes}
-    fleet = Fleet(board, LOG)  # type: ignore[arg-type]
+    fleet = FleetRecords(board, LOG)  # type: ignore[arg-type]
     record = Record(engine, (model,), fingerprint(description), ("n",), description, 16)
     return fleet.announce(record, **OF_VLLM)
 
@@ -78,7 +78,7 @@ def test_a_record_has_a_lifetime_that_begins_anew_every_hour(
     now_s = 5_000.0
     monkeypatch.setattr(fleets, "uptime", lambda: now_s)
     board = Board()
-    engine = Fleet(board, LOG)  # type: ignore[arg-type]
+    engine = FleetRecords(board, LOG)  # type: ignore[arg-type]
     for minute in range(121):
         now_s = 5_000.0 + 60 * minute
         engine.announce(Record("vllm", ("m",), "0f" * 16, ("n",), DESCRIPTION))
@@ -140,7 +140,7 @@ def test_an_engine_that_becomes_another_one_takes_back_its_record(
 
 def test_engines_that_differ_only_in_layout_are_told() -> None:
     board = Board()
-    fleet = Fleet(board, LOG)  # type: ignore[arg-type]
+    fleet = FleetRecords(board, LOG)  # type: ignore[arg-type]
     fleet.announce(Record("vllm", ("m",), "one", (), DESCRIPTION))
     (warning,) = fleet.announce(Record("vllm", ("m",), "two", (), DESCRIPTION))
     assert "only the layout of the cache" in warning

@@ -13,7 +13,7 @@ from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
 from kvstore.network import names
 from kvstore.process.background import Job, Workers, in_one_piece, join_all, start_thread
-from kvstore.process.stopping import Bell, Known, Latch, NotOurTurnError, Turn
+from kvstore.process.stopping import Bell, DeadlineLock, Known, Latch, NotOurTurnError
 from tests.support.cuts import cut
 from tests.support.leaks import leaked, snapshot
 
@@ -63,7 +63,7 @@ def test_a_bell_rings_for_those_that_have_waited_longest() -> None:
 
 
 def test_a_turn_is_never_left_taken() -> None:
-    turn = Turn()
+    turn = DeadlineLock()
     each_place(lambda: turn.run(lambda: None, 1.0))
     assert not turn.is_taken
     elsewhere(lambda: turn.run(lambda: None, 1.0))

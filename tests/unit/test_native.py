@@ -26,8 +26,8 @@ from kvstore.clocks import uptime
 from kvstore.keys import PackedKeys, packed_keys
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.eviction import LRU
-from kvstore.master.state.liveness import Node
-from kvstore.master.state.records import NamespaceTable, Segment
+from kvstore.master.state.liveness import JoinedNode
+from kvstore.master.state.records import MountedSegment, NamespaceTable
 from kvstore.memory.header import (
     GENERATION_OFFSET,
     HEADER_BYTES,
@@ -281,9 +281,9 @@ def test_keys_packed_as_python_packs_them(steps: Steps) -> None:
 
 
 def test_many_keys_as_python_finds_them(steps: Steps) -> None:
-    def segment(number: int) -> Segment:
+    def segment(number: int) -> MountedSegment:
         offer = SegmentOffer(1 << 20, bytes(16), "", "", bytes(16), 1, 1, True)
-        return Segment(number, Node("n", "h", None, 0), offer, LRU(), 0)
+        return MountedSegment(number, JoinedNode("n", "h", None, 0), offer, LRU(), 0)
 
     table = NamespaceTable(Namespace(SPACE))
     alive, dead = segment(1), segment(2)

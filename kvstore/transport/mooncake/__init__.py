@@ -5,6 +5,6 @@
 engine at once: that takes 150 ms and needs system libraries, so the first use does it.
 """
 
-from kvstore.transport.mooncake.probe import Finding, probe
+from kvstore.transport.mooncake.probe import ProbeFinding, probe
 
-__all__ = ["Finding", "probe"]
+__all__ = ["ProbeFinding", "probe"]

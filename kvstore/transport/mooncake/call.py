@@ -38,21 +38,21 @@ class TransferFailedError(Exception):
     """The engine could not carry a batch out. Some of it may have happened, or may still."""
 
 
-class _Piece(NamedTuple):
+class _ChunkPiece(NamedTuple):
     data: memoryview
     place: int
     """The offset in the buffer; -1: the memory is moved without a copy."""
     hasher: Hasher | None
 
 
-class _Batch:
+class _ChunkTransfer:
     """Ranges that are moved together, and the chunk that is lent to them."""
 
     def __init__(self) -> None:
         self.ours: list[int] = []
         self.theirs: list[int] = []
         self.lengths: list[int] = []
-        self.pieces: list[_Piece] = []
+        self.pieces: list[_ChunkPiece] = []
         self.bytes = 0
         self.chunk = -1
         self.chunk_used = 0
@@ -73,7 +73,7 @@ class _Batch:
         self.lengths.append(length)
 
 
-class Call:
+class EngineCall:
     """Is made, ``run`` once, and dropped. One thread."""
 
     def __init__(
@@ -99,8 +99,8 @@ class Call:
         self._threads = threads
         self._is_closed = is_closed
         self._is_registered = is_registered
-        self._under_way: deque[_Batch] = deque()
-        self._batch = _Batch()
+        self._under_way: deque[_ChunkTransfer] = deque()
+        self._batch = _ChunkTransfer()
         self.is_settled = True
         """Whether no byte of it can be on its way any more."""
         self.in_doubt: list[memoryview] = []
@@ -151,7 +151,7 @@ class Call:
                 if move.hasher is not None:
                     feed(move.hasher, piece)
             if is_direct or not self._is_write:
-                batch.pieces.append(_Piece(piece, place, move.hasher))
+                batch.pieces.append(_ChunkPiece(piece, place, move.hasher))
             batch.add(ours, self._base + move.offset + at, take)
             at += take
 
@@ -170,7 +170,7 @@ class Call:
     def _submit(self, *, is_last: bool = False) -> None:
         """Lets the present batch be moved. If it is the last of its wave, of one range, and nothing
         else is under way, this thread moves it: handing over takes as long as a small range."""
-        batch, self._batch = self._batch, _Batch()
+        batch, self._batch = self._batch, _ChunkTransfer()
         if not batch.lengths:
             return
         while len(self._under_way) >= UNDER_WAY_MAX:
@@ -225,7 +225,7 @@ class Call:
         self._station.was_used(self._peer)
         self.is_settled = not self._under_way
 
-    def _take_out(self, batch: _Batch) -> None:
+    def _take_out(self, batch: _ChunkTransfer) -> None:
         for data, place, hasher in batch.pieces:
             if place >= 0:
                 data[:] = self._buffer.memory[place : place + len(data)]
@@ -259,7 +259,7 @@ class Call:
         self._under_way.clear()
         self._give_back(self._batch)
 
-    def _give_back(self, batch: _Batch) -> None:
+    def _give_back(self, batch: _ChunkTransfer) -> None:
         if batch.chunk >= 0:
             self._buffer.free.put(batch.chunk)
 

@@ -99,7 +99,7 @@ class EngineSettings(NamedTuple):
     metadata_server: str = P2P
 
 
-class Engine:
+class TransferEngine:
     """One engine. Threads: any; ``close`` once no other call is under way.
 
     Life cycle: make, ``register``, ``transfer`` as often as wanted, ``close``, which ends transfers

@@ -27,7 +27,7 @@ _METADATA: Final = {
 }
 
 
-class Finding(NamedTuple):
+class ProbeFinding(NamedTuple):
     """One thing that was looked at."""
 
     what: Literal["package", "libraries", "protocols", "metadata", "devices"]
@@ -37,23 +37,23 @@ class Finding(NamedTuple):
     """What to do where it is not ``ok``."""
 
 
-def probe() -> list[Finding]:
+def probe() -> list[ProbeFinding]:
     """Package, system libraries, protocols, kinds of metadata server, cards: in that order, up to
     the first part that is missing. Imports the engine where it is installed."""
     library = find_package()
     if library is None:
         advice = f"pip install {PACKAGE}"
-        return [Finding("package", False, "not installed", advice)]
-    findings = [Finding("package", True, _version())]
+        return [ProbeFinding("package", False, "not installed", advice)]
+    findings = [ProbeFinding("package", True, _version())]
     try:
         import_engine()
     except TransferEngineError as error:
-        return [*findings, Finding("libraries", False, error.message, error.advice)]
-    findings.append(Finding("libraries", True, "complete"))
+        return [*findings, ProbeFinding("libraries", False, error.message, error.advice)]
+    findings.append(ProbeFinding("libraries", True, "complete"))
     protocols = [name for name, kind in _PROTOCOLS.items() if built_with(library, kind)]
-    findings.append(Finding("protocols", bool(protocols), ", ".join(protocols) or "none"))
+    findings.append(ProbeFinding("protocols", bool(protocols), ", ".join(protocols) or "none"))
     kinds = [name for name, kind in _METADATA.items() if built_with(library, kind)]
-    findings.append(Finding("metadata", bool(kinds), ", ".join(kinds)))
+    findings.append(ProbeFinding("metadata", bool(kinds), ", ".join(kinds)))
     findings.append(_devices())
     return findings
 
@@ -67,19 +67,19 @@ def _version() -> str:
     return "of unknown origin"
 
 
-def _devices() -> Finding:
+def _devices() -> ProbeFinding:
     there = cards()
     if not there:
-        return Finding(
+        return ProbeFinding(
             "devices", False, "no RDMA card", "Use protocol tcp, or load the card's driver."
         )
     verbs = sorted(VERBS.glob("uverbs*")) if VERBS.is_dir() else []
     closed = [each for each in verbs if not os.access(each, os.R_OK | os.W_OK)]
     if closed or not verbs:
-        return Finding(
+        return ProbeFinding(
             "devices",
             False,
             f"{', '.join(there)}, and {', '.join(map(str, closed)) or VERBS} cannot be opened",
             "Join the group of /dev/infiniband, and pass it into the container.",
         )
-    return Finding("devices", True, ", ".join(there))
+    return ProbeFinding("devices", True, ", ".join(there))

@@ -29,8 +29,13 @@ from typing import Final
 from kvstore.calls import EngineAddress
 from kvstore.errors import InternalError
 from kvstore.memory.pages import POPULATE_READ, populate
-from kvstore.memory.segment import Segment
-from kvstore.transport.mooncake.engine import Engine, EngineSettings, address_of_map, sockets
+from kvstore.memory.segment import NodeSegment
+from kvstore.transport.mooncake.engine import (
+    EngineSettings,
+    TransferEngine,
+    address_of_map,
+    sockets,
+)
 
 STALL_S: Final = 6.0
 """The longest time without traffic. A node may be stopped for as long again (``dead_ms``), and what
@@ -47,7 +52,7 @@ log = logging.getLogger("kvstore.mooncake")
 class EngineServer:
     """Serves one segment, until ``close``. Threads: any; ``fence`` and ``close`` one at a time."""
 
-    def __init__(self, segment: Segment, settings: EngineSettings, host: str) -> None:
+    def __init__(self, segment: NodeSegment, settings: EngineSettings, host: str) -> None:
         """
         Args:
             segment: the caller's, closed after this.
@@ -61,7 +66,7 @@ class EngineServer:
         """The last is registered; of those before it only the addresses are left."""
         self._closing = threading.Event()
         self._sweeper: threading.Thread | None = None
-        self._engine = Engine(settings, host)
+        self._engine = TransferEngine(settings, host)
         try:
             self._register()
         except BaseException:

@@ -20,7 +20,7 @@ from typing import Final
 
 from kvstore.clocks import uptime
 from kvstore.memory.regions import Region
-from kvstore.transport.mooncake.engine import Engine, EngineSettings, address_of_map
+from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine, address_of_map
 
 CHUNK_BYTES_MAX: Final = 4 << 20
 """Bytes of the buffer for one batch: they take some milliseconds, in which the next one is copied
@@ -64,9 +64,9 @@ class Station:
         """``buffer`` is unmapped with the station, unless ``give_up_buffer`` was called before.
 
         Raises:
-            TransferEngineError: as ``Engine``; ``buffer`` is the caller's still.
+            TransferEngineError: as ``TransferEngine``; ``buffer`` is the caller's still.
         """
-        self.engine: Final = Engine(settings, host)
+        self.engine: Final = TransferEngine(settings, host)
         self.buffer: Buffer | None = buffer
         self.is_retired = False
         self.used_at: Final[dict[str, float]] = {}

@@ -34,10 +34,10 @@ from kvstore.errors import (
 )
 from kvstore.memory.raw import address_of
 from kvstore.memory.regions import Region, Regions
-from kvstore.process.stopping import NotOurTurnError, Turn, current
+from kvstore.process.stopping import DeadlineLock, NotOurTurnError, current
 from kvstore.transport.base import Move
 from kvstore.transport.by_moves import ByMoves
-from kvstore.transport.mooncake.call import Call, TransferFailedError
+from kvstore.transport.mooncake.call import EngineCall, TransferFailedError
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.station import Buffer, Station
 from kvstore.transport.pieces import check_moves, deadline_exceeded
@@ -255,7 +255,7 @@ class MooncakeTransport(ByMoves):
         witness.greet(deadline)
         stop = current()
         with self._entered(segment) as station:
-            call = Call(
+            call = EngineCall(
                 station,
                 segment,
                 deadline,
@@ -437,7 +437,7 @@ class _Witness:
     def __init__(self, segment: SegmentInfo) -> None:
         self._segment = segment
         self._connection = ClientConnection(segment)
-        self._using = Turn()
+        self._using = DeadlineLock()
 
     @property
     def is_open(self) -> bool:

@@ -18,11 +18,11 @@ from pydantic import BaseModel, Field
 from kvstore.calls import ClusterStatus, NodeStatus
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
-from kvstore.drainer import Outcome, check_room, drain_node
+from kvstore.drainer import DrainOutcome, check_room, drain_node
 from kvstore.errors import BusyError, KVStoreError
 from kvstore.process.background import start_task
 from kvstore.web.api.shapes import Member, Memory
-from kvstore.web.server.endpoints import Question, RefusedError, endpoint
+from kvstore.web.server.endpoints import Question, RefusedRequestError, endpoint
 
 NODES_PATH: Final = "/api/v1/nodes"
 DRAIN_PATH: Final = "/api/v1/nodes/drain"
@@ -101,8 +101,8 @@ class _StoppedError(Exception):
 
 
 @dataclass(slots=True)
-class _Drain:
-    outcome: Outcome
+class _RunningDrain:
+    outcome: DrainOutcome
     asked: DrainQuestion
     state: str = "moving"
     size: int = 0
@@ -145,7 +145,7 @@ class _Drain:
         )  # fmt: skip
 
 
-class Nodes:
+class NodesAPI:
     """Lists and drains nodes. Use it in one event loop."""
 
     def __init__(
@@ -162,7 +162,7 @@ class Nodes:
         self._client = client
         self._status = status
         self._connect = connect
-        self._drains: dict[str, _Drain] = {}
+        self._drains: dict[str, _RunningDrain] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._beginning = asyncio.Lock()
         """Held while a drain begins, so that no more begin than may be under way."""
@@ -185,7 +185,7 @@ class Nodes:
         """How far a drain is."""
         drain = self._drains.get(asked.node)
         if drain is None:
-            raise RefusedError(404, "this server drains no such node")
+            raise RefusedRequestError(404, "this server drains no such node")
         return drain.answer()
 
     @endpoint(
@@ -209,7 +209,7 @@ class Nodes:
         if not asked.evict and not asked.discard:
             check_room(await self._client.status(), asked.node)
         await self._client.drain(asked.node)  # from now on it gets nothing new
-        drain = _Drain(Outcome(asked.node), asked)
+        drain = _RunningDrain(DrainOutcome(asked.node), asked)
         self._remember(asked.node, drain)
         work = start_task("drain", self._work(asked.node, drain), expected=KVStoreError)
         self._tasks[asked.node] = work
@@ -222,13 +222,13 @@ class Nodes:
             await asyncio.wait([task])
         await self._client.drain(asked.node, undo=True)
 
-    async def _work(self, node: str, drain: _Drain) -> None:
+    async def _work(self, node: str, drain: _RunningDrain) -> None:
         try:
             await asyncio.to_thread(drain.run, self._connect)
         finally:
             del self._tasks[node]
 
-    def _remember(self, node: str, drain: _Drain) -> None:
+    def _remember(self, node: str, drain: _RunningDrain) -> None:
         self._drains.pop(node, None)
         over = [name for name in self._drains if name not in self._tasks]
         for name in over[: max(0, len(self._drains) - KEPT_MAX + 1)]:
@@ -236,7 +236,7 @@ class Nodes:
         self._drains[node] = drain
 
 
-def _answer(node: NodeStatus, drain: _Drain | None) -> NodeAnswer:
+def _answer(node: NodeStatus, drain: _RunningDrain | None) -> NodeAnswer:
     told = node._asdict() | {
         "size": sum(each.size for each in node.segments),
         "used": sum(each.used for each in node.segments),

@@ -36,7 +36,7 @@ from kvstore.web.server.endpoints import (
     HexKey,
     HexPrefix,
     Question,
-    RefusedError,
+    RefusedRequestError,
     endpoint,
 )
 from kvstore.web.server.serving import writing
@@ -212,7 +212,7 @@ class Room:
             granted.set_result(None)
 
 
-class Objects:
+class ObjectsAPI:
     """Gets, puts, removes, lists and pins as a client of the master. Use it in one event loop."""
 
     def __init__(self, client: AsyncClient) -> None:
@@ -238,7 +238,7 @@ class Objects:
             if size is None:
                 raise _missing()
             if size > ROOM_BYTES:
-                raise RefusedError(
+                raise RefusedRequestError(
                     413, f"the object has {size} bytes; over HTTP {ROOM_BYTES} can be fetched"
                 )
             with contextlib.suppress(BufferMismatchError):
@@ -266,7 +266,7 @@ class Objects:
         """Store bytes."""
         size = request.content_length
         if size is None:
-            raise RefusedError(411, "a put needs a Content-Length")
+            raise RefusedRequestError(411, "a put needs a Content-Length")
         if size > ROOM_BYTES:
             raise ValueTooLargeError(f"over HTTP {ROOM_BYTES} bytes can be put, not {size}")
         async with self._room.of(size):
@@ -335,8 +335,8 @@ def _seconds(size: int) -> float:
     return TRANSFER_S + size / BYTES_PER_S_MIN
 
 
-def _missing() -> RefusedError:
-    return RefusedError(404, "no such object")
+def _missing() -> RefusedRequestError:
+    return RefusedRequestError(404, "no such object")
 
 
 async def _body(request: web.Request, size: int) -> bytearray:
@@ -351,7 +351,9 @@ async def _body(request: web.Request, size: int) -> bytearray:
                 body[at : at + len(piece)] = piece
                 at += len(piece)
     except TimeoutError:
-        raise RefusedError(408, f"the body did not come within {_seconds(size):.0f} s") from None
+        raise RefusedRequestError(
+            408, f"the body did not come within {_seconds(size):.0f} s"
+        ) from None
     assert at == size, "the parser counts the bytes"
     return body
 

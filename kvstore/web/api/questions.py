@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 from kvstore.client.aio import AsyncClient
 from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX
 from kvstore.web.api.objects import TIMEOUT_MS, NodesOf, ObjectAnswer, ObjectQuestion, fields_of
-from kvstore.web.server.endpoints import HexKey, Question, RefusedError, endpoint
+from kvstore.web.server.endpoints import HexKey, Question, RefusedRequestError, endpoint
 
 MATCH_PATH: Final = "/api/v1/match"
 EXISTS_PATH: Final = "/api/v1/exists"
@@ -118,7 +118,7 @@ class Api:
         """One object."""
         found = await self._client.stat(asked.key, namespace=asked.namespace, timeout_ms=TIMEOUT_MS)
         if found is None or found.detail.row is None:
-            raise RefusedError(404, "no such object")
+            raise RefusedRequestError(404, "no such object")
         detail, row = found.detail, found.detail.row
         names = await self._nodes_of(detail.placements.segments)
         places = zip(detail.placements.segments, detail.placements.offsets, strict=True)

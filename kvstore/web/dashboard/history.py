@@ -73,7 +73,7 @@ def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None
     )
 
 
-class History:
+class HistoryPoints:
     """The points of the last hour. A master that stands by adds none."""
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ NOTICES_MAX: Final = 1_000
 ValueT = TypeVar("ValueT")
 
 
-class Seen(NamedTuple):
+class MasterSeen(NamedTuple):
     measured: dict[str, Any]
     """The answer to ``measures``."""
     status: ClusterStatus | None
@@ -59,7 +59,7 @@ class Seen(NamedTuple):
 
 
 class Noticed(NamedTuple):
-    """See ``kvstore.master.notices.Notices.after``."""
+    """See ``kvstore.master.notices.NoticeLog.after``."""
 
     run: int
     last: int
@@ -97,7 +97,7 @@ class Shared(Generic[ValueT]):
         return answer
 
 
-class Master:
+class ParentMaster:
     """The parent, as its child sees it. Its methods raise UnavailableError: it does not answer."""
 
     def __init__(self, address: str, *, cluster: str, pid: int, channel: ChildEnd) -> None:
@@ -139,13 +139,13 @@ class Master:
             return Readiness(True, f"stands by; {said['leader']} leads")
         return Readiness(False, "stands by, and knows of no master that leads")
 
-    async def _look(self) -> Seen:
+    async def _look(self) -> MasterSeen:
         measured, leader, status = await self._ask("measures"), "", None
         if measured["leads"]:
             status = await self._store_status()
         else:
             leader = (await self._ask("role"))["leader"]
-        return Seen(measured, status, leader, time.time_ns() // 1_000_000)
+        return MasterSeen(measured, status, leader, time.time_ns() // 1_000_000)
 
     async def _note(self) -> Noticed:
         while True:

@@ -23,14 +23,14 @@ from kvstore.process.background import start_task
 from kvstore.web.api import shapes
 from kvstore.web.dashboard import problems
 from kvstore.web.dashboard.fleet import compared
-from kvstore.web.dashboard.history import EVERY_S, History, sample
+from kvstore.web.dashboard.history import EVERY_S, HistoryPoints, sample
 from kvstore.web.server.access import HEADERS
 from kvstore.web.server.doors import Handler
 from kvstore.web.server.endpoints import Question, endpoint
 from kvstore.web.server.serving import Routes
 
 if TYPE_CHECKING:
-    from kvstore.web.dashboard.master import Master, Seen
+    from kvstore.web.dashboard.master import MasterSeen, ParentMaster
 
 log = logging.getLogger("kvstore.web")
 
@@ -52,14 +52,14 @@ class NoticesQuestion(Question):
 class Dashboard:
     """Samples the history and answers. Use it in one event loop."""
 
-    def __init__(self, master: Master, *, port: int, scheme: str) -> None:
+    def __init__(self, master: ParentMaster, *, port: int, scheme: str) -> None:
         """``port``, ``scheme``: those of this server, which are taken to be those of other
         masters, too."""
         self._master = master
         self._port = port
         self._scheme = scheme
-        self._history = History()
-        self._of_engines: list[problems.Problem] = []
+        self._history = HistoryPoints()
+        self._of_engines: list[problems.FoundProblem] = []
         """As of the last sample."""
         self._task = start_task("history", self._sample_forever())
 
@@ -84,7 +84,7 @@ class Dashboard:
                 log.debug("no_sample reason=%s", error)
             await asyncio.sleep(EVERY_S)
 
-    async def _look_at_engines(self, *, leads: bool) -> list[problems.Problem]:
+    async def _look_at_engines(self, *, leads: bool) -> list[problems.FoundProblem]:
         if not leads:
             return []
         report = await self._master.client.traffic()
@@ -134,7 +134,9 @@ class Dashboard:
         return f"{self._scheme}://{join_address(host, self._port)}/"
 
 
-def status_json(seen: Seen, status: ClusterStatus, found: list[problems.Problem]) -> dict[str, Any]:
+def status_json(
+    seen: MasterSeen, status: ClusterStatus, found: list[problems.FoundProblem]
+) -> dict[str, Any]:
     """What ``kvstore status`` shows, and what is wrong."""
     rows = status.namespaces
     largest = heapq.nlargest(NAMESPACES_SHOWN, rows, key=lambda row: (row.size, row.name))
@@ -157,7 +159,7 @@ def status_json(seen: Seen, status: ClusterStatus, found: list[problems.Problem]
     }
 
 
-def _process(seen: Seen) -> dict[str, Any]:
+def _process(seen: MasterSeen) -> dict[str, Any]:
     """Of the process, whether it leads or not."""
     measured: Mapping[str, Any] = seen.measured
     return {

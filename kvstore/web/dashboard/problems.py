@@ -11,7 +11,7 @@ from kvstore.fleet import Record
 from kvstore.memory.entries import ENTRY_GONE
 from kvstore.shortages import CAUSES
 from kvstore.texts import duration_text, name_text, shown_text, size_text
-from kvstore.web.dashboard.history import History, added, spread_of
+from kvstore.web.dashboard.history import HistoryPoints, added, spread_of
 
 RECENT_S: Final = 600.0
 HOUR_S: Final = 3600.0
@@ -40,20 +40,20 @@ KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace")
 """Causes (``kvstore.diagnosis.why``) that no further prompt cures. Others may be of new prompts."""
 
 
-class Problem(NamedTuple):
+class FoundProblem(NamedTuple):
     level: str
     """bad: something is lost or refused; warning: look at it; note: it was asked for."""
     text: str
 
 
-def of_the_store(status: ClusterStatus, history: History, now_ms: int) -> list[Problem]:
+def of_the_store(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> list[FoundProblem]:
     """Of a master that leads: the worst first."""
     found = [*_nodes(status), *_memory(status, history, now_ms), *_lately(history, now_ms)]
     order = ("bad", "warning", "note")
     return sorted(found, key=lambda problem: order.index(problem.level))
 
 
-def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) -> list[Problem]:
+def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) -> list[FoundProblem]:
     """Of engines that asked a moment ago and found nothing, because what other engines of their
     model put is kept apart from what they ask for."""
     everyone = parties_of(spaces, records)
@@ -69,14 +69,16 @@ def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) ->
         if cause.code in KEPT_APART:
             fields = f": {'; '.join(cause.fields)}" if cause.fields else ""
             text = shown_text(f"{cause.text}{fields}. {cause.remedy}", 600)
-            found.append(Problem("warning", f"{text} (kvstore why)"))
+            found.append(FoundProblem("warning", f"{text} (kvstore why)"))
     return found
 
 
-def of_a_standby(leader: str) -> list[Problem]:
+def of_a_standby(leader: str) -> list[FoundProblem]:
     if leader:
         return []
-    return [Problem("bad", "No master leads: every call of clients waits or fails. Is etcd well?")]
+    return [
+        FoundProblem("bad", "No master leads: every call of clients waits or fails. Is etcd well?")
+    ]
 
 
 def _silent(node: NodeStatus) -> str:
@@ -95,21 +97,21 @@ _WRONG_WITH_NODES: Final[Sequence[tuple[str, str, Callable[[NodeStatus], str]]]]
 """The level, what is said of nodes, and why of each; empty: not of this one."""
 
 
-def _nodes(status: ClusterStatus) -> Iterator[Problem]:
+def _nodes(status: ClusterStatus) -> Iterator[FoundProblem]:
     if not status.nodes:
-        yield Problem("bad", "No node has joined: nothing can be stored.")
+        yield FoundProblem("bad", "No node has joined: nothing can be stored.")
     for level, what, why in _WRONG_WITH_NODES:
         wrong = [(node, said) for node in status.nodes if (said := why(node))]
         yield from _named(level, wrong, what)
     yield from _gone(status.gone)
     short = dict(status.counters).get("under_replicated_objects", 0)
     if short:
-        yield Problem(
+        yield FoundProblem(
             "warning", f"{_count(short, 'object')} with fewer replicas than were asked for."
         )
 
 
-def _gone(gone: Sequence[GoneNode]) -> Iterator[Problem]:
+def _gone(gone: Sequence[GoneNode]) -> Iterator[FoundProblem]:
     """Nodes that are away, by name, with what went with them."""
     shown = [each for each in gone if each.why != "left" or each.missing or each.lost]
     for each in shown[:NODES_NAMED]:
@@ -118,30 +120,30 @@ def _gone(gone: Sequence[GoneNode]) -> Iterator[Problem]:
         ago = f"{duration_text(each.gone_ms)} ago"
         if each.reports:
             text = f"{who} is back and reports its objects: {_count(each.missing, 'object')} to go."
-            yield Problem("note", text)
+            yield FoundProblem("note", text)
         elif each.missing:
-            yield Problem(
+            yield FoundProblem(
                 "warning" if each.why == "left" else "bad",
                 f"{who} {how} {ago}: {_count(each.missing, 'object')} that no other node has. They "
                 "are back once it is started again with the same --name and memory.",
             )
         elif each.lost:
             lost = f"{_count(each.lost, 'object')} that no other node had did not come back"
-            yield Problem("bad", f"{who} {how} {ago}: {lost}, and are lost.")
+            yield FoundProblem("bad", f"{who} {how} {ago}: {lost}, and are lost.")
         else:
-            yield Problem("bad", f"{who} {how} {ago}.")
+            yield FoundProblem("bad", f"{who} {how} {ago}.")
     if len(shown) > NODES_NAMED:
-        yield Problem("bad", f"{len(shown) - NODES_NAMED} more nodes left or died.")
+        yield FoundProblem("bad", f"{len(shown) - NODES_NAMED} more nodes left or died.")
 
 
-def _named(level: str, nodes: list[tuple[NodeStatus, str]], what: str) -> Iterator[Problem]:
+def _named(level: str, nodes: list[tuple[NodeStatus, str]], what: str) -> Iterator[FoundProblem]:
     for node, why in nodes[:NODES_NAMED]:
-        yield Problem(level, f"Node {node.name} ({node.address or node.host}) {what}: {why}.")
+        yield FoundProblem(level, f"Node {node.name} ({node.address or node.host}) {what}: {why}.")
     if len(nodes) > NODES_NAMED:
-        yield Problem(level, f"{len(nodes) - NODES_NAMED} more nodes: each {what}.")
+        yield FoundProblem(level, f"{len(nodes) - NODES_NAMED} more nodes: each {what}.")
 
 
-def _waiting(status: ClusterStatus) -> Iterator[Problem]:
+def _waiting(status: ClusterStatus) -> Iterator[FoundProblem]:
     """Memory that is there and not given out, after a start of the master or of its node."""
     alive = [node for node in status.nodes if node.state == "alive"]
     segments = [segment for node in alive for segment in node.segments]
@@ -152,14 +154,14 @@ def _waiting(status: ClusterStatus) -> Iterator[Problem]:
     reports = all(segment.reports for segment in waiting)
     when = f"for {duration_text(longest_ms)} more" if longest_ms else "yet"
     also = ", and until a node has reported its objects" if reports else ""
-    yield Problem(
+    yield FoundProblem(
         "bad",
         f"No put finds room {when}{also}: the master or all nodes have just started, and memory is "
         "given out when no reader of before can have a lease on it. Puts wait, gets work.",
     )
 
 
-def _memory(status: ClusterStatus, history: History, now_ms: int) -> Iterator[Problem]:
+def _memory(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Iterator[FoundProblem]:
     recent = history.lately(now_ms, RECENT_S)
     segments = [segment for node in status.nodes for segment in node.segments]
     size, used = (sum(getattr(each, of) for each in segments) for of in ("size", "used"))
@@ -168,7 +170,7 @@ def _memory(status: ClusterStatus, history: History, now_ms: int) -> Iterator[Pr
         refused = added(recent, f"refused_{cause}")
         if refused:
             what = f"{_count(refused, 'put')} found no room in the last 10 min"
-            yield Problem("bad", f"{what}: {why}.")
+            yield FoundProblem("bad", f"{what}: {why}.")
     pinned = dict(status.counters).get("pinned_bytes", 0)
     if size and pinned > PINNED_SHARE * size:
         by_size = sorted(status.namespaces, key=lambda each: -each.pinned_bytes)
@@ -178,21 +180,21 @@ def _memory(status: ClusterStatus, history: History, now_ms: int) -> Iterator[Pr
             if each.pinned_bytes
         ]
         of = f" (most: {', '.join(most)})" if most else ""
-        yield Problem(
+        yield FoundProblem(
             "warning",
             f"Pins keep {size_text(pinned)} of {size_text(size)}{of}: puts have only the rest. "
             "Pins end by themselves, after a day at most, or by unpin.",
         )
     unpinned = added(recent, "refused_pins")
     if unpinned:
-        yield Problem(
+        yield FoundProblem(
             "warning",
             f"{_count(unpinned, 'pin')} refused in the last 10 min: pins hold all that they may "
             "(--pinned-max, --pinned-all-max).",
         )
     age_ms = spread_of([each.ages_ms for each in recent], 0.5)
     if size and used > FULL * size and age_ms is not None and age_ms < YOUNG_MS:
-        yield Problem(
+        yield FoundProblem(
             "warning",
             "The pool is full, and evicts objects soon after their last use: half of them within "
             f"{duration_text(int(age_ms))} (last 10 min). More memory would raise the hit ratio.",
@@ -213,7 +215,7 @@ def _memory(status: ClusterStatus, history: History, now_ms: int) -> Iterator[Pr
     yield from _named("warning", waiting, "has memory that awaits its reclaim")
 
 
-def _lately(history: History, now_ms: int) -> Iterator[Problem]:
+def _lately(history: HistoryPoints, now_ms: int) -> Iterator[FoundProblem]:
     hour, recent = history.lately(now_ms, HOUR_S), history.lately(now_ms, RECENT_S)
     for points, of, within, level, one, text in (
         (hour, "corrupt_objects", "hour", "bad", "object",
@@ -229,10 +231,10 @@ def _lately(history: History, now_ms: int) -> Iterator[Problem]:
     ):  # fmt: skip
         count = added(points, of)
         if count:
-            yield Problem(level, f"{_count(count, one)} {text}, in the last {within}.")
+            yield FoundProblem(level, f"{_count(count, one)} {text}, in the last {within}.")
     late_us = spread_of([each.late_us for each in history.lately(now_ms, 60.0)], 0.99)
     if late_us is not None and late_us > LATE_US:
-        yield Problem(
+        yield FoundProblem(
             "warning",
             f"The master's loop is slow: one call in a hundred waits {late_us / 1000:.0f} ms "
             "or more. Its host may lack processor time.",

@@ -36,7 +36,7 @@ CHUNK_EVENTS: Final = 8_192
 """About how many events are written to a subscriber at once."""
 
 
-class Place(NamedTuple):
+class EventPosition(NamedTuple):
     """After how many events of which epoch."""
 
     epoch: int
@@ -46,7 +46,7 @@ class Place(NamedTuple):
         return f"{self.epoch}-{self.number}"
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> EventPosition:
         """Raises InvalidArgumentError."""
         epoch, dash, number = text.partition("-")
         if not (dash and epoch.isdecimal() and number.isdecimal() and len(text) < 64):
@@ -122,7 +122,7 @@ class Journal:
         except TimeoutError:
             return False
 
-    def has(self, place: Place) -> bool:
+    def has(self, place: EventPosition) -> bool:
         """Whether all events after it are kept."""
         return place.epoch == self.epoch and self.start <= place.number <= self.end
 
@@ -160,7 +160,7 @@ class Streams:
         self._lives = lives
 
     async def events(
-        self, since: Place | None, *, whole: bool, namespace: str, under: str = ""
+        self, since: EventPosition | None, *, whole: bool, namespace: str, under: str = ""
     ) -> AsyncGenerator[bytes]:
         """Text for one subscriber, in pieces, until this master no longer leads, or hangs.
 
@@ -190,14 +190,14 @@ class Streams:
                     continue  # it was cut short: again
             elif place is not None and place.epoch != epoch and journal.start == 0:
                 number = 0
-                yield _note("cleared", Place(epoch, 0))
+                yield _note("cleared", EventPosition(epoch, 0))
             else:
                 number = journal.end
-                yield _note("gap" if place is not None else "begin", Place(epoch, number))
+                yield _note("gap" if place is not None else "begin", EventPosition(epoch, number))
             async for told, text in self._follow(epoch, number, wanted):
                 number = told
                 yield text
-            place = Place(epoch, number)
+            place = EventPosition(epoch, number)
 
     async def _follow(
         self, epoch: int, number: int, wanted: Wanted
@@ -205,7 +205,7 @@ class Streams:
         """Events after ``number``, with how far they reach; until some are missing."""
         journal = self._journal
         due = time.monotonic() + HEARTBEAT_S
-        while journal.has(Place(epoch, number)):
+        while journal.has(EventPosition(epoch, number)):
             frames = journal.after(number, journal.end)
             text = b"".join(_text(each, max(0, number - each.before), wanted) for each in frames)
             if frames:
@@ -232,7 +232,7 @@ class Streams:
                 number = after
                 yield -1, "".join(_lines(epoch, None, events, wanted)).encode()
         if number >= 0:
-            yield number, _note("whole", Place(epoch, number))
+            yield number, _note("whole", EventPosition(epoch, number))
 
     async def changes(self, epoch: int, namespace: str) -> AsyncGenerator[tuple[int, list[Event]]]:
         """Events to apply in order, after which all that is visible is known; each time with the
@@ -251,7 +251,7 @@ class Streams:
                     return
                 number = before if number is None else number
                 while number < before:
-                    if not journal.has(Place(epoch, number)):
+                    if not journal.has(EventPosition(epoch, number)):
                         return
                     for frame in journal.after(number, before):
                         number = frame.before + frame.count
@@ -275,7 +275,10 @@ class Streams:
                     return
                 if not began:
                     began = True
-                    first = {"from": str(Place(epoch, before)), "namespace": namespace or None}
+                    first = {
+                        "from": str(EventPosition(epoch, before)),
+                        "namespace": namespace or None,
+                    }
                     yield json.dumps(first).encode() + b"\n"
                 objects += len(rows)
                 yield "".join(f"{_data(row)}\n" for row in rows).encode()
@@ -320,5 +323,5 @@ def _quoted(text: str) -> str:
     return json.dumps(text)
 
 
-def _note(name: str, place: Place) -> bytes:
+def _note(name: str, place: EventPosition) -> bytes:
     return f'id: {place}\nevent: {name}\ndata: {{"epoch":{place.epoch}}}\n\n'.encode()

@@ -13,9 +13,15 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from kvstore.errors import UnavailableError
 from kvstore.limits import check_namespace
 from kvstore.web.channel import ChildEnd
-from kvstore.web.events.journal import Journal, Place, Streams
+from kvstore.web.events.journal import EventPosition, Journal, Streams
 from kvstore.web.events.subscribers import Subscribers
-from kvstore.web.server.endpoints import Endpoint, Question, RefusedError, endpoint, endpoints_of
+from kvstore.web.server.endpoints import (
+    Endpoint,
+    Question,
+    RefusedRequestError,
+    endpoint,
+    endpoints_of,
+)
 from kvstore.web.server.serving import Readiness, writing
 
 PATH: Final = "/api/v1/events"
@@ -57,12 +63,12 @@ def not_asked_for() -> list[Endpoint]:
 
     async def refused(request: web.Request, asked: Question) -> web.StreamResponse:
         del request, asked
-        raise RefusedError(404, "this master has no events: start it with --events")
+        raise RefusedRequestError(404, "this master has no events: start it with --events")
 
-    return [each._replace(answer=refused) for each in endpoints_of(Events)]
+    return [each._replace(answer=refused) for each in endpoints_of(EventsAPI)]
 
 
-class Events:
+class EventsAPI:
     """Serves what the parent sends. Use it in one event loop."""
 
     def __init__(
@@ -97,7 +103,7 @@ class Events:
     async def _events(self, request: web.Request, asked: EventsQuestion) -> web.StreamResponse:
         """What becomes visible in the store and what is gone."""
         since = request.headers.get("Last-Event-ID") or asked.since
-        place = Place.parse(since) if since else None
+        place = EventPosition.parse(since) if since else None
         _check(asked.namespace, asked.under)
         with self._subscriber(request):
             await self._check_leads()

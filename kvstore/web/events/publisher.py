@@ -25,7 +25,7 @@ import zmq.asyncio
 from kvstore.errors import StartupError, UnavailableError
 from kvstore.process.background import start_task
 from kvstore.web.channel import GONE_SIZE, Event
-from kvstore.web.events.journal import HEARTBEAT_S, Journal, Place, Streams
+from kvstore.web.events.journal import HEARTBEAT_S, EventPosition, Journal, Streams
 from kvstore.web.events.peers import Peers
 
 log = logging.getLogger("kvstore.web")
@@ -182,7 +182,7 @@ class Publisher:
             if number is None:
                 await journal.change(HEARTBEAT_S)
                 continue
-            while journal.has(Place(epoch, number)):
+            while journal.has(EventPosition(epoch, number)):
                 for frame in journal.after(number, journal.end):
                     events = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
                     await self._publish(events[max(0, number - frame.before) :])

@@ -16,7 +16,7 @@ TENURE_S: Final = 30.0
 """How long a subscriber keeps its place from others of addresses that have no more than its own."""
 
 
-class Place(NamedTuple):
+class Subscriber(NamedTuple):
     """One subscriber."""
 
     address: str
@@ -30,7 +30,7 @@ class Subscribers:
     def __init__(self, most: int) -> None:
         self._most = most
         self._next = 0
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, Subscriber] = {}
         """Oldest first."""
 
     def __len__(self) -> int:
@@ -50,7 +50,7 @@ class Subscribers:
                 return None
             self._places.pop(given_up).cut()
         self._next += 1
-        self._places[self._next] = Place(address, time.monotonic(), cut)
+        self._places[self._next] = Subscriber(address, time.monotonic(), cut)
         return self._next
 
     def leave(self, number: int) -> None:

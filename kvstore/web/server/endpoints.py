@@ -168,7 +168,7 @@ class Endpoint(NamedTuple):
                     found = await self._answer(request)
         except TimeoutError:
             return _refusal(503, f"no answer within {ANSWER_S:g} s")
-        except RefusedError as error:
+        except RefusedRequestError as error:
             return _refusal(error.status, str(error))
         except KVStoreError as error:
             return _refusal(status_of(error), str(error))
@@ -240,7 +240,7 @@ def _is_model(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-class RefusedError(Exception):
+class RefusedRequestError(Exception):
     """The answer is this status, and a line of text."""
 
     def __init__(self, status: int, text: str) -> None:

@@ -55,7 +55,7 @@ _NEVER: Final = 1 << 62
 """Later than any time."""
 
 
-class _Found:
+class _WalkStart:
     """A block at which a chain may be walked from."""
 
     __slots__ = ("first_ms", "matched", "record")
@@ -66,7 +66,7 @@ class _Found:
         self.first_ms = _NEVER if tip is None else tip.first_ms
 
 
-class _Branch:
+class _OpenBranch:
     """As ``calls.Branch``, while it is made."""
 
     __slots__ = (
@@ -78,8 +78,8 @@ class _Branch:
     def __init__(self, last: ObjectRecord) -> None:
         self.last = last
         self.top = last
-        self.above: _Branch | None = None
-        self.below: list[_Branch] = []
+        self.above: _OpenBranch | None = None
+        self.below: list[_OpenBranch] = []
         self.number = 0
         """In the answer, from 1."""
         self.blocks = 0
@@ -99,7 +99,7 @@ class _Branch:
         self.places: dict[int, int] = {}
 
 
-class _Question:
+class _ChainQuestion:
     """A question, and how far its answer is made."""
 
     __slots__ = (
@@ -113,15 +113,15 @@ class _Question:
         """Namespaces in which tips are still looked for."""
         self.newest = NEWEST if len(names) == 1 else NEWEST >> 3
         self.count = count
-        self.found: list[_Found] = []
-        self.tips: list[_Found] = []
+        self.found: list[_WalkStart] = []
+        self.tips: list[_WalkStart] = []
         """From which chains are walked, once all are found."""
         self.place = 0
         """How many of these were begun."""
-        self.branches: list[_Branch] = []
-        self.marks: dict[ObjectRecord, _Branch | None] = {}
+        self.branches: list[_OpenBranch] = []
+        self.marks: dict[ObjectRecord, _OpenBranch | None] = {}
         """Forks and tips, and the branch that ends there; None: it was not walked yet."""
-        self.branch: _Branch | None = None
+        self.branch: _OpenBranch | None = None
         """That is being walked."""
         self.at: ObjectRecord | None = None
         """Its next block."""
@@ -129,7 +129,7 @@ class _Question:
         self.whole = True
 
 
-class Chains:
+class ChainView:
     """See the module."""
 
     def __init__(self, common: Common) -> None:
@@ -138,7 +138,7 @@ class Chains:
         self._pins = common.pool.pins
         self._lifetimes = common.pool.lifetimes
         self._jobs = common.jobs
-        self._questions: deque[_Question] = deque()
+        self._questions: deque[_ChainQuestion] = deque()
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -154,14 +154,14 @@ class Chains:
             )
         count = request.limit or CHAINS_MAX
         names = [request.namespace] if request.namespace else self._names()
-        question = _Question(self._common.ticket(), [] if request.keys else names, count)
+        question = _ChainQuestion(self._common.ticket(), [] if request.keys else names, count)
         table = self._forest.table(request.namespace)
         if request.keys and table is not None:
             known = dict(self._tips(request.namespace))
             for key in dict.fromkeys(request.keys):
                 record = table.get(key)
                 if record is not None:
-                    question.found.append(_Found(record, known.get(key)))
+                    question.found.append(_WalkStart(record, known.get(key)))
         self._questions.append(question)
         self._jobs.due |= DRAW
         return Later(question.ticket)
@@ -238,7 +238,7 @@ class Chains:
         else:
             self._answer(now_ms, question)
 
-    def _look(self, now_ms: int, question: _Question) -> None:
+    def _look(self, now_ms: int, question: _ChainQuestion) -> None:
         """Looks for tips in the next namespaces."""
         steps = 0
         while question.names and steps < LOOKS:
@@ -251,11 +251,11 @@ class Chains:
             for key, tip in known:
                 record = table.get(key)
                 if record is not None and self._there(now_ms, record):
-                    question.found.append(_Found(record, tip))
+                    question.found.append(_WalkStart(record, tip))
             steps += self._look_at_newest(question, table)
         question.found = _best(question.found, question.count)
 
-    def _look_at_newest(self, question: _Question, table: NamespaceTable) -> int:
+    def _look_at_newest(self, question: _ChainQuestion, table: NamespaceTable) -> int:
         """Finds leaves among the records that were added last. Returns how many it looked at."""
         shards, each = len(table.shards), question.newest
         if shards > 1:
@@ -265,10 +265,10 @@ class Chains:
             for record in islice(reversed(shard.values()), each):
                 steps += 1
                 if not record.children:
-                    question.found.append(_Found(record, None))
+                    question.found.append(_WalkStart(record, None))
         return steps
 
-    def _choose(self, now_ms: int, question: _Question) -> None:
+    def _choose(self, now_ms: int, question: _ChainQuestion) -> None:
         """Chooses from which tips chains are walked."""
         chosen = _best(question.found, question.count)
         question.found = []
@@ -279,7 +279,7 @@ class Chains:
         for tip in chosen:
             question.marks[tip.record] = None
 
-    def _walk(self, now_ms: int, question: _Question) -> None:
+    def _walk(self, now_ms: int, question: _ChainQuestion) -> None:
         """Walks up to ``STEPS`` records further up."""
         steps = min(STEPS, question.steps_left)
         question.steps_left -= steps
@@ -350,22 +350,22 @@ class Chains:
                 question.branch.cut = True
                 question.branch = None
 
-    def _begin(self, question: _Question, last: ObjectRecord) -> _Branch | None:
+    def _begin(self, question: _ChainQuestion, last: ObjectRecord) -> _OpenBranch | None:
         """Begins a branch that ends at ``last``; None: there are too many, so the walks end."""
         if len(question.branches) == BRANCHES_MAX:
             question.whole = False
             question.place = len(question.tips)
             question.branch = None
             return None
-        branch = _Branch(last)
+        branch = _OpenBranch(last)
         question.branches.append(branch)
         question.marks[last] = branch
         question.branch, question.at = branch, last
         return branch
 
-    def _answer(self, now_ms: int, question: _Question) -> None:
+    def _answer(self, now_ms: int, question: _ChainQuestion) -> None:
         """Puts the branches in order, each after the one above it, and answers."""
-        roots: list[_Branch] = []
+        roots: list[_OpenBranch] = []
         for branch in question.branches:
             if branch.blocks:
                 (roots if branch.above is None else branch.above.below).append(branch)
@@ -386,7 +386,9 @@ class Chains:
             branch.below = []  # leaves no reference cycle
         self._finish(now_ms, question, [_told(branch, now_ms) for branch in ordered])
 
-    def _finish(self, now_ms: int, question: _Question, branches: Sequence[calls.Branch]) -> None:
+    def _finish(
+        self, now_ms: int, question: _ChainQuestion, branches: Sequence[calls.Branch]
+    ) -> None:
         common = self._common
         self._questions.popleft()
         self._jobs.note(DRAW, bool(self._questions))
@@ -401,10 +403,10 @@ class Chains:
         return record.complete and not self._lifetimes.ended(record, now_ms)
 
 
-def _best(found: list[_Found], count: int) -> list[_Found]:
+def _best(found: list[_WalkStart], count: int) -> list[_WalkStart]:
     """The most matched ones, and those that were used last: half of ``count`` each, if there are
     as many."""
-    distinct: dict[ObjectRecord, _Found] = {}
+    distinct: dict[ObjectRecord, _WalkStart] = {}
     for each in found:
         known = distinct.get(each.record)
         if known is None or known.matched < each.matched:
@@ -419,22 +421,22 @@ def _best(found: list[_Found], count: int) -> list[_Found]:
     return chosen + rest[: count - len(chosen)]
 
 
-def _by_matches(found: _Found) -> int:
+def _by_matches(found: _WalkStart) -> int:
     return -found.matched
 
 
-def _by_use(found: _Found) -> int:
+def _by_use(found: _WalkStart) -> int:
     return -found.record.last_used_ms
 
 
-def _rank(branch: _Branch) -> tuple[int, int]:
+def _rank(branch: _OpenBranch) -> tuple[int, int]:
     return -branch.matched, -branch.used_ms
 
 
-def _downwards(roots: list[_Branch]) -> list[_Branch]:
+def _downwards(roots: list[_OpenBranch]) -> list[_OpenBranch]:
     """The branches below these, each after the one above it. Leaves out what is below none: a
     chain that was taken apart between two slices."""
-    ordered: list[_Branch] = []
+    ordered: list[_OpenBranch] = []
     waiting = roots[::-1]
     while waiting:
         branch = waiting.pop()
@@ -443,7 +445,7 @@ def _downwards(roots: list[_Branch]) -> list[_Branch]:
     return ordered
 
 
-def _told(branch: _Branch, now_ms: int) -> calls.Branch:
+def _told(branch: _OpenBranch, now_ms: int) -> calls.Branch:
     places = sorted(branch.places.items(), key=_by_replicas)[:SEGMENTS_TOLD]
     return calls.Branch(
         namespace=branch.last.namespace,

@@ -8,10 +8,10 @@ from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, NO_VERSION, Version
 from kvstore.master.state import liveness
 from kvstore.master.state.common import Common
-from kvstore.master.state.liveness import Node
+from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.membership import describe
-from kvstore.master.state.records import ObjectRecord, Segment, shards_from
-from kvstore.master.state.traffic import Row, Space
+from kvstore.master.state.records import MountedSegment, ObjectRecord, shards_from
+from kvstore.master.state.traffic import ClientRow, Space
 
 LIST_ROWS_MAX = 1_000
 _POSITION_BITS = 32
@@ -200,7 +200,7 @@ def _traffic(common: Common, space: Space, now_ms: int) -> calls.NamespaceTraffi
     )
 
 
-def _client(row: Row, now_ms: int) -> calls.ClientTraffic:
+def _client(row: ClientRow, now_ms: int) -> calls.ClientTraffic:
     client, _, address = row.name.rpartition(" ")
     return calls.ClientTraffic(
         client=client,
@@ -236,7 +236,7 @@ def _row(common: Common, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
     )
 
 
-def _node(common: Common, node: Node, now_ms: int) -> calls.NodeStatus:
+def _node(common: Common, node: JoinedNode, now_ms: int) -> calls.NodeStatus:
     segments = common.membership.segments[node.name]
     described = common.membership.state_of(node, now_ms)
     if node.draining and described == liveness.ALIVE:
@@ -254,7 +254,7 @@ def _node(common: Common, node: Node, now_ms: int) -> calls.NodeStatus:
     )
 
 
-def _segment(segment: Segment, now_ms: int) -> calls.SegmentStatus:
+def _segment(segment: MountedSegment, now_ms: int) -> calls.SegmentStatus:
     allocator = segment.allocator
     return calls.SegmentStatus(
         segment_id=segment.segment_id,

@@ -28,7 +28,7 @@ from kvstore.connectors.vllm import weights as live
 from kvstore.connectors.vllm_plugin import register
 from kvstore.connectors.vllm_tier import KVStoreTier, identity
 from kvstore.connectors.vllm_tier.identity import ENGINE
-from kvstore.connectors.vllm_tier.runs import Run, runs_of
+from kvstore.connectors.vllm_tier.runs import ChunkRun, runs_of
 from kvstore.connectors.vllm_tier.tier import LOOKUP_TIMEOUT_MS
 from kvstore.errors import ConfigError
 from kvstore.limits import FLEET_NAMESPACE
@@ -338,7 +338,7 @@ class Placed:
         for index, key in enumerate(self.keys):
             self.request.set_offload_key_position(key, (index + 1) * BLOCK_TOKENS)
 
-    def runs(self, *indices: int) -> list[Run]:
+    def runs(self, *indices: int) -> list[ChunkRun]:
         keys = [self.keys[index] for index in indices]
         return runs_of(keys, indices, self.request, {0: BLOCK_TOKENS})
 
@@ -347,8 +347,8 @@ def test_a_gap_in_a_chain_begins_another_one() -> None:
     placed = Placed(6)
     keys = placed.keys
     assert placed.runs(4, 1, 0, 5) == [
-        Run(keys[:2], [0, 1], None, is_chain=True),
-        Run(keys[4:], [4, 5], keys[3], is_chain=True),
+        ChunkRun(keys[:2], [0, 1], None, is_chain=True),
+        ChunkRun(keys[4:], [4, 5], keys[3], is_chain=True),
     ]
 
 
@@ -357,9 +357,9 @@ def test_pieces_of_a_chain_go_on_where_the_one_before_ends() -> None:
     keys = placed.keys
     (run,) = placed.runs(1, 2, 3, 4, 5)
     assert list(run.pieces(2)) == [
-        Run(keys[1:3], [1, 2], keys[0], is_chain=True),
-        Run(keys[3:5], [3, 4], keys[2], is_chain=True),
-        Run(keys[5:], [5], keys[4], is_chain=True),
+        ChunkRun(keys[1:3], [1, 2], keys[0], is_chain=True),
+        ChunkRun(keys[3:5], [3, 4], keys[2], is_chain=True),
+        ChunkRun(keys[5:], [5], keys[4], is_chain=True),
     ]
     loose = run._replace(parent=None, is_chain=False)
     assert [piece.parent for piece in loose.pieces(2)] == [None] * 3

@@ -10,7 +10,7 @@ import pytest
 
 import kvstore
 from bench import mooncake
-from bench.client import MOONCAKE, OURS, Client, Settings, environment
+from bench.client import MOONCAKE, OURS, ClientProcess, Settings, environment
 from bench.rows import LMCACHE, LMCACHE_ROWS, SHM, TCP, Row
 from kvstore.bench.ours import own_store
 from kvstore.bench.session import EXIST
@@ -25,11 +25,13 @@ roomy = pytest.mark.skipif(
 
 
 @contextlib.contextmanager
-def measured(children: Children, system: str, address: str, rows: list[Row]) -> Iterator[Client]:
+def measured(
+    children: Children, system: str, address: str, rows: list[Row]
+) -> Iterator[ClientProcess]:
     """Measures each row; the client compares the bytes."""
     mode = rows[0].mode
     settings = Settings(system, mode, address, POOL // 2, 64 << 16, LMCACHE)
-    with contextlib.closing(Client(children, f"{system}-{mode}", settings)) as client:
+    with contextlib.closing(ClientProcess(children, f"{system}-{mode}", settings)) as client:
         for row in rows:
             assert len(client.measure(row.op, row.size, row.batch, 0.01)) >= 3, row.id
         yield client

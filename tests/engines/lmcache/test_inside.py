@@ -14,7 +14,7 @@ import torch
 from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryObj
 
 from kvstore.connectors.lmcache.chunks import _description
-from kvstore.connectors.lmcache.identity import Namespaces
+from kvstore.connectors.lmcache.identity import ChunkNamespaces
 from kvstore.connectors.lmcache.remote import KVStoreConnector
 from tests.engines.lmcache.inside import TOKENS, Inside
 from tests.engines.lmcache.tasks import DEADLINE_S, timed
@@ -127,7 +127,7 @@ def test_what_the_bytes_depend_on_besides_is_part_of_the_namespace(store: Cluste
     client, layout = store.client(), (((2, 3), "torch.float16"),)
 
     def namespace(**more: object) -> str | None:
-        namespaces = Namespaces(client, logging.getLogger("test"), model_id="m", more=more)
+        namespaces = ChunkNamespaces(client, logging.getLogger("test"), model_id="m", more=more)
         try:
             return namespaces.of("model", layout, announce=False)
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.client import OURS, Client, Settings, environment
+from bench.client import OURS, ClientProcess, Settings, environment
 from bench.rows import DROP_IN, HICACHE, NATIVE
 from kvstore.bench.ours import own_store
 from kvstore.bench.session import EXIST, GET, PUT
@@ -19,7 +19,7 @@ SIZE = 64 << 10
 def test_pages_are_set_got_and_found(mode: str) -> None:
     with own_store(POOL) as store, Children(environment()) as children:
         settings = Settings(OURS, mode, store.address, POOL, SIZE * PAGES, HICACHE)
-        client = Client(children, mode, settings)
+        client = ClientProcess(children, mode, settings)
         for op in (PUT, GET, EXIST):  # compares what it got with what it has put
             assert len(client.measure(op, 0 if op == EXIST else SIZE, PAGES, 0.01)) >= 3, op
         client.close()

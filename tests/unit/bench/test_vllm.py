@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.page import Table
+from bench.page import ResultsTable
 from bench.vllm import as_json, comparisons, find_problems, parts_of
 from bench.vllm_rounds import (
     HIT,
@@ -12,14 +12,14 @@ from bench.vllm_rounds import (
     MANNERS,
     MISS,
     Measured,
-    Plan,
+    RoundsPlan,
     Samples,
     p90,
 )
 from kvstore.demo_vllm.scenario import full_blocks, memory_mib, prompt
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS, TEXT_TOKENS
 
-PLAN = Plan(prompts=2, prompt_tokens=300, rounds=2, at_once=4, new_tokens=1, seed=0)
+PLAN = RoundsPlan(prompts=2, prompt_tokens=300, rounds=2, at_once=4, new_tokens=1, seed=0)
 
 
 def measured(*systems: str) -> Measured:
@@ -111,7 +111,7 @@ def test_the_report_has_a_row_for_each_system_and_kind() -> None:
     assert report["rows"][0]["prompt_tokens_per_second"]["median"] == 600
     assert len(report["ratios"]) == 2
     table = parts_of(report)[2]
-    assert isinstance(table, Table)
+    assert isinstance(table, ResultsTable)
     assert table.lines[0][:5] == (MISS, "none", "100.0 ms", "100.0 ms", "2.00")
 
 

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
-from kvstore.cli.top import BAR, NAMESPACES, Seen, bar, page, rates
+from kvstore.cli.top import BAR, NAMESPACES, Snapshot, bar, page, rates
 
 
 def status(epoch: int = 1, **counters: int) -> ClusterStatus:
@@ -18,7 +18,7 @@ def status(epoch: int = 1, **counters: int) -> ClusterStatus:
     return ClusterStatus(epoch, "1", 5_000, [node], spaces, counted)
 
 
-def shown(seen: Seen) -> str:
+def shown(seen: Snapshot) -> str:
     out = io.StringIO()
     Console(file=out, width=120, markup=False, emoji=False).print(page(seen, "m:1"))
     return out.getvalue()
@@ -36,7 +36,7 @@ def test_counters_of_another_master_are_not_compared() -> None:
 
 def test_a_page() -> None:
     after = status(matched_objects=75, missed_objects=25, stored_objects=1234)
-    text = shown(Seen(after, {"matched_objects": 1.0, "missed_objects": 3.0}))
+    text = shown(Snapshot(after, {"matched_objects": 1.0, "missed_objects": 3.0}))
     assert "25.0 % of 4" in text
     assert "75.0 % of 100" in text
     assert "1,234" in text
@@ -47,7 +47,7 @@ def test_a_page() -> None:
 
 
 def test_a_master_that_does_not_answer() -> None:
-    assert "no answer from m:1: gone" in shown(Seen(None, {}, "gone"))
+    assert "no answer from m:1: gone" in shown(Snapshot(None, {}, "gone"))
 
 
 def test_bars() -> None:

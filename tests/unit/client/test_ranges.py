@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.client.flows.ranges import Parts, get_ranges
+from kvstore.client.flows.ranges import ObjectParts, get_ranges
 from kvstore.client.flows.reading import ATTEMPTS
 from kvstore.errors import BufferMismatchError, DeadlineExceededError, NodeUnreachableError
 from kvstore.limits import Key
@@ -18,7 +18,9 @@ TWO = [(1, 4096), (2, 8192)]
 def read(world: World, *keys: Key, timeout_ms: int | None = None) -> list[bytes | None]:
     """The bytes 2 to 5 of each object."""
     rooms = [bytearray(3) for _ in keys]
-    wanted = [Parts(key, [(2, memoryview(room))]) for key, room in zip(keys, rooms, strict=True)]
+    wanted = [
+        ObjectParts(key, [(2, memoryview(room))]) for key, room in zip(keys, rooms, strict=True)
+    ]
     world.run(get_ranges(world.context, N, wanted, timeout_ms))
     return [
         None if parts.placed is None else bytes(room)

@@ -26,12 +26,12 @@ from kvstore.client.calling.retries import (
     Identify,
     JoinAt,
     LaneUnreachableError,
-    Link,
     Locate,
+    MasterLink,
     OnGrpc,
     OnLane,
     TokenRefusedError,
-    Wait,
+    WaitStep,
     attempts,
     late,
     parse_addresses,
@@ -69,9 +69,9 @@ class World:
     def __init__(self, address: str = "m:1", *, lane: bool = True) -> None:
         self.now = 100.0
         self.epoch = 1
-        self.link = Link(address, lane=lane, rng=random.Random(1))
+        self.link = MasterLink(address, lane=lane, rng=random.Random(1))
         self.story: list[str] = []
-        self.waits: list[Wait] = []
+        self.waits: list[WaitStep] = []
 
     def joined(self) -> Joined:
         return Joined(self.epoch, 5, "", b"token%d" % self.epoch, 1, 1, "0")
@@ -100,7 +100,7 @@ class World:
 
     def _do(self, step: Action, answer: Answer) -> bytes | str | Exception:
         self.now += 0.001
-        if isinstance(step, Wait):
+        if isinstance(step, WaitStep):
             assert step.seconds > 0
             self.now += step.seconds
             self.waits.append(step)
@@ -282,7 +282,7 @@ def test_a_lane_with_another_token_is_tried_at_once() -> None:
 
 
 def test_an_unreachable_lane_is_warned_of_once() -> None:
-    link = Link("m:1", lane=True)
+    link = MasterLink("m:1", lane=True)
     link.accept(World().joined(), "m:1")
     assert link.lane_warning() is None
     link.lane_failed(0.0, "filtered")
@@ -414,8 +414,8 @@ def test_a_silent_one_of_several_masters_is_left() -> None:
 def test_how_long_silence_is_borne() -> None:
     exists = calls.Exists(Namespace("n"), [Key(b"k")])
     put = calls.Allocate(1, 3_000, "h")
-    alone, several = Link("a:1", lane=True), Link("a:1,b:2", lane=True)
-    in_etcd = Link("etcd://e:1", lane=True)
+    alone, several = MasterLink("a:1", lane=True), MasterLink("a:1,b:2", lane=True)
+    in_etcd = MasterLink("etcd://e:1", lane=True)
     assert alone.silence_s(exists) == alone.silence_s(put) == math.inf
     for link in (several, in_etcd):
         assert link.silence_s(exists) == SILENCE_S
@@ -448,7 +448,7 @@ def test_etcd_is_asked_again_when_the_leader_is_gone() -> None:
 def test_a_leader_that_another_call_gives_up_meanwhile_is_joined_by_its_address() -> None:
     """Two threads of one client. What one forgets must not leave the other without an address."""
 
-    class Shared(Link):
+    class Shared(MasterLink):
         def follow(self, leader: str) -> None:
             super().follow(leader)
             self.next_address(leader)  # by the other thread, which found it dead
@@ -514,7 +514,7 @@ def test_every_flow_ends_with_a_reply_or_a_typed_error_in_time(
 
 @given(attempt=st.integers(1, 10_000), seed=st.integers())
 def test_backoff_grows_and_stays_bounded(attempt: int, seed: int) -> None:
-    link = Link("m:1", lane=True, rng=random.Random(seed))
+    link = MasterLink("m:1", lane=True, rng=random.Random(seed))
     longest = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
     assert longest / 2 <= link.backoff_s(attempt) <= longest
 
@@ -538,13 +538,13 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 
 
 def test_steps_are_what_drivers_know() -> None:
-    assert set(Action.__args__) == {Locate, JoinAt, OnLane, OnGrpc, Identify, Wait}
+    assert set(Action.__args__) == {Locate, JoinAt, OnLane, OnGrpc, Identify, WaitStep}
 
 
 def test_a_late_failure_does_not_take_the_link_away_from_whom_it_has_joined_since() -> None:
     """Found by the simulation: the next call went to a master that stands by, and was in doubt."""
     world = World()
-    link = Link("a:1,b:1", lane=True)
+    link = MasterLink("a:1,b:1", lane=True)
     link.accept(world.joined(), "a:1")
     before = link.generation
     link.lost(before)
@@ -557,7 +557,7 @@ def test_a_late_failure_does_not_take_the_link_away_from_whom_it_has_joined_sinc
 
 def test_who_has_let_us_in_is_used_although_another_call_has_turned_away_meanwhile() -> None:
     world = World()
-    link = Link("a:1,b:1", lane=True)
+    link = MasterLink("a:1,b:1", lane=True)
     link.next_address("a:1")  # while a join is under way there
     link.accept(world.joined(), "a:1")
     assert link.address == "a:1"

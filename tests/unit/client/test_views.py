@@ -15,7 +15,7 @@ import pytest
 from kvstore import calls
 from kvstore.calls import PutRevoke, Renew, Renewed
 from kvstore.client.leases import leases as module
-from kvstore.client.leases.leases import Granted, Lease, LeaseTable, Mounted, Named, Place
+from kvstore.client.leases.leases import Granted, Lease, LeasedPlace, LeaseTable, Mounted, Named
 from kvstore.client.leases.views import Views
 from kvstore.client.values import Bytes1D
 from kvstore.clocks import uptime
@@ -24,7 +24,7 @@ from kvstore.limits import Key
 from tests.unit.client.world import N, segment
 
 GRANTED = Granted(7, 9, segment(1), 4096, 64)
-PLACE = Place(bytes(16), 8192)
+PLACE = LeasedPlace(bytes(16), 8192)
 
 
 def always() -> bool:

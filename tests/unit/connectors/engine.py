@@ -13,9 +13,9 @@ from typing import Any
 
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.decisions import Decisions
-from kvstore.connectors.vllm.events import Events
+from kvstore.connectors.vllm.events import BlockEvents
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
-from kvstore.connectors.vllm.messages import Orders, Report, Save, SaveEnd
+from kvstore.connectors.vllm.messages import Orders, Save, SaveEnd, TransferReport
 from kvstore.connectors.vllm.metrics import COUNTERS
 
 HASH_TOKENS = 4
@@ -168,7 +168,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.asked = Asked()
         self.identity = SimpleNamespace(fingerprint="f")
-        self.events = Events(self.groups, wanted=self.events_wanted)
+        self.events = BlockEvents(self.groups, wanted=self.events_wanted)
         self.side = Decisions(
             self.config, self.groups, self.identity, self.asked, self.events,  # type: ignore[arg-type]
             loads=self.loads, saves=self.saves, workers=self.workers,
@@ -286,7 +286,7 @@ class Engine:
         saving = self.saving[number]
         self.check_content(saving)
         saving.workers_left -= workers
-        self.side.reported(Report({number: SaveEnd(workers, workers * stored)}))
+        self.side.reported(TransferReport({number: SaveEnd(workers, workers * stored)}))
         if not saving.workers_left:
             del self.saving[number]
         self.check()
@@ -296,7 +296,7 @@ class Engine:
             self.report(number, workers=saving.workers_left)
 
     def fail_load(self, request: Request, good_tokens: int) -> None:
-        self.side.reported(Report(failed_loads={request.request_id: good_tokens}))
+        self.side.reported(TransferReport(failed_loads={request.request_id: good_tokens}))
         self.check()
 
     # --- checks -----------------------------------------------------------------------------------

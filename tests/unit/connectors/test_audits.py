@@ -8,7 +8,7 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 
 from kvstore.connectors.vllm import events as events_module
-from kvstore.connectors.vllm.events import AUDIT_EVERY_S, AUDIT_SOON_S, Events, audit
+from kvstore.connectors.vllm.events import AUDIT_EVERY_S, AUDIT_SOON_S, BlockEvents, audit
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import Run
 
@@ -16,15 +16,15 @@ GROUPS = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0
 
 
 @pytest.fixture
-def events() -> Events:
-    return Events(GROUPS, wanted=True)
+def events() -> BlockEvents:
+    return BlockEvents(GROUPS, wanted=True)
 
 
-def store(events: Events, *keys: bytes) -> None:
+def store(events: BlockEvents, *keys: bytes) -> None:
     events.stored([Run(0, list(keys), [], 0, None)], {}, None)
 
 
-def removed(events: Events) -> list[bytes]:
+def removed(events: BlockEvents) -> list[bytes]:
     """Those that were reported as removed since the last time."""
     return [
         bytes(each)
@@ -38,7 +38,7 @@ def keys(blocks: list[tuple[int, bytes]]) -> list[bytes]:
     return [key for _, key in blocks]
 
 
-def test_without_events_all_blocks_are_audited_again_and_again(events: Events) -> None:
+def test_without_events_all_blocks_are_audited_again_and_again(events: BlockEvents) -> None:
     store(events, b"a", b"b")
     assert keys(events.to_audit(100.0)) == [b"a", b"b"]
     assert events.to_audit(100.0 + AUDIT_EVERY_S / 2) == []
@@ -49,7 +49,7 @@ def test_without_events_all_blocks_are_audited_again_and_again(events: Events) -
     assert keys(events.to_audit(100.0 + 2 * AUDIT_EVERY_S)) == [b"c", b"a"]
 
 
-def test_while_events_are_heard_only_what_may_have_gone_is_audited(events: Events) -> None:
+def test_while_events_are_heard_only_what_may_have_gone_is_audited(events: BlockEvents) -> None:
     store(events, b"a", b"b")
     now = 100.0
     assert keys(events.to_audit(now, listening=True)) == [b"a", b"b"]
@@ -68,7 +68,7 @@ def test_while_events_are_heard_only_what_may_have_gone_is_audited(events: Event
 
 
 def test_a_block_that_was_stored_again_during_its_audit_is_not_reported_as_removed(
-    events: Events,
+    events: BlockEvents,
 ) -> None:
     store(events, b"a")
     chosen = events.to_audit(100.0, listening=True)
@@ -82,14 +82,14 @@ def test_a_block_that_was_stored_again_during_its_audit_is_not_reported_as_remov
     assert events.to_audit(300.0, listening=True) == chosen
 
 
-def test_an_audit_without_an_answer_is_repeated(events: Events) -> None:
+def test_an_audit_without_an_answer_is_repeated(events: BlockEvents) -> None:
     store(events, b"a")
     chosen = events.to_audit(100.0, listening=True)
     events.suspect(chosen)
     assert events.to_audit(200.0, listening=True) == chosen
 
 
-def test_large_audits_are_paced(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_audits_are_paced(events: BlockEvents, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "AUDIT_KEYS", 2)
     store(events, b"a", b"b", b"c")
     assert keys(events.to_audit(100.0, listening=True)) == [b"a", b"b"]
@@ -98,7 +98,7 @@ def test_large_audits_are_paced(events: Events, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_bounded_number_of_blocks_is_remembered(
-    events: Events, monkeypatch: pytest.MonkeyPatch
+    events: BlockEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events_module, "TOLD_MAX", 3)
     store(events, b"a", b"b")
@@ -109,7 +109,9 @@ def test_a_bounded_number_of_blocks_is_remembered(
     assert events.to_audit(200.0) == []
 
 
-def test_what_is_cleared_needs_no_audit_and_comes_after_what_was_stored(events: Events) -> None:
+def test_what_is_cleared_needs_no_audit_and_comes_after_what_was_stored(
+    events: BlockEvents,
+) -> None:
     store(events, b"a")
     events.to_audit(100.0)
     store(events, b"b")

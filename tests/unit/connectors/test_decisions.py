@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.groups import NULL_BLOCK
-from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, SaveEnd
+from kvstore.connectors.vllm.messages import Load, Orders, Run, SaveEnd, TransferReport
 from tests.unit.connectors.engine import HYBRID, PLAIN, Engine, Request, saved
 
 # --- offers ---------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_blocks_are_pinned_until_every_worker_has_reported() -> None:
     engine.report(save.number)
     assert engine.pool.used == 0
     assert engine.pool.freed[-3:] == save.runs[0].block_ids[::-1], "the prefix is evicted last"
-    engine.side.reported(Report({save.number: SaveEnd(3, 3)}))
+    engine.side.reported(TransferReport({save.number: SaveEnd(3, 3)}))
     engine.check()
     assert engine.side.take_counters() == {}
 
@@ -454,7 +454,7 @@ def test_keys_of_a_request_with_an_adapter_have_it_in_them() -> None:
     (save,) = engine.side.orders(engine.scheduled({"r": 20})).saves
     expected = [sha256(b"adapter" + each).digest() for each in request.block_hashes]
     assert save.runs[0].keys == expected
-    engine.side.reported(Report({save.number: SaveEnd(1, 1)}))
+    engine.side.reported(TransferReport({save.number: SaveEnd(1, 1)}))
     (told,) = engine.events.take()
     assert told.block_hashes == request.block_hashes, "routers know vLLM's hashes"
     assert told.lora_name == "adapter"
@@ -553,7 +553,7 @@ def test_blocks_of_a_drained_save_are_free_although_its_report_is_on_its_way() -
     engine.finish(second)
     engine.side.drained({saves[1]})
     assert engine.side.pinned_blocks == engine.pool.used == 2, "one worker still reads the second"
-    engine.side.reported(Report(dict.fromkeys(saves, SaveEnd(1, 1))))
+    engine.side.reported(TransferReport(dict.fromkeys(saves, SaveEnd(1, 1))))
     assert engine.side.pinned_blocks == engine.pool.used == 0
     assert not engine.side.has_pinned
 

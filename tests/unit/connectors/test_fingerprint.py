@@ -17,9 +17,9 @@ from kvstore.connectors.vllm.fingerprint import (
     none_hash,
     weights_id,
 )
-from kvstore.connectors.vllm.messages import Hello
+from kvstore.connectors.vllm.messages import WorkerIdentity
 
-HELLO = Hello("layout", [0], "p0t0", weights="w")
+HELLO = WorkerIdentity("layout", [0], "p0t0", weights="w")
 
 
 class HFConfig:
@@ -54,7 +54,7 @@ def cache_config(block_size: int = 16) -> Any:
     return SimpleNamespace(kv_cache_groups=[group])
 
 
-def mark(vllm_config: Any, *hellos: Hello, name: str = "", **cache: int) -> str:
+def mark(vllm_config: Any, *hellos: WorkerIdentity, name: str = "", **cache: int) -> str:
     hellos = hellos or (HELLO,)
     description = describe(vllm_config, cache_config(**cache))
     return fingerprint(identified(description, hellos, name=name), hellos)
@@ -121,7 +121,7 @@ def test_all_that_bytes_and_hashes_depend_on_counts() -> None:
         {"layout": "other"}, {"part": "p0t1"}, {"weights": "v"}, {"files": "a"},
         {"attention": [["backend=A"]]},
     ]  # fmt: skip
-    marks += [mark(config(), Hello(**(hello | change))) for change in changes]
+    marks += [mark(config(), WorkerIdentity(**(hello | change))) for change in changes]
     assert len(set(marks)) == len(marks)
 
 
@@ -136,7 +136,7 @@ def test_where_weights_that_can_be_read_came_from_does_not_count() -> None:
 
 
 def test_a_name_of_the_weights_may_be_given() -> None:
-    one, two = (Hello("layout", [0], "p0t0", weights=each, files=each) for each in "ab")
+    one, two = (WorkerIdentity("layout", [0], "p0t0", weights=each, files=each) for each in "ab")
     assert mark(config(), one, name="same") == mark(config(), two, name="same")
     assert mark(config(), one) != mark(config(), two)
     assert identified({}, [one], name="same")["weights"] == "same"
@@ -144,8 +144,8 @@ def test_a_name_of_the_weights_may_be_given() -> None:
 
 def test_ranks_count_in_their_order() -> None:
     """Each has its part of the weights; two ranks may have the same part of the blocks."""
-    one = Hello("layout", [0], "p0t0", weights="a")
-    two = Hello("layout", [0], "p0t0", rank=1, weights="b")
+    one = WorkerIdentity("layout", [0], "p0t0", weights="a")
+    two = WorkerIdentity("layout", [0], "p0t0", rank=1, weights="b")
     assert len({mark(config(), one), mark(config(), one, two), mark(config(), two, one)}) == 3
 
 

@@ -11,7 +11,13 @@ import pytest
 from kvstore.client.flows.asking import Match
 from kvstore.connectors.vllm import lookups as module
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.lookups import FRESH_S, PENDING_MAX, STEP_PATIENCE_S, Lookup, Lookups
+from kvstore.connectors.vllm.lookups import (
+    FRESH_S,
+    PENDING_MAX,
+    STEP_PATIENCE_S,
+    Lookups,
+    PendingLookup,
+)
 from kvstore.errors import ClosedError, KVStoreError, MasterUnreachableError
 from kvstore.process.stopping import Latch
 
@@ -99,7 +105,7 @@ def hashes(number: int) -> list[bytes]:
     return [b"h%d" % index for index in range(number)]
 
 
-def answered(lookups: Lookups, lookup: Lookup) -> int:
+def answered(lookups: Lookups, lookup: PendingLookup) -> int:
     assert lookup.done.wait(LONG_S)
     tokens = lookups.tokens(lookup)
     assert tokens is not None
@@ -557,7 +563,7 @@ def test_a_thread_that_dies_by_a_bug_leaves_nobody_waiting(
 ) -> None:
     lookups = start()
 
-    def broken(lookup: Lookup) -> None:
+    def broken(lookup: PendingLookup) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(lookups, "_look", broken)

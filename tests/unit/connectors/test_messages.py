@@ -5,40 +5,40 @@ from __future__ import annotations
 import pickle
 
 from kvstore.connectors.vllm.messages import (
-    Hello,
     Load,
     Orders,
-    Report,
     Run,
     Save,
     SaveEnd,
+    TransferReport,
+    WorkerIdentity,
     namespace,
 )
 from kvstore.limits import NAMESPACE_BYTES_MAX, check_namespace
 
 
 def test_reports_of_workers_add_up() -> None:
-    first = Report({1: SaveEnd(1, 1), 2: SaveEnd(1, 1)}, {"r": 64, "s": 32})
-    second = Report({2: SaveEnd(1, 0), 3: SaveEnd(2, 1)}, {"r": 48, "t": 0})
+    first = TransferReport({1: SaveEnd(1, 1), 2: SaveEnd(1, 1)}, {"r": 64, "s": 32})
+    second = TransferReport({2: SaveEnd(1, 0), 3: SaveEnd(2, 1)}, {"r": 48, "t": 0})
     assert first.aggregate(second) is first
-    assert first == Report(
+    assert first == TransferReport(
         {1: SaveEnd(1, 1), 2: SaveEnd(2, 1), 3: SaveEnd(2, 1)}, {"r": 48, "s": 32, "t": 0}
     )
     assert second.saves == {2: SaveEnd(1, 0), 3: SaveEnd(2, 1)}
 
 
 def test_a_report_with_nothing_changes_nothing() -> None:
-    report = Report({1: SaveEnd(1, 0)}, {"r": 1})
-    assert report.aggregate(Report()) == Report({1: SaveEnd(1, 0)}, {"r": 1})
-    assert Report().aggregate(report) == report
+    report = TransferReport({1: SaveEnd(1, 0)}, {"r": 1})
+    assert report.aggregate(TransferReport()) == TransferReport({1: SaveEnd(1, 0)}, {"r": 1})
+    assert TransferReport().aggregate(report) == report
 
 
 def test_all_of_it_travels_between_processes() -> None:
     run = Run(1, [b"k"], [7], 3, b"parent")
     said = [
         Orders("f", [Load("r", [run])], [Save(4, [run])]),
-        Report({1: SaveEnd(1, 0)}, {"r": 5}),
-        Hello("layout", [0, 1], "p0t0"),
+        TransferReport({1: SaveEnd(1, 0)}, {"r": 5}),
+        WorkerIdentity("layout", [0, 1], "p0t0"),
     ]
     assert pickle.loads(pickle.dumps(said)) == said
 

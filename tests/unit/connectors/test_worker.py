@@ -16,13 +16,13 @@ from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import worker as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
-    Drained,
     Load,
     Orders,
-    Report,
     Run,
     Save,
     SaveEnd,
+    StillUnderWay,
+    TransferReport,
     namespace,
 )
 from kvstore.connectors.vllm.pages import CPUPages, Mark, Pages, survey
@@ -131,7 +131,7 @@ def save(worker: WorkerSide, *runs: Run) -> bool:
     return reports(worker, 1) == {1: SaveEnd(1, 1)}
 
 
-def load(worker: WorkerSide, *runs: Run) -> tuple[Report | None, set[int]]:
+def load(worker: WorkerSide, *runs: Run) -> tuple[TransferReport | None, set[int]]:
     """What is reported beyond its arrival, and the bad blocks."""
     worker.load(Orders("f", [Load("r", list(runs))], []))
     arrived: set[str] = set()
@@ -236,7 +236,7 @@ def test_a_missing_block_makes_those_after_it_bad(start: Start, store: kvstore.C
     store.remove(b"k2", namespace=namespace("f", 0, "p0t0"))
     worker = start(theirs.pages)
     report, bad = load(worker, run(0, [11, 12, 13, 14]))
-    assert report == Report(failed_loads={"r": 2 * 4})
+    assert report == TransferReport(failed_loads={"r": 2 * 4})
     assert bad == {13, 14}
     assert theirs.block(0, 11) == ours.block(0, 1)
     stats = worker.take_stats()
@@ -251,7 +251,7 @@ def test_good_tokens_count_from_the_start_of_the_request(
     worker = start(cache.pages)
     assert save(worker, run(0, [1, 2, 3, 4]))
     report, bad = load(worker, run(0, [11, 12, 13], first=2))
-    assert report == Report(failed_loads={"r": 4 * 4})
+    assert report == TransferReport(failed_loads={"r": 4 * 4})
     assert bad == {13}
 
 
@@ -262,7 +262,7 @@ def test_the_worst_group_says_how_many_tokens_are_good(start: Start, store: kvst
     runs = [run(0, [11, 12, 13, 14]), run(1, [15, 16])]
     for ordered in (runs, runs[::-1]):
         report, bad = load(worker, *ordered)
-        assert report == Report(failed_loads={"r": 8})
+        assert report == TransferReport(failed_loads={"r": 8})
         assert bad == {14, 16}
 
 
@@ -274,7 +274,7 @@ def test_blocks_after_an_exchange_that_failed_are_bad_too(
     assert save(worker, run(0, [1, 2, 3, 4, 5, 6, 7]))
     store.remove(b"k3", namespace=namespace("f", 0, "p0t0"))
     report, bad = load(worker, run(0, [11, 12, 13, 14, 15, 16, 17]))
-    assert report == Report(failed_loads={"r": 3 * 4})
+    assert report == TransferReport(failed_loads={"r": 3 * 4})
     assert bad == {14, 15, 16, 17}
 
 
@@ -314,7 +314,7 @@ def test_without_a_master_every_order_is_reported(start: Start) -> None:
     worker.save(orders)
     arrived: set[str] = set()
     failed: set[str] = set()
-    report = Report()
+    report = TransferReport()
 
     def ready() -> bool:
         if (more := worker.take_report()) is not None:
@@ -342,7 +342,7 @@ def test_a_master_that_goes_is_survived(start: Start) -> None:
     client.close()
     assert not save(worker, run(0, [2], first=1))
     report, bad = load(worker, run(0, [3]))
-    assert report == Report(failed_loads={"r": 0})
+    assert report == TransferReport(failed_loads={"r": 0})
     assert bad == {3}
 
 
@@ -354,7 +354,7 @@ def test_a_rank_with_the_bytes_of_another_reports_at_once(
 ) -> None:
     worker = start(Cache(1).pages, saves=False)
     worker.save(Orders("f", [], [Save(1, [run(0, [1])]), Save(2, [run(0, [2])])]))
-    assert worker.take_report() == Report({1: SaveEnd(1, 1), 2: SaveEnd(1, 1)})
+    assert worker.take_report() == TransferReport({1: SaveEnd(1, 1), 2: SaveEnd(1, 1)})
     assert not store.exists(b"k0", namespace=namespace("f", 0, "p0t0"))
 
 
@@ -408,11 +408,11 @@ def test_draining_waits_for_saves_that_have_begun_and_gives_up_the_others(
     assert held.asked.wait(LONG_S)
     releasing = threading.Timer(0.2, held.go_on.set)
     releasing.start()
-    report = Report({0: SaveEnd(1, 1), 1: SaveEnd(1, 0), 2: SaveEnd(1, 0)})
-    assert worker.drain() == Drained(report, set(), set())
+    report = TransferReport({0: SaveEnd(1, 1), 1: SaveEnd(1, 0), 2: SaveEnd(1, 0)})
+    assert worker.drain() == StillUnderWay(report, set(), set())
     releasing.join()
     assert save(worker, run(0, [2], name="later"))
-    assert worker.drain() == Drained(None, set(), set())
+    assert worker.drain() == StillUnderWay(None, set(), set())
 
 
 def test_draining_waits_for_loads_that_have_begun_and_gives_up_the_others(
@@ -430,7 +430,7 @@ def test_draining_waits_for_loads_that_have_begun_and_gives_up_the_others(
     assert held.asked.wait(LONG_S)
     releasing = threading.Timer(0.2, held.go_on.set)
     releasing.start()
-    assert worker.drain() == Drained(Report({}, {"waits": 0}), set(), set())
+    assert worker.drain() == StillUnderWay(TransferReport({}, {"waits": 0}), set(), set())
     releasing.join()
     assert worker._bad_blocks == {2}
     worker.forget_failures()
@@ -452,11 +452,11 @@ def test_a_suspended_worker_begins_no_transfer_until_it_resumes(
     worker.suspend()
     assert not worker._saves_left, "the cache is unmapped after this"
     releasing.join()
-    assert worker.take_report() == Report({0: SaveEnd(1, 1)})
+    assert worker.take_report() == TransferReport({0: SaveEnd(1, 1)})
     held.asked.clear()
     assert not save(worker, run(0, [2], name="asleep"))
     report, bad = load(worker, run(0, [3]))
-    assert report == Report(failed_loads={"r": 0})
+    assert report == TransferReport(failed_loads={"r": 0})
     assert bad == {3}
     assert not held.asked.is_set(), "pages were lent while they were unmapped"
     worker.resume()
@@ -472,7 +472,7 @@ def test_what_does_not_end_is_told_to_whoever_drains(
     pages = Held(Cache(1), group=1)
     worker = start(pages, transfer_timeout_ms=50)
     worker.load(Orders("f", [Load("r", [run(1, [2])])], []))
-    assert worker.drain() == Drained(None, set(), {"r"})
+    assert worker.drain() == StillUnderWay(None, set(), {"r"})
     pages.go_on.set()
     until(lambda: "r" in worker._arrived)
 
@@ -493,7 +493,7 @@ def test_a_load_as_a_whole_has_one_time_out(
 
     monkeypatch.setattr(worker._client, "get_into", slow)
     report, bad = load(worker, run(0, [1, 2, 3, 4, 5, 6]))
-    assert report == Report(failed_loads={"r": 4})
+    assert report == TransferReport(failed_loads={"r": 4})
     assert bad == {2, 3, 4, 5, 6}
     assert given[1] <= given[0] - 1_299 <= 1_101
     assert len(given) == 2
@@ -528,7 +528,7 @@ def test_a_thread_survives_a_bug_and_reports_what_it_did_not_do(
 
     monkeypatch.setattr(worker, "_ours", broken)
     for _ in range(module.LOAD_THREADS + 1):
-        assert load(worker, run(0, [1, 2])) == (Report(failed_loads={"r": 0}), {1, 2})
+        assert load(worker, run(0, [1, 2])) == (TransferReport(failed_loads={"r": 0}), {1, 2})
         assert not save(worker, run(0, [1]))
     monkeypatch.undo()
     assert save(worker, run(0, [1]))
@@ -543,7 +543,7 @@ def test_a_load_that_has_waited_too_long_is_not_begun(start: Start, store: kvsto
     until(lambda: bool(worker._arrived))
     assert worker.take_arrived() == ({"r"}, {"r"})
     assert worker.take_bad_blocks() == {1}
-    assert worker.take_report() == Report({}, {"r": 0})
+    assert worker.take_report() == TransferReport({}, {"r": 0})
     assert load(worker, run(0, [1])) == (None, set()), "it is not the store's fault"
 
 

@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 import kvstore
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.messages import Load, Orders, Report, Run, Save, SaveEnd, namespace
+from kvstore.connectors.vllm.messages import (
+    Load,
+    Orders,
+    Run,
+    Save,
+    SaveEnd,
+    TransferReport,
+    namespace,
+)
 from kvstore.connectors.vllm.pages import CUDAPages, Mark, survey
 from kvstore.connectors.vllm.worker import WorkerSide, client_config
 from kvstore.device import device as device_module
@@ -109,7 +117,7 @@ class Engine:
         self.worker.load(orders)
         self.worker.save(orders)
 
-    def arrival(self) -> tuple[Report | None, set[int]]:
+    def arrival(self) -> tuple[TransferReport | None, set[int]]:
         """Of the one load: its failure, and the bad blocks."""
         until(lambda: self.worker.take_arrived()[0] == {"r"})
         return self.worker.take_report(), self.worker.take_bad_blocks()
@@ -278,7 +286,7 @@ def test_what_is_missing_is_not_written(start: Start, pool: kvstore.Client) -> N
     before = {block: engine.block(0, block) for block in range(BLOCKS)}
     pool.remove(b"k2", namespace=namespace("f", 0, "p0t0"))
     engine.step(loads=[Load("r", runs(TO))])
-    assert engine.arrival() == (Report(failed_loads={"r": 2 * 16}), set(TO[2:]))
+    assert engine.arrival() == (TransferReport(failed_loads={"r": 2 * 16}), set(TO[2:]))
     engine.fake.finish()
     for block in range(BLOCKS):
         if block not in (*TO[:2], *TO[3:]):  # bad blocks after the missing one may be filled
@@ -294,7 +302,7 @@ def test_a_load_whose_time_is_over_writes_nothing_later(start: Start) -> None:
     engine.fake.held = {COMPUTE}
     written = [engine.kernel(0, block) for block in range(BLOCKS)]
     engine.step(loads=[Load("r", runs(TO))])
-    assert engine.arrival() == (Report(failed_loads={"r": 0}), set(TO))
+    assert engine.arrival() == (TransferReport(failed_loads={"r": 0}), set(TO))
     engine.fake.held.clear()
     engine.fake.finish()
     assert [engine.block(0, block) for block in range(BLOCKS)] == written

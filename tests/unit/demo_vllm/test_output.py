@@ -29,7 +29,7 @@ class Fleet:
         self.handlers: dict[int, Any] = {}
         monkeypatch.setattr(signal, "signal", self.handlers.__setitem__)
         monkeypatch.setattr(demo, "Children", lambda *args, **named: FakeChildren())
-        monkeypatch.setattr(demo, "start", lambda *args: demo.Fleet("proxy", "decoder"))
+        monkeypatch.setattr(demo, "start", lambda *args: demo.RunningFleet("proxy", "decoder"))
         monkeypatch.setattr(demo, "forget", lambda address: None)
         monkeypatch.setattr(demo, "complete", self.complete)
         counted = {"loaded_requests": 11.0, "hit_tokens": 5632.0}
@@ -108,7 +108,7 @@ def test_other_tokens_fail_it(fleet: Fleet) -> None:
 
 
 def test_what_did_not_start_is_named(monkeypatch: pytest.MonkeyPatch, fleet: Fleet) -> None:
-    def fails(*args: object) -> demo.Fleet:
+    def fails(*args: object) -> demo.RunningFleet:
         raise ChildError("prefiller (pid 7) ended with status 1\nits last words")
 
     monkeypatch.setattr(demo, "start", fails)
@@ -120,7 +120,7 @@ def test_what_did_not_start_is_named(monkeypatch: pytest.MonkeyPatch, fleet: Fle
 def test_every_signal_that_ends_it_interrupts_it(
     monkeypatch: pytest.MonkeyPatch, fleet: Fleet
 ) -> None:
-    def interrupted(*args: object) -> demo.Fleet:
+    def interrupted(*args: object) -> demo.RunningFleet:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "start", interrupted)

@@ -8,12 +8,12 @@ from pathlib import Path
 from kvstore.calls import SegmentInfo
 from kvstore.diagnosis.cluster import by_shm
 from kvstore.memory.entries import SHM_DIRECTORY
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.network.host import host_id
 
 
 def test_a_file_that_was_truncated_is_named() -> None:
-    segment = Segment.create(f"doctor-{os.getpid()}", 1 << 20)
+    segment = NodeSegment.create(f"doctor-{os.getpid()}", 1 << 20)
     info = SegmentInfo(
         1, segment.node, host_id(), segment.size, segment.uuid, segment.shm_name, "", segment.token,
         segment.seed, segment.generation,

@@ -13,7 +13,7 @@ from kvstore import calls
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.carrier_base import Dispatcher
-from kvstore.master.lane import LaneServer, _Connection
+from kvstore.master.lane import LaneServer, _LaneClient
 from kvstore.master.state.traffic import Caller
 from kvstore.wire.messages import CALLS, encode_request
 
@@ -63,7 +63,7 @@ def test_a_refusal_that_had_to_wait_is_gone_with_its_last_user() -> None:
     assert asyncio.run(refuse())() is None
 
 
-def ends_of(connection: _Connection) -> list[weakref.ref[object]]:
+def ends_of(connection: _LaneClient) -> list[weakref.ref[object]]:
     return [weakref.ref(connection), weakref.ref(connection._transport)]
 
 

@@ -6,18 +6,18 @@ import itertools
 import json
 from typing import Any
 
-from kvstore.master.notices import NOTICES_MAX, PAGE, TEXT_MAX, Notices
+from kvstore.master.notices import NOTICES_MAX, PAGE, TEXT_MAX, NoticeLog
 
 
-def kept(count: int) -> Notices:
+def kept(count: int) -> NoticeLog:
     clock = itertools.count(1_000)
-    notices = Notices(lambda: next(clock))
+    notices = NoticeLog(lambda: next(clock))
     for number in range(count):
         notices.add("node_joined", {"node": f"n{number}", "bytes": number})
     return notices
 
 
-def read_all(notices: Notices, after: int = 0) -> list[Any]:
+def read_all(notices: NoticeLog, after: int = 0) -> list[Any]:
     found: list[Any] = []
     for _ in range(100):
         answer: Any = notices.after(after)

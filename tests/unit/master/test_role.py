@@ -16,17 +16,17 @@ from kvstore.master.role import (
     Grant,
     KeepAlive,
     Lead,
+    LeaderSeen,
     Look,
     Revoke,
     Role,
-    Seen,
+    Sleep,
     StepDown,
-    Wait,
     Watch,
 )
 
-US = Seen("us:1", 7, 40)
-OTHER = Seen("other:1", 8, 50)
+US = LeaderSeen("us:1", 7, 40)
+OTHER = LeaderSeen("other:1", 8, 50)
 TTL = 3.0
 
 
@@ -54,7 +54,7 @@ def test_the_lease_counts_from_before_it_was_asked_for() -> None:
     assert isinstance(role.next(101.0), KeepAlive)
     role.kept(TTL, US)  # however long the answer took
     assert role.until == 101.0 + TTL * (1 - MARGIN)
-    assert role.next(101.5) == Wait(101.0 + TTL * KEEP_SHARE)
+    assert role.next(101.5) == Sleep(101.0 + TTL * KEEP_SHARE)
 
 
 def test_it_steps_down_when_the_lease_was_not_kept_in_time() -> None:
@@ -66,7 +66,7 @@ def test_it_steps_down_when_the_lease_was_not_kept_in_time() -> None:
             now += 0.05
             role.failed(now)
         else:
-            assert isinstance(action, Wait)
+            assert isinstance(action, Sleep)
             now = action.until
     assert now <= 100.0 + TTL * (1 - MARGIN) + 0.1
     assert action.why == "lease_not_kept"
@@ -149,7 +149,7 @@ def test_an_answer_that_never_came_may_have_made_us_leader() -> None:
     role.next(0.0)
     role.failed(1.0)
     assert role.next(1.0) == Revoke(7)
-    assert role.next(1.0) == Wait(1.0 + BACKOFF_S[0])
+    assert role.next(1.0) == Sleep(1.0 + BACKOFF_S[0])
     assert role.next(1.2) == Look()
     role.saw(US, 41)
     assert role.next(1.2) == Watch(41)
@@ -193,7 +193,7 @@ class FakeEtcd:
     now: float = 0.0
     revision: int = 1
     leases: dict[int, float] = field(default_factory=dict)
-    key: Seen | None = None
+    key: LeaderSeen | None = None
     _last_id: int = 0
 
     def expire(self) -> None:
@@ -212,12 +212,12 @@ class FakeEtcd:
         self.leases[self._last_id] = self.now + TTL
         return self._last_id
 
-    def campaign(self, lease_id: int, address: str) -> Seen | None:
+    def campaign(self, lease_id: int, address: str) -> LeaderSeen | None:
         if lease_id not in self.leases:
             return None
         if self.key is None:
             self.revision += 1
-            self.key = Seen(address, lease_id, self.revision)
+            self.key = LeaderSeen(address, lease_id, self.revision)
         return self.key
 
     def keep_alive(self, lease_id: int) -> float:
@@ -259,7 +259,7 @@ class Process:
         heard, answered = self.rng.random() >= trouble / 2, self.rng.random() >= trouble / 2
         self.sleep(delay)
         match action:
-            case Wait(until):
+            case Sleep(until):
                 self.sleep(until - self.now)
             case Lead(epoch):
                 assert all(epoch > old for old in self.epochs)

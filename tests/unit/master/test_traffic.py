@@ -15,7 +15,7 @@ from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, Caller, Traffic
+from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, Caller, TrafficCounts
 from kvstore.master.state.views import report
 from tests.unit.master.cluster import EPOCH, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
@@ -239,7 +239,7 @@ def test_a_cursor_that_nobody_gave_shows_nothing(new_cluster: NewCluster, cursor
 
 @pytest.mark.slow
 def test_many_clients_and_namespaces_leave_the_last_ones() -> None:
-    traffic = Traffic()
+    traffic = TrafficCounts()
     keys = keys_of("a")
     for number in range(5 * SPACES_MAX):
         traffic.caller = Caller(f"c{number} a")
@@ -275,7 +275,7 @@ def test_whatever_happens_the_last_clients_and_their_numbers_are_right(
     steps: Sequence[tuple[str, int, int, int, int]],
 ) -> None:
     """The connections of the clients live on, with the rows of their last calls."""
-    traffic = Traffic()
+    traffic = TrafficCounts()
     callers = [Caller(f"c{number} a") for number in range(41)]
     last: dict[tuple[str, str], list[str]] = {}
     keys_asked: Counter[tuple[str, str]] = Counter()
@@ -308,7 +308,7 @@ def test_whatever_happens_the_last_clients_and_their_numbers_are_right(
 
 
 def test_a_connection_that_stays_is_never_counted_in_a_forgotten_row() -> None:
-    traffic, stays, keys = Traffic(), Caller("stays a"), keys_of("a")
+    traffic, stays, keys = TrafficCounts(), Caller("stays a"), keys_of("a")
     for number in range(3 * CLIENTS_MAX):
         traffic.caller = stays
         traffic.asked(number, NAMESPACE, keys, 1, 1, -1)
@@ -330,7 +330,7 @@ def test_a_connection_that_stays_is_never_counted_in_a_forgotten_row() -> None:
 
 def test_a_client_that_stays_in_its_namespace_costs_no_search() -> None:
     """Every call of every client goes through here."""
-    traffic, keys = Traffic(), keys_of("ab")
+    traffic, keys = TrafficCounts(), keys_of("ab")
     one, two = Caller("one a"), Caller("two a")
 
     def call(number: int) -> None:
@@ -354,7 +354,7 @@ def test_a_client_that_stays_in_its_namespace_costs_no_search() -> None:
 def test_a_connection_outlives_the_state_of_a_term() -> None:
     caller, keys = Caller("one a"), keys_of("a")
     for _ in range(2):
-        traffic = Traffic()
+        traffic = TrafficCounts()
         traffic.caller = caller
         traffic.asked(0, NAMESPACE, keys, 1, 1, -1)
         traffic.puts(0, NAMESPACE)

@@ -17,7 +17,7 @@ import pytest
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.mapping import Mapping, is_shown
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from tests.support.processes import run_python
 
 MIB = 1 << 20
@@ -25,21 +25,21 @@ AT = SUPERBLOCK_BYTES
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    segment = Segment.create(f"mapping-{secrets.token_hex(4)}", 4 * MIB)
+def segment() -> Iterator[NodeSegment]:
+    segment = NodeSegment.create(f"mapping-{secrets.token_hex(4)}", 4 * MIB)
     yield segment
     segment.close()
 
 
 @contextlib.contextmanager
-def attached(segment: Segment) -> Iterator[Mapping]:
+def attached(segment: NodeSegment) -> Iterator[Mapping]:
     mapping = Mapping.attach(SHM_PREFIX + segment.node, segment.uuid)
     assert mapping is not None
     yield mapping
     mapping.close()
 
 
-def ways(segment: Segment) -> list[str]:
+def ways(segment: NodeSegment) -> list[str]:
     """How the segment is mapped in this process, apart from the owner's own mapping."""
     with open("/proc/self/maps") as maps:
         found = [line.split()[1] for line in maps if f"{SHM_PREFIX}{segment.node}" in line]
@@ -47,7 +47,7 @@ def ways(segment: Segment) -> list[str]:
     return found
 
 
-def test_what_is_shown_is_the_same_memory_mapped_when_it_is_asked_for(segment: Segment) -> None:
+def test_what_is_shown_is_the_same_memory_mapped_when_it_is_asked_for(segment: NodeSegment) -> None:
     with attached(segment) as mapping:
         assert ways(segment) == ["rw-s"]
         shown = mapping.shown()
@@ -61,7 +61,7 @@ def test_what_is_shown_is_the_same_memory_mapped_when_it_is_asked_for(segment: S
         del shown
 
 
-def test_addresses_tell_what_is_shown(segment: Segment) -> None:
+def test_addresses_tell_what_is_shown(segment: NodeSegment) -> None:
     with attached(segment) as mapping:
         shown = mapping.shown()
         assert shown is not None
@@ -71,7 +71,7 @@ def test_addresses_tell_what_is_shown(segment: Segment) -> None:
         del shown
 
 
-def test_it_is_unmapped_with_the_last_thing_made_of_it(segment: Segment) -> None:
+def test_it_is_unmapped_with_the_last_thing_made_of_it(segment: NodeSegment) -> None:
     mapping = Mapping.attach(SHM_PREFIX + segment.node, segment.uuid)
     assert mapping is not None
     shown = mapping.shown()
@@ -89,7 +89,9 @@ def test_it_is_unmapped_with_the_last_thing_made_of_it(segment: Segment) -> None
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-def test_what_has_lost_its_entry_is_not_mapped_again(segment: Segment, is_replaced: bool) -> None:
+def test_what_has_lost_its_entry_is_not_mapped_again(
+    segment: NodeSegment, is_replaced: bool
+) -> None:
     path = Path(f"{SHM_DIRECTORY}/{SHM_PREFIX}{segment.node}")
     with attached(segment) as mapping:
         path.rename(f"{path}.moved")
@@ -101,7 +103,7 @@ def test_what_has_lost_its_entry_is_not_mapped_again(segment: Segment, is_replac
             Path(f"{path}.moved").rename(path)
 
 
-def test_a_process_that_may_have_no_more_addresses_does_without(segment: Segment) -> None:
+def test_a_process_that_may_have_no_more_addresses_does_without(segment: NodeSegment) -> None:
     program = f"""
 import resource
 from kvstore.memory.mapping import Mapping
@@ -119,7 +121,7 @@ assert mapping.shown() is None and mapping.memory[0] == {segment.memory[0]}
     ["memory[5000] = 1", "np.frombuffer(memory, np.uint8)[5000:].fill(1)",
      "torch.from_numpy(np.frombuffer(memory, np.uint8))[5000:].mul_(0)"],
 )  # fmt: skip
-def test_a_write_ends_the_process_that_writes(segment: Segment, write: str) -> None:
+def test_a_write_ends_the_process_that_writes(segment: NodeSegment, write: str) -> None:
     if "torch" in write:
         pytest.importorskip("torch")
     segment.memory[5000] = 7

@@ -26,7 +26,7 @@ from kvstore.memory.header import (
     unpack,
 )
 from kvstore.memory.mapping import Mapping
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
 from kvstore.network.host import host_id
 from tests.support.processes import run_python
@@ -35,8 +35,8 @@ MIB = 1 << 20
 
 OWNER = """
 import sys
-from kvstore.memory.segment import Segment
-segment = Segment.create(sys.argv[1], 1 << 20)
+from kvstore.memory.segment import NodeSegment
+segment = NodeSegment.create(sys.argv[1], 1 << 20)
 segment.memory[5000:5005] = b"hello"
 print(segment.uuid.hex(), flush=True)
 sys.stdin.read()
@@ -52,8 +52,8 @@ def name() -> Iterator[str]:
 
 
 @pytest.fixture
-def segment(name: str) -> Iterator[Segment]:
-    segment = Segment.create(name, MIB)
+def segment(name: str) -> Iterator[NodeSegment]:
+    segment = NodeSegment.create(name, MIB)
     yield segment
     segment.close()
 
@@ -78,14 +78,14 @@ def test_discarded_memory_stays_where_it_is_without_its_objects(name: str) -> No
     before = killed_owner(name)
     inode = entry(name).stat().st_ino
     header = Header(Namespace("n"), Key(b"k"), None, 5, 1, 9, 0, b"")
-    left = Segment.attach(name, MIB)
+    left = NodeSegment.attach(name, MIB)
     assert left is not None
     place = left.memory[SUPERBLOCK_BYTES : SUPERBLOCK_BYTES + HEADER_BYTES]
     pack_into(place, header, left.seed, SUPERBLOCK_BYTES)
     assert len(list(left.scan())) == 1
     generation = left.generation
     left.close(unlink=False)
-    again = Segment.attach(name, MIB, discard=True)
+    again = NodeSegment.attach(name, MIB, discard=True)
     assert again is not None
     assert entry(name).stat().st_ino == inode
     assert again.uuid != before
@@ -107,13 +107,13 @@ def test_memory_is_not_thrown_away_for_other_memory_without_room(
         full = os.statvfs_result((4096, 4096, 1024, 0, 0, 0, 0, 0, 0, 255))
         monkeypatch.setattr(os, "statvfs", lambda _: full)
         with pytest.raises(SharedMemoryTooSmallError):
-            Segment.create(name, 2 * MIB)
+            NodeSegment.create(name, 2 * MIB)
         assert entry(name).exists()
     assert freed_by_removal(path) == MIB
 
 
 def test_a_segment_is_there_until_it_is_closed(name: str) -> None:
-    segment = Segment.create(name, MIB + 4711, node="somebody")
+    segment = NodeSegment.create(name, MIB + 4711, node="somebody")
     assert segment.size == MIB == entry(name).stat().st_size == len(segment.memory)
     assert segment.shm_name == entry(name).name
     assert (segment.node, segment.generation) == ("somebody", 1)
@@ -127,9 +127,9 @@ def test_a_segment_is_there_until_it_is_closed(name: str) -> None:
 
 
 def test_two_segments_of_one_name_never_look_alike(name: str) -> None:
-    first = Segment.create(name, MIB)
+    first = NodeSegment.create(name, MIB)
     first.close()
-    second = Segment.create(name, MIB)
+    second = NodeSegment.create(name, MIB)
     second.close()
     assert len({first.uuid, second.uuid, first.token, second.token}) == 4
     assert first.seed != second.seed
@@ -138,19 +138,21 @@ def test_two_segments_of_one_name_never_look_alike(name: str) -> None:
 @pytest.mark.parametrize("bad", ["", ".", "../x", "a/b", "ä", "a" * 129, "a b", "a\0"])
 def test_a_bad_name_is_refused(bad: str) -> None:
     with pytest.raises(ConfigError):
-        Segment.create(bad, MIB)
+        NodeSegment.create(bad, MIB)
 
 
 @pytest.mark.parametrize("size", [-1, 0, MIB - 1])
 def test_a_size_below_one_mib_is_refused(name: str, size: int) -> None:
     with pytest.raises(ConfigError):
-        Segment.create(name, size)
+        NodeSegment.create(name, size)
     assert not entry(name).exists()
 
 
-def test_a_name_in_use_is_refused_and_its_owner_not_disturbed(segment: Segment, name: str) -> None:
+def test_a_name_in_use_is_refused_and_its_owner_not_disturbed(
+    segment: NodeSegment, name: str
+) -> None:
     with pytest.raises(NodeNameTakenError):
-        Segment.create(name, MIB)
+        NodeSegment.create(name, MIB)
     assert entry(name).exists()
     assert segment.generation == 1
 
@@ -159,7 +161,7 @@ def test_what_a_killed_owner_left_is_reclaimed(name: str) -> None:
     old = killed_owner(name)
     mapping = Mapping.attach(entry(name).name, old)
     assert mapping is not None
-    segment = Segment.create(name, 2 * MIB)
+    segment = NodeSegment.create(name, 2 * MIB)
     # Whoever still maps the old memory keeps it, whole: no SIGBUS.
     assert bytes(mapping.memory[5000:5005]) == b"hello"
     assert mapping.memory[-1] == 0
@@ -169,9 +171,9 @@ def test_what_a_killed_owner_left_is_reclaimed(name: str) -> None:
 
 
 def test_an_entry_that_is_kept_is_taken_over(name: str) -> None:
-    Segment.create(name, MIB).close(unlink=False)
+    NodeSegment.create(name, MIB).close(unlink=False)
     assert entry(name).exists()
-    Segment.create(name, MIB).close()
+    NodeSegment.create(name, MIB).close()
     assert not entry(name).exists()
 
 
@@ -179,7 +181,7 @@ def test_no_room_is_said_before_anything_is_taken(name: str) -> None:
     room = os.statvfs(SHM_DIRECTORY)
     size = room.f_blocks * room.f_frsize + MIB
     with pytest.raises(SharedMemoryTooSmallError) as caught:
-        Segment.create(name, size)
+        NodeSegment.create(name, size)
     assert caught.value.fields["needed_bytes"] == size - size % MIB
     assert int(caught.value.fields["available_bytes"]) < size
     assert "--shm-size" in caught.value.advice
@@ -197,14 +199,14 @@ def test_room_that_vanishes_meanwhile_leaves_nothing_behind(
 
     monkeypatch.setattr(taking, "populate", full)
     with pytest.raises(SharedMemoryTooSmallError):
-        Segment.create(name, 5 * taking.RESERVE_BYTES, options=MemoryOptions(threads=3))
+        NodeSegment.create(name, 5 * taking.RESERVE_BYTES, options=MemoryOptions(threads=3))
     assert not entry(name).exists()
 
 
 def test_progress_is_told_and_may_stop_it(name: str) -> None:
     told: list[tuple[int, int]] = []
     size = 3 * taking.RESERVE_BYTES // 2
-    Segment.create(name, size, progress=lambda done, total: told.append((done, total))).close()
+    NodeSegment.create(name, size, progress=lambda done, total: told.append((done, total))).close()
     assert told == [(taking.RESERVE_BYTES, size), (size, size)]
 
 
@@ -216,7 +218,7 @@ def test_what_progress_raises_ends_the_creation_and_its_threads(name: str, steps
 
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt) as caught:
-        Segment.create(
+        NodeSegment.create(
             name,
             4 * taking.RESERVE_BYTES,
             progress=interrupted,
@@ -229,7 +231,7 @@ def test_what_progress_raises_ends_the_creation_and_its_threads(name: str, steps
 
 
 def test_every_page_is_there_however_many_threads_bring_them_in(name: str) -> None:
-    segment = Segment.create(
+    segment = NodeSegment.create(
         name, 3 * taking.RESERVE_BYTES + MIB, options=MemoryOptions(threads=3, huge_pages="off")
     )
     status = entry(name).stat()
@@ -241,19 +243,19 @@ def test_a_kernel_that_cannot_populate_gets_its_pages_touched(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(taking, "populate", lambda *_: False)
-    segment = Segment.create(name, MIB)
+    segment = NodeSegment.create(name, MIB)
     assert bytes(segment.memory[SUPERBLOCK_BYTES:]) == bytes(MIB - SUPERBLOCK_BYTES)
     segment.close()
 
 
-def test_memory_that_was_handed_out_outlives_the_segment(segment: Segment) -> None:
+def test_memory_that_was_handed_out_outlives_the_segment(segment: NodeSegment) -> None:
     view = segment.memory[8192:8200]
     segment.close()
     view[:] = b"12345678"
     assert bytes(view) == b"12345678"
 
 
-def test_generations_grow_and_mappings_see_them(segment: Segment) -> None:
+def test_generations_grow_and_mappings_see_them(segment: NodeSegment) -> None:
     mapping = Mapping.attach(segment.shm_name, segment.uuid)
     assert mapping is not None
     assert mapping.generation == 1
@@ -264,7 +266,7 @@ def test_generations_grow_and_mappings_see_them(segment: Segment) -> None:
     assert mapping.generation == 0
 
 
-def test_a_mapping_is_the_same_memory_and_closes_twice(segment: Segment) -> None:
+def test_a_mapping_is_the_same_memory_and_closes_twice(segment: NodeSegment) -> None:
     mapping = Mapping.attach(segment.shm_name, segment.uuid)
     assert mapping is not None
     assert (mapping.size, mapping.uuid) == (segment.size, segment.uuid)
@@ -276,14 +278,14 @@ def test_a_mapping_is_the_same_memory_and_closes_twice(segment: Segment) -> None
     assert bytes(view) == b"abc"
 
 
-def test_nothing_else_is_attached(segment: Segment) -> None:
+def test_nothing_else_is_attached(segment: NodeSegment) -> None:
     assert Mapping.attach(segment.shm_name, bytes(16)) is None
     assert Mapping.attach("kvstore.no-such-segment", segment.uuid) is None
     assert Mapping.attach("../shm/" + segment.shm_name, segment.uuid) is None
     assert Mapping.attach("", segment.uuid) is None
 
 
-def test_a_shortened_entry_is_not_attached(segment: Segment) -> None:
+def test_a_shortened_entry_is_not_attached(segment: NodeSegment) -> None:
     """Mapping it would mean SIGBUS at the first touch behind its end."""
     path = Path(SHM_DIRECTORY, f"{segment.shm_name}-short")
     path.write_bytes(bytes(segment.memory[:SUPERBLOCK_BYTES]))
@@ -293,7 +295,7 @@ def test_a_shortened_entry_is_not_attached(segment: Segment) -> None:
     assert Mapping.attach(path.name, segment.uuid) is None
 
 
-def test_what_cannot_be_attached_says_why(segment: Segment) -> None:
+def test_what_cannot_be_attached_says_why(segment: NodeSegment) -> None:
     assert "of another node" in Mapping.why_not(segment.shm_name, bytes(16))
     assert "is not here" in Mapping.why_not("kvstore.no-such-segment", segment.uuid)
     assert "no name" in Mapping.why_not("../shm/" + segment.shm_name, segment.uuid)
@@ -303,19 +305,19 @@ LIMITED = """
 import resource, sys
 from kvstore.errors import MemoryLimitError
 from kvstore.memory.mapping import Mapping
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
 print(Mapping.why_not(sys.argv[1], bytes.fromhex(sys.argv[2])))
 try:
-    Segment.create(sys.argv[3], 64 << 20)
+    NodeSegment.create(sys.argv[3], 64 << 20)
 except MemoryLimitError as error:
     print(error)
 """
 
 
 def test_a_limit_of_addresses_is_named(name: str) -> None:
-    segment = Segment.create(name, 64 << 20)
+    segment = NodeSegment.create(name, 64 << 20)
     command = [sys.executable, "-c", LIMITED, segment.shm_name, segment.uuid.hex(), f"{name}-b"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
@@ -327,7 +329,7 @@ def test_a_limit_of_addresses_is_named(name: str) -> None:
     assert not entry(f"{name}-b").exists()
 
 
-def test_wiping_takes_that_version_and_no_other(segment: Segment) -> None:
+def test_wiping_takes_that_version_and_no_other(segment: NodeSegment) -> None:
     first, second, outside = SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + 4096, segment.size
     for offset, counter in ((first, 1), (second, 2)):
         header = Header(Namespace("n"), Key(b"k"), None, 100, 5, counter, 0, b"")
@@ -342,8 +344,8 @@ def test_wiping_takes_that_version_and_no_other(segment: Segment) -> None:
 
 def test_free_names_are_counted_up(name: str) -> None:
     assert free_node_name(name) == name
-    first = Segment.create(name, MIB)
-    second = Segment.create(f"{name}-2", MIB)
+    first = NodeSegment.create(name, MIB)
+    second = NodeSegment.create(f"{name}-2", MIB)
     assert free_node_name(name) == f"{name}-3"
     first.close()
     assert free_node_name(name) == name
@@ -363,7 +365,7 @@ def test_a_free_name_is_found_by_the_entries_that_exist(
 
     monkeypatch.setattr(entries, "_is_taken", asks)
     far = f"{name}-41293"
-    segment = Segment.create(far, MIB)
+    segment = NodeSegment.create(far, MIB)
     assert free_node_name(name, Owner("cluster")) == name
     segment.close()
     assert len(asked) <= 2 * len(list(entries.directories()))
@@ -384,7 +386,7 @@ def test_host_id_is_the_same_in_every_process_of_a_host() -> None:
 def test_an_entry_that_is_a_link_is_not_followed(name: str) -> None:
     entry(name).symlink_to("/etc/hostname")
     with pytest.raises(StartupError):
-        Segment.create(name, MIB)
+        NodeSegment.create(name, MIB)
     assert entry(name).is_symlink()
     assert Mapping.attach(entry(name).name, bytes(16)) is None
 
@@ -394,7 +396,7 @@ def test_an_entry_that_is_a_link_is_not_followed(name: str) -> None:
 OTHER_USER, GROUP = 65_533, 65_532
 
 
-def can_map(segment: Segment, *, groups: list[int]) -> bool:
+def can_map(segment: NodeSegment, *, groups: list[int]) -> bool:
     """Whether another user, who is in these groups, can map it, and is told why not."""
     child = os.fork()
     if child == 0:
@@ -416,17 +418,17 @@ def can_map(segment: Segment, *, groups: list[int]) -> bool:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 def test_members_of_its_group_may_map_it_and_no_other_user(name: str) -> None:
     options = MemoryOptions(group=str(GROUP))
-    shared = Segment.create(name, MIB, options=options)
+    shared = NodeSegment.create(name, MIB, options=options)
     assert entry(name).stat().st_mode & 0o777 == 0o660
     assert can_map(shared, groups=[GROUP])
     assert not can_map(shared, groups=[])
     shared.close(unlink=False)
     # As it was started last: the next start may take the right away, and give it again.
-    alone = Segment.attach(name, MIB)
+    alone = NodeSegment.attach(name, MIB)
     assert alone is not None
     assert not can_map(alone, groups=[GROUP])
     alone.close(unlink=False)
-    again = Segment.attach(name, MIB, options=options)
+    again = NodeSegment.attach(name, MIB, options=options)
     assert again is not None
     assert can_map(again, groups=[GROUP])
     again.close()
@@ -434,7 +436,7 @@ def test_members_of_its_group_may_map_it_and_no_other_user(name: str) -> None:
 
 def test_a_group_that_is_not_there(name: str) -> None:
     with pytest.raises(ConfigError, match="no such group"):
-        Segment.create(name, MIB, options=MemoryOptions(group="nobody-has-this-name"))
+        NodeSegment.create(name, MIB, options=MemoryOptions(group="nobody-has-this-name"))
     assert not entry(name).exists()
 
 
@@ -444,6 +446,6 @@ def test_a_group_that_we_are_not_in(name: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(os, "fchown", refuses)
     with pytest.raises(StartupError, match="cannot be given to group") as caught:
-        Segment.create(name, MIB, options=MemoryOptions(group=str(GROUP)))
+        NodeSegment.create(name, MIB, options=MemoryOptions(group=str(GROUP)))
     assert "has to be a member" in caught.value.advice
     assert not entry(name).exists()

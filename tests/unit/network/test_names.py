@@ -14,7 +14,7 @@ import pytest
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
 from kvstore.network import names
-from kvstore.network.names import Found, UnknownNameError, connect, grpc_target, resolve
+from kvstore.network.names import FoundAddresses, UnknownNameError, connect, grpc_target, resolve
 from kvstore.process.stopping import Stop
 
 Rows = list[tuple[object, ...]]
@@ -46,7 +46,7 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     made = Server()
-    monkeypatch.setattr(names, "_lookups", names._Lookups())
+    monkeypatch.setattr(names, "_lookups", names._Resolver())
     monkeypatch.setattr(socket, "getaddrinfo", made)
     before = set(threading.enumerate())
     yield made
@@ -119,7 +119,7 @@ def test_a_name_that_is_gone_is_gone(server: Server) -> None:
 
 def test_one_thread_asks_for_one_name(server: Server) -> None:
     server.answers.clear()
-    results: list[Found] = []
+    results: list[FoundAddresses] = []
     callers = [
         threading.Thread(target=lambda: results.append(resolve("cache", 7, uptime() + 5)))
         for _ in range(8)

@@ -25,7 +25,7 @@ from kvstore.errors import (
 from kvstore.limits import Key, Namespace
 from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, left_overs
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, Owner, pack_into
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.network.host import host_id
 from kvstore.node import device_segment, inventory
 from kvstore.node.device_segment import DeviceSegment
@@ -121,7 +121,7 @@ def test_one_owner_per_name(segment: DeviceSegment, name: str) -> None:
     with pytest.raises(NodeNameTakenError):
         DeviceSegment.on(POOLED, name, MIB)
     with pytest.raises(NodeNameTakenError):
-        Segment.create(name, MIB)
+        NodeSegment.create(name, MIB)
 
 
 def test_a_page_that_was_left_is_no_memory(segment: DeviceSegment, name: str) -> None:
@@ -129,20 +129,20 @@ def test_a_page_that_was_left_is_no_memory(segment: DeviceSegment, name: str) ->
     left = f"{name}-left"
     shutil.copy(entry(name), entry(left))
     try:
-        assert Segment.attach(left, MIB, node=name) is None
-        assert Segment.attach(left, 4 * MIB, node=name) is None
+        assert NodeSegment.attach(left, MIB, node=name) is None
+        assert NodeSegment.attach(left, 4 * MIB, node=name) is None
         assert free_node_name(left, Owner("cluster")) == left
         again = DeviceSegment.on(POOLED, left, MIB)
         again.close()
         shutil.copy(entry(name), entry(left))
-        of_host = Segment.create(left, MIB)
+        of_host = NodeSegment.create(left, MIB)
         of_host.close()
     finally:
         entry(left).unlink(missing_ok=True)
 
 
 def test_memory_of_the_host_is_not_thrown_away(fake: FakeDriver, name: str) -> None:
-    Segment.create(name, MIB).close(unlink=False)
+    NodeSegment.create(name, MIB).close(unlink=False)
     with pytest.raises(LeftOverMemoryError):
         DeviceSegment.on(POOLED, name, MIB)
     assert [left.size for left in left_overs() if left.name == name] == [MIB]

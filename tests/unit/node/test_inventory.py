@@ -17,21 +17,21 @@ from kvstore.memory.header import (
     pack_into,
     unpack,
 )
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.node import inventory
 
 N = Namespace("n")
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    segment = Segment.create(f"inventory-{os.getpid()}", 1 << 20)
+def segment() -> Iterator[NodeSegment]:
+    segment = NodeSegment.create(f"inventory-{os.getpid()}", 1 << 20)
     yield segment
     segment.close()
 
 
 def write(
-    segment: Segment, at: int, key: str, *, parent: str = "", counter: int, size: int = 100
+    segment: NodeSegment, at: int, key: str, *, parent: str = "", counter: int, size: int = 100
 ) -> int:
     """An object at the place ``at`` (a KiB each), as a client writes it; its offset."""
     offset = SUPERBLOCK_BYTES + at * 1024
@@ -49,7 +49,7 @@ def told(found: list[inventory.Found]) -> str:
     return "".join(header.key.decode() for _, header in found)
 
 
-def test_the_newest_comes_first_but_behind_its_ancestors(segment: Segment) -> None:
+def test_the_newest_comes_first_but_behind_its_ancestors(segment: NodeSegment) -> None:
     write(segment, 0, "r", counter=1)
     write(segment, 10, "x", counter=2)
     write(segment, 4, "s", parent="r", counter=3)
@@ -59,14 +59,14 @@ def test_the_newest_comes_first_but_behind_its_ancestors(segment: Segment) -> No
     assert told(inventory.take(segment)) == "rstyx"
 
 
-def test_a_ring_of_parents_is_told_once(segment: Segment) -> None:
+def test_a_ring_of_parents_is_told_once(segment: NodeSegment) -> None:
     write(segment, 0, "a", parent="b", counter=1)
     write(segment, 4, "b", parent="a", counter=2)
 
     assert sorted(told(inventory.take(segment))) == ["a", "b"]
 
 
-def test_of_two_that_overlap_the_newer_is_told_and_the_other_wiped(segment: Segment) -> None:
+def test_of_two_that_overlap_the_newer_is_told_and_the_other_wiped(segment: NodeSegment) -> None:
     old = write(segment, 0, "a", counter=1, size=5_000)
     write(segment, 3, "b", counter=7)
     write(segment, 20, "c", counter=9, size=5_000)
@@ -78,7 +78,7 @@ def test_of_two_that_overlap_the_newer_is_told_and_the_other_wiped(segment: Segm
 
 
 def test_what_is_not_whole_is_wiped_and_not_told(
-    segment: Segment, caplog: pytest.LogCaptureFixture
+    segment: NodeSegment, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = write(segment, 0, "a", counter=1)
     bad = write(segment, 4, "b", counter=2)
@@ -92,7 +92,7 @@ def test_what_is_not_whole_is_wiped_and_not_told(
     assert "corrupt_object_wiped" in caplog.text
 
 
-def test_what_was_given_up_and_has_landed_since_is_wiped_and_not_told(segment: Segment) -> None:
+def test_what_was_given_up_and_has_landed_since_is_wiped_and_not_told(segment: NodeSegment) -> None:
     late = write(segment, 0, "a", counter=1)
     newer = write(segment, 4, "b", counter=3)
 
@@ -100,7 +100,7 @@ def test_what_was_given_up_and_has_landed_since_is_wiped_and_not_told(segment: S
     assert unpack(segment.memory[late : late + 1024], segment.seed, late) is None
 
 
-def test_a_message_names_each_namespace_once(segment: Segment) -> None:
+def test_a_message_names_each_namespace_once(segment: NodeSegment) -> None:
     write(segment, 0, "a", counter=1)
     write(segment, 4, "b", parent="a", counter=2)
 
@@ -114,16 +114,16 @@ def test_a_message_names_each_namespace_once(segment: Segment) -> None:
     assert message.offsets == [SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + 4096]
 
 
-def test_memory_is_attached_with_what_it_holds(segment: Segment) -> None:
+def test_memory_is_attached_with_what_it_holds(segment: NodeSegment) -> None:
     name, uuid = segment.node, segment.uuid
     write(segment, 0, "a", counter=1)
     segment.close(unlink=False)
 
-    again = Segment.attach(name, 1 << 20)
+    again = NodeSegment.attach(name, 1 << 20)
 
     assert again is not None
     assert again.uuid == uuid
     assert again.generation > 2, "nobody of before writes there"
     assert told(inventory.take(again)) == "a"
     again.close()
-    assert Segment.attach(name, 1 << 20) is None
+    assert NodeSegment.attach(name, 1 << 20) is None

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.process import logs
-from kvstore.process.logs import BURST, EACH, PER_S, Limit, LineFormatter
+from kvstore.process.logs import BURST, EACH, PER_S, LineFormatter, RateLimit
 
 END_S = 20.0
 """For a program that ends at once, on a busy machine."""
@@ -182,7 +182,7 @@ class Clock:
 
 def test_lines_of_one_kind_are_limited_and_others_are_not() -> None:
     clock = Clock()
-    limit = Limit(clock)
+    limit = RateLimit(clock)
     flood = [limit.filter(record("stranger peer=%s", number)) for number in range(3 * BURST)]
     assert flood == [True] * BURST + [False] * 2 * BURST
     assert limit.left_out == 2 * BURST
@@ -196,7 +196,7 @@ def test_lines_of_one_kind_are_limited_and_others_are_not() -> None:
 
 
 def test_what_a_user_has_asked_for_is_not_limited() -> None:
-    limit = Limit(Clock())
+    limit = RateLimit(Clock())
     for number in range(2 * BURST):
         assert limit.filter(record("request id=%d", number, **EACH))
         assert limit.filter(record("detail", level=logging.DEBUG))
@@ -206,7 +206,7 @@ def test_what_a_user_has_asked_for_is_not_limited() -> None:
 def test_the_trace_makes_no_kind_of_its_own() -> None:
     from kvstore.master.traces import add_trace, tracing
 
-    limit = Limit(Clock())
+    limit = RateLimit(Clock())
     made = [record("call_failed call=%s", "put") for _ in range(2 * BURST)]
     for number, each in enumerate(made):
         with tracing(f"{number:032x}"):

@@ -13,14 +13,14 @@ from kvstore import native
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import SegmentGoneError
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.native import slow
 from kvstore.network.host import host_id
 from kvstore.network.tcp_protocol import (
     STATUS_BYTES,
     Hello,
     Op,
-    Status,
+    TransferStatus,
     pack_hello,
     pack_request,
     unpack_status,
@@ -40,12 +40,12 @@ def twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    with contextlib.closing(Segment.create(f"generations-{os.getpid()}", 1 << 20)) as segment:
+def segment() -> Iterator[NodeSegment]:
+    with contextlib.closing(NodeSegment.create(f"generations-{os.getpid()}", 1 << 20)) as segment:
         yield segment
 
 
-def test_shared_memory_under_an_older_generation_is_gone(segment: Segment) -> None:
+def test_shared_memory_under_an_older_generation_is_gone(segment: NodeSegment) -> None:
     info = SegmentInfo(
         1, segment.node, host_id(), segment.size, segment.uuid, segment.shm_name, "", segment.token,
         segment.seed, segment.generation,
@@ -74,15 +74,15 @@ def test_shared_memory_under_an_older_generation_is_gone(segment: Segment) -> No
 
 
 @pytest.mark.parametrize("op", list(Op))
-def test_a_request_under_an_older_generation_is_refused(segment: Segment, op: Op) -> None:
+def test_a_request_under_an_older_generation_is_refused(segment: NodeSegment, op: Op) -> None:
     """Also before the node has ended the connection."""
     server = DataServer([segment], "127.0.0.1")
     server.start()
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         sock.sendall(pack_hello(Hello(segment.uuid, segment.token, segment.generation)))
-        assert unpack_status(sock.recv(STATUS_BYTES, socket.MSG_WAITALL)) is Status.OK
+        assert unpack_status(sock.recv(STATUS_BYTES, socket.MSG_WAITALL)) is TransferStatus.OK
         segment.bump_generation()
         sock.sendall(pack_request(op, [(AT, 1)]) + (b"x" if op is Op.WRITE else b""))
-        assert unpack_status(sock.recv(STATUS_BYTES, socket.MSG_WAITALL)) is Status.GONE
+        assert unpack_status(sock.recv(STATUS_BYTES, socket.MSG_WAITALL)) is TransferStatus.GONE
         assert segment.memory[AT] == 0
     server.stop()

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.network.host import host_id
 from kvstore.network.stream import Stream
 from kvstore.transport.shm import ShmTransport
@@ -29,7 +29,7 @@ def mapped() -> int:
     return sum(f"/kvstore.{NAME}" in line for line in lines)
 
 
-def place(owner: Segment) -> SegmentInfo:
+def place(owner: NodeSegment) -> SegmentInfo:
     return segment(1)._replace(
         uuid=owner.uuid, size=owner.size, generation=owner.generation, host=host_id(),
         shm_name=owner.shm_name,
@@ -38,7 +38,7 @@ def place(owner: Segment) -> SegmentInfo:
 
 def test_a_mapping_goes_when_its_segment_does_and_no_view_holds_it() -> None:
     with closing(ShmTransport()) as transport:
-        owner = Segment.create(NAME, SIZE)
+        owner = NodeSegment.create(NAME, SIZE)
         info = place(owner)
         view = transport.view(info, 4096, 10)
         assert view is not None
@@ -57,7 +57,7 @@ def test_a_mapping_goes_when_its_segment_does_and_no_view_holds_it() -> None:
 
 def test_a_mapping_goes_when_another_segment_has_its_name() -> None:
     with closing(ShmTransport()) as transport:
-        owner = Segment.create(NAME, SIZE)
+        owner = NodeSegment.create(NAME, SIZE)
         info = place(owner)
         assert transport.reaches(info)
         os.rename(f"/dev/shm/kvstore.{NAME}", f"/dev/shm/kvstore.{NAME}-old")
@@ -65,14 +65,14 @@ def test_a_mapping_goes_when_another_segment_has_its_name() -> None:
         transport.sweep()
         assert transport.view(info, 4096, 10) is not None, "it is the same one"
         os.unlink(f"/dev/shm/kvstore.{NAME}")  # as who takes its place after a kill
-        with closing(Segment.create(NAME, SIZE)):
+        with closing(NodeSegment.create(NAME, SIZE)):
             transport.sweep()
             assert mapped() == 2, "the two owners'"
         owner.close()
 
 
 def test_what_could_not_be_mapped_is_tried_again() -> None:
-    with closing(ShmTransport()) as transport, closing(Segment.create(NAME, SIZE)) as owner:
+    with closing(ShmTransport()) as transport, closing(NodeSegment.create(NAME, SIZE)) as owner:
         info = place(owner)
         os.rename(f"/dev/shm/kvstore.{NAME}", f"/dev/shm/kvstore.{NAME}-away")
         assert not transport.reaches(info)

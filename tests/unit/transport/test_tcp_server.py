@@ -19,14 +19,14 @@ from kvstore import native
 from kvstore.clocks import uptime
 from kvstore.errors import AddressInUseError, StartupError
 from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.memory.segment import Segment
+from kvstore.memory.segment import NodeSegment
 from kvstore.native import slow
 from kvstore.network.tcp_protocol import (
     RANGES_MAX,
     STATUS_BYTES,
     Hello,
     Op,
-    Status,
+    TransferStatus,
     pack_hello,
     pack_request,
     pack_status,
@@ -40,15 +40,15 @@ STALL_S = 1.0
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    segment = Segment.create(f"server-{os.getpid()}", 4 * MIB)
+def segment() -> Iterator[NodeSegment]:
+    segment = NodeSegment.create(f"server-{os.getpid()}", 4 * MIB)
     yield segment
     segment.close()
 
 
 @pytest.fixture(params=[native.steps, slow], ids=["built", "slow"])
 def server(
-    segment: Segment, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    segment: NodeSegment, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[DataServer]:
     monkeypatch.setattr(tcp_connection, "steps", request.param)
     server = DataServer([segment], "127.0.0.1", stall_s=STALL_S, connections_max=8)
@@ -67,20 +67,20 @@ def connected(server: DataServer) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def greeted(
-    server: DataServer, segment: Segment, client: int = 0, connection: int = 0
+    server: DataServer, segment: NodeSegment, client: int = 0, connection: int = 0
 ) -> Iterator[socket.socket]:
     with connected(server) as sock:
         sock.sendall(hello(segment, client, connection))
-        assert status(sock) is Status.OK
+        assert status(sock) is TransferStatus.OK
         yield sock
 
 
-def hello(segment: Segment, client: int = 0, connection: int = 0) -> bytes:
+def hello(segment: NodeSegment, client: int = 0, connection: int = 0) -> bytes:
     number = client, connection
     return pack_hello(Hello(segment.uuid, segment.token, segment.generation, *number))
 
 
-def status(sock: socket.socket) -> Status | None:
+def status(sock: socket.socket) -> TransferStatus | None:
     return unpack_status(received(sock, STATUS_BYTES))
 
 
@@ -109,26 +109,26 @@ def wait_until(condition: str, server: DataServer, wanted: int) -> None:
         time.sleep(0.001)
 
 
-def assert_serves(server: DataServer, segment: Segment) -> None:
+def assert_serves(server: DataServer, segment: NodeSegment) -> None:
     """Another client is served as if nothing had happened."""
     with greeted(server, segment) as sock:
         sock.sendall(pack_request(Op.WRITE, [(8192, 5)]) + b"hello")
-        assert status(sock) is Status.OK
+        assert status(sock) is TransferStatus.OK
         sock.sendall(pack_request(Op.READ, [(8192, 5), (8193, 3), (8192, 0)]))
-        assert status(sock) is Status.OK
+        assert status(sock) is TransferStatus.OK
         assert received(sock, 8) == b"helloell"
 
 
-def test_a_connection_serves_many_requests(server: DataServer, segment: Segment) -> None:
+def test_a_connection_serves_many_requests(server: DataServer, segment: NodeSegment) -> None:
     payload = random.Random(0).randbytes(2 * MIB)
     with greeted(server, segment) as sock:
         for _ in range(3):
             sock.sendall(pack_request(Op.WRITE, [(MIB, MIB), (SUPERBLOCK_BYTES, MIB - 4096)]))
             sock.sendall(payload[: 2 * MIB - 4096])
-            assert status(sock) is Status.OK
+            assert status(sock) is TransferStatus.OK
             ranges = [(MIB, 10), (MIB, MIB), (MIB + 5, 33_000), (SUPERBLOCK_BYTES, 7)]
             sock.sendall(pack_request(Op.READ, ranges))
-            assert status(sock) is Status.OK
+            assert status(sock) is TransferStatus.OK
             expected = payload[:10] + payload[:MIB] + payload[5:33_005] + payload[MIB : MIB + 7]
             assert received(sock, len(expected)) == expected
     counters = server.counters()
@@ -140,14 +140,17 @@ def test_a_connection_serves_many_requests(server: DataServer, segment: Segment)
 @pytest.mark.parametrize(
     ("changed", "wanted"),
     [
-        ({"token": bytes(16)}, Status.DENIED),
-        ({"uuid": bytes(16)}, Status.GONE),
-        ({"generation": 2}, Status.GONE),
-        ({"generation": 0}, Status.GONE),
+        ({"token": bytes(16)}, TransferStatus.DENIED),
+        ({"uuid": bytes(16)}, TransferStatus.GONE),
+        ({"generation": 2}, TransferStatus.GONE),
+        ({"generation": 0}, TransferStatus.GONE),
     ],
 )
 def test_a_wrong_hello_is_refused_and_counted(
-    server: DataServer, segment: Segment, changed: dict[str, bytes | int], wanted: Status
+    server: DataServer,
+    segment: NodeSegment,
+    changed: dict[str, bytes | int],
+    wanted: TransferStatus,
 ) -> None:
     right = Hello(segment.uuid, segment.token, segment.generation)
     with connected(server) as sock:
@@ -161,28 +164,28 @@ def test_a_wrong_hello_is_refused_and_counted(
 @given(st.binary(max_size=200))
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_arbitrary_bytes_instead_of_a_hello(
-    server: DataServer, segment: Segment, raw: bytes
+    server: DataServer, segment: NodeSegment, raw: bytes
 ) -> None:
     before = segment.memory.tobytes()
     with connected(server) as sock:
         sock.sendall(raw)
         sock.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
-            assert sock.recv(100) in (b"", pack_status(Status.BAD_REQUEST))
+            assert sock.recv(100) in (b"", pack_status(TransferStatus.BAD_REQUEST))
     assert segment.memory.tobytes() == before
 
 
 @given(st.binary(max_size=200))
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_arbitrary_bytes_instead_of_a_request(
-    server: DataServer, segment: Segment, raw: bytes
+    server: DataServer, segment: NodeSegment, raw: bytes
 ) -> None:
     before = segment.memory.tobytes()
     with greeted(server, segment) as sock:
         sock.sendall(raw)
         sock.shutdown(socket.SHUT_WR)
         with contextlib.suppress(ConnectionResetError):
-            assert sock.recv(100) in (b"", pack_status(Status.BAD_REQUEST))
+            assert sock.recv(100) in (b"", pack_status(TransferStatus.BAD_REQUEST))
     assert segment.memory.tobytes() == before
 
 
@@ -198,10 +201,12 @@ def test_arbitrary_bytes_instead_of_a_request(
         b"GET / HTTP/1.1\r\n\r\n",
     ],
 )
-def test_what_is_no_request_is_refused(server: DataServer, segment: Segment, raw: bytes) -> None:
+def test_what_is_no_request_is_refused(
+    server: DataServer, segment: NodeSegment, raw: bytes
+) -> None:
     with greeted(server, segment) as sock:
         sock.sendall(raw)
-        assert status(sock) is Status.BAD_REQUEST
+        assert status(sock) is TransferStatus.BAD_REQUEST
         assert is_closed(sock)
     wait_until("bad_requests", server, 1)
     assert_serves(server, segment)
@@ -221,12 +226,12 @@ def test_what_is_no_request_is_refused(server: DataServer, segment: Segment, raw
     ],
 )
 def test_a_range_outside_moves_nothing(
-    server: DataServer, segment: Segment, op: Op, bad: tuple[int, int]
+    server: DataServer, segment: NodeSegment, op: Op, bad: tuple[int, int]
 ) -> None:
     before = segment.memory.tobytes()
     with greeted(server, segment) as sock:
         sock.sendall(pack_request(op, [(8192, 4), bad]) + b"evil" * 100)
-        assert status(sock) is Status.INVALID_RANGE
+        assert status(sock) is TransferStatus.INVALID_RANGE
         sock.shutdown(socket.SHUT_WR)
         assert is_closed(sock)
     wait_until("bad_requests", server, 1)
@@ -234,21 +239,21 @@ def test_a_range_outside_moves_nothing(
     assert_serves(server, segment)
 
 
-def test_ranges_that_sum_up_to_too_much(server: DataServer, segment: Segment) -> None:
+def test_ranges_that_sum_up_to_too_much(server: DataServer, segment: NodeSegment) -> None:
     with greeted(server, segment) as sock:
         sock.sendall(pack_request(Op.READ, [(MIB, 3 * MIB)] * RANGES_MAX))
-        assert status(sock) is Status.INVALID_RANGE
+        assert status(sock) is TransferStatus.INVALID_RANGE
     assert_serves(server, segment)
 
 
 def test_the_sender_of_a_refused_write_gets_to_read_why(
-    server: DataServer, segment: Segment
+    server: DataServer, segment: NodeSegment
 ) -> None:
     """It sends all of its bytes before it listens."""
     with greeted(server, segment) as sock:
         sock.sendall(pack_request(Op.WRITE, [(0, 3 * MIB)]))
         sock.sendall(bytes(3 * MIB))
-        assert status(sock) is Status.INVALID_RANGE
+        assert status(sock) is TransferStatus.INVALID_RANGE
 
 
 @pytest.mark.parametrize(
@@ -262,7 +267,7 @@ def test_the_sender_of_a_refused_write_gets_to_read_why(
     ],
 )
 def test_half_a_request_is_cut_and_harms_nobody(
-    server: DataServer, segment: Segment, part: bytes
+    server: DataServer, segment: NodeSegment, part: bytes
 ) -> None:
     with greeted(server, segment) as sock:
         sock.sendall(part)
@@ -272,17 +277,17 @@ def test_half_a_request_is_cut_and_harms_nobody(
             wait_until("stalls", server, 1)
         else:  # between requests there is no hurry
             sock.sendall(pack_request(Op.READ, [(8192, 5)]))
-            assert status(sock) is Status.OK
+            assert status(sock) is TransferStatus.OK
 
 
-def test_half_a_hello_is_cut(server: DataServer, segment: Segment) -> None:
+def test_half_a_hello_is_cut(server: DataServer, segment: NodeSegment) -> None:
     with connected(server) as sock:
         sock.sendall(hello(segment)[:-1])
         assert is_closed(sock)
     assert server.counters().refused_hellos == 1
 
 
-def test_one_byte_at_a_time_is_too_slow(server: DataServer, segment: Segment) -> None:
+def test_one_byte_at_a_time_is_too_slow(server: DataServer, segment: NodeSegment) -> None:
     """The bound is on the whole hello, not on the silence between its bytes."""
     start = uptime()
     with connected(server) as sock, contextlib.suppress(ConnectionError):
@@ -293,7 +298,7 @@ def test_one_byte_at_a_time_is_too_slow(server: DataServer, segment: Segment) ->
     assert uptime() - start < 10 * STALL_S
 
 
-def test_a_reader_that_does_not_read_is_cut(server: DataServer, segment: Segment) -> None:
+def test_a_reader_that_does_not_read_is_cut(server: DataServer, segment: NodeSegment) -> None:
     with greeted(server, segment) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         for _ in range(20):
@@ -303,7 +308,7 @@ def test_a_reader_that_does_not_read_is_cut(server: DataServer, segment: Segment
 
 
 def test_a_writer_that_leaves_has_written_what_it_sent(
-    server: DataServer, segment: Segment
+    server: DataServer, segment: NodeSegment
 ) -> None:
     with greeted(server, segment) as sock:
         sock.sendall(pack_request(Op.WRITE, [(8192, 5), (MIB, 5)]) + b"firstse")
@@ -317,7 +322,7 @@ def test_a_writer_that_leaves_has_written_what_it_sent(
     assert_serves(server, segment)
 
 
-def test_an_idle_connection_is_closed(segment: Segment) -> None:
+def test_an_idle_connection_is_closed(segment: NodeSegment) -> None:
     server = DataServer([segment], "127.0.0.1", stall_s=0.05, idle_s=0.1)
     server.start()
     with greeted(server, segment) as sock:
@@ -326,27 +331,27 @@ def test_an_idle_connection_is_closed(segment: Segment) -> None:
     server.stop()
 
 
-def test_too_many_connections_are_refused_at_once(server: DataServer, segment: Segment) -> None:
+def test_too_many_connections_are_refused_at_once(server: DataServer, segment: NodeSegment) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(greeted(server, segment))
         for _ in range(3):
             with connected(server) as sock:
-                assert status(sock) is Status.BUSY
+                assert status(sock) is TransferStatus.BUSY
                 assert is_closed(sock)
         server.check_invariants()
     counters = server.counters()
     assert (counters.connections, counters.refused_busy) == (11, 3)
 
 
-def test_strangers_cannot_take_all_connections(segment: Segment) -> None:
+def test_strangers_cannot_take_all_connections(segment: NodeSegment) -> None:
     """When it is full, whoever has not shown a token has to go."""
     server = DataServer([segment], "127.0.0.1", connections_max=4)
     server.start()
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(connected(server)) for _ in range(4)]
         with connected(server) as sock:
-            assert status(sock) is Status.BUSY
+            assert status(sock) is TransferStatus.BUSY
         assert is_closed(strangers[0])
         deadline = uptime() + 10
         while server.connections == 4:
@@ -356,7 +361,7 @@ def test_strangers_cannot_take_all_connections(segment: Segment) -> None:
     server.stop()
 
 
-def test_after_a_fence_no_older_byte_lands(server: DataServer, segment: Segment) -> None:
+def test_after_a_fence_no_older_byte_lands(server: DataServer, segment: NodeSegment) -> None:
     """A writer in the middle of its request goes on sending; nothing of that reaches memory."""
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(greeted(server, segment)) for _ in range(4)]
@@ -389,7 +394,7 @@ def test_after_a_fence_no_older_byte_lands(server: DataServer, segment: Segment)
 )
 def test_only_connections_of_those_writers_are_cut(
     server: DataServer,
-    segment: Segment,
+    segment: NodeSegment,
     writers: list[tuple[int, int]],
     ended: set[tuple[int, int]],
 ) -> None:
@@ -402,13 +407,13 @@ def test_only_connections_of_those_writers_are_cut(
                 assert is_closed(sock)
             else:
                 sock.sendall(pack_request(Op.READ, [(8192, 5)]))
-                assert status(sock) is Status.OK
+                assert status(sock) is TransferStatus.OK
     assert_serves(server, segment)
 
 
 @pytest.mark.parametrize("sent", [b"", b"x" * 1000], ids=["nothing", "some"])
 def test_after_a_cut_no_byte_lands_that_was_on_its_way(
-    server: DataServer, segment: Segment, sent: bytes
+    server: DataServer, segment: NodeSegment, sent: bytes
 ) -> None:
     """Neither the rest of a write that has begun, nor a write of which nothing had come."""
     with greeted(server, segment, 1, 5) as sock:
@@ -429,12 +434,14 @@ def test_after_a_cut_no_byte_lands_that_was_on_its_way(
     assert_serves(server, segment)
 
 
-def test_a_read_that_is_being_answered_outlives_a_cut(server: DataServer, segment: Segment) -> None:
+def test_a_read_that_is_being_answered_outlives_a_cut(
+    server: DataServer, segment: NodeSegment
+) -> None:
     size = 3 * MIB
     with greeted(server, segment, 1, 5) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         sock.sendall(pack_request(Op.READ, [(SUPERBLOCK_BYTES, size)]))
-        assert status(sock) is Status.OK
+        assert status(sock) is TransferStatus.OK
         cutting = threading.Thread(target=server.cut, args=([(1, 0)],))
         cutting.start()
         assert received(sock, size) == bytes(segment.memory[SUPERBLOCK_BYTES:][:size])
@@ -442,7 +449,7 @@ def test_a_read_that_is_being_answered_outlives_a_cut(server: DataServer, segmen
         cutting.join()
 
 
-def test_a_reader_that_does_not_read_holds_no_cut_up(segment: Segment) -> None:
+def test_a_reader_that_does_not_read_holds_no_cut_up(segment: NodeSegment) -> None:
     server = DataServer([segment], "127.0.0.1")
     server.start()
     with greeted(server, segment, 1, 5) as sock:
@@ -457,7 +464,7 @@ def test_a_reader_that_does_not_read_holds_no_cut_up(segment: Segment) -> None:
 
 
 def test_a_new_generation_ends_a_write_without_a_fence(
-    server: DataServer, segment: Segment
+    server: DataServer, segment: NodeSegment
 ) -> None:
     with greeted(server, segment) as sock:
         sock.sendall(pack_request(Op.WRITE, [(MIB, 2 * MIB)]) + b"x" * MIB)
@@ -469,13 +476,13 @@ def test_a_new_generation_ends_a_write_without_a_fence(
         # It may be receiving the next piece already; whatever is asked after that is refused.
         sock.sendall(b"x" * MIB)
         first = status(sock)
-        if first is Status.OK:
+        if first is TransferStatus.OK:
             sock.sendall(pack_request(Op.READ, [(MIB, 1)]))
             first = status(sock)
-        assert first is Status.GONE
+        assert first is TransferStatus.GONE
 
 
-def test_stopping_ends_everything_and_twice_is_once(segment: Segment) -> None:
+def test_stopping_ends_everything_and_twice_is_once(segment: NodeSegment) -> None:
     server = DataServer([segment], "127.0.0.1")
     server.start()
     port, threads = server.port, threading.active_count()
@@ -495,7 +502,7 @@ def test_stopping_ends_everything_and_twice_is_once(segment: Segment) -> None:
         socket.create_connection(("127.0.0.1", port))
 
 
-def test_a_port_in_use_is_said(server: DataServer, segment: Segment) -> None:
+def test_a_port_in_use_is_said(server: DataServer, segment: NodeSegment) -> None:
     second = DataServer([segment], "127.0.0.1", server.port)
     with pytest.raises(AddressInUseError) as caught:
         second.start()
@@ -503,7 +510,7 @@ def test_a_port_in_use_is_said(server: DataServer, segment: Segment) -> None:
     second.stop()
 
 
-def test_an_address_that_is_not_ours_is_said(segment: Segment) -> None:
+def test_an_address_that_is_not_ours_is_said(segment: NodeSegment) -> None:
     server = DataServer([segment], "192.0.2.1")
     with pytest.raises(StartupError):
         server.start()

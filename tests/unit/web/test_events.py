@@ -11,9 +11,9 @@ import pytest
 
 from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.web import channel as channel_module
-from kvstore.web.channel import ASKED_MAX, GONE_SIZE, ChildEnd, Event, MasterEnd, Page
+from kvstore.web.channel import ASKED_MAX, GONE_SIZE, ChildEnd, Event, MasterEnd, SurveyPage
 from kvstore.web.events import journal as journal_module
-from kvstore.web.events.journal import Journal, Place, Streams
+from kvstore.web.events.journal import EventPosition, Journal, Streams
 from tests.support.waiting import until_async
 
 
@@ -95,7 +95,7 @@ class Pair:
             self.feed.detach()
             theirs.close()
 
-    async def page(self) -> Page:
+    async def page(self) -> SurveyPage:
         """The first one of a new survey."""
         with self.channel.survey() as survey:
             return await self.channel.page(survey, "")
@@ -103,7 +103,7 @@ class Pair:
     async def told(self, count: int, since: str = "", *, whole: bool = False) -> list[str]:
         """The first ``count`` events of a new subscriber, as ``name key id``."""
         found: list[str] = []
-        place = Place.parse(since) if since else None
+        place = EventPosition.parse(since) if since else None
         async with contextlib.aclosing(
             self.streams.events(place, whole=whole, namespace="")
         ) as texts:
@@ -159,7 +159,7 @@ def test_a_child_that_does_not_read_costs_a_bounded_buffer_and_learns_what_it_mi
             task.cancel()
             reading = asyncio.create_task(pair.channel.run())
             await until_async(lambda: pair.journal.end == 100_000)  # though no event followed
-            assert not pair.journal.has(Place(7, 99_000))
+            assert not pair.journal.has(EventPosition(7, 99_000))
             assert await pair.told(1, "7-99000") == ["gap 7-100000"]
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
@@ -227,7 +227,7 @@ def test_a_journal_keeps_a_bounded_number_of_events(monkeypatch: pytest.MonkeyPa
             assert journal.start > 0
             assert journal._bytes <= 1 << 16
             assert len(journal._frames) < 5_000
-            since = Place(7, journal.start)
+            since = EventPosition(7, journal.start)
             told = await pair.told(journal.end - journal.start, str(since))
             expected = range(journal.start + 1, journal.end + 1)
             assert told == [f"stored {number} 7-{number}" for number in expected]
@@ -399,7 +399,7 @@ def test_a_stream_without_events_of_its_own_lives_while_others_change(
             changing = asyncio.create_task(change_forever())
             async with asyncio.timeout(5):
                 text = await anext(texts)
-            place = Place.parse(text.decode().removeprefix("id: ").strip())
+            place = EventPosition.parse(text.decode().removeprefix("id: ").strip())
             assert place.number > 0, "it can resume after the events of others"
             changing.cancel()
             await asyncio.gather(changing, return_exceptions=True)
@@ -423,4 +423,4 @@ def test_only_namespaces_that_begin_so() -> None:
 @pytest.mark.parametrize("text", ["", "7", "7-", "-7", "x-1", "1-x", "1" * 80 + "-1", "1--1"])
 def test_a_place_that_is_none(text: str) -> None:
     with pytest.raises(InvalidArgumentError):
-        Place.parse(text)
+        EventPosition.parse(text)

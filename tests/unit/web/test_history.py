@@ -8,7 +8,7 @@ import pytest
 
 from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
 from kvstore.histograms import Histogram, quantile
-from kvstore.web.dashboard.history import EVERY_S, POINTS_MAX, History, Sample, added, sample
+from kvstore.web.dashboard.history import EVERY_S, POINTS_MAX, HistoryPoints, Sample, added, sample
 
 EVERY_MS = int(EVERY_S * 1000)
 
@@ -38,8 +38,8 @@ def status(**counters: int) -> ClusterStatus:
     return ClusterStatus(7, "1", 0, nodes, [NamespaceStatus("n", 3, 30)], counted)
 
 
-def taken(*samples: Sample) -> History:
-    history = History()
+def taken(*samples: Sample) -> HistoryPoints:
+    history = HistoryPoints()
     for each in samples:
         history.add(each)
     return history
@@ -89,7 +89,7 @@ def test_the_next_term_goes_on_from_its_first_sample() -> None:
 
 
 def test_an_hour_is_kept_and_no_more() -> None:
-    history = History()
+    history = HistoryPoints()
     for number in range(POINTS_MAX + 50):
         history.add(sample(number * EVERY_MS, measured(), status(corrupt_replicas=number)))
     now_ms = (POINTS_MAX + 49) * EVERY_MS

@@ -13,7 +13,7 @@ from kvstore.client.aio import AsyncClient
 from kvstore.client.flows.getting import Raw
 from kvstore.client.values import Described
 from kvstore.web.api import objects as objects_module
-from kvstore.web.api.objects import PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, Objects
+from kvstore.web.api.objects import PATH, PIN_PATH, REMOVE_PATH, ROOM_BYTES, ObjectsAPI
 from kvstore.web.server.endpoints import endpoints_of
 from kvstore.web.server.serving import Route
 from tests.support.waiting import until_async
@@ -52,9 +52,9 @@ class Store:
         return [True] * len(keys)
 
 
-def run(test: Callable[[Port, Store, Objects], Coroutine[Any, Any, None]]) -> None:
+def run(test: Callable[[Port, Store, ObjectsAPI], Coroutine[Any, Any, None]]) -> None:
     store = Store()
-    objects = Objects(cast("AsyncClient", store))
+    objects = ObjectsAPI(cast("AsyncClient", store))
     routes = [Route(each.method, each.path, each.handle) for each in endpoints_of(objects)]
     ports.run(lambda port: test(port, store, objects), routes)
 
@@ -72,7 +72,7 @@ async def get(port: Port, *more: str) -> tuple[int, str | None, bytes]:
     ],
 )  # fmt: skip
 def test_a_range_is_the_bytes_that_it_says(asked: str, start: int, stop: int) -> None:
-    async def test(port: Port, store: Store, objects: Objects) -> None:
+    async def test(port: Port, store: Store, objects: ObjectsAPI) -> None:
         del store, objects
         status, shown, body = await get(port, f"Range: bytes={asked}")
         assert (status, body) == (206, PAYLOAD[start:stop])
@@ -83,7 +83,7 @@ def test_a_range_is_the_bytes_that_it_says(asked: str, start: int, stop: int) ->
 
 @pytest.mark.parametrize("asked", ["10-", "99-", "-0", "-00"])
 def test_a_range_that_the_object_does_not_have(asked: str) -> None:
-    async def test(port: Port, store: Store, objects: Objects) -> None:
+    async def test(port: Port, store: Store, objects: ObjectsAPI) -> None:
         del store, objects
         for unit in ("bytes", "BYTES"):
             status, shown, _ = await get(port, f"Range: {unit}={asked}")
@@ -96,7 +96,7 @@ def test_a_range_that_the_object_does_not_have(asked: str) -> None:
     "asked", ["", "bytes=", "bytes=-", "bytes=4-2", "items=0-1", "bytes=0-1,3-4", "bytes=0x1-"]
 )
 def test_what_is_no_range_is_ignored(asked: str) -> None:
-    async def test(port: Port, store: Store, objects: Objects) -> None:
+    async def test(port: Port, store: Store, objects: ObjectsAPI) -> None:
         del store, objects
         assert await get(port, f"Range: {asked}") == (200, None, PAYLOAD)
 
@@ -104,7 +104,7 @@ def test_what_is_no_range_is_ignored(asked: str) -> None:
 
 
 def test_a_range_of_another_version_is_the_whole_object() -> None:
-    async def test(port: Port, store: Store, objects: Objects) -> None:
+    async def test(port: Port, store: Store, objects: ObjectsAPI) -> None:
         del store, objects
         some = "Range: bytes=1-2"
         assert await get(port, some, f"If-Range: {VERSION}") == (206, "bytes 1-2/10", b"ef")
@@ -115,7 +115,7 @@ def test_a_range_of_another_version_is_the_whole_object() -> None:
 
 
 def test_a_lifetime_is_in_milliseconds() -> None:
-    async def test(port: Port, store: Store, objects: Objects) -> None:
+    async def test(port: Port, store: Store, objects: ObjectsAPI) -> None:
         del objects
         for asked, ttl_s in (("&ttl_ms=1500", 1.5), ("&ttl_ms=1", 0.001), ("", None)):
             status, _, _ = await port.ask(f"{PATH}?key=aa{asked}", "PUT", b"x")
@@ -125,7 +125,7 @@ def test_a_lifetime_is_in_milliseconds() -> None:
 
 
 def test_an_upload_that_ends_early_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(port: Port, store: Store, objects: Objects) -> None:
+    async def test(port: Port, store: Store, objects: ObjectsAPI) -> None:
         size = 1 << 20
         head = f"PUT {PATH}?key=aa HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"
         sock = await port.stranger(head.encode() + bytes(1_000))
@@ -150,7 +150,7 @@ def test_an_upload_that_ends_early_gives_its_room_back(monkeypatch: pytest.Monke
      ["\u0660\u0661"], [["aa"]]],
 )  # fmt: skip
 def test_what_is_no_key(keys: Any) -> None:
-    async def test(port: Port, store: Store, objects: Objects) -> None:
+    async def test(port: Port, store: Store, objects: ObjectsAPI) -> None:
         del objects
         for path, more in ((REMOVE_PATH, {}), (PIN_PATH, {"seconds": 5})):
             status, _, said = await port.ask_json(path, {"keys": keys, **more})
@@ -161,7 +161,7 @@ def test_what_is_no_key(keys: Any) -> None:
 
 
 def test_as_many_keys_as_the_document_allows() -> None:
-    async def test(port: Port, store: Store, objects: Objects) -> None:
+    async def test(port: Port, store: Store, objects: ObjectsAPI) -> None:
         del objects
         keys = [f"{number:0512x}" for number in range(16_384)]
         assert (await port.ask_json(REMOVE_PATH, {"keys": keys}))[0] == 200

@@ -15,7 +15,7 @@ from kvstore.calls import (
     NodeStatus,
     SegmentStatus,
 )
-from kvstore.web.dashboard.history import COUNTED, History, sample
+from kvstore.web.dashboard.history import COUNTED, HistoryPoints, sample
 from kvstore.web.dashboard.problems import (
     NODES_NAMED,
     of_a_standby,
@@ -37,12 +37,14 @@ def node(name: str = "a", state: str = "alive", **segment: int) -> NodeStatus:
     return NodeStatus(name, "h", state, "10.0.0.8:50003", 2300, segments)
 
 
-def texts(found: ClusterStatus, history: History | None = None, now_ms: int = EVERY_MS) -> str:
-    return "\n".join(each.text for each in of_the_store(found, history or History(), now_ms))
+def texts(
+    found: ClusterStatus, history: HistoryPoints | None = None, now_ms: int = EVERY_MS
+) -> str:
+    return "\n".join(each.text for each in of_the_store(found, history or HistoryPoints(), now_ms))
 
 
-def after(**counters: int) -> History:
-    history = History()
+def after(**counters: int) -> HistoryPoints:
+    history = HistoryPoints()
     history.add(sample(0, measured(counters={}), status()))
     history.add(sample(EVERY_MS, measured(counters={}), status(node(), **counters)))
     return history
@@ -54,7 +56,7 @@ def test_of_a_healthy_store_nothing_is_wrong() -> None:
 
 def test_nodes_in_trouble_are_named_the_worst_first() -> None:
     found = status(node("a", "draining"), node("b", "suspect"), under_replicated_objects=3)
-    problems = of_the_store(found, History(), 0)
+    problems = of_the_store(found, HistoryPoints(), 0)
     assert [each.level for each in problems] == ["bad", "warning", "note"]
     assert "Node b (10.0.0.8:50003) is suspect: not heard of for 2.3 s" in problems[0].text
     assert "3 objects" in problems[1].text
@@ -145,8 +147,8 @@ NAMED = (
 
 
 def test_a_full_pool_is_only_wrong_if_what_it_evicts_is_young() -> None:
-    def history(age_ms: float) -> History:
-        made = History()
+    def history(age_ms: float) -> HistoryPoints:
+        made = HistoryPoints()
         made.add(sample(0, measured(), status()))
         ages = measured(eviction_age_ms=histogram(age_ms, age_ms))
         made.add(sample(EVERY_MS, ages, status(node())))
@@ -177,7 +179,7 @@ def test_what_happened_lately_is_told_and_then_forgotten(counter: str) -> None:
 
 
 def test_a_slow_loop() -> None:
-    history = History()
+    history = HistoryPoints()
     history.add(sample(0, measured(), status()))
     late = measured(late_us=histogram(*[200_000.0] * 10))
     history.add(sample(EVERY_MS, late, status(node())))
