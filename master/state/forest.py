@@ -233,6 +233,8 @@ class Forest:
         for key in keys:
             record = table.get(key)
             if record is None or not self._found(record):
+                if self.unfinished:
+                    return NO_MATCH
                 break
             records.append(record)
             if holding and record.parent is holding[-1]:

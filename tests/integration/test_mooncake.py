@@ -72,11 +72,11 @@ def test_registered_memory(store: Cluster) -> None:
 
 def test_the_table_decides(store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same host: shm. Both ends on an engine: it. Else: tcp."""
-    moved: list[str] = []
+    moved: set[str] = set()
     real = MooncakeTransport.write
 
     def write(self: MooncakeTransport, *arguments: object) -> None:
-        moved.append("mooncake")
+        moved.add("mooncake")
         real(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(MooncakeTransport, "write", write)
@@ -86,7 +86,7 @@ def test_the_table_decides(store: Cluster, monkeypatch: pytest.MonkeyPatch) -> N
     other = store.client(
         protocol="tcp", transports=("mooncake", "tcp"), metadata_server="etcd://10.0.0.1:2379"
     )
-    for client, wanted in ((near, []), (far, ["mooncake"]), (without, []), (other, [])):
+    for client, wanted in ((near, set()), (far, {"mooncake"}), (without, set()), (other, set())):
         moved.clear()
         assert client.put(f"by-{id(client)}", b"x" * 5000) is STORED
         assert moved == wanted

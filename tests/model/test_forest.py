@@ -303,3 +303,14 @@ class SlicedForestMachine(ForestMachine):
 
 SlicedForestMachine.TestCase.settings = settings(stateful_step_count=40)
 test_forest_in_slices = SlicedForestMachine.TestCase
+
+
+def test_what_is_not_walked_to_its_end_has_matched_nothing() -> None:
+    """Keys that are no chain are scanned, and the scan may end at a chain that is too long."""
+    machine = SlicedForestMachine()
+    try:
+        for key, parent in zip(KEYS[:5], [None, *KEYS], strict=False):
+            machine._store(key, parent, 0)
+        machine.match([KEYS[0], KEYS[0], KEYS[4]])
+    finally:
+        machine.teardown()

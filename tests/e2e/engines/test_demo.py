@@ -100,7 +100,7 @@ def test_an_engine_that_dies_is_named_and_nothing_is_left(demonstrate: Demonstra
 def test_the_benchmark_measures_hits_and_misses(demonstrate: Demonstrate, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     options = ("--systems=none,kvstore", "--rounds=1", f"--json={path}")
-    status, lines, errors = demonstrate(*options, module=f"{MODULE}.bench").output()
+    status, lines, errors = demonstrate(*options, module="bench.vllm").output()
     assert status == 0, (lines, errors)
     assert lines[-1] == "bench: 2 systems, tokens identical, every full block found"
     report = json.loads(path.read_text())
