@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,7 +15,6 @@ from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
 from kvstore.diagnosis.findings import Check, Finding, ok, problem, run_all
-from kvstore.diagnosis.host import CHECKS
 
 EXAMPLE = """\b
 Examples:
@@ -94,7 +92,12 @@ def _checks(
     yield "installation", _check("software.installation")
     yield "optional", _check("software.optional")
     yield "mooncake.store", _check("software.mooncake_store")
-    yield from ((subject, partial(check, node.memory)) for subject, check in CHECKS.items())
+    yield "entries", _check("host.entries", node.memory)
+    yield "NUMA", _check("host.numa_nodes")
+    yield "locked memory", _check("host.locked_memory", node.memory)
+    yield "open files", _check("host.open_files")
+    yield "clock", _check("host.clock")
+    yield "RDMA", _check("host.rdma")
     engine = _check("software.transfer_engine", IMPORTS_TIMEOUT_S, transfer=transfer_engine)
     yield "transfer engine", engine
     yield "GPU", _check("software.graphics", IMPORTS_TIMEOUT_S)

@@ -7,7 +7,7 @@ import mmap
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -322,14 +322,3 @@ def read(path: Path) -> str | None:
         return path.read_text(errors="replace").strip()
     except OSError:
         return None
-
-
-CHECKS: Final[dict[str, Callable[[int], Iterator[Finding]]]] = {
-    "entries": entries,
-    "NUMA": lambda _: numa_nodes(),
-    "locked memory": locked_memory,
-    "open files": lambda _: open_files(),
-    "clock": lambda _: clock(),
-    "RDMA": lambda _: rdma(),
-}
-"""By subject, in the order of the report: the findings, for a node of so many bytes."""
