@@ -84,12 +84,22 @@ def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> F
             for each in seen
         ]
         yield from reading.report_corrupt(context, namespace, known_bad)
-    if copied:
-        wanted = [keys[index] for index in copied]
-        values = yield from read_values(context, wanted, options)
-        for index, value in zip(copied, values, strict=True):
-            views[index] = value
+    yield from _copy(context, keys, options, copied, views)
     return views
+
+
+def _copy(
+    context: Context,
+    keys: Sequence[Key],
+    options: GetOptions,
+    rows: Sequence[int],
+    views: list[Found],
+) -> Flow[None]:
+    """Puts copies of these objects into ``views``."""
+    if rows:
+        values = yield from read_values(context, [keys[index] for index in rows], options)
+        for index, value in zip(rows, values, strict=True):
+            views[index] = value
 
 
 def _look(
@@ -175,11 +185,7 @@ def view_tensors(context: Context, keys: Sequence[Key], options: GetOptions) -> 
             if error is None:
                 _lend(context, namespace, keys, looks, of, views)
     rest = [index for index, view in enumerate(views) if view is None]
-    if rest:
-        wanted = [keys[index] for index in rest]
-        copies = yield from read_values(context, wanted, options)
-        for index, copied in zip(rest, copies, strict=True):
-            views[index] = copied
+    yield from _copy(context, keys, options, rest, views)
     return views
 
 

@@ -10,9 +10,9 @@ vLLM creates one connector in the engine core (*scheduler* role: it decides) and
     new request ─► lookups (a thread) ─► tokens there
     blocks allocated ─► Load ────── Orders ──────────► a thread: store ─► paged cache ─► arrived
     blocks full ─► pinned ─► Save ─ (every step) ────► a thread: paged cache ─► store
-    unpinned, events ◄───────────── Report ──────────┘
+    unpinned, events ◄───────── TransferReport ──────┘
     who are you? ─── (at the start, and when ────────► sample of the live weights
-    namespaces ◄───── weights may have changed) Hello ┘
+    namespaces ◄───── weights may have changed) ──────┘ WorkerIdentity
 
 Each worker stores its part of a block under ``vllm/<fingerprint>/g<group>/p<stage>t<rank>``; a
 prefix is a hit when every part of every group is there. A reference count in vLLM's block pool pins

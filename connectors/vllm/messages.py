@@ -1,9 +1,9 @@
 """The messages between the scheduler side and the worker sides.
 
     scheduler ── Orders(fingerprint, loads, saves) ──► each worker, every step
-              ◄── Report(saves that ended, loads that failed, adapters) ──
+              ◄── TransferReport(saves that ended, loads that failed, adapters) ──
               ── identify yourself (at the start, and when weights may have changed) ──►
-              ◄── Hello(layout, part, weights) ──
+              ◄── WorkerIdentity(layout, part, weights) ──
 
 Every worker holds its own part of each block; its namespace is the fingerprint with its rank. All
 messages are plain values that can be pickled.

@@ -243,7 +243,7 @@ def _device_name(value: str) -> str:
 
 
 def check_token(value: str) -> str:
-    """``value``. Raises RefusedError, which does not show it."""
+    """``value``. Raises RefusedValueError, which does not show it."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/-]{16,256}=*", value, re.ASCII):
         raise RefusedValueError(
             "must be 16 to 256 letters, digits and signs of ._~+/-",

@@ -335,7 +335,7 @@ def request(
 
 
 def receive_status(stream: Stream, deadline: float) -> None:
-    """Raises RefusedError: it is not OK; as ``Stream.receive``."""
+    """Raises RefusedTransferError: it is not OK; as ``Stream.receive``."""
     raw = bytearray(protocol.STATUS_BYTES)
     stream.receive([memoryview(raw)], deadline)
     if (status := protocol.unpack_status(raw)) is not TransferStatus.OK:
@@ -437,7 +437,11 @@ def _next_request(
 
 
 def _total(ranges: list[tuple[int, int]], size: int) -> int:
-    """The sum of the lengths. Raises RefusedError: a range outside, or more than the segment."""
+    """The sum of the lengths.
+
+    Raises:
+        RefusedTransferError: a range outside, or more than the segment.
+    """
     total = sum(length for _, length in ranges)
     is_outside = any(at < SUPERBLOCK_BYTES or at + length > size for at, length in ranges)
     if is_outside or total > size:

@@ -172,7 +172,7 @@ class Connection:
     def _serve_requests(self, segment: ServedSegment, generation: int) -> None:
         """
         Raises:
-            StalledError, RefusedError
+            StalledError, RefusedTransferError
         """
         context, fd = self._context, self._stream.fileno
         bounds = context.moved, context.stall_s, context.idle_s

@@ -104,8 +104,7 @@ class EvictionPolicy(Protocol):
 
 
 class MountedSegment:
-    """A mounted segment. Once it is not ``alive`` it stays so: memory that returns is another
-    Segment."""
+    """Once it is not ``alive`` it stays so: memory that returns is another ``MountedSegment``."""
 
     __slots__ = (
         "alive",
