@@ -89,7 +89,7 @@ class LaneConnection:
         spinning = spin and self._spin_s > 0 and gauge.pays()
         spin_s = self._spin_s if spinning else 0.0
         status, number, kind, data = steps.exchange(
-            self._sock.fileno(), request, self._call_id, spin_s, deadline, FRAME_BYTES_MAX
+            self._sock, request, self._call_id, spin_s, deadline, FRAME_BYTES_MAX
         )
         if status == ANSWERED and data is not None:
             if spinning:

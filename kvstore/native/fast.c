@@ -214,17 +214,22 @@ static PyObject *get_many(PyObject *self, PyObject *args) {
 
 /* --- the lane ----------------------------------------------------------------------------------- */
 
-PyDoc_STRVAR(exchange_doc, "exchange(fd, request, call_id, spin, deadline, length_max)\n"
+PyDoc_STRVAR(exchange_doc, "exchange(sock, request, call_id, spin, deadline, length_max)\n"
                            "See kvstore.native.kinds.Steps.");
 
 static PyObject *exchange(PyObject *self, PyObject *args) {
     int fd;
+    PyObject *sock;
     Py_buffer request;
     unsigned long long call_id, length_max;
     double spin, deadline;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iy*KddK", &fd, &request, &call_id, &spin, &deadline, &length_max))
+    if (!PyArg_ParseTuple(args, "Oy*KddK", &sock, &request, &call_id, &spin, &deadline, &length_max))
         return NULL;
+    if (!descriptor_of(sock, &fd)) {
+        PyBuffer_Release(&request);
+        return NULL;
+    }
     int64_t deadline_ns = as_ns(deadline), spin_until = 0;
     char head[LANE_BUFFER];
     size_t sent = 0, received = 0;

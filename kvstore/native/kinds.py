@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from kvstore.limits import Key
+
+if TYPE_CHECKING:
+    import socket
+
+    from kvstore.network.stream import Stream
 
 AnyRecord = TypeVar("AnyRecord")
 
@@ -112,7 +117,7 @@ class Steps(Protocol):
 
     def exchange(
         self,
-        fd: int,
+        sock: socket.socket,
         request: bytes,
         call_id: int,
         spin_s: float,
@@ -136,7 +141,7 @@ class Steps(Protocol):
 
     def tcp_read(
         self,
-        fd: int,
+        stream: Stream,
         size: int,
         seed: int,
         namespace: str,
@@ -150,7 +155,7 @@ class Steps(Protocol):
         """``read_objects`` over a greeted connection to a data server; one request.
 
         Args:
-            fd: of a blocking socket; its time-outs are changed.
+            stream: its time-outs are changed.
             size: of the segment, bytes.
             rows: at most ``RANGES_MAX``; none without buffers.
             stall_s: also ``TIMED_OUT`` when no byte moved in either direction for so long.
@@ -163,7 +168,7 @@ class Steps(Protocol):
 
     def tcp_write(
         self,
-        fd: int,
+        stream: Stream,
         size: int,
         seed: int,
         namespace: str,
@@ -178,7 +183,7 @@ class Steps(Protocol):
 
     def serve(
         self,
-        fd: int,
+        stream: Stream,
         file: int,
         memory: memoryview,
         generation: int,

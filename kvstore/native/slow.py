@@ -7,14 +7,10 @@ and what they leave in memory or on a socket, is as of the compiled ones.
 from __future__ import annotations
 
 import errno
-import math
-import os
-import select
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Final
 
@@ -182,28 +178,34 @@ def xxh3_64(data: bytes | memoryview, seed: int = 0, /) -> int:
 
 
 def exchange(
-    fd: int, request: bytes, call_id: int, spin_s: float, deadline: float, length_max: int, /
-) -> tuple[int, int, int, bytes | None]:
+    sock: socket.socket, request: bytes, call_id: int, spin_s: float, deadline: float,
+    length_max: int, /,
+) -> tuple[int, int, int, bytes | None]:  # fmt: skip
     del spin_s
-    readable = select.poll()
-    readable.register(fd, select.POLLIN)
-    if deadline > uptime() and readable.poll(0):
+    if uptime() >= deadline:
+        return kinds.TIMED_OUT, 0, 0, None
+    try:
+        sock.setblocking(False)
+        sock.recv(1, socket.MSG_PEEK)
+        return kinds.UNASKED, 0, 0, None
+    except BlockingIOError:
+        pass
+    except OSError:
         return kinds.UNASKED, 0, 0, None
     failure = kinds.NOT_SENT
-    with socket.socket(fileno=os.dup(fd)) as sock:
-        try:
-            sock.settimeout(_left(deadline))
-            sock.sendall(request)
-            failure = kinds.BROKEN
-            head = _received(sock, _LANE_HEAD.size, deadline)
-            length, answered, kind, name_size = _LANE_HEAD.unpack(head)
-            size = length + 4 - _LANE_HEAD.size
-            if size < 0 or length > length_max:
-                return kinds.GARBLED, 0, 0, None
-            payload = _received(sock, size, deadline)
-        except OSError as error:
-            how, number = _how(error)
-            return (failure if how == kinds.BROKEN else how), number, 0, None
+    try:
+        sock.settimeout(_left(deadline))
+        sock.sendall(request)
+        failure = kinds.BROKEN
+        head = _received(sock, _LANE_HEAD.size, deadline)
+        length, answered, kind, name_size = _LANE_HEAD.unpack(head)
+        size = length + 4 - _LANE_HEAD.size
+        if size < 0 or length > length_max:
+            return kinds.GARBLED, 0, 0, None
+        payload = _received(sock, size, deadline)
+    except OSError as error:
+        how, number = _how(error)
+        return (failure if how == kinds.BROKEN else how), number, 0, None
     if name_size:
         return kinds.GARBLED, 0, 0, None
     return (kinds.ANSWERED if answered == call_id else kinds.GARBLED), 0, kind, payload
@@ -242,10 +244,10 @@ def _how(error: OSError | RefusedTransferError) -> tuple[int, int]:
 
 
 def tcp_read(
-    fd: int, size: int, seed: int, namespace: str, rows: list[ReadRow], verify: bool,
+    stream: Stream, size: int, seed: int, namespace: str, rows: list[ReadRow], verify: bool,
     deadline: float, stall_s: float, spin_s: float, /,
 ) -> tuple[int, int, int, list[bytes | int] | None]:  # fmt: skip
-    del spin_s
+    del stall_s, spin_s
     outcomes: list[bytes | int] = []
     scratch = memoryview(bytearray(PIECE_BYTES))
 
@@ -270,15 +272,15 @@ def tcp_read(
     except _EndedEarlyError:
         return kinds.REFUSED, TransferStatus.INVALID_RANGE, 1, None
     ranges = [(row[0], HEADER_BYTES + row[1]) for row in rows]
-    how, number, settled = request(fd, Op.READ, ranges, receive, deadline, stall_s)
+    how, number, settled = request(stream, Op.READ, ranges, receive, deadline)
     return how, number, settled, outcomes if how == kinds.ANSWERED else None
 
 
 def tcp_write(
-    fd: int, size: int, seed: int, namespace: str, rows: list[WriteRow], deadline: float,
+    stream: Stream, size: int, seed: int, namespace: str, rows: list[WriteRow], deadline: float,
     stall_s: float, spin_s: float, /,
 ) -> tuple[int, int, int, None]:  # fmt: skip
-    del spin_s
+    del stall_s, spin_s
 
     def send(stream: Stream) -> None:
         for row in rows:
@@ -298,40 +300,39 @@ def tcp_write(
     ranges: list[tuple[int, int]] = []
     for offset, length, *_ in rows:
         ranges += [(offset, len(WIPE)), (offset + HEADER_BYTES, length), (offset, HEADER_BYTES)]
-    return *request(fd, Op.WRITE, ranges, send, deadline, stall_s), None
+    return *request(stream, Op.WRITE, ranges, send, deadline), None
 
 
 def request(
-    fd: int, op: Op, ranges: Sequence[tuple[int, int]], move: Callable[[Stream], None],
-    deadline: float, stall_s: float,
+    stream: Stream, op: Op, ranges: Sequence[tuple[int, int]], move: Callable[[Stream], None],
+    deadline: float,
 ) -> tuple[int, int, int]:  # fmt: skip
     """One request on a greeted connection. ``move`` sends, or receives, the bytes of all ranges.
     Returns as ``Steps.tcp_read``, without outcomes."""
     is_read = op is Op.READ
-    with _stream(fd, stall_s) as stream:
-        if not stream.is_quiet():
-            return kinds.UNASKED, 0, 1
-        how, number = kinds.ANSWERED, 0
-        try:
-            # Bytes to write follow at once, so the request travels with the first of them.
-            more = 0 if is_read else socket.MSG_MORE
-            stream.send([protocol.pack_request(op, ranges)], deadline, more)
-            if is_read:
-                receive_status(stream, deadline)
-            move(stream)
-        except (OSError, RefusedTransferError) as error:
-            how, number = _how(error)
-        if is_read or (how != kinds.ANSWERED and number not in (errno.EPIPE, errno.ECONNRESET)):
-            return how, number, int(is_read)
-        try:
-            receive_status(stream, deadline)  # also why it has hung up
-        except (OSError, RefusedTransferError) as error:
-            said, status = _how(error)
-            is_refused = said == kinds.REFUSED
-            if how == kinds.ANSWERED or is_refused:
-                how, number = said, status
-            return how, number, int(is_refused)
-        return how, number, 1
+    if not stream.is_quiet():
+        return kinds.UNASKED, 0, 1
+    how, number = kinds.ANSWERED, 0
+    try:
+        # Bytes to write follow at once, so the request travels with the first of them.
+        more = 0 if is_read else socket.MSG_MORE
+        stream.send([protocol.pack_request(op, ranges)], deadline, more)
+        if is_read:
+            receive_status(stream, deadline)
+        move(stream)
+    except (OSError, RefusedTransferError) as error:
+        how, number = _how(error)
+    if is_read or (how != kinds.ANSWERED and number not in (errno.EPIPE, errno.ECONNRESET)):
+        return how, number, int(is_read)
+    try:
+        receive_status(stream, deadline)  # also why it has hung up
+    except (OSError, RefusedTransferError) as error:
+        said, status = _how(error)
+        is_refused = said == kinds.REFUSED
+        if how == kinds.ANSWERED or is_refused:
+            how, number = said, status
+        return how, number, int(is_refused)
+    return how, number, 1
 
 
 def receive_status(stream: Stream, deadline: float) -> None:
@@ -342,29 +343,19 @@ def receive_status(stream: Stream, deadline: float) -> None:
         raise RefusedTransferError(status)
 
 
-@contextmanager
-def _stream(fd: int, stall_s: float = math.inf) -> Iterator[Stream]:
-    """The socket by a descriptor of its own: the caller's stays open, whatever happens here."""
-    stream = Stream(socket.socket(fileno=os.dup(fd)), stall_s=stall_s)
-    try:
-        yield stream
-    finally:
-        stream.close()
-
-
 # --- the node's end ------------------------------------------------------------------------------
 
 
 def serve(
-    fd: int, file: int, memory: memoryview, generation: int, cut: bytearray, counts: bytearray,
-    stall_s: float, idle_s: float, /,
+    stream: Stream, file: int, memory: memoryview, generation: int, cut: bytearray,
+    counts: bytearray, stall_s: float, idle_s: float, /,
 ) -> tuple[int, int]:  # fmt: skip
     del file
-    return serve_ranges(fd, None, len(memory), memory, generation, cut, counts, stall_s, idle_s)
+    return serve_ranges(stream, None, len(memory), memory, generation, cut, counts, stall_s, idle_s)
 
 
 def serve_ranges(
-    fd: int, held: RangeAccess | None, size: int, memory: memoryview, generation: int,
+    stream: Stream, held: RangeAccess | None, size: int, memory: memoryview, generation: int,
     cut: bytearray, counts: bytearray, stall_s: float, idle_s: float,
 ) -> tuple[int, int]:  # fmt: skip
     """``serve``, of a segment of ``size`` bytes. ``held`` reads and writes them if they are not in
@@ -380,35 +371,34 @@ def serve_ranges(
         if cut[0] or words[0] != generation:
             raise RefusedTransferError(TransferStatus.GONE)
 
-    with _stream(fd) as stream:
-        try:
-            while (asked := _next_request(stream, soon, idle_s)) is not None:
-                op, ranges = asked
-                total = _total(ranges, size)
-                check()
-                ahead: list[bytes | memoryview] = [protocol.pack_status(TransferStatus.OK)]
-                for parts in _parts(ranges, memory, copied):
-                    if op is Op.READ:
-                        if held is not None:
-                            held.read(parts, soon())
-                        stream.send([*ahead, *(part for _, part in parts)], soon())
-                        ahead = []
-                        continue
-                    check()
-                    stream.receive([part for _, part in parts], soon())
+    try:
+        while (asked := _next_request(stream, soon, idle_s)) is not None:
+            op, ranges = asked
+            total = _total(ranges, size)
+            check()
+            ahead: list[bytes | memoryview] = [protocol.pack_status(TransferStatus.OK)]
+            for parts in _parts(ranges, memory, copied):
+                if op is Op.READ:
                     if held is not None:
-                        check()
-                        held.write(parts, soon())
-                if ahead:
-                    stream.send(ahead, soon())
-                with _counting:
-                    at = 0 if op is Op.READ else 2
-                    counted[at] += 1
-                    counted[at + 1] += total
-        except DeadlineExceededError:  # too many connections copy at once
-            return kinds.TIMED_OUT, 0
-        except (OSError, RefusedTransferError) as error:
-            return _how(error)
+                        held.read(parts, soon())
+                    stream.send([*ahead, *(part for _, part in parts)], soon())
+                    ahead = []
+                    continue
+                check()
+                stream.receive([part for _, part in parts], soon())
+                if held is not None:
+                    check()
+                    held.write(parts, soon())
+            if ahead:
+                stream.send(ahead, soon())
+            with _counting:
+                at = 0 if op is Op.READ else 2
+                counted[at] += 1
+                counted[at + 1] += total
+    except DeadlineExceededError:  # too many connections copy at once
+        return kinds.TIMED_OUT, 0
+    except (OSError, RefusedTransferError) as error:
+        return _how(error)
     return kinds.ENDED, 0
 
 

@@ -7,6 +7,16 @@
 
 enum { ANSWERED, TIMED_OUT, NOT_SENT, BROKEN, ENDED, GARBLED, UNASKED, SIGNALLED };
 
+/* The descriptor of a socket or stream; -1, as a call on it would say, if it is closed. 0: raises. */
+static int descriptor_of(PyObject *socket, int *fd) {
+    PyObject *number = PyObject_CallMethod(socket, "fileno", NULL);
+    if (!number)
+        return 0;
+    *fd = (int)PyLong_AsLong(number);
+    Py_DECREF(number);
+    return !PyErr_Occurred();
+}
+
 /* Waits for `events`; 0, TIMED_OUT or SIGNALLED. */
 static int wait_for(int fd, short events, int64_t deadline_ns) {
     struct pollfd polled = {.fd = fd, .events = events};

@@ -394,38 +394,38 @@ done:
     return results;
 }
 
-PyDoc_STRVAR(tcp_read_doc, "tcp_read(fd, size, seed, namespace, rows, verify, deadline, stall, spin)\n"
+PyDoc_STRVAR(tcp_read_doc, "tcp_read(stream, size, seed, namespace, rows, verify, deadline, stall, spin)\n"
                            "See kvstore.native.kinds.Steps.");
 
 static PyObject *tcp_read(PyObject *self, PyObject *args) {
     Batch batch = {.write = 0};
-    int fd;
     unsigned long long size, seed;
     double deadline, stall, spin;
-    PyObject *rows;
+    PyObject *stream, *rows;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iKKs#Opddd", &fd, &size, &seed, &batch.name, &batch.name_size, &rows,
+    if (!PyArg_ParseTuple(args, "OKKs#Opddd", &stream, &size, &seed, &batch.name, &batch.name_size, &rows,
                           &batch.verify, &deadline, &stall, &spin))
         return NULL;
     batch.seed = seed;
-    return exchange_rows(&batch, fd, size, rows, deadline, stall, spin);
+    int fd;
+    return descriptor_of(stream, &fd) ? exchange_rows(&batch, fd, size, rows, deadline, stall, spin) : NULL;
 }
 
-PyDoc_STRVAR(tcp_write_doc, "tcp_write(fd, size, seed, namespace, rows, deadline, stall, spin)\n"
+PyDoc_STRVAR(tcp_write_doc, "tcp_write(stream, size, seed, namespace, rows, deadline, stall, spin)\n"
                             "See kvstore.native.kinds.Steps.");
 
 static PyObject *tcp_write(PyObject *self, PyObject *args) {
     Batch batch = {.write = 1};
-    int fd;
     unsigned long long size, seed;
     double deadline, stall, spin;
-    PyObject *rows;
+    PyObject *stream, *rows;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iKKs#Oddd", &fd, &size, &seed, &batch.name, &batch.name_size, &rows,
+    if (!PyArg_ParseTuple(args, "OKKs#Oddd", &stream, &size, &seed, &batch.name, &batch.name_size, &rows,
                           &deadline, &stall, &spin))
         return NULL;
     batch.seed = seed;
-    return exchange_rows(&batch, fd, size, rows, deadline, stall, spin);
+    int fd;
+    return descriptor_of(stream, &fd) ? exchange_rows(&batch, fd, size, rows, deadline, stall, spin) : NULL;
 }
 
 /* --- the node's end ---------------------------------------------------------------------------- */
@@ -586,7 +586,7 @@ static int serve_request(Served *served, uint64_t *ranges, int *idle) {
     return ended;
 }
 
-PyDoc_STRVAR(serve_doc, "serve(fd, file, memory, generation, cut, counts, stall, idle)\n"
+PyDoc_STRVAR(serve_doc, "serve(stream, file, memory, generation, cut, counts, stall, idle)\n"
                         "See kvstore.native.kinds.Steps.");
 
 static PyObject *serve(PyObject *self, PyObject *args) {
@@ -594,12 +594,15 @@ static PyObject *serve(PyObject *self, PyObject *args) {
     Py_buffer memory, cut, counts;
     unsigned long long generation;
     double stall, idle;
+    PyObject *stream;
     (void)self;
-    if (!PyArg_ParseTuple(args, "iiw*Kw*w*dd", &served.wire.fd, &served.file, &memory, &generation, &cut,
-                          &counts, &stall, &idle))
+    if (!PyArg_ParseTuple(args, "Oiw*Kw*w*dd", &stream, &served.file, &memory, &generation, &cut, &counts,
+                          &stall, &idle))
         return NULL;
     PyObject *result = NULL;
     uint64_t *ranges = malloc(RANGE_BYTES * RANGES_MAX);
+    if (!descriptor_of(stream, &served.wire.fd))
+        goto done;
     if (!ranges) {
         PyErr_NoMemory();
         goto done;

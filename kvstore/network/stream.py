@@ -69,7 +69,6 @@ class Stream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_MS // 2000)
 
-    @property
     def fileno(self) -> int:
         """For system calls elsewhere, which set the time-outs themselves and keep to a deadline."""
         return self._sock.fileno()

@@ -111,9 +111,9 @@ class ClientConnection:
     ) -> None:
         ranges = [(each.offset, len(each.buffer)) for each in moves]
 
-        def request(fd: int, spin_s: float) -> _Exchanged:
+        def request(stream: Stream, spin_s: float) -> _Exchanged:
             del spin_s
-            return *slow.request(fd, op, ranges, move, deadline, self._stall_s), None
+            return *slow.request(stream, op, ranges, move, deadline), None
 
         self._exchange(request, deadline)
 
@@ -148,9 +148,9 @@ class ClientConnection:
         """One READ of whole objects. Errors as ``TcpTransport.read``."""
         segment = self._segment
 
-        def read(fd: int, spin_s: float) -> _Exchanged:
+        def read(stream: Stream, spin_s: float) -> _Exchanged:
             return steps.tcp_read(
-                fd, segment.size, segment.seed, namespace, rows, verify, deadline,
+                stream, segment.size, segment.seed, namespace, rows, verify, deadline,
                 self._stall_s, spin_s,
             )  # fmt: skip
 
@@ -162,24 +162,22 @@ class ClientConnection:
         """One WRITE of whole objects. Errors as ``TcpTransport.write``."""
         segment = self._segment
 
-        def write(fd: int, spin_s: float) -> _Exchanged:
+        def write(stream: Stream, spin_s: float) -> _Exchanged:
             return steps.tcp_write(
-                fd, segment.size, segment.seed, namespace, rows, deadline, self._stall_s, spin_s
+                stream, segment.size, segment.seed, namespace, rows, deadline, self._stall_s, spin_s
             )
 
         self._exchange(write, deadline)
 
     def _exchange(
-        self, exchange: Callable[[int, float], _Exchanged], deadline: float
+        self, exchange: Callable[[Stream, float], _Exchanged], deadline: float
     ) -> list[bytes | int] | None:
         """Runs an exchange on the open connection, or on a new one if that has ended."""
         try:
             stream = self._stream or self._connect(deadline)
             while True:
                 spins = self._gauge.pays()
-                status, number, settled, outcomes = exchange(
-                    stream.fileno, SPIN_S if spins else 0.0
-                )
+                status, number, settled, outcomes = exchange(stream, SPIN_S if spins else 0.0)
                 if status != UNASKED:
                     break
                 self.close()

@@ -174,15 +174,15 @@ class Connection:
         Raises:
             StalledError, RefusedTransferError
         """
-        context, fd = self._context, self._stream.fileno
+        context, stream = self._context, self._stream
         bounds = context.moved, context.stall_s, context.idle_s
         if segment.ranges is None:
             how, number = steps.serve(
-                fd, segment.fd, segment.memory, generation, self._cut, *bounds
+                stream, segment.fd, segment.memory, generation, self._cut, *bounds
             )
         else:  # bytes of a device, which compiled steps do not reach
             how, number = serve_ranges(
-                fd, segment.ranges, segment.size, segment.memory, generation, self._cut, *bounds
+                stream, segment.ranges, segment.size, segment.memory, generation, self._cut, *bounds
             )
         if how == TIMED_OUT:
             raise StalledError(0)

@@ -18,6 +18,9 @@ import numpy as np
 import pytest
 
 from kvstore import Client
+from kvstore.client.calling import lane as lane_module
+from kvstore.native import slow
+from kvstore.transport import shm, tcp_client
 from tests.support.cluster import Cluster
 from tests.support.cuts import Cut, cut
 from tests.support.leaks import leaked, snapshot
@@ -113,8 +116,14 @@ def places(work: Callable[[], object]) -> list[int]:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("lane", [True, False], ids=["lane", "grpc"])
-def test_a_call_may_be_cut_anywhere(stored: Cluster, transport: str, lane: bool) -> None:
+@pytest.mark.parametrize("how", ["lane", "lane-slow", "grpc"])
+def test_a_call_may_be_cut_anywhere(
+    stored: Cluster, monkeypatch: pytest.MonkeyPatch, transport: str, how: str
+) -> None:
+    lane = how != "grpc"
+    if how == "lane-slow":  # as where no step is compiled
+        for module in (lane_module, tcp_client, shm):
+            monkeypatch.setattr(module, "steps", slow)
     before = snapshot()
     client = Client(stored.address, transports=(transport,), lane=lane, timeout_ms=10_000)
     check(client)

@@ -329,7 +329,7 @@ def reply(call_id: int, kind: int, payload: bytes, name_size: int = 0) -> bytes:
 def exchange(
     steps: Steps, sock: socket.socket, timeout_s: float = 10.0, spin_s: float = 0.0
 ) -> tuple[int, int, int, bytes | None]:
-    return steps.exchange(sock.fileno(), b"request", 5, spin_s, uptime() + timeout_s, 1 << 20)
+    return steps.exchange(sock, b"request", 5, spin_s, uptime() + timeout_s, 1 << 20)
 
 
 @pytest.mark.parametrize("size", [0, 100, 32_754, 32_755, 1 << 19])
