@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from kvstore.limits import Key
-
-if TYPE_CHECKING:
-    import socket
-
-    from kvstore.network.stream import Stream
 
 AnyRecord = TypeVar("AnyRecord")
 
@@ -52,6 +47,13 @@ goes (its sizes add up to the payload's); None: it stays where it is, in mapped 
 WriteRow = tuple[int, int, int, int, bytes, Buffers | None, bytes, bytes]
 """As ``ReadRow``, with the buffers that the payload comes from (None: it is in its place already);
 then the parent's key (empty: a root) and the descriptor."""
+
+
+class Wire(Protocol):
+    """A ``socket.socket`` of the lane, or a ``kvstore.network.stream.Stream`` of tcp. The master's
+    state imports this module, which therefore knows neither."""
+
+    def fileno(self) -> int: ...
 
 
 class Steps(Protocol):
@@ -117,7 +119,7 @@ class Steps(Protocol):
 
     def exchange(
         self,
-        sock: socket.socket,
+        sock: Wire,
         request: bytes,
         call_id: int,
         spin_s: float,
@@ -141,7 +143,7 @@ class Steps(Protocol):
 
     def tcp_read(
         self,
-        stream: Stream,
+        stream: Wire,
         size: int,
         seed: int,
         namespace: str,
@@ -168,7 +170,7 @@ class Steps(Protocol):
 
     def tcp_write(
         self,
-        stream: Stream,
+        stream: Wire,
         size: int,
         seed: int,
         namespace: str,
@@ -183,7 +185,7 @@ class Steps(Protocol):
 
     def serve(
         self,
-        stream: Stream,
+        stream: Wire,
         file: int,
         memory: memoryview,
         generation: int,

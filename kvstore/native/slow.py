@@ -23,7 +23,7 @@ from kvstore.memory.header import GENERATION_OFFSET, HEADER_BYTES, SUPERBLOCK_BY
 from kvstore.memory.raw import address_of
 from kvstore.memory.segment import RangeAccess
 from kvstore.native import kinds
-from kvstore.native.kinds import AnyRecord, BatchEnd, ReadRow, WriteRow
+from kvstore.native.kinds import AnyRecord, BatchEnd, ReadRow, Wire, WriteRow
 from kvstore.native.rows import header_of, write_header
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import EndedError, StalledError, Stream
@@ -178,10 +178,11 @@ def xxh3_64(data: bytes | memoryview, seed: int = 0, /) -> int:
 
 
 def exchange(
-    sock: socket.socket, request: bytes, call_id: int, spin_s: float, deadline: float,
+    sock: Wire, request: bytes, call_id: int, spin_s: float, deadline: float,
     length_max: int, /,
 ) -> tuple[int, int, int, bytes | None]:  # fmt: skip
     del spin_s
+    assert isinstance(sock, socket.socket)
     if uptime() >= deadline:
         return kinds.TIMED_OUT, 0, 0, None
     try:
@@ -244,10 +245,11 @@ def _how(error: OSError | RefusedTransferError) -> tuple[int, int]:
 
 
 def tcp_read(
-    stream: Stream, size: int, seed: int, namespace: str, rows: list[ReadRow], verify: bool,
+    stream: Wire, size: int, seed: int, namespace: str, rows: list[ReadRow], verify: bool,
     deadline: float, stall_s: float, spin_s: float, /,
 ) -> tuple[int, int, int, list[bytes | int] | None]:  # fmt: skip
     del stall_s, spin_s
+    assert isinstance(stream, Stream)
     outcomes: list[bytes | int] = []
     scratch = memoryview(bytearray(PIECE_BYTES))
 
@@ -277,10 +279,11 @@ def tcp_read(
 
 
 def tcp_write(
-    stream: Stream, size: int, seed: int, namespace: str, rows: list[WriteRow], deadline: float,
+    stream: Wire, size: int, seed: int, namespace: str, rows: list[WriteRow], deadline: float,
     stall_s: float, spin_s: float, /,
 ) -> tuple[int, int, int, None]:  # fmt: skip
     del stall_s, spin_s
+    assert isinstance(stream, Stream)
 
     def send(stream: Stream) -> None:
         for row in rows:
@@ -347,10 +350,11 @@ def receive_status(stream: Stream, deadline: float) -> None:
 
 
 def serve(
-    stream: Stream, file: int, memory: memoryview, generation: int, cut: bytearray,
+    stream: Wire, file: int, memory: memoryview, generation: int, cut: bytearray,
     counts: bytearray, stall_s: float, idle_s: float, /,
 ) -> tuple[int, int]:  # fmt: skip
     del file
+    assert isinstance(stream, Stream)
     return serve_ranges(stream, None, len(memory), memory, generation, cut, counts, stall_s, idle_s)
 
 
