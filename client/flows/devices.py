@@ -33,6 +33,7 @@ from kvstore.client.flows.objects import (
     Outcome,
     headers,
 )
+from kvstore.client.flows.placements import Placed
 from kvstore.client.flows.steps import Ready
 from kvstore.client.values import Payload
 from kvstore.device.device import GROUP_BYTES, Device
@@ -40,7 +41,7 @@ from kvstore.device.driver import Event, Way
 from kvstore.device.locks import Locked
 from kvstore.device.memory import DeviceMemory, laid_out
 from kvstore.device.streams import handle_of
-from kvstore.limits import Namespace
+from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, WIPE, Header
 from kvstore.memory.raw import address_of
 from kvstore.native.kinds import CORRUPT, OUTSIDE, STALE, ReadRow, WriteRow
@@ -147,6 +148,9 @@ class DeviceLooks(ObjectReads):
         super().__init__(segment, namespace, verify=verify)
         self.lent: list[Lent | None] = []
         """Per row, its memory, if it has been found."""
+
+    def look(self, placed: Placed, offset: int, key: Key) -> None:
+        self.rows.append((offset, placed.size, placed.epoch, placed.counter, key, None))
 
     def run(self, transport: Transport, deadline: float) -> None:
         """As ``Transfer.run``; nothing is found on another way than the device's own."""

@@ -7,7 +7,7 @@ A table of *rows* describes the work. All transports give the same outcomes, whi
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Protocol, cast
 
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.placements import Placed
@@ -21,6 +21,14 @@ from kvstore.transport.pieces import batch_ended
 
 Outcome = bytes | int
 """The descriptor of an object that was read; or ``STALE`` or ``CORRUPT``."""
+
+
+class Sought(Protocol):
+    """One object to read, and the memory for it: see ``Target``."""
+
+    key: Key
+
+    def make_room(self, size: int) -> Payload: ...
 
 
 class ObjectReads(Transfer):
@@ -38,10 +46,11 @@ class ObjectReads(Transfer):
         self.outcomes: list[Outcome] = []
         """One per row, once it has run."""
 
-    def add(self, placed: Placed, offset: int, key: Key, room: Payload) -> None:
-        """``room`` has the payload's size."""
+    def add(self, placed: Placed, offset: int, target: Sought) -> None:
+        """Raises BufferMismatchError: as ``Target.make_room``."""
+        room = target.make_room(placed.size)
         views = cast("list[memoryview]", room)  # ``DeviceReads`` have memory of a device there
-        self.rows.append((offset, placed.size, placed.epoch, placed.counter, key, views))
+        self.rows.append((offset, placed.size, placed.epoch, placed.counter, target.key, views))
 
     def run(self, transport: Transport, deadline: float) -> None:
         """As ``Transfer.run``."""

@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -144,13 +144,6 @@ class Bad(NamedTuple):
     replica: Replica
 
 
-class Sought(Protocol):
-    """What a flow reads: a ``Target``, or parts of an object."""
-
-    bad: Sequence[Bad]
-    placed: Placed | None
-
-
 def locate(
     context: Context, namespace: Namespace, keys: Sequence[Key], *, fresh: bool = False
 ) -> Flow[list[Placed | None]]:
@@ -186,7 +179,7 @@ def read(
     """Read every target that is there; sets ``descriptor`` of those, and ``data``.
 
     Args:
-        kind: ``DeviceReads``, if the targets are on a device.
+        kind: ``DeviceReads``, if the targets are on a device; ``PartReads`` of ``ObjectParts``.
         timeout_ms: of the whole call; None: the client's. A third of it is for first replicas.
 
     Raises:
@@ -214,7 +207,7 @@ def read(
                 if group is None:
                     reads = kind(segment, namespace, verify=context.verify_payload)
                     group = groups[id(segment)] = _SegmentReads(reads, [])
-                group.reads.add(known, offset, target.key, target.make_room(known.size))
+                group.reads.add(known, offset, target)
                 group.targets.append((target, known, replica))
         if not groups:
             todo = []
@@ -240,7 +233,10 @@ def read(
         for target in todo:
             context.placements.forget(namespace, target.key)
         fresh = True
-    yield from report_bad(context, namespace, todo, targets)
+    # Where a target was not found in the end, one bad read may have met a removal; two have not.
+    bad = [target.bad for target in todo if len(target.bad) > 1]
+    bad += [target.bad for target in targets if target.bad and target.placed is not None]
+    yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])
 
 
 def read_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
@@ -267,17 +263,6 @@ def unreadable(error: Unreadable, key: Key) -> Unreadable:
     )
     named.fields = {**error.fields, "key": key.hex()}
     return named
-
-
-def report_bad(
-    context: Context, namespace: Namespace, missed: Sequence[Sought], targets: Sequence[Sought]
-) -> Flow[None]:
-    """Reports the bad memory that reads of these targets met. Where a target was not found in the
-    end, one bad read may have met a removal; two have not (``confirmed``)."""
-    bad = [target.bad for target in missed if len(target.bad) > 1]
-    bad += [target.bad for target in targets if target.bad and target.placed is not None]
-    if bad:
-        yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])
 
 
 def confirmed(bad: Sequence[Bad], placed: Placed) -> list[Bad]:

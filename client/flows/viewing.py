@@ -175,7 +175,7 @@ def view_tensors(context: Context, keys: Sequence[Key], options: GetOptions) -> 
             if context.pool.is_on(segment, device):
                 looks = DeviceLooks(segment, namespace, verify=context.verify_views)
                 looks, of = here.setdefault(id(segment), (looks, []))
-                looks.add(known, offset, keys[index], [])
+                looks.look(known, offset, keys[index])
                 of.append((index, known, offset))
                 break
     if here:

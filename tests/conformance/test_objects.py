@@ -22,6 +22,7 @@ from kvstore.calls import SegmentInfo
 from kvstore.client.flows.devices import DeviceReads, DeviceWrites
 from kvstore.client.flows.objects import ObjectReads, ObjectWrites
 from kvstore.client.flows.placements import Placed
+from kvstore.client.flows.reading import Target
 from kvstore.client.flows.steps import Transfer
 from kvstore.clocks import uptime
 from kvstore.device import drivers
@@ -250,7 +251,8 @@ def reads(
     offset = start
     for index, target in enumerate(targets):
         placed = Placed(len(target), version, index, (), 0.0)
-        transfer.add(placed, offset, Key(b"k%d" % index), cut(memoryview(target), parts))
+        views = cut(memoryview(target), parts)
+        transfer.add(placed, offset, Target(Key(b"k%d" % index), views))
         offset += extent_bytes(len(target))
     return transfer, targets
 

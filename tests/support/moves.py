@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from xxhash import xxh3_64
 
 from kvstore.client.flows.objects import ObjectReads, ObjectWrites
+from kvstore.client.flows.ranges import PartReads
 from kvstore.client.flows.steps import Transfer
 from kvstore.memory.header import HEADER_BYTES, WIPE
 from kvstore.native.rows import write_header
@@ -26,7 +27,9 @@ def moves_of(transfer: Transfer) -> Iterator[Move]:
             yield from payload_moves(row, hasher)
             write_header(head, segment.seed, transfer.namespace, row, hasher.intdigest())
             yield Move(row[0], memoryview(head))
-    if isinstance(transfer, ObjectReads):
+    if isinstance(transfer, PartReads):
+        transfer.check()
+    elif isinstance(transfer, ObjectReads):
         transfer.outcomes = []
         for read in transfer.rows:
             head, hashed = bytearray(HEADER_BYTES), xxh3_64() if transfer.verify else None
