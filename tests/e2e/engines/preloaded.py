@@ -53,6 +53,8 @@ class Preloaded:
     """The process that is forked; ``close`` ends it, and what it forked lives on."""
 
     def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="kvstore-vllm-")
+        """Of vLLM's own sockets, which its processes leave behind."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, "-m", __spec__.name, str(theirs.fileno())]
@@ -74,9 +76,10 @@ class Preloaded:
             files: descriptors of its standard input, output and errors; they stay the caller's.
             environ: more than ``ENVIRONMENT``.
         """
-        asked = json.dumps(
-            {"module": module, "arguments": arguments, "environ": ENVIRONMENT | dict(environ or {})}
-        )
+        environ = {
+            **ENVIRONMENT, "VLLM_RPC_BASE_PATH": self._directory.name, **(environ or {}),
+        }  # fmt: skip
+        asked = json.dumps({"module": module, "arguments": arguments, "environ": environ})
         socket.send_fds(self._socket, [asked.encode()], files)
         answer, pidfds, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES_MAX, 1)
         assert answer, "the process that has imported vLLM has ended"
@@ -85,6 +88,7 @@ class Preloaded:
     def close(self) -> None:
         self._socket.close()
         self._process.wait()
+        self._directory.cleanup()
 
 
 class Fork:
