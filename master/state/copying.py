@@ -18,7 +18,7 @@ from kvstore.master.state.granting import Granting
 from kvstore.master.state.jobs import SCAN
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.pool import Shortage, Victims
-from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.puts import GrantedCopy
 from kvstore.master.state.records import NEVER_MS, Extent, MountedSegment, ObjectRecord
 from kvstore.master.state.repairing import SPARE_SHIFT, Repairs
 
@@ -77,7 +77,7 @@ class Copying:
             self._forest, segments, request.cursor, request.limit, request.bytes_max
         )
         common.changing = True
-        puts: list[PendingPut] = []
+        puts: list[GrantedCopy] = []
         goes_to: dict[ObjectRecord, MountedSegment] = {}
         left = left_bytes = waits = 0
         alive = common.membership.alive_segments(now_ms)
@@ -109,7 +109,7 @@ class Copying:
         return self._started(
             now_ms,
             puts,
-            common.placements([put.record for put in puts if put.record is not None], now_ms),
+            common.placements([put.record for put in puts], now_ms),
             next_cursor=next_cursor,
             skipped=page.skipped + waits,
             left=left,
@@ -140,7 +140,7 @@ class Copying:
     def _started(
         self,
         now_ms: int,
-        puts: list[PendingPut],
+        puts: list[GrantedCopy],
         sources: Placements,
         *,
         next_cursor: int = 0,
@@ -151,7 +151,7 @@ class Copying:
         keeps_version: bool = False,
     ) -> calls.MovesStarted | Later:
         """Answers once the granted extents are wiped."""
-        records = [put.record for put in puts if put.record is not None]
+        records = [put.record for put in puts]
         grants = self._granting.reply(bytes([PutOutcome.WRITE]) * len(puts), puts)
         reply = calls.MovesStarted(
             next_cursor=next_cursor,
@@ -259,7 +259,7 @@ class Copying:
         usable = [s for s in self._room_for_copies(now_ms) if s.offer.uuid not in avoid]
         roomy = dict.fromkeys(usable)
         self._common.changing = True
-        puts: list[PendingPut] = []
+        puts: list[GrantedCopy] = []
         size = steps = 0
         while roomy and len(puts) < request.limit and steps < REPAIR_STEPS:
             record = repairs.next(node.name)
@@ -280,7 +280,7 @@ class Copying:
                 if put is not None:
                     puts.append(put)
                     size += each.size
-        records = [put.record for put in puts if put.record is not None]
+        records = [put.record for put in puts]
         extents = [_extent_on(node, record) for record in records]
         sources = Placements(
             sizes=[record.size for record in records],
@@ -315,7 +315,7 @@ class Copying:
         record: ObjectRecord,
         roomy: dict[MountedSegment, None],
         client_number: int,
-    ) -> PendingPut | None:
+    ) -> GrantedCopy | None:
         """A grant for one more replica of the object, if this node can copy it now."""
         if (
             record.writer
@@ -340,11 +340,10 @@ class Copying:
 
     # --- repairing: what became of it ---------------------------------------------------------
 
-    def add_replica(self, now_ms: int, put: PendingPut) -> bool:
+    def add_replica(self, now_ms: int, put: GrantedCopy) -> bool:
         """Makes a finished copy a replica of its object. Returns False if no replica is missing any
         more, or that node has one by now."""
         record, (segment, offset) = put.record, put.extents[0]
-        assert record is not None
         instead_of = repairing.sign(record, now_ms - self._repairs.after_ms)
         if instead_of is None or _extent_on(segment.node, record) is not None:
             return False

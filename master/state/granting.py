@@ -9,13 +9,18 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvstore import calls
-from kvstore.calls import Version
 from kvstore.errors import BusyError
 from kvstore.master.state import liveness
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Notice
 from kvstore.master.state.pool import Shortage, Victims
-from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.puts import (
+    Granted,
+    GrantedAllocation,
+    GrantedCopy,
+    GrantedObject,
+    GrantedPut,
+)
 from kvstore.master.state.records import Extent, MountedSegment, Name, ObjectRecord
 from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.sweeping import Sweeping
@@ -33,7 +38,7 @@ class Granting:
         self._pending = common.pending
         self._sweeping = sweeping
         self._repairs = repairs
-        self.copies: dict[Name, list[PendingPut]] = {}
+        self.copies: dict[Name, list[GrantedCopy]] = {}
         """Copies under way, by the object that is copied. Other parts only read this."""
 
     # --- granting -----------------------------------------------------------------------------
@@ -97,11 +102,10 @@ class Granting:
 
     def allocation(
         self, now_ms: int, extents: list[Extent], size: int, client_number: int
-    ) -> PendingPut:
-        """A grant without a key, which ``commit`` gives it."""
+    ) -> GrantedAllocation:
         token = self._pending.take_tokens(1) + 1
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
-        put = PendingPut(token, None, extents, size, deadline_ms, client_number=client_number)
+        put = GrantedAllocation(token, extents, size, deadline_ms, client_number)
         self._pending.add(put)
         self._note_allocation(put)
         return put
@@ -115,20 +119,16 @@ class Granting:
         *,
         repairs: bool = False,
         missing: int = 0,
-    ) -> PendingPut:
-        """A grant to copy this object, which is complete; see ``PendingPut``."""
+    ) -> GrantedCopy:
+        """A grant to copy this object, which is complete; see ``GrantedCopy``."""
         token = self._pending.take_tokens(1) + 1
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
-        put = PendingPut(
-            token, record, extents, record.size, deadline_ms,
-            client_number=client_number, overwrite=not repairs,
-            moves=Version(record.epoch, record.counter), repairs=repairs, missing=missing,
-        )  # fmt: skip
+        put = GrantedCopy(token, record, extents, deadline_ms, client_number, repairs, missing)
         self._pending.add(put)
         self.copies.setdefault((record.namespace, record.key), []).append(put)
         return put
 
-    def reply(self, outcomes: bytes, puts: list[PendingPut]) -> calls.Grants:
+    def reply(self, outcomes: bytes, puts: Sequence[Granted]) -> calls.Grants:
         return calls.Grants(
             epoch=self._common.epoch,
             deadline_ms=self._common.rules.put_deadline_ms,
@@ -139,30 +139,30 @@ class Granting:
             offsets=[offset for put in puts for _, offset in put.extents],
         )
 
-    def granted(self, now_ms: int, epoch: int, token: int) -> PendingPut | None:
+    def granted(self, now_ms: int, epoch: int, token: int) -> Granted | None:
         """The put of ``token``; None if the token is not valid any more."""
         put = self._pending.get(token) if epoch == self._common.epoch else None
         return put if put is not None and now_ms <= put.deadline_ms else None
 
-    def renew(self, now_ms: int, put: PendingPut) -> None:
+    def renew(self, now_ms: int, put: Granted) -> None:
         self._pending.renew(put, now_ms + self._common.rules.put_deadline_ms)
         self._note_allocation(put)
 
-    def _note_allocation(self, put: PendingPut) -> None:
-        if put.record is None:
+    def _note_allocation(self, put: Granted) -> None:
+        if isinstance(put, GrantedAllocation):
             for segment, _ in put.extents:
                 until_ms = put.deadline_ms + self._common.rules.quarantine_ms
                 segment.allocated_until_ms = until_ms
 
     # --- ending -------------------------------------------------------------------------------
 
-    def end(self, put: PendingPut) -> None:
+    def end(self, put: Granted) -> None:
         """Invalidates the token; the caller takes care of the extents. May be called twice."""
         self._pending.pop(put.token)
-        if put.moves is not None:
+        if isinstance(put, GrantedCopy):
             self._copy_ended(put)
 
-    def abandon(self, put: PendingPut, now_ms: int) -> None:
+    def abandon(self, put: Granted, now_ms: int) -> None:
         """Gives up a put whose writer may still write: wipes its extents and quarantines them."""
         self.end(put)
         residue = put.residue(self._common.epoch)
@@ -170,26 +170,25 @@ class Granting:
         self._common.wipe([residue._replace(writers=put.writers())])
         self.unclaim(put)
 
-    def quarantine(self, put: PendingPut, writes_until_ms: int) -> None:
+    def quarantine(self, put: Granted, writes_until_ms: int) -> None:
         """Keeps the put's extents from use until its writer has certainly stopped."""
         until_ms = writes_until_ms + self._common.rules.quarantine_ms
         self._pending.quarantine(put.token, put.residue(self._common.epoch), until_ms)
 
-    def give_back(self, puts: Sequence[PendingPut]) -> None:
+    def give_back(self, puts: Sequence[GrantedCopy]) -> None:
         """Frees and wipes the extents of copies that are not stored, and whose writers are done."""
         for put in puts:
             self.end(put)
             self._common.pool.free(put.extents, put.length)
         self._common.wipe([put.residue(self._common.epoch) for put in puts])
 
-    def unclaim(self, put: PendingPut) -> None:
+    def unclaim(self, put: Granted) -> None:
         """Notes that the put does not write its object any more. Drops the record if nothing needs
         it."""
-        record = put.record
-        if record is not None and record.writer == put.token:
-            record.writer = 0
-            if record.segment is None:
-                self._common.pool.settle(record)
+        if isinstance(put, GrantedObject) and put.record.writer == put.token:
+            put.record.writer = 0
+            if put.record.segment is None:
+                self._common.pool.settle(put.record)
         self._common.room_made()
 
     def wipe_again(self, token: int) -> None:
@@ -226,20 +225,17 @@ class Granting:
         for put in self.copies.get(name, ())[:]:
             self.abandon(put, now_ms)
 
-    def still_there(self, put: PendingPut) -> bool:
+    def still_there(self, put: GrantedCopy) -> bool:
         """Whether the copied object is still stored, in the version that is copied."""
         record = put.record
-        assert record is not None
         return (
             self._common.forest.get(record.namespace, record.key) is record
             and record.complete
-            and (record.epoch, record.counter) == put.moves
+            and (record.epoch, record.counter) == put.copied
         )
 
-    def _copy_ended(self, put: PendingPut) -> None:
-        record = put.record
-        assert record is not None
-        name = record.namespace, record.key
+    def _copy_ended(self, put: GrantedCopy) -> None:
+        name = put.record.namespace, put.record.key
         puts = self.copies.get(name, [])
         if put not in puts:
             return
@@ -253,7 +249,7 @@ class Granting:
 
     def check_invariants(self) -> None:
         self._pending.check_invariants()
-        copies = [put for put in self._pending if put.moves is not None]
+        copies = [put for put in self._pending if isinstance(put, GrantedCopy)]
         known = [put for puts in self.copies.values() for put in puts]
         assert sorted(p.token for p in copies) == sorted(p.token for p in known), "a lost copy"
         assert all(self.copies.values())
@@ -261,11 +257,8 @@ class Granting:
         assert self._repairs.copies == len(repairs)
         assert self._repairs.copied_bytes == sum(put.size for put in repairs)
         assert all(len(put.extents) == 1 and not put.missing for put in repairs)
-        writers = {
-            put.token: put.record
-            for put in self._pending
-            if put.record is not None and put.moves is None
-        }
+        puts = [put for put in self._pending if isinstance(put, GrantedPut)]
+        writers = {put.token: put.record for put in puts}
         for record in self._common.forest.records():
             assert not record.writer or writers.pop(record.writer) is record, "a lost writer"
         assert not writers, "a put whose record does not know it"

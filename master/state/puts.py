@@ -16,49 +16,24 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import final
 
 from kvstore.calls import Allocate, PutStart, Version
 from kvstore.master.state.records import Extent, MountedSegment, ObjectRecord, Residue, Writer
 from kvstore.memory.header import extent_bytes
 
 
-class PendingPut:
-    """A grant. Its token is the counter of the version that it writes."""
+class Granted:
+    """Memory that a client may write until a deadline, under a token: the counter of the version
+    that it writes."""
 
     # Made for each object that is put; a dataclass would not be compiled.
-    __slots__ = (
-        "client_number",
-        "deadline_ms",
-        "extents",
-        "length",
-        "missing",
-        "moves",
-        "overwrite",
-        "record",
-        "repairs",
-        "size",
-        "token",
-        "ttl_ms",
-    )
+    __slots__ = ("client_number", "deadline_ms", "extents", "length", "size", "token")
 
     def __init__(
-        self,
-        token: int,
-        record: ObjectRecord | None,
-        extents: list[Extent],
-        size: int,
-        deadline_ms: int,
-        *,
-        client_number: int = 0,
-        overwrite: bool = False,
-        moves: Version | None = None,
-        repairs: bool = False,
-        missing: int = 0,
-        ttl_ms: int = 0,
+        self, token: int, extents: list[Extent], size: int, deadline_ms: int, client_number: int
     ) -> None:
         self.token = token
-        self.record = record
-        """None: an allocation, which gets its key by ``commit``."""
         self.extents = extents
         self.length = extent_bytes(size)
         """Bytes of each extent."""
@@ -66,28 +41,82 @@ class PendingPut:
         """Payload bytes granted."""
         self.deadline_ms = deadline_ms
         self.client_number = client_number
-        self.overwrite = overwrite
-        self.moves = moves
-        """Of a copy: the version that is copied. The put is then not the record's writer."""
-        self.repairs = repairs
-        """Whether the copy keeps that version, and becomes one more replica of it."""
-        self.missing = missing
-        """Replicas that were asked for and found no node."""
-        self.ttl_ms = ttl_ms
-        """How long the object lives once it is stored; 0: no end."""
 
     def residue(self, epoch: int) -> Residue:
         """The bytes that the writer may have left in the granted extents."""
-        record = self.record
-        name = None if record is None else (record.namespace, record.key)
-        version = epoch, self.token
-        if self.repairs and self.moves is not None:
-            version = self.moves.epoch, self.moves.counter
-        return Residue(name, self.size, *version, self.extents, forbid=not self.repairs)
+        return Residue(None, self.size, epoch, self.token, self.extents, forbid=True)
 
     def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
-        """Connections whose bytes may still land; by default all of the put's client."""
+        """Connections whose bytes may still land; by default all of the client."""
         return [(self.client_number, number) for number in connections or (0,)]
+
+
+@final
+class GrantedAllocation(Granted):
+    """An object gets it by ``commit``; until then it has no key."""
+
+    __slots__ = ()
+
+
+class GrantedObject(Granted):
+    """A put, or a copy."""
+
+    __slots__ = ("missing", "overwrite", "record")
+
+    def __init__(
+        self, token: int, record: ObjectRecord, extents: list[Extent], size: int, deadline_ms: int,
+        client_number: int, overwrite: bool, missing: int,
+    ) -> None:  # fmt: skip
+        super().__init__(token, extents, size, deadline_ms, client_number)
+        self.record = record
+        self.overwrite = overwrite
+        """Whether an object that is there gets this version instead of its own."""
+        self.missing = missing
+        """Replicas that were asked for and found no node."""
+
+    def residue(self, epoch: int) -> Residue:
+        return super().residue(epoch)._replace(name=(self.record.namespace, self.record.key))
+
+
+@final
+class GrantedPut(GrantedObject):
+    """Its token is its record's ``writer``."""
+
+    __slots__ = ("ttl_ms",)
+
+    def __init__(
+        self, token: int, record: ObjectRecord, extents: list[Extent], size: int, deadline_ms: int,
+        client_number: int, overwrite: bool, missing: int, ttl_ms: int,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            token, record, extents, size, deadline_ms, client_number, overwrite, missing
+        )
+        self.ttl_ms = ttl_ms
+        """How long the object lives once it is stored; 0: no end."""
+
+
+@final
+class GrantedCopy(GrantedObject):
+    """A copy of a stored object, which changes neither its lifetime nor who writes it."""
+
+    __slots__ = ("copied", "repairs")
+
+    def __init__(
+        self, token: int, record: ObjectRecord, extents: list[Extent], deadline_ms: int,
+        client_number: int, repairs: bool, missing: int,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            token, record, extents, record.size, deadline_ms, client_number, not repairs, missing
+        )
+        self.copied = Version(record.epoch, record.counter)
+        self.repairs = repairs
+        """Whether the copy keeps that version, and becomes one more replica of it."""
+
+    def residue(self, epoch: int) -> Residue:
+        if not self.repairs:
+            return super().residue(epoch)
+        (copied_epoch, counter), residue = self.copied, super().residue(epoch)
+        return residue._replace(epoch=copied_epoch, counter=counter, forbid=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,17 +134,17 @@ class Pending:
     def __init__(self) -> None:
         self.last_token = 0
         """The highest that was ever given out."""
-        self._by_token: OrderedDict[int, PendingPut] = OrderedDict()
+        self._by_token: OrderedDict[int, Granted] = OrderedDict()
         self._quarantine: OrderedDict[int, tuple[int, Residue]] = OrderedDict()
         """By token: the time when the extents are free, and the extents."""
 
     def __len__(self) -> int:
         return len(self._by_token)
 
-    def __iter__(self) -> Iterator[PendingPut]:
+    def __iter__(self) -> Iterator[Granted]:
         return iter(self._by_token.values())
 
-    def get(self, token: int) -> PendingPut | None:
+    def get(self, token: int) -> Granted | None:
         return self._by_token.get(token)
 
     def take_tokens(self, count: int) -> int:
@@ -124,23 +153,23 @@ class Pending:
         self.last_token += count
         return before
 
-    def add(self, put: PendingPut) -> None:
+    def add(self, put: Granted) -> None:
         """Its deadline must not be earlier than that of any other, here and in ``renew``."""
         self._by_token[put.token] = put
         for segment, _ in put.extents:
             segment.pending_bytes += put.length
 
-    def renew(self, put: PendingPut, deadline_ms: int) -> None:
+    def renew(self, put: Granted, deadline_ms: int) -> None:
         put.deadline_ms = deadline_ms
         self._by_token.move_to_end(put.token)
 
-    def pop(self, token: int) -> PendingPut | None:
+    def pop(self, token: int) -> Granted | None:
         put = self._by_token.pop(token, None)
         if put is not None:
             _ended(put)
         return put
 
-    def pop_expired(self, now_ms: int) -> Iterator[PendingPut]:
+    def pop_expired(self, now_ms: int) -> Iterator[Granted]:
         """Removes and yields the puts whose deadline has passed."""
         while self._by_token:
             put = next(iter(self._by_token.values()))
@@ -201,6 +230,6 @@ class Pending:
         assert deadlines == sorted(deadlines)
 
 
-def _ended(put: PendingPut) -> None:
+def _ended(put: Granted) -> None:
     for segment, _ in put.extents:
         segment.pending_bytes -= put.length

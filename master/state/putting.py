@@ -19,7 +19,7 @@ from kvstore.master.state.effects import Later
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.keeping import Keeping
 from kvstore.master.state.pool import Shortage
-from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.puts import GrantedAllocation, GrantedCopy, GrantedObject, GrantedPut
 from kvstore.master.state.reclaim import Wiping
 from kvstore.master.state.records import Extent, ObjectRecord, Residue
 from kvstore.master.state.removing import Removing
@@ -189,19 +189,20 @@ class Putting:
         granted: list[int],
         sizes: list[int],
         taken: list[list[Extent]],
-    ) -> list[PendingPut] | Shortage:
+    ) -> list[GrantedPut] | Shortage:
         """Records with their place in the forest, and puts, for what was ``granted`` (indices of
         ``keys``). If the forest refuses one of them, all is as before.
 
         Raises:
             InvalidArgumentError: the objects would form a ring.
         """
-        puts: list[PendingPut] = []
+        puts: list[GrantedPut] = []
         record: ObjectRecord | None = None
         table = self._forest.ensure_table(request.namespace)
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
         token = self._pending.take_tokens(len(granted))
         chain, root, overwrite = request.chain, request.parent, request.overwrite
+        client, replicas, ttl_ms = request.client_number, request.replicas, request.ttl_ms
         for extents, index, size in zip(taken, granted, sizes, strict=True):
             parent_key = keys[index - 1] if chain and index else root
             if parent_key is None:
@@ -213,10 +214,9 @@ class Putting:
             found = table.get(keys[index])  # making room may have dropped the record
             record = table.add(keys[index]) if found is None else found
             token += 1
-            put = PendingPut(
-                token, record, extents, size, deadline_ms,
-                client_number=request.client_number, overwrite=overwrite,
-                missing=request.replicas - len(extents), ttl_ms=request.ttl_ms,
+            put = GrantedPut(
+                token, record, extents, size, deadline_ms, client, overwrite,
+                replicas - len(extents), ttl_ms,
             )  # fmt: skip
             record.writer = token
             self._pending.add(put)
@@ -262,8 +262,8 @@ class Putting:
         outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
         was_stored = int(PutOutcome.STORED)
         replaced: list[Residue] = []
-        outdated: list[PendingPut] = []
-        ended: list[tuple[PendingPut, list[Extent]]] = []
+        outdated: list[GrantedCopy] = []
+        ended: list[tuple[GrantedObject, list[Extent]]] = []
         still_read: list[Wiping] = []
         pending = self._pending
         common.changing = True
@@ -272,7 +272,7 @@ class Putting:
             if put is None:
                 self._granting.wipe_again(token)
                 continue
-            if now_ms > put.deadline_ms or put.record is None:
+            if now_ms > put.deadline_ms or not isinstance(put, GrantedObject):
                 continue
             self._granting.end(put)
             alive = put.extents
@@ -281,18 +281,18 @@ class Putting:
             if not alive:
                 self._granting.abandon(put, now_ms)
                 continue
-            if put.moves is not None and (
-                not self._granting.still_there(put)
-                or any(put.record is other.record for other, _ in ended)
-            ):
-                outdated.append(put)
-                continue
-            if put.repairs:
-                if self._copying.add_replica(now_ms, put):
-                    outcomes[index] = was_stored
-                else:
+            if isinstance(put, GrantedCopy):
+                if not self._granting.still_there(put) or any(
+                    put.record is other.record for other, _ in ended
+                ):
                     outdated.append(put)
-                continue
+                    continue
+                if put.repairs:
+                    if self._copying.add_replica(now_ms, put):
+                        outcomes[index] = was_stored
+                    else:
+                        outdated.append(put)
+                    continue
             ended.append((put, alive))
             if put.overwrite:
                 still_read += self._reclaim.still_read(put.record)
@@ -301,26 +301,22 @@ class Putting:
             outcomes[index] = was_stored
         self._granting.give_back(outdated)
         for put, alive in ended:
-            used_ms = 0 if put.record is None else put.record.last_used_ms
-            replaced += self._store(put, put.record, alive, put.size, now_ms)
-            if put.moves is not None and put.record is not None:
+            used_ms = put.record.last_used_ms
+            replaced += self._store(put, alive, now_ms)
+            if isinstance(put, GrantedCopy):
                 put.record.last_used_ms = used_ms  # a move does not count as a use
                 common.counters["moved_objects"] += 1
                 common.counters["moved_bytes"] += put.size
-        stored = [put.size for put, _ in ended if put.moves is None]
-        self._count_stored(len(stored), sum(stored))
+        stored = [put for put, _ in ended if isinstance(put, GrantedPut)]
         if stored:  # clients end the puts of one namespace at a time
-            for put, _ in ended:
-                if put.record is not None and put.moves is None:
-                    putter = self._traffic.puts(now_ms, put.record.namespace)
-                    putter.stored += len(stored)
-                    break
+            self._count_stored(len(stored), sum([put.size for put in stored]))
+            putter = self._traffic.puts(now_ms, stored[0].record.namespace)
+            putter.stored += len(stored)
         for put, _ in ended:  # now that all are whole: only the last block of a chain is a leaf
-            if put.record is not None:
-                if not put.record.children:
-                    self._pool.settle(put.record)
-                if put.record.more:
-                    self._copying.note_stored(now_ms, put.record)
+            if not put.record.children:
+                self._pool.settle(put.record)
+            if put.record.more:
+                self._copying.note_stored(now_ms, put.record)
         if ended:
             self._common.room_made()  # they can be evicted
         reply = calls.PutEnded(bytes(outcomes))
@@ -356,8 +352,8 @@ class Putting:
         """An allocation becomes an object; what it does not need of its memory is free at once."""
         common = self._common
         self._forest.begin_step()
-        put = self._granting.granted(now_ms, request.epoch, request.token)
-        if put is None or put.record is not None or request.size > put.size:
+        given = self._granting.granted(now_ms, request.epoch, request.token)
+        if not isinstance(given, GrantedAllocation) or request.size > given.size:
             return calls.Committed(PutOutcome.REFUSED)
         namespace, key, parent = request.namespace, request.key, request.parent
         if parent == key:
@@ -365,25 +361,27 @@ class Putting:
         common.changing = True
         self._keeping.make_room(now_ms, namespace, [key])
         outcome = _outcome(self._forest.get(namespace, key), request.overwrite)
-        alive = [extent for extent in put.extents if extent[0].alive]
+        alive = [extent for extent in given.extents if extent[0].alive]
         if outcome is not PutOutcome.WRITE or not alive:
-            self._granting.end(put)
+            self._granting.end(given)
             # The owner may still read what it computed, so the extents are not free at once.
-            self._granting.quarantine(put, put.deadline_ms)
-            common.wipe([put.residue(common.epoch)])
+            self._granting.quarantine(given, given.deadline_ms)
+            common.wipe([given.residue(common.epoch)])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
         record = self._ensure(now_ms, namespace, key, parent)
         if request.overwrite:
             still_read = self._reclaim.still_read(record)
         else:
             still_read = self._reclaim.being_read((namespace, key))
-        put.ttl_ms = request.ttl_ms
-        self._granting.end(put)
-        kept = extent_bytes(request.size)
-        if kept < put.length:
-            tails = [(segment, offset + kept) for segment, offset in alive]
-            self._pool.free(tails, put.length - kept)
-        replaced = self._store(put, record, alive, request.size, now_ms)
+        self._granting.end(given)
+        put = GrantedPut(
+            given.token, record, given.extents, request.size, given.deadline_ms,
+            given.client_number, request.overwrite, 0, request.ttl_ms,
+        )  # fmt: skip
+        if put.length < given.length:
+            tails = [(segment, offset + put.length) for segment, offset in alive]
+            self._pool.free(tails, given.length - put.length)
+        replaced = self._store(put, alive, now_ms)
         self._count_stored(1, request.size)
         putter = self._traffic.puts(now_ms, namespace)
         putter.keys += 1
@@ -396,7 +394,6 @@ class Putting:
             self._pool.settle(record)
             self._common.room_made()  # it can be evicted
         reply = calls.Committed(PutOutcome.STORED)
-        put.record = record
         overwriting = [put] if request.overwrite else []
         if overwriting or replaced:
             return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
@@ -415,17 +412,10 @@ class Putting:
             self._forest.resumes = False
         return record
 
-    def _store(
-        self,
-        put: PendingPut,
-        record: ObjectRecord | None,
-        extents: list[Extent],
-        size: int,
-        now_ms: int,
-    ) -> list[Residue]:
+    def _store(self, put: GrantedObject, extents: list[Extent], now_ms: int) -> list[Residue]:
         """Gives the put's record these extents. Returns what they replace, still allocated. The
         caller calls ``Pool.settle`` afterwards."""
-        assert record is not None
+        record = put.record
         replaced: list[Residue] = []
         if record.segment is not None:
             replaced.append(Residue.of(record))
@@ -436,10 +426,10 @@ class Putting:
             record.writer = 0
         lacks = put.missing + len(put.extents) - len(extents)
         version = Version(self._common.epoch, put.token)
-        self._pool.store(record, extents, size, version, now_ms, lacks)
+        self._pool.store(record, extents, put.size, version, now_ms, lacks)
         if version <= self._common.tombstones.newest:  # something was removed during the put
             self._common.allow(record, version)
-        if put.moves is None:
+        if isinstance(put, GrantedPut):
             self._pool.lifetimes.drop(record)  # of what it replaces
             if put.ttl_ms:
                 self._pool.lifetimes.set(record, now_ms + put.ttl_ms)

@@ -17,7 +17,7 @@ from kvstore.master.state.effects import Later, Notice
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.jobs import FREE
 from kvstore.master.state.marks import Marks, unrecorded
-from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.puts import GrantedObject, GrantedPut
 from kvstore.master.state.reclaim import Wiping
 from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, Residue, with_bytes
 
@@ -131,7 +131,7 @@ class Removing:
         self,
         now_ms: int,
         replaced: list[Residue],
-        puts: Sequence[PendingPut],
+        puts: Sequence[GrantedObject],
         reply: AnyReply,
         still_read: Sequence[Wiping],
     ) -> AnyReply | Later:
@@ -143,11 +143,9 @@ class Removing:
         """
         names: list[Name] = []
         for put in puts:
-            if put.record is None:
-                continue
             namespace, key = name = put.record.namespace, put.record.key
             names.append(name)
-            if put.moves is None:
+            if isinstance(put, GrantedPut):
                 self._granting.end_copies(now_ms, name)
             version = Version(self._common.epoch, put.token)
             self._common.forbid(namespace, key, but=version)

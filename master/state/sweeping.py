@@ -8,6 +8,7 @@ from collections import deque
 
 from kvstore.master.state.common import Common
 from kvstore.master.state.jobs import EVICT, SWEEP
+from kvstore.master.state.puts import GrantedObject
 from kvstore.master.state.records import MountedSegment, ObjectRecord, Residue
 
 SWEEP_STEPS = 2_000
@@ -78,8 +79,9 @@ class Sweeping:
         else:
             self._swept_breaks = self._pool.forest.breaks
             self._sweeps.extend((segment, 0) for segment in self._pool.segments.values())
-            records = [put.record for put in self._common.pending if put.record is not None]
-            self._above_puts = [each.parent for each in records if each.parent is not None]
+            puts = [put for put in self._common.pending if isinstance(put, GrantedObject)]
+            above = [put.record.parent for put in puts]
+            self._above_puts = [parent for parent in above if parent is not None]
         self._jobs.note(SWEEP, self._sweeps_more())
 
     def _sweeps_more(self) -> bool:

@@ -19,6 +19,7 @@ from kvstore.master.state.effects import Later
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
+from tests.simulation import inside
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
 
 NAMES = "abcde"
@@ -193,7 +194,7 @@ class RepairMachine(RuleBasedStateMachine):
             assert cluster.segments[target] not in cluster.where(key.decode())
             cluster.of(target)[offset] = what
             self.copies[grants.tokens[row]] = what
-        assert len([p for p in cluster.state.pending if p.repairs]) <= COPIES_MAX
+        assert len(list(inside.repairs(cluster.state))) <= COPIES_MAX
 
     def _end_copies(self, tokens: list[int]) -> None:
         before = {name: self._version(name) for name in NAMES}

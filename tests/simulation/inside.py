@@ -8,7 +8,7 @@ from kvstore.calls import NO_VERSION, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import repairing
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.puts import PendingPut
+from kvstore.master.state.puts import GrantedCopy, GrantedObject, GrantedPut
 from kvstore.master.state.records import MountedSegment, ObjectRecord
 from kvstore.memory.header import extent_bytes
 
@@ -66,20 +66,19 @@ def pending_extents(state: MasterState) -> Iterator[tuple[int, MountedSegment, i
             yield put.token, segment, offset, put.length
 
 
-def repairs(state: MasterState) -> Iterator[PendingPut]:
+def repairs(state: MasterState) -> Iterator[GrantedCopy]:
     """Copies under way that are to be further replicas."""
-    return (put for put in state.pending if put.repairs)
+    return (put for put in state.pending if isinstance(put, GrantedCopy) and put.repairs)
 
 
 def is_repair(state: MasterState, token: int) -> bool:
     put = state.pending.get(token)
-    return put is not None and put.repairs
+    return isinstance(put, GrantedCopy) and put.repairs
 
 
 def is_copy(state: MasterState, token: int) -> bool:
     """Of an object that is there: for a repair, or because its node is drained."""
-    put = state.pending.get(token)
-    return put is not None and put.moves is not None
+    return isinstance(state.pending.get(token), GrantedCopy)
 
 
 def copies(state: MasterState) -> int:
@@ -121,15 +120,15 @@ def ttl_of(state: MasterState, token: int) -> int | None:
     """Milliseconds that the object of this put may live, 0 for ever; None: it is a copy, which
     changes nothing."""
     put = state.pending.get(token)
-    if put is None:
-        return 0
-    return put.ttl_ms if put.moves is None else None
+    if isinstance(put, GrantedPut):
+        return put.ttl_ms
+    return None if isinstance(put, GrantedCopy) else 0
 
 
 def replaced_by(state: MasterState, token: int) -> Name | None:
     """The complete object that this put overwrites if it ends now."""
     put = state.pending.get(token)
-    if put is None or put.record is None or not put.record.complete or put.repairs:
+    if not isinstance(put, GrantedObject) or not put.record.complete or is_repair(state, token):
         return None
     return put.record.namespace, put.record.key
 
@@ -137,7 +136,7 @@ def replaced_by(state: MasterState, token: int) -> Name | None:
 def put_by(state: MasterState, token: int) -> Name | None:
     """The object that this put stores; None: it is a copy, or has ended."""
     put = state.pending.get(token)
-    if put is None or put.record is None or put.moves is not None:
+    if not isinstance(put, GrantedPut):
         return None
     return put.record.namespace, put.record.key
 
@@ -155,7 +154,9 @@ def owner_of(
     for token, its_segment, offset, size in pending_extents(state):
         if its_segment is segment and offset < stop and start < offset + size:
             put = state.pending.get(token)
-            written = put.moves if put is not None and put.repairs else (state.epoch, token)
+            written = Version(state.epoch, token)
+            if isinstance(put, GrantedCopy) and put.repairs:
+                written = put.copied
             mine = version == written and offset <= start and stop <= offset + size
             return "writer" if mine else f"put {token}"
     for its_segment, offset, size in state.pending.ranges():

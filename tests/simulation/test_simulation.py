@@ -26,7 +26,7 @@ from kvstore.master.state.granting import Granting
 from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.nodes import Nodes
-from kvstore.master.state.puts import Pending, PendingPut
+from kvstore.master.state.puts import Granted, Pending
 from kvstore.master.state.reclaim import Reclaim
 from kvstore.master.state.records import ObjectRecord
 from kvstore.memory.header import extent_bytes
@@ -277,24 +277,24 @@ class Lenient(Pending):
 
     def __init__(self) -> None:
         super().__init__()
-        self._expired: OrderedDict[int, PendingPut] = OrderedDict()
+        self._expired: OrderedDict[int, Granted] = OrderedDict()
         self._abandoned: set[int] = set()
         """Expired ones whose end the master has seen to: what ends them next is their writer."""
 
-    def get(self, token: int) -> PendingPut | None:
+    def get(self, token: int) -> Granted | None:
         return super().get(token) or self._expired.get(token)
 
-    def pop(self, token: int) -> PendingPut | None:
+    def pop(self, token: int) -> Granted | None:
         if token in self._expired and token not in self._abandoned:
             self._abandoned.add(token)
             return None
         return super().pop(token) or self._expired.pop(token, None)
 
-    def renew(self, put: PendingPut, deadline_ms: int) -> None:
+    def renew(self, put: Granted, deadline_ms: int) -> None:
         if put.token not in self._expired:
             super().renew(put, deadline_ms)
 
-    def pop_expired(self, now_ms: int) -> Iterator[PendingPut]:
+    def pop_expired(self, now_ms: int) -> Iterator[Granted]:
         for put in super().pop_expired(now_ms):
             self._expired[put.token] = put
             yield put
@@ -308,7 +308,7 @@ class Forgiving(MasterState):
         super().__init__(**settings)
 
 
-def _granted(granting: Granting, now_ms: int, epoch: int, token: int) -> PendingPut | None:
+def _granted(granting: Granting, now_ms: int, epoch: int, token: int) -> Granted | None:
     del now_ms
     return granting._pending.get(token) if epoch == granting._common.epoch else None
 
