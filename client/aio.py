@@ -1,4 +1,4 @@
-"""``AsyncClient``: the verbs of ``Client`` for an event loop, which they never block.
+"""``AsyncClient``: the methods of ``Client`` as coroutines, which never block the event loop.
 
 Each call runs the same call of ``Client`` in a thread, and the loop awaits its end. A thread per
 call costs less than a second client with its own code to send, wait and join (ADR 19).
@@ -34,13 +34,13 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 CALLS_AT_ONCE = 64
-"""Threads of one client, made when they are needed; more calls wait for one of them."""
+"""The most threads of one client, started when needed; further calls wait for a free one."""
 
 
 def _awaited(
     method: Callable[Concatenate[Client, P], ResultT],
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, ResultT]]:
-    """The same call, awaited."""
+    """The coroutine method that makes this call in a thread and awaits its end."""
 
     @functools.wraps(method)
     async def call(self: AsyncClient, /, *args: P.args, **named: P.kwargs) -> ResultT:
@@ -56,8 +56,8 @@ class AsyncClient:
             await client.put("greeting", tensor)
 
     Its methods are those of ``Client``, where they are documented. At most ``CALLS_AT_ONCE`` of
-    them are under way at once; the others wait, which counts towards their ``timeout_ms``. What a
-    call stores or fills must not change until it ends.
+    them are under way at once; the others wait, which counts towards their ``timeout_ms``. The
+    memory that a call stores or fills must not change until the call ends.
 
     A cancelled call that waits for the master ends at once. One that moves bytes ends when its
     transfer has been cut short, which takes milliseconds (if the transfer engine moves registered
@@ -253,7 +253,7 @@ class AsyncClient:
 
         call = Job(functools.partial(copy_context().run, carry_out), tell)
         self._threads.begin(call)
-        out_of_time = loop.call_later(timeout_s, call.cancel)  # unless it has begun
+        out_of_time = loop.call_later(timeout_s, call.cancel)  # no effect once it has begun
         try:
             await ended.wait()
             if call.is_cancelled:

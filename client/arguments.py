@@ -1,8 +1,8 @@
-"""What a program passes to a client, checked before anything is sent.
+"""Checks what a program passes to a client, before anything is sent.
 
-A wrong argument is an InvalidArgumentError that names the argument, its unit, and what was given.
-Whatever is accepted is used as it was meant: numpy's integers are integers, an iterator of keys is
-its keys; but one text is no sequence of keys, and ``"no"`` is not false.
+A wrong argument raises InvalidArgumentError, which names the argument, its unit, and what was
+given. Accepted values are taken as meant: numpy's integers count as integers, and an iterator of
+keys as its keys. But a single text is not a sequence of keys, and ``"no"`` is not False.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 AnyKey = str | bytes
 Duration = float | timedelta | str
-"""In seconds, or a text with a unit: ``"90s"``, ``"1h"`` (``duration_ms``)."""
+"""Seconds, a ``timedelta``, or a text with a unit: ``"90s"``, ``"1h"`` (``duration_ms``)."""
 Pairs = Mapping[Any, Storable] | Iterable[tuple[AnyKey, Storable]]
 """Keys and their values."""
 Range = tuple[int, Buffer]
@@ -143,7 +143,7 @@ def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 def sequence(name: str, value: object, most: int = MATCH_KEYS_MAX) -> Sequence[object]:
-    """A sequence, or what an iterator gives; not a single text.
+    """The argument as a sequence: an iterator becomes a list, and a single text is refused.
 
     Raises:
         BatchTooLargeError: an iterator gives more than ``most``.
@@ -182,7 +182,7 @@ def pairs(items: Pairs) -> tuple[list[Key], list[Storable]]:
 
 
 def rows(name: str, values: object) -> Sequence[object]:
-    """Values or buffers, one per key: also the rows of an array or a tensor."""
+    """Values or buffers, one per key. An array or a tensor counts as the sequence of its rows."""
     if isinstance(values, np.ndarray) and not values.ndim:
         raise InvalidArgumentError(f"{name} is a sequence, and this is one number")
     try:
@@ -192,7 +192,7 @@ def rows(name: str, values: object) -> Sequence[object]:
 
 
 def per_key(keys: object, given: object, what: str) -> Iterable[tuple[Key, Any]]:
-    """Each key with what is given for it; also a single key with what is given."""
+    """Pairs of a key and what is given for it; ``keys`` may also be a single key."""
     if isinstance(keys, str | bytes):
         return [(check_key(keys), given)]
     checked, each = key_list(keys), rows(what, given)
@@ -204,7 +204,7 @@ def per_key(keys: object, given: object, what: str) -> Iterable[tuple[Key, Any]]
 
 
 def parts(ranges: Sequence[Range]) -> list[tuple[int, memoryview]]:
-    """Where each part begins, and its memory; without parts of no bytes."""
+    """The offset and the memory of each part; empty parts are left out."""
     flat: list[tuple[int, memoryview]] = []
     for pair in sequence("ranges", ranges):
         try:
@@ -224,7 +224,8 @@ def check_apart(targets: Sequence[tuple[Key, Payload]]) -> Device | None:
 
     Raises:
         InvalidArgumentError: some of it is given twice, and would hold bytes of two values.
-        BufferMismatchError: it is a view of the pool, or in different memories.
+        BufferMismatchError: some of it is a view of the pool, or the buffers are in different
+            memories.
     """
     devices = {
         None if isinstance(payload, list) else payload.device for _, payload in targets if payload
@@ -261,7 +262,7 @@ def _not_apart(what: str) -> InvalidArgumentError:
 
 
 def _shown(value: object) -> str:
-    """A value in an error: what it is, and how it looks if that is short."""
+    """How an error shows a value: its type, and its text if that is short."""
     try:
         shown = repr(value) if not isinstance(value, int) or -(1 << 64) < value < 1 << 64 else ""
     except Exception:  # noqa: BLE001  # the program's own class

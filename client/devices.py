@@ -1,4 +1,4 @@
-"""The devices whose memory a client has met, and the values that are in it."""
+"""``ClientDevices``: makes one ``Device`` per GPU that a client meets, and finds values in it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ClientDevices:
     """Implements ``OnDevices``. Threads: any."""
 
     def __init__(self, ring_bytes: int, locked_max: int, kernel_max: int = 0) -> None:
-        """The bounds are of each device; see ``Device``."""
+        """The bounds hold for each device; see ``Device``."""
         self._ring_bytes = ring_bytes
         self._locked_max = locked_max
         self._kernel_max = kernel_max
@@ -52,7 +52,7 @@ class ClientDevices:
             return None
         try:
             device = self.of(f"cuda:{place.index or 0}")
-        except DeviceError:  # an accelerator of another kind under that name: torch copies
+        except DeviceError:  # torch's name for another kind of accelerator: torch copies
             return None
         return memory_of(device, value)
 

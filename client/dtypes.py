@@ -27,7 +27,7 @@ _TORCH: Final = frozenset((
     "int1", "int2", "int3", "int4", "int5", "int6", "int7",
     "uint1", "uint2", "uint3", "uint4", "uint5", "uint6", "uint7",
 ))  # fmt: skip
-"""All that torch has."""
+"""All dtypes that torch has."""
 
 _NUMPY: Final = frozenset((
     "bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
@@ -54,7 +54,7 @@ _PLAIN_FORMAT: Final = re.compile(r"([@=<>!^|(),0-9 T{}?cbBhHiIlLqQnNefdgsxwupZ]
 
 
 def is_plain(buffer: memoryview) -> bool:
-    """Whether its bytes are no pointers."""
+    """Whether the elements of a buffer hold no pointers."""
     return buffer.format == "B" or _PLAIN_FORMAT.fullmatch(buffer.format) is not None
 
 
@@ -64,7 +64,7 @@ def _is_numpy(name: str) -> bool:
 
 @lru_cache(maxsize=256)
 def numpy_name(dtype: np.dtype[np.generic]) -> str:
-    """How a descriptor names it. Raises UnsupportedValueError: it is not on the lists."""
+    """The name of a dtype in descriptors. Raises UnsupportedValueError: it is not on the lists."""
     # The name where it is unambiguous; the type string for byte orders, strings and times.
     is_named = dtype.isbuiltin == 2 or (dtype.isnative and dtype.kind in "biufc")
     name = dtype.name if is_named else dtype.str
@@ -89,7 +89,7 @@ def torch_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(module: ModuleType, name: object) -> torch.dtype:
-    """The dtype of this name of torch, which is ``module``. Raises UnsupportedValueError."""
+    """The dtype of this name in torch, passed as ``module``. Raises UnsupportedValueError."""
     found: torch.dtype | None = getattr(module, str(name), None) if name in _TORCH else None
     if found is None:
         raise UnsupportedValueError(
@@ -116,11 +116,11 @@ def numpy_dtype(name: str) -> np.dtype[np.generic]:
 
 
 def numpy_dtype_given(dtype: object) -> np.dtype[np.generic]:
-    """numpy's dtype of a caller, who may also use its short names. Raises UnsupportedValueError."""
+    """The dtype that a caller names in any form that numpy takes. Raises UnsupportedValueError."""
     if isinstance(dtype, str) and _is_numpy(dtype):
         return numpy_dtype(dtype)
     try:
-        if dtype is not None:  # to numpy that is float64
+        if dtype is not None:  # numpy takes None for float64
             given: np.dtype[np.generic] = np.dtype(dtype)  # type: ignore[call-overload]
             return given
     except (TypeError, ValueError, SyntaxError):

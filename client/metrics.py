@@ -25,13 +25,13 @@ class ClientMetrics(Collector):
     def __init__(self, clients: Mapping[str, Client | AsyncClient]) -> None:
         """
         Args:
-            clients: by the value of their label ``client``. A scrape shows those that are in the
-                mapping then.
+            clients: each under the value of its label ``client``. A scrape shows those that are in
+                the mapping then.
         """
         self._clients = clients
 
     def describe(self) -> Iterator[Metric]:
-        """The families, by which a registry refuses a second one of these."""
+        """The metric families, by which a registry refuses a second ``ClientMetrics``."""
         for family in CLIENT:
             yield metric(family, {})
 

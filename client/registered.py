@@ -24,7 +24,7 @@ class RegisteredMemory:
     def __init__(self) -> None:
         self._regions = Regions()
         self._devices: dict[int, Device] = {}
-        """By the address of a region: where it is, unless in the host's memory."""
+        """The device that a region is on, by the region's address; none for memory of the host."""
         self._changing = threading.Lock()
 
     def add(self, memory: memoryview) -> None:
@@ -33,7 +33,7 @@ class RegisteredMemory:
             self._add(Region.of(memory), None)
 
     def add_of(self, device: Device, start: int, size: int) -> None:
-        """Memory of a device. Raises as ``add``."""
+        """Adds memory of a device. Raises as ``add``."""
         self._add(Region(start, start + size, _NO_BYTES), device)
 
     def _add(self, region: Region, device: Device | None) -> None:
@@ -72,7 +72,7 @@ class RegisteredMemory:
         host or all of one device. Runs of no bytes are left out.
 
         Raises:
-            InvalidArgumentError: a run is not within one region, or elsewhere than the others.
+            InvalidArgumentError: a run is not within one region, or not where the first one is.
         """
         if len(addresses) != len(sizes):
             raise InvalidArgumentError(f"{len(addresses)} addresses and {len(sizes)} sizes")
@@ -90,7 +90,7 @@ class RegisteredMemory:
             raise InvalidArgumentError("a run of the value is no range of addresses") from None
         regions = [each for each in self._regions if self._devices.get(each.start) is device]
         begins, ends = np.array([each[:2] for each in regions], np.int64).T
-        holder = np.searchsorted(begins, starts, "right") - 1  # -1, too, is one that it is not in
+        holder = np.searchsorted(begins, starts, "right") - 1  # -1: the last one, without room
         room = np.where(starts >= begins[holder], ends[holder] - starts, -1)
         if ((lengths > room) | (lengths < 0)).any():
             raise InvalidArgumentError(

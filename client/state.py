@@ -69,7 +69,7 @@ class ClientState:
         self.name = self._new_name()
         self.stub = self._new_stub()
         self.closed = Latch()
-        """Calls are refused."""
+        """Set once calls are refused."""
         self._closing = Job(self._close)
         client_number = _new_number()
         self.movers = Movers(
@@ -140,7 +140,7 @@ class ClientState:
         return self.stub.call(request, uptime() + seconds)
 
     def _engine(self) -> MooncakeTransport:
-        # Not above: most clients have no engine, and every import takes time.
+        # Imported here, because most clients have no engine, and every import takes time.
         from kvstore.transport.mooncake.engine import EngineSettings
         from kvstore.transport.mooncake.transport import MooncakeTransport
 

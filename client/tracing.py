@@ -18,7 +18,7 @@ class Tracing:
         self._attributes = {"kvstore.master": master}
 
     def span(self, call: str) -> AbstractContextManager[Any]:
-        """``kvstore.CALL``, below the span of the caller; records the error that leaves it."""
+        """A span ``kvstore.CALL`` below the caller's; it records the error that leaves the call."""
         span: AbstractContextManager[Any] = self._tracer.start_as_current_span(
             f"kvstore.{call}", kind=self._kind, attributes=self._attributes
         )
@@ -26,7 +26,7 @@ class Tracing:
 
 
 def tracing(master: str) -> Tracing | None:
-    """None where the program has not set a provider of tracers: then a call costs nothing more."""
+    """None if the program has set no provider of tracers; calls then cost nothing more."""
     trace: Any = sys.modules.get("opentelemetry.trace")
     if trace is None or isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return None

@@ -1,4 +1,4 @@
-"""The gRPC connections of a stub: one per master, replaced when it is in doubt.
+"""The gRPC channels of a stub: one per master, replaced after a call on it got no answer.
 
 A gRPC channel reconnects by itself, but makes progress only while a call polls it, and a call fails
 at once while the channel is not connected. So between two failing calls the channel makes no
@@ -37,14 +37,14 @@ CHANNEL_OPTIONS: Final = (
 
 
 class BusyChannel:
-    """A channel with calls under way."""
+    """A channel, and the calls that use it at the moment."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.channel = channel
         self.calls: set[object] = set()
-        """What takes itself out in one step, whatever a signal handler raises."""
+        """A token per call; the call removes it in one step, whatever a signal handler raises."""
         self.in_doubt = False
-        """Set by a call that got no answer: the next one gets another channel."""
+        """Set by a call that got no answer; the next call then gets a new channel."""
 
 
 class Channels:
@@ -58,11 +58,11 @@ class Channels:
 
     @contextmanager
     def lend(self, address: str, deadline: float) -> Iterator[BusyChannel]:
-        """The channel to ``address``, for one call. A new channel needs the address of its host.
+        """The channel to ``address``, for one call. For a new channel the host's name is resolved.
 
         Raises:
             ClosedError: after ``close``.
-            CarrierBrokenError: no name server says by the deadline where the host is.
+            CarrierBrokenError: the host's name could not be resolved by the deadline.
         """
         target = address
         if address not in self._by_address:

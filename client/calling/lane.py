@@ -1,4 +1,4 @@
-"""One connection to a master's lane, of a blocking stub: one call at a time."""
+"""``LaneConnection``: a blocking stub's connection to a master's lane, one call at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CONNECT_PAUSE_S = 0.005
 
 
 class EndedBeforeError(CarrierBrokenError):
-    """The other end has closed, or has sent bytes without a call; nothing was sent."""
+    """The master had closed the connection or sent bytes before the call: nothing was sent."""
 
 
 class LaneConnection:
@@ -44,10 +44,7 @@ class LaneConnection:
         self._call_id = 0
 
     def greet(self, joined: Joined, until: float) -> None:
-        """
-        Raises:
-            TokenRefusedError, LaneUnreachableError
-        """
+        """Sends the HELLO and reads the answer. Raises TokenRefusedError, LaneUnreachableError."""
         sock, reader = self._sock, FrameReader()
 
         def wait_until() -> None:
@@ -121,7 +118,7 @@ class LaneConnection:
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
-            self._sock.close()  # of a call that a signal has cut short
+            self._sock.close()  # after a signal has cut its call short
 
 
 def connect(

@@ -7,8 +7,8 @@ error. ``kvstore.client.calling.stub`` drives it, and tests drive it with a list
   whether the master is still the same.
 * A call that was certainly not sent may be sent again. One that was sent may be sent again if it is
   idempotent, or if the master that may have executed it is gone with its state (a new epoch).
-* If there are several masters or an etcd, the call leaves a master that is silent, gone or stands
-  by, and goes to the leader, as often as necessary.
+* If there are several masters or an etcd, the call leaves a master that is silent, gone or on
+  standby, and goes to the leader, as often as necessary.
 * The lane is preferred. If it cannot be reached, gRPC carries all calls for a while.
 * Between attempts the call waits: exponentially longer, with jitter, never beyond the deadline.
 """
@@ -48,14 +48,15 @@ LANE_RETRY_S: Final = 30.0
 """How long gRPC carries everything before an unreachable lane is tried again."""
 
 LANE_SILENT_RETRY_S: Final = 1.0
-"""The same for a lane that takes connections and is silent: a master that is stopped or busy."""
+"""The same for a lane that accepts connections but stays silent: the master is stopped or busy."""
 
 LANE_CONNECT_S: Final = 1.0
 """The longest that connecting to the lane may hold up a call that gRPC could carry: a firewall
 that drops packets never answers."""
 
 REFUSALS_MAX: Final = 2
-"""Refused tokens in one call; if this many fresh ones are refused, another process refuses them."""
+"""Refused tokens that one call tolerates. If more are refused, although they are fresh, another
+process than the joined master refuses them, and gRPC carries all calls for a while."""
 
 JOIN_S: Final = 2.0
 """How long one of several masters may take to answer a join before the next one is asked."""
@@ -80,7 +81,7 @@ BACKOFF_SEVERAL_S: Final = 0.5
 """The longest pause where there are several masters, one of which will lead within seconds."""
 
 TELL_S: Final = 1.0
-"""A call that has had no master for so long says what it waits for."""
+"""A call that has had no master for this long logs what it waits for."""
 
 ATTEMPT_S: Final = 0.01
 """With less time left no further attempt is made."""
@@ -92,8 +93,8 @@ class CarrierBrokenError(Exception):
     """A connection could not be made or broke before the reply.
 
     ``sent``: the master may have received the call. ``silent``: the connection is intact, but no
-    reply came. ``strange``: what answered may be no master. ``generation``: the link's when the
-    connection was made; None: the present one.
+    reply came. ``strange``: the program that answered may be no master. ``generation``: that of
+    the link when the connection was made; None: the present one.
     """
 
     def __init__(
@@ -146,8 +147,8 @@ class OnGrpc(NamedTuple):
 
 
 class Identify(NamedTuple):
-    """Find out what else than a master listens at ``address``. Answer: as of
-    ``kvstore.ports.what_answers``."""
+    """Find out which program listens at ``address``. Answer: what ``kvstore.ports.what_answers``
+    returns."""
 
     address: str
     timeout_s: float
@@ -158,13 +159,13 @@ class WaitStep(NamedTuple):
 
     seconds: float
     reason: str = ""
-    """Why, once it is worth telling."""
+    """Why the call waits; empty during its first ``TELL_S``."""
 
 
 Action = Locate | JoinAt | OnLane | OnGrpc | Identify | WaitStep
 Attempts = Generator[Action, Any, bytes]
-"""It is sent the encoded reply after ``OnLane`` and ``OnGrpc``, an address after
-``Locate``, a text after ``Identify``, else nothing."""
+"""What ``attempts`` returns. It is sent the encoded reply after ``OnLane`` and ``OnGrpc``, an
+address after ``Locate``, a text after ``Identify``, and nothing of use after other actions."""
 
 
 def parse_addresses(address: str) -> tuple[str, ...]:
@@ -230,7 +231,7 @@ class MasterLink:
         self.generation += 1
 
     def lost(self, generation: int) -> None:
-        """The master that was joined in ``generation`` cannot be reached, or is another one."""
+        """Called when the master joined in ``generation`` cannot be reached, or is another one."""
         if self.current and self.generation == generation:
             self.current = False
             self.generation += 1
@@ -317,7 +318,7 @@ def attempts(
 
     Args:
         call: None: only joins, and returns nothing.
-        broken: how an attempt on the lane, made before, has ended.
+        broken: the error by which an earlier attempt, on the lane, has ended.
 
     Raises:
         KVStoreError: the master's answer; MasterUnreachableError; DeadlineExceededError.
@@ -486,7 +487,7 @@ def silent(generation: int) -> CarrierBrokenError:
 def grpc_failure(
     error: grpc.RpcError, link: MasterLink, name: str, *, last: bool
 ) -> KVStoreError | CarrierBrokenError | TokenRefusedError:
-    """What a failed gRPC call means. ``last``: its time was all that the whole call had left."""
+    """What a failed gRPC call means. ``last``: it had all the time that the whole call had left."""
     detail = detail_of(error)
     if detail is not None:
         answer = decode_error(detail)

@@ -62,8 +62,9 @@ LANE_CONNECTIONS_MAX = 32
 class MasterStub:
     """Calls a master. Several threads may call at once.
 
-    The first call joins. After that calls of clients take the lane, a pool of connections with one
-    call at a time each, or gRPC if the lane cannot be reached. After a fork, use ``abandon``.
+    Calls of clients first join the master. Then they take the lane, a pool of connections with one
+    call at a time each, or gRPC if the lane cannot be reached. Calls of operators take gRPC and
+    need no join. In the child of a fork, call ``abandon``.
     """
 
     def __init__(
@@ -101,10 +102,10 @@ class MasterStub:
         self._closed = Latch()
         self._answered = self._told_waiting = False
         self._idle: deque[LaneConnection] = deque()
-        self._lock = threading.Lock()  # guards the one below
+        self._lock = threading.Lock()  # guards ``_connections``
         self._connections: Known[LaneConnection] = Known()
-        """All that are open. Whatever a signal handler raises in a call, its connection ends with
-        its frames."""
+        """All open connections. If a signal handler raises in a call, the connection of the call is
+        closed once its frames are gone."""
         self._channels = Channels()
 
     @property
@@ -220,7 +221,7 @@ class MasterStub:
                 failure = error
             if failure is not None and self._closed.is_set():
                 raise ClosedError("the client was closed during the call")
-            # Outside the handler: what `attempts` raises is whole without the attempt that failed.
+            # Outside the handler, so that errors of `attempts` do not refer to the failed attempt.
             try:
                 action = under_way.send(outcome) if failure is None else under_way.throw(failure)
             except StopIteration as done:
@@ -328,7 +329,7 @@ class MasterStub:
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
                 lent.in_doubt = detail_of(error) is None
-                without_frames(error)  # it is the call itself, to which the frames refer
+                without_frames(error)  # the error is the call itself, and frames refer to it
             except grpc.FutureCancelledError as error:  # stopped, or the channel was closed
                 failure = CarrierBrokenError(str(error), sent=True)
             except ValueError as error:  # a channel that was closed meanwhile
@@ -409,7 +410,7 @@ class MasterStub:
         return data
 
     def _connect(self, deadline: float) -> LaneConnection | None:
-        """A new connection; None when there are enough."""
+        """A new connection; None if ``LANE_CONNECTIONS_MAX`` are open."""
         joined, generation = self._link.joined, self._link.generation
         assert joined is not None
         with self._lock:
