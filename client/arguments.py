@@ -224,8 +224,7 @@ def check_apart(targets: Sequence[tuple[Key, Payload]]) -> Device | None:
 
     Raises:
         InvalidArgumentError: some of it is given twice, and would hold bytes of two values.
-        BufferMismatchError: some of it is a view of the pool, or the buffers are in different
-            memories.
+        BufferMismatchError: some of it is a view of the pool, or not where the rest is.
     """
     devices = {
         None if isinstance(payload, list) else payload.device for _, payload in targets if payload

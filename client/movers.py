@@ -168,7 +168,7 @@ class Movers:
         return lambda: False  # it was unmounted since
 
     def is_on(self, segment: SegmentInfo, device: Device) -> bool:
-        """Whether the segment is in the memory of this device, open here, and reached so."""
+        """Whether the segment is in this device's memory, and a ``DeviceTransport`` reaches it."""
         if segment.device is None:
             return False
         if self._sweeping is None:
@@ -238,7 +238,7 @@ class Movers:
                     transport.forget(segment)
             if isinstance(error, DeadlineExceededError) and is_final:
                 error.fields["final"] = 1  # no time is left to go elsewhere
-            return without_frames(error)  # which refer to memory that is to be unmapped
+            return without_frames(error)  # its frames keep memory that is to be unmapped
         names = ", ".join(transport.name for transport in self._transports)
         return NodeUnreachableError(
             f"none of the transports ({names}) reaches node {segment.node} "

@@ -210,9 +210,9 @@ class Client:
                 FOUND keeps the end that it has; ``overwrite`` sets a new one, or none. The end is
                 known to the master only: after a restart of the master, or when its node was away,
                 the object has none.
-            stream: of a tensor on a device: what was queued there before this call is waited for;
+            stream: for a tensor on a device: the call waits for the work queued there before it;
                 None: the stream on which this thread computes, unless a ``DeviceMemory`` says what
-                it comes after. Nothing of the call runs on after it has returned.
+                it comes after. Once the call has returned, none of its copies is under way.
 
         Returns:
             STORED by this call, FOUND there already, or BEING_WRITTEN by another client.
@@ -363,8 +363,8 @@ class Client:
 
         Raises:
             UnsupportedValueError: torch, or the dtype, is not available here.
-            CorruptObjectError: what its writer says of the bytes is nonsense;
-                ``fields["key"]``. ``kind="bytes"`` returns them.
+            CorruptObjectError: the descriptor is invalid, or does not fit the bytes;
+                ``fields["key"]`` names the object. ``kind="bytes"`` returns the bytes.
             DeviceError: the device cannot be used, or has failed.
         """
         options = self._get_options(namespace, copy, kind, device, timeout_ms)
@@ -433,12 +433,12 @@ class Client:
                 Memory beyond the value's size is left as it is. Only if a longer value is replaced
                 while it is being read (with the transfer engine: during the call) may it hold bytes
                 of that value. Buffers of ``uint8`` take any dtype's bytes.
-            stream: of memory of a device: as of ``put``. The bytes have arrived when this returns.
+            stream: for memory of a device, as in ``put``. The bytes have arrived when this returns.
 
         Raises:
-            BufferMismatchError: too small (nothing was read for that key), or of another dtype
-                (the buffer's contents are undefined). Other buffers of the batch may be filled.
-                Or it cannot be written to, as a view of the pool; nothing was read.
+            BufferMismatchError: a buffer is too small (nothing was read for that key), or of
+                another dtype (its contents are undefined); other buffers of the batch may be
+                filled. Or it cannot be written to, such as a view of the pool; nothing was read.
             InvalidArgumentError: two buffers of the call share memory; nothing was read.
         """
         wanted = arguments.per_key(keys, buffers, "buffers")
@@ -875,9 +875,9 @@ class Client:
                 that is 0 again.
             repair: instead, for any node: give objects with fewer replicas than they were put with
                 one more, if the master finds room. Nodes do this by themselves.
-            evict_up_to: evict objects elsewhere of this version or an earlier one that were used
-                longer ago than what moves; as it is, none. With the version that ``drain`` returns,
-                nothing is evicted that was moved off this node.
+            evict_up_to: evict objects on other nodes, of this version or an earlier one, that were
+                used longer ago than the moved object; by default none. With the version that
+                ``drain`` returns, no object is evicted that was moved off this node.
 
         Raises:
             InvalidArgumentError: there is no such node, or it is not being drained.
@@ -1052,14 +1052,12 @@ def _one_or_all(namespace: str | None) -> str:
 
 
 def _size(size: int | None) -> int:
-    """Of the memory at an address."""
     if size is None:
         raise InvalidArgumentError("register(address) needs the size of the memory, in bytes")
     return arguments.whole("size", size, 1, arguments.SIZE_MAX, "bytes")
 
 
 def _one(buffer: object) -> memoryview:
-    """A single buffer's memory."""
     if isinstance(buffer, list | tuple):
         raise InvalidArgumentError("this takes one buffer, not several")
     return writable(cast("Buffer", buffer))[0][0]

@@ -100,7 +100,7 @@ class Encoded(NamedTuple):
     more: Sequence[memoryview] = ()
     """The further parts of a gather list."""
     memory: DeviceMemory | None = None
-    """The value is there, and ``data`` is empty."""
+    """The device memory that the value is in, with ``data`` empty; None: the value is ``data``."""
 
     @property
     def parts(self) -> list[memoryview]:
@@ -114,7 +114,7 @@ class Columns(NamedTuple):
     sizes: list[int]
     """In bytes."""
     parts: list[Payload]
-    """Those of one batch are in the host's memory, or on one device; empty values have none."""
+    """All are in the host's memory, or all on one device; an empty value has no parts."""
     descriptors: list[bytes]
     device: Device | None = None
     """Where the values are; None: in the host's memory."""
@@ -123,13 +123,13 @@ class Columns(NamedTuple):
 # --- values to bytes ---------------------------------------------------------------------------
 
 _DIMENSIONS_MAX: Final = 64
-"""numpy's bound."""
+"""The most dimensions that numpy allows."""
 _UINT8 = np.dtype(np.uint8)
 _NOTHING = memoryview(b"")
 
 
 def encode_all(values: Sequence[Storable], on_devices: OnDevices | None = None) -> Columns:
-    """Raises as ``encode``.
+    """The values as bytes. Raises as ``encode``.
 
     Args:
         on_devices: leaves values where they are, if all of them are on one device. None: they are
@@ -164,7 +164,7 @@ def encode_all(values: Sequence[Storable], on_devices: OnDevices | None = None) 
 
 
 def encode(value: Storable, on_devices: OnDevices | None = None) -> Encoded:
-    """The bytes of a value and what they are.
+    """The bytes of a value, and the descriptor that says what they are.
 
     A tensor that is not contiguous is copied once, and so is one that is not in CPU memory, unless
     ``on_devices`` finds it. Its gradient history is left behind.
@@ -218,7 +218,7 @@ def _encode_list(values: Sequence[Storable], on_devices: OnDevices | None) -> En
 
 
 def fillable(buffers: Buffer | Sequence[Buffer], on_devices: OnDevices) -> tuple[Payload, str]:
-    """As ``writable``, also of memory that is all on one device."""
+    """As ``writable``; also takes memory that is all on one device."""
     if type(buffers) is np.ndarray and buffers.dtype is _UINT8:  # as in ``encode_all``
         data = memoryview(buffers)  # type: ignore[arg-type]
         if data.ndim == 1 and data.c_contiguous and not data.readonly and data:
@@ -482,7 +482,7 @@ def _disagree(described: Described, size: int) -> CorruptObjectError:
 
 
 def _readable(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Raises CorruptObjectError: numpy can make no text of it, at whatever later moment."""
+    """The array. Raises CorruptObjectError: it holds numbers that are no characters."""
     if array.dtype.kind == "U" and array.size:
         points = np.dtype(np.uint32).newbyteorder(array.dtype.byteorder)
         if int(array.reshape(-1).view(points).max()) > sys.maxunicode:
@@ -519,7 +519,7 @@ def array_over(
 def _as_array(
     descriptor: bytes, kind: Kind | None
 ) -> tuple[np.dtype[np.generic] | None, Described, int]:
-    """dtype and size in bytes of a value to return as numpy array; None: as another kind."""
+    """The dtype, what the descriptor says, and the size in bytes; dtype None: no numpy array."""
     described = _BYTES if kind == "bytes" else read_descriptor(descriptor)
     if (kind or described.kind) != "numpy" or described.kind == "bytes":
         return None, described, 0
@@ -570,8 +570,8 @@ def check_dtype(descriptor: bytes, expected: str) -> None:
 
 
 def decode_tensor(descriptor: bytes, flat: torch.Tensor) -> torch.Tensor:
-    """The tensor whose bytes are in ``flat``, which it aliases. What was put as bytes stays one of
-    ``uint8``.
+    """The tensor whose bytes are in ``flat``, which it aliases. A value put as bytes is
+    a tensor of ``uint8``.
 
     Args:
         flat: one-dimensional, of ``uint8``, on any device.
@@ -597,7 +597,7 @@ def _shaped(module: ModuleType, described: Described, flat: torch.Tensor) -> tor
     dtype = torch_dtype(module, described.dtype)
     try:
         if not flat.numel():
-            flat = flat.new_empty(0)  # numpy's strides of nothing are not those of torch
+            flat = flat.new_empty(0)  # empty arrays of numpy have other strides
         return flat.view(dtype).reshape(described.shape)
     except (ValueError, RuntimeError, TypeError) as error:
         raise _disagree(described, flat.numel()) from error

@@ -1,6 +1,7 @@
 """Allocations: the flows of ``allocate``, and of the put that makes an object of one.
 
-allocate ──► the program computes into the pool's memory ──► header ──► commit, renew
+``allocate`` leases memory of the pool, and the program computes into it. The put writes the header
+in front of the payload, commits the allocation under its key, and renews the lease.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def allocate(context: Context, descriptor: bytes, size: int, wait_ms: int) -> Fl
 
 
 def grant(context: Context, size: int, wait_ms: int) -> Flow[tuple[Granted, float]]:
-    """Has the master grant space for ``size`` payload bytes, and wipes its header; returns it, and
-    until when the client has it.
+    """Has the master grant space for ``size`` payload bytes, and wipes its header. Returns the
+    grant, and until when the client holds it.
 
     Raises:
         As ``write``.
@@ -78,7 +79,7 @@ def grant(context: Context, size: int, wait_ms: int) -> Flow[tuple[Granted, floa
     assert isinstance(errors, list)
     if errors[0] is not None:
         yield from revoke(grants.epoch, grants.tokens, errors)
-        raise copy(errors[0])  # which no frame refers to
+        raise copy(errors[0])  # no frame refers to the copy
     return Granted(grants.epoch, grants.tokens[0], segment, offset, size), until
 
 
@@ -122,7 +123,7 @@ def put(
         raise
     if outcome is PutOutcome.REFUSED:
         raise _lost()
-    if outcome is not PutOutcome.STORED:  # the memory is quarantined, readable until then
+    if outcome is not PutOutcome.STORED:  # quarantined: it is readable until its deadline
         lease.unneeded()
         return outcome
     asked = context.clock()
@@ -167,9 +168,9 @@ def commit(
     """Gives an allocation its key. Its payload is in place already, so no payload byte moves.
 
     Args:
-        item: one, in one part.
-        deadline: until when the client holds it.
-        written: the header that an earlier commit of it has written, or empty; set to this one's.
+        item: a single one, whose payload is in one part.
+        deadline: until when the client holds the allocation.
+        written: the header that an earlier commit of it has written, or empty; set to the new one.
             An equal header is not written again: the earlier commit may have been executed, and
             its object removed and wiped since.
     """
@@ -183,12 +184,12 @@ def commit(
     )  # fmt: skip
     pack_into(head, header, segment.seed, offset)
     if head != written:
-        written.clear()  # until it is whole
+        written.clear()  # until the new header is whole
         # ``allocate`` has wiped the old header, and a half-written one is not valid.
         errors = yield [Transfer(segment, [Move(offset, memoryview(head))], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:
-            raise copy(errors[0])  # which no frame refers to
+            raise copy(errors[0])  # no frame refers to the copy
         written[:] = head
     committed = yield from ask(
         calls.Commit(
@@ -202,7 +203,7 @@ def commit(
 
 
 def _renewal(named: Named, place: LeasedPlace, tokens: Sequence[int] = ()) -> calls.Renew:
-    """Asks whether an allocation has become this object."""
+    """The call that asks whether an allocation has become this object."""
     return calls.Renew(
         named.namespace, [named.key], [named.epoch], [named.counter], named.epoch, tokens,
         [place.uuid], [place.offset],

@@ -1,4 +1,4 @@
-"""The flows that move no bytes: matching, existence, removal, listing."""
+"""The flows that move no payloads: matching, existence, removal, pins, status, traffic, stat."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Match(NamedTuple):
     matched: int
     """Leading keys that are present, and leased."""
     being_written: int
-    """How many keys after those are being written at this moment; not looked for beyond the
-    ``BATCH_KEYS_MAX`` keys of the call that found them."""
+    """How many keys after the matched ones are being written at this moment, as far as the last
+    call looked: it has ``BATCH_KEYS_MAX`` keys at most."""
 
 
 def match_prefix(namespaces: Sequence[Namespace], keys: Sequence[Key]) -> Flow[list[Match]]:
@@ -93,7 +93,7 @@ def clear_some(context: Context, namespace: str) -> Flow[calls.Cleared]:
 
 
 def _removing(request: calls.Request, expected: type[ResultT]) -> Flow[ResultT]:
-    """Repeats the call for up to a second: a new master has no node yet that could record it."""
+    """Repeats the call for up to a second: a new master has no node yet to record the removal."""
     for pause_s in (0.05, 0.15, 0.3, 0.5):
         try:
             return (yield from ask(request, expected))
@@ -132,7 +132,7 @@ class ObjectStat(NamedTuple):
 
     detail: calls.ObjectDetail
     header: Header | None
-    """As read from its first replica; None: being written, or not readable now."""
+    """The header of the first replica; None: it is being written, or cannot be read now."""
 
 
 def stat(context: Context, namespace: Namespace, key: Key) -> Flow[ObjectStat | None]:
@@ -140,7 +140,7 @@ def stat(context: Context, namespace: Namespace, key: Key) -> Flow[ObjectStat | 
     detail = yield from ask(calls.StatObject(namespace, key), calls.ObjectDetail)
     if detail.row is None:
         return None
-    epoch = detail.epoch or detail.version.epoch  # of the object: wrong once the master restarted
+    epoch = detail.epoch or detail.version.epoch  # the object's own is wrong after a restart
     placed = yield from learn(context, epoch, detail.placements, asked + 1.0)
     if not placed or placed[0] is None:
         return ObjectStat(detail, None)

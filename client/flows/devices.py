@@ -56,8 +56,8 @@ RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 
 def ready(device: Device, payloads: Sequence[Payload], stream: Stream | None) -> Ready:
-    """Waits for what the payloads come after; for payloads that do not say it, and if a stream is
-    given, for what was queued there before the call."""
+    """The step that waits for the events of the payloads (``DeviceMemory.after``). If a payload has
+    none, or a stream is given, it also waits for the work queued on the stream before the call."""
     memories = [payload for payload in payloads if not isinstance(payload, list)]
     events = [event for memory in memories for event in memory.after]
     if stream is not None or not all(memory.after for memory in memories):
@@ -139,21 +139,21 @@ class DeviceReads(ObjectReads):
 
 
 class DeviceLooks(ObjectReads):
-    """Objects in the memory of a device that a program uses where they are: checked, not copied.
-    Rows without payload, and ``outcomes`` as of any read."""
+    """Checks, without a copy, objects in the memory of a device that a program is to use there. The
+    rows have no buffers; the ``outcomes`` are those of any read."""
 
     __slots__ = ("lent",)
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
         super().__init__(segment, namespace, verify=verify)
         self.lent: list[Lent | None] = []
-        """Per row, its memory, if it has been found."""
+        """Per row the memory of the object; None: it was not found."""
 
     def look(self, placed: Placed, offset: int, key: Key) -> None:
         self.rows.append((offset, placed.size, placed.epoch, placed.counter, key, None))
 
     def run(self, transport: Transport, deadline: float) -> None:
-        """As ``Transfer.run``; nothing is found on another way than the device's own."""
+        """As ``Transfer.run``; only a ``DeviceTransport`` finds objects."""
         self.lent = [None] * len(self.rows)
         self.outcomes = [STALE for _ in self.rows]
         if not isinstance(transport, DeviceTransport):
@@ -194,7 +194,7 @@ class DeviceWrites(ObjectWrites):
                 if locked is not None and _lock(device, locked, group, self.segment):
                     self._begin(group, under_way, transport, locked)
                     unsealed.append(group)
-                    if len(unsealed) > 1:  # of one, checksums are computed while the next is copied
+                    if len(unsealed) > 1:  # checksums of one are computed while the next is copied
                         under_way.settle(all_but=1)
                         self._seal(unsealed.popleft(), transport, deadline)
                 else:
@@ -289,7 +289,7 @@ def _checked_on(
 
 
 class _UnderWay:
-    """Copies that the device makes at this moment; when the block is left, all have ended."""
+    """Copies that the device makes at this moment; when the ``with`` block ends, so have they."""
 
     def __init__(self, device: Device, deadline: float) -> None:
         self.deadline = deadline
@@ -319,7 +319,7 @@ class _UnderWay:
         self._events.append(event)
 
     def settle(self, all_but: int = 0) -> None:
-        """Waits for the copies of all groups but so many, the last ones."""
+        """Waits for the copies of all groups but the last ``all_but``."""
         while len(self._events) > all_but:
             if (event := self._events[0]) is not None:
                 self._device.settle(event, self.deadline)
@@ -352,7 +352,7 @@ class _HostMemory:
 
 @contextmanager
 def _room(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
-    """Page-locked memory of the ring; ordinary memory, if it is too much for a slot."""
+    """A slot of the ring of page-locked memory; ordinary memory, if ``size`` exceeds a slot."""
     if size > device.ring.slot_bytes:
         ordinary = np.empty(size, np.uint8)
         yield _HostMemory(device, memoryview(ordinary), False)  # type: ignore[arg-type]
@@ -365,7 +365,7 @@ def _room(device: Device, size: int, deadline: float) -> Iterator[_HostMemory]:
 def _straight(
     device: Device, transport: Transport, segment: SegmentInfo
 ) -> Iterator[Locked | None]:
-    """The segment for the device's own copies; None: it is not mapped here."""
+    """The mapped segment, for copies by the device itself; None: it is not mapped here."""
     is_mounted: Callable[[], bool] | None = transport.watch(segment) if transport.maps else None
     if is_mounted is None:
         yield None
@@ -425,5 +425,5 @@ def _into(rows: Sequence[Any], memory: memoryview) -> list[Any]:
 
 
 def _bare(rows: Sequence[Any]) -> list[Any]:
-    """The rows without memory: what they describe is in its place."""
+    """The rows without buffers: their payloads stay in their places in the segment."""
     return [(*row[:5], None, *row[6:]) for row in rows]

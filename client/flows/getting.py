@@ -35,7 +35,7 @@ class Raw(NamedTuple):
     data: memoryview
     """Its payload."""
     described: Described
-    """What was put; bytes, if its descriptor cannot be read."""
+    """What kind of value was put; bytes, if its descriptor cannot be read."""
     version: Version
 
 
@@ -81,7 +81,7 @@ def get_many(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow
 
 
 def _found(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:
-    """The flow that gets values so."""
+    """Gets values as ``options`` say: as copies, or as views of the pool."""
     if options.copy:
         return read_values(context, keys, options)
     view = viewing.view_tensors if options.device else viewing.view_values

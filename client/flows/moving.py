@@ -48,11 +48,11 @@ class Moved(NamedTuple):
     """Where the next step begins; 0: the pass is over."""
     objects: int
     size: int
-    """Payload bytes of those."""
+    """Payload bytes of the moved objects."""
     failed: int
     """Objects that could not be moved now: being replaced, removed, or a node did not answer."""
     left: int
-    """Objects for which other nodes have no space, or that of objects that may not be evicted."""
+    """Objects for which other nodes have no space but that of objects that may not be evicted."""
     left_size: int
     evicted: int
     """Less recently used objects on other nodes that were evicted to make room."""
@@ -175,7 +175,7 @@ def _read(
     segments: Mapping[int, SegmentInfo],
     deadline: float,
 ) -> Flow[int]:
-    """Fill ``data`` and, where all is right, ``header``; returns how many are corrupt."""
+    """Fills ``data`` of each copy, and ``header`` if all is right. Returns how many are corrupt."""
     transfers = _reads(copies, segments, deadline, payload=True)
     failed = yield from carry_out(context, transfers)
     wrong: list[_Copy] = []
@@ -185,7 +185,7 @@ def _read(
             continue
         header = _present_header(copy, segments)
         if header is None:
-            continue  # removed before
+            continue  # removed or replaced before
         if header.payload_checksum == copy.hasher.intdigest():
             copy.header = header
         else:
@@ -200,7 +200,7 @@ def _reads(
     *,
     payload: bool,
 ) -> dict[int, Transfer]:
-    """By segment: reads of the headers, each before its payload if that is wanted."""
+    """The reads of each segment: of every header and, if ``payload``, of the payload after it."""
     transfers: dict[int, Transfer] = {}
     for copy in copies:
         segment_id, offset = copy.source

@@ -20,8 +20,8 @@ from kvstore.errors import KVStoreError
 from kvstore.limits import AVOID_MAX, Key, Namespace
 
 AVOID_FIRST_S = 2.0
-"""How long a node that did not answer is avoided: longer than the time-out that shows it. Doubles
-each time that the node does not answer soon after."""
+"""How long a node that did not answer is avoided: longer than the time-out by which that shows. It
+doubles each time that the node does not answer soon after."""
 
 AVOID_QUICK_S = 0.25
 """The same for a node that failed at once: another attempt is cheap, and it may have restarted."""
@@ -73,7 +73,7 @@ class PlacementCache:
     def remember(
         self, namespace: Namespace, keys: Iterable[Key], placed: Iterable[Placed | None]
     ) -> None:
-        """``placed``: of each key; None: it is not there."""
+        """``placed``: where the object of each key is; None: a miss."""
         if not self._capacity:
             return
         known = self._placed
@@ -128,7 +128,7 @@ class SegmentTable:
         self._clock = clock
         self._of: tuple[int, dict[int, SegmentInfo]] = 0, {}
         self._failed: dict[bytes, Failed] = {}
-        """By uuid."""
+        """Segments that failed lately, by uuid."""
 
     def of(self, epoch: int) -> dict[int, SegmentInfo]:
         """The known segments of this epoch, by id; callers add new ones. The dictionary keeps its
@@ -160,7 +160,7 @@ class SegmentTable:
         pause_s = AVOID_FIRST_S if silent else AVOID_QUICK_S
         if before is not None:
             if now < before.until:
-                return  # calls that began before it was avoided
+                return  # this call began before the segment was avoided
             if silent and before.is_silent and now < before.until + before.pause_s:
                 pause_s = min(2 * before.pause_s, AVOID_LONGEST_S)
         while len(self._failed) >= FAILED_MAX:

@@ -1,4 +1,4 @@
-"""Putting values: the flows of ``put`` and ``put_many``, which also give allocations their keys."""
+"""Putting values: the flows of ``put``, which may give an allocation its key, and ``put_many``."""
 
 from __future__ import annotations
 

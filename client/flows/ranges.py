@@ -64,7 +64,7 @@ class PartReads(ObjectReads):
         self.check()
 
     def check(self) -> None:
-        """The outcomes, of the headers that were read."""
+        """Sets ``outcomes`` by the headers that were read."""
         for row, head in zip(self.rows, self.heads, strict=True):
             header = header_of(head, self.segment.seed, self.namespace, row)
             self.outcomes.append(STALE if header is None else header.descriptor)

@@ -86,7 +86,7 @@ class Target:
         self.data: Bytes1D | None = None
         """The payload, if its memory was allocated here."""
         self.room: Bytes1D | None = None
-        """That memory."""
+        """Memory that was allocated here for the payload."""
         self.bad: Sequence[Bad] = ()
         """Reads under a valid lease that found other bytes."""
 
@@ -176,7 +176,7 @@ def read(
     timeout_ms: int | None = None,
     kind: type[ObjectReads] = ObjectReads,
 ) -> Flow[None]:
-    """Read every target that is there; sets ``descriptor`` of those, and ``data``.
+    """Reads every target that is stored, and sets its ``descriptor``, ``placed`` and ``data``.
 
     Args:
         kind: ``DeviceReads``, if the targets are on a device; ``PartReads`` of ``ObjectParts``.
@@ -226,7 +226,7 @@ def read(
             else:
                 yield from unreachable(context, group.reads.segment, error)
                 if error.fields.get("final"):
-                    raise copy(error)  # which no frame refers to
+                    raise copy(error)  # no frame refers to the copy
                 todo += [target for target, _, _ in group.targets]
         if not todo:
             break
@@ -257,7 +257,7 @@ def tensor_of(key: Key, descriptor: bytes, flat: torch.Tensor) -> torch.Tensor |
 
 
 def unreadable(error: Unreadable, key: Key) -> Unreadable:
-    """The same error, about this object."""
+    """The same error, as one about this object."""
     named = type(error)(
         f"no value can be made of {key_text(key)}: {error.message}", advice=error.advice
     )
@@ -266,7 +266,7 @@ def unreadable(error: Unreadable, key: Key) -> Unreadable:
 
 
 def confirmed(bad: Sequence[Bad], placed: Placed) -> list[Bad]:
-    """The entries of ``bad`` whose version is still placed there. A removal hides an object before
+    """The entries of ``bad`` that are of the version placed now. A removal hides an object before
     it wipes the header, so a reader with an older answer has not found bad memory."""
     version = placed.epoch, placed.counter
     return [each for each in bad if (each.placed.epoch, each.placed.counter) == version]
@@ -291,7 +291,7 @@ def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -
     }
     keys, epochs, counters, uuids = map(list, zip(*rows, strict=True))
     for key in keys:
-        context.placements.forget(namespace, key)  # a bad replica is listed first
+        context.placements.forget(namespace, key)  # its first replica is a bad one
     objects = len(set(keys))
     context.count("corrupt_objects", objects)
     log.error("corrupt_objects namespace=%s objects=%d", namespace, objects)
@@ -336,7 +336,7 @@ def _finish(context: Context, group: _SegmentReads) -> list[Target]:
 
 
 def mismatch(context: Context, namespace: Namespace, key: Key, replica: Replica) -> None:
-    """Count and log a payload that is not what its header says."""
+    """Counts and logs a payload that does not match the checksum in its header."""
     context.count("checksum_mismatches")
     log.warning(
         "checksum_mismatch namespace=%s key=%s node=%s offset=%d",

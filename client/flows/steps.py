@@ -132,7 +132,7 @@ class Context:
     counters: dict[str, int]
     """Events by name; see ``count``."""
     client: str = ""
-    """Its name, for reports."""
+    """The name of the client, for reports."""
     here_only: bool = False
     """Whether none of this client's transports reaches another host."""
     failover_s: float = 3.0
@@ -180,7 +180,7 @@ def describe(
 def learn(
     context: Context, epoch: int, placements: Placements, until: float
 ) -> Flow[list[Placed | None]]:
-    """Placements as objects, their segments described."""
+    """Each row of ``placements`` as a ``Placed``, once its segments are described; None: a miss."""
     known = yield from describe(context, epoch, placements.segments)
     return list(context.segments.rows(known, placements, until))
 
@@ -193,7 +193,7 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
         KVStoreError: as ``error``, when going elsewhere cannot help.
     """
     if not isinstance(error, UnavailableError | InvalidRangeError | PermissionDeniedError):
-        raise copy(error)  # which no frame refers to
+        raise copy(error)  # no frame refers to the copy
     epoch = context.segments.forget(segment)
     context.count("failed_transfers")
     if isinstance(error, SegmentGoneError):
@@ -221,7 +221,8 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
 def carry_out(
     context: Context, transfers: Mapping[NameT, Transfer]
 ) -> Flow[dict[NameT, KVStoreError]]:
-    """Moves the bytes; the errors of those that failed, each handled by ``unreachable``.
+    """Moves the bytes. Returns the errors of the transfers that failed, once ``unreachable`` has
+    handled each of them.
 
     Raises:
         As ``unreachable``.

@@ -110,7 +110,7 @@ def _look(
     bad: dict[int, list[Bad]],
 ) -> list[int]:
     """Puts values over the segment into ``views``. Returns the indexes of objects to look up
-    again, and adds to ``bad`` the places that hold other bytes now."""
+    again, and adds to ``bad`` the places that do not hold their objects now."""
     segment, shown, rows, of = looks
     namespace, kind = options.namespace, options.kind
     try:
@@ -142,7 +142,7 @@ def _look(
         tensor: Value | None = None
         try:
             wanted = kind or read_descriptor(descriptor).kind
-            claimed = shown if wanted == "torch" else read_only  # torch takes no other
+            claimed = shown if wanted == "torch" else read_only  # torch wants it writable
             array = array_over(descriptor, kind, claimed, at, size)
             if wanted == "numpy":
                 views[index] = array

@@ -1,7 +1,7 @@
 """Writing objects: the flow under ``put`` and its siblings.
 
-put_start ──► wipe, payload, header of each replica, in that order ──► put_end. A grant that
-fails (a node died, the master changed) is revoked, and the flow asks for another.
+After put_start, each replica is wiped, then gets its payload, then its header; put_end follows. A
+grant that fails (a node died, the master changed) is revoked, and the flow asks for another.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ATTEMPTS = 4
 """Grants of one put before it is refused."""
 
 SHOWN_MAX = 3
-"""Nodes that the error of a put names."""
+"""Failed nodes whose errors the message of a failed put repeats."""
 
 OUTCOMES = {int(each): each for each in PutOutcome}
 """By number: calling the enum takes 20 times as long."""
@@ -93,11 +93,11 @@ class PutOptions(NamedTuple):
 
 
 def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutOutcome]]:
-    """Stores every item that is missing; one outcome (STORED, FOUND, BEING_WRITTEN) each; also
-    NO_SPACE, if ``options.partial``.
+    """Stores every item that is missing. Returns one outcome each: STORED, FOUND or BEING_WRITTEN;
+    with ``options.partial`` also NO_SPACE.
 
-    Otherwise room is granted for all of ``PUT_KEYS_MAX`` items or for none; an error may come after
-    some such pieces were stored.
+    Without ``partial``, room is granted for all of a piece of ``PUT_KEYS_MAX`` items or for none;
+    an error may come after some pieces were stored.
 
     Raises:
         PutRefusedError: ATTEMPTS grants failed, or all nodes that could take the objects did; names
@@ -139,7 +139,7 @@ def write(context: Context, items: Items, options: PutOptions) -> Flow[list[PutO
             new = failures[before:]
             quick.update(each.segment.uuid for each in new if not is_silent(each.error))
             if not any(is_silent(each.error) for each in new):
-                yield Pause(0.02 * 4 ** max(0, attempts - 1))  # otherwise a second has passed
+                yield Pause(0.02 * 4 ** max(0, attempts - 1))  # a silent one has taken a second
     except DeadlineExceededError as late:
         if not failures:
             raise
@@ -311,8 +311,8 @@ def _finish(
                 context.count("put_deadlines_passed")
             try:
                 yield from unreachable(context, transfer.segment, error)
-            except DeviceError:  # otherwise no client could put these keys until the deadline
-                error.fields.setdefault("settled", 1)  # its copies have ended, unless it denies it
+            except DeviceError:  # unrevoked, the keys could not be put until the deadline
+                error.fields.setdefault("settled", 1)  # its copies have ended, unless it says no
                 yield from revoke(grants.epoch, grants.tokens, [each for each in errors if each])
                 raise
     whole = not lost and len(writes) == len(distinct_ids)

@@ -1,9 +1,9 @@
 """Leases on memory of the pool, and how they are renewed.
 
-    held ──► a third of what is left is over ──► asked ──► held on, if the master says so and the
-      ▲                                                    segment is mounted as it was
-      └──────────────────────────────────────────────────┘
-    otherwise the lease ends, and ``held`` turns false for good
+A lease is renewed when a third of its remaining time has passed. If the master confirms it and the
+segment is mounted as it was, the lease is extended. Otherwise it ends with the last promise; that
+of an allocation or of a device's memory ends as soon as the segment is mounted again. From its end
+on, ``held`` is False for good.
 
 A renewal names the place of the leased memory as well as the version: the version may have ended
 there, and have come back with the memory of another node.
@@ -57,9 +57,9 @@ class LeasedPlace(NamedTuple):
     """The position of leased memory. It stays the same when another master mounts the segment."""
 
     uuid: bytes
-    """Of the segment."""
+    """The uuid of the segment."""
     offset: int
-    """Of the extent."""
+    """The offset of the extent."""
     ends_with_owner: bool = False
     """Whether the memory is a device's: what it holds is undefined once its node has ended."""
 
@@ -132,7 +132,7 @@ class Lease:
         place: LeasedPlace | None = None,
     ) -> None:
         self.place = place
-        """Of an object; None: of an allocation, which cannot be found again."""
+        """Where the object is; None: an allocation, which cannot be found again."""
         self.what: What = held
         self.size = size
         """Length of the memory in bytes."""
@@ -141,14 +141,14 @@ class Lease:
         self._clock = clock
         self._kept = True
         self.holders: set[object] = set()
-        """What stands for the arrays over this memory; none: the program has dropped all of them.
-        A set, because a signal handler that raises makes no member of it count twice."""
+        """A watch for each array over this memory; empty: the program has dropped all of them. A
+        set, so that no member counts twice if a signal handler raises."""
         self.header = bytearray()
         """Of an allocation: the header that a commit has written in front of it."""
         self.unanswered: Named | None = None
         """Of an allocation: the object that it may have become, by a commit without an answer."""
         self.is_retried = False
-        """Whether the last attempt to renew it failed."""
+        """Whether the last attempt to renew the lease failed."""
         self.plan_renewal()
 
     @property
@@ -266,8 +266,8 @@ class LeaseTable:
         mounted: Mounted,
         place: LeasedPlace | None = None,
     ) -> Lease:
-        """The lease of the memory at ``address``, for one more holder. A new one counts from
-        ``enter``."""
+        """The lease of the memory at ``address``, for one more holder. A new lease is in the table
+        only after ``enter``."""
         lease = self._leases.get(address)
         if lease is not None and lease.what == held and lease.held:
             lease.extend(until)
@@ -275,7 +275,7 @@ class LeaseTable:
         return Lease(held, until, size, mounted, self.clock, place)
 
     def enter(self, address: int, lease: Lease, holder: object) -> None:
-        """Called once ``holder`` is certain to ``let_go`` at last."""
+        """Called once it is certain that ``let_go`` will be called for ``holder``."""
         lease.holders.add(holder)
         newest = self._leases.get(address)
         if newest is not None and newest is not lease:
@@ -390,8 +390,8 @@ class Renewal:
             if still:
                 lease.renewed(asked + promised_ms / 1000 - margin_s)
             else:
-                # Removed, or a new master that does not know it: the bytes stay until the last
-                # promise ends, and ``held`` turns false then.
+                # The object was removed, or a new master does not know it: the bytes stay until
+                # the last promise ends, and ``held`` turns False then.
                 lease.plan_renewal()
 
 

@@ -79,10 +79,10 @@ class Watches:
     that trace is lost (a tensor that the program made of an array, DLPack), the address decides; if
     the memory was leased more than once, the answer is the lease that promises least.
 
-    The end of an array runs calls of C, ``deque.append`` and ``SimpleQueue.put``: it may come
-    between any two steps of any thread, whatever locks that holds, and a signal handler that raises
-    must not cut it short. ``settle`` does the rest. Any thread may read; only one thread at a time
-    may call the other methods.
+    When an array is freed, only two C functions run, ``deque.append`` and ``SimpleQueue.put``: this
+    may happen between any two steps of any thread, whatever locks it holds, and a signal handler
+    that raises must not cut it short. ``settle`` does the rest. Any thread may read; only one
+    thread at a time may call the other methods.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Watches:
         self.leases = LeaseTable(clock)
         self._allocations: set[_ArrayReference] = set()
         self.woken: SimpleQueue[object] = SimpleQueue()
-        """Wakes the renewing thread, also when an allocation is gone, to be revoked. Its ``put``
-        takes no lock and may interrupt another one: made for finalizers."""
+        """Wakes the renewing thread, also when a dropped allocation is to be revoked. Its ``put``
+        takes no lock and may interrupt another ``put``, so finalizers may call it."""
         self._arrays: dict[int, _ArrayReference] = {}
         self._storages: dict[int, _ArrayReference] = {}
         self._let_go: deque[weakref.ref[NDArray[np.generic]]] = deque()
@@ -142,7 +142,7 @@ class Watches:
             self._storages[storage] = watch
 
     def settle_alone(self) -> None:
-        """From now on no thread settles: the end of an array does."""
+        """From now on no thread calls ``settle``: it runs whenever an array is freed."""
         for watch in list(self._arrays.values()):
             array = watch()
             if array is not None:
@@ -268,7 +268,8 @@ class Views:
             held: what the lease is on.
             until: when the promise ends.
             mounted: whether the segment under it is mounted as it was.
-            place: of the object; then it is found again when its segment was mounted anew.
+            place: where the object is; with it, the object is found again if its segment is
+                mounted anew.
             value: a tensor over the array, if the program gets that instead of the array.
         """
         (lease,) = self.add_many([(array, array.ctypes.data, held, until, place, value)], mounted)
@@ -290,8 +291,8 @@ class Views:
         return leases
 
     def of(self, value: Value | memoryview) -> Lease | None:
-        """The lease of the view or allocation that ``value`` is or was made of; None: it is not of
-        this pool."""
+        """The lease of the view or allocation that ``value`` is or was made of; None: it is not
+        memory of this pool."""
         return self._watches.of(value)
 
     def allocation(self, data: memoryview) -> Lease | None:
@@ -371,7 +372,7 @@ class Views:
                     self._revoke_dropped()
                     self._renew()
             except Exception:
-                # A bug. The next round tries again what it kept from being renewed.
+                # This is a bug. The next round renews what this one has not.
                 log.exception("lease_renewal_broken views=%d", len(self._watches.leases))
                 self._closing.wait(BROKEN_PAUSE_S)
 
