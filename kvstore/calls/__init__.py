@@ -1,4 +1,4 @@
-"""What can be asked of a master, as plain values: one request and one reply type per call.
+"""The calls to a master, as plain values: each call has a request type and a reply type.
 
 The client's flows yield these requests, the master's handlers take them and answer with these
 replies, the simulator passes them by hand, and ``kvstore.wire.messages`` is the one place that

@@ -1,4 +1,4 @@
-"""What programs ask a master, through a client (``proto/kvstore/v1/client.proto``)."""
+"""The calls that programs make, through a client (``proto/kvstore/v1/client.proto``)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PutOutcome(enum.IntEnum):
     REFUSED = 5
     """Not stored: the token is unknown, its deadline passed, or its segment is gone."""
     NO_SPACE = 6
-    """Not stored: the pool is full (only as the result of ``put_many(..., partial=True)``)."""
+    """Not stored: the pool is full (only in results of puts with ``partial=True``)."""
 
 
 class Presence(enum.IntEnum):
@@ -83,7 +83,7 @@ class Joined(NamedTuple):
     lane_unix: str
     """Name of the lane's abstract Unix socket, for clients on the same host; may be empty."""
     lane_token: bytes
-    """What the lane's first frame must carry."""
+    """The token that the first frame on the lane must carry."""
     lease_ms: int
     put_deadline_ms: int
     version: str
@@ -141,7 +141,7 @@ class Exists(NamedTuple):
     namespace: Namespace
     keys: Sequence[Key]
     lease: bool = False
-    """Lease those that are, as ``Lookup`` does, which also says where they are. Without a lease
+    """Lease the stored ones, as ``Lookup`` does, which also says where they are. Without a lease
     the answer is about this moment only. Masters of the release before lease nothing."""
 
 
@@ -210,8 +210,8 @@ class PutRevoke(NamedTuple):
     settled: bool
     """Whether no write of these puts can still land, so that the extents are free at once."""
     connections: Annotated[Sequence[int], Rows(CONNECTIONS_CUT_MAX)] = ()
-    """Not settled: the connections to data servers that may still carry bytes of these puts, by the
-    client's numbers for them. Empty: any connection of that client."""
+    """If not settled: the connections to data servers that may still carry bytes of these puts, by
+    the client's numbers for them. Empty: any connection of that client."""
 
 
 class Revoked(NamedTuple):
@@ -225,7 +225,7 @@ class Allocate(NamedTuple):
     wait_ms: WaitMs
     host: NameOrEmpty
     avoid: Avoided = ()
-    """As in ``PutStart``; and so are the next two."""
+    """As in ``PutStart``, like the next two fields."""
     here_only: bool = False
     client_number: int = 0
 
@@ -262,7 +262,7 @@ class Renew(NamedTuple):
     """The epoch of the tokens."""
     tokens: Numbers
     uuids: Annotated[Sequence[bytes], Rows(), Sixteen()] = ()
-    """The segments of the leased memory, by uuid; and so are the offsets of its extents. One row
+    """The uuids of the segments of the leased memory; ``offsets`` are those of its extents. One row
     per key, or none: then a version is promised only while all of its replicas are mounted."""
     offsets: Numbers = ()
 
@@ -345,8 +345,8 @@ class ReportFailure(NamedTuple):
     reason: NameOrEmpty = ""
     """What failed: one line, for the master's log."""
     epoch: int = 0
-    """Of the segment ids, which may name other segments under another master; 0: that of the
-    master that hears this."""
+    """The epoch of the segment ids, which may name other segments under another master; 0: the
+    epoch of the master that gets the report."""
 
 
 class Reported(NamedTuple):

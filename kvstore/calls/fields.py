@@ -60,16 +60,16 @@ class AnyNamespace:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A column."""
+    """How many rows a column or repeated field may have, and which values."""
 
     most: int = BATCH_KEYS_MAX
-    """So many rows at most."""
+    """The most rows."""
     like: str = ""
     """An earlier field that must have as many rows; ``most`` does not count then."""
     value_max: int | None = None
-    """The largest number that it may hold; None: any of 64 bits."""
+    """The largest number in a row; None: any of 64 bits."""
     distinct: bool = False
-    """Whether its keys must be distinct."""
+    """Whether the keys in the rows must be distinct."""
 
 
 Name = Annotated[str, Text()]

@@ -1,4 +1,4 @@
-"""Messages of the stream between a node and its master, which are no calls
+"""Messages of the stream between a node and its master; they are not calls
 (``proto/kvstore/v1/node.proto``)."""
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ class NodeJoin(NamedTuple):
     protocol: int
     resume_epoch: int
     """The epoch to resume after a broken stream. A master that does not know these segments any
-    more refuses with ``SegmentGoneError``. 0: joins anew, having fenced off every older grant."""
+    more refuses with ``SegmentGoneError``. 0: the node joins anew, and has fenced older grants."""
     segments: Annotated[Sequence[SegmentOffer], Rows(NODE_SEGMENTS_MAX)]
     protocol_min: int = 0
     """The lowest version that the node speaks, ``protocol`` being the highest; 0: only that."""
     highest_epoch: int = 0
     """The highest epoch that the node has joined, or that its memory records. A master of a lower
-    one begins a new term above it, if it believes it (``kvstore.limits.highest_believed``)."""
+    one begins a new term above that epoch, if it believes it (``highest_believed``)."""
     cluster: NameOrEmpty = ""
     """Name of the cluster that the node was given, or that its memory belongs to."""
     version: NameOrEmpty = ""
-    """Of the node's program, for people; empty from older ones."""
+    """The release of the node's program, for people; empty from older nodes."""
 
 
 class NodeBeat(NamedTuple):
@@ -133,13 +133,13 @@ class MasterWipe(NamedTuple):
     counters: NumberPerOffset
     mark: Version = NO_VERSION
     """The mark to keep in the segment; ``NO_VERSION``: none. Memory whose mark is older than
-    another's was away during a removal. A master that does not know what was removed refuses its
-    claims."""
+    another's was away during a removal. A master that does not know what was removed refuses the
+    claims of such memory."""
     cut_clients: Numbers = ()
     """Data connections to end first, because they may still carry bytes of abandoned puts: the
     client of each, 0 for any."""
     cut_connections: Annotated[Sequence[int], Rows(like="cut_clients")] = ()
-    """For each the number that its client has given it, 0 for all of that client."""
+    """For each of them the number that its client has given it; 0: all of that client."""
 
 
 class MasterClaimed(NamedTuple):

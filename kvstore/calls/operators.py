@@ -45,9 +45,9 @@ class SegmentStatus(NamedTuple):
     device: NameOrEmpty = ""
     """Name of the device whose memory it is (``cuda:0``); empty: memory of the host."""
     ready_ms: int = 0
-    """How long none of its memory is given out: leases from before it joined may live."""
+    """How long none of its memory will be granted: leases from before it joined may last."""
     reports: bool = False
-    """Whether it still reports its objects; none of its memory is given out until then."""
+    """Whether its objects are still being reported; none of its memory is granted meanwhile."""
 
 
 class NodeStatus(NamedTuple):
@@ -60,10 +60,10 @@ class NodeStatus(NamedTuple):
     """Time since the master last heard of the node."""
     segments: Sequence[SegmentStatus]
     version: str = ""
-    """Of its program; empty: an older one, or an older master."""
+    """The release of its program; empty: an older node, or an older master."""
     unreachable: str = ""
     """Why the master could not connect to the node's memory after its join; empty: it could, has
-    not tried yet, or is an older one."""
+    not tried yet, or is of an older release."""
     entry_gone: bool = False
     """Whether somebody has removed the entry of its memory in /dev/shm: processes that start now
     cannot map it, and what it holds is lost when the node ends."""
@@ -79,9 +79,9 @@ class GoneNode(NamedTuple):
     gone_ms: int
     """Time since then."""
     missing: int
-    """Objects that were on no other node, and are back once the node is."""
+    """Objects that were on no other node, and come back with this node."""
     lost: int
-    """Those that did not come back in time, or not with its memory."""
+    """Objects that were on no other node, and did not come back in time or with its memory."""
     reports: bool
     """Whether its memory is back, and reports its objects."""
 
@@ -94,7 +94,7 @@ class NamespaceStatus(NamedTuple):
     pinned_objects: int = 0
     """Objects that pins hold: those named by a pin, and their ancestors."""
     pinned_bytes: int = 0
-    """Bytes of memory that those take, headers and replicas included."""
+    """Bytes of memory that the pinned objects take, headers and replicas included."""
 
 
 class Counter(NamedTuple):
@@ -178,7 +178,7 @@ class ObjectDetail(NamedTuple):
     """Time since the object was last matched, looked up or put."""
     placements: Placements
     epoch: int = 0
-    """In which the segments of ``placements`` have their numbers; 0 from older masters."""
+    """The epoch of the segment ids in ``placements``; 0 from older masters."""
 
 
 class DrainStep(enum.IntEnum):
@@ -204,8 +204,8 @@ class Drained(NamedTuple):
     pending: int
     """Puts and allocations under way that were to be written there."""
     began: Version = NO_VERSION
-    """The newest version when the draining began; 0 from older masters. What is moved off the node
-    gets a later one."""
+    """The newest version when the draining began; 0 from older masters. An object that is moved off
+    the node gets a later one."""
 
 
 class StartMoves(NamedTuple):
@@ -229,8 +229,8 @@ class StartMoves(NamedTuple):
     Nothing is evicted for that. The reply is empty if nothing is to be copied now."""
     evict_up_to: Version = NO_VERSION
     """Moves may evict objects elsewhere of this version or an earlier one, if they were used longer
-    ago than the moved object; as it is, none. With ``Drained.began`` a drain evicts nothing that
-    was moved off the node."""
+    ago than the moved object; by default none. With ``Drained.began`` a drain evicts no object
+    that was moved off the node."""
 
 
 class MovesStarted(NamedTuple):
@@ -246,7 +246,7 @@ class MovesStarted(NamedTuple):
     evicted: int
     """Objects elsewhere that were used longer ago, and had to make room."""
     namespaces: Sequence[Namespace]
-    """Of the granted objects, as the next three columns."""
+    """Of the granted objects, one row each, as in the next three fields."""
     keys: Sequence[Key]
     sources: Placements
     grants: Grants

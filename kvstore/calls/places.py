@@ -9,7 +9,7 @@ from kvstore.calls.fields import Name, ShmName
 
 
 class Version(NamedTuple):
-    """Which writing of a key this is: the master's epoch, and its counter at ``put_start``.
+    """Identifies one put of a key: the master's epoch, and its counter at ``put_start``.
 
     The counter is also the token of the put that wrote it.
     """
@@ -19,14 +19,14 @@ class Version(NamedTuple):
 
 
 NO_VERSION = Version(0, 0)
-"""Before all others."""
+"""The version before all others."""
 
 
 class EngineAddress(NamedTuple):
     """Where a segment is registered with a transfer engine (``kvstore.transport.mooncake``)."""
 
     name: Name
-    """What peers open: ``host:port`` of its handshake, or its key in the metadata server."""
+    """The name that peers open: ``host:port`` of the engine, or its key in the metadata server."""
     base: int
     """The address of the segment's first byte in the node's process; new for each generation."""
     protocol: Name
@@ -41,7 +41,7 @@ class DevicePlace(NamedTuple):
     entry: ShmName
     """Entry in ``/dev/shm`` that holds the superblock alone."""
     handle: Name
-    """What opens the memory in another process (``kvstore.device.driver.DeviceDriver.export``)."""
+    """Opens the memory in another process (``kvstore.device.driver.DeviceDriver.export``)."""
 
 
 class SegmentInfo(NamedTuple):

@@ -1,4 +1,4 @@
-"""What operators ask about use: who puts and asks, and which chains are matched
+"""Operators' calls about use: which clients put and ask, and which chains are matched
 (``proto/kvstore/v1/admin.proto``)."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Traffic(NamedTuple):
     """Who puts, who asks and what is not found, a page of namespaces at a time."""
 
     namespace: NamespaceOrEmpty = ""
-    """Empty: of every one that the master remembers."""
+    """Empty: all namespaces that the master remembers."""
     cursor: int = 0
     """0 first, then ``next_cursor`` of the answer before."""
 
@@ -27,33 +27,33 @@ class ClientTraffic(NamedTuple):
     address: str
     """Where it calls from; ``local``: from the host of the master."""
     first_ms: int
-    """Since it was first seen. The master remembers the last clients only."""
+    """Time since the client was first seen. The master remembers the last clients only."""
     idle_ms: int
-    """Since its last call."""
+    """Time since its last call."""
     keys: int
-    """That it wanted to put, or asked for."""
+    """Keys that it wanted to put, or asked for."""
     found: int
-    """Of those: that were there already."""
+    """Of those: keys that were stored already."""
     stored: int
-    """That it has put."""
+    """Keys that it has put."""
     key: bytes
-    """One of its last put; empty: it has only asked."""
+    """One key of its last put; empty: it has only asked."""
 
 
 class MissedKey(NamedTuple):
-    """A key that was asked for and not found: the first such of its question."""
+    """A key that was asked for and not found: the first missing one of its question."""
 
     key: Key
     client: str
     address: str
     idle_ms: int
-    """Since then."""
+    """Time since that question."""
     found: int
-    """Keys before it in that question, which were there."""
+    """Keys before it in that question; they were stored."""
     asked: int
     """Keys of that question."""
     present: bool
-    """Whether it is there now."""
+    """Whether the key is stored now."""
 
 
 class NamespaceTraffic(NamedTuple):
@@ -64,30 +64,30 @@ class NamespaceTraffic(NamedTuple):
     putters: Sequence[ClientTraffic]
     askers: Sequence[ClientTraffic]
     misses: Sequence[MissedKey]
-    """The last one of each client that asked, the last of all first."""
+    """The last missed key of each client that asked, the most recent one first."""
     questions: int
     none: int
-    """Questions whose first key was not there."""
+    """Questions whose first key was not stored."""
     partly: int
-    """Questions of which a later key was not there."""
+    """Questions of which a later key was not stored."""
     evicted: int
-    """Objects."""
+    """Objects that were evicted."""
     evicted_ms: int
-    """Since the last of those."""
+    """Time since the last eviction."""
     evicted_idle_ms: int
-    """How long that one had not been used then."""
+    """How long the object that was evicted last had not been used then."""
 
 
 class TrafficReport(NamedTuple):
     epoch: int
     uptime_ms: int
-    """Of the master, which remembers nothing from before."""
+    """Time since the start of the master, which remembers nothing from before."""
     namespaces: Sequence[NamespaceTraffic]
     next_cursor: int
     """0: that was the last page."""
 
     def with_page(self, page: TrafficReport) -> TrafficReport:
-        """With the rows of the page behind it."""
+        """This report with the rows of the next page added."""
         namespaces = [*self.namespaces, *page.namespaces]
         return self._replace(namespaces=namespaces, next_cursor=page.next_cursor)
 
@@ -96,11 +96,11 @@ class Chains(NamedTuple):
     """The chains that were matched most and used last, from their tips to their roots."""
 
     namespace: NamespaceOrEmpty = ""
-    """Empty: of the last namespaces in which clients put or asked."""
+    """Empty: the last namespaces in which clients put or asked."""
     keys: Annotated[Sequence[Key], Rows(CHAINS_MAX)] = ()
     """The chains that end at these blocks of ``namespace`` instead."""
     limit: Annotated[int, Between(0, CHAINS_MAX)] = 0
-    """Chains; 0: as many as are allowed."""
+    """The most chains; 0: as many as are allowed."""
 
 
 class Branch(NamedTuple):
@@ -116,8 +116,8 @@ class Branch(NamedTuple):
     last: Key
     blocks: int
     missing: int
-    """Of those: blocks without bytes, which were evicted, removed or lost. No match finds what is
-    below."""
+    """Of those: blocks without bytes, which were evicted, removed or lost. No match finds blocks
+    below them."""
     being_written: int
     """Of those: blocks that are being written."""
     size: int
@@ -131,22 +131,22 @@ class Branch(NamedTuple):
     ended: int
     """Of those: matches that ended at its last block."""
     counted_ms: int
-    """Since when the oldest of these counts has been kept; 0: there is none."""
+    """How long the oldest of these counts has been kept; 0: there is none."""
     idle_ms: int
-    """Since the last use of a block of this branch, or of one below it in this answer."""
+    """Time since the last use of a block of this branch, or of one below it in this answer."""
     leased_ms: int
     """How long a lease still protects a block of it, or one below it in this answer."""
     pinned: int
     """Of its blocks: those that pins hold."""
     cut: bool
-    """Whether the chain goes on above it, and was not walked further: it is too long."""
+    """Whether the chain goes on above this branch, but the bounds of one answer ended the walk."""
     segments: Sequence[int]
-    """Where the replicas of its blocks are: the segments with most of them."""
+    """The segments that hold most of the replicas of its blocks."""
     replicas: Sequence[int]
-    """How many are on each of these segments."""
+    """How many of these replicas are on each of ``segments``."""
 
     def replicas_by_node(self, nodes: Mapping[int, str]) -> dict[str, int]:
-        """``nodes``: the node of each segment. Those of unknown segments are under ``""``."""
+        """Replicas by node. ``nodes``: the node of each segment; ``""`` has those of unknown ones."""
         found: dict[str, int] = {}
         for segment, count in zip(self.segments, self.replicas, strict=True):
             name = nodes.get(segment, "")
@@ -157,21 +157,21 @@ class Branch(NamedTuple):
 class ChainsFound(NamedTuple):
     epoch: int
     uptime_ms: int
-    """Of the master, which remembers no match from before."""
+    """Time since the start of the master, which remembers no match from before."""
     branches: Sequence[Branch]
-    """Each one after the one that it continues, the most matched chain first."""
+    """Each branch comes after the one that it continues; the most matched chain is first."""
     whole: bool
     """Whether every wanted chain was walked."""
 
 
 class Blocks(NamedTuple):
-    """What the master knows of these blocks, and of those above the last one. It counts as no use
-    of them."""
+    """What does the master know of these blocks, and of those above the last one? This question is
+    no use of them."""
 
     namespace: Namespace
     keys: Annotated[Sequence[Key], Rows(BLOCKS_MAX)]
     above: Annotated[int, Between(0, BLOCKS_MAX)] = 0
-    """How many blocks above the last key are told, too: towards the root."""
+    """How many blocks above the last key, towards the root, are in the answer, too."""
 
 
 class Block(NamedTuple):
@@ -186,9 +186,9 @@ class Block(NamedTuple):
     idle_ms: int
     leased_ms: int
     pinned_ms: int
-    """How long the pin of this block lasts; not that of one below it."""
+    """How long the pin of this block itself lasts; pins of blocks below it do not count."""
     segments: Sequence[int]
-    """One per replica that is there."""
+    """The segment of each replica that is mounted."""
 
 
 class BlocksFound(NamedTuple):
