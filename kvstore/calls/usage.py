@@ -146,7 +146,7 @@ class Branch(NamedTuple):
     """How many of these replicas are on each of ``segments``."""
 
     def replicas_by_node(self, nodes: Mapping[int, str]) -> dict[str, int]:
-        """Replicas by node. ``nodes``: the node of each segment; ``""`` has those of unknown ones."""
+        """Replicas by node, if ``nodes`` has the node of each segment; ``""`` has all others."""
         found: dict[str, int] = {}
         for segment, count in zip(self.segments, self.replicas, strict=True):
             name = nodes.get(segment, "")

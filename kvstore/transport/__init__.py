@@ -1,1 +1,1 @@
-"""Ranges of a segment to and from a process's memory; the interface is in ``base``."""
+"""Transports copy ranges between a segment and a process's memory; ``base`` is the interface."""

@@ -1,4 +1,4 @@
-"""The one interface of all transports: ranges of one segment, to and from caller's memory.
+"""The one interface of all transports: they copy ranges of a segment to and from caller's memory.
 
 A transport moves bytes and knows nothing of objects, leases or masters. Rules for all of them
 (``tests/conformance/test_transports.py`` holds them to it):
@@ -92,7 +92,7 @@ class Transport(ABC):
 
         Args:
             rows: each with buffers, unless the transport ``maps``.
-            verify: payloads, too, and not only headers.
+            verify: check the payloads as well as the headers.
 
         Raises:
             As ``read``.
@@ -110,7 +110,7 @@ class Transport(ABC):
         """
 
     def memory(self, segment: SegmentInfo) -> memoryview:
-        """All of a segment that is reached, writable, where it ``maps``. Stays mapped as ``view``.
+        """All of a segment, writable, if the transport ``maps``. Stays mapped as ``view`` does.
 
         Raises:
             SegmentGoneError: it was unmounted or mounted anew, or is not in this address space.
@@ -122,9 +122,9 @@ class Transport(ABC):
         )
 
     def shown(self, segment: SegmentInfo) -> memoryview | None:
-        """All of a segment for values that programs get without a copy, or None where that is not
-        to be had: then they get copies. It claims to be writable; a write ends the process. Stays
-        mapped as ``view``."""
+        """All of a segment, for values that programs get without a copy; None: programs get copies.
+        The memoryview claims to be writable, but a write ends the process. Stays mapped as ``view``
+        does."""
         return None
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:

@@ -1,4 +1,4 @@
-"""Whole objects by moves, for transports without steps of their own for them."""
+"""Reads and writes whole objects by moves, for transports without compiled steps for objects."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvstore.transport.pieces import check_moves
 
 
 class ByMoves(Transport):
-    """Reads headers and payloads in one batch, because each costs a round trip: memory is filled
-    even where another object stands by now."""
+    """Reads headers and payloads in one batch, because each batch costs a round trip. So buffers
+    are filled even if another object is in that place by now."""
 
     def read_objects(
         self,
@@ -73,7 +73,7 @@ def payload_moves(row: ReadRow | WriteRow, hasher: Hasher | None) -> list[Move]:
 def outcome_of(
     row: ReadRow, head: bytearray, seed: int, namespace: str, hasher: Hasher | None
 ) -> bytes | int:
-    """What a read has found. ``hasher``: has got the payload; None: it is not verified."""
+    """The outcome of a row that was read. ``hasher``: of its payload; None: it is not verified."""
     header = header_of(head, seed, namespace, row)
     if header is None:
         return STALE

@@ -1,10 +1,10 @@
 """Transport to segments in the memory of a device of this host, which another process owns.
 
-The node exports its memory, and this process opens it (CUDA IPC). Headers and payloads are both
-there. The entry in ``/dev/shm`` has the superblock: the generation, which fences writers as in any
+The node exports its memory, and this process opens it (CUDA IPC). Headers and payloads are in that
+memory. The entry in ``/dev/shm`` has the superblock: the generation, which fences writers as in any
 segment, and the word that says whether the owner lives. Memory of a device ends with its owner,
-whoever has it open. So both are read before each copy and once more at the end of a call, and
-bytes that were copied meanwhile count only if the owner has lived through it.
+whoever has it open. So generation and word are read before each copy and at the end of a call, and
+bytes that were copied meanwhile count only if the owner has lived through the call.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LOCK: Final = struct.Struct("hhqqi4x")
 byte, and the owner waits for those before it frees the memory (``kvstore.node.device_segment``)."""
 
 AGAIN_S: Final = 30.0
-"""Between two attempts to open memory that could not be opened, which may take half a second."""
+"""Pause before memory that could not be opened is tried again; a try may take half a second."""
 
 SAID_MAX: Final = 1_000
 
@@ -76,7 +76,7 @@ class Lent(NamedTuple):
 
 
 class Attachment:
-    """One segment that this process has open."""
+    """The memory of one segment, open in this process."""
 
     def __init__(self, device: Device, base: int, page: mmap.mmap, fd: int) -> None:
         """Internal: use ``attach``. Takes over all but ``device``."""
@@ -171,8 +171,8 @@ class Attachment:
         return Lent(tensor, owner, address)
 
     def settle(self) -> bool:
-        """Closes the memory, if that was asked for and the last tensor is gone: that calls the
-        driver, which a finalizer must not do. Returns whether it is closed."""
+        """Closes the memory, if ``end`` was called and nothing uses it any more. Closing calls the
+        driver, which a finalizer must not do. Returns whether the memory is closed."""
         with self._changing:
             is_last, is_closed = self._is_last(), self._is_closed
         if is_last:
@@ -213,7 +213,7 @@ class Attachment:
 
 
 class DeviceTransport(ByMoves):
-    """To segments in the memory of this host's devices. Whatever fails here is settled: no byte
+    """Reaches segments in the memory of this host's devices. Every failure is settled: no byte
     lands after a call, unless the device has failed. Threads: any."""
 
     name: str = "device"
@@ -223,11 +223,11 @@ class DeviceTransport(ByMoves):
         self._ring_bytes = ring_bytes
         self._devices: dict[str, Device] = {}
         self._attached: dict[bytes, Attachment | None] = {}
-        """By uuid; None: it was tried and cannot be opened here."""
+        """By uuid of the segment; None: its memory could not be opened here."""
         self._ending: list[Attachment] = []
-        """Dropped ones that something still uses, such as a tensor over their memory."""
+        """Dropped attachments that are still used, such as by a tensor over their memory."""
         self._again_at = 0.0
-        """When that is tried again."""
+        """When memory that could not be opened is tried again."""
         self._said: set[bytes] = set()
         self._changing = threading.Lock()
         self._closed = False
@@ -245,8 +245,8 @@ class DeviceTransport(ByMoves):
         return attachment is not None and attachment.device.driver is device.driver
 
     def lend(self, segment: SegmentInfo, offset: int, size: int) -> Lent:
-        """A tensor over bytes of the segment, which stays open while it lives: until the next
-        ``sweep`` after its end, or with the process if the transport is closed before.
+        """A tensor over bytes of the segment, which stays open while the tensor lives, and until
+        the next ``sweep``; if the transport is closed before, until the process ends.
 
         Raises:
             NodeUnreachableError: the memory is not open.

@@ -52,10 +52,10 @@ RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 
 class ShmTransport(Transport):
-    """To segments in this host's ``/dev/shm``.
+    """Reaches segments in this host's ``/dev/shm``.
 
-    Keeps one mapping per segment. Whatever fails here is settled: no byte lands after a call.
-    Threads: any; a call holds the GIL but for the moments in which the interpreter switches.
+    Keeps one mapping per segment. Every failure is settled: no byte lands after a call. Threads:
+    any; a call holds the GIL, which compiled steps give back for large batches of objects.
     """
 
     name: str = "shm"
@@ -63,7 +63,7 @@ class ShmTransport(Transport):
 
     def __init__(self) -> None:
         self._mappings: dict[bytes, Mapping | None] = {}
-        """By uuid; None: it was tried and is not here."""
+        """By uuid; None: the segment could not be mapped here."""
         self._said: set[bytes] = set()
         """Segments of this host that cannot be mapped, as logged already."""
         self._changing = threading.Lock()
@@ -171,7 +171,7 @@ class ShmTransport(Transport):
                 mapping.close()
 
     def sweep(self) -> None:
-        """As ``Transport.sweep``; what could not be mapped is tried again when it is met."""
+        """As ``Transport.sweep``; a segment that could not be mapped is tried again when next met."""
         for uuid, mapping in list(self._mappings.items()):
             if mapping is None or not mapping.is_current:
                 with self._changing:

@@ -42,14 +42,14 @@ class _Connections:
 
     def __init__(self) -> None:
         self.idle: list[ClientConnection] = []
-        """The most recently used one is last, and is used next; the others grow old and are
-        dropped."""
+        """The most recently used one is last, and is used next; the others grow old, and their
+        node ends them."""
         self.lent: Known[ClientConnection] = Known()
-        """Whatever a signal handler raises in a call, its connection goes with its frames."""
+        """If a signal handler raises in a call, its connection is freed with the call's frames."""
 
 
 class TcpTransport(Transport):
-    """To segments whose node has a data server. Threads: any."""
+    """Reaches segments whose node has a data server. Threads: any."""
 
     name: str = "tcp"
 

@@ -64,7 +64,7 @@ _Exchanged = tuple[int, int, int, list[bytes | int] | None]
 
 
 class ClientConnection:
-    """One call at a time; ``interrupt`` from any thread. After an error: ``close``."""
+    """Serves one call at a time; any thread may ``interrupt``. ``close`` it after an error."""
 
     def __init__(
         self, segment: SegmentInfo, client_number: int = 0, *, stall_s: float = STALL_S
@@ -139,7 +139,7 @@ class ClientConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the server has said nothing since its last answer, nor ended the connection."""
+        """Whether it is connected, and the server has neither said anything unasked nor ended it."""
         return self._stream is not None and self._stream.is_quiet()
 
     def read_objects(
@@ -229,7 +229,7 @@ class ClientConnection:
         if self._is_interrupted:
             raise ConnectionAbortedError("the transport was closed")
         version = min(protocol.DATA_PROTOCOL_VERSION, segment.data_protocol)
-        self._number = 1 + secrets.randbits(63)  # another one after a fork, too
+        self._number = 1 + secrets.randbits(63)  # a child of a fork draws another one
         hello = Hello(
             segment.uuid,
             segment.token,

@@ -50,7 +50,7 @@ class ServedSegment(Protocol):
     def generation(self) -> int: ...
     @property
     def ranges(self) -> RangeAccess | None:
-        """Has the bytes, if they are not in ``memory``."""
+        """Gives access to the bytes, if they are not in ``memory``."""
         ...
 
 
@@ -106,7 +106,7 @@ class ServerContext:
 
 
 class Connection:
-    """Serves one connected stream in a thread of its own. ``cut`` and ``join`` from any other."""
+    """Serves one connected stream in its own thread. Any other may ``cut`` and ``join`` it."""
 
     def __init__(
         self, stream: Stream, context: ServerContext, *, ended: Callable[[Connection], None]

@@ -1,1 +1,1 @@
-"""The control protocol's protobuf form; the only place that sees generated code."""
+"""The protobuf form of the control protocol; only this package imports ``kvstore.v1``."""

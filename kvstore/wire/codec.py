@@ -250,7 +250,7 @@ def _within(name: str, rows: fields.Rows | None) -> str:
 
 
 def _bounds(rows: fields.Rows | None) -> str:
-    """As arguments of ``packed.unpack_column``, which has bounds of its own."""
+    """The bounds as arguments of ``packed.unpack_column``, which has defaults for them."""
     if rows is None:
         return ""
     bound = f", rows=len({rows.like})" if rows.like else f", rows_max={rows.most}"
@@ -342,4 +342,4 @@ BY_HAND: Final[dict[type, Codec[Any]]] = {
     calls.Grants: Codec(tables.pack_grants, tables.unpack_grants),
     calls.NodeClaims: Codec(tables.pack_claims, tables.unpack_claims),
 }
-"""What ``kvstore.wire.tables`` writes and reads."""
+"""Classes that ``kvstore.wire.tables`` writes and reads."""

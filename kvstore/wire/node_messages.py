@@ -32,7 +32,7 @@ _MASTER: Final[dict[type, str]] = {
     calls.MasterWipe: "wipe",
     calls.MasterClaimed: "claimed",
 }
-"""The field of the stream's message in which each travels."""
+"""The field of ``MasterMessage`` for each class; ``_NODE`` has those of ``NodeMessage``."""
 
 
 def encode_node_message(message: NodeMessage) -> bytes:

@@ -1,4 +1,4 @@
-"""Batches as they travel: keys in one piece, columns of integers, and the checks of both.
+"""Batches on the wire: keys in one piece, columns of integers, and the checks of both.
 
 Keys stay packed after decoding: a call that looks at log n of n keys costs what it looks at.
 Functions here that read raise ``UsageError``s for bad input from strangers; those that write raise

@@ -1,4 +1,4 @@
-"""Whether polling before sleeping pays at the moment: ``SpinGauge``.
+"""``SpinGauge`` tells whether polling before sleeping pays at the moment.
 
 Polling for a reply saves waking up, as long as the peer runs on another core meanwhile. Where both
 share one core, or more threads than cores want to run, it keeps the peer from answering: measured
@@ -16,8 +16,8 @@ of 64 x 4 KiB stayed (1.27, 1.28); with eight clients on two cores no difference
 
 
 class SpinGauge:
-    """Counts what polling brought; says whether to poll next time. Not synchronised: a lost count
-    does no harm."""
+    """Counts how often polling succeeded, and says whether to poll next time. Not synchronised: a
+    lost count does no harm."""
 
     __slots__ = ("_misses", "_skips")
 

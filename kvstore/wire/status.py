@@ -100,7 +100,7 @@ def grpc_code(error: KVStoreError) -> grpc.StatusCode:
 
 
 def encode_error(error: KVStoreError) -> bytes:
-    """As ``ErrorDetail``. Long texts are cut."""
+    """The error as an ``ErrorDetail``. Long texts are cut."""
     kinds = [kind.code for kind in type(error).__mro__[1:] if issubclass(kind, KVStoreError)]
     detail = common_pb2.ErrorDetail(
         code=error.code,

@@ -1,4 +1,4 @@
-"""Tables as they travel: places of objects, what a put is granted, what a node has found.
+"""Tables on the wire: the places of objects, the grants of a put, the inventory of a node.
 
 They are written and read by hand (``kvstore.wire.codec`` does the rest): places and grants because
 every get and put waits for them, rows of numbers in one field of bytes; an inventory because its
@@ -38,7 +38,7 @@ _EXTENT = struct.Struct("<2Q")
 
 
 def _numbers(data: bytes, what: str, width: int, rows_max: int) -> list[int]:
-    """``width`` numbers of each row.
+    """The numbers of all rows, ``width`` of each.
 
     Raises:
         InvalidArgumentError: no whole number of rows, or too many.

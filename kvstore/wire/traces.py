@@ -20,13 +20,13 @@ _TEXT_BYTES: Final = 55
 FIELD_BYTES: Final = len(MARK) + _TEXT_BYTES
 
 AT: Final = slice(-FIELD_BYTES, -_TEXT_BYTES)
-"""``request[AT] == MARK``: there is a trace context, or bytes that look so."""
+"""``request[AT] == MARK``: there is a trace context, or bytes that look like one."""
 
 _TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def with_trace(request: bytes, traceparent: str) -> bytes:
-    """The request with its trace context; as it is, if ``traceparent`` is none."""
+    """The request with its trace context; unchanged, if ``traceparent`` is not one."""
     text = traceparent[:_TEXT_BYTES]  # later versions may add to it
     return request + MARK + text.encode() if _TRACEPARENT.fullmatch(text) else request
 
@@ -34,13 +34,13 @@ def with_trace(request: bytes, traceparent: str) -> bytes:
 def trace_of(request: bytes) -> str:
     """The trace context behind the request; empty: it has none.
 
-    The field is not cut off, because the end of a key may look like one: what is decoded never
-    depends on this.
+    Leaves the field in place: a key may end in bytes that look like a trace, so decoding must not
+    depend on removing it.
     """
     text = request[-_TEXT_BYTES:].decode(errors="replace") if request[AT] == MARK else ""
     return text if _TRACEPARENT.fullmatch(text) else ""
 
 
 def trace_id(traceparent: str) -> str:
-    """32 hexadecimal digits."""
+    """The trace id in a ``traceparent``: 32 hexadecimal digits."""
     return traceparent[3:35]

@@ -74,7 +74,7 @@ class _ChunkTransfer:
 
 
 class EngineCall:
-    """Is made, ``run`` once, and dropped. One thread."""
+    """One read or write: made, ``run`` once, and dropped, in one thread."""
 
     def __init__(
         self,
@@ -102,12 +102,12 @@ class EngineCall:
         self._under_way: deque[_ChunkTransfer] = deque()
         self._batch = _ChunkTransfer()
         self.is_settled = True
-        """Whether no byte of it can be on its way any more."""
+        """Whether no byte of this call can be on its way any more."""
         self.in_doubt: list[memoryview] = []
         """Caller's memory that may still be read or written, if the call is not settled."""
 
     def run(self, moves: Sequence[Move]) -> None:
-        """Returns when all of it is done.
+        """Returns when all moves are done.
 
         Raises:
             TransferFailedError, DeadlineExceededError, ClosedError: and whatever hashers raise. The
@@ -156,7 +156,7 @@ class EngineCall:
             at += take
 
     def _take_chunk(self) -> int:
-        """A chunk for the batch at hand. Never waits for others while it could end its own."""
+        """A chunk for the batch at hand. Waits for other calls only without batches to finish."""
         while True:
             self._check()
             try:
@@ -169,7 +169,7 @@ class EngineCall:
 
     def _submit(self, *, is_last: bool = False) -> None:
         """Lets the present batch be moved. If it is the last of its wave, of one range, and nothing
-        else is under way, this thread moves it: handing over takes as long as a small range."""
+        else is under way, this thread moves it: a hand-over takes as long as a small range."""
         batch, self._batch = self._batch, _ChunkTransfer()
         if not batch.lengths:
             return

@@ -132,7 +132,7 @@ class TransferEngine:
             self.data_ports: Final = frozenset(
                 port for port, _ in _listening() if port not in before | {self._rpc_port}
             )
-            """Ports on which it listens for bytes; of protocol tcp only."""
+            """Ports on which the engine listens for bytes; it has some with protocol tcp only."""
         self.name: Final = f"{host}:{self._rpc_port}" if settings.metadata_server == P2P else name
         self._bytes_per_s = 1e9
 
@@ -194,7 +194,7 @@ class TransferEngine:
         batch = submit(peer, [ours], [theirs], [length])
         if not _is_batch(batch):
             return False
-        # For a batch of one this says all, and does not wait: a deadline needs no other thread.
+        # For a batch of one range this tells all and does not block: no other thread is needed.
         nap_at = uptime() + _POLL_S
         while not (status := engine.transfer_check_status(batch)):
             now = uptime()

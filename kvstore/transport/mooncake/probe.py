@@ -28,7 +28,7 @@ _METADATA: Final = {
 
 
 class ProbeFinding(NamedTuple):
-    """One thing that was looked at."""
+    """What was found of one part."""
 
     what: Literal["package", "libraries", "protocols", "metadata", "devices"]
     ok: bool

@@ -63,7 +63,7 @@ class EngineServer:
         """
         self._segment = segment
         self._mapped: list[mmap.mmap] = []
-        """The last is registered; of those before it only the addresses are left."""
+        """The last mapping is registered; those before it only keep their addresses reserved."""
         self._closing = threading.Event()
         self._sweeper: threading.Thread | None = None
         self._engine = TransferEngine(settings, host)
@@ -80,7 +80,7 @@ class EngineServer:
 
     @property
     def address(self) -> EngineAddress:
-        """What clients are told; another one after each ``fence``."""
+        """The address that clients are told; each ``fence`` changes it."""
         return self._engine.address_of(address_of_map(self._mapped[-1]))
 
     def fence(self) -> None:

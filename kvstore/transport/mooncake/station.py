@@ -1,4 +1,4 @@
-"""An engine with its registered memory: both are used, and retired, together.
+"""A station is an engine with its registered memory: both are used, and retired, together.
 
     made ──► used by calls, several at once ──► retired ──► ended, when its last call has returned
                                                  ▲ a transfer failed, or was given up by its caller
@@ -52,7 +52,7 @@ class Buffer:
 
 
 class Station:
-    """Threads: any."""
+    """An engine with its buffer and other registered memory. Threads: any."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Station:
             self._users += 1
 
     def leave(self) -> None:
-        """Called by each thread that made or entered it; the last one ends it."""
+        """Called by each thread that made or entered the station; the last one ends it."""
         with self._changing:
             self._users -= 1
             if self._users:

@@ -75,7 +75,7 @@ log = logging.getLogger("kvstore.mooncake")
 
 
 class MooncakeTransport(ByMoves):
-    """To segments whose node has an engine of the same settings.
+    """Reaches segments whose node has an engine of the same protocol and metadata server.
 
     The engine is made when the first such segment is met. Threads: any.
     """
@@ -113,15 +113,15 @@ class MooncakeTransport(ByMoves):
         self._is_closed = False
 
     def start(self) -> None:
-        """Make the engine now. Raises TransferEngineError: it cannot be had."""
+        """Makes the engine now. Raises TransferEngineError: it cannot be made."""
         with self._changing:
             if self._station is None:
                 self._station = self._new_station(None)
                 self._has_started = True
 
     def reaches(self, segment: SegmentInfo) -> bool:
-        """As ``Transport.reaches``; makes the engine the first time. One that cannot be had is
-        logged, and then reaches nothing for a while."""
+        """As ``Transport.reaches``; makes the engine the first time. If that fails, it is
+        logged, and no segment is reached for a while."""
         engine = segment.engine
         if (
             engine is None
@@ -300,7 +300,7 @@ class MooncakeTransport(ByMoves):
 
     @contextmanager
     def _entered(self, segment: SegmentInfo) -> Iterator[Station]:
-        """The present station, or the next one where that must not be used any more."""
+        """The present station, or a new one if that must not be used any more."""
         assert segment.engine is not None
         with self._changing:
             station = self._station
@@ -330,7 +330,7 @@ class MooncakeTransport(ByMoves):
             station.leave()
 
     def _new_station(self, old: Station | None) -> Station:
-        """Takes the place of ``old``, which is ended, now or by its last user."""
+        """A station in the place of ``old``, which ends now or with its last user."""
         self._retired = [each for each in self._retired if not each.ended.is_set()]
         if len(self._retired) >= RETIRED_MAX:
             raise BusyError(
@@ -449,7 +449,7 @@ class _Witness:
         return not self._using.is_taken and self._connection.has_ended
 
     def greet(self, deadline: float, *, anew: bool = False) -> None:
-        """Raises as ``TcpTransport.read``, settled: the node does not vouch for it."""
+        """Raises as ``TcpTransport.read``, settled: the node does not vouch for the segment."""
 
         def greet() -> None:
             if anew:
