@@ -56,7 +56,7 @@ class RegisteredMemory:
         """``size`` bytes of the host's memory at this address, within one region.
 
         Raises:
-            InvalidArgumentError: they are not within one region, or on a device.
+            InvalidArgumentError: they are not within one region, or are on a device.
         """
         region = self._holding(address, size)
         if region.start in self._devices:

@@ -527,7 +527,7 @@ class Client:
         call returns.
 
         Raises:
-            InvalidArgumentError: they are not within one registered memory, or on a device.
+            InvalidArgumentError: they are not within one registered memory, or are on a device.
         """
         return self._state.movers.registered.at(
             arguments.whole("address", address, 0, arguments.ADDRESS_MAX),

@@ -26,7 +26,7 @@ class Tracing:
 
 
 def tracing(master: str) -> Tracing | None:
-    """None if the program has set no provider of tracers; calls then cost nothing more."""
+    """A ``Tracing``; None if no provider of tracers is set: then a call costs nothing more."""
     trace: Any = sys.modules.get("opentelemetry.trace")
     if trace is None or isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return None

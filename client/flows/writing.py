@@ -311,7 +311,7 @@ def _finish(
                 context.count("put_deadlines_passed")
             try:
                 yield from unreachable(context, transfer.segment, error)
-            except DeviceError:  # unrevoked, the keys could not be put until the deadline
+            except DeviceError:  # unrevoked grants would block these keys until the deadline
                 error.fields.setdefault("settled", 1)  # its copies have ended, unless it says no
                 yield from revoke(grants.epoch, grants.tokens, [each for each in errors if each])
                 raise

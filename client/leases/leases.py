@@ -1,9 +1,9 @@
 """Leases on memory of the pool, and how they are renewed.
 
 A lease is renewed when a third of its remaining time has passed. If the master confirms it and the
-segment is mounted as it was, the lease is extended. Otherwise it ends with the last promise; that
-of an allocation or of a device's memory ends as soon as the segment is mounted again. From its end
-on, ``held`` is False for good.
+segment is mounted as it was, the lease is extended. Otherwise it ends with the last promise; a
+lease of an allocation, or of memory of a device, ends as soon as the segment is mounted again. Once
+a lease has ended, its ``held`` is False for good.
 
 A renewal names the place of the leased memory as well as the version: the version may have ended
 there, and have come back with the memory of another node.

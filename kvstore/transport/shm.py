@@ -171,7 +171,7 @@ class ShmTransport(Transport):
                 mapping.close()
 
     def sweep(self) -> None:
-        """As ``Transport.sweep``; a segment that could not be mapped is tried again when next met."""
+        """As ``Transport.sweep``; a segment that could not be mapped is tried again when met."""
         for uuid, mapping in list(self._mappings.items()):
             if mapping is None or not mapping.is_current:
                 with self._changing:

@@ -24,8 +24,8 @@ from kvstore.transport.pieces import check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
 
 CONNECTIONS_MAX: Final = 8
-"""Per segment; further calls wait for one. One stream saturates what one core can receive and hash,
-so more serve calls from several threads only."""
+"""Connections per segment; further calls wait for one. One stream saturates what one core can
+receive and hash, so several of them only help calls from several threads."""
 
 LOOK_AGAIN_S: Final = 0.1
 """How often a call that waits for a connection looks for one by itself: a call that a signal has

@@ -151,7 +151,7 @@ class TransferEngine:
             )
 
     def unregister(self, address: int) -> bool:
-        """Whether it was registered, and peers cannot reach it any more."""
+        """Returns whether the memory was registered, and peers cannot reach it any more."""
         return not self._engine.batch_unregister_memory([address])
 
     def transfer(
@@ -163,8 +163,8 @@ class TransferEngine:
         *,
         is_write: bool,
     ) -> bool:
-        """Move all these ranges, in any order; whether all arrived. Blocks for up to the engine's
-        own time-out, without the GIL."""
+        """Moves all these ranges, in any order; returns whether all arrived. Blocks for up to the
+        engine's own time-out, without the GIL."""
         engine = self._engine
         submit = engine.batch_transfer_async_write if is_write else engine.batch_transfer_async_read
         batch = submit(peer, ours, theirs, lengths)
@@ -295,8 +295,8 @@ def _load(settings: EngineSettings) -> Any:
 
 
 def _check_tcp(settings: EngineSettings) -> None:
-    """Checks for properties of its tcp protocol that our promises need: they came with 0.3.13, and
-    can be switched off."""
+    """Checks that the engine's tcp protocol has what our promises need: it came with 0.3.13, and can
+    be switched off."""
     library = find_package()
     if settings.protocol != "tcp" or library is None:
         return

@@ -141,7 +141,7 @@ class EngineServer:
 
 
 def _take_memory_away(mapped: mmap.mmap) -> None:
-    """Put nothing in the place of a mapping: access fails, and the addresses stay taken."""
+    """Replaces a mapping by one without access rights, so that its addresses stay taken."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [

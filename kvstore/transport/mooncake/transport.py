@@ -44,7 +44,7 @@ from kvstore.transport.pieces import check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import ClientConnection
 
 BATCHES_AT_ONCE: Final = 16
-"""Each has a thread of its own while it is moved; further ones wait for one."""
+"""Batches that are moved at once, each by a thread of its own; further ones wait."""
 
 IDLE_S: Final = 3.0
 """A connection of the engine's that was not used for so long is not used again over tcp: its node
@@ -52,7 +52,7 @@ cuts those that are idle for twice as long (``server.STALL_S``), because it cann
 writers that were stopped. A new engine takes a millisecond there."""
 
 RETIRED_MAX: Final = 4
-"""Engines that wait for their last call to return, each with its buffer; then calls are refused."""
+"""Retired engines, each with its buffer, that may wait for their last call before calls fail."""
 
 BROKEN_S: Final = 10.0
 """How long an engine that did not start is not tried again; other transports do the work."""
