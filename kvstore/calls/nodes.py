@@ -49,13 +49,13 @@ class NodeJoin(NamedTuple):
     protocol: int
     resume_epoch: int
     """The epoch to resume after a broken stream. A master that does not know these segments any
-    more refuses with ``SegmentGoneError``. 0: the node joins anew, and has fenced older grants."""
+    more refuses with ``SegmentGoneError``. 0: it joins anew, and has fenced every older grant."""
     segments: Annotated[Sequence[SegmentOffer], Rows(NODE_SEGMENTS_MAX)]
     protocol_min: int = 0
     """The lowest version that the node speaks, ``protocol`` being the highest; 0: only that."""
     highest_epoch: int = 0
     """The highest epoch that the node has joined, or that its memory records. A master of a lower
-    one begins a new term above that epoch, if it believes it (``highest_believed``)."""
+    one begins a term above that epoch, if it believes it (``kvstore.limits.highest_believed``)."""
     cluster: NameOrEmpty = ""
     """Name of the cluster that the node was given, or that its memory belongs to."""
     version: NameOrEmpty = ""

@@ -26,7 +26,7 @@ class EngineAddress(NamedTuple):
     """Where a segment is registered with a transfer engine (``kvstore.transport.mooncake``)."""
 
     name: Name
-    """The name that peers open: ``host:port`` of the engine, or its key in the metadata server."""
+    """Peers open this: ``host:port`` of its handshake, or its key in the metadata server."""
     base: int
     """The address of the segment's first byte in the node's process; new for each generation."""
     protocol: Name

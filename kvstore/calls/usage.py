@@ -146,7 +146,7 @@ class Branch(NamedTuple):
     """How many of these replicas are on each of ``segments``."""
 
     def replicas_by_node(self, nodes: Mapping[int, str]) -> dict[str, int]:
-        """Replicas by node, if ``nodes`` has the node of each segment; ``""`` has all others."""
+        """Replicas by node. ``nodes``: the node of each segment; ``""`` has all other replicas."""
         found: dict[str, int] = {}
         for segment, count in zip(self.segments, self.replicas, strict=True):
             name = nodes.get(segment, "")
@@ -165,8 +165,8 @@ class ChainsFound(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What does the master know of these blocks, and of those above the last one? This question is
-    no use of them."""
+    """What does the master know of these blocks, and of those above the last one? The question
+    does not count as a use of them."""
 
     namespace: Namespace
     keys: Annotated[Sequence[Key], Rows(BLOCKS_MAX)]

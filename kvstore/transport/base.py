@@ -123,8 +123,7 @@ class Transport(ABC):
 
     def shown(self, segment: SegmentInfo) -> memoryview | None:
         """All of a segment, for values that programs get without a copy; None: programs get copies.
-        The memoryview claims to be writable, but a write ends the process. Stays mapped as ``view``
-        does."""
+        It claims to be writable, but a write ends the process. Stays mapped as ``view`` does."""
         return None
 
     def view(self, segment: SegmentInfo, offset: int, length: int) -> memoryview | None:

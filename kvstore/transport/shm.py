@@ -55,7 +55,8 @@ class ShmTransport(Transport):
     """Reaches segments in this host's ``/dev/shm``.
 
     Keeps one mapping per segment. Every failure is settled: no byte lands after a call. Threads:
-    any; a call holds the GIL, which compiled steps give back for large batches of objects.
+    any; a call holds the GIL but for switches of the interpreter. Compiled steps give it back for
+    large batches of objects.
     """
 
     name: str = "shm"

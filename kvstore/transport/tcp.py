@@ -42,8 +42,7 @@ class _Connections:
 
     def __init__(self) -> None:
         self.idle: list[ClientConnection] = []
-        """The most recently used one is last, and is used next; the others grow old, and their
-        node ends them."""
+        """The last one was used most recently, and is used next; nodes end those that grow old."""
         self.lent: Known[ClientConnection] = Known()
         """If a signal handler raises in a call, its connection is freed with the call's frames."""
 

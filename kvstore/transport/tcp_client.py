@@ -139,7 +139,7 @@ class ClientConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is connected, and the server has neither sent more nor ended it."""
+        """Whether it is connected, and the server has neither sent bytes unasked nor ended it."""
         return self._stream is not None and self._stream.is_quiet()
 
     def read_objects(

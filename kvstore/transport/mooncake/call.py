@@ -156,7 +156,7 @@ class EngineCall:
             at += take
 
     def _take_chunk(self) -> int:
-        """A chunk for the batch at hand. Waits for other calls only without batches to finish."""
+        """A chunk for the batch at hand. Finishes own batches before it waits for other calls."""
         while True:
             self._check()
             try:

@@ -295,8 +295,8 @@ def _load(settings: EngineSettings) -> Any:
 
 
 def _check_tcp(settings: EngineSettings) -> None:
-    """Checks that the engine's tcp protocol has what our promises need: it came with 0.3.13, and can
-    be switched off."""
+    """Checks that the engine's tcp protocol has what our promises need: that came with 0.3.13, and
+    can be switched off."""
     library = find_package()
     if settings.protocol != "tcp" or library is None:
         return

@@ -52,7 +52,8 @@ cuts those that are idle for twice as long (``server.STALL_S``), because it cann
 writers that were stopped. A new engine takes a millisecond there."""
 
 RETIRED_MAX: Final = 4
-"""Retired engines, each with its buffer, that may wait for their last call before calls fail."""
+"""Engines that wait for their last call to return, each with its buffer; with so many of them,
+calls that need a new engine are refused."""
 
 BROKEN_S: Final = 10.0
 """How long an engine that did not start is not tried again; other transports do the work."""
