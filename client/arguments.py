@@ -43,7 +43,7 @@ Duration = float | timedelta | str
 """Seconds, a ``timedelta``, or a text with a unit: ``"90s"``, ``"1h"`` (``duration_ms``)."""
 Pairs = Mapping[Any, Storable] | Iterable[tuple[AnyKey, Storable]]
 """Keys and their values."""
-Range = tuple[int, Buffer]
+Range = tuple[int, Buffer | Sequence[Buffer]]
 """Where a part of a payload begins, in bytes, and memory for it, which is as long as the part."""
 DType = Union[str, "torch.dtype", "np.dtype[np.generic]", type]
 Stream = Union[int, "torch.cuda.Stream"]
@@ -214,8 +214,10 @@ def parts(ranges: Sequence[Range]) -> list[tuple[int, memoryview]]:
                 "ranges are pairs of an offset in bytes and a buffer"
             ) from None
         offset = whole("an offset", offset, 0, OFFSET_MAX, "bytes")
-        views, _ = writable(buffer)
-        flat += [(offset, view) for view in views if len(view)]
+        for view in writable(buffer)[0]:  # filled in order, as by ``get_into``
+            if len(view):
+                flat.append((offset, view))
+            offset += len(view)
     return flat
 
 

@@ -462,8 +462,8 @@ class Client:
         Args:
             keys: a sequence, or a single key with a single list of ranges.
             ranges: per key a list of ``(offset, buffer)``: where the part begins in the payload,
-                in bytes, and memory for it, as for ``get_into``, which is as long as the part.
-                Dtypes are not compared.
+                in bytes, and memory for it, as for ``get_into``, which is as long as the part;
+                several buffers are filled one after the other. Dtypes are not compared.
 
         Raises:
             BufferMismatchError: a range ends beyond its value, or a buffer cannot be filled.

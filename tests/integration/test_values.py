@@ -489,6 +489,9 @@ def test_ranges_are_parts_of_a_value(verbs: Any) -> None:
         None, 32, len(whole),
     ]  # fmt: skip
     assert two.tolist() == [2, 3]
+    several = [bytearray(3), bytearray(0), bytearray(2)]
+    assert verbs.get_ranges("whole", [(7, several)]) == [len(whole)]
+    assert b"".join(several) == whole[7:12], "one after the other"
     assert verbs.get_ranges([], []) == []
 
 
