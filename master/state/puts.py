@@ -88,9 +88,16 @@ class GrantedPut(GrantedObject):
         self, token: int, record: ObjectRecord, extents: list[Extent], size: int, deadline_ms: int,
         client_number: int, overwrite: bool, missing: int, ttl_ms: int,
     ) -> None:  # fmt: skip
-        super().__init__(
-            token, record, extents, size, deadline_ms, client_number, overwrite, missing
-        )
+        # Not by super().__init__(), which makes put_start and put_end 5 % slower.
+        self.token = token
+        self.extents = extents
+        self.length = extent_bytes(size)
+        self.size = size
+        self.deadline_ms = deadline_ms
+        self.client_number = client_number
+        self.record = record
+        self.overwrite = overwrite
+        self.missing = missing
         self.ttl_ms = ttl_ms
         """How long the object lives once it is stored; 0: no end."""
 
