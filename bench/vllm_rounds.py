@@ -1,4 +1,4 @@
-"""The benchmark's rounds, samples and ratios.
+"""The rounds, samples and ratios of ``bench.vllm``.
 
 A round sends fresh prompts (a *miss*), then the same ones again (a *hit*), each in three manners
 with prompts of their own: one request at a time, several at once, and one at a time beside a
@@ -84,7 +84,7 @@ class Samples:
 
 @dataclass(kw_only=True)
 class Measured:
-    """Everything."""
+    """All results of the benchmark."""
 
     plan: RoundsPlan
     systems: list[str]
@@ -180,7 +180,7 @@ def _turns(systems: Sequence[System], number: int) -> Iterator[tuple[str, str, S
         first = (number + turn) % len(systems)
         for system in [*systems[first:], *systems[:first]]:
             yield kind, manner, system
-            forget(system.address)  # its saves are done before another one is measured
+            forget(system.address)  # waits for its saves before another system is measured
             time.sleep(SETTLE_SECONDS)
 
 

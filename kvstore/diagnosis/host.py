@@ -1,4 +1,4 @@
-"""This host: shared memory, huge pages, NUMA, limits, RDMA, clock, memory that dead nodes left."""
+"""Checks of this host: shared memory, huge pages, NUMA, limits, RDMA, clock, left-over memory."""
 
 from __future__ import annotations
 
@@ -175,8 +175,8 @@ def open_files() -> Iterator[Finding]:
 
 
 def clock() -> Iterator[Finding]:
-    """What a reading of the clock costs: with a poor clock source, as on some virtual machines,
-    each reading is a system call."""
+    """How long one reading of the clock takes: with a poor clock source, as on some virtual
+    machines, each reading is a system call."""
     source = read(CLOCK_SOURCE / "current_clocksource")
     rounds = 2_000
     best_us = float("inf")
@@ -285,7 +285,7 @@ def transparent_work() -> bool:
 
 
 def mount_options(directory: str) -> tuple[str, str] | None:
-    """Type and options of the file system that is mounted there."""
+    """Type and options of the file system that is mounted at ``directory``; None: none is."""
     found = None
     for line in (read(Path("/proc/self/mounts")) or "").splitlines():
         _, where, kind, options, *_ = line.split(" ")

@@ -461,7 +461,7 @@ class ChildEnd:
             self._forget(self._question_turns, "the process that this belongs to is gone")
 
     async def ask(self, question: str, timeout_s: float) -> dict[str, Any]:
-        """The master's answer. Raises UnavailableError: it is not in time, or the master is gone."""
+        """The master's answer. Raises UnavailableError: it is late, or the master is gone."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connected.wait()

@@ -202,7 +202,7 @@ class Streams:
     async def _follow(
         self, epoch: int, number: int, wanted: Wanted
     ) -> AsyncGenerator[tuple[int, bytes]]:
-        """Text after event ``number``, with the number it reaches. Ends when events are missing."""
+        """Texts of the events after ``number``, each with the number it reaches; ends at a gap."""
         journal = self._journal
         due = time.monotonic() + HEARTBEAT_S
         while journal.has(EventPosition(epoch, number)):
