@@ -1,7 +1,8 @@
 """A client process of a benchmark: carries out one measurement after the other.
 
 The parent (``ClientProcess``) and the process (``main``) share a Unix socket. The process listens
-on it once it is connected to its system and has written the whole pool, and ends when it closes.
+on it once it is connected to its system and has written the whole pool. It ends when the parent
+closes the socket.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Shape(NamedTuple):
 
     pages: int
     page: int
-    """Bytes."""
+    """Bytes of a page."""
     goal: float
     """By shared memory, a plain copy's time divided by the store's should be at least this."""
 

@@ -42,14 +42,14 @@ BIG_BLOCKS: Final = 16
 """Least size of a large object, in blocks, in the measurement where many objects make room for
 few."""
 BIG_FIRST: Final = 1 << 40
-"""Number of the first chain that is put to evict others, far above all other chains' numbers."""
+"""Number of the first chain that is put to evict others, far from all other chains' numbers."""
 
 
 def measure(sizes: Sequence[int], seconds: float, progress: Advance) -> list[Found]:
     """Measures each number of objects, the smallest first.
 
     Args:
-        seconds: for each kind of call, and each measurement of pauses.
+        seconds: time for each kind of call; each measurement of pauses takes four times as long.
         progress: called with the number of chains put, of ``steps`` in all.
 
     Raises:

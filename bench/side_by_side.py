@@ -38,7 +38,7 @@ class Plan:
 
     rounds: int
     seconds: float
-    """Per row, round and system."""
+    """Time per row, round and system."""
     pool_bytes: int
     """Size of each store's pool."""
 

@@ -32,7 +32,7 @@ ONE, SEVERAL, BESIDE = MANNERS = ("one at a time", "several at once", "beside a 
 RUNNING_PROMPT_TOKENS = 32
 """Less than a block: no store holds any of it."""
 RUNNING_TOKENS = 1_500
-"""More than are generated before the other requests end; then this request is ended."""
+"""Tokens that the running request asks for: more than it gets, as it ends with the others."""
 SETTLE_SECONDS = 0.3
 """Pause between two systems: threads that wait for work spin for 0.2 s."""
 
@@ -73,7 +73,7 @@ class Samples:
     """The samples of one system and one kind; one list for each round."""
 
     first_token_ms: list[list[float]] = field(default_factory=list)
-    """One request at a time."""
+    """Times to the first token, one request at a time."""
     seconds: list[float] = field(default_factory=list)
     """Time for all prompts of a phase, several at once."""
     token_ms: list[list[float]] = field(default_factory=list)

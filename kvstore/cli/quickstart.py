@@ -28,7 +28,7 @@ MEMORY_MIN: Final = 16 << 20
 MEMORY_STEP: Final = 16 << 20
 
 PORT_STEP: Final = 200
-"""A second store on a host takes the port that is so much higher, clear of all default ports."""
+"""A second store on a host tries the port so far above, which is clear of all default ports."""
 
 PORT_TRIES: Final = 6
 
@@ -96,7 +96,7 @@ def quickstart(config_path: str | None, **flags: object) -> int:
         except AddressInUseError:
             if is_given:
                 raise
-            # Another process has taken it since, such as a quickstart that began at the same time.
+            # Another process has taken the port since, such as a quickstart that began meanwhile.
             config = config.model_copy(update={"port": free_port(config.host, usual_port)})
     return serve(config, temporary=Temporary("quickstart", started))
 

@@ -112,7 +112,7 @@ class SurveySource(Protocol):
 
 
 class Source(Protocol):
-    """A term of the master."""
+    """A term of the master, from which events and surveys come."""
 
     @property
     def epoch(self) -> int: ...

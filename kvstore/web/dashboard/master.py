@@ -28,7 +28,7 @@ ANSWER_S: Final = 1.0
 
 STATUS_MS: Final = 5_000
 SEGMENTS_MS: Final = 2_000
-"""Timeout of calls to the store: of all of them, and of the shorter one in ``nodes_of``."""
+"""Timeouts of calls to the store: in general, and of the one in ``nodes_of``, which is shorter."""
 
 SHARE: Final = 0.05
 """The share of time that may go into asking for the status: after each call, the status is reused
@@ -39,7 +39,8 @@ FRESH_S: Final = 1.0
 """How long an answer is reused: the master is asked no more often, however many pages are open."""
 
 FLEET_S: Final = 10.0
-"""How long fleet records are reused: a new engine is on the page after as long."""
+"""How long fleet records are reused. The history's sampling asks for them as often, so a new engine
+is on the page after as long."""
 NOTICES_MAX: Final = 1_000
 
 

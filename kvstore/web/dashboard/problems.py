@@ -37,7 +37,7 @@ NODES_NAMED: Final = 5
 
 
 KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace")
-"""Causes (``kvstore.diagnosis.why``) that last. Others may only mean that the prompts are new."""
+"""Causes (``diagnosis.why``) that no further prompt cures. Others may only mean new prompts."""
 
 
 class FoundProblem(NamedTuple):

@@ -3,7 +3,7 @@
 A subscriber is only a place in the journal and what its connection buffers, so a slow one costs no
 memory: it falls behind the oldest event that is kept, and is told so. Every subscriber that begins,
 or has missed something, can be told the whole set within the stream (``whole``): the rows of a
-survey come right after the events that made them true, so a subscriber applies all in order.
+survey stand between the events after which they are true, so that applying all in order is right.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class EventsAPI:
 
 
 def _check(*namespaces: str) -> None:
-    """Checks the names that are not empty (all namespaces). Raises InvalidArgumentError."""
+    """Raises InvalidArgumentError. An empty name, which stands for all namespaces, is right."""
     for each in filter(None, namespaces):
         check_namespace(each)
 

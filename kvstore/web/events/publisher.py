@@ -191,7 +191,7 @@ class Publisher:
                     await journal.change(HEARTBEAT_S)
 
     async def _begin(self, epoch: int) -> int | None:
-        """Publishes all that is visible. Returns the last event's number; None: was cut short."""
+        """Publishes all that is visible. Returns the last event's number; None if cut short."""
         self._topics.clear()
         for topic in sorted(self._known):
             await self._send(topic, [])

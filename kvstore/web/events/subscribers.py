@@ -1,8 +1,8 @@
 """The subscribers, each of which has one of a limited number of long-lived connections.
 
 On a quiet store nothing tells a subscriber that reads from one that does not: what it is sent fits
-into the buffers of both kernels for hours. So no place is for good. When all places are taken,
-a subscriber's connection is cut for a newcomer; that subscriber can connect again and resume.
+into the buffers of both kernels for hours. So nobody keeps a place for good. When all places are
+taken, a subscriber's connection may be cut for a newcomer; it can connect again and resume.
 """
 
 from __future__ import annotations

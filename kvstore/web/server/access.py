@@ -38,7 +38,7 @@ HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers of every answer."""
+"""Headers that every answer gets."""
 
 FORGED: Final = "A page of another site has made this request.\n"
 LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"

@@ -1,4 +1,4 @@
-"""TLS of a port for HTTP: its certificate and key are PEM files, which may be replaced any time."""
+"""TLS of a port for HTTP, from PEM files that may be replaced while the port serves."""
 
 from __future__ import annotations
 

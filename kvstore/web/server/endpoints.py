@@ -1,4 +1,5 @@
 """Endpoints of ``/api/v1``: each is a method, and its decorator ``endpoint`` names its path.
+
 Requests are checked against the annotations of the method. Annotations and docstring are also what
 the OpenAPI 3.1 document (``Document``) says about the endpoint.
 """

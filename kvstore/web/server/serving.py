@@ -57,7 +57,7 @@ PORTS: Final = 16
 """Ports that are tried, from the default one on: several processes may run on one host."""
 
 TAKEN_S: Final = 2.0
-"""How long a port may be taken by the child of a master that was killed."""
+"""How long the child of a master that was killed may still hold a port."""
 
 REQUESTS_MAX: Final = 128
 """Requests under way at once, streams of events among them; one more is told to come again. Health
@@ -87,7 +87,7 @@ class Readiness(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What a process says of itself. Both functions raise UnavailableError if it is not in time."""
+    """What a process says of itself. Both raise UnavailableError: it does not answer in time."""
 
     readiness: Callable[[], Awaitable[Readiness]]
     metrics: Callable[[], Awaitable[bytes]]
