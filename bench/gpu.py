@@ -58,7 +58,7 @@ SLOWDOWN_GOAL: Final = 0.03
 """The most by which a save may slow an engine's work."""
 KERNEL: Final = "shm, kernel"
 KERNEL_MAX: Final = 64 * KIB
-"""In the rows of the kernel, it copies pages of at most so many bytes."""
+"""Pages of at most so many bytes are copied by the kernel, in its rows."""
 ON_GPU: Final = "memory of the GPU"
 PATHS: Final = (SHM, KERNEL, TCP, ON_GPU)
 ON_GPU_GOAL: Final = 0.8

@@ -36,7 +36,7 @@ PAUSE_SECONDS = 0.05
 FIRST = "is-there-room"
 THREADS = 2
 NO_SPACE = -200
-"""What Mooncake's client returns while the memory is full: Mooncake evicts in the background."""
+"""What Mooncake's client returns while the memory is full: eviction follows in the background."""
 BUFFER_BYTES = 64 << 20
 """The client's own buffer for unregistered memory; all measured memory is registered."""
 

@@ -192,7 +192,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """The commit of the running source, if it is a clone; ``-dirty``: more than docs/ differs."""
+    """The commit of the running source, if that is a clone; ``-dirty``: more than docs differs."""
     commit = _git("describe", "--always")
     differs = _git("status", "--porcelain", "--", ":(top)", ":(top,exclude)docs")
     return f"{commit}-dirty" if commit and differs else commit

@@ -1,4 +1,4 @@
-"""Times calls by the clock and by processor time, and summarizes the samples."""
+"""Times calls by the clock and by processor time, and sums the samples up."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 CALLS_MIN: Final = 3
 CALLS_MAX: Final = 200_000
 _ALL_THREADS: Final = 2
-"""CPUCLOCK_SCHED of Linux's ``posix-timers_types.h``: the clock of a process with all its threads,
-including those that have ended."""
+"""CPUCLOCK_SCHED of Linux's ``posix-timers_types.h``: the clock of a process with its threads,
+also those that have ended."""
 
 
 class Spread(NamedTuple):

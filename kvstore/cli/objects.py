@@ -172,7 +172,7 @@ def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy:
     with byte_progress(wanted=not invocation.as_json) as progress:
         progress.step("fetching", None)
         with invocation.client() as client:
-            # To get bytes needs neither torch nor a dtype that NumPy knows.
+            # Bytes need neither torch nor a dtype that NumPy knows.
             kind: Literal["numpy", "bytes"] = "numpy" if npy else "bytes"
             value: Any = client.get(wanted, namespace=invocation.namespace, kind=kind)
         if value is None:

@@ -1,4 +1,4 @@
-"""What all commands share: options made from the configuration classes, errors, exit codes.
+"""Shared by all commands: options made from the configuration classes, errors, exit codes.
 
 Exit codes: 0 done; 1 failed; 2 wrong usage; 3 no such object; 130 interrupted.
 With ``--json`` an error is one line of JSON on stderr, whatever its exit code.

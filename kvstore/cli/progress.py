@@ -1,4 +1,4 @@
-"""Progress bars on stderr, if stderr is a terminal. Only then is rich imported."""
+"""Progress bars on stderr, if that is a terminal. Only then is rich imported."""
 
 from __future__ import annotations
 

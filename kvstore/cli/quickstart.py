@@ -22,7 +22,7 @@ from kvstore.texts import size_text
 SETTINGS: Final = ("host", "port", "http_port", "log_level")
 
 MEMORY_MAX: Final = 4 << 30
-"""The most that is taken by default: a node takes it in a few seconds, and it is ample to try."""
+"""The most that is taken by default: it takes a few seconds, and is much for a first look."""
 
 MEMORY_MIN: Final = 16 << 20
 MEMORY_STEP: Final = 16 << 20

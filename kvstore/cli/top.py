@@ -1,4 +1,4 @@
-"""``kvstore top``: shows the cluster, again and again."""
+"""``kvstore top``: shows the cluster, live."""
 
 from __future__ import annotations
 

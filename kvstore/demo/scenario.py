@@ -12,7 +12,7 @@ BLOCK_TOKENS = 64
 fewer keys; engines use 16 to 256."""
 
 PORTION_TOKENS = 256
-"""Prefill ends a portion at each multiple of this, as engines do (chunked prefill), which costs
+"""Prefill ends a portion at each multiple of this, as engines do (chunked prefill). It costs
 nothing here. If a prefix from the store ends at such a multiple, the remaining portions are the
 same as without the store: the same sums in the same order, so the same bits. After any other prefix
 the portions are different and float32 may round differently, by much less than the distance between

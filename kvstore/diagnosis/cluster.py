@@ -121,7 +121,7 @@ def cluster(masters: str, timeout_s: float) -> list[Finding]:
         found = [finding for each in seen for finding in each.found]
         leader = next((place for place, each in zip(places, seen) if each.serves), None)
         if leader is None:
-            # The list does not name the leader, or the leader has changed while it was asked.
+            # The list does not name the leader, or the leader has changed meanwhile.
             leader = next((each.leader for each in seen if each.leader), None)
             if leader is None:
                 return found

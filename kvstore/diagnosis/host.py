@@ -175,8 +175,8 @@ def open_files() -> Iterator[Finding]:
 
 
 def clock() -> Iterator[Finding]:
-    """How long one reading of the clock takes: with a poor clock source, as on some virtual
-    machines, each reading is a system call."""
+    """What a reading of the clock costs: with a poor clock source, as on some virtual machines,
+    each reading is a system call."""
     source = read(CLOCK_SOURCE / "current_clocksource")
     rounds = 2_000
     best_us = float("inf")

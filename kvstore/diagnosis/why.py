@@ -558,7 +558,7 @@ def _value(value: object) -> str:
 
 
 def _are_hashes(sizes: Sequence[int]) -> bool:
-    """Whether keys of these sizes, in bytes, look like hashes; other keys may have any length."""
+    """Whether keys of these sizes, in bytes, are hashes; others may be of any length."""
     return bool(sizes) and all(size in HASH_BYTES for size in sizes)
 
 

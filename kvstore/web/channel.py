@@ -68,7 +68,7 @@ PAGE_S: Final = 10.0
 
 ASK_S: Final = 2.0
 SILENT_S: Final = 15.0
-"""A child that asks nothing for so long hangs. It is half of what Kubernetes waits until it kills a
+"""A child that asks nothing for so long hangs: half of what Kubernetes waits until it kills a
 container that is not healthy."""
 
 LOOKS: Final = 5

@@ -52,7 +52,7 @@ class Served(NamedTuple):
 
 
 async def serve(served: Served) -> None:
-    """Serves until the master is gone, or this process is told to stop."""
+    """Serves until the master is gone, or stops this process."""
     loop = asyncio.get_running_loop()
     background.watch_loop(loop)
     background.watch_threads()

@@ -1,8 +1,8 @@
-"""Nodes over HTTP: listing and draining them.
+"""Nodes over HTTP: the list of them, and draining.
 
 A drain copies the objects through this process, as ``kvstore drain`` copies them through its own.
-If this process or the master ends meanwhile, the node stays draining, and the next request to drain
-it continues.
+If this process or the master ends meanwhile, the node stays draining: the next request to drain it
+goes on.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ LEAST_BYTES: Final = 64 << 10
 
 WAITING_MAX: Final = 256
 ROOM_S: Final = 10.0
-"""How many requests may wait for memory, and how long; others are told to come again."""
+"""How many requests wait for memory, and how long, before they are told to come again."""
 
 TRANSFER_S: Final = 10.0
 BYTES_PER_S_MIN: Final = 1 << 20

@@ -1,5 +1,5 @@
-"""Answers programs over HTTP: how much of a chain is stored and where, which keys exist, and what
-one object is like. Keys are bytes, so they travel in hexadecimal.
+"""Answers programs over HTTP: how much of a chain is stored and where, which keys exist, and the
+details of one object. Keys are bytes, so they travel in hexadecimal.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ REPLAY_BYTES_MAX: Final = 64 << 20
 REPLAY_BATCHES_MAX: Final = 10_000
 
 JOINING_S: Final = 1.0
-"""Pause after a restart, in which subscribers connect again (every 100 ms by default)."""
+"""Pause after the start, so that earlier subscribers connect again: every 100 ms by default."""
 
 FLEET_S: Final = 10.0
 """How often the fleet records are read again for a namespace that is in none of them."""

@@ -52,7 +52,7 @@ FILES_PER_CONNECTION: Final = 3
 half as many more are accepted."""
 
 SAID_MAX: Final = 200
-"""Characters that are logged of the reason why a request is malformed."""
+"""Characters of the reason of a malformed request that are logged."""
 
 BUFFER_BYTES: Final = 64 << 10
 """What asyncio buffers for a connection before a writer waits: a smaller answer waits for nobody.
@@ -184,7 +184,7 @@ class Doors:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Takes a connection out of the idle ones while its request is answered."""
+        """Keeps a connection out of the idle ones while its request is answered."""
         self._idle.pop(request.protocol, None)
         transport = request.transport
         if transport is None:  # the connection was closed before the request was handled
@@ -214,7 +214,7 @@ class Doors:
 
 
 class CrowdedOutError(Exception):
-    """Ends the wait that had lasted longest when another one needed its place."""
+    """This wait had lasted longest when another one needed its place."""
 
 
 class Waits:
