@@ -1,10 +1,10 @@
 """Measures this store beside others, and as the work grows. Runs from a checkout; not installed.
 
 * ``python -m bench`` (``make bench``): every row of ``rows`` on this store and on Mooncake Store,
-  in turn; ``--behind lmcache`` (``make bench-lmcache``), ``--behind hicache``
-  (``make bench-hicache``): both as storage of LMCache, of SGLang's HiCache
-* ``python -m bench.growth`` (``make bench-growth``): more clients, objects, blocks
-* ``python -m bench.gpu`` (``make bench-gpu``): a GPU's way to this store, and plain copies
+  in turn; with ``--behind lmcache`` (``make bench-lmcache``) or ``--behind hicache``
+  (``make bench-hicache``), both as storage of LMCache or of SGLang's HiCache
+* ``python -m bench.growth`` (``make bench-growth``): this store with more clients, objects, blocks
+* ``python -m bench.gpu`` (``make bench-gpu``): saves from a GPU and loads to it, and plain copies
 * ``python -m bench.vllm`` (``make bench-vllm``): vLLM without a store and with several
 * ``python -m bench.restarts``, ``bench.events``, ``bench.memory``: a killed store, the cost of
   events, ways to allocate memory

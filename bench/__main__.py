@@ -1,4 +1,4 @@
-"""The command ``python -m bench``: this store and Mooncake Store, side by side."""
+"""The command ``python -m bench``: measures this store and Mooncake Store side by side."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A client process of a benchmark: carries out one measurement after the other.
 
-The parent (``ClientProcess``) and the process (``main``) share a Unix socket, on which the process
-listens once it is connected to its system and has written the whole pool. It ends when the socket
-closes.
+The parent (``ClientProcess``) and the process (``main``) share a Unix socket. The process listens
+on it once it is connected to its system and has written the whole pool. It ends when the parent
+closes the socket.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Settings(NamedTuple):
 
     system: str
     mode: str
-    """As of a row, and ``behind``."""
+    """``Row.mode``; ``behind`` below is ``Row.behind``."""
     address: str
     pool_bytes: int
     """How much of the store's memory the process may fill."""
@@ -46,11 +46,11 @@ class Settings(NamedTuple):
     """Size of its memory to put from, and of that to get into."""
     behind: str = ""
     processes: dict[str, int] = {}  # noqa: RUF012 - nothing changes it
-    """The system's processes by name, whose processor time is measured with its own."""
+    """The system's processes by name: their processor time is measured with this process's."""
 
 
 class ClientProcess:
-    """The parent's side. For one thread."""
+    """The parent's side. Use it in one thread."""
 
     def __init__(self, children: Children, name: str, settings: Settings) -> None:
         """Starts the process, and waits until it is connected and its pool is warm.
@@ -127,7 +127,7 @@ class ClientProcess:
 
 
 def environment() -> dict[str, str]:
-    """The environment of all processes of a benchmark: both systems use their defaults."""
+    """The environment of all processes of a benchmark: it lets both systems use their defaults."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -137,10 +137,7 @@ def environment() -> dict[str, str]:
 
 
 def driver_of(settings: Settings) -> StoreDriver:
-    """
-    Raises:
-        KVStoreError: the system cannot be reached.
-    """
+    """The driver that makes the calls of a system. Raises KVStoreError: it cannot be reached."""
     where = settings.address, settings.mode, settings.memory_bytes
     if settings.behind:
         module = importlib.import_module(f"bench.{settings.behind}")

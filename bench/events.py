@@ -1,8 +1,8 @@
-"""What events cost the master, and how many a reader gets: ``python -m bench.events``.
+"""Measures what events cost a master, and how fast a reader gets them: ``python -m bench.events``.
 
-Two stores run at the same time, one with events and a reader of all of them, one without. Each gets
-the same puts and removals in turn; what counts is the processor time of the masters (their own
-process, without the child that serves HTTP).
+Two stores run at the same time, one with events and a reader of all events, one without. Each gets
+the same puts and removals in turn. The cost is the processor time of the masters' own processes,
+without the children that serve HTTP.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvstore.demo.processes import free_port
 from kvstore.process import interpreter
 
 OBJECTS: Final = 4_096
-"""Of one call."""
+"""Objects that one call puts or removes."""
 
 
 def _processor_s(pid: int) -> float:
-    """Of that process alone."""
+    """Processor time of that process alone, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -73,7 +73,7 @@ def main(rounds: int) -> None:
     with contextlib.ExitStack() as stack:
         off, on = _EventStore(stack), _EventStore(stack, "--events", "on")
         time.sleep(2)  # the children start
-        for number in range(4):  # connections, segments
+        for number in range(4):  # opens connections, maps segments
             off.turn(number)
             on.turn(number)
         off.put_s = on.put_s = off.removed_s = on.removed_s = 0.0

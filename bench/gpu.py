@@ -1,17 +1,17 @@
-"""Measures a GPU's way to the store: ``python -m bench.gpu`` (``make bench-gpu``).
+"""Measures saves from a GPU to the store, and loads: ``python -m bench.gpu`` (``make bench-gpu``).
 
 * *save* and *load*: a batch of blocks by ``put_chain`` and ``get_into``, beside a plain copy of as
   many bytes, in one piece, between the GPU and page-locked memory. Both take turns, so that a busy
   machine slows both. The store writes and verifies checksums; the plain copy does not.
-* *kernel*: the same where a kernel copies the pages of small blocks (``device_kernel``).
+* *kernel*: the same, where a kernel copies pages that are small (``device_kernel``).
 * *memory of the GPU*: the same to and from a node that pools memory of this GPU, beside a plain
   copy within it. Saves carry the bytes to the host once for their checksum; loads verify headers.
-* *engine*: products of matrices on the compute stream while another thread saves blocks, beside the
-  same products alone; by the copy engines and by the kernel.
+* *engine*: how long products of matrices on the compute stream take while another thread saves
+  blocks, beside the same products alone; once by the copy engines, once by the kernel.
 * *interpreter*: processor time of the thread that saves 1,000 blocks of 64 pages: to describe the
   copies, and in the whole call.
 
-The tests have a GPU that is memory of the host, and run the benchmark on it.
+The tests run the benchmark on a fake GPU, which is memory of the host.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PACKAGES: Final = ("torch", "numpy")
 BATCH_BYTES: Final = 1 << 30
 QUICK_BYTES: Final = 128 * MIB
 POOL_PARTS: Final = 5
-"""Batches that the pool has room for: removed ones are free one lease later."""
+"""Batches that the pool has room for: memory of removed objects is free one lease later."""
 SETTLE_SECONDS: Final = 20.0
 TCP_PART: Final = 4
 """Batches over tcp are this many times smaller: they take longer."""
@@ -75,9 +75,9 @@ class Shape(NamedTuple):
 
     pages: int
     page: int
-    """Bytes."""
+    """Bytes of a page."""
     goal: float
-    """The time of a plain copy divided by the store's, at least, by shared memory."""
+    """By shared memory, a plain copy's time divided by the store's should be at least this."""
 
     @property
     def title(self) -> str:
@@ -93,14 +93,15 @@ SHAPES: Final = (
 
 
 def shapes(path: str) -> list[Shape]:
-    """What is measured on a path."""
+    """The shapes of blocks that are measured on a path."""
     return [shape for shape in SHAPES if path != KERNEL or shape.page <= KERNEL_MAX]
 
 
 def row_of(
     way: str, path: str, shape: Shape, blocks: int, ours_ms: list[float], plain_ms: list[float]
 ) -> Found:
-    """One kind of blocks, one way, on one path. Times per batch, one a round."""
+    """The row of one shape of blocks, saved or loaded (``way``) on one path. Each time is that of a
+    batch in one round."""
     goal: float | None = ON_GPU_GOAL if path == ON_GPU else shape.goal
     return {
         "way": way, "path": path, "pages": shape.pages, "page_bytes": shape.page, "blocks": blocks,
@@ -112,7 +113,7 @@ def row_of(
 
 
 def slowdown(engine: Found) -> float:
-    """Of an engine's work beside saves, as a part of its time alone."""
+    """How much longer an engine's work takes beside saves, as a part of its time alone."""
     return Spread.of_ratios(engine["beside_ms"], engine["alone_ms"]).median - 1
 
 
@@ -123,7 +124,7 @@ class GPU:
     note = ""
 
     def __init__(self) -> None:
-        """Raises DeviceError: it cannot be used."""
+        """Raises DeviceError: the GPU cannot be used."""
         import torch
 
         self.torch = torch
@@ -131,14 +132,14 @@ class GPU:
 
     @property
     def title(self) -> str:
-        """As its maker names it."""
+        """The GPU's name, as its maker calls it."""
         return str(self.torch.cuda.get_device_name(DEVICE))
 
     def batch_bytes(self, *, quick: bool) -> int:
         return QUICK_BYTES if quick else BATCH_BYTES
 
     def store_on_it(self, pool_bytes: int) -> AbstractContextManager[Store]:
-        """A store whose node pools its memory."""
+        """A store whose node pools memory of this GPU."""
         return own_store(pool_bytes, device=self.name)
 
     def memory(self, size: int) -> torch.Tensor:
@@ -160,7 +161,7 @@ class GPU:
         return seconds_of(copy) * 1e3
 
     def products(self) -> Callable[[], float]:
-        """A function that multiplies matrices for a while, and says for how many ms."""
+        """A function that multiplies matrices for a while, and returns how many ms it took."""
         matrices = self.torch.randn(2, 4096, 4096, dtype=self.torch.bfloat16, device=DEVICE)
         return self.products_of(matrices, 3_000)
 
@@ -181,7 +182,7 @@ class GPU:
 
 
 class GpuBlocks:
-    """A batch of blocks in a cache that has the pages of one layer together."""
+    """A batch of blocks in a cache in which the pages of one layer lie together."""
 
     def __init__(self, gpu: GPU, device: Device, shape: Shape, batch_bytes: int) -> None:
         self.shape = shape
@@ -193,7 +194,7 @@ class GpuBlocks:
         self._order = np.random.default_rng(1).permutation(self.count)
 
     def values(self) -> list[DeviceMemory]:
-        """The blocks in any order, so that no two of them are one copy."""
+        """The blocks in random order, so that no two of them can be copied as one."""
         pages, page = self.shape.pages, self.shape.page
         starts = self.tensor.data_ptr() + np.arange(pages, dtype=np.int64) * page * self.count
         sizes = np.full(pages, page, np.int64)
@@ -246,7 +247,7 @@ def _rows(
     batch_bytes: int,
     progress: Advance,
 ) -> None:
-    """``beside``: memory for the plain copies."""
+    """Measures all shapes on one path. ``beside``: memory for the plain copies."""
     size = batch_bytes // TCP_PART if path == TCP else batch_bytes
     for shape in shapes(path):
         progress(f"{shape.title}, {path}", 1)
@@ -261,7 +262,7 @@ def steps() -> int:
 
 
 Times = tuple[list[float], list[float]]
-"""Milliseconds of the store and of plain copies, one a round."""
+"""Milliseconds that the store and plain copies took, one number for each round."""
 
 
 def _save_and_load(
@@ -270,7 +271,7 @@ def _save_and_load(
     saves: Times = ([], [])
     loads: Times = ([], [])
     values = blocks.values()
-    for number in range(-POOL_PARTS, rounds):  # the first ones lock the pool's memory
+    for number in range(-POOL_PARTS, rounds):  # the first rounds page-lock the pool's memory
         keys = _keys(blocks.count)
         _wait_for_room(client, blocks.size)
         gpu.wait()
@@ -344,7 +345,7 @@ def _keys(count: int) -> list[bytes]:
 
 
 def _wait_for_room(client: Client, size: int) -> None:
-    """Waits until memory of removed objects is free, so that no put has to."""
+    """Waits until memory of removed objects is free, so that no put has to wait for it."""
     end = time.monotonic() + SETTLE_SECONDS
     while time.monotonic() < end:
         segments = [each for node in client.status().nodes for each in node.segments]
@@ -386,7 +387,7 @@ def cells_of(row: Found) -> tuple[str, ...]:
 
 
 def sentences(found: Found) -> list[str]:
-    """What is beside the table."""
+    """The sentences below the table."""
     locked = "; ".join(f"{path}: {mib:,.0f} MiB" for path, mib in found["page_locked_mib"].items())
     return [
         *([found["note"]] if found["note"] else []),

@@ -1,8 +1,8 @@
-"""The command ``python -m bench.growth``: this store as the work grows.
+"""The command ``python -m bench.growth``: measures this store as the work grows.
 
 * *clients*: total throughput of more and more clients, and whether one of them starves;
 * *chains*: the time of the master's search in longer and longer chains, and of the whole call;
-* *master*: a master with more and more objects (``growth_master``).
+* *master*: times, memory and pauses of a master with more and more objects (``growth_master``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KINDS: Final = (
     ("get 64 x 1 MiB, shm", GET, MIB, 64),
     ("exist 64 keys", EXIST, 0, 64),
 )
-"""The work of every client: title, operation, size, batch."""
+"""The kinds of work that every client does: title, operation, object size, batch."""
 EXAMPLE = """\b
 Examples:
   python -m bench.growth
@@ -123,8 +123,8 @@ def measure_clients(
     counts: Sequence[int], rounds: int, seconds: float, progress: Advance
 ) -> list[Found]:
     """Measures every kind of work with each number of clients. Each client is a process; all begin
-    together. A result has medians of the rounds: objects or keys ``per_second`` of all clients,
-    ``slowest_part``, the slowest client's rate over the mean, and the time of one call.
+    together. A result has medians over the rounds: objects or keys ``per_second`` of all clients,
+    the slowest client's rate over the mean (``slowest_part``), and the time of one call.
 
     Raises:
         ChildError, KVStoreError: a process failed.
@@ -175,10 +175,10 @@ def _together(
 
 
 def measure_chains(sizes: Sequence[int], seconds: float, progress: Advance) -> list[Found]:
-    """Measures each length, all on one chain that has the greatest length and is stored.
+    """Measures matches of each length, all on one stored chain of the greatest length.
 
     ``search_us``: time of the master's state alone, in this process, to find the tip and lease it.
-    ``call_us``: of ``Client.match_prefix``, which checks, sends and decodes every key, and
+    ``call_us``: time of ``Client.match_prefix``, which checks, sends and decodes every key, and
     searches, in ``requests`` calls to the master.
 
     Raises:
@@ -226,7 +226,7 @@ def measure_chains(sizes: Sequence[int], seconds: float, progress: Advance) -> l
 
 
 def _state_with(keys: list[Key]) -> MasterState:
-    """A master's state with that chain, outside of a master process."""
+    """A master's state with the chain of these keys, outside of a master process."""
     state = MasterState(epoch=1)
     size = SUPERBLOCK_BYTES + 2 * len(keys) * extent_bytes(virtual.OBJECT_BYTES)
     offer = calls.SegmentOffer(

@@ -1,8 +1,8 @@
-"""A master with growing numbers of objects: time per call, memory, pauses, eviction.
+"""Measures a master with more and more objects: time per call, memory, pauses, eviction.
 
 One real master process is filled up to each number of objects in turn. Its nodes are simulated
-(``virtual``), one for each step, with room for that step's objects and little more: so the store is
-full when eviction is measured.
+(``kvstore.bench.virtual``), one for each step, with room for the objects of that step and little
+more, so that the store is full when eviction is measured.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ SLACK_BLOCKS: Final = 32 * CHAIN_BLOCKS
 """Room beyond a step's objects, so that the measured puts need no eviction."""
 EVICTED: Final = 100_000
 REQUESTS: Final = 400
-"""Different requests of each kind, for objects chosen at random."""
+"""Number of different requests of each kind; their objects are chosen at random."""
 PUTS_MAX: Final = 400
 LOAD_SECONDS: Final = 1.0
-"""Time for the load to start up, which is not measured."""
+"""Time for the load to start up before pauses are measured."""
 GONE_SECONDS: Final = 60.0
 CHUNK_CHAINS: Final = 64
 BIG_BLOCKS: Final = 16
-"""Size of a large object in blocks, at least, in the measurement where many objects make room for
+"""Least size of a large object, in blocks, in the measurement where many objects make room for
 few."""
 BIG_FIRST: Final = 1 << 40
-"""First number of the chains that are put to evict others, far from all other numbers."""
+"""Number of the first chain that is put to evict others, far from all other chains' numbers."""
 
 
 def measure(sizes: Sequence[int], seconds: float, progress: Advance) -> list[Found]:
     """Measures each number of objects, the smallest first.
 
     Args:
-        seconds: for each kind of call, and each measurement of pauses.
-        progress: its steps are chains (``steps``).
+        seconds: time for each kind of call; each measurement of pauses takes four times as long.
+        progress: called with the number of chains put, of ``steps`` in all.
 
     Raises:
         KVStoreError: the master failed.
@@ -141,7 +141,7 @@ class _Step:
         return round(median_us(timed(one, self.seconds, 1 << 20)), 1)
 
     def _time_puts(self) -> float:
-        """Start and end of 64 new objects; they are removed again."""
+        """The time to put 64 new objects, which takes two calls; they are removed again."""
         first = 3 * BIG_FIRST + self.chains * CHAIN_BLOCKS
         new = [chain(first + number, STEP_BLOCKS) for number in range(PUTS_MAX)]
         samples = timed(lambda index: virtual.put(self.stub, new[index]), self.seconds, PUTS_MAX)
@@ -171,7 +171,7 @@ class _Step:
         }  # fmt: skip
 
     def _evict_at_once(self, blocks: int) -> Found:
-        """Evicts in the worst case: one call that needs the room of all those objects."""
+        """Evicts in the worst case: one call that needs the room of ``blocks`` objects."""
         before = self._counters()["evicted_objects"]
         count = min(PUT_KEYS_MAX, blocks // BIG_BLOCKS)
         keys = chain(BIG_FIRST + (1 << 39) + self.chains, count)
@@ -185,8 +185,8 @@ class _Step:
         }  # fmt: skip
 
     def _large(self) -> list[Found]:
-        """Measures every kind of call that has many keys, with the largest number of them. The last
-        ones remove their keys."""
+        """Measures every kind of call that has many keys, with the largest number of keys. The last
+        calls remove their keys."""
         chains = min(BATCH_KEYS_MAX // CHAIN_BLOCKS, self.chains)
         chosen = self.random.sample(range(self.chains), chains)
         keys = [key for number in chosen for key in chain(number)]  # some were evicted
@@ -276,7 +276,7 @@ class _Step:
         return {"evicted_objects": 0, **dict(_status(self.stub).counters)}
 
     def _until_alone(self) -> None:
-        """Wait until the master has dropped the load's node and its memory."""
+        """Waits until the master has dropped the load's node, and so the memory of that node."""
         deadline = time.monotonic() + GONE_SECONDS
         while any(node.name == virtual.LOAD for node in _status(self.stub).nodes):
             if time.monotonic() > deadline:
@@ -285,7 +285,7 @@ class _Step:
 
 
 def _fill(stub: MasterStub, done: int, wanted: int, progress: Advance) -> float:
-    """Puts chains up to the number ``wanted``; returns objects put per second."""
+    """Puts chains ``done`` up to ``wanted``; returns the number of objects put per second."""
     start = time.perf_counter()
     for number in range(done, wanted, CHUNK_CHAINS):
         some = range(number, min(number + CHUNK_CHAINS, wanted))

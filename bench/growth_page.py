@@ -1,4 +1,4 @@
-"""What is judged of growth, and the page about it."""
+"""Judges the results of ``growth`` by goals, and makes the page about them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvstore.bench.timing import Spread
 
 NAME: Final = "growth"
 KEPT: Final = 0.9
-"""A total of at least this part of the best one with fewer clients does not count as falling:
-machines are noisy."""
+"""A total throughput of at least this part of the best one with fewer clients does not count as
+falling: machines are noisy."""
 SLOWEST: Final = 0.5
 FLAT: Final = 2.0
 """Growth by at most this factor counts as nearly flat, while objects grow a thousandfold."""
 LARGE: Final = 500_000
-"""Below this number of objects, the process's own buffers distort the bytes per object."""
+"""Below this number of objects, the buffers of the master process distort the bytes per object."""
 PAUSE_MS: Final = 10.0
 LOGARITHMIC: Final = 2.0
-"""Allowed factor over the growth of the logarithm alone."""
+"""The search may grow by this factor more than the logarithm of the length does."""
 
 CLIENTS: Final = (
     "Processes on one machine with {cores} cores, which master, node and clients share; begun"

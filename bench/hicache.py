@@ -1,9 +1,9 @@
-"""SGLang's HiCache between the benchmark and a system.
+"""Drives a system through SGLang's HiCache: set, get and exists of pages, as its cache controller
+calls them.
 
-Set, get and exists of pages, as SGLang's cache controller calls them. SGLang's own class,
-``MooncakeStore``, runs on Mooncake's client, and on kvstore's ``mooncake.store`` in its place; this
-project's class, ``KVStoreHiCache``, is compared with the former, too. The pages are those of one
-host pool of latent attention (MLA, ``page_first``): one object of the page's size each.
+SGLang's own class ``MooncakeStore`` on Mooncake's client is compared with the same class on
+kvstore's ``mooncake.store``, and with this project's class ``KVStoreHiCache``. The pages are those
+of one host pool of latent attention (MLA, ``page_first``): each is one object of the page's size.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from kvstore.bench.timing import Bytes
 
 TOKEN_BYTES: Final = 4 * KIB
-"""Of the pool: 16 layers of 128 bfloat16 values."""
+"""Bytes per token of the pool: 16 layers of 128 bfloat16 values."""
 LAYERS: Final = 16
 LATENT: Final = 64
 
 
 class Driver:
-    """Back-ends of SGLang on one host pool; one back-end per size of pages."""
+    """Makes the calls through SGLang's back-ends on one host pool: a back-end per size of pages."""
 
     def __init__(self, address: str, mode: str, memory_bytes: int, *, on_mooncake: bool) -> None:
         """
         Args:
-            address: of the master.
+            address: the address of the system's master.
             mode: ``DROP_IN``, ``NATIVE`` or ``NATIVE_SHM``.
             memory_bytes: size of the pages to put from, and of those to get into.
         """

@@ -1,8 +1,8 @@
-"""LMCache between the benchmark and a system: its ``RemoteBackend``, as in an engine's process.
+"""Drives a system through LMCache's ``RemoteBackend``, which runs as in an engine's process.
 
-This store is behind its plug-in. Mooncake Store is behind LMCache's ``MooncakestoreConnector`` with
-the faster of its settings (``save_chunk_meta`` off). LMCache hands over and receives chunks of
-its own memory, which lies in the client's process.
+LMCache reaches this store by this project's plug-in, and Mooncake Store by its own
+``MooncakestoreConnector``, with the faster of the settings (``save_chunk_meta`` off). LMCache hands
+over and receives chunks of its own memory, which lies in the client's process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 MODEL: Final = "kvstore/bench"
 TOKENS: Final = 256
-"""Of a chunk: LMCache's default."""
+"""Tokens of a chunk: LMCache's default."""
 LAYERS: Final = 4
 BATCHES_IN_MEMORY: Final = 4
-"""LMCache's memory in chunks of a batch: those to put, those got last, those being got, and one."""
+"""Batches that LMCache's memory holds: one to put, the one got last, the one being got, a spare."""
 MEMORY_BYTES_MIN: Final = 64 << 20
 TIMEOUT_SECONDS: Final = 60
 
@@ -38,15 +38,12 @@ class Driver:
     is one for each size."""
 
     def __init__(self, address: str, mode: str, memory_bytes: int, *, on_mooncake: bool) -> None:
-        """
-        Args:
-            mode: transport of this store; Mooncake's is TCP.
-        """
+        """``mode``: the transport of this store; Mooncake's is always TCP."""
         os.environ |= {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
         self.source, self._target = memory(memory_bytes)
         self._is_mooncake = on_mooncake
         self._settings = _mooncake(address) if self._is_mooncake else _ours(address, mode)
-        # Knows when the memory of removed objects is free.
+        # This client knows when the memory of removed objects is free.
         self._beside = None if self._is_mooncake else OurDriver(address, mode, WARM_PIECE)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -59,7 +56,8 @@ class Driver:
 
     @property
     def target(self) -> Bytes:
-        """Receives what the last get has returned when it is looked at: that copy is not timed."""
+        """The memory to get into. Reading this property copies the chunks of the last get into it,
+        which is not timed."""
         at = 0
         for chunk in self._got:
             data = chunk.raw_tensor.numpy()
@@ -80,7 +78,7 @@ class Driver:
         if op == PUT:
             self._sizes |= {name: size for batch in batches for name in batch}
             chunks = backend.chunks(length)
-            # LMCache does not say whether they are stored: ``remove`` finds those that are not.
+            # LMCache does not say whether chunks are stored: ``remove`` finds those that are not.
             return Work(lambda i: backend.put(keys[i % count], chunks), lambda _: None)
         return Work(lambda i: backend.get(keys[i % count]), self._keep)
 
@@ -122,7 +120,7 @@ class Driver:
 
 
 class _Backend:
-    """LMCache for one model, whose chunks have ``size`` bytes."""
+    """A backend of LMCache for one model, whose chunks have ``size`` bytes."""
 
     def __init__(
         self,
@@ -204,7 +202,7 @@ class _Backend:
         return found
 
     def remove(self, names: Sequence[str]) -> bool:
-        """Whether all of them were there."""
+        """Removes objects; returns whether all of them were there."""
         connector = self._remote.connection.getWrappedConnector()
         keys = [self.key(name) for name in names]
         if self._is_mooncake:

@@ -11,7 +11,7 @@ Per way and round:
 * *read*, *write*: 64 MiB in pieces of 4 KiB at random places, which shows the cost of TLB misses,
   and in pieces of 1 MiB;
   *map*, *first touch*, *read* and *write* count the thread's processor time, which a busy machine
-  distorts less; *start cpu* is that of all threads;
+  distorts less; *again cpu* is the processor time of all threads in *again*;
 * *put*, *get*: through a real master and node by shared memory, 64 objects of 1 MiB at a time.
 """
 
@@ -49,7 +49,7 @@ WORK_BYTES = 64 << 20
 MEMORY_BYTES_MIN = 256 << 20
 BATCH = 64
 TIMEOUT_SECONDS = 600.0
-"""More than the batches of a row take."""
+"""Time-out of the batches of a row, more than they take."""
 BATCHES = 20
 """Batches per put and get row: enough for a median, and few enough for the pool."""
 
@@ -105,7 +105,7 @@ def command(memory: str, rounds: int, as_json: bool) -> None:
                     ways.remove(name)
                     click.echo(f"left out: {name}: {error}", err=True)
                 else:
-                    if number >= 0:  # in the first round a virtual machine gets its memory
+                    if number >= 0:  # not the first round, in which a virtual machine gets memory
                         found.setdefault(name, []).append(row)
     rows = {
         name: {key: round(statistics.median(s[key] for s in samples), 3) for key in COLUMNS}
@@ -139,7 +139,7 @@ def measure(options: MemoryOptions, size: int) -> dict[str, float]:
 
 
 def _started(options: MemoryOptions, size: int) -> tuple[NodeSegment, float, float]:
-    """A new segment; the milliseconds per GiB that it took, and those of processor time."""
+    """A new segment, the milliseconds per GiB that making it took, and those of processor time."""
     start, cpu_start = time.perf_counter(), time.process_time()
     segment = NodeSegment.create(f"bench-{os.getpid()}", size, options=options)
     taken, cpu = time.perf_counter() - start, time.process_time() - cpu_start
@@ -174,7 +174,7 @@ def _raw(segment: NodeSegment) -> dict[str, float]:
                 for place in places:
                     target[:] = view[place : place + piece]
                 row[f"read_{label}_gb_per_s"] = WORK_BYTES / 1e9 / (time.thread_time() - start)
-                # Behind the superblock; no other process uses the segment.
+                # Writes only behind the superblock; no other process uses the segment.
                 start = time.thread_time()
                 for place in places:
                     view[place + piece : place + 2 * piece] = target

@@ -1,10 +1,10 @@
-"""Mooncake Store, as the benchmark uses it: its own servers and its own client, used as its
+"""Drives Mooncake Store for the benchmark: its own servers and its own client, used as its
 documentation says.
 
 The package is ``mooncake-transfer-engine-non-cuda``. Its client has two ways to move bytes: over
-TCP to a storage process (``tcp``), and as a *dummy* client beside one on the same host, through
-shared memory (``shm``). Objects are put from and got into memory that was registered with it, so
-that it copies as little as it can.
+TCP to a storage process (``tcp``), and as a *dummy* client beside a storage process on the same
+host, through shared memory (``shm``). Objects are put from and got into memory that is registered
+with the client, so that it copies as little as it can.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAUSE_SECONDS = 0.05
 FIRST = "is-there-room"
 THREADS = 2
 NO_SPACE = -200
-"""What its client returns while its memory is full: it evicts later, in the background."""
+"""What Mooncake's client returns while the memory is full: eviction follows in the background."""
 BUFFER_BYTES = 64 << 20
 """The client's own buffer for unregistered memory; all measured memory is registered."""
 
@@ -56,17 +56,18 @@ def missing() -> str | None:
 
 
 class Servers(NamedTuple):
-    """Addresses of Mooncake's servers."""
+    """Addresses and process ids of Mooncake's servers."""
 
     master: str
-    """Its master."""
+    """Address of the master."""
     storage: str
-    """The process that holds the memory; empty if there is none."""
+    """Address of the process that holds the memory; empty if there is none."""
     pids: dict[str, int]
 
 
 def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> Servers:
-    """Starts a master, and unless ``memory_bytes`` is 0 a process with that memory; both listen.
+    """Starts a master, and unless ``memory_bytes`` is 0 a process with so much memory; waits until
+    they listen.
 
     Raises:
         ChildError: a process did not start.
@@ -94,17 +95,17 @@ def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> S
 
 
 class MooncakeDriver:
-    """Mooncake's Python client."""
+    """Makes the calls of Mooncake's Python client."""
 
     def __init__(self, address: str, mode: str, memory_bytes: int) -> None:
         """
         Args:
-            mode: ``tcp``, or ``shm``: its dummy client.
-            address: of its master for ``tcp``, of its storage process for ``shm``.
+            mode: ``tcp``, or ``shm`` for the dummy client.
+            address: for ``tcp`` the master's address, for ``shm`` that of the storage process.
             memory_bytes: size of the caller's memory to put from, and of that to get into.
 
         Raises:
-            StartupError: its client failed.
+            StartupError: Mooncake's client failed.
         """
         module: Any = importlib.import_module("mooncake.store")  # exists only if it is installed
         self._store = module.MooncakeDistributedStore()
@@ -163,7 +164,7 @@ class MooncakeDriver:
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
     def _wait_for_room(self) -> None:
-        """Waits for the memory: the storage process listens before its memory is mounted."""
+        """Waits until a put succeeds: the storage process listens before its memory is mounted."""
         deadline = time.monotonic() + READY_SECONDS
         while failed := self._store.put_from(FIRST, self.source.ctypes.data, 1):
             if time.monotonic() > deadline:

@@ -1,7 +1,7 @@
-"""One run of a benchmark: its results as JSON, as a page, and on a terminal.
+"""Runs a benchmark, and shows its results: as JSON, as a page, and on a terminal.
 
-The results are a dict, which is the JSON file: ``machine`` and ``load`` in each, and what the
-benchmark measured. A page is computed from it alone, so that ``--redraw`` writes it again.
+The results are a dict, which the JSON file contains: ``machine``, ``load``, and what the benchmark
+measured. A page is computed from this dict alone, so that ``--redraw`` can write the page again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from kvstore.errors import KVStoreError
 
 Found = dict[str, Any]
 Advance = Callable[[str, int], None]
-"""Is called with the current work, and the number of finished steps."""
+"""A function to call with the current work, and the number of steps finished since the last call.
+"""
 
 GIT_SECONDS: Final = 5.0
 PAGE_COLUMNS: Final = 150
@@ -60,21 +61,21 @@ class ResultsTable(NamedTuple):
     columns: Sequence[str]
     lines: Sequence[Sequence[str]]
     left: Sequence[int] = (0,)
-    """The columns whose cells are no numbers."""
+    """Indexes of the columns whose cells are not numbers."""
 
 
 class ResultsPage(NamedTuple):
     name: str
-    """Of its files."""
+    """Name of its files, without their endings."""
     title: str
     command: str
-    """That writes it."""
+    """The command that writes the page."""
     parts: Sequence[str | ResultsTable]
     """Paragraphs, lists, headings (``## ...``) and tables, in their order."""
     how: str = ""
-    """Goes on after the machine's load."""
+    """Text that continues the sentence about the machine's load."""
     picture: str = ""
-    """What the picture beside it shows; empty: there is none."""
+    """What the picture beside the page shows; empty: there is none."""
     draw: Callable[[Path], None] = lambda _: None
     """Draws the picture."""
 
@@ -123,7 +124,7 @@ def markdown(page: ResultsPage, found: Found) -> str:
 
 
 def show(parts: Sequence[str | ResultsTable]) -> None:
-    """Prints them on standard output; if that is no terminal, wide enough for all tables."""
+    """Prints the parts on standard output; if that is no terminal, wide enough for all tables."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=PAGE_COLUMNS)

@@ -1,4 +1,4 @@
-"""The results as pictures. Needs matplotlib, which the extra ``bench`` installs."""
+"""Draws results as pictures. Needs matplotlib, which the extra ``bench`` installs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TICKS = tuple(2.0**power for power in range(-6, 8))
 
 
 def draw_comparison(found: Found, rows: Sequence[Comparison], path: Path) -> None:
-    """One bar per row: the median ratio on a logarithmic scale, from 1; a line from the smallest to
-    the largest of the rounds; a mark at the goal."""
+    """Draws one bar per row: from 1 to the median ratio on a logarithmic scale; with a line from
+    the smallest to the largest of the rounds, and a mark at the goal."""
     figure = Figure(figsize=(9.5, 1.6 + ROW_INCHES * len(rows)), layout="constrained")
     axes = figure.subplots()
     for at, each in enumerate(rows):
@@ -61,7 +61,7 @@ def draw_comparison(found: Found, rows: Sequence[Comparison], path: Path) -> Non
 
 
 def draw_growth(found: Found, path: Path) -> None:
-    """Three panels: throughput by clients, time per call by objects, match by blocks."""
+    """Draws three panels: throughput by clients, time per call by objects, match by blocks."""
     figure = Figure(figsize=(12.5, 4.2), layout="constrained")
     clients, master, chains = figure.subplots(1, 3)
     for work in dict.fromkeys(each["work"] for each in found["clients"]):

@@ -1,4 +1,4 @@
-"""How soon cached objects are served again: ``python -m bench.restarts``.
+"""Measures how soon cached objects are served after a crash: ``python -m bench.restarts``.
 
 Fills a new master and node with distinct objects. Then each of the two in turn is killed (SIGKILL)
 and started again. The times count from the moment when the new process is ready:
@@ -77,7 +77,7 @@ def command(memory: str, objects: int, rounds: int, lease_ms: int, as_json: bool
 
 
 class RestartedStore:
-    """A master, a node and a client."""
+    """A store whose master and node are killed and started again, and a client of it."""
 
     def __init__(self, stack: ExitStack, memory: int, objects: int, lease_ms: int) -> None:
         from kvstore import Client

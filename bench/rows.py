@@ -1,4 +1,4 @@
-"""The table of compared work. Each row is a piece of work and its goal."""
+"""The tables of compared work. Each row is a piece of work and its goal."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SHM: Final = "shm"
 MODES: Final = (SHM, TCP)
 
 LMCACHE: Final = "lmcache"
-"""Both systems behind LMCache, instead of their own clients."""
+"""Rows in which the benchmark calls LMCache, which uses either system as storage."""
 
 HICACHE: Final = "hicache"
-"""Both systems behind SGLang's HiCache."""
+"""Rows in which the benchmark calls SGLang's HiCache, which uses either system as storage."""
 
 DROP_IN: Final = "drop-in"
 NATIVE: Final = "native"
@@ -64,24 +64,25 @@ class Row:
     op: str
     """The operation of kvstore's client."""
     mode: str
-    """Transport on both sides: ``shm`` within the host, or ``tcp``. Behind HiCache: what runs on
-    kvstore; Mooncake's side is always SGLang's class over TCP."""
+    """Transport on both sides: ``shm`` within the host, or ``tcp``. Behind HiCache: the class that
+    runs on kvstore (``DROP_IN`` ...); on Mooncake, SGLang's own class always runs, over TCP."""
     goal: float
-    """The peer's time divided by kvstore's, at least."""
+    """The peer's time divided by kvstore's should be at least this."""
     batch: int = 1
     size: int = 0
     """Bytes of each object; 0: no bytes move."""
     peer_op: str = ""
-    """If the peer has no such call: the call that its users would make instead."""
+    """The call that the peer's users make instead, if the peer has no such call; else empty."""
     memcpy_goal: float = 0.0
-    """The time of a memcpy of the same bytes divided by kvstore's, at least; 0: no such goal."""
+    """The time of a memcpy of the same bytes divided by kvstore's should be at least this; 0: no
+    such goal."""
     notes: tuple[str, ...] = ()
     behind: str = ""
     """What is between the benchmark and the systems: ``LMCACHE``, ``HICACHE``, or nothing."""
 
     @property
     def id(self) -> str:
-        """Unique in its table: ``put/tcp/1MiB/64``."""
+        """A name that is unique in the row's table: ``put/tcp/1MiB/64``."""
         return "/".join((self.op, self.mode, size_name(self.size), str(self.batch)))
 
     @property
@@ -94,7 +95,7 @@ class Row:
 
     @property
     def processor_goal(self) -> float:
-        """The peer's processor time divided by kvstore's, at least: of client, master, storage."""
+        """The peer's processor time of client, master and storage, over kvstore's, at least."""
         return 1.5 if self.size == 4 * KIB else 1.0
 
     @property
@@ -180,7 +181,7 @@ HICACHE_ROWS: Final = tuple(
 )  # fmt: skip
 
 TABLES: Final = {"": ROWS, LMCACHE: LMCACHE_ROWS, HICACHE: HICACHE_ROWS}
-"""By what is between the benchmark and the systems."""
+"""The tables, by what is between the benchmark and the systems (``Row.behind``)."""
 
 
 def chosen(patterns: Sequence[str], rows: Sequence[Row] = ROWS) -> list[Row]:
@@ -194,5 +195,5 @@ def chosen(patterns: Sequence[str], rows: Sequence[Row] = ROWS) -> list[Row]:
 
 
 def memory_needed(rows: Sequence[Row]) -> int:
-    """The largest memory that a client puts from or gets into; it also warms the pool."""
+    """Bytes of memory that a client needs to put from or get into, and to warm the pool."""
     return max(WARM_PIECE, *(row.size * row.batch for row in rows))

@@ -1,11 +1,11 @@
-"""Rounds of two systems, row by row, and the page about them.
+"""Measures two systems in rounds, row by row, and makes the page about the results.
 
 A round begins with new processes: each system's master and storage process, and one client of each
 system per transport. The pools are written once. Then the rows follow each other. In each row the
 systems are measured directly after each other, each twice (A, B, B, A), so that a ratio compares
-measurements within a few seconds. The first system alternates from row to row and from round to
-round. The system that is not measured is idle; the processor time of its processes is measured as
-well.
+measurements within a few seconds. The system that begins alternates from row to row and from round
+to round. While one system is measured, the other is idle. The processor time of each system's
+processes is measured, too, both during its calls and while it is idle.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Plan:
 
     rounds: int
     seconds: float
-    """Per row, round and system."""
+    """Time per row, round and system."""
     pool_bytes: int
     """Size of each store's pool."""
 
@@ -94,7 +94,7 @@ def _clients(
     mode, behind = rows[0].mode, rows[0].behind
     stores = {
         OURS: (ours.address, ours.pids),
-        # Its shared-memory client has no way through LMCache.
+        # LMCache cannot use Mooncake's shared-memory client.
         MOONCAKE: (theirs.storage if mode == SHM and not behind else theirs.master, theirs.pids),
     }
     with contextlib.ExitStack() as stack:
@@ -132,7 +132,7 @@ def _measure(
 
 
 def _idle_percent(pids: Sequence[int]) -> float:
-    """Percent of one processor that an idle system takes."""
+    """Percent of one processor core that the idle processes of a system take."""
     before = sum(map(processor_seconds, pids))
     time.sleep(IDLE_SECONDS)
     return 100 * (sum(map(processor_seconds, pids)) - before) / IDLE_SECONDS
@@ -143,7 +143,7 @@ def _idle_percent(pids: Sequence[int]) -> float:
 
 @dataclass
 class Comparison:
-    """One row: per round the median time of a call, whatever its batch."""
+    """The results of one row: for each round the median time of a call, whatever its batch."""
 
     row: Row
     ours_us: list[float] = field(default_factory=list)
@@ -152,28 +152,28 @@ class Comparison:
     """Times of a memcpy of the same bytes, inside the client's process; only if the row has a goal
     for it."""
     ours_processor_us: list[dict[str, float]] = field(default_factory=list)
-    """Processor time of a call in the mean, by process; polling included."""
+    """Mean processor time of a call, by process, for each round; polling included."""
     theirs_processor_us: list[dict[str, float]] = field(default_factory=list)
 
     def add(self, system: str, microseconds: float, processor: dict[str, float]) -> None:
-        """One round of a system."""
+        """Adds one round of a system."""
         is_ours = system == OURS
         (self.ours_us if is_ours else self.theirs_us).append(microseconds)
         (self.ours_processor_us if is_ours else self.theirs_processor_us).append(processor)
 
     @property
     def ratio(self) -> Spread:
-        """The peer's time over ours, within a round: above 1 ours is faster."""
+        """Mooncake's time over ours, within each round: above 1 ours is faster."""
         return Spread.of_ratios(self.theirs_us, self.ours_us)
 
     @property
     def memcpy_part(self) -> Spread | None:
-        """The time of one memcpy over ours."""
+        """The time of one memcpy over ours, within each round; None: not measured."""
         return Spread.of_ratios(self.memcpy_us, self.ours_us) if self.memcpy_us else None
 
     @property
     def processor_ratio(self) -> Spread | None:
-        """The peer's processor time over ours, of all processes; None: not measured."""
+        """Mooncake's processor time over ours, of all processes; None: not measured."""
         if not self.ours_processor_us:
             return None
         theirs, ours = (
@@ -209,7 +209,7 @@ class Comparison:
 
 
 def comparisons(found: Found) -> list[Comparison]:
-    """Of the results of ``compare``. Leaves out rows that the table no longer has."""
+    """The comparisons in the results of ``compare``, but for rows that the table no longer has."""
     known = {row.id: row for row in TABLES[found.get("behind", "")]}
     fields = ("ours_us", "theirs_us", "memcpy_us", "ours_processor_us", "theirs_processor_us")
     return [

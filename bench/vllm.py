@@ -1,5 +1,5 @@
-"""The command ``python -m bench.vllm``: vLLM without a store, with this one, and with its built-in
-one, on the same machine with the same prompts."""
+"""The command ``python -m bench.vllm``: measures vLLM without a store, with this one, and with its
+built-in connector for Mooncake, on the same machine with the same prompts."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def find_problems(found: Found) -> list[str]:
 
 
 def comparisons(measured: Measured) -> list[tuple[str, str, str]]:
-    """The ratios to show: kind, system above, system below."""
+    """The ratios to show, each as kind, system in the numerator, system in the denominator."""
     stores = [name for name in measured.systems if name != systems.NONE]
     ours = [name for name in stores if name.startswith("kvstore")]
     theirs = [name for name in stores if name not in ours]
@@ -149,7 +149,7 @@ def comparisons(measured: Measured) -> list[tuple[str, str, str]]:
 
 
 def as_json(measured: Measured) -> Found:
-    """All results."""
+    """All results as a dict, every sample included."""
     rows = []
     for system in measured.systems:
         for kind in KINDS:

@@ -1,4 +1,4 @@
-"""The benchmark's rounds, samples and ratios.
+"""The rounds, samples and ratios of ``bench.vllm``.
 
 A round sends fresh prompts (a *miss*), then the same ones again (a *hit*), each in three manners
 with prompts of their own: one request at a time, several at once, and one at a time beside a
@@ -32,7 +32,7 @@ ONE, SEVERAL, BESIDE = MANNERS = ("one at a time", "several at once", "beside a 
 RUNNING_PROMPT_TOKENS = 32
 """Less than a block: no store holds any of it."""
 RUNNING_TOKENS = 1_500
-"""More than are generated before the other requests end; then this request is ended."""
+"""Tokens that the running request asks for: more than it gets, as it ends with the others."""
 SETTLE_SECONDS = 0.3
 """Pause between two systems: threads that wait for work spin for 0.2 s."""
 
@@ -73,7 +73,7 @@ class Samples:
     """The samples of one system and one kind; one list for each round."""
 
     first_token_ms: list[list[float]] = field(default_factory=list)
-    """One request at a time."""
+    """Times to the first token, one request at a time."""
     seconds: list[float] = field(default_factory=list)
     """Time for all prompts of a phase, several at once."""
     token_ms: list[list[float]] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Samples:
 
 @dataclass(kw_only=True)
 class Measured:
-    """Everything."""
+    """All results of the benchmark."""
 
     plan: RoundsPlan
     systems: list[str]
@@ -180,7 +180,7 @@ def _turns(systems: Sequence[System], number: int) -> Iterator[tuple[str, str, S
         first = (number + turn) % len(systems)
         for system in [*systems[first:], *systems[:first]]:
             yield kind, manner, system
-            forget(system.address)  # its saves are done before another one is measured
+            forget(system.address)  # waits for its saves before another system is measured
             time.sleep(SETTLE_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""The compared systems: vLLM without a store, with this one, and with its built-in on Mooncake.
+"""Starts the compared systems: vLLM without a store, with this one, and with Mooncake Store.
 
 Each system is one engine (``kv_both``) and, if it has one, a store in processes of its own. All
 systems run at the same time and get requests in turns.
@@ -75,7 +75,7 @@ def start(children: Children, names: Sequence[str], model: Path, memory_mib: int
 def _start(
     children: Children, name: str, model: Path, memory_mib: int, masters: dict[str, str]
 ) -> Server:
-    """Adds the address of Mooncake's master to ``masters``, if it is this system's."""
+    """Starts one system. If it has a Mooncake master, adds its address to ``masters``."""
     if name == NONE:
         return servers.start_engine(children, name, model, None)
     if name in (KVSTORE, KVSTORE_TCP):

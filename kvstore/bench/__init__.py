@@ -5,6 +5,6 @@ says how a table shows them (``cases``): ``own`` (each kind of call), ``verify``
 cost), ``engine`` (beside the bare transfer engine), ``master`` (a master with many objects).
 
 A ``Session`` prepares the keys and memory of a system's calls and times them (``timing``); a
-``Driver`` makes the calls (``ours``). The folder ``bench`` of a checkout measures other systems
-with them, too.
+``StoreDriver`` makes the calls (this store's is in ``ours``). The folder ``bench`` of a checkout
+measures other systems with them, too.
 """

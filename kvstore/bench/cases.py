@@ -6,8 +6,8 @@ a page costs ten times a copy), and each call is timed alone.
 
 * ``put``, ``get``: from and into the caller's memory. Every ``get`` asks the master where the
   object is: this client remembers no placements.
-* ``get_again``: the same object under a live lease, for which the client does not ask the master.
-* ``get_view``: without copying, shared memory only. The row's bytes are those that can be read.
+* ``get_again``: a get under a live lease, for which the client does not ask the master.
+* ``get_view``: a get without copying, by shared memory only. The row counts the bytes in the view.
 * ``exist``: which of these keys exist?
 * ``match_prefix``: how much of this chain is stored? All of it is.
 * ``memcpy``: a copy of the same bytes inside this process: no store that copies can be faster.
@@ -62,12 +62,12 @@ VERIFY_MEMORY: Final = "256MiB"
 
 
 class Sheet(NamedTuple):
-    """A table of rows, which appear as they are measured."""
+    """How a table shows the rows of a case, which appear as they are measured."""
 
     left: tuple[str, ...]
-    """Headers; none: no header at all."""
+    """Headers of the columns with text; none: the table has no header at all."""
     right: tuple[str, ...]
-    """Headers of numbers."""
+    """Headers of the columns with numbers."""
     cells: Callable[[Row], Sequence[str]]
     title: str = ""
 
@@ -92,7 +92,7 @@ OWN: Final = Sheet(
 def own(
     address: str, modes: Sequence[str], pool_bytes: int, seconds: float, patterns: Sequence[str]
 ) -> Iterator[Row]:
-    """Each kind of call to the store at ``address``, in ``seconds`` per row. Removes what it put.
+    """Measures each kind of call to a store, ``seconds`` per row, and then removes what it put.
 
     Args:
         patterns: which rows, as ``OP`` or ``OP/SIZE/BATCH``.
@@ -202,6 +202,6 @@ def _medians(
     for number in range(min(VERIFY_ROUNDS, VERIFY_BYTES_MAX // size)):
         for setting, client in clients.items():
             seconds = seconds_of(lambda client=client: get(client))  # type: ignore[misc]
-            if number >= 5:  # by then mappings and connections exist
+            if number >= 5:  # after five gets, mappings and connections exist
                 took[setting].append(seconds)
     return {setting: round(statistics.median(each) * 1e6, 1) for setting, each in took.items()}

@@ -1,12 +1,12 @@
-"""``kvstore bench --transport mooncake``: the store against the engine that moves its bytes.
+"""``kvstore bench --transport mooncake``: the store against the bare engine that moves its bytes.
 
 A master, a node and this client are three processes. In each round the same bytes move six times
 between the same places of the node's memory and of this process's memory:
 
 * ``put``, ``get``: by the store, with all its steps;
-* ``write``, ``read``: by the client's transport alone: copied where the memory is not registered,
-  hashed, in batches, under a deadline;
-* and by the bare engine, whose memory is always registered, with the call that its users make.
+* ``write``, ``read``: by the client's transport alone, which copies where the memory is not
+  registered, hashes, works in batches, and keeps a deadline;
+* and both ways by the bare engine, whose memory is always registered, with its users' own call.
 
 A ratio of 1 means that the store's own work is hidden behind the engine's time.
 """
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvstore.client.values import Bytes1D as Bytes
 
 WORK: Final = ((1 << 20, 1), (1 << 20, 16), (1 << 20, 64), (4 << 20, 16), (64 << 10, 64))
-"""Bytes of an object, and objects per call."""
+"""What is measured: bytes of an object, and objects per call."""
 
 NAMESPACE: Final = Namespace("kvstore-bench-engine")
 OPS: Final = ("write", "read", "put", "get")

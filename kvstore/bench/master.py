@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PROBE_SECONDS: Final = 10.0
 SETTLE_SECONDS: Final = 1.0
-"""Time for the load to start up, which is not measured."""
+"""Time for the load to start up before pauses are measured."""
 
 
 def _cells(row: Row) -> tuple[str]:
@@ -48,8 +48,8 @@ SHEET: Final = Sheet((), ("",), _cells)
 
 
 def measure(objects: int, *, quiet: bool, probe_seconds: float = PROBE_SECONDS) -> Iterator[Row]:
-    """Rows of memory and of pauses, at ``objects`` objects. ``during``: ``idle``, or what other
-    clients do at the same time."""
+    """Rows of memory and of pauses, at ``objects`` objects. A row's ``during`` is ``idle``, or what
+    other clients do at the same time."""
 
     def probe(count: int, during: str) -> Row:
         found = virtual.pauses(stub, virtual.chain(0)[0], lambda seconds: seconds > probe_seconds)

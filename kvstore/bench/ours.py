@@ -1,4 +1,4 @@
-"""This store, as the benchmark uses it: the public client, and a separate master and node."""
+"""Drives this store for the benchmark: the public client, with a separate master and node."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def own_store(pool_bytes: int, device: str = "") -> Iterator[Store]:
 
 
 class OurDriver:
-    """Two clients: one asks the master at each get; the other remembers placements while they are
-    leased (``GET_AGAIN``)."""
+    """Makes the calls by two clients: one asks the master at each get; the other remembers
+    placements while they are leased (``GET_AGAIN``)."""
 
     def __init__(
         self, address: str, mode: str, memory_bytes: int, *, pool_bytes: int | None = None
@@ -73,7 +73,7 @@ class OurDriver:
         Args:
             mode: transport, ``shm`` or ``tcp``.
             memory_bytes: size of the caller's memory to put from, and of that to get into.
-            pool_bytes: how much of the store's memory to use; None: all of it.
+            pool_bytes: how much of the store's memory the benchmark uses; None: all of it.
         """
         from kvstore import Client
 

@@ -23,7 +23,7 @@ GET: Final = "get"
 GET_VIEW: Final = "get_view"
 """A get without a copy: an array over the pool's own memory."""
 GET_AGAIN: Final = "get_again"
-"""The same object under a live lease."""
+"""A get of the same object again, under a live lease."""
 EXIST: Final = "exist"
 MATCH: Final = "match_prefix"
 MEMCPY: Final = "memcpy"
@@ -60,7 +60,7 @@ class Work(NamedTuple):
 
 
 class StoreDriver(Protocol):
-    """A client of one system. One thread."""
+    """A client of one system. Use it in one thread."""
 
     @property
     def source(self) -> Bytes:
@@ -115,7 +115,7 @@ class Session:
         """
         self.driver = driver
         self.processor: dict[str, float] = {}
-        """Seconds of all calls of the last measurement, of each of ``processes``."""
+        """Processor seconds of each of ``processes`` in all calls of the last measurement."""
         self._processes = processes or {}
         self._pool = pool_bytes
         self._name = name

@@ -1,9 +1,9 @@
-"""Masters without memory: real processes with real clients and simulated nodes.
+"""Real master processes with real clients, whose nodes are simulated and have no memory.
 
 A virtual node mounts a segment that has a size but no memory. This works because the master never
 touches a payload byte; so ten million objects fit on a laptop.
 
-As a program, this module is the load of another client while pauses are measured.
+Run as a program, this module is the load by another client while pauses are measured.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def putting(
 def put(
     stub: MasterStub, keys: Sequence[Key], parent: Key | None = None, size: int = OBJECT_BYTES
 ) -> None:
-    """Puts objects of one chain, without their bytes: the master does not notice."""
+    """Puts objects of one chain without writing their bytes, which the master does not notice."""
     grants = ask(stub, putting(keys, parent, size))
     assert isinstance(grants, calls.Grants)
     assert len(grants.tokens) == len(keys), "some of these objects exist already"
@@ -91,7 +91,7 @@ def put_chain(stub: MasterStub, keys: Sequence[Key]) -> None:
 
 
 def pauses(stub: MasterStub, key: Key, until: Callable[[float], bool]) -> dict[str, float]:
-    """Call ``exists`` for one key repeatedly, at least once; how long the answers took.
+    """Calls ``exists`` for one key repeatedly, at least once; returns how long answers took.
 
     Args:
         until: called with the seconds since the start; True ends the measurement.
@@ -120,9 +120,9 @@ def resident(pid: int) -> int:
 
 
 def mix_forever(address: str, first: int) -> None:
-    """Puts batches of 64 new objects, as one step of an engine does, matches whole chains, and
-    removes the new objects. Chains 0 and 1 exist."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # its node leaves
+    """Puts batches of 64 new objects, as one step of an engine does, matches all of chain 0, which
+    must exist, and removes the new objects. ``first``: the number of the first new chain."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())  # so that the node leaves
     with virtual_node(address, 1 << 20, name=LOAD), stub_of(address) as stub:
         number = first
         while True:
@@ -136,8 +136,8 @@ def mix_forever(address: str, first: int) -> None:
 
 
 def evict(address: str, first: int, blocks: int) -> None:
-    """Put ``blocks`` new objects, 64 at a time, into a full store, and match a chain in between.
-    Says in one line of JSON how long the puts took."""
+    """Puts ``blocks`` new objects, 64 at a time, into a full store, and matches chain 0 in between.
+    Prints in one line of JSON how long the puts took."""
     samples = []
     with stub_of(address) as stub:
         begun = time.perf_counter()
@@ -181,7 +181,7 @@ def stub_of(address: str) -> Iterator[MasterStub]:
 
 @contextlib.contextmanager
 def virtual_node(address: str, objects: int, *, name: str = "bench") -> Iterator[None]:
-    """A node with room for ``objects``, and no memory; sends heartbeats until the end."""
+    """A node with room for ``objects``, but no memory; sends heartbeats until the block ends."""
     import grpc
 
     from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
@@ -244,7 +244,7 @@ def virtual_node(address: str, objects: int, *, name: str = "bench") -> Iterator
 
 
 if __name__ == "__main__":
-    os.nice(10)  # so that its own wait for a core does not count as the master's pause
+    os.nice(10)  # a core that the load takes from the probe would count as the master's pause
     what, where, *numbers = sys.argv[1:]
     if what == MIX:
         mix_forever(where, *map(int, numbers))

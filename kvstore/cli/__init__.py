@@ -1,1 +1,1 @@
-"""The commands: kvstore, kvstore-master, kvstore-node."""
+"""The commands kvstore, kvstore-master, kvstore-node and kvstore-proxy."""

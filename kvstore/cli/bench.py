@@ -21,7 +21,7 @@ from kvstore.texts import size_text
 
 POOL_BYTES_MIN = 1 << 30
 FREE_PART = 0.9
-"""The part of a running store's free memory that is used: some of it is fragmented."""
+"""The part of a running store's free memory that the benchmark uses: some may be fragmented."""
 
 EXAMPLE = """\b
 Examples:
@@ -124,7 +124,7 @@ def _show(sheet: cases.Sheet, rows: Iterator[cases.Row], *, as_json: bool) -> No
 
 
 def _room_in_use(master: str, wanted: int, *, yes: bool, as_json: bool) -> int:
-    """How much of a running store's memory may be used. Tells the user, and asks.
+    """How much of a running store's memory the benchmark may use. Tells the user, and asks.
 
     Never more than is free: the benchmark evicts nothing, unless other clients put meanwhile.
     """

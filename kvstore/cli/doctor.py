@@ -60,7 +60,7 @@ def doctor(
     master = load(MasterConfig, config_path=config_path)
     node = load(NodeConfig, {"memory": memory}, config_path=config_path, origin="{flag}")
     checks = list(_checks(client, master, node, config_path, transfer_engine=transfer_engine))
-    logging.getLogger("kvstore").setLevel(logging.ERROR)  # the findings say the same
+    logging.getLogger("kvstore").setLevel(logging.ERROR)  # warnings would repeat the findings
     limit_s = max(3 * client.timeout_ms / 1000, (3 if transfer_engine else 1) * IMPORTS_TIMEOUT_S)
     found = list(run_all(checks, limit_s + 1))
     if as_json or outer["as_json"]:
@@ -106,8 +106,8 @@ def _checks(
 
 
 def _check(place: str, *arguments: object, **named: object) -> Check:
-    """A function of ``kvstore.diagnosis``, imported when it runs: a package that cannot be imported
-    is a finding as well."""
+    """A check by a function of ``kvstore.diagnosis``, imported only when the check runs, so that a
+    package that cannot be imported is a finding as well."""
 
     def check() -> Iterable[Finding]:
         module, name = place.split(".")

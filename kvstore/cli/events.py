@@ -1,4 +1,4 @@
-"""``kvstore events``."""
+"""``kvstore events``: follows what becomes visible in the store and what is gone."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def events(
 
 
 def _leaders(invocation: Invocation, scheme: str) -> Iterator[str]:
-    """Where the present leader serves HTTP, each time anew."""
+    """Yields where the present leader serves HTTP; each time asks who leads."""
     known = False
     with invocation.client() as client:
         while True:

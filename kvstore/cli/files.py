@@ -1,4 +1,4 @@
-"""Files that ``kvstore put`` reads and ``kvstore get`` writes, and what is in them."""
+"""Reads files for ``kvstore put`` and writes files for ``kvstore get``: bytes or NumPy arrays."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def is_text(content: memoryview) -> bool:
     try:
         text = head.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(head) - 3:  # else a character cut in two
+        if error.start < len(head) - 3:  # else the end of ``head`` cuts a character in two
             return False
         text = head[: error.start].decode()
     return all(sign.isprintable() or sign in "\n\r\t" for sign in text)

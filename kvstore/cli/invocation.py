@@ -1,4 +1,4 @@
-"""What every command of ``kvstore`` gets: its settings, a client, how to print."""
+"""What most commands of ``kvstore`` get: their settings, a client, how to print."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """What every command gets: its settings, and how to print."""
+    """One call of a command: its settings, and how to print."""
 
     config: ClientConfig
     given: frozenset[str]
@@ -48,7 +48,7 @@ class Invocation:
 
 
 def connects(*only: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a function that takes an ``Invocation`` a command with ``--master``, ``--json`` etc."""
+    """Gives a function that takes an ``Invocation`` the options ``--master``, ``--json`` etc."""
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         keys = ("master", "timeout_ms", *only)

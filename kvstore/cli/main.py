@@ -1,4 +1,4 @@
-"""The command ``kvstore``: an operator's queries and changes, each one call of ``Client``."""
+"""The command ``kvstore``: its subcommands, some of which are imported only when they are used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvstore.cli.options import (
 from kvstore.config import ClientConfig
 
 GARBAGE_THRESHOLD = 50_000
-"""Objects between two garbage collections: imports leave no garbage to find."""
+"""New objects between two garbage collections: more than usual, as imports leave no garbage."""
 
 EXAMPLE = """\b
 Examples:
@@ -39,7 +39,7 @@ With --json results are JSON on stdout, and an error is one line of JSON on stde
   {"error": {"code": ..., "message": ..., "advice": ..., "fields": {...}}}
 """
 
-# Memory that exists only while one command runs is of no use to the pool.
+# A client's memory that exists only while one command runs is of no use to the pool.
 SETTINGS_WITHOUT = ("memory",)
 
 
@@ -63,7 +63,7 @@ class Commands(click.Group):
         click.Command.format_options(self, ctx, formatter)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Takes the help of ``LATE`` from there, so that help does not load those commands."""
+        """Takes the help of the commands in ``LATE`` from ``LATE``, so as not to load them."""
         names = self.list_commands(ctx)
         rows = []
         for name in names:

@@ -93,7 +93,7 @@ def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
 
 
 def content_of(descriptor: bytes) -> dict[str, Any]:
-    """What a header says of its payload."""
+    """What the descriptor in an object's header says of the payload."""
     from kvstore.client.values import read_descriptor
 
     try:
@@ -273,7 +273,7 @@ def clear(invocation: Invocation, everything: bool, yes: bool) -> None:
 
 
 def _told(invocation: Invocation, what: str, keys: list[Key], done: list[bool]) -> int:
-    """Says how many were done, and which were not there; returns the exit code."""
+    """Prints how many keys were done, and which were not there; returns the exit code."""
     missing = [key for key, was_there in zip(keys, done, strict=True) if not was_there]
     if invocation.as_json:
         print_json({what: sum(done), "missing": [key_text(key) for key in missing]})

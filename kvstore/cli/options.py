@@ -111,14 +111,14 @@ def version_option(command: Command) -> Command:
 
 
 def installation_notices() -> list[str]:
-    """What --version should report about the installation of kvstore."""
+    """What ``--version`` and ``kvstore version`` report about the installation of kvstore."""
     from kvstore.diagnosis.software import installation  # not above: it reads package metadata
 
     return [f"{row.found}. {row.advice}" for row in installation() if row.state != "ok"]
 
 
 def debug_option(command: Command) -> Command:
-    """Adds --debug. ``run`` reads it from the arguments: it applies before a command is reached."""
+    """Adds ``--debug``. ``run`` looks for it in the arguments: it applies before a command runs."""
     return click.option(
         "--debug", is_flag=True, expose_value=False, help="Show a traceback on errors."
     )(command)
@@ -131,7 +131,7 @@ def json_option(command: Command) -> Command:
 
 
 def parent_option(command: Command) -> Command:
-    """For ``kvstore.process.children``, which starts the servers as children of other programs."""
+    """Adds the option by which ``kvstore.process.children`` starts servers as children."""
     return click.option(
         "--parent-fd",
         type=click.IntRange(min=0),
@@ -141,7 +141,7 @@ def parent_option(command: Command) -> Command:
 
 
 def orphan_option(command: Command) -> Command:
-    """For the node of a master."""
+    """Adds the option for the node that a master starts."""
     return click.option(
         "--keep-orphaned",
         is_flag=True,
@@ -151,7 +151,7 @@ def orphan_option(command: Command) -> Command:
 
 
 def agreed(question: str, *, yes: bool = False, as_json: bool = False) -> None:
-    """Asks before something is destroyed that the command line does not name by itself.
+    """Asks before the command destroys or disturbs what the command line does not name by itself.
 
     Raises:
         click.UsageError: there is no terminal to ask, and no --yes.
@@ -185,12 +185,12 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
             click.echo(f"{name}: standard output: {error.strerror}", err=True)
         code = code or FAILED
     with _stderr_may_fail():
-        pass  # what the command has left there
+        pass  # only flushes what the command has written to stderr
     sys.exit(code)
 
 
 def _in_utf8(argument: str) -> str:
-    """What Python could not decode in the locale of the process (LC_ALL=C), but is UTF-8."""
+    """Decodes an argument that is UTF-8 though the locale of the process is not (LC_ALL=C)."""
     try:
         return argument.encode(sys.getfilesystemencoding(), "surrogateescape").decode()
     except UnicodeError:
@@ -256,15 +256,15 @@ def _tell(error: BaseException, name: str, *, as_json: bool, debug: bool) -> Non
 def print_json_error(
     code: str, message: str, advice: str = "", fields: dict[str, Any] | None = None
 ) -> None:
-    """One line on stderr, so that stdout holds results only."""
+    """Prints an error as one line of JSON on stderr, so that stdout holds results only."""
     error = {"code": code, "message": message, "advice": advice, "fields": fields or {}}
     click.echo(json.dumps({"error": error}), err=True)
 
 
 @contextlib.contextmanager
 def _stderr_may_fail() -> Iterator[None]:
-    """For what is said there, and what still waits to be: its reader may be gone, or its disk full,
-    which leaves the exit code of the command as it is."""
+    """The block writes to stderr, which is flushed after it. If that fails, because the reader is
+    gone or a disk is full, the exit code of the command stays as it is."""
     try:
         yield
         if sys.stderr is not None:

@@ -61,8 +61,8 @@ def prefixes(invocation: Invocation, count: int) -> None:
 def lines(
     branches: Sequence[Branch], nodes: Mapping[int, str], *, whole: bool = False
 ) -> Iterator[str]:
-    """A line for each branch, indented below the one that it continues, and one for continuations
-    that are not among them. ``whole``: with whole keys."""
+    """A line for each branch, indented below the branch that it continues, and a line that counts
+    the continuations of a branch that are not shown. ``whole``: keys are not shortened."""
     below: list[list[int]] = [[] for _ in branches]
     roots: list[int] = []
     for index, row in enumerate(branches):

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class ByteProgress:
-    """Progress bars, one after the other, each over some bytes."""
+    """Progress bars, one after the other, each of which counts bytes."""
 
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self._task: TaskID | None = None
 
     def step(self, what: str, size: int | None) -> None:
-        """Begin the next step; ``None``: of unknown size."""
+        """Begins the next bar, of ``size`` bytes; None: the size is unknown."""
         if self._progress is None:
             return
         if self._task is not None:
@@ -66,7 +66,7 @@ def byte_progress(*, wanted: bool) -> Iterator[ByteProgress]:
 
 @contextlib.contextmanager
 def count_progress(what: str, *, wanted: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yields a function to call with how many are done, and how many remain."""
+    """Yields a function to call with the number of items done and the number that remain."""
     if not wanted or not sys.stderr.isatty():
         yield lambda done, remaining: None
         return

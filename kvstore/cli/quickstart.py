@@ -22,13 +22,13 @@ from kvstore.texts import size_text
 SETTINGS: Final = ("host", "port", "http_port", "log_level")
 
 MEMORY_MAX: Final = 4 << 30
-"""Taken in a few seconds, and much for a first look."""
+"""The most that is taken by default: it takes a few seconds, and is much for a first look."""
 
 MEMORY_MIN: Final = 16 << 20
 MEMORY_STEP: Final = 16 << 20
 
 PORT_STEP: Final = 200
-"""A second store on a host takes the port so far above, clear of all other default ports."""
+"""A second store on a host tries the port so far above, which is clear of all default ports."""
 
 PORT_TRIES: Final = 6
 
@@ -63,7 +63,7 @@ outlives its terminal or has several hosts: kvstore-master --help, kvstore-node 
 @debug_option
 def quickstart(config_path: str | None, **flags: object) -> int:
     config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
-    # One master, whose memory goes with it, whatever a file says about the real ones.
+    # One master, whose memory ends with it, whatever a configuration file says about real masters.
     change: dict[str, object] = {"etcd": "", "keep": False}
     if not config.memory:
         change["memory"] = spare_memory()
@@ -96,7 +96,7 @@ def quickstart(config_path: str | None, **flags: object) -> int:
         except AddressInUseError:
             if is_given:
                 raise
-            # Another process has taken it since, such as a quickstart that began at the same time.
+            # Another process has taken the port since, such as a quickstart that began meanwhile.
             config = config.model_copy(update={"port": free_port(config.host, usual_port)})
     return serve(config, temporary=Temporary("quickstart", started))
 
@@ -105,7 +105,7 @@ def spare_memory() -> int:
     """Bytes that a store may take here without harm to other programs.
 
     Raises:
-        SharedMemoryTooSmallError: less than ``MEMORY_MIN``.
+        SharedMemoryTooSmallError: the host can spare less than ``MEMORY_MIN``.
     """
     from kvstore.diagnosis.host import memory_available
 
@@ -135,8 +135,8 @@ def spare_memory() -> int:
 
 
 def free_port(host: str, port: int) -> int:
-    """``port``, or a higher one, that is free with the next one for the lane; 0: none of them is.
-    Another process may take it before it is used."""
+    """``port``, or a higher port, that is free together with the next one, which the lane takes; 0:
+    there is none. Another process may take the port before it is used."""
     for each in range(port, port + PORT_STEP * PORT_TRIES, PORT_STEP):
         try:
             with listen(host, each), listen(host, each + 1):
@@ -147,8 +147,7 @@ def free_port(host: str, port: int) -> int:
 
 
 def text(master: str, page: str) -> str:
-    """What to do with a store at ``master``, whose dashboard is at ``page`` (empty: there is
-    none)."""
+    """Says how to use a store at ``master`` with a dashboard at ``page`` (empty: without one)."""
     lines = [f"The store is ready at {master}. Ctrl-C ends it and frees its memory."]
     lines += ["", "vLLM:", f"  {vllm_line(master)}"]
     lines += ["", "SGLang:", f"  {sglang_line(master)}"]
@@ -182,7 +181,7 @@ VLLM: Final[dict[str, object]] = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-"""As docs/vllm.md has it; a test compares them. The same for SGLang's."""
+"""As in docs/vllm.md (``SGLANG``: docs/engines/sglang.md); a test compares them."""
 
 SGLANG: Final[dict[str, object]] = {
     "backend_name": "kvstore",

@@ -1,4 +1,4 @@
-"""Replies as JSON."""
+"""Prints replies as JSON."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ def console_of_names(*, stderr: bool = False, fits: bool = False) -> Console:
     """A console that prints names of objects, nodes and files as they are: it reads no markup, and
     cuts nothing. Each row of a table is one line, which a narrow terminal wraps.
 
-    ``fits``: on a terminal, cells are wrapped within their columns: for prose, and for a page that
-    is shown again and again.
+    ``fits``: on a terminal, cells are wrapped within their columns instead: for prose, and for a
+    page that is shown again and again.
     """
-    # Where TERM is dumb, rich takes no width without a height.
+    # Where TERM is dumb, rich ignores a width that comes without a height.
     console = Console(
         stderr=stderr, markup=False, emoji=False, highlight=False, width=WIDE, height=25
     )
@@ -35,7 +35,7 @@ def table_of(*columns: str, right: Sequence[str] = (), show_header: bool = True)
     """A table whose cells are wrapped where they do not fit, and never cut.
 
     Args:
-        columns: their headers.
+        columns: the headers of the columns.
         right: the headers of further columns, whose cells are numbers.
     """
     table = Table(box=None, pad_edge=False, show_header=show_header)
@@ -109,7 +109,7 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         nodes = table_of(
             "node", "state", "address", right=("used", "of", "largest free", "last heard")
         )
-        # Equal versions say nothing; during an upgrade they differ.
+        # The column of versions is shown only if they differ, as during an upgrade.
         differ = {node.version for node in found.nodes} != {found.version}
         if differ:
             nodes.add_column("version", overflow="fold")
@@ -149,7 +149,7 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
 
 
 def _state(node: NodeStatus) -> str:
-    """alive, unreachable, entry gone"""
+    """The node's state in words, such as ``alive, unreachable, entry gone``."""
     words = [node.state]
     if node.unreachable:
         words.append("unreachable")

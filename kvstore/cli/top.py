@@ -1,4 +1,4 @@
-"""``kvstore top``: the cluster, live."""
+"""``kvstore top``: shows the cluster, live."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from kvstore.network.addresses import shown_place
 from kvstore.texts import duration_text, name_text, size_text
 
 NAMESPACES: Final = 10
-"""The largest ones are shown."""
+"""Namespaces that are shown, the largest ones."""
 
 BAR: Final = 24
 """Characters of a node's bar."""
 
 
 class Snapshot(NamedTuple):
-    """The state of the cluster, and what has happened since the look before."""
+    """The status of the cluster, and what has happened since the look before."""
 
     status: ClusterStatus | None
     """None: no master answers."""
     rates: dict[str, float]
-    """Per second, by the counters' names; empty at first, and after a change of masters."""
+    """Growth per second, by counter; empty at first, and after a change of masters."""
     error: str = ""
 
 
@@ -74,7 +74,7 @@ def top(invocation: Invocation, interval_s: float, count: int | None) -> int:
 
 
 def _looks(invocation: Invocation, interval_s: float, count: int | None) -> Iterator[Snapshot]:
-    """Raises KVStoreError: the first one found no master."""
+    """Looks at the cluster again and again. Raises KVStoreError: the first look found no master."""
     before: ClusterStatus | None = None
     then = 0.0
     with invocation.client() as client:

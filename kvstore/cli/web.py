@@ -1,4 +1,4 @@
-"""``python -m kvstore.cli.web``: what a master starts to serve HTTP. Not for users."""
+"""``python -m kvstore.cli.web``: the child that a master starts to serve HTTP. Not for users."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def command(
     config: str,
     log_level: str,
 ) -> None:
-    del config  # every child of ours is given one
+    del config  # ``kvstore.process.children`` gives each child the option
     logs.configure(log_level)
     from kvstore.web.of_master import Served, serve
     from kvstore.web.server.access import Secured

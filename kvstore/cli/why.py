@@ -1,8 +1,8 @@
 """``kvstore why``: who writes, who asks, and why nothing is found.
 
-It gathers what the master remembers of each namespace and the fleet records of engines, and prints
-what ``kvstore.diagnosis.why`` makes of them. Names and keys come from strangers: none reaches the
-terminal as it is.
+The command gathers what the master remembers of each namespace and the fleet records of engines,
+and prints what ``kvstore.diagnosis.why`` makes of them. Names and keys come from strangers, so all
+of them are made safe (``shown_text``) before they reach the terminal.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Exit codes: 0 no problem, 1 a reason why nothing is found, 3 no such namespace o
 """
 
 KEYS_LOOKED_FOR: Final = 2
-"""Keys of a namespace, not found there, that are looked for in others."""
+"""Keys that were not found in a namespace, and are looked for in others."""
 
 NAMESPACES_LOOKED_IN: Final = 32
 OBJECTS_LOOKED_AT: Final = 1_000
-"""Of a namespace, for missing ancestors: one page."""
+"""Objects of a namespace that are checked for missing ancestors: one page."""
 
 PARTIES_SHOWN: Final = 8
 CAUSES_SHOWN: Final = 6
@@ -132,8 +132,8 @@ def _records(client: Client) -> list[Record]:
 def _look_closer(
     client: Client, evidence: Evidence, chosen: Sequence[Party], everyone: Sequence[Party]
 ) -> None:
-    """Adds what only a look at single objects shows, of those that find nothing. Operators' calls:
-    they count as no traffic, and lease nothing."""
+    """Adds to the evidence what only a look at single objects shows, for parties that find nothing.
+    These are operators' calls: they count as no traffic, and lease nothing."""
     written = [space.name for party in everyone for space in party.spaces if space.objects]
     for party in chosen[:PARTIES_SHOWN]:
         if not party.asked or party.found:

@@ -1,4 +1,4 @@
-"""The command ``python -m kvstore.demo``: starts everything, prints what happened."""
+"""The command ``python -m kvstore.demo``: starts all processes, and prints what happened."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvstore.demo.scenario import (
 MIB = 1 << 20
 READY_SECONDS = 30.0
 JOB_SECONDS = 150.0
-"""Time-out, for a slow machine; two cores need a tenth of it for the default prefix."""
+"""Time-out of a worker, for a slow machine; two cores need a tenth of it for the default prefix."""
 
 ENVIRONMENT = {
     "KVSTORE_CONFIG": "",  # no kvstore.toml
@@ -39,7 +39,7 @@ ENVIRONMENT = {
     # a busy one ten times slower, which would make the comparison look better than it is.
     "OMP_WAIT_POLICY": "passive",
 }
-"""Of the processes, beside this one's own without kvstore's settings: every run is the same."""
+"""Children get this and our environment, without ``KVSTORE_`` settings: every run is the same."""
 
 EXAMPLE = """\b
 Example:
@@ -123,8 +123,8 @@ Report = dict[str, Any]
 
 @contextlib.contextmanager
 def running(scenario: dict[str, Any], console: Console) -> Iterator[tuple[str, Report, Report]]:
-    """Run the producer and the consumer; the address of the dashboard, and what they did. Master
-    and node run inside the block; all processes have ended after it."""
+    """Run the producer and the consumer; yields the address of the dashboard, and both reports.
+    Master and node run inside the block; all processes have ended after it."""
     for module in ("torch", "transformers"):
         if importlib.util.find_spec(module) is None:
             raise ChildError(f"{module} is not installed; pip install torch transformers")
@@ -191,12 +191,12 @@ def judge(scenario: dict[str, Any], produced: Report, consumed: Report) -> tuple
 
 
 def first_token_ms(consumed: Report) -> list[float]:
-    """The median without the store, and with it."""
+    """The median times to the first token: without the store, and with it."""
     return [statistics.median(consumed[f"first_token_{way}_ms"]) for way in ("computed", "reused")]
 
 
 def show(consumed: Report, console: Console) -> None:
-    """Both ways side by side."""
+    """Prints the results of both ways side by side."""
     blocks, tokens = consumed["blocks_reused"], consumed["prompt_tokens"]
     computed_ms, reused_ms = first_token_ms(consumed)
     table = Table("", "without the store", "with the store")

@@ -29,8 +29,8 @@ POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0
 """Time that a child has for a clean end before it is killed."""
 GROUP_SECONDS = 2.0
-"""Time that a child's own children have after it: Python's resource tracker ends last and unlinks
-the shared memory that the others left."""
+"""Time that a child's own children have after the child has ended: Python's resource tracker ends
+last, and unlinks the shared memory that the others left."""
 TAIL_LINES = 20
 
 PORTS = range(10_000, 32_000)
@@ -49,7 +49,7 @@ class ChildError(Exception):
 
 @dataclass(frozen=True)
 class Program:
-    """A process. Its output goes to two files, so that it never blocks on a full pipe."""
+    """A child process. Its output goes to two files, so that it never blocks on a full pipe."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -126,7 +126,7 @@ class Children:
         return self.until(child, said, seconds)
 
     def until(self, child: Program, ask: Callable[[], Result | None], seconds: float) -> Result:
-        """As ``ready``, for a service that does not print a line when it is ready."""
+        """Wait until ``ask`` returns something: as ``ready``, for a service that prints no line."""
         for _ in self._polls(child, seconds, "was not ready"):
             if found := ask():
                 self._shared_memory |= _shared_memory_of(child.process.pid)
@@ -169,17 +169,17 @@ class Children:
         with _signals_deferred():  # a second Ctrl-C must not leave half of them running
             for child in reversed(self._running):
                 _stop(child.process, self._stop_seconds)
-            for path in self._shared_memory:  # exists only if its node had to be killed
+            for path in self._shared_memory:  # still exists only if its node had to be killed
                 path.unlink(missing_ok=True)
             self._directory.cleanup()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that is free, and so is the next one, which a master takes for its lane. Linux does
-    not give it to outgoing connections, so it stays free while a server is started again.
+    """A free port; the next one, which a master takes for its lane, is free, too. Linux gives
+    neither to outgoing connections, so they stay free while a server is started again.
 
     Raises:
-        OSError: none can be taken.
+        OSError: no such port can be found.
     """
     random = SystemRandom()
     for tries_left in reversed(range(PORT_TRIES)):
@@ -194,7 +194,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def connects(host: str, port: int) -> bool:
-    """Whether a process listens there."""
+    """Whether a process listens on this port."""
     with socket.socket() as asked:
         return asked.connect_ex((host, port)) == 0
 

@@ -1,6 +1,6 @@
 """What the producer and the consumer agree on: a model, and the prefix of a prompt.
 
-They do not know each other.
+Neither process knows of the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PORTION_TOKENS = 256
 nothing here. If a prefix from the store ends at such a multiple, the remaining portions are the
 same as without the store: the same sums in the same order, so the same bits. After any other prefix
 the portions are different and float32 may round differently, by much less than the distance between
-the two best tokens."""
+the logits of the two best tokens."""
 
 # The decoder: 58 million weights, of which prefill multiplies 50 million with every token. One
 # query head in four has a key/value head, as in Llama 3, so a token's KV is small next to the work
@@ -32,7 +32,7 @@ POSITIONS_MAX = 32_768
 KV_BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4  # keys and values, float32
 
 TAIL_TOKENS = {"producer": 64, "consumer": 100}
-"""Of each prompt, after the prefix: a block or more, so each prompt has a block of its own."""
+"""Tokens of a prompt after the prefix: a block or more, so each prompt has a block of its own."""
 
 PREFIX_TOKENS_MAX = 16_384
 """Two cores compute this many in a minute or two."""

@@ -36,7 +36,7 @@ def produce(engine: Engine, tokens: list[int]) -> dict[str, object]:
 
 
 def consume(engine: Engine, tokens: list[int]) -> dict[str, object]:
-    """Continue a prompt both ways. Never puts a block."""
+    """Continue a prompt, both from its stored prefix and computing it all. Never puts a block."""
     # The first run of each way gives the tokens, and warms caches and allocators. The times come
     # from the later runs, which alternate, so that a busy machine slows both ways alike.
     reused, computed = (engine.generate(tokens, NEW_TOKENS, reuse=reuse) for reuse in (True, False))

@@ -1,4 +1,4 @@
-"""The cluster as seen from this host: ports, masters, the lane, and each node's memory."""
+"""Checks of the cluster as seen from this host: ports, masters, lane, and each node's memory."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ AT_ONCE_MAX = 16
 """Masters or nodes that are checked at the same time."""
 
 QUESTIONS_MIN = 16
-"""Fewer in a namespace say nothing: the first prompts find nothing."""
+"""Fewer questions in a namespace prove nothing: the first prompts always find nothing."""
 
 CLOCK_S = 300.0
 """Clocks of two hosts may differ by this much without a warning. Epochs begin as Unix time."""
@@ -62,7 +62,7 @@ Deadline = float
 def reached(
     master: MasterConfig, masters: str, timeout_s: float, *, is_named: bool
 ) -> Iterator[Finding]:
-    """The ports for a master on this host, and the cluster if ``is_named``, or a master is here."""
+    """Checks the ports for a master here, and the cluster if ``is_named`` or a master is here."""
     found = list(under("ports", ports(master, timeout_s)))
     yield from found
     if is_named or any("a master answers" in each.found for each in found):
@@ -70,8 +70,8 @@ def reached(
 
 
 def ports(config: MasterConfig, timeout_s: float) -> Iterator[Finding]:
-    """The ports that a master on this host would listen on. A port that a running master has
-    already is fine."""
+    """Checks the ports that a master on this host would listen on. A port that a running master
+    already has is fine."""
     for name, port in (("gRPC", config.port), ("lane", config.lane_port_wanted)):
         why = port_taken(config.host, port)
         if why is None:
@@ -172,7 +172,7 @@ def by_etcd(place: EtcdPlace, timeout_s: float) -> list[Finding]:
 
 
 class _MasterAnswer(NamedTuple):
-    """The answer of one master itself; a standby is not followed to its leader."""
+    """What one master itself answers: a standby's leader is not asked."""
 
     found: list[Finding]
     serves: bool = False
@@ -297,7 +297,7 @@ def nodes(stub: MasterStub, timeout_s: float, pool: ThreadPoolExecutor) -> list[
 
 
 def hits(stub: MasterStub, master: str, timeout_s: float) -> list[Finding]:
-    """Checks that clients that ask find something; a page of what the master remembers."""
+    """Checks that clients that ask find something, by one page of what the master remembers."""
     try:
         report = cast(TrafficReport, stub.call(calls.Traffic(), uptime() + timeout_s))
     except KVStoreError:

@@ -18,7 +18,7 @@ _ENTRY_POINT: Final = "kvstore.cli.master:main"
 
 
 def ours() -> metadata.Distribution | None:
-    """The first on the path; None: pip did not install what is imported here."""
+    """Our distribution, the first on the path; None: pip did not install what is imported here."""
     for name in (NAME, NAME_BEFORE):
         for found in metadata.distributions(name=name):
             if _is_ours(found):

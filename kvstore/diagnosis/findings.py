@@ -14,7 +14,7 @@ class Finding(NamedTuple):
     """One line of the report."""
 
     subject: str
-    """"": that of the check."""
+    """Empty: the subject of the check."""
     state: State
     """problem: something that a user needs does not work; warning: it works, but slower or less
     safely than it could."""
@@ -43,7 +43,7 @@ def warning_if(is_bad: bool, found: str, advice: str, subject: str = "") -> Find
 
 
 def under(subject: str, found: Iterable[Finding]) -> Iterator[Finding]:
-    """The findings; those without a subject are about this one."""
+    """The findings; those without a subject of their own get this one."""
     return (each._replace(subject=each.subject or subject) for each in found)
 
 

@@ -1,4 +1,4 @@
-"""This host: shared memory, huge pages, NUMA, limits, RDMA, clock, memory that dead nodes left."""
+"""Checks of this host: shared memory, huge pages, NUMA, limits, RDMA, clock, left-over memory."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ def transparent_work() -> bool:
 
 
 def mount_options(directory: str) -> tuple[str, str] | None:
-    """Type and options of the file system that is mounted there."""
+    """Type and options of the file system that is mounted at ``directory``; None: none is."""
     found = None
     for line in (read(Path("/proc/self/mounts")) or "").splitlines():
         _, where, kind, options, *_ = line.split(" ")

@@ -1,4 +1,4 @@
-"""Python, the packages that kvstore needs, and those that it can use.
+"""Checks of Python, of the packages that kvstore needs, and of those that it can use.
 
 Packages are imported in another process: a broken package ends only that process, and a slow
 import ends at its deadline.
@@ -105,7 +105,7 @@ def optional() -> Iterator[Finding]:
 
 
 def mooncake_store() -> Iterator[Finding]:
-    """Whose ``mooncake.store`` an engine finds that is started with this environment."""
+    """Whose ``mooncake.store`` is found by an engine that is started with this environment."""
     try:
         found = find_spec("mooncake.store")
     except ModuleNotFoundError:
@@ -148,7 +148,7 @@ def transfer_engine(timeout_s: float, *, transfer: bool) -> Iterator[Finding]:
 
 
 def graphics(timeout_s: float) -> Iterator[Finding]:
-    """Whether the memory of GPUs can be copied, and how."""
+    """Whether kvstore can copy from and to the memory of GPUs, and in which way."""
     rows = _probe(_PROBE_GPU, timeout_s)
     if rows is None:
         what = f"the probe of NVIDIA's driver failed or took over {timeout_s:.0f} s"
@@ -235,7 +235,7 @@ def _probe(code: str, timeout_s: float) -> Any:
 def _run(
     arguments: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Runs Python."""
+    """Runs Python in a process of its own."""
     return subprocess.run(
         interpreter.command(*arguments), env=interpreter.environment(environ),
         capture_output=True, text=True, timeout=timeout_s, check=False,

@@ -1,4 +1,4 @@
-"""Why a lookup finds nothing: from what the master and the fleet records say to causes, in words.
+"""Why lookups find nothing: finds causes, in words, in what the master and the fleet records say.
 
 ``diagnose`` is pure: ``kvstore why`` gathers the ``Evidence`` and prints the ``Cause``s.
 """
@@ -14,57 +14,57 @@ from kvstore.fleet import Record, differences
 from kvstore.limits import FLEET_NAMESPACE
 
 FEW: Final = 0.5
-"""Below this share of found keys it is said at which keys the questions end."""
+"""If a smaller share of the asked keys is found, the cause says how the questions end."""
 
 NEARLY_NONE: Final = 0.02
-"""Up to this share of found keys others are looked for that write the same model."""
+"""Up to this share of found keys, a party is compared with others that write the same model."""
 
 FIELDS_SHOWN: Final = 8
-"""Differing fields of one pair; the rest is counted."""
+"""Differing fields of two descriptions that are shown; the rest is counted."""
 
 REMEDIES_SHOWN: Final = 3
 
 VALUE_CHARS: Final = 60
 HASH_BYTES: Final = frozenset({8, 16, 20, 32, 40, 64, 128})
-"""Of 64 to 512 bits, as they are or in hexadecimal digits."""
+"""Lengths of keys that are hashes of 64 to 512 bits, as bytes or as hexadecimal digits."""
 
 NAMES_SHOWN: Final = 3
 
 
 class Cause(NamedTuple):
-    """One answer."""
+    """One answer to the question why nothing is found."""
 
     code: str
-    """Stable, for programs."""
+    """A name of the cause that does not change, for programs."""
     text: str
     remedy: str = ""
     fields: tuple[str, ...] = ()
-    """In which two fingerprints differ, a line each."""
+    """The fields in which the descriptions of two fingerprints differ, a line each."""
     namespaces: tuple[str, ...] = ()
-    """That it is about."""
+    """The namespaces that the cause is about."""
     is_problem: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What was found out."""
+    """What the master and the fleet records say, and what a look at single objects shows."""
 
     uptime_ms: int
-    """Of the master, which remembers nothing from before."""
+    """Time since the master's start; it remembers nothing from before."""
     nodes: int = 1
-    """That take objects now."""
+    """Number of nodes that serve memory now."""
     spaces: Sequence[NamespaceTraffic] = ()
     records: Sequence[Record] = ()
     elsewhere: dict[str, str] = field(default_factory=dict)
-    """For a namespace: another one that holds a key which was not found in the first."""
+    """By namespace: another namespace that holds a key which was not found in the first."""
     detached: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """For a namespace: of so many objects that were looked at (the second number) how many have a
-    missing ancestor."""
+    """By namespace: how many of its objects have a missing ancestor, and how many objects were
+    looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Party:
-    """Engines that share blocks: the namespaces of one fleet record, or one that is in none."""
+    """Engines that share blocks: the namespaces of one fleet record, or one without a record."""
 
     name: str
     record: Record | None
@@ -100,7 +100,7 @@ class Party:
 
     @property
     def misses(self) -> list[MissedKey]:
-        """The last one first."""
+        """The keys that were not found, the last one first."""
         return sorted((m for space in self.spaces for m in space.misses), key=lambda m: m.idle_ms)
 
     @property
@@ -123,7 +123,7 @@ class Party:
 
     @property
     def share(self) -> float:
-        """Of the keys asked for, how many were found."""
+        """The share of the asked keys that were found."""
         return self.found / self.asked if self.asked else 0.0
 
     @property
@@ -136,7 +136,7 @@ class Party:
 
 
 def parties_of(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) -> list[Party]:
-    """Those of all records and namespaces but that of the records."""
+    """The parties of all records and namespaces, but for the namespace of the records."""
     record_of = {name: record for record in records for name in record.namespaces}
     known = {(record.engine, record.fingerprint): record for record in records}
     by_record: dict[tuple[str, str], list[NamespaceTraffic]] = {mark: [] for mark in known}
@@ -157,7 +157,7 @@ def parties_of(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) ->
 
 
 def select(parties: Sequence[Party], *, namespace: str = "", model: str = "") -> list[Party]:
-    """Those of a namespace, or of a model; all of them where none is named."""
+    """The parties with this namespace, or of this model; all of them if neither is named."""
     if namespace:
         return [party for party in parties if namespace in party.namespaces]
     if model:
@@ -174,8 +174,8 @@ def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Part
     """The causes: problems first, and of these the ones whose fields are known.
 
     Args:
-        parties: those to explain.
-        others: all of the store.
+        parties: the parties to explain.
+        others: all parties of the store.
     """
     if not evidence.nodes:
         text = "no node serves memory now, so nothing can be stored"
@@ -192,13 +192,13 @@ def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Part
     return sorted(dict.fromkeys(causes), key=lambda cause: (not cause.is_problem, not cause.fields))
 
 
-# --- rules: the first that knows an answer for a party gives it ----------------------------------
+# --- rules: the first rule that knows a cause for a party gives it -------------------------------
 
 Rule = Callable[[Evidence, Party, Sequence[Party]], Cause | None]
 
 
 def _other_fingerprint(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
-    """It asks, others of the same model write."""
+    """The party finds next to nothing, and a party with another fingerprint writes its model."""
     del evidence
     if not party.asked or party.share > NEARLY_NONE:
         return None
@@ -218,7 +218,7 @@ def _not_asked(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cau
             is_problem=False,
         )
     if set(party.namespaces) & set(evidence.elsewhere.values()):
-        return None  # the cause of the client that asks for these keys names both
+        return None  # the cause of the party that asks for these keys names both namespaces
     asker = _nearest(party, [each for each in others if each.asked])
     if asker is not None:
         return _differ(party, asker)
@@ -388,8 +388,8 @@ _REMEDIES: Final[dict[str, str]] = {
     "draft": "draft model: load the same draft model in both, or none.",
     "speculative": "speculative decoding: start both with the same settings of it.",
 }  # fmt: skip
-"""By the name of a field, or of a part of it (``groups.0.block_tokens``), in which descriptions of
-this project's connectors differ."""
+"""What to do if the descriptions by two connectors differ in a field: by the field's name, or by a
+part of the name (``groups.0.block_tokens``)."""
 
 _RULES: Final[tuple[Rule, ...]] = (
     _other_fingerprint, _not_asked, _not_written, _gone, _none_found, _some_found,
@@ -454,7 +454,7 @@ def _elsewhere(evidence: Evidence, party: Party) -> Cause | None:
 
 
 def _nearest(party: Party, others: Sequence[Party]) -> Party | None:
-    """Of those of the same model, the one whose description differs least from the party's."""
+    """The party of the same model whose description differs least from that of ``party``."""
     ours = party.record
     if ours is None:
         return None
@@ -518,7 +518,7 @@ def _detached(evidence: Evidence, party: Party) -> tuple[int, int]:
 
 
 def _merged(rows: Iterable[ClientTraffic]) -> list[ClientTraffic]:
-    """A row per client, the last active first; an engine has a namespace for each rank."""
+    """One row per client, the last active first. An engine has a namespace, so a row, per rank."""
     by_name: dict[tuple[str, str], ClientTraffic] = {}
     for row in rows:
         mark = row.client, row.address

@@ -4,6 +4,6 @@
                    ◄──── questions ──── (``channel``: a private socket pair)
 
 The child is a process of its own, so that no scrape and no slow reader holds the loop of its parent
-(ADR 21). What is private to the parent is asked through the channel, everything else as any client
-asks.
+(ADR 21). It asks for what only the parent knows through the channel, and for everything else as any
+client of the master does.
 """

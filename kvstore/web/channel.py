@@ -4,13 +4,13 @@
            ◄──────── questions, requests for pages ─────────
 
 Answers are made in the master's event loop, so a master whose loop hangs does not answer. A child
-asks something every ``ASK_S``, so one that asks nothing hangs. The master does not believe its
-child, which serves strangers.
+asks something every ``ASK_S``, so a silent child hangs. The master trusts nothing that comes from
+its child, which serves strangers.
 
-Each event of a term has a number, from 1. A frame says how many came before it, so the child knows
-if some were dropped: the master drops what does not fit into its buffer, and never waits for the
-child. Where there is no child, it only counts. Events travel as ``marshal`` encodes them, the
-fastest that there is: both ends are one interpreter and one release.
+Each event of a term has a number, from 1. A frame says how many events came before it, so the child
+knows if some were dropped: the master drops what does not fit into its buffer, and never waits for
+the child. While there is no child, the master only counts events. Events travel as ``marshal``
+encodes them, which is the fastest way: both ends are one interpreter and one release.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ BATCH_EVENTS: Final = 1_024
 """Events that one step of the loop sends: half a millisecond."""
 
 WAITING_EVENTS_MAX: Final = 1 << 17
-"""Events that may wait to be sent; else all of them are dropped. It is what eight of the largest
-calls make."""
+"""Events that may wait to be sent: as many as eight of the largest calls make. If there are more,
+all that wait are dropped."""
 
 BUFFER_BYTES_MAX: Final = 16 << 20
-"""What the child has not read yet, beside the kernel's buffer: what 200,000 events take."""
+"""Bytes that may wait for the child, beside the kernel's buffer: what 200,000 events take."""
 
 SEND_BYTES: Final = 1 << 18
-"""Handed to the kernel in one step of the loop."""
+"""Bytes that are handed to the kernel in one step of the loop."""
 
 SOCKET_BYTES: Final = 1 << 20
 
 SURVEY_STEPS: Final = 1_024
-"""Records of a page: a millisecond, at most once every ``FLUSH_S``, whatever subscribers ask."""
+"""Records in a page of a survey, which takes the loop a millisecond. At most one page is made every
+``FLUSH_S``, whatever subscribers ask."""
 
 SURVEYS_MAX: Final = 128
-"""More than a child has subscribers. Each holds the list of one dictionary, 300 KiB at ten million
-objects."""
+"""Surveys under way, more than a child has subscribers. Each survey holds the list of one
+dictionary, 300 KiB at ten million objects."""
 
 ASKED_MAX: Final = 4
-"""Pages that a child asks for at once. Subscribers that wait for one stand in a line of the child,
-and leave it when they go: the master makes no pages for those who have left."""
+"""Pages that a child asks for at once. Further subscribers wait in the child, and stop when they
+disconnect, so the master makes no pages for those who have left."""
 
 PAGE_S: Final = 10.0
 """A master that sends no page for so long hangs."""
@@ -71,8 +72,8 @@ SILENT_S: Final = 15.0
 container that is not healthy."""
 
 LOOKS: Final = 5
-"""How often the master looks within that time. It counts looks, not seconds: after a stop of its
-own the child has its time to be heard."""
+"""How often the master looks at its child within ``SILENT_S``. It counts looks, not seconds, so
+that after a pause of the master itself the child still has time to be heard."""
 
 QUESTION_BYTES_MAX: Final = 256
 
@@ -83,22 +84,22 @@ ANSWER: Final = 3
 _NONE: Final = marshal.dumps([])
 
 _HEADER: Final = struct.Struct("<IBIQQI")
-"""Bytes that follow, kind, number of the survey or question, epoch, events before these, how many
-these are."""
+"""Length of the payload in bytes, kind, number of the survey or question, epoch, number of events
+before this frame, number of events or rows in this frame."""
 
 QUESTION: Final = 1
 NEXT_PAGE: Final = 2
 END_SURVEY: Final = 3
 _REQUEST: Final = struct.Struct("<BIH")
-"""Kind, number of the question or survey, bytes that follow: the question, or the namespace of the
-survey."""
+"""Kind, number of the question or survey, length of the text that follows: the question, or the
+namespace of the survey."""
 
 Answers = Mapping[str, Callable[..., Mapping[str, object]]]
-"""How to answer each question; called in the loop's thread, with the numbers that follow the
-question's name."""
+"""The function that answers each question, by the question's name; called in the loop's thread with
+the numbers that follow the name."""
 
 Event = tuple[str, bytes, bytes, int, int]
-"""As in ``kvstore.master.state.events``."""
+"""Namespace, key, parent, size, depth, as in ``kvstore.master.state.events``."""
 
 GONE_SIZE: Final = -1
 
@@ -111,7 +112,7 @@ class SurveySource(Protocol):
 
 
 class Source(Protocol):
-    """A term of the master."""
+    """A term of the master, from which events and surveys come."""
 
     @property
     def epoch(self) -> int: ...
@@ -129,21 +130,21 @@ class MasterEnd:
 
     def __init__(self) -> None:
         self.dropped = 0
-        """Events that the child never got."""
+        """Events that were dropped, so that the child never got them."""
         self._source: Source | None = None
         self._number = 0
-        """Events of this term that were taken from the state."""
+        """Number of events of this term that were taken from the state."""
         self._timer: asyncio.Handle | None = None
         self._socket: socket.socket | None = None
         self._answers: Answers = {}
         self._ended: asyncio.Future[str] | None = None
         self._silent = 0
-        """Looks since the child was heard."""
+        """Number of looks since the child was last heard."""
         self._look: asyncio.Handle | None = None
         self._buffer: deque[memoryview] = deque()
         self._buffered = 0
         self._missed = False
-        """Whether events were dropped, and the child was not told so."""
+        """Whether events were dropped and the child has not been told yet."""
         self._received = b""
         self._surveys: dict[int, SurveySource] = {}
         self._requests: deque[tuple[int, str]] = deque()
@@ -154,11 +155,11 @@ class MasterEnd:
     # --- the term -------------------------------------------------------------------------------
 
     def begin(self, source: Source) -> None:
-        """A term begins, with nothing visible."""
+        """Called when a term begins, with no object visible."""
         self._change(source)
 
     def end(self) -> None:
-        """This master leads no longer."""
+        """Called when this master leads no longer."""
         self._change(None)
 
     def _change(self, source: Source | None) -> None:
@@ -211,7 +212,7 @@ class MasterEnd:
     # --- surveys --------------------------------------------------------------------------------
 
     def _send_page(self, source: Source) -> None:
-        """Sends a page. All events so far have been sent before it."""
+        """Sends the next page that the child asked for. All events so far were sent before it."""
         number, namespace = self._requests.popleft()
         survey = self._surveys.get(number)
         if survey is None:
@@ -227,18 +228,18 @@ class MasterEnd:
     def _end_survey(self, number: int) -> None:
         self._surveys.pop(number, None)
         asked = [each for each in self._requests if each[0] == number]
-        for each in asked:  # the child waits for each
+        for each in asked:  # the child waits for a reply to each of these requests
             self._requests.remove(each)
             self._frame(LAST_PAGE, number, 0, _NONE)
 
     # --- the socket -----------------------------------------------------------------------------
 
     def attach(self, sock: socket.socket, answers: Answers) -> asyncio.Future[str]:
-        """A child has started. Owns ``sock`` from now on.
+        """Connects a child that has started. Owns ``sock`` from now on.
 
         Returns:
-            Why the child is detached, once it is: what is wrong with it; empty: it has closed its
-            end, or ``detach`` was called.
+            A future that is done when the child is detached. It says what is wrong with the child;
+            empty: the child has closed its end, or ``detach`` was called.
         """
         self.detach()
         self._answers = answers
@@ -255,7 +256,7 @@ class MasterEnd:
         return self._ended
 
     def detach(self, why: str = "") -> None:
-        """The child has ended, or something is wrong with it. Idempotent."""
+        """Called when the child has ended, or something (``why``) is wrong with it. Idempotent."""
         sock, self._socket = self._socket, None
         if sock is not None:
             assert self._ended is not None
@@ -290,7 +291,7 @@ class MasterEnd:
         epoch = 0 if self._source is None else self._source.epoch
         header = _HEADER.pack(len(payload), kind, number, epoch, self._number, count)
         is_idle = not self._buffer
-        # The first one may have been sent in part.
+        # The first frame in the buffer may have been sent in part, so nothing may overtake it.
         self._buffer.insert(1 if is_urgent else len(self._buffer), memoryview(header + payload))
         self._buffered += len(header) + len(payload)
         if is_idle:
@@ -347,7 +348,7 @@ class MasterEnd:
             self.changed()
 
     def _heard(self, kind: int, number: int, text: bytes) -> str:
-        """What is wrong with it; empty: nothing."""
+        """Handles one request. Returns what is wrong with it; empty: nothing."""
         if kind == END_SURVEY:
             self._end_survey(number)
         elif kind == NEXT_PAGE:
@@ -367,13 +368,13 @@ class MasterEnd:
                 return "it could not be answered"
             if answer is None:
                 return "it asks what is no question"
-            # Before the events that wait, of which there may be many.
+            # The answer goes before the events that wait, of which there may be many.
             self._frame(ANSWER, number, 0, answer, is_urgent=True)
         return ""
 
 
 def _answer(question: bytes, answers: Answers) -> bytes | None:
-    """As JSON. None: it is no question."""
+    """The answer as JSON; None: it is not a known question."""
     name, *numbers = question.decode("ascii", "replace").split() or [""]
     if name not in answers or not all(each.isdecimal() and len(each) < 20 for each in numbers):
         return None
@@ -394,22 +395,22 @@ def _is_text(name: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Frame:
-    """As the child gets it."""
+    """A frame as the child gets it."""
 
     kind: int
     number: int
-    """Of the survey, or the question."""
+    """Number of the survey or question that the frame replies to; 0: the frame holds events."""
     epoch: int
     """0: the master does not lead."""
     before: int
-    """How many events of this epoch came before these, or before this page."""
+    """How many events of this epoch came before those in the frame, or before this page."""
     count: int
     payload: bytes
 
 
 class SurveyPage(NamedTuple):
     before: int
-    """These are visible after so many events."""
+    """The rows are what is visible after so many events."""
     rows: list[Event]
     is_last: bool
 
@@ -432,18 +433,18 @@ class ChildEnd:
         self._epoch = 0
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[Frame]] = {}
-        """By number of the survey or question, for those who wait."""
+        """The replies that somebody waits for, by number of the survey or question."""
         self._page_turns = asyncio.Semaphore(ASKED_MAX)
         self._question_turns = asyncio.Semaphore(1)
-        """A question at a time: a master that hangs gets no pile of them."""
+        """One question at a time, so that none pile up for a master that hangs."""
         self._asked: dict[int, asyncio.Semaphore] = {}
-        """Numbers for which a reply is on its way, whether somebody still waits for it or not. The
-        turn of each comes free with it."""
+        """The semaphore of each survey or question whose reply is on its way, by number, whether or
+        not somebody still waits for it. The reply releases the semaphore."""
         self._connected = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
 
     async def run(self) -> None:
-        """Reads until the master closes its end, or is gone."""
+        """Reads frames until the master closes its end, or is gone."""
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=1 << 20)
         self._connected.set()
         try:
@@ -460,10 +461,7 @@ class ChildEnd:
             self._forget(self._question_turns, "the process that this belongs to is gone")
 
     async def ask(self, question: str, timeout_s: float) -> dict[str, Any]:
-        """
-        Raises:
-            UnavailableError: the master has not answered in time, or is gone.
-        """
+        """The master's answer. Raises UnavailableError: it is late, or the master is gone."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connected.wait()
@@ -476,7 +474,7 @@ class ChildEnd:
         return answer
 
     async def ask_forever(self, question: str, timeout_s: float) -> None:
-        """Shows the master that this process does not hang."""
+        """Asks again and again, which shows the master that this process does not hang."""
         while True:
             await asyncio.sleep(ASK_S)
             with contextlib.suppress(UnavailableError):
@@ -493,7 +491,7 @@ class ChildEnd:
                 self._writer.write(_REQUEST.pack(END_SURVEY, survey.number, 0))
 
     async def page(self, survey: Surveying, namespace: str) -> SurveyPage:
-        """The next page. One caller per survey.
+        """The next page of a survey, which may have one caller at a time.
 
         Raises:
             UnavailableError: the master leads no longer, hangs or is gone; the survey has ended.
@@ -511,7 +509,7 @@ class ChildEnd:
         return SurveyPage(frame.before, rows, frame.kind == LAST_PAGE)
 
     async def _reply(self, kind: int, number: int, said: str, turns: asyncio.Semaphore) -> Frame:
-        """Called with one of these turns."""
+        """Sends a request and waits for the reply. The caller has acquired one of ``turns``."""
         assert self._writer is not None, "it is connected"
         if self._writer.is_closing():
             turns.release()
@@ -540,7 +538,7 @@ class ChildEnd:
         self._took(frame)
 
     def _forget(self, turns: asyncio.Semaphore, why: str) -> None:
-        """No reply comes to those who have one of these turns."""
+        """Tells those who hold one of these turns that their reply does not come."""
         for number in [each for each, its in self._asked.items() if its is turns]:
             del self._asked[number]
             turns.release()

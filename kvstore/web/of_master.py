@@ -38,16 +38,16 @@ class Served(NamedTuple):
     channel: socket.socket
     parent: ParentLink
     pid: int
-    """The master's."""
+    """The master's process id."""
     master: str
-    """Its own ``host:port``."""
+    """The master's own ``host:port``."""
     cluster: str
     has_events: bool = False
-    """Whether it sends its events: they were asked for."""
+    """Whether the master sends its events, as ``--events`` asked for."""
     events_at: str = ""
-    """Where to publish them, too; see ``MasterConfig.events``."""
+    """Where to publish the events by ZeroMQ, too; see ``MasterConfig.events``. Empty: nowhere."""
     names: Sequence[str] = ()
-    """By which browsers may reach it, beside addresses and ``localhost``."""
+    """Names by which browsers may reach this port, beside addresses and ``localhost``."""
     secured: Secured = NOT_SECURED
 
 
@@ -99,7 +99,7 @@ def _routes(
     events: EventsAPI | None,
     nodes: NodesAPI,
 ) -> list[Route]:
-    """All but health and metrics."""
+    """All routes but those of health and metrics."""
     client, nodes_of = master.client, master.nodes_of
     endpoints = endpoints_of(events) if events else not_asked_for()
     owners = (Api(client, nodes_of), Prefixes(client, nodes_of), ObjectsAPI(client))
@@ -115,7 +115,7 @@ def _routes(
 
 def _publisher(served: Served, events: EventsAPI, master: ParentMaster) -> Publisher:
     from kvstore.web.events.publisher import (
-        Publisher,  # needs packages that are installed if asked for
+        Publisher,  # needs pyzmq and msgpack, which not every installation has
     )
 
     pool = served.cluster or "kvstore"

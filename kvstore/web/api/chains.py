@@ -1,7 +1,7 @@
 """``/api/v1`` for people who look at prefixes: the chains that are used most, the blocks of one,
-and where pasted keys are.
+and where pasted keys are stored.
 
-It only reads, and leases nothing: what is looked at here is not used by that.
+It only reads, and leases nothing: looking at a block here does not count as a use of the block.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ BLOCKS_PATH: Final = "/api/v1/blocks"
 FIND_PATH: Final = "/api/v1/find"
 
 FRESH_S: Final = 1.0
-"""How long an answer about chains is used again."""
+"""How long an answer about chains is reused."""
 
 KEPT_MAX: Final = 64
-"""Answers about chains that are kept."""
+"""Number of answers about chains that are kept for reuse."""
 
 SHARE: Final = 0.2
-"""Of the time, how much may go into questions about chains, which take the master up to 100 ms."""
+"""The share of time that may go into asking the master for chains, which takes it up to 100 ms."""
 
 REST_S: Final = 2.0
-"""The longest pause between two questions."""
+"""The longest pause between two such calls."""
 
 FIND_KEYS_MAX: Final = 1_024
 FIND_NAMESPACES_MAX: Final = 300
-"""The largest ones, where none is named."""
+"""Namespaces that one request may look in; it looks in the largest ones if it names none."""
 
 FIND_SHOWN: Final = 20
-"""Namespaces in an answer, those with most of the keys."""
+"""Namespaces in an answer: those that store most of the keys from the first on."""
 
 
 class ChainsQuestion(Question):
@@ -161,7 +161,7 @@ class FindAnswer(BaseModel):
 
 
 class Prefixes:
-    """Answers these questions, as a client of the master. Use it in one event loop."""
+    """Answers the questions above by asking the master as a client. Use it in one event loop."""
 
     def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
         self._client = client
@@ -169,7 +169,7 @@ class Prefixes:
         self._asking = asyncio.Lock()
         self._rest_until = 0.0
         self._kept: dict[tuple[str | None, int], tuple[float, calls.ChainsFound]] = {}
-        """Answers, and until when they are used again."""
+        """Answers by namespace and count, each with the time until which it is reused."""
 
     @endpoint("GET", CHAINS_PATH, {200: "Each branch after the one that it continues."})
     async def _chains(self, asked: ChainsQuestion) -> ChainsAnswer:
@@ -185,7 +185,7 @@ class Prefixes:
     async def _ask(
         self, namespace: str | None, keys: Sequence[bytes], count: int
     ) -> calls.ChainsFound:
-        """One question at a time, however many pages are open, and none for a while after it."""
+        """Asks the master for chains: one call at a time, then a pause, however many pages ask."""
         async with self._asking:
             until, answer = self._kept.get((namespace, count), (0.0, None))
             if answer is not None and not keys and time.monotonic() < until:
@@ -272,10 +272,10 @@ def _found_in(namespace: str, rows: Sequence[calls.Block], nodes: Mapping[int, s
 
 
 def keys_of(text: str) -> list[list[Key]]:
-    """What a text of keys may mean: one reading, or two where plain text could be hexadecimal.
+    """The keys that a text may mean: one reading, or two where plain text could be hexadecimal.
 
     Raises:
-        InvalidArgumentError: no key, too many, or one that no object can have.
+        InvalidArgumentError: there are no keys, too many, or one that no object can have.
     """
     text = text.strip()
     if text.startswith("["):

@@ -29,13 +29,13 @@ DRAIN_PATH: Final = "/api/v1/nodes/drain"
 UNDRAIN_PATH: Final = "/api/v1/nodes/undrain"
 
 DRAINS_MAX: Final = 4
-"""At once: each holds the payloads of a step, up to 64 MiB, in memory."""
+"""Drains at once: each holds the payloads of a step, up to 64 MiB, in memory."""
 
 KEPT_MAX: Final = 256
-"""Drains that are over and whose result is kept."""
+"""Number of finished drains whose result is kept."""
 
 WAIT_S: Final = 60.0
-"""How long a drain goes on when nothing moves, as of ``kvstore drain``."""
+"""How long a drain goes on when nothing moves: the default of ``kvstore drain``, too."""
 
 
 class NodeQuestion(Question):
@@ -132,7 +132,7 @@ class _RunningDrain:
             self.state = "stopped" if self.stopping.is_set() else "failed"
             self.error = "" if self.stopping.is_set() else str(error)
         finally:
-            if self.state == "moving":  # by a bug, which the log shows
+            if self.state == "moving":  # only a bug ends the drain like this; the log shows it
                 self.state, self.error = "failed", "it ended unexpectedly: see the log"
 
     def answer(self) -> DrainAnswer:
@@ -156,7 +156,7 @@ class NodesAPI:
     ) -> None:
         """
         Args:
-            status: of a moment ago.
+            status: returns the cluster's status as it was a moment ago.
             connect: makes a client for a drain's thread.
         """
         self._client = client
@@ -165,7 +165,7 @@ class NodesAPI:
         self._drains: dict[str, _RunningDrain] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._beginning = asyncio.Lock()
-        """Held while a drain begins, so that no more begin than may be under way."""
+        """Held while a drain begins, so that never more than ``DRAINS_MAX`` are under way."""
 
     async def close(self) -> None:
         for drain in self._drains.values():
@@ -203,7 +203,7 @@ class NodesAPI:
             return self._drains[asked.node].answer()
 
     async def _begin(self, asked: DrainQuestion) -> None:
-        """Raises KVStoreError: the node is as before."""
+        """Starts draining. Raises KVStoreError: nothing has begun, and the node is as before."""
         if len(self._tasks) >= DRAINS_MAX:
             raise BusyError(f"{DRAINS_MAX} nodes are being drained")
         if not asked.evict and not asked.discard:

@@ -1,7 +1,7 @@
 """Objects over HTTP: get, put, remove, list, pin.
 
-A payload is in the memory of this process as a whole: a get verifies all of it before the first
-byte leaves, and a put has all of it before the store hears of it. ``Room`` bounds that memory.
+This process holds a whole payload in memory: a get verifies all of it before the first byte leaves,
+and a put has all of it before the store hears of it. ``Room`` bounds that memory.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ PIN_PATH: Final = "/api/v1/pin"
 UNPIN_PATH: Final = "/api/v1/unpin"
 
 ROOM_BYTES: Final = 256 << 20
-"""Payloads in memory at once. Also the largest payload: clients of the library have no such bound.
-"""
+"""Payload bytes in memory at once, and so the largest payload; only HTTP has this bound."""
 
 LEAST_BYTES: Final = 64 << 10
 """What a small payload counts as, for the buffers of its connection."""
@@ -60,19 +59,19 @@ ROOM_S: Final = 10.0
 
 TRANSFER_S: Final = 10.0
 BYTES_PER_S_MIN: Final = 1 << 20
-"""The time for a payload to come, to be put, or to leave: this, and its size at this rate."""
+"""A payload may take ``TRANSFER_S``, plus its time at this rate, to come, be put, or leave."""
 
 PIECE_BYTES: Final = 256 << 10
-"""Handed to a connection at once."""
+"""Bytes that are handed to a connection at once."""
 
 TIMEOUT_MS: Final = 2_000
-"""Of a call to the store that moves no bytes."""
+"""Timeout of a call to the store that moves no bytes."""
 
 NodesOf = Callable[[Iterable[int]], Awaitable[Mapping[int, str]]]
-"""Says the nodes of these segments, among others."""
+"""Returns the names of the nodes of these segments, by segment; others may be among them."""
 
 _NO_BYTES: Final = re.compile("bytes=-0+", re.IGNORECASE)
-"""A range that no object has: the last no bytes."""
+"""A ``Range`` that no object has: the last 0 bytes."""
 
 VERSION: Final = "Kvstore-Version"
 DESCRIPTOR: Final = "Kvstore-Descriptor"
@@ -172,7 +171,7 @@ class Room:
 
     @contextlib.asynccontextmanager
     async def of(self, size: int) -> AsyncIterator[None]:
-        """Holds this many bytes. Raises BusyError: there were none in time."""
+        """The block may hold this many bytes. Raises BusyError: they did not come free in time."""
         size = max(size, LEAST_BYTES)
         await self._take(size)
         try:
@@ -205,7 +204,7 @@ class Room:
     def _give(self) -> None:
         while self._waiting and self._waiting[0][0] <= self.free:
             size, granted = self._waiting.popleft()
-            if granted.cancelled():  # its task takes it out
+            if granted.cancelled():  # the task that waited for it takes it out of the line
                 self._waiting.appendleft((size, granted))
                 return
             self.free -= size
@@ -230,7 +229,7 @@ class ObjectsAPI:
     async def _get(self, request: web.Request, asked: ObjectQuestion) -> web.StreamResponse:
         """The bytes of an object, verified. Kvstore-Descriptor says what they are (JSON: kind,
         dtype, shape); Kvstore-Version names the put."""
-        for _ in range(2):  # a larger version may have replaced it since its size was asked
+        for _ in range(2):  # a larger version may have replaced the object after the lookup
             found = await self._client.lookup(
                 [asked.key], namespace=asked.namespace, timeout_ms=TIMEOUT_MS
             )
@@ -326,12 +325,12 @@ class ObjectsAPI:
 
 
 def fields_of(row: ObjectRow) -> dict[str, Any]:
-    """Those of an ``ObjectAnswer``."""
+    """The fields of an ``ObjectAnswer``."""
     return {**row._asdict(), "key": row.key.hex(), "text": key_text(row.key)}
 
 
 def _seconds(size: int) -> float:
-    """How long a payload of this size may take on its way."""
+    """How long a payload of this size may take to come, to be put, or to leave."""
     return TRANSFER_S + size / BYTES_PER_S_MIN
 
 
@@ -340,7 +339,7 @@ def _missing() -> RefusedRequestError:
 
 
 async def _body(request: web.Request, size: int) -> bytearray:
-    """The body, which must come in time. If the client leaves, this is cancelled."""
+    """The body, which must come in time. If the client leaves, this coroutine is cancelled."""
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
@@ -396,7 +395,7 @@ async def _send(request: web.Request, raw: Raw) -> web.StreamResponse:
     await response.prepare(request)
     with writing(request):
         if request.method != "HEAD":
-            async with asyncio.timeout(_seconds(len(data))):  # its memory is needed
+            async with asyncio.timeout(_seconds(len(data))):  # other payloads need the memory
                 for start in range(0, len(data), PIECE_BYTES):
                     await response.write(data[start : start + PIECE_BYTES])
         await response.write_eof()
@@ -404,6 +403,6 @@ async def _send(request: web.Request, raw: Raw) -> web.StreamResponse:
 
 
 def _descriptor(value: Value) -> str:
-    """As JSON without a control character: it was written by a client."""
+    """The descriptor as JSON, without the control characters that a client may have put there."""
     text = json.dumps({"kind": value.kind, "dtype": value.dtype, "shape": value.shape})
     return text.replace("\x7f", "\\u007f")

@@ -1,6 +1,5 @@
-"""Questions of programs over HTTP: how much of a chain is stored and where, what exists, an object.
-
-Keys are bytes, so they travel in hexadecimal.
+"""Answers programs over HTTP: how much of a chain is stored and where, which keys exist, and the
+details of one object. Keys are bytes, so they travel in hexadecimal.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class StatAnswer(ObjectAnswer):
 
 
 class Api:
-    """Answers programs, as a client of the master does. Use it in one event loop."""
+    """Answers programs by asking the master as a client. Use it in one event loop."""
 
     def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
         self._client = client
@@ -135,6 +134,6 @@ class Api:
         )
 
     async def _segments(self, namespace: str, key: bytes) -> Sequence[int]:
-        """Where the object is."""
+        """The segments that hold replicas of the object."""
         found = await self._client.stat(key, namespace=namespace, timeout_ms=TIMEOUT_MS)
         return [] if found is None else found.detail.placements.segments

@@ -1,5 +1,5 @@
-"""What the paths of the dashboard answer, for the OpenAPI document; ``Member`` and ``Memory`` are
-told of a node by other paths, too."""
+"""Shapes of the dashboard's answers, for the OpenAPI document. Other paths describe nodes by
+``Member`` and ``Memory``, too."""
 
 from __future__ import annotations
 

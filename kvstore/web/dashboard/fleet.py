@@ -1,5 +1,5 @@
 """Fleet records (``kvstore.connectors.engine.fleet``) as the dashboard shows them: which engines
-share blocks, and in which fields those of one model differ that do not."""
+share blocks, and in which fields engines of one model differ that do not share blocks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvstore.fleet import ROWS_MAX, Record, parse, worth_reading
 from kvstore.limits import FLEET_NAMESPACE
 
 RECORDS_MAX: Final = 200
-"""What the dashboard shows."""
+"""Records that the dashboard shows."""
 
 RECORD_BYTES_MAX: Final = 1 << 16
 NAMESPACES_MAX: Final = 64
-"""Of one record."""
+"""Namespaces of one record that are shown."""
 
 FIELDS_MAX: Final = 64
 TEXT_MAX: Final = 200
@@ -25,7 +25,7 @@ TEXT_MAX: Final = 200
 
 
 async def read_records(client: AsyncClient, records_max: int) -> list[Record]:
-    """The first ``records_max`` that can be read. Raises KVStoreError: the store did not answer."""
+    """Up to ``records_max`` readable records. Raises KVStoreError: the store did not answer."""
     found: list[Record] = []
     for keys in worth_reading(await rows_of(client), RECORD_BYTES_MAX):
         values = await client.get_many(keys, namespace=FLEET_NAMESPACE, kind="bytes")
@@ -37,7 +37,7 @@ async def read_records(client: AsyncClient, records_max: int) -> list[Record]:
 
 
 async def rows_of(client: AsyncClient) -> list[ObjectRow]:
-    """The objects beside the records and the records, as many as a reader looks at."""
+    """The objects in the namespace of the records, up to ``ROWS_MAX``; not all are records."""
     rows: list[ObjectRow] = []
     async for row in client.list_objects(namespace=FLEET_NAMESPACE):
         rows.append(row)
@@ -47,7 +47,7 @@ async def rows_of(client: AsyncClient) -> list[ObjectRow]:
 
 
 def compared(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """By engine and model: the fields in which its records differ, and what each says there."""
+    """By engine and model: the fields in which its records differ, and each record's values."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.engine, record.model), []).append(record)

@@ -1,7 +1,7 @@
 """The last hour of a master in points of ten seconds, for the charts and warnings of the dashboard.
 
 Pure: ``add`` is given what was measured and when. A point holds what happened since the sample
-before it; the first sample of a term, or after a gap, is only where the next point begins.
+before it. The first sample of a term, or after a gap, makes no point: it begins the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ POINTS_MAX: Final = 360
 """One hour."""
 
 UNSEEN: Final = ("Status", "Join")
-"""Calls of those who watch, which would be most of the calls of an idle store."""
+"""Calls that are not counted: programs that watch make most of the calls to an idle store."""
 
 COUNTED: Final = (
     "matched_objects", "missed_objects", "stored_objects", "stored_bytes", "evicted_objects",
@@ -33,8 +33,8 @@ Counts = Sequence[int]
 
 
 class Sample(NamedTuple):
-    """What has been counted since the start of the master, or of its term; of a point: since the
-    sample before it."""
+    """What a master has counted since its start, or since its term began. As a point: what it
+    counted since the sample before it."""
 
     at_ms: int
     """Wall clock, milliseconds since 1970."""
@@ -43,18 +43,18 @@ class Sample(NamedTuple):
     counters: dict[str, int]
     calls: int
     call_us: Counts
-    """A histogram, as ``ages_ms`` and ``late_us``."""
+    """A histogram, as are ``ages_ms`` and ``late_us``."""
     ages_ms: Counts
     late_us: Counts
     used: int
     size: int
     objects: int
     seconds: float = 0.0
-    """Of a point: how long it is."""
+    """How long a point is; 0 for a sample."""
 
 
 def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None) -> Sample:
-    """``measured``: the master's answer to ``measures``. ``status``: None: it is not known."""
+    """``measured``: the master's answer to ``measures``; ``status``: None if it is not known."""
     calls = {name: row for name, row in measured["calls"].items() if name not in UNSEEN}
     segments = [segment for node in status.nodes for segment in node.segments] if status else []
     return Sample(
@@ -81,7 +81,7 @@ class HistoryPoints:
         self._before: Sample | None = None
 
     def add(self, now: Sample) -> None:
-        """Takes a sample, a new point at most."""
+        """Takes a sample, and adds a point if the sample before it was recent enough."""
         before, self._before = self._before, now if now.leads else None
         if before is None or not now.leads or before.epoch != now.epoch:
             return
@@ -108,8 +108,8 @@ class HistoryPoints:
         return [each for each in self._points if now_ms - each.at_ms <= within_s * 1000]
 
     def as_columns(self, now_ms: int) -> dict[str, Any]:
-        """Lists of one length, for each kind of number: rates a second, times in seconds. None: it
-        did not happen in this interval."""
+        """Lists of equal length, one for each quantity: rates per second, times in seconds. None:
+        nothing of the kind happened in this interval."""
         points = self.lately(now_ms, POINTS_MAX * EVERY_S + EVERY_S)
 
         def rate(name: str) -> list[float]:
@@ -139,7 +139,7 @@ class HistoryPoints:
 
 
 def added(points: Sequence[Sample], name: str) -> int:
-    """By how much a counter has grown."""
+    """By how much a counter has grown in these points."""
     return sum(each.counters[name] for each in points)
 
 

@@ -1,4 +1,4 @@
-"""A master as the child sees it that serves its HTTP."""
+"""The master, as seen by the child that serves its HTTP."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ ANSWER_S: Final = 1.0
 
 STATUS_MS: Final = 5_000
 SEGMENTS_MS: Final = 2_000
-"""How long the status of the store may take, and where somebody waits for the nodes in it."""
+"""Timeouts of calls to the store: in general, and of the one in ``nodes_of``, which is shorter."""
 
 SHARE: Final = 0.05
-"""Of the time, how much may go into asking for the status: it is asked again after so many times
-its own duration, whatever the number of scrapes."""
+"""The share of time that may go into asking for the status: after each call, the status is reused
+for 1 / ``SHARE`` times the call's duration, whatever the number of scrapes."""
 
 
 FRESH_S: Final = 1.0
-"""How long an answer is used again: the master is asked no more often, however many pages are
-open."""
+"""How long an answer is reused: the master is asked no more often, however many pages are open."""
 
 FLEET_S: Final = 10.0
-"""The sampling of the last hour asks that often; a new engine is on the page after as long."""
+"""How long fleet records are reused. The history's sampling asks for them as often, so a new engine
+is on the page after as long."""
 NOTICES_MAX: Final = 1_000
 
 
@@ -51,25 +51,25 @@ class MasterSeen(NamedTuple):
     measured: dict[str, Any]
     """The answer to ``measures``."""
     status: ClusterStatus | None
-    """None: it does not lead, or the store could not be asked."""
+    """None: the master does not lead, or its status could not be asked for."""
     leader: str
-    """Who leads instead, ``host:port``; empty: it does, or it knows of none."""
+    """The master that leads instead, ``host:port``; empty: this one leads, or knows of none."""
     at_ms: int
     """Wall clock, milliseconds since 1970."""
 
 
 class Noticed(NamedTuple):
-    """See ``kvstore.master.notices.NoticeLog.after``."""
+    """The master's last notices; see ``kvstore.master.notices.NoticeLog.after``."""
 
     run: int
     last: int
     kept: deque[list[Any]]
-    """Number, time, event and fields of the last ones."""
+    """Number, time, event and fields of each."""
 
 
 class Shared(Generic[ValueT]):
-    """A question that is asked once for all who want its answer meanwhile, or within some time
-    after it came. Those who wait share an error, too; the next one asks again."""
+    """A question that is asked once for all callers who want its answer meanwhile, or within
+    ``fresh_s`` after it came. Those who wait share an error, too; the next caller asks again."""
 
     def __init__(
         self, name: str, ask: Callable[[], Coroutine[Any, Any, ValueT]], fresh_s: float
@@ -98,7 +98,7 @@ class Shared(Generic[ValueT]):
 
 
 class ParentMaster:
-    """The parent, as its child sees it. Its methods raise UnavailableError: it does not answer."""
+    """The parent, as its child sees it. Methods raise UnavailableError if it does not answer."""
 
     def __init__(self, address: str, *, cluster: str, pid: int, channel: ChildEnd) -> None:
         self._address = address
@@ -113,12 +113,12 @@ class ParentMaster:
         self._fresh_until = 0.0
         self._noticed = Noticed(0, 0, deque(maxlen=NOTICES_MAX))
         self.seen = Shared("look", self._look, FRESH_S)
-        """What is measured, and known of the store."""
+        """The master's measurements, and its status if it leads."""
         self.notices = Shared("notices", self._note, FRESH_S)
         self.fleet_records = Shared("fleet", self._read_fleet, FLEET_S)
-        """Empty as long as they cannot be read."""
+        """The fleet records; empty if they cannot be read."""
         self.nodes = Shared("nodes", self.client.status, FRESH_S)
-        """The cluster, whichever master leads."""
+        """The status of the cluster, whichever master leads."""
 
     async def close(self) -> None:
         for shared in (self.seen, self.notices, self.fleet_records, self.nodes):
@@ -131,7 +131,7 @@ class ParentMaster:
         return Client(self._address, cluster=self._cluster, name="kvstore-web-drain")
 
     async def readiness(self) -> Readiness:
-        """Whether clients may be sent here: it leads, or knows who does."""
+        """Whether clients may be sent to this master: it leads, or knows who does."""
         said = await self._ask("role")
         if said["leads"]:
             return Readiness(True, "leads")
@@ -168,8 +168,8 @@ class ParentMaster:
         return await asyncio.to_thread(exposition.of_master, measured, status, pid=self._pid)
 
     async def nodes_of(self, segments: Iterable[int]) -> Mapping[int, str]:
-        """The nodes of these segments, among others. Asks the store only if the last look at it
-        does not show them all."""
+        """The nodes' names by segment: these segments and others. Asks the leader for its status
+        only if the last answer does not contain all these segments."""
         status = (await self.seen()).status
         names = {} if status is None else status.nodes_by_segment()
         if not names.keys() >= set(segments):
@@ -184,7 +184,7 @@ class ParentMaster:
             return []
 
     async def fleet(self) -> dict[str, tuple[str, int]]:
-        """The model of each namespace that is in a record of the fleet, and tokens per block."""
+        """By namespace that a fleet record names: the model, and its tokens per block."""
         return {
             name: (record.models[0], record.block_size)
             for record in await self._read_fleet()

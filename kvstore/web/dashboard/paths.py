@@ -1,6 +1,6 @@
-"""The dashboard of a master: the page, and the paths of JSON that it reads.
+"""The dashboard of a master: the page, and the JSON that the page fetches.
 
-Everything here only reads.
+Nothing here changes the store.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.web")
 
 NAMESPACES_SHOWN: Final = 300
-"""The largest ones; the rest is one row."""
+"""Namespaces with a row of their own, the largest ones; all others share one row."""
 
 FILES: Final = {
     "/": ("index.html", "text/html"),
@@ -50,17 +50,16 @@ class NoticesQuestion(Question):
 
 
 class Dashboard:
-    """Samples the history and answers. Use it in one event loop."""
+    """Samples the history, and answers the page. Use it in one event loop."""
 
     def __init__(self, master: ParentMaster, *, port: int, scheme: str) -> None:
-        """``port``, ``scheme``: those of this server, which are taken to be those of other
-        masters, too."""
+        """``port``, ``scheme``: of this server; those of the leader are assumed to be the same."""
         self._master = master
         self._port = port
         self._scheme = scheme
         self._history = HistoryPoints()
         self._of_engines: list[problems.FoundProblem] = []
-        """As of the last sample."""
+        """Problems of engines, as of the last sample."""
         self._task = start_task("history", self._sample_forever())
 
     async def close(self) -> None:
@@ -68,7 +67,7 @@ class Dashboard:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def page(self) -> Routes:
-        """The files of the page, which hold nothing of the store."""
+        """The files of the page, by path; they hold no data of the store."""
         page = resources.files("kvstore.web.dashboard") / "page"
         return {
             path: _file((page / name).read_bytes(), kind) for path, (name, kind) in FILES.items()
@@ -137,7 +136,7 @@ class Dashboard:
 def status_json(
     seen: MasterSeen, status: ClusterStatus, found: list[problems.FoundProblem]
 ) -> dict[str, Any]:
-    """What ``kvstore status`` shows, and what is wrong."""
+    """The answer of a master that leads: what ``kvstore status`` shows, and the problems."""
     rows = status.namespaces
     largest = heapq.nlargest(NAMESPACES_SHOWN, rows, key=lambda row: (row.size, row.name))
     sums = (sum(column) for column in zip(*(row[1:] for row in rows)))
@@ -160,7 +159,7 @@ def status_json(
 
 
 def _process(seen: MasterSeen) -> dict[str, Any]:
-    """Of the process, whether it leads or not."""
+    """What any master tells of its process, whether it leads or not."""
     measured: Mapping[str, Any] = seen.measured
     return {
         "at_ms": seen.at_ms,

@@ -1,4 +1,4 @@
-"""What is wrong now, in words: pure, from what the master says and its last hour."""
+"""Says in words what is wrong now. Pure: judges what the master says, and its last hour."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ RECENT_S: Final = 600.0
 HOUR_S: Final = 3600.0
 
 FULL: Final = 0.95
-"""Of the memory, what is used when the pool counts as full."""
+"""The share of the memory from which the pool counts as full."""
 
 YOUNG_MS: Final = 600_000
-"""Objects that are evicted after less than ten minutes without use would often be used again."""
+"""Objects that are evicted within ten minutes after their last use would often be used again."""
 
 QUARANTINE_SHARE: Final = 0.05
 RECLAIM_SHARE: Final = 0.25
-"""Shares of a node's memory."""
+"""Shares of a node's memory that may be in quarantine, and await its reclaim, without a warning."""
 
 PINNED_SHARE: Final = 0.5
-"""Of the memory, what pins hold when puts begin to feel it."""
+"""The share of the memory that pins may hold without a warning: then puts begin to feel it."""
 
 LATE_US: Final = 50_000
-"""How late the loop may be in one of a hundred times."""
+"""How late the master's loop may be in one of a hundred times, without a warning."""
 
 NODES_NAMED: Final = 5
 """Nodes that have a line of their own for one kind of problem."""
 
 
 KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace")
-"""Causes (``kvstore.diagnosis.why``) that no further prompt cures. Others may be of new prompts."""
+"""Causes (``diagnosis.why``) that no further prompt cures. Others may only mean new prompts."""
 
 
 class FoundProblem(NamedTuple):
@@ -47,15 +47,15 @@ class FoundProblem(NamedTuple):
 
 
 def of_the_store(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> list[FoundProblem]:
-    """Of a master that leads: the worst first."""
+    """The problems that a master that leads sees, the worst first."""
     found = [*_nodes(status), *_memory(status, history, now_ms), *_lately(history, now_ms)]
     order = ("bad", "warning", "note")
     return sorted(found, key=lambda problem: order.index(problem.level))
 
 
 def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) -> list[FoundProblem]:
-    """Of engines that asked a moment ago and found nothing, because what other engines of their
-    model put is kept apart from what they ask for."""
+    """The problems of engines that asked a moment ago and found nothing, because what other engines
+    of their model put is kept apart from what they ask for."""
     everyone = parties_of(spaces, records)
     asking = [
         party
@@ -94,7 +94,7 @@ _WRONG_WITH_NODES: Final[Sequence[tuple[str, str, Callable[[NodeStatus], str]]]]
     ("bad", "has no entry in /dev/shm any more",
      lambda node: ENTRY_GONE if node.entry_gone else ""),
 )  # fmt: skip
-"""The level, what is said of nodes, and why of each; empty: not of this one."""
+"""Level, what is wrong with nodes, and why it is with one node; empty: nothing of the kind."""
 
 
 def _nodes(status: ClusterStatus) -> Iterator[FoundProblem]:
@@ -112,7 +112,7 @@ def _nodes(status: ClusterStatus) -> Iterator[FoundProblem]:
 
 
 def _gone(gone: Sequence[GoneNode]) -> Iterator[FoundProblem]:
-    """Nodes that are away, by name, with what went with them."""
+    """Nodes that have left or died, with the objects that went with them."""
     shown = [each for each in gone if each.why != "left" or each.missing or each.lost]
     for each in shown[:NODES_NAMED]:
         who = f"Node {name_text(each.name)} ({each.host})"
@@ -144,7 +144,7 @@ def _named(level: str, nodes: list[tuple[NodeStatus, str]], what: str) -> Iterat
 
 
 def _waiting(status: ClusterStatus) -> Iterator[FoundProblem]:
-    """Memory that is there and not given out, after a start of the master or of its node."""
+    """Memory that is not given out yet after a start of the master or of the nodes."""
     alive = [node for node in status.nodes if node.state == "alive"]
     segments = [segment for node in alive for segment in node.segments]
     waiting = [segment for segment in segments if segment.ready_ms or segment.reports]

@@ -1,1 +1,1 @@
-"""Events of a master's objects: their journal, and those who follow them by HTTP or ZeroMQ."""
+"""Events of a master's objects: the journal that keeps them, and how HTTP and ZeroMQ send them."""

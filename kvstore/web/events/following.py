@@ -1,4 +1,4 @@
-"""Follows the events of a store over HTTP: the other end of ``GET /api/v1/events``."""
+"""Follows the events of a store over HTTP: the client of ``GET /api/v1/events``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SILENT_S: Final = 7.0
 """A stream that is silent for so long is dead: heartbeats come every 2 s."""
 
 PAUSE_S: Final = 0.5
-"""Between two attempts to connect."""
+"""Pause between two attempts to connect."""
 
 BLOCK_BYTES_MAX: Final = 1 << 20
-"""Of one event; a stream with a longer one is no stream of events."""
+"""Bytes of one event; a stream with a longer one is no stream of events."""
 
 _UNAVAILABLE: Final = 503
 _MISDIRECTED: Final = 421
@@ -41,8 +41,8 @@ class Told(NamedTuple):
     name: str
     """``stored``, ``removed``, ``cleared``, ``whole``, ``gap`` or ``begin``."""
     data: dict[str, Any]
-    """Of ``stored``: ``namespace``, ``key``, ``parent`` (both in hex; None: no parent), ``size``,
-    ``depth``; of ``removed``: ``namespace`` and ``key``."""
+    """``stored`` has ``namespace``, ``key``, ``parent`` (both in hex; None: no parent), ``size``
+    and ``depth``; ``removed`` has ``namespace`` and ``key``."""
     place: str
     """``EPOCH-NUMBER``, to resume after; empty: none yet."""
 
@@ -61,21 +61,21 @@ def follow(
     failed: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Told]:
     """Yields events as they come, across restarts of masters and elections. Blocks. In a thread
-    under a ``kvstore.process.stopping.Stop``, setting that ends the present connection.
+    under a ``kvstore.process.stopping.Stop``, setting the ``Stop`` ends the present connection.
 
     Args:
         addresses: ``host:port`` or ``https://host:port`` of each master's HTTP; the one that
             leads is found. Or an iterator that says where to connect next; when it ends, so does
-            this.
-        namespace: only objects of it; empty: of all.
+            ``follow``.
+        namespace: only objects of this namespace; empty: of all.
         under: only objects of namespaces whose names begin so.
         whole: begin with all that is visible, and again whenever events were missed (``cleared``,
             ``stored`` ..., ``whole``); applied in order, the events give the exact set.
         since: resume after this place.
         patience_s: how long no master may answer; None: for ever.
-        token: of these ports, if they want one.
-        cacert: file with the certificates (PEM) that theirs are checked against; empty: those of
-            the system.
+        token: the token of these ports, if they want one.
+        cacert: file with the certificates (PEM) that the masters' certificates are checked against;
+            empty: those of the system.
         heard: called when a connection shows that it lives: every 2 s, or more often.
         failed: called with the reason when a connection fails or ends, before the next attempt.
 
@@ -123,14 +123,14 @@ def _read(
     headers: dict[str, str],
     tls: Callable[[], ssl.SSLContext],
 ) -> Iterator[tuple[Told | None, str]]:
-    """One connection; yields what came, and the place after it."""
+    """Reads one connection. Yields each event (None: a heartbeat), and the place after it."""
     connection = _connect(address, tls)
     with contextlib.closing(connection), _cut_by_stop(connection.sock):
         host, port = connection.sock.getpeername()[:2]
         headers = headers | ({"Last-Event-ID": since} if since else {})
         answer = _ask(connection, path, headers)
         if answer.status == _MISDIRECTED:
-            # The master does not know the name by which we came. An address always passes.
+            # The master does not know the name in the ``Host`` header. An address always passes.
             answer.read()
             answer = _ask(connection, path, headers | {"Host": join_address(host, port)})
         if answer.status != http.client.OK:

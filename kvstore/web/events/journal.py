@@ -1,9 +1,9 @@
-"""The last events of a term, and streams of them for subscribers: text of server-sent events.
+"""The last events of a term, and streams of them for subscribers, as text of server-sent events.
 
-A subscriber is a place in the journal and what its connection buffers, so a slow one costs no
+A subscriber is only a place in the journal and what its connection buffers, so a slow one costs no
 memory: it falls behind the oldest event that is kept, and is told so. Every subscriber that begins,
 or has missed something, can be told the whole set within the stream (``whole``): the rows of a
-survey come between the events after which they are true, so applying all in order is right.
+survey stand between the events after which they are true, so that applying all in order is right.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from kvstore.errors import InvalidArgumentError, UnavailableError
 from kvstore.web.channel import GONE_SIZE, ChildEnd, Event, Frame
 
 JOURNAL_BYTES_MAX: Final = 64 << 20
-"""Some 800,000 events: 8 s at 100,000 a second."""
+"""Bytes that the journal keeps: some 800,000 events, which is 8 s at 100,000 a second."""
 
 FRAME_BYTES: Final = 250
-"""What a frame takes beside its events."""
+"""Memory that a frame takes beside its events."""
 
 HEARTBEAT_S: Final = 2.0
-"""How often a stream that has nothing to say says that it lives: a subscriber takes one that is
-silent for several of these for dead (``kvstore.web.events.following``)."""
+"""How often a stream without events says that it lives: a subscriber takes a stream that is silent
+for several such periods for dead (``kvstore.web.events.following``)."""
 
 CHUNK_EVENTS: Final = 8_192
 """About how many events are written to a subscriber at once."""
 
 
 class EventPosition(NamedTuple):
-    """After how many events of which epoch."""
+    """A place in the stream of events: after ``number`` events of ``epoch``."""
 
     epoch: int
     number: int
@@ -58,9 +58,9 @@ class Wanted(NamedTuple):
     """Which events a subscriber wants."""
 
     namespace: str = ""
-    """Only those of this namespace; empty: of all."""
+    """Only events of this namespace; empty: of all."""
     under: str = ""
-    """Only those of namespaces whose names begin so."""
+    """Only events of namespaces whose names begin so."""
 
     def has(self, namespace: str) -> bool:
         return self.namespace in ("", namespace) and namespace.startswith(self.under)
@@ -73,9 +73,9 @@ class Journal:
         self.epoch = 0
         """0: this master does not lead, or has not said yet."""
         self.start = 0
-        """How many events came before the first that is kept."""
+        """How many events of the term came before the first that is kept."""
         self.end = 0
-        """How many there were in all."""
+        """How many events of the term there were in all."""
         self._frames: list[Frame] = []
         self._skipped = 0
         """Frames at the front of the list that are no longer kept."""
@@ -114,7 +114,7 @@ class Journal:
             self._skipped = 0
 
     async def change(self, timeout_s: float) -> bool:
-        """Waits for the next frame, so long at most."""
+        """Waits for the next frame for up to ``timeout_s``; returns whether one came."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -123,12 +123,12 @@ class Journal:
             return False
 
     def has(self, place: EventPosition) -> bool:
-        """Whether all events after it are kept."""
+        """Whether all events after this place are kept."""
         return place.epoch == self.epoch and self.start <= place.number <= self.end
 
     def after(self, number: int, until: int) -> list[Frame]:
-        """Frames with the events after ``number``, up to ``until``; some of them if they are many.
-        The first may begin before."""
+        """Frames with the events after ``number``, up to ``until``; only the first ones if they are
+        many. The first frame may begin before ``number``."""
         frames = self._frames
         if number >= min(until, self.end):
             return []
@@ -148,7 +148,7 @@ _NO_FRAME: Final = Frame(0, 0, 0, 0, 0, b"")
 
 
 class Streams:
-    """What subscribers of one journal are sent."""
+    """Makes what the subscribers of one journal are sent."""
 
     def __init__(
         self, journal: Journal, channel: ChildEnd, lives: Callable[[], Awaitable[bool]]
@@ -170,9 +170,9 @@ class Streams:
         Args:
             since: the last event that the subscriber has seen; None: it begins.
             whole: tell it all that is visible, if it begins or cannot go on after ``since``.
-            namespace: only objects of it; ``""``: of all.
-            under: only objects of namespaces whose names begin so. A whole set is then read from
-                the whole store.
+            namespace: only objects of this namespace; ``""``: of all.
+            under: only objects of namespaces whose names begin so. The whole set is then picked
+                from a survey of the whole store.
         """
         wanted = Wanted(namespace, under)
         journal = self._journal
@@ -187,7 +187,7 @@ class Streams:
                         number = told
                         yield text
                 if number < 0 or journal.epoch != epoch:
-                    continue  # it was cut short: again
+                    continue  # the whole set was cut short: begin again
             elif place is not None and place.epoch != epoch and journal.start == 0:
                 number = 0
                 yield _note("cleared", EventPosition(epoch, 0))
@@ -202,7 +202,7 @@ class Streams:
     async def _follow(
         self, epoch: int, number: int, wanted: Wanted
     ) -> AsyncGenerator[tuple[int, bytes]]:
-        """Events after ``number``, with how far they reach; until some are missing."""
+        """Texts of the events after ``number``, each with the number it reaches; ends at a gap."""
         journal = self._journal
         due = time.monotonic() + HEARTBEAT_S
         while journal.has(EventPosition(epoch, number)):
@@ -212,19 +212,19 @@ class Streams:
                 number = frames[-1].before + frames[-1].count
             if text:
                 yield number, text
-            elif time.monotonic() >= due:  # also where all events are of others
+            elif time.monotonic() >= due:  # also if no event of the frames was wanted
                 if not await self._lives():
                     raise UnavailableError("the master does not answer")
-                yield number, b"id: %d-%d\n\n" % (epoch, number)  # dispatches nothing
+                yield number, b"id: %d-%d\n\n" % (epoch, number)  # a place, but no event
             else:
                 await (asyncio.sleep(0) if frames else journal.change(due - time.monotonic()))
                 continue
             due = time.monotonic() + HEARTBEAT_S
 
     async def _whole(self, epoch: int, wanted: Wanted) -> AsyncGenerator[tuple[int, bytes]]:
-        """All that is visible, amid the events meanwhile. Ends early, with -1, if some of these are
-        missing."""
-        # Until all is told there is nothing to resume from, so the last id is cleared.
+        """Text of all that is visible, the events meanwhile included. Each piece has the number -1,
+        but the last one that of the last event. Ends early, without it, if events are missing."""
+        # Until all is told there is no place to resume from, so the subscriber's id is cleared.
         yield -1, b'id\nevent: cleared\ndata: {"epoch":%d}\n\n' % epoch
         number = -1
         async with contextlib.aclosing(self.changes(epoch, wanted.namespace)) as changes:
@@ -235,9 +235,9 @@ class Streams:
             yield number, _note("whole", EventPosition(epoch, number))
 
     async def changes(self, epoch: int, namespace: str) -> AsyncGenerator[tuple[int, list[Event]]]:
-        """Events to apply in order, after which all that is visible is known; each time with the
-        number of the last event so far, but -1 as long as rows are missing. Ends early, with -1, if
-        events were missed or the term is over. Raises UnavailableError: the master hangs."""
+        """Lists of events to apply in order, after which all that is visible is known. The last one
+        has the number of the last event, all others -1. Ends early, after a -1, if events were
+        missed or the term is over. Raises UnavailableError: the master hangs."""
         journal = self._journal
         number: int | None = None
         is_last = False
@@ -261,8 +261,8 @@ class Streams:
                 yield number if is_last else -1, rows
 
     async def snapshot(self, namespace: str) -> AsyncGenerator[bytes]:
-        """All that is visible, as lines of JSON. The first says after which event to replay; only
-        if the last says ``complete`` is nothing missing."""
+        """All that is visible, as lines of JSON. The first line says after which event to resume
+        the stream; nothing is missing only if the last line says ``complete``."""
         epoch = self._journal.epoch
         objects = 0
         began = is_last = False
@@ -287,20 +287,20 @@ class Streams:
 
 @lru_cache(maxsize=64)
 def _text(frame: Frame, skipped: int, wanted: Wanted) -> bytes:
-    """The events of a frame, but for the first ``skipped``. Subscribers that keep up share it."""
+    """Text of a frame's events after the first ``skipped``. Subscribers that keep up share it."""
     first = frame.before + 1 + skipped
     return "".join(_lines(frame.epoch, first, _events(frame)[skipped:], wanted)).encode()
 
 
 @lru_cache(maxsize=16)
 def _events(frame: Frame) -> list[Event]:
-    """Shared by subscribers that keep up and want different ones."""
+    """The events of a frame. Subscribers that keep up, but want different events, share them."""
     events: list[Event] = marshal.loads(frame.payload)  # noqa: S302  # of our own parent
     return events
 
 
 def _lines(epoch: int, number: int | None, events: list[Event], wanted: Wanted) -> Iterator[str]:
-    """``number``: of the first event; None: they get no id."""
+    """Text of events. ``number``: that of the first event; None: they get no id."""
     for index, event in enumerate(events):
         if not wanted.has(event[0]):
             continue

@@ -28,16 +28,16 @@ PATH: Final = "/api/v1/events"
 SNAPSHOT_PATH: Final = "/api/v1/events/snapshot"
 
 SUBSCRIBERS_MAX: Final = 64
-"""Streams and snapshots at once; one more takes the place of another one (``Subscribers``)."""
+"""Streams and snapshots at once; one more takes the place of an older one (``Subscribers``)."""
 
 STALLED_S: Final = 30.0
 """A subscriber that reads nothing for so long is cut; it may resume."""
 
 FIRST_S: Final = 2.0
-"""How long a request waits for the first word of the master, after the start of this process."""
+"""How long a request waits for the master's first frame, after the start of this process."""
 
 RETRY: Final = b"retry: 1000\n\n"
-"""When clients connect again, in milliseconds."""
+"""Tells clients after how many milliseconds to connect again."""
 
 _TRUE: Final = ("1", "true", "yes", "")
 
@@ -59,7 +59,7 @@ class EventsQuestion(SnapshotQuestion):
 
 
 def not_asked_for() -> list[Endpoint]:
-    """The same endpoints in a master without events."""
+    """The endpoints of ``EventsAPI`` in a master without events: each answers 404."""
 
     async def refused(request: web.Request, asked: Question) -> web.StreamResponse:
         del request, asked
@@ -69,13 +69,13 @@ def not_asked_for() -> list[Endpoint]:
 
 
 class EventsAPI:
-    """Serves what the parent sends. Use it in one event loop."""
+    """Serves the events that the parent sends. Use it in one event loop."""
 
     def __init__(
         self, journal: Journal, channel: ChildEnd, readiness: Callable[[], Awaitable[Readiness]]
     ) -> None:
-        """``readiness``: says who leads, if this master does not; raises UnavailableError: it
-        hangs."""
+        """``readiness``: says who leads, if this master does not; raises UnavailableError if this
+        master hangs."""
         self._readiness = readiness
         self.journal = journal
         self.streams = Streams(journal, channel, self._lives)
@@ -138,7 +138,7 @@ class EventsAPI:
 
 
 def _check(*namespaces: str) -> None:
-    """Raises InvalidArgumentError. Empty: of all."""
+    """Raises InvalidArgumentError. An empty name, which stands for all namespaces, is right."""
     for each in filter(None, namespaces):
         check_namespace(each)
 
@@ -146,7 +146,7 @@ def _check(*namespaces: str) -> None:
 async def _send(
     request: web.Request, kind: str, texts: AsyncGenerator[bytes], first: bytes
 ) -> web.StreamResponse:
-    no_buffer = {"X-Accel-Buffering": "no"}  # of nginx, which would hold events back
+    no_buffer = {"X-Accel-Buffering": "no"}  # nginx would hold events back in its buffer
     response = web.StreamResponse(headers={"Content-Type": kind, **no_buffer})
     await response.prepare(request)
     with writing(request):

@@ -1,7 +1,7 @@
-"""The peers of a ZeroMQ socket that is bound: their number is limited, and one can be cut.
+"""Limits the number of peers of a bound ZeroMQ socket, and cuts peers that do not read.
 
-libzmq limits neither, and keeps what a peer does not read. But it tells of each connection that it
-accepts and closes, by its descriptor, and the descriptors are of this process.
+libzmq does neither, and keeps what a peer does not read. But it reports the file descriptor of each
+connection that it accepts and closes, and these descriptors belong to this process.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ SEND_BYTES: Final = 256 << 10
 """The kernel's buffer for one peer."""
 
 SAID_BYTES_MAX: Final = 1_024
-"""What a peer may send at once: an identity, a topic, a number."""
+"""Bytes that a peer may send at once: an identity, a topic or a number."""
 
 
 class Peers:
     """The peers of one socket. Use it in one event loop."""
 
     def __init__(self, sock: zmq.asyncio.Socket, most: int) -> None:
-        """Call it before ``sock`` is bound."""
+        """Must be called before ``sock`` is bound."""
         sock.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         sock.set(zmq.MAXMSGSIZE, SAID_BYTES_MAX)
         sock.set(zmq.SNDBUF, SEND_BYTES)
         self._monitor = sock.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._subscribers = Subscribers(most)
         self._connected: dict[int, tuple[socket.socket, int | None]] = {}
-        """By descriptor: another descriptor of the same connection, and its place."""
+        """By libzmq's descriptor: our own descriptor of the same connection, and its place."""
 
     def __len__(self) -> int:
         return len(self._connected)
 
     async def watch(self) -> None:
-        """Until it is cancelled."""
+        """Notes which peers come and go, until it is cancelled."""
         try:
             while True:
                 said = await recv_monitor_message(self._monitor)
@@ -57,8 +57,8 @@ class Peers:
                 self._gone(each)
 
     def cut_those_behind(self, bytes_min: int) -> int:
-        """Cuts all peers that have not taken so much of what the kernel has for them; their number.
-        They may connect again."""
+        """Cuts each peer for which the kernel still holds ``bytes_min`` or more; returns how many
+        were cut. They may connect again."""
         behind = [sock for sock, _ in self._connected.values() if _unsent(sock) >= bytes_min]
         for each in behind:
             _cut(each)
@@ -69,7 +69,7 @@ class Peers:
             sock = socket.socket(fileno=os.dup(fd))
             peer = sock.getpeername()
         except OSError:
-            return  # it has left already, and libzmq has closed it
+            return  # the peer has left already, and libzmq has closed the descriptor
         address = str(peer[0]) if isinstance(peer, tuple) else ""
         number = self._subscribers.enter(address, lambda: _cut(sock))
         self._connected[fd] = sock, number

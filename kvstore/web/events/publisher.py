@@ -1,9 +1,9 @@
 """Publishes events by ZeroMQ, as vLLM publishes those of its own cache; needs pyzmq and msgpack.
 
-Three frames: topic, number of the batch (64 bits, big endian), and ``[time, [event, ...], rank]``
-in msgpack. Each event is a map with the fields of vLLM's events and of those of Mooncake's master.
-A second socket replays the last batches by vLLM's protocol. When a term begins, or this process has
-missed events, it publishes ``AllBlocksCleared`` and then all that is visible.
+A batch is three frames: topic, number of the batch (64 bits, big endian), and ``[time, [event,
+...], rank]`` in msgpack. Each event is a map with the fields of vLLM's events and of those of
+Mooncake's master. A second socket replays the last batches by vLLM's protocol. When a term begins,
+or events were missed, this process publishes ``AllBlocksCleared`` and then all that is visible.
 """
 
 from __future__ import annotations
@@ -31,40 +31,40 @@ from kvstore.web.events.peers import Peers
 log = logging.getLogger("kvstore.web")
 
 PEERS_MAX: Final = 256
-"""Of each socket; one more takes the place of another one (``Subscribers``)."""
+"""Peers of each socket; one more takes the place of an older one (``Subscribers``)."""
 
 BATCHES_WAITING_MAX: Final = 500
 """Batches that wait for one subscriber, some 400 KiB each at most; further ones are dropped for it,
 and it sees a gap in their numbers."""
 
 WAITING_BYTES_MAX: Final = 256 << 20
-"""Batches that are kept or wait for any peer, each counted once, because peers share them. Beyond
-it, peers that are behind are cut."""
+"""Bytes of batches that are kept or wait for any peer, each batch counted once, because peers share
+it. If there are more, peers that are behind are cut."""
 
 LOOK_S: Final = 1.0
-"""How often that is looked at."""
+"""How often the bytes that wait are compared with ``WAITING_BYTES_MAX``."""
 
 BEHIND_BYTES: Final = 64 << 10
-"""What the kernel holds for a peer that is behind."""
+"""A peer for which the kernel holds at least so many bytes is behind."""
 
 REPLAYS_MAX: Final = 16
-"""Replays at once; more peers stand in line."""
+"""Replays at once; more peers wait for their turn."""
 
 REPLAY_WAITING_MAX: Final = 8
-"""Batches of a replay that wait for its peer."""
+"""Batches of a replay that may wait for its peer to read."""
 
 FULL_S: Final = 0.005
 STALLED_S: Final = 10.0
-"""When a replay looks again whether its peer has read, and when it gives up."""
+"""How long a replay pauses when its peer has not read, and after how long it gives up."""
 
 REPLAY_BYTES_MAX: Final = 64 << 20
 REPLAY_BATCHES_MAX: Final = 10_000
 
 JOINING_S: Final = 1.0
-"""After the start: subscribers of the process before connect again, every 100 ms by default."""
+"""Pause after the start, so that earlier subscribers connect again: every 100 ms by default."""
 
 FLEET_S: Final = 10.0
-"""How often the records of the fleet are read again for a namespace that is in none of them."""
+"""How often the fleet records are read again for a namespace that is in none of them."""
 
 MEDIUM: Final = "STORAGE"
 END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -76,14 +76,14 @@ _GROUP: Final = re.compile(r"/g(\d+)/")
 
 
 Model = tuple[str, int]
-"""Whose blocks are in a namespace: its name, and the tokens of a block (0: not known)."""
+"""The model whose blocks a namespace holds: name, and tokens per block (0: not known)."""
 
 Fleet = Mapping[str, Model]
-"""By namespace."""
+"""The models by namespace."""
 
 
 class Batch(NamedTuple):
-    """As it was published."""
+    """A batch as it was published."""
 
     topic: bytes
     number: int
@@ -91,7 +91,7 @@ class Batch(NamedTuple):
 
 
 class Publisher:
-    """Use it in one event loop."""
+    """Publishes the events of a journal. Use it in one event loop."""
 
     def __init__(
         self,
@@ -103,9 +103,9 @@ class Publisher:
     ) -> None:
         """
         Args:
-            addresses: to publish at, and, after a comma, to replay at.
+            addresses: the address to publish at, and, after a comma, the one to replay at.
             pool: the name of this store in topics.
-            fleet: reads the records of the fleet.
+            fleet: reads the fleet records.
 
         Raises:
             StartupError: an address cannot be bound.
@@ -117,20 +117,20 @@ class Publisher:
         self._fleet: Fleet = {}
         self._fleet_read = -FLEET_S
         self._topics: set[bytes] = set()
-        """Those that were cleared in this term."""
+        """Topics for which ``CLEARED`` was published in this term."""
         self._known: set[bytes] = set()
-        # Above those of the process before, so that subscribers notice that they missed something.
+        # Above all numbers of the process before this one, so that subscribers notice a gap.
         self._batch = itertools.count(time.time_ns() // 1_000)
         self._sent: deque[Batch] = deque()
-        """The last ones, with numbers in a row."""
+        """The last batches; their numbers are consecutive."""
         self._sent_bytes = 0
         self._alive: list[tuple[zmq.MessageTracker, int]] = []
         """Payloads that ``_sent`` or libzmq may still hold, with their sizes."""
         self._looked = 0.0
         self._asked: dict[bytes, int] = {}
-        """The first batch that each peer wants again; ordered."""
+        """Number of the first batch that each peer wants again; peers in the order of asking."""
         self._served: set[bytes] = set()
-        """Peers of the replays under way."""
+        """Peers whose replays are under way."""
         self._wanted = asyncio.Event()
         self._context = zmq.asyncio.Context()
         self._peers: list[Peers] = []
@@ -149,7 +149,7 @@ class Publisher:
         made.set_hwm(waiting_max)
         made.linger = 0
         if kind == zmq.ROUTER:
-            made.set(zmq.ROUTER_MANDATORY, 1)  # says so if a peer does not read
+            made.set(zmq.ROUTER_MANDATORY, 1)  # sending fails if a peer does not read, or has left
         peers = Peers(made, PEERS_MAX)
         self._peers.append(peers)
         self._tasks.append(start_task("peers", peers.watch()))
@@ -191,7 +191,7 @@ class Publisher:
                     await journal.change(HEARTBEAT_S)
 
     async def _begin(self, epoch: int) -> int | None:
-        """Publishes all that is visible. Returns the number of the last event; None: cut short."""
+        """Publishes all that is visible. Returns the last event's number; None if cut short."""
         self._topics.clear()
         for topic in sorted(self._known):
             await self._send(topic, [])
@@ -276,7 +276,8 @@ class Publisher:
                 self._wanted.set()
 
     async def _replay(self, peer: bytes, first: int) -> None:
-        """Also what is published meanwhile; what is not kept any more by then is left out."""
+        """Sends the batches from ``first`` on, those included that are published meanwhile. Leaves
+        out batches that are no longer kept."""
         while self._sent and first <= self._sent[-1].number:
             first = max(first, self._sent[0].number)
             topic, number, payload = self._sent[first - self._sent[0].number]
@@ -286,7 +287,7 @@ class Publisher:
         await self._hand(peer, (b"", END, b""))
 
     async def _hand(self, peer: bytes, frames: tuple[bytes, bytes, zmq.Frame | bytes]) -> bool:
-        """False: it has left, or does not read."""
+        """Sends to a peer. Returns False if the peer has left, or does not read."""
         until = time.monotonic() + STALLED_S
         while time.monotonic() < until:
             try:
@@ -301,7 +302,7 @@ class Publisher:
 
 
 def described(event: Event, model: Model) -> dict[str, Any]:
-    """In both vocabularies: vLLM's ``type`` ..., and Mooncake's ``event_type`` ..."""
+    """An event as a map for both vLLM (``type`` ...) and Mooncake (``event_type`` ...)."""
     namespace, key, parent, size, depth = event
     group = _GROUP.search(namespace)
     both: dict[str, Any] = {
@@ -330,12 +331,12 @@ def described(event: Event, model: Model) -> dict[str, Any]:
 
 
 def _hash(key: bytes) -> int:
-    """As vLLM and SGLang send hashes: the last 8 bytes as an integer."""
+    """A key as vLLM and SGLang send hashes: its last 8 bytes as an integer."""
     return int.from_bytes(key[-_HASH_BYTES:], "big")
 
 
 def _text(key: bytes) -> str:
-    """A key that is text, as it is; another one in hexadecimal."""
+    """A key as text if it is printable text; else in hexadecimal."""
     try:
         text = key.decode()
     except UnicodeDecodeError:

@@ -1,8 +1,8 @@
-"""Who holds one of a limited number of connections that last.
+"""The subscribers, each of which has one of a limited number of long-lived connections.
 
 On a quiet store nothing tells a subscriber that reads from one that does not: what it is sent fits
-into the buffers of both kernels for hours. So a connection is no possession. When all places are
-taken, somebody's connection ends for a newcomer: it can connect again and resume.
+into the buffers of both kernels for hours. So nobody keeps a place for good. When all places are
+taken, a subscriber's connection may be cut for a newcomer; it can connect again and resume.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 TENURE_S: Final = 30.0
-"""How long a subscriber keeps its place from others of addresses that have no more than its own."""
+"""How long a place is safe from newcomers whose address would have at least as many places."""
 
 
 class Subscriber(NamedTuple):
@@ -25,7 +25,7 @@ class Subscriber(NamedTuple):
 
 
 class Subscribers:
-    """The places of one kind. Use it in one event loop."""
+    """The places for one kind of connection. Use it in one event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -40,9 +40,9 @@ class Subscribers:
         """The number of a place for a newcomer; None: there is none.
 
         Args:
-            address: of its host.
-            cut: ends its connection; called if its place is given to another one, and it has left
-                then.
+            address: the address of the newcomer's host.
+            cut: ends the newcomer's connection; called when its place is given to another
+                subscriber, which counts as ``leave``.
         """
         if len(self._places) >= self._most:
             given_up = self._one_that_gives_way(address)
@@ -58,8 +58,8 @@ class Subscribers:
         self._places.pop(number, None)
 
     def _one_that_gives_way(self, newcomer: str) -> int | None:
-        """The oldest one of those whose address has more than the newcomer's would have, or as many
-        and they have had their time."""
+        """The oldest subscriber whose address has more places than the newcomer's would have, or at
+        least as many as the newcomer's has now, if its ``TENURE_S`` are over."""
         count = Counter(each.address for each in self._places.values())
         now = time.monotonic()
         for number, (address, since, _) in self._places.items():

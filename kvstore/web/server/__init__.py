@@ -1,1 +1,1 @@
-"""A port for HTTP: connections, who may ask what, reading of questions; the link to the parent."""
+"""A port for HTTP: its connections, who may ask what over it, and how requests are read."""

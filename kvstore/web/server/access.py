@@ -5,10 +5,11 @@ token. Without a token configured, it is trusted if its connection comes from a 
 Once there is a token, loopback needs it as well: behind a proxy on this host every request comes
 from loopback.
 
-A browser on this host also connects from loopback, on behalf of whatever page it shows. So a
-request is refused if it came by a name that the operator does not know (``Hosts``), or if the
-browser says that a page of another site has made it. There are no CORS headers, so no other site
-may send what browsers ask permission for (PUT, DELETE, JSON, ``Authorization``), or read an answer.
+A browser on this host also connects from loopback, on behalf of whatever page it shows. So all but
+health and metrics is refused if the request came by a name that the operator does not know
+(``Hosts``), and what needs trust also if the browser says that a page of another site made it.
+There are no CORS headers, so no other site may send what browsers ask permission for (PUT, DELETE,
+JSON, ``Authorization``), or read an answer.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every answer under ``/`` and ``/api``."""
+"""Headers that every answer gets."""
 
 FORGED: Final = "A page of another site has made this request.\n"
 LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"
 
 
 class Advice(NamedTuple):
-    """How the operator of a port lets others in; goes into refusals."""
+    """How the operator of a port lets others in: text that refusals contain."""
 
     names: str
     token: str
@@ -57,7 +58,7 @@ OF_MASTER: Final = Advice(
 
 
 def token_of(config: HttpConfig) -> str:
-    """The token of this port; empty: there is none. Reads its file.
+    """The token of this port; empty: there is none. Reads the token's file if one is configured.
 
     Raises:
         ConfigError: the file cannot be read, or holds no token. The error does not show it.
@@ -78,7 +79,7 @@ class Secured(NamedTuple):
         return "https" if self.cert else "http"
 
     def tls(self) -> ssl.SSLContext | None:
-        """None: plain HTTP. Raises ConfigError, as ``tls_of``."""
+        """The TLS context; None: plain HTTP. Raises ConfigError, as ``tls_of``."""
         return tls_of(self.cert, self.key) if self.cert else None
 
 
@@ -89,7 +90,7 @@ def secured_by(config: HttpConfig) -> Secured:
     """Reads the files that the settings name.
 
     Raises:
-        ConfigError: one cannot be read, or is no use.
+        ConfigError: a file cannot be read, or is of no use.
     """
     secured = Secured(token_of(config), config.http_reads, config.http_cert, config.http_key)
     secured.tls()
@@ -106,11 +107,11 @@ class Hosts:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        """``names``: beside addresses and ``localhost``; without ports."""
+        """``names``: the known names beside addresses and ``localhost``; without ports."""
         self._names = {"localhost", *(name.lower() for name in names)}
 
     def allow(self, given: Sequence[str]) -> bool:
-        """``given``: the ``Host`` headers of a request."""
+        """Whether the name is known. ``given``: the ``Host`` headers of a request."""
         if len(given) != 1:
             return False
         try:
@@ -133,11 +134,11 @@ class Access:
     ) -> None:
         """
         Args:
-            hosts: by which names browsers may come; None: by any. Then nothing can be changed, or
-                only with a token, which no page of another site has.
-            token: empty: there is none.
-            reads: ``all`` or ``token``: who may read.
-            advice: for those who are refused.
+            hosts: the names by which browsers may come; None: any. Use None only if nothing can be
+                changed, or only with a token, which no page of another site has.
+            token: the token of this port; empty: there is none.
+            reads: who may read: ``all``, or those who have the ``token``.
+            advice: advice for those who are refused.
         """
         self._hosts = hosts
         self._token = token.encode()
@@ -145,23 +146,23 @@ class Access:
         self._advice = advice
 
     def named(self, handler: Handler) -> Handler:
-        """For requests that come by a known name: what is no secret, such as the page."""
+        """Guards what is no secret, such as the page: any request that comes by a known name."""
         return _guarded(handler, self._misdirected)
 
     def reading(self, handler: Handler) -> Handler:
-        """For requests that may read."""
+        """Guards reads: the request comes by a known name, and may read."""
         return _guarded(handler, self._misdirected, self._unread)
 
     def trusted(self, handler: Handler) -> Handler:
-        """For requests that may change something, or fetch bytes of objects."""
+        """Guards changes, and fetching bytes of objects: the request is trusted."""
         return _guarded(handler, self.distrusts)
 
     def distrusts(self, request: web.Request) -> web.Response | None:
-        """The refusal of a request that is not ``trusted``."""
+        """The refusal of a request that is not trusted; None: it is."""
         return self._misdirected(request) or _forged(request) or self._untrusted(request)
 
     def measuring(self, handler: Handler) -> Handler:
-        """For requests that may read numbers, by whatever name they come."""
+        """Guards metrics: the request may read, by whatever name it comes."""
         return _guarded(handler, self._unread)
 
     def _misdirected(self, request: web.Request) -> web.Response | None:
@@ -207,7 +208,7 @@ def is_loopback(request: web.Request) -> bool:
 
 
 def _forged(request: web.Request) -> web.Response | None:
-    """The refusal of a request that a browser has sent for a page of another site."""
+    """The refusal of a request that a browser sent for a page of another site; None: it is not."""
     sites = request.headers.getall("Sec-Fetch-Site", [])
     origins = request.headers.getall("Origin", [])
     if all(site.lower() in ("none", "same-origin") for site in sites) and all(

@@ -1,4 +1,4 @@
-"""TLS of a port for HTTP, by files of PEM that may be replaced while it serves."""
+"""TLS of a port for HTTP, from PEM files that may be replaced while the port serves."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PROTOCOLS: Final = ["http/1.1"]
 
 
 def tls_of(cert: str, key: str) -> ssl.SSLContext:
-    """For a server. Each handshake looks whether the files have changed, and takes the new ones
-    once they belong together; until then the old ones serve.
+    """The TLS context of a server. Each handshake looks whether the files have changed, and takes
+    the new ones once they belong together; until then the old ones serve.
 
     Raises:
         ConfigError: a file is missing, unreadable, no PEM, or the two do not belong together.
@@ -37,7 +37,7 @@ def tls_of(cert: str, key: str) -> ssl.SSLContext:
         connection.context = now
 
     context = _loaded(cert, key)
-    context.sni_callback = choose  # is called without a name, too
+    context.sni_callback = choose  # is called even if the client sends no server name
     return context
 
 

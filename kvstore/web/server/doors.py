@@ -1,4 +1,4 @@
-"""Connections of clients: their number is limited, and idle ones make room for new ones.
+"""Limits the number of clients' connections to a port: idle ones make room for new ones.
 
 A connection is *idle* while it has no request under way: before its first request, between two
 requests, while the headers of a request arrive, and while it closes. A request is under way while
@@ -35,7 +35,7 @@ HANDSHAKE_S: Final = 10.0
 """Time that the handshake of a TLS connection may take."""
 
 RETRY_AFTER_S: Final = 1
-"""Sent with a 503: connections come free within a second."""
+"""``Retry-After`` of a 503: connections come free within a second."""
 
 FILES_WANTED: Final = 65_536
 FILES_OTHERWISE: Final = 96
@@ -48,8 +48,8 @@ BACKLOG: Final = 1_024
 """Connections that wait in the kernel to be accepted."""
 
 FILES_PER_CONNECTION: Final = 3
-"""The client's, an engine's, and a spare one: if no connection is idle, half as many more are
-accepted."""
+"""One for the client, one for an engine (in the proxy), and a spare one: if no connection is idle,
+half as many more are accepted."""
 
 SAID_MAX: Final = 200
 """Characters of the reason of a malformed request that are logged."""
@@ -207,7 +207,7 @@ class Doors:
             if longest not in connections:
                 continue
             longest.force_close()
-            if transport is not None:  # it may have closed long ago, and wait for its reader
+            if transport is not None:  # if it is closing, it may still wait for its client to read
                 transport.abort()
             return True
         return False
@@ -218,11 +218,11 @@ class CrowdedOutError(Exception):
 
 
 class Waits:
-    """Waits for clients: for bodies that arrive, for answers that are read. Use it in one event
+    """The waits for clients: for bodies that arrive, for answers that are read. Use it in one event
     loop.
 
-    Each has a weight. When their sum would be more than ``weight_max``, the oldest one gives way to
-    the next: a client that does its part has done it within milliseconds.
+    Each wait has a weight. When the sum would be more than ``weight_max``, the oldest wait gives
+    way to the next: a client that does its part has done it within milliseconds.
     """
 
     def __init__(self, weight_max: int) -> None:
@@ -236,11 +236,11 @@ class Waits:
 
     @contextlib.asynccontextmanager
     async def wait(self, timeout_s: float, weight: int = 1) -> AsyncIterator[None]:
-        """Waits inside the block.
+        """The block waits for a client.
 
         Raises:
             CrowdedOutError: this wait had to give way.
-            TimeoutError: it took too long.
+            TimeoutError: the wait took longer than ``timeout_s``.
         """
         while self._waiting and self._weight + weight > self._weight_max:
             self._crowd_out()

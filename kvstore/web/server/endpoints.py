@@ -1,6 +1,7 @@
-"""Endpoints of ``/api/v1``: each is a method that says by ``endpoint`` where it answers. Its
-annotations and its docstring are what requests are checked by, and what the document (OpenAPI 3.1)
-tells of it.
+"""Endpoints of ``/api/v1``: each is a method, and its decorator ``endpoint`` names its path.
+
+Requests are checked against the annotations of the method. Annotations and docstring are also what
+the OpenAPI 3.1 document (``Document``) says about the endpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kvstore.web.server.serving import BODY_BYTES_MAX, at_work, read_body
 PATH: Final = "/api/v1/openapi.json"
 
 ANSWER_S: Final = 10.0
-"""Of one question, which may need several calls to the store."""
+"""Time to answer one request, which may need several calls to the store."""
 
 JSON: Final = "application/json"
 BYTES: Final = "application/octet-stream"
@@ -57,12 +58,12 @@ STATUSES: Final[Mapping[type[KVStoreError], int]] = {
 
 
 def _hex(bytes_min: int) -> str:
-    """The pattern of that many bytes in hexadecimal, up to ``KEY_BYTES_MAX``."""
+    """The pattern of ``bytes_min`` to ``KEY_BYTES_MAX`` bytes in hexadecimal."""
     return f"([0-9a-fA-F]{{2}}){{{bytes_min},{KEY_BYTES_MAX}}}"
 
 
 def _from_hex(text: object) -> bytes:
-    """Raises ValueError. What ``bytes.fromhex`` takes beside that is no key: white space."""
+    """Raises ValueError. ``bytes.fromhex`` would also take white space, which no key contains."""
     if not isinstance(text, str):
         raise ValueError("a key is text, in hexadecimal")
     if re.fullmatch(_hex(0), text) is None:
@@ -90,7 +91,7 @@ HexPrefix = Annotated[
 
 
 class Question(BaseModel):
-    """A body of JSON, or what follows the ``?``."""
+    """The fields of a request: its JSON body, or its query (what follows the ``?``)."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -100,14 +101,14 @@ QuestionT = TypeVar("QuestionT", bound=Question)
 
 async def _body_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
     """Raises InvalidArgumentError, BusyError."""
-    if request.content_type != JSON:  # no form of another site can send it
+    if request.content_type != JSON:  # a form on a page of another site cannot send this type
         raise InvalidArgumentError("the body must be application/json")
     text = await read_body(request)
     return _checked(lambda: kind.model_validate_json(text), "the body")
 
 
 def _query_of(request: web.Request, kind: type[QuestionT]) -> QuestionT:
-    """A parameter that is a list may be repeated. Raises InvalidArgumentError."""
+    """Reads the query; a parameter that is a list may be repeated. Raises InvalidArgumentError."""
     query = request.query
     lists = [
         name for name, field in kind.model_fields.items() if get_origin(field.annotation) is list
@@ -134,7 +135,7 @@ def _checked(read: Callable[[], QuestionT], whole: str) -> QuestionT:
 # --- answers --------------------------------------------------------------------------------------
 
 Answer = BaseModel | tuple[int, BaseModel] | dict[str, Any] | web.StreamResponse | None
-"""JSON, with or without its status; or a response, as it is; or nothing, which is a 204."""
+"""What an endpoint returns: JSON, with or without its status, a response, or None (no body)."""
 
 
 class Endpoint(NamedTuple):
@@ -144,21 +145,21 @@ class Endpoint(NamedTuple):
     path: str
     summary: str
     answers: Mapping[int, str]
-    """What each status says; those that all may have are added."""
+    """What each status says; the document adds those that every endpoint may answer."""
     answer: Callable[..., Awaitable[Answer]]
     asked: type[Question] | None
-    """What follows the ``?``; of a POST, the body."""
+    """Fields of the query (what follows the ``?``); of a POST, of the body."""
     takes_request: bool
     content: type[BaseModel] | str | None
-    """Of an answer that is no refusal: JSON of this shape, or a type of content, or nothing."""
+    """Content of an answer that is no refusal: JSON of this shape, or a content type, or none."""
     is_trusted: bool
-    """Whether it needs the token, or loopback."""
+    """Whether requests need the token, or to come from loopback."""
     has_own_bounds: bool
-    """Whether it has bounds and deadlines of its own, because it waits for its client, or answers
-    from what is known."""
+    """Whether the method has bounds and deadlines of its own, because it waits for its client, or
+    answers from what this process already knows."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """The answer; an error as a status and a line of text."""
+        """The answer to a request; an error becomes a status and a line of text."""
         try:
             if self.has_own_bounds:
                 found = await self._answer(request)
@@ -205,11 +206,11 @@ def endpoint(
     is_trusted: bool = False,
     has_own_bounds: bool = False,
 ) -> Callable[[AnswerT], AnswerT]:
-    """For a method that answers. It may take the ``request``, and a ``Question`` after it; its
-    docstring is the summary. The fields of ``Endpoint`` say what the arguments are.
+    """Makes a method an endpoint. The method may take the ``request``, and a ``Question`` after it;
+    its docstring is the summary. The fields of ``Endpoint`` say what the arguments are.
 
-    ``content``: if what it returns is no JSON, whose shape its annotation says; of a ``dict``, as
-    ``Annotated[dict[str, Any], Shape]``.
+    ``content``: the content type if the method returns no JSON. The shape of JSON is the return
+    annotation; of a ``dict``, ``Annotated[dict[str, Any], Shape]``.
     """
 
     def described(answer: AnswerT) -> AnswerT:
@@ -227,7 +228,7 @@ def endpoint(
 
 
 def endpoints_of(owner: object) -> list[Endpoint]:
-    """Those of an object; of a class, which are described, and cannot answer."""
+    """The endpoints of an object; those of a class can only be described, and cannot answer."""
     kind = owner if isinstance(owner, type) else type(owner)
     return [
         each.endpoint._replace(answer=getattr(owner, name))
@@ -241,7 +242,7 @@ def _is_model(kind: object) -> bool:
 
 
 class RefusedRequestError(Exception):
-    """The answer is this status, and a line of text."""
+    """Raised by an endpoint to answer with this status and a line of text."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -275,7 +276,7 @@ _GUARDED: Final[Mapping[int, str]] = {
 
 
 class Document:
-    """Describes all endpoints, this one too."""
+    """The OpenAPI document of all endpoints, its own included."""
 
     def __init__(self, endpoints: Iterable[Endpoint]) -> None:
         schemas: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A port for HTTP: health, readiness, metrics. What they say comes from ``Answers``."""
+"""Serves a port for HTTP: health, readiness and metrics, as ``Answers`` gives them, and routes."""
 
 from __future__ import annotations
 
@@ -47,35 +47,34 @@ log = logging.getLogger("kvstore.web")
 HEALTH: Final = ("/healthz", "/readyz")
 
 AT_WORK_MAX: Final = 8
-"""Questions that are worked on at once: more of them would only slow each other, and health, down.
+"""Requests that are worked on at once: more of them would only slow each other, and health, down.
 """
 
 _BODIES: Final = web.AppKey("bodies", Waits)
 _WORK: Final = web.AppKey("work", asyncio.Semaphore)
 
 PORTS: Final = 16
-"""The default port, or the next free one of so many: several processes on one host."""
+"""Ports that are tried, from the default one on: several processes may run on one host."""
 
 TAKEN_S: Final = 2.0
-"""How long a port may be taken by the child of a master that was killed."""
+"""How long the child of a master that was killed may still hold a port."""
 
 REQUESTS_MAX: Final = 128
 """Requests under way at once, streams of events among them; one more is told to come again. Health
 and readiness do not count: there is always a connection for them."""
 
 BODY_BYTES_MAX: Final = BATCH_KEYS_MAX * (2 * KEY_BYTES_MAX + 4) + (1 << 20)
-"""Of a body of JSON: as many keys as one question may have, each as long as it may be, and names.
-"""
+"""Limit of a JSON body: the most keys of one request, each of the greatest length, and names."""
 
 BODIES_BYTES: Final = 32 << 20
 BODY_S: Final = 5.0
-"""Bodies of JSON that may be arriving at once, in bytes, and how long one may take."""
+"""How many bytes of JSON bodies may be arriving at once, and how long one body may take."""
 
 UNREAD_BYTES: Final = 16 << 20
 READ_S: Final = 10.0
 READ_BYTES_PER_S_MIN: Final = 1 << 18
-"""Answers that clients have not read yet, and how long a client may take: this, and the size of the
-answer at this rate."""
+"""How many bytes of answers may wait for their clients to read them. A client may take ``READ_S``,
+plus the time of the answer at ``READ_BYTES_PER_S_MIN``."""
 
 LINE_BYTES_MAX: Final = 1 << 13
 IDLE_CONNECTION_S: Final = 120.0
@@ -95,8 +94,8 @@ class Answers(NamedTuple):
 
 
 def bind(host: str, port: int, *, is_given: bool) -> socket.socket:
-    """A listening socket on ``port``; on the next free one if the user has not asked for this one.
-    Blocks for up to ``TAKEN_S``.
+    """A listening socket on ``port``, or on the next free port unless ``is_given``: then the user
+    has asked for this one. Blocks for up to ``TAKEN_S``.
 
     Raises:
         AddressInUseError, StartupError
@@ -148,11 +147,11 @@ async def serving(
     access: Access,
     tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
-    """Serves inside the block, and ``routes`` as well. Closes ``listener``.
+    """Serves health, readiness, metrics and ``routes`` inside the block. Closes ``listener``.
 
     Args:
         access: who may read the metrics.
-        tls: serve HTTPS; None: HTTP.
+        tls: the TLS context for HTTPS; None: plain HTTP.
     """
     connections = connections_max(REQUESTS_MAX)
     doors = Doors(connections)
@@ -179,8 +178,8 @@ class Requests:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuses a request that is one too many, unless it asks for health; waits until its client
-        has read the answer, and no longer than it may take."""
+        """Refuses a request that is one too many, unless it asks for health. After a large answer,
+        waits until the client has read it, and cuts a client that takes too long."""
         if request.path in HEALTH:
             return await handler(request)
         if self._count >= self._most:
@@ -207,8 +206,8 @@ class Requests:
 
 @contextlib.contextmanager
 def writing(request: web.Request) -> Iterator[None]:
-    """A client is written to inside the block. If it does not read in time, or the rest of the
-    answer does not come, its connection is cut; if it has left, the block is over."""
+    """The block writes to a client. If the client does not read in time, or the rest of the answer
+    does not come, its connection is cut; if the client has left, the block just ends."""
     try:
         yield
     except (TimeoutError, CrowdedOutError, UnavailableError):
@@ -222,7 +221,7 @@ async def read_body(request: web.Request) -> bytes:
     """The body of a request for one of ``routes``, which is limited to ``BODY_BYTES_MAX``.
 
     Raises:
-        BusyError: it has not come in time, or not before another one needed its place.
+        BusyError: the body has not come in time, or not before another body needed its place.
         web.HTTPRequestEntityTooLarge
     """
     size = request.content_length
@@ -237,12 +236,12 @@ async def read_body(request: web.Request) -> bytes:
 
 
 def at_work(request: web.Request) -> asyncio.Semaphore:
-    """To be held while a question is worked on, but not while its client is waited for."""
+    """The semaphore to hold while a request is worked on, but not while waiting for its client."""
     return request.app[_WORK]
 
 
 async def _protect(request: web.Request, response: web.StreamResponse) -> None:
-    """Every answer tells browsers what they may do with it."""
+    """Adds the headers by which an answer tells browsers what they may do with it."""
     del request
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
@@ -298,6 +297,6 @@ def _application(
 
 
 async def _wait(request: web.Request) -> web.StreamResponse | None:
-    """Instead of asking for the body at once: the handler of a PUT asks when it has room."""
+    """Lets the handler of a PUT ask for the body when it has room; aiohttp would ask at once."""
     del request
     return None
