@@ -281,7 +281,7 @@ MUTANTS: Final = (
         "                self._is_waiting = False",
         ("tests/unit/process/test_stopping.py", "tests/unit/client/test_aio.py")),
     Mutant("call-in-the-line-has-no-deadline", "client/aio.py",
-        "        out_of_time = loop.call_later(timeout_s, call.cancel)  # unless it has begun",
+        "        out_of_time = loop.call_later(timeout_s, call.cancel)  # no effect once it has begun",
         "        out_of_time = loop.call_later(3600, call.cancel)",
         ("tests/unit/client/test_aio.py",)),
     Mutant("lease-rises-again", "client/leases/leases.py",
