@@ -82,6 +82,8 @@ def main(rounds: int) -> None:
             env=interpreter.environment(),
             stdout=subprocess.PIPE,
         )
+        stack.enter_context(reader)
+        stack.callback(reader.kill)
         assert reader.stdout is not None
         assert reader.stdout.readline() == b"ready\n"
         took = 0.0
@@ -94,7 +96,6 @@ def main(rounds: int) -> None:
         assert reader.stdout.readline() == b"done\n"
         reader.wait()
         behind = time.monotonic() - behind
-        reader.stdout.close()
     count = rounds * OBJECTS
     for what, cost in (
         ("put", (off.put_s, on.put_s)),

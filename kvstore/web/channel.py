@@ -321,6 +321,8 @@ class MasterEnd:
         loop.remove_writer(sock)
         if self._missed:
             self._say_where()
+        if self._requests:
+            self.changed()
 
     def _readable(self) -> None:
         assert self._socket is not None

@@ -152,7 +152,7 @@ class FoundIn(BaseModel):
 
 
 class FindAnswer(BaseModel):
-    """The namespaces that have any of the keys, those with most of them first."""
+    """The namespaces that have any of the keys, those with the longest beginning first."""
 
     keys: int
     looked_in: int = Field(description="Namespaces.")

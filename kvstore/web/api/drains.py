@@ -196,7 +196,7 @@ class NodesAPI:
     )  # fmt: skip
     async def _drain(self, asked: DrainQuestion) -> DrainAnswer:
         """Move the objects of a node to others, and let the node leave when it is empty. Asked
-        again, it says how far that is."""
+        again, it says how far that is; other options than the first time change nothing then."""
         async with self._beginning:
             if asked.node not in self._tasks:
                 await self._begin(asked)

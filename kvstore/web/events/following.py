@@ -142,8 +142,11 @@ def _read(
                     f"{address}: the token is missing or wrong",
                     advice=f"Give --http-token-file, or {HTTP_TOKEN_VARIABLE}.",
                 )
-            kind = InvalidArgumentError if answer.status == 400 else UnavailableError
-            raise kind(f"{address}: {said}", advice="Start the master with --events on.")
+            if answer.status == http.client.BAD_REQUEST:
+                raise InvalidArgumentError(f"{address}: {said}")
+            raise UnavailableError(
+                f"{address}: {said}", advice="Start the master with --events on."
+            )
         buffer = b""
         while data := answer.read1(1 << 16):
             *blocks, buffer = (buffer + data).split(b"\n\n")

@@ -358,6 +358,35 @@ def test_a_child_that_breaks_the_rules_is_let_go(said: bytes) -> None:
     run(test)
 
 
+def test_a_page_that_a_full_buffer_put_off_is_sent_when_the_child_has_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel_module, "SOCKET_BYTES", 1 << 12)
+    monkeypatch.setattr(channel_module, "BUFFER_BYTES_MAX", 1 << 18)
+
+    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
+        async with pair.child(reads=False):
+            feed, theirs = pair.feed, pair.channel._socket
+            while feed._buffered < 1 << 17:
+                term.store(1_000)
+                feed.changed()
+                await until_async(lambda: not term.waiting_events)
+            await asyncio.get_running_loop().sock_sendall(theirs, b"\2\1\0\0\0\0\0")
+            await until_async(lambda: bool(feed._requests) and feed._timer is None)
+            reading = asyncio.create_task(_read(theirs))
+            await until_async(lambda: not feed._requests)
+            assert feed._socket is not None, "it waited for the child to ask once more"
+            reading.cancel()
+        yield
+
+    run(test)
+
+
+async def _read(sock: socket.socket) -> None:
+    while await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
+        pass
+
+
 def _send(sock: socket.socket, said: bytes) -> None:
     with contextlib.suppress(OSError):
         sock.sendall(said)
