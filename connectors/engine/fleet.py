@@ -52,8 +52,7 @@ class FleetRecords:
         """By fingerprint: from when on the next put renews the record's lifetime."""
 
     def announce(self, record: Record, **more: object) -> list[str]:
-        """Puts this engine's record, and returns a warning for each record of the same model and
-        kind of engine that differs from it.
+        """Puts this engine's record; returns a warning for each other one of its model and engine.
 
         Args:
             more: further fields of the record, for example for the proxy.
@@ -125,8 +124,7 @@ class Announcer:
         self._news.put((record, former, partial(self._fleet.announce, record, **more)))
 
     def stop(self) -> None:
-        """Lets the thread end after its current call to the store, without waiting for it. Closing
-        the client ends that call."""
+        """Lets the thread end after its current call; closing the client ends that call."""
         self._stopping.set()
         self._news.put(None)
 

@@ -43,8 +43,7 @@ from kvstore.errors import KVStoreError
 log = logging.getLogger("kvstore.lmcache")
 
 WORKERS: Final = 2
-"""Threads for stores, and as many for lookups and loads. Few are enough: a single call saturates a
-memory bus."""
+"""Threads for stores, and as many for lookups and loads: a single call saturates a memory bus."""
 
 ResultT = TypeVar("ResultT")
 
@@ -105,8 +104,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     # --- tasks --------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Puts the objects. The task succeeds if the store has all of them afterwards; a full pool
-        takes only the first ones."""
+        """Succeeds if the store has all objects afterwards; a full pool takes only the first."""
         return self._submit(
             self._writers,
             self._stores,
@@ -120,8 +118,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: Mapping[int, MemoryLayoutDesc]
     ) -> int:
-        """Looks the objects up. Those that are found stay leased until ``submit_unlock``, but for a
-        minute at most."""
+        """Objects that are found stay leased until ``submit_unlock``, for a minute at most."""
         return self._submit(
             self._readers,
             self._lookups,
@@ -217,8 +214,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         }
 
     def close(self) -> None:
-        """Lets tasks under way fail, and returns when none of them touches LMCache's memory any
-        more. Idempotent."""
+        """Lets tasks under way fail; returns when none touches its memory any more. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -348,8 +344,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         return grouped
 
     def _rows(self, model_name: str | None) -> Iterator[tuple[str, ObjectRow]]:
-        """Yields each stored object of a model, or of all models (None), together with its model's
-        name."""
+        """Yields pairs of a model and a stored object, for one model or for all (None)."""
         places = sorted(
             (model, namespace)
             for (model, _), layout in list(self._layouts.items())

@@ -63,8 +63,7 @@ class Chunks:
         self._namespace()  # begins to read the weights, so that later calls find the result
 
     def sizes(self, keys: Sequence[CacheEngineKey]) -> list[int | None]:
-        """Per key the bytes of its object, which is leased so that a get finds it, or None: a miss
-        or an error."""
+        """Per key the bytes of its object, which is now leased, or None: a miss, or an error."""
         namespace = self._namespace()
         if namespace is not None:
             try:
@@ -144,8 +143,7 @@ class Chunks:
     def _allocate_all(
         self, namespace: str, names: Sequence[bytes], allocated: dict[int, MemoryObj]
     ) -> None:
-        """Adds memory to ``allocated`` for each stored object, by its index in ``names``. Raises
-        KVStoreError."""
+        """Fills ``allocated``: memory for each stored object, by index. Raises KVStoreError."""
         own = self._description_bytes
         chunks: dict[int, RemoteMetadata] = {}
         others: dict[int, tuple[int, NDArray[np.uint8]]] = {}
@@ -181,8 +179,7 @@ class Chunks:
     def _read_into(
         self, namespace: str, names: Sequence[bytes], allocated: Mapping[int, MemoryObj]
     ) -> dict[int, MemoryObj]:
-        """Reads objects into the memory of ``allocated``; returns the entries that now hold their
-        whole object. Raises KVStoreError."""
+        """Reads into ``allocated``; returns its entries that were read. Raises KVStoreError."""
         own = self._description_bytes
         buffers = [[memory_of(each), np.empty(own, np.uint8)] for each in allocated.values()]
         read = self._guard.run(
@@ -214,8 +211,7 @@ def _description(memory: MemoryObj) -> NDArray[np.uint8]:
 
 
 def _read(description: NDArray[np.uint8], length: int) -> RemoteMetadata | None:
-    """LMCache's description, which ends an object of ``length`` bytes; None: it is not one that
-    this version of LMCache reads, or is of another length."""
+    """The description of an object of ``length`` bytes; None: this LMCache cannot have put it."""
     try:
         chunk = RemoteMetadata.deserialize(description.tobytes())
     except (ValueError, LookupError):

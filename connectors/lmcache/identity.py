@@ -57,8 +57,7 @@ class ChunkNamespaces:
         self._announcer = Announcer(client, log)
 
     def of(self, model: str, layout: Layout, *, announce: bool = True) -> str | None:
-        """The namespace of a model's objects; None: it is not known yet, or the weights cannot be
-        read.
+        """The namespace of a model's objects; None: not known yet, or the weights are unreadable.
 
         Args:
             announce: whether to put a fleet record when this pair is seen for the first time.
@@ -82,8 +81,7 @@ class ChunkNamespaces:
         self._announcer.stop()
 
     def join(self) -> None:
-        """Waits until the threads have ended, but at most ``PATIENCE_S`` for each that is reading
-        files of weights."""
+        """Waits for the threads, but at most ``PATIENCE_S`` for each one that reads files."""
         for thread in self._reading.values():
             thread.join(PATIENCE_S)
         self._announcer.join()

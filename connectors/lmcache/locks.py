@@ -14,8 +14,7 @@ from kvstore.errors import KVStoreError
 from kvstore.process.background import CLOSE_S, join_all, start_thread
 
 RENEW_S: Final = 3.0
-"""A lease is renewed within this time, which is less than a third of the default lease
-(``kvstore-master --lease-ms``)."""
+"""Leases are renewed at least this often; the default lease (``--lease-ms``) is 10 s."""
 
 HELD_S_MAX: Final = 60.0
 """The longest that a lock is kept after its last lookup. Without this limit, a controller that has
@@ -51,9 +50,7 @@ class LookupLocks:
         return key in self._locks
 
     def add(self, namespace: str, found: Sequence[tuple[Hashable, bytes]]) -> None:
-        """Adds one lock on each of these objects, which were leased a moment ago.
-
-        ``found``: for each object LMCache's key and its key in the store."""
+        """Locks objects that were leased just now, given by LMCache's key and the store's key."""
         now = time.monotonic()
         with self._lock:
             for key, name in found:

@@ -38,8 +38,7 @@ def text_of(name: bytes) -> str | None:
 
 
 def memory_of(memory: MemoryObj) -> NDArray[np.uint8]:
-    """The bytes of an object of LMCache: an array over the same memory, which does not keep the
-    object alive.
+    """An array over the bytes of an object of LMCache, which it does not keep alive.
 
     Raises:
         TypeError: the bytes are not in memory of the host.

@@ -35,8 +35,7 @@ from kvstore.connectors.lmcache.chunks import Chunks, log
 from kvstore.connectors.lmcache.memory import release
 
 PLUGIN: Final = "kvstore"
-"""The plug-in type that LMCache's ``remote_storage_plugins`` names: ``kvstore``, or
-``kvstore.NAME``."""
+"""The plug-in's type. LMCache's ``remote_storage_plugins`` names it, or ``kvstore.NAME``."""
 
 _WHERE_IT_IS: Final = ("module_path", "class_name")
 
@@ -177,8 +176,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         return self._chunks.remove(key)
 
     async def close(self) -> None:
-        """Lets calls under way fail, and returns when no thread touches LMCache's memory any
-        more."""
+        """Calls under way fail. Returns when no thread touches LMCache's memory any more."""
         with ThreadPoolExecutor(1, "kvstore-lmcache-close") as closing:
             await asyncio.get_running_loop().run_in_executor(closing, self._end)
 
@@ -193,8 +191,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         ended: Callable[[Future[ResultT]], object] | None = None,
         dropped: Callable[[Future[ResultT]], object] | None = None,
     ) -> ResultT:
-        """The result of ``call``, which runs in the pool, and to its end even if this coroutine is
-        cancelled.
+        """The result of ``call``, which a thread runs to its end even if this is cancelled.
 
         Args:
             ended: called with the call's future when it has ended.

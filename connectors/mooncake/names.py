@@ -193,5 +193,4 @@ class MooncakeHostMemAllocator:
 
 
 def bind_to_numa_node(node: int) -> None:
-    """Does nothing: the kernel places memory on the node whose thread touches it first, which is
-    the engine's."""
+    """Does nothing: the kernel places memory where the engine's thread first touches it."""

@@ -35,8 +35,7 @@ Found = list[memoryview] | Code
 
 
 def share_memory(runs: Iterable[tuple[Iterable[int], Iterable[int]]]) -> bool:
-    """Whether two runs of memory have a byte in common. Each of ``runs`` has the addresses and the
-    sizes of several."""
+    """Whether any two runs of memory overlap. Each element has the addresses and sizes of some."""
     spans = sorted(
         (at, at + size) for each in runs for at, size in zip(*each, strict=False) if size
     )
@@ -44,8 +43,7 @@ def share_memory(runs: Iterable[tuple[Iterable[int], Iterable[int]]]) -> bool:
 
 
 class Objects:
-    """The objects of one client. Without a client, which is before ``setup`` and after ``close``,
-    every call is INVALID_PARAMS. Threads: any."""
+    """The objects of one client. Without a client every call is INVALID_PARAMS. Threads: any."""
 
     def __init__(self, guard: Guard | None) -> None:
         self._guard = guard
@@ -209,8 +207,7 @@ class Objects:
     def get_ranges(
         self, key: str, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
     ) -> list[int]:
-        """Reads ranges of an object; per range the bytes read, or a code. A range that fails does
-        not affect the others."""
+        """Per range the bytes read, or a code. A range that fails does not affect the others."""
         code = self.get_range(key, pointers, sizes, offsets)
         if code >= 0:
             return list(sizes)
@@ -240,8 +237,7 @@ class Objects:
         return Code.OBJECT_NOT_FOUND if found[0] is None else sum(sizes)
 
     def lookup(self, keys: Sequence[str]) -> list[int | None] | Code:
-        """Per key the bytes of its payload, or None: not stored. Objects that are found are
-        leased."""
+        """Per key the bytes of its payload, or None. Objects that are found are leased."""
 
         def lookup(client: Client, names: list[bytes], timeout_ms: int) -> list[int | None]:
             return client.lookup(names, timeout_ms=timeout_ms)

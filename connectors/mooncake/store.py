@@ -420,8 +420,7 @@ class MooncakeDistributedStore(Tensors):
         all_sizes: Sequence[Sequence[int]],
         all_src_offsets: Sequence[Sequence[int]],
     ) -> list[int]:
-        """Reads ranges of objects of a get session into buffers; per key the bytes read, or a
-        code."""
+        """Reads ranges of objects of a get session; per key the bytes read, or a code."""
         lists = (all_buffer_ptrs, all_sizes, all_src_offsets)
         is_even = _are_even([keys, *lists])
         if not is_even or share_memory(zip(all_buffer_ptrs, all_sizes, strict=True)):
@@ -440,13 +439,11 @@ class MooncakeDistributedStore(Tensors):
     # --- asking -------------------------------------------------------------------------------
 
     def is_exist(self, key: str) -> int:
-        """1 if the object is stored. 0 if not, or on an error: some callers take any other number
-        for a hit."""
+        """1 or 0: stored or not. An error is 0, too: some callers take other numbers for a hit."""
         return max(self.batch_is_exist([key])[0], 0)
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """Per key 1: its object is stored, and leased so that a get finds it; 0: it is not stored;
-        or -1: an error."""
+        """Per key 1: stored, and leased so that a get finds it; 0: not stored; -1: an error."""
         stored = self._objects.are_stored(keys)
         if isinstance(stored, Code):
             return [Code.INTERNAL_ERROR] * len(keys)
@@ -479,9 +476,8 @@ class MooncakeDistributedStore(Tensors):
     # --- removing -----------------------------------------------------------------------------
 
     def remove(self, key: str, force: bool = False) -> int:
-        """Removes an object; 0, OBJECT_NOT_FOUND, or another code. ``force`` changes nothing: an
-        object that is being read is removed, too, and readers keep its bytes until their lease
-        ends."""
+        """0, OBJECT_NOT_FOUND, or another code. Also removes an object that is being read, so
+        ``force`` changes nothing; readers keep its bytes until their lease ends."""
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
@@ -489,8 +485,7 @@ class MooncakeDistributedStore(Tensors):
         return self._objects.remove(keys)
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
-        """Removes the objects whose keys contain a match of the pattern; returns how many, or a
-        code."""
+        """Removes objects with a match of the pattern in their key; returns how many, or a code."""
         try:
             pattern = re.compile(regex_pattern)
         except re.error:

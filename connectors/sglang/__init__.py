@@ -1,5 +1,4 @@
-"""A storage back-end of SGLang's HiCache, which keeps pages of its host pools in this store
-(``docs/engines/sglang.md``).
+"""A storage back-end of SGLang's HiCache: keeps host pages in a store (docs/engines/sglang.md).
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "kvstore",

@@ -104,8 +104,7 @@ class Core:
         return list(self._call(function, args=arguments))
 
     def watch(self, *, weights: Callable[[], None], adapters: Callable[[], None]) -> None:
-        """Calls ``weights`` or ``adapters`` after each call to the workers that may have changed
-        weights or adapters."""
+        """Calls these after each call to the workers that may have changed weights or adapters."""
         call = self._executor.collective_rpc
 
         def watched(method: Any, *arguments: Any, **more: Any) -> Any:
@@ -140,8 +139,7 @@ def is_part_of_several() -> bool:
 
 
 def callers() -> Iterator[Any]:
-    """Yields the objects, or classes, whose methods are under way on this thread, innermost
-    first."""
+    """The objects, or classes, whose methods are under way on this thread, the innermost first."""
     frame = sys._getframe(1)
     for _ in range(CALLERS_MAX):
         known = frame.f_locals

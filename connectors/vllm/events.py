@@ -44,8 +44,7 @@ Block = tuple[int, bytes]
 
 
 class BlockEvents:
-    """Collects the events to report, and remembers reported blocks. For one thread only; the
-    function ``audit`` may run on another one."""
+    """The events to report. For one thread only; the function ``audit`` may run on another one."""
 
     def __init__(self, groups: Groups, *, wanted: bool) -> None:
         self.wanted = wanted

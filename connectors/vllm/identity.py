@@ -1,5 +1,4 @@
-"""The identity of this engine, for the connector and the tier: its current fingerprint, which
-follows from what its workers say about themselves.
+"""Computes this engine's fingerprint from what its workers say, for the connector and the tier.
 
     outdated ── the workers say what their weights are ──► known: used, and announced
        ▲                                                    │
@@ -68,8 +67,7 @@ class Identity:
         self.is_off, self.is_outdated, self.fingerprint = True, False, ""
 
     def outdate(self) -> None:
-        """Called when the weights may have changed. Nothing is loaded or saved until they are known
-        again."""
+        """The weights may have changed: nothing is loaded or saved until they are known again."""
         if not self.is_off:
             self.is_outdated, self.fingerprint = True, ""
 
@@ -89,10 +87,8 @@ class Identity:
         return hellos
 
     def take(self, hellos: Sequence[WorkerIdentity]) -> Record | None:
-        """The fleet record that follows from the workers' identities, if its fingerprint differs
-        from the last one; None: it is the same, and is used again.
-
-        ``hellos``: in the order of ranks."""
+        """The fleet record that follows from ``hellos`` (in the order of ranks), if its fingerprint
+        differs from the last one; None: it is the same, and is used again."""
         described = self._engine.description
         weights = fingerprints.identified(described, hellos)["weights"]
         self._first_weights = self._first_weights or weights
@@ -107,9 +103,7 @@ class Identity:
         return None
 
     def move(self, record: Record, **more: object) -> None:
-        """Uses and announces the record's fingerprint from now on.
-
-        ``more``: as for ``Announcer.announce``."""
+        """Uses and announces this fingerprint from now on. Args: as for ``Announcer.announce``."""
         former, self.last = self.last, record.fingerprint
         if former:
             log.info("weights_changed fingerprint=%s before=%s", self.last, former)

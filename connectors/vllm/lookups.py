@@ -92,9 +92,8 @@ class Lookups:
         self._namespaces: dict[int, list[str]] = {}
         self._lookups: dict[str, PendingLookup] = {}
         self._patience_s = STEP_PATIENCE_S
-        # Use ``with self._lock``, which the interpreter enters in one step. A signal handler that
-        # raises, such as an engine's on SIGTERM, could interrupt the ``__enter__`` of the
-        # condition, which is written in Python, and leave the lock taken.
+        # Take the lock itself, in one step of the interpreter. In the condition's ``__enter__`` a
+        # signal handler that raises, such as an engine's on SIGTERM, would leave the lock taken.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._active: list[PendingLookup] = []
@@ -120,8 +119,7 @@ class Lookups:
     def want(
         self, request_id: str, hashes: Sequence[bytes], expected_tokens: int = 0
     ) -> PendingLookup:
-        """Returns the request's lookup. Starts it, again if the request has grown since or the
-        answer is older than ``FRESH_S``."""
+        """Starts the request's lookup; again, if the request has grown or the answer is old."""
         now = self._clock()
         known = self._lookups.get(request_id)
         if (

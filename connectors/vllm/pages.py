@@ -66,8 +66,7 @@ class Geometry(NamedTuple):
     storages: list[torch.Tensor]
     """One-dimensional uint8 tensors over the whole of each allocation."""
     pages: dict[int, list[Page]]
-    """By group id, in the order of the layers. Groups of which this worker has no layers are left
-    out."""
+    """By group id, in the order of the layers; without groups of which the worker has none."""
     layout: str
 
     @property

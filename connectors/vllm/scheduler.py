@@ -115,8 +115,7 @@ class Scheduler:
     # --- identity of the workers --------------------------------------------------------------
 
     def prepare(self, request: Request | None = None, computed: int = 0) -> None:
-        """Asks the workers for their identity if it is outdated, before a block is looked up or
-        saved.
+        """Updates an outdated identity of the workers, before a block is looked up or saved.
 
         Args:
             request: a request that is about to run, for which vLLM has ``computed`` tokens.

@@ -1,5 +1,4 @@
-"""Identifies what a worker's blocks mean: its live weights and the KV format of its attention
-layers.
+"""Identifies a worker's live weights, and the KV format of its attention layers.
 
 The identity is read from the loaded model and not from its files. So it does not depend on how the
 weights were loaded, and changes when they are replaced in place, quantized or merged with an

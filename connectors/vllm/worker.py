@@ -68,8 +68,7 @@ class _Order(NamedTuple):
 
 
 class WorkerSide:
-    """The transfers of one worker; see the module. The thread that computes calls the public
-    methods."""
+    """See the module. The thread that computes calls the public methods."""
 
     def __init__(
         self, config: ConnectorConfig, groups: Groups, client: Client, pages: Pages, part: str,
@@ -104,8 +103,7 @@ class WorkerSide:
         self._client = client
         self._begun: Mark = None
         self._runaway: DeviceError | None = None
-        """The error of copies that did not end: they may still write to blocks that vLLM considers
-        free."""
+        """Set if copies did not end: they may still write to blocks that vLLM considers free."""
         self._breakers = {doing: Breaker.of_a_store() for doing in ("load", "save")}
         self._threads = [
             start_thread(name, partial(self._serve, waiting, work))

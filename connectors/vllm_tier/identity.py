@@ -54,8 +54,7 @@ def hello(worker: Any) -> WorkerIdentity:
 
 
 class TierIdentity(identity.Identity):
-    """The identity of this engine's chunks. For the scheduler's thread; any thread may read
-    ``namespace``."""
+    """See the module. For the scheduler's thread; any thread may read ``namespace``."""
 
     def __init__(
         self, client: Client, spec: OffloadingSpec, chunk_bytes: int, *, model_id: str
@@ -87,8 +86,7 @@ class TierIdentity(identity.Identity):
             for group in config.groups
             if group.group_id in chained
         }
-        """Tokens per chunk, by cache group; only of groups that attend to all tokens, whose chunks
-        form chains."""
+        """Tokens per chunk of cache groups that attend to all tokens: their chunks are chains."""
         core = Core.above()
         engine = Record(ENGINE, models, "", (), description)
         super().__init__(client, core, engine, model_id=model_id, what="chunks")
@@ -114,8 +112,7 @@ class TierIdentity(identity.Identity):
         self.is_used = self._is_mixed = False
 
     def learn(self) -> None:
-        """Asks the workers what their weights are, if these may have changed. Called between two
-        steps."""
+        """Asks the workers for their weights, between two steps, if these may have changed."""
         if not self.is_outdated or (self._core is not None and self._core.is_paused):
             return
         self.is_outdated = False

@@ -61,8 +61,7 @@ def runs_of(
     request: ReqContext,
     chunk_tokens: Mapping[int, int],
 ) -> list[ChunkRun]:
-    """Sorts chunks into runs.
-
+    """
     Args:
         keys: in the order of ``chunks``.
         chunk_tokens: tokens per chunk of the cache groups whose chunks are useful only with all

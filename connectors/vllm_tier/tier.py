@@ -46,8 +46,7 @@ LOAD_THREADS: Final = 4
 STORE_THREADS: Final = 2
 
 PIECE_BYTES: Final = 64 << 20
-"""Most bytes of one call to the store, and so of what one failure loses. Also bounds how long
-``drain_jobs`` waits."""
+"""Bytes per call to the store: bounds what one failure loses, and how long ``drain_jobs`` waits."""
 
 LOOKUP_TIMEOUT_MS: Final = 500
 """The longest that a request waits for one lookup. Beyond that, computing is faster."""
@@ -109,8 +108,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Returns RETRY until the workers have told their weights and the store has answered. A
-        chunk that is found is leased."""
+        """RETRY until the workers and the store have answered. A chunk that is found is leased."""
         if self._identity.is_outdated:
             return LookupResult.RETRY
         if not self._identity.namespace:
@@ -187,8 +185,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Events of chunks that were stored. There are none of evictions: the store does not report
-        those here."""
+        """Only of chunks that were stored: the store does not tell which chunks it has evicted."""
         if self._events:
             events, self._events = self._events, []
             return events
