@@ -5,7 +5,7 @@
       "adapter_params": {"master": "10.0.0.7:50001"}}'
 
 The daemon's controllers submit tasks (stores, lookups, loads), and wait for the event descriptor of
-each kind. The deadline of its calls (``guard``) ends every task, also when kvstore is down: then a
+each kind. Every task ends by the deadline of its calls (``guard``), even if kvstore is down: then a
 store task fails, and a lookup or a load finds nothing. kvstore evicts by itself, so LMCache needs
 to evict from this level only to enforce quotas of ``cache_salt`` (``IsolatedLRU``).
 """
@@ -130,7 +130,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Stops renewing the leases of these objects. Makes no call: leases end by themselves."""
+        """Releases one lock on each object. Makes no call: leases end by themselves."""
         self._locks.remove(keys)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:

@@ -194,7 +194,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         """The result of ``call``, which a thread runs to its end even if this is cancelled.
 
         Args:
-            ended: called with the call's future when it has ended.
+            ended: called when the call has ended, or could not begin.
             dropped: called with the future of a call that ends after the cancellation.
 
         Raises:

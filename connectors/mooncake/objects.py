@@ -133,7 +133,7 @@ class Objects:
         *,
         overwrite: bool = False,
     ) -> list[int]:
-        """Puts the values that are no codes; returns per key 0 or a code. If a key occurs twice,
+        """Puts the values that are not codes; returns per key 0 or a code. If a key occurs twice,
         its first value counts; with ``overwrite``, its last one."""
         if len(keys) != len(values):
             return [Code.INVALID_PARAMS] * len(keys)

@@ -210,7 +210,7 @@ class Tensors:
         split_dim: int = 0,
     ) -> list[int]:
         """Puts the slices of all ranks, whatever ``tp_rank`` is. Returns per tensor 0 or a code:
-        INVALID_PARAMS if its dimension is not a multiple of ``tp_size``."""
+        INVALID_PARAMS if dimension ``split_dim`` is not a multiple of ``tp_size``."""
         del tp_rank
         if len(base_keys) != len(tensors_list):
             return [Code.INVALID_PARAMS] * len(base_keys)

@@ -302,7 +302,7 @@ class MooncakeStoreConnector(KVStoreConnector):
 
 
 def _check_name(kind: type) -> None:
-    """Raises ConfigError if vLLM would use its own connector instead of this one."""
+    """Raises ConfigError if vLLM would confuse this connector with its own."""
     if kind.__name__ == "KVStoreConnector":
         return
     if is_part_of_several():

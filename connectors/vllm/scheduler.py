@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvstore")
 
 LOOKUP_TIMEOUT_MS: Final = 200
-"""The least time-out of one lookup's call to the master. The scheduler does not wait that long, but
-the breaker counts a call as failed only then."""
+"""The least time-out of one lookup's call to the master. The scheduler does not wait that long; the
+breaker counts a call that times out as failed."""
 
 RESET_TIMEOUT_S: Final = 30.0
 
