@@ -1,7 +1,7 @@
-"""What vLLM calls in each of its processes: makes the connector and the tier known under their own
-names.
+"""vLLM's plug-in: registers the connector and the tier in vLLM's factories, by their names.
 
-Apart from ``kvstore.connectors.vllm`` and ``vllm_tier``, which are loaded only where they are used.
+vLLM imports this module in each of its processes. ``kvstore.connectors.vllm`` and ``vllm_tier`` are
+separate modules, so that they are loaded only where they are used.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ TIER = "KVStoreTier"
 
 
 def register() -> None:
-    """vLLM's plug-in, of the group ``vllm.general_plugins``; it may be called more than once."""
+    """The entry point, in the group ``vllm.general_plugins``. vLLM may call it more than once."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if CONNECTOR not in KVConnectorFactory._registry:  # it has no question for that
+    if CONNECTOR not in KVConnectorFactory._registry:  # no public test
         KVConnectorFactory.register_connector(CONNECTOR, "kvstore.connectors.vllm", CONNECTOR)
     try:
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
-    except ImportError:  # a version without tiers
+    except ImportError:  # this version of vLLM has no tiers
         return
     if TIER not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(TIER, "kvstore.connectors.vllm_tier", TIER)

@@ -1,1 +1,1 @@
-"""What the connectors of all engines share."""
+"""Code that the connectors of all engines share."""

@@ -1,9 +1,9 @@
 """Descriptions that engines put into the store, so that differences between engines can be seen.
 
-Fleet records (``kvstore.fleet``) say which engine serves which models, in which namespaces its
-blocks are, and what was described. Engines warn of records of the same model that differ from
-theirs; ``kvstore why`` shows all of them; the proxy reads those of vLLM. An ``Announcer`` puts them
-in the background, so that an engine starts without waiting for the store.
+A fleet record (``kvstore.fleet``) says which engine serves which models, in which namespaces its
+blocks are, and on which settings their bytes depend. An engine warns if another engine's record of
+the same model differs from its own; ``kvstore why`` shows all records; the proxy reads those of
+vLLM. An ``Announcer`` puts records in the background: an engine does not wait for the store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
 from kvstore.process.background import CLOSE_S, join_all, start_thread
 
 WARNINGS_MAX = 64
-"""Of one announcement; a stranger may put what it likes."""
+"""After this many warnings one announcement reads no more records: anybody can put records."""
 
 AGAIN_S: Final = 5.0
 """Pause before the next attempt, if the store did not answer."""
@@ -44,18 +44,18 @@ class FleetRecords:
     """The fleet records of one store, seen by one engine. Threads: one at a time."""
 
     def __init__(self, client: Client, log: logging.Logger) -> None:
-        """``log``: is told of each fingerprint that was announced, and of each warning, once."""
+        """``log`` gets one line for each announced fingerprint and for each distinct warning."""
         self._client = client
         self._log = log
         self._told: set[str] = set()
         self._due: dict[str, float] = {}
-        """When the lifetime of each record begins anew."""
+        """By fingerprint: from when on the next put renews the record's lifetime."""
 
     def announce(self, record: Record, **more: object) -> list[str]:
-        """Puts this engine's record, and returns warnings of different ones of the same model.
+        """Puts this engine's record; returns a warning for each other one of its model and engine.
 
         Args:
-            more: further fields, for readers of this engine's records.
+            more: further fields of the record, for example for the proxy.
 
         Raises:
             KVStoreError: the store did not answer.
@@ -71,7 +71,7 @@ class FleetRecords:
                 if isinstance(other, bytes):
                     warnings += _warnings(record, other)
         data = json.dumps({"format": FORMAT, **record._asdict(), **more}, default=str).encode()
-        # The lifetime of a record that is there begins anew only with an overwriting put.
+        # Only an overwriting put renews the lifetime of an existing record.
         is_due = uptime() >= self._due.get(fingerprint, 0.0)
         self._client.put(
             prefix + fingerprint.encode(), data, namespace=FLEET_NAMESPACE, ttl=LIFETIME_S,
@@ -88,8 +88,8 @@ class FleetRecords:
         return warnings
 
     def leave(self, models: Sequence[str], fingerprint: str) -> None:
-        """Removes the record with this fingerprint, which this engine has no longer; an engine that
-        still has it puts the record again.
+        """Removes the record of a fingerprint that this engine no longer has. Another engine that
+        still has this fingerprint puts the record again.
 
         Raises:
             KVStoreError: the store did not answer.
@@ -99,8 +99,8 @@ class FleetRecords:
 
 
 class Announcer:
-    """A thread that announces what it is told, again and again until the store has taken it, and
-    then every ``every_s``: records have a lifetime. Threads: any."""
+    """A thread that puts fleet records: it retries until the store has taken them, and repeats
+    them every ``every_s``, because records have a lifetime. Threads: any."""
 
     def __init__(
         self, client: Client, log: logging.Logger, *, every_s: float = ANNOUNCED_EVERY_S
@@ -115,16 +115,16 @@ class Announcer:
         self._thread = start_thread("kvstore-fleet", self._run)
 
     def announce(self, record: Record, *, former: str = "", **more: object) -> None:
-        """Returns at once.
+        """Hands the record to the thread, and returns at once.
 
         Args:
-            former: the fingerprint that the engine had instead until now; "": it had none.
-            more: as of ``FleetRecords.announce``.
+            former: the fingerprint that this one replaces, whose record is removed; "": none.
+            more: as for ``FleetRecords.announce``.
         """
         self._news.put((record, former, partial(self._fleet.announce, record, **more)))
 
     def stop(self) -> None:
-        """Ends the thread after the call that it is in; closing the client ends that call."""
+        """Lets the thread end after its current call; closing the client ends that call."""
         self._stopping.set()
         self._news.put(None)
 
@@ -164,7 +164,7 @@ class Announcer:
 def _warnings(ours: Record, raw: bytes) -> list[str]:
     theirs = parse(raw)
     if theirs is None or theirs.engine != ours.engine:
-        return []  # blocks of different engines differ in any case
+        return []  # different kinds of engines never share blocks, so this needs no warning
     differing = "; ".join(
         f"{each.field}: {each.ours!r} here, {each.theirs!r} there"
         for each in differences(as_read(ours.description), theirs.description)
@@ -174,5 +174,5 @@ def _warnings(ours: Record, raw: bytes) -> list[str]:
 
 
 def _prefix(models: Sequence[str]) -> bytes:
-    """One prefix for all records of a model, whatever path it was loaded from."""
+    """The prefix of the keys of all records of a model, whatever path it was loaded from."""
     return short_name(models[0]).encode()[: KEY_BYTES_MAX // 2] + b"/"

@@ -1,9 +1,9 @@
 """Bounds how long an engine's thread waits for the store, in adapters that engines call
 synchronously.
 
-A call of the engine lasts at most 2 s, and a time for the bytes that it moves, however many
-exchanges with the store it takes. After several failures in a row the guard makes no calls for a
-while: the engine gets a miss at once, and computes.
+One call of the engine lasts at most 2 s, plus a time in proportion to the bytes that it moves,
+however many calls to the store (*exchanges*) it takes. After several failures in a row the guard
+does not call the store for a while: the engine gets a miss at once, and computes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEADLINE_MS: Final = 2_000
 """The deadline of one call, unless the settings name another (``timeout_ms``)."""
 
 BYTES_PER_MS: Final = 256 << 10
-"""The slowest network that is worth loading from: a call that moves 1 GiB may last 4 s longer."""
+"""The slowest network that is worth loading from. A call that moves 1 GiB may last 4 s longer."""
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -44,11 +44,11 @@ class Guard:
         self._changing = threading.Lock()
 
     def run(self, call: Callable[[int], ResultT], *, size: int = 0) -> ResultT:
-        """The result of ``call(timeout_ms)``, which moves ``size`` bytes.
+        """Calls ``call(timeout_ms)``, which moves ``size`` bytes, and returns its result.
 
         Raises:
             KVStoreError: from the call.
-            UnavailableError: the store has failed several times in a row; it was not asked.
+            UnavailableError: also without a call, while the breaker is open.
         """
         with self._changing:
             if self._breaker.is_open(time.monotonic()):
@@ -72,15 +72,15 @@ class Guard:
                 return
             opened = self._breaker.failed(time.monotonic())
         if opened:
-            # As text: a kept log record must not keep the buffers in the error's frames.
+            # As text: the error's frames hold buffers, which a kept log record would keep alive.
             self._log.warning(
                 "the store is not asked for a while, calls are misses: %s", str(error)
             )
 
 
 class Deadline:
-    """The deadline of one call of an engine's, which all its exchanges with the store share. All
-    methods raise as ``Guard.run``. One thread."""
+    """One call of an engine, whose deadline all its exchanges with the store share. All methods
+    raise the same errors as ``Guard.run``. For one thread."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
@@ -88,7 +88,7 @@ class Deadline:
         self._moved = 0
 
     def run(self, exchange: Callable[[int], ResultT], *, size: int = 0) -> ResultT:
-        """``Guard.run`` within the time that is left."""
+        """As ``Guard.run``, with the time that this call of the engine has left."""
         before_ms = self._moved // BYTES_PER_MS
         self._moved += size
 
@@ -99,7 +99,7 @@ class Deadline:
         return self._guard.run(within, size=size)
 
     def lookup(self, keys: Sequence[str | bytes], namespace: str) -> list[int | None]:
-        """As ``Client.lookup``, of any number of keys."""
+        """As ``Client.lookup``, for any number of keys."""
         client = self._guard.client
 
         def ask(some: Sequence[str | bytes], timeout_ms: int) -> list[int | None]:
@@ -110,8 +110,8 @@ class Deadline:
     def get_into(
         self, keys: Sequence[bytes], buffers: Sequence[NDArray[np.uint8]], namespace: str
     ) -> list[int | None]:
-        """As ``Client.get_into``, but an object of another size than its buffer is a miss, and
-        spoils no other one."""
+        """As ``Client.get_into``, but an object whose size is not that of its buffer is a miss, and
+        the other objects are read all the same."""
         client = self._guard.client
 
         def read(at: Sequence[int], size: int) -> list[int | None]:
@@ -123,7 +123,7 @@ class Deadline:
 
         try:
             return read(range(len(keys)), sum(buffer.nbytes for buffer in buffers))
-        except BufferMismatchError:  # of one object; the others are not read, either
+        except BufferMismatchError:  # one object is too large; others may be unread because of it
             sizes = self.lookup(keys, namespace)
         fits = [at for at, size in enumerate(sizes) if size == buffers[at].nbytes]
         of = dict(zip(fits, read(fits, 0), strict=True))
@@ -131,16 +131,16 @@ class Deadline:
 
 
 def slices(items: Sequence[ItemT]) -> list[Sequence[ItemT]]:
-    """As many at a time as one call to the master may name."""
+    """The items in slices, each of at most as many as one call to the master may name."""
     return [items[at : at + BATCH_KEYS_MAX] for at in range(0, len(items), BATCH_KEYS_MAX)]
 
 
 def client_of_an_engine(**given: object) -> Client:
-    """A client with the deadline of adapters; settings come from ``given``, the environment and a
-    file, as for ``Client``.
+    """A client whose time-out is ``DEADLINE_MS`` unless it is configured. Its settings come from
+    ``given``, the environment and a file, as for ``Client``.
 
     Raises:
-        ConfigError, StartupError, MasterUnreachableError: as ``Client``.
+        ConfigError, StartupError, MasterUnreachableError: as for ``Client``.
     """
     config = load(ClientConfig, given)
     if "timeout_ms" not in config.model_fields_set:

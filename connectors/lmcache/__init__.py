@@ -1,13 +1,13 @@
-"""LMCache's two doors to this store; which classes a user names: docs/engines/lmcache.md.
+"""The two ways to use this store from LMCache. docs/engines/lmcache.md says how to configure them.
 
 * ``adapter.py``: ``KVStoreL2Adapter``, the second level of LMCache's daemon (``lmcache server``)
-* ``remote.py``: ``KVStoreConnectorAdapter``, the remote storage of LMCache inside an engine; its
-  objects: ``chunks.py``
-* ``identity.py``: the namespaces of both, by what their bytes mean
-* ``locks.py``: the leases under what the daemon has looked up and not loaded yet
-* ``memory.py``: names of objects, and the memory that LMCache hands over
+* ``remote.py``: ``KVStoreConnectorAdapter``, the remote storage of LMCache inside an engine;
+  ``chunks.py`` puts and gets its objects
+* ``identity.py``: the namespaces of both, one for each meaning that bytes can have
+* ``locks.py``: keeps leased what the daemon has looked up and not loaded yet
+* ``memory.py``: names of objects, and LMCache's memory as arrays of bytes
 
-Each door imports only its own half of LMCache.
+Each of the two is imported only when it is used, because each needs another half of LMCache.
 """
 
 from __future__ import annotations

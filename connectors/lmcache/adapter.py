@@ -4,10 +4,10 @@
       "module_path": "kvstore.connectors.lmcache", "class_name": "KVStoreL2Adapter",
       "adapter_params": {"master": "10.0.0.7:50001"}}'
 
-The daemon's controllers submit tasks, and wait for the descriptor of their kind. Every task ends,
-by the deadline of its calls (``guard``), also when the store is down: then a store has failed and a
-lookup or load has found nothing. The store evicts by itself; LMCache's eviction of this level is
-for quotas of ``cache_salt`` (``IsolatedLRU``).
+The daemon's controllers submit tasks (stores, lookups, loads), and wait for the event descriptor of
+each kind. Every task ends by the deadline of its calls (``guard``), even if kvstore is down: then a
+store task fails, and a lookup or a load finds nothing. kvstore evicts by itself, so LMCache needs
+to evict from this level only to enforce quotas of ``cache_salt`` (``IsolatedLRU``).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from kvstore.errors import KVStoreError
 log = logging.getLogger("kvstore.lmcache")
 
 WORKERS: Final = 2
-"""Threads for stores, and as many for lookups and loads: one call saturates a memory bus."""
+"""Threads for stores, and as many for lookups and loads: a single call saturates a memory bus."""
 
 ResultT = TypeVar("ResultT")
 
 
 class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is untyped here
-    """Threads: any. LMCache keeps the memory of a task until it has its result, or until ``close``
-    has returned."""
+    """See the module. Threads: any. LMCache keeps the memory of a task until it has the task's
+    result, or until ``close`` has returned."""
 
     def __init__(
         self, params: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None
@@ -58,14 +58,14 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         """
         Args:
             params: settings of a client (``master``, ``cluster``, ``replicas``, ``transports``,
-                ``timeout_ms`` ...), and ``model_id``: a name for the weights of each model, where
-                this host does not have their files, or where they are replaced in place.
-            l1_memory_desc: LMCache's memory, which a transfer engine is told of.
+                ``timeout_ms`` ...), and ``model_id``: the user's name for the weights, needed if
+                this host does not have their files, or if they are replaced in place.
+            l1_memory_desc: LMCache's memory, which is registered with a transfer engine, if any.
 
         Raises:
             ConfigError: an unknown or wrong setting.
         """
-        super().__init__()  # without a capacity: LMCache does not evict by usage here
+        super().__init__()  # no capacity, so that LMCache does not evict by usage
         settings = dict(params)
         model_id = settings.pop("model_id", None)
         self._guard = Guard(client_of_an_engine(**settings), log)
@@ -74,11 +74,11 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             self._client, log, model_id=model_id, more={"door": "daemon"}
         )
         self._layouts: dict[tuple[str, int], Layout] = {}
-        """Of each model and object group, as it was stored last."""
+        """By model and object group: the layout that was stored last, or described by a lookup."""
         self._sizes: dict[str, int] = {}
-        """Bytes of the object that was stored last, of each namespace."""
+        """By namespace: bytes of the object that was stored last."""
         self._listings: dict[tuple[str | None, int], Iterator[tuple[str, ObjectRow]]] = {}
-        """The listing of the last page, by its model and the number of objects that were told."""
+        """The listing that the last page left unfinished, by model and number of rows so far."""
         self._stores: _Finished[L2StoreResult] = _Finished()
         self._lookups: _Finished[Bitmap] = _Finished()
         self._loads: _Finished[Bitmap] = _Finished()
@@ -104,7 +104,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     # --- tasks --------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Successful if all objects are there afterwards; a full pool takes the first ones."""
+        """Succeeds if the store has all objects afterwards; a full pool takes only the first."""
         return self._submit(
             self._writers,
             self._stores,
@@ -118,7 +118,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: Mapping[int, MemoryLayoutDesc]
     ) -> int:
-        """What is found is leased until ``submit_unlock``, for a minute at most."""
+        """Objects that are found stay leased until ``submit_unlock``, for a minute at most."""
         return self._submit(
             self._readers,
             self._lookups,
@@ -130,12 +130,12 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Makes no call: leases end by themselves."""
+        """Releases one lock on each object. Makes no call: leases end by themselves."""
         self._locks.remove(keys)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Loads what is there and has the object's shapes, dtypes and size; the memory of others
-        is undefined."""
+        """Loads each object that the store has with the same shapes, dtypes and size. The memory of
+        the others is undefined afterwards."""
         return self._submit(
             self._readers, self._loads, lambda: self._load(keys, objects), Bitmap(len(keys))
         )
@@ -146,8 +146,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     # --- the rest of the interface ------------------------------------------------------------
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Removes objects that are not locked. Listeners are told of all of these that are gone,
-        also of those that the store has evicted before."""
+        """Removes the objects that are not locked. LMCache's listeners are told that all of these
+        are gone, also those that the store had evicted before."""
         layouts = [self._layouts.get((key.model_name, key.object_group_id)) for key in keys]
         unlocked = [
             (key, layout)
@@ -172,14 +172,14 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> KeyListPage:
-        """Objects of the models that this daemon has stored or looked up, page by page; objects
-        that come or go meanwhile may be missed or seen twice.
+        """Lists the objects of the models that this daemon has stored or looked up, page by page.
+        Objects that come or go meanwhile may be missed or seen twice.
 
-        The listing of the last page is kept, and the next page goes on with it. A page of another
-        listing starts again at the first object and skips what has been told.
+        The listing of the last page is kept, and the next page continues it. A page that does not
+        follow the last one starts a new listing, and skips as many rows as its cursor says.
 
         Raises:
-            ValueError: as LMCache says.
+            ValueError: a wrong page size or cursor, as LMCache's interface says.
             KVStoreError: the store did not answer.
         """
         if page_size <= 0:
@@ -202,8 +202,8 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         return KeyListPage(tuple(entries), None)
 
     def report_status(self) -> dict[str, Any]:
-        """``is_healthy`` is about this process: a store that is down makes LMCache slower, and a
-        supervisor that restarts the daemon would lose its memory, too."""
+        """The status of this process. ``is_healthy`` stays true while the store is down: LMCache is
+        only slower then, and a restart by a supervisor would lose the daemon's memory, too."""
         return {
             "is_healthy": not self._is_closed,
             "type": type(self).__name__,
@@ -214,7 +214,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         }
 
     def close(self) -> None:
-        """Returns when no task touches its memory any more. Idempotent; tasks under way fail."""
+        """Lets tasks under way fail; returns when none touches its memory any more. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -244,7 +244,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                 result = work()
             except KVStoreError as error:
                 log.debug("%s", error)
-            except Exception:  # a controller waits for its task for ever
+            except Exception:  # a controller would wait for ever for a task without a result
                 log.exception("a task failed")
             finally:
                 finished.add(task, result)
@@ -330,21 +330,21 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     def _grouped(
         self, keys: Sequence[ObjectKey], layouts: Sequence[Layout | None]
     ) -> dict[str, list[int]]:
-        """The indices of the keys whose namespace is known, by that."""
+        """By namespace: the indices of its keys. Keys of an unknown namespace are left out."""
         kinds: dict[tuple[str, int, Layout], list[int]] = {}
         for index, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
             if layout is not None:
                 kinds.setdefault((key.model_name, key.object_group_id, layout), []).append(index)
         grouped: dict[str, list[int]] = {}
         for (model, group, layout), indices in kinds.items():
-            # One record tells a model apart; the groups of a model differ, and share nothing.
+            # Each group has its own namespace; the fleet record of one group identifies the model.
             namespace = self._namespaces.of(model, layout, announce=group == 0)
             if namespace is not None:
                 grouped.setdefault(namespace, []).extend(indices)
         return grouped
 
     def _rows(self, model_name: str | None) -> Iterator[tuple[str, ObjectRow]]:
-        """Every object of a model, or of all (None), with its model."""
+        """Yields pairs of a model and a stored object, for one model or for all (None)."""
         places = sorted(
             (model, namespace)
             for (model, _), layout in list(self._layouts.items())
@@ -364,7 +364,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
 
 
 class _Finished(Generic[ResultT]):
-    """Results of one kind of task, and the descriptor that tells of them."""
+    """The results of one kind of task, and the event descriptor that signals new ones."""
 
     def __init__(self) -> None:
         self._notifier = create_event_notifier()
@@ -400,14 +400,14 @@ _THERE: Final = (PutOutcome.STORED, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN)
 
 
 def _name(key: ObjectKey) -> bytes:
-    """Without the model, which is in the namespace. No field but the last can contain an ``@``, and
-    LMCache forbids it there."""
+    """The store's key of an object. It omits the model, which the namespace implies. Only the last
+    field could contain an ``@``, and LMCache forbids it there."""
     text = f"{key.chunk_hash.hex()}@{key.kv_rank:x}@{key.object_group_id}@{key.cache_salt}"
     return name_of(text)
 
 
 def _key(name: bytes, model: str) -> ObjectKey | None:
-    """The reverse of ``_name``; None: only its digest is there."""
+    """The reverse of ``_name``; None: the name is a digest."""
     text = text_of(name)
     if text is None:
         return None

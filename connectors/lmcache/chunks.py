@@ -1,9 +1,9 @@
-"""Chunks of LMCache inside an engine, as objects of the store.
+"""Puts and gets the chunks of LMCache inside an engine, as objects of the store.
 
-An object is LMCache's bytes and, behind them, LMCache's own description of them
-(``RemoteMetadata``), whatever ``save_chunk_meta`` says: so a chunk of any length, and what a
-serializer made of it, comes back as it was. An error is a miss, or a put that has not been done;
-the guard's log tells of a store that fails.
+An object is LMCache's bytes followed by LMCache's own description of them (``RemoteMetadata``),
+whatever ``save_chunk_meta`` says. So a chunk of any length, serialized or not, comes back as it
+was. On an error a get is a miss, and a put is left undone; the guard logs when the store keeps
+failing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log: Final = logging.getLogger("kvstore.lmcache")
 
 
 class Chunks:
-    """Those of one model. Threads: any."""
+    """The chunks of one model. Threads: any."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Chunks:
     ) -> None:
         """
         Args:
-            memory: where gets allocate.
-            full: what LMCache says of a chunk that is as long as it can be.
-            model_id, more: as of ``ChunkNamespaces``.
+            memory: the memory in which gets allocate.
+            full: LMCache's description of a chunk of full length.
+            model_id, more: as for ``ChunkNamespaces``.
         """
         self._guard = guard
         self._client = guard.client
@@ -60,10 +60,10 @@ class Chunks:
         self._layout = layout_of(tuple(full.shapes), tuple(full.dtypes))
         self._description_bytes = int(get_remote_metadata_bytes())
         self._namespaces = ChunkNamespaces(guard.client, log, model_id=model_id, more=more)
-        self._namespace()  # begins to read the weights
+        self._namespace()  # begins to read the weights, so that later calls find the result
 
     def sizes(self, keys: Sequence[CacheEngineKey]) -> list[int | None]:
-        """Bytes of each object, leased so that a get finds it, or None: a miss."""
+        """Per key the bytes of its object, which is now leased, or None: a miss, or an error."""
         namespace = self._namespace()
         if namespace is not None:
             try:
@@ -73,8 +73,8 @@ class Chunks:
         return [None] * len(keys)
 
     def keys(self) -> list[str]:
-        """What LMCache calls the objects that are there, but for those that only a digest stands
-        for. Raises KVStoreError."""
+        """LMCache's names of the stored objects, without those whose key is only a digest. Raises
+        KVStoreError."""
         namespace = self._namespace()
         if namespace is None:
             return []
@@ -82,7 +82,7 @@ class Chunks:
         return [text for text in texts if text is not None]
 
     def put(self, keys: Sequence[CacheEngineKey], memories: Sequence[MemoryObj]) -> None:
-        """Puts what there is room for."""
+        """Puts as many of the first chunks as there is room for."""
         namespace = self._namespace()
         if namespace is None:
             return
@@ -99,8 +99,8 @@ class Chunks:
             log.debug("%d chunks not put: %s", len(keys), error)
 
     def get(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
-        """Per key an object in LMCache's memory, which the caller owns, or None: a miss, or no
-        memory."""
+        """Per key its chunk, in memory of LMCache that the caller owns, or None: a miss, an error,
+        or no free memory."""
         names = _names(keys)
         allocated: dict[int, MemoryObj] = {}
         found: dict[int, MemoryObj] = {}
@@ -116,7 +116,7 @@ class Chunks:
         return [found.get(index) for index in range(len(keys))]
 
     def remove(self, key: CacheEngineKey) -> bool:
-        """Whether there was one."""
+        """Removes a chunk; returns whether there was one."""
         namespace = self._namespace()
         if namespace is None:
             return False
@@ -130,7 +130,7 @@ class Chunks:
             return False
 
     def close(self) -> None:
-        """Calls under way in other threads fail."""
+        """Closes the client: calls under way in other threads fail."""
         self._namespaces.stop()
         self._client.close()
         self._namespaces.join()
@@ -143,7 +143,7 @@ class Chunks:
     def _allocate_all(
         self, namespace: str, names: Sequence[bytes], allocated: dict[int, MemoryObj]
     ) -> None:
-        """Memory for each object that is there, by its place in ``names``. Raises KVStoreError."""
+        """Fills ``allocated``: memory for each stored object, by index. Raises KVStoreError."""
         own = self._description_bytes
         chunks: dict[int, RemoteMetadata] = {}
         others: dict[int, tuple[int, NDArray[np.uint8]]] = {}
@@ -169,7 +169,7 @@ class Chunks:
     def _allocate(self, chunk: RemoteMetadata) -> MemoryObj | None:
         if chunk.fmt == MemoryFormat.BINARY_BUFFER:
             return BytesBufferMemoryObj(bytearray(chunk.length))
-        # Does not wait until others give memory back: computing the chunk takes less.
+        # Does not wait until memory is given back: computing the chunk takes less time.
         memory = self._memory.allocate(chunk.shapes, chunk.dtypes, chunk.fmt, busy_loop=False)
         if memory is not None and memory.get_size() != chunk.length:
             release([memory])
@@ -179,7 +179,7 @@ class Chunks:
     def _read_into(
         self, namespace: str, names: Sequence[bytes], allocated: Mapping[int, MemoryObj]
     ) -> dict[int, MemoryObj]:
-        """Those of ``allocated`` that hold their object now. Raises KVStoreError."""
+        """Reads into ``allocated``; returns its entries that were read. Raises KVStoreError."""
         own = self._description_bytes
         buffers = [[memory_of(each), np.empty(own, np.uint8)] for each in allocated.values()]
         read = self._guard.run(
@@ -211,7 +211,7 @@ def _description(memory: MemoryObj) -> NDArray[np.uint8]:
 
 
 def _read(description: NDArray[np.uint8], length: int) -> RemoteMetadata | None:
-    """What an object says of its ``length`` bytes; None: that is not of this LMCache."""
+    """The description of an object of ``length`` bytes; None: this LMCache cannot have put it."""
     try:
         chunk = RemoteMetadata.deserialize(description.tobytes())
     except (ValueError, LookupError):

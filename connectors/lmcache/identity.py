@@ -1,9 +1,9 @@
-"""Which namespace holds the objects of a model: one for each meaning that their bytes can have.
+"""Computes the namespace of a model's objects, so that equal keys in it mean equal bytes.
 
-LMCache names objects by the model's name, by ranks and by hashes of tokens. Engines that serve
-other weights under one name, or keep them in another dtype, give other objects the same name. So a
-namespace contains the fingerprint of the weights and of the objects' shapes and dtypes. Ranks are
-part of the objects' names, because a daemon serves all ranks of its host with one call.
+LMCache names objects by the model's name, by ranks and by hashes of tokens. Two engines that serve
+different weights under one name, or use different dtypes, give different objects the same name. So
+a namespace contains the fingerprint of the weights and of the objects' shapes and dtypes. Ranks are
+part of the objects' keys, because a daemon serves all ranks of its host with one call.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvstore.process.background import start_thread
 ENGINE: Final = "lmcache"
 
 FORMAT: Final = 1
-"""Version of what an object's bytes are. Objects of another version are misses."""
+"""Version of the format of an object's bytes. Objects of another version are misses."""
 
 PATIENCE_S: Final = 1.0
-"""How long a call waits until the weights are read; later calls find the result."""
+"""The longest that one call waits for the weights to be read; a later call finds the result."""
 
 
 class ChunkNamespaces:
-    """Those of one process of LMCache. Threads: any; files of weights are read, and fleet records
-    put, in threads of its own."""
+    """The namespaces of one process of LMCache. Threads: any. The class reads files of weights and
+    puts fleet records in threads of its own."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class ChunkNamespaces:
     ) -> None:
         """
         Args:
-            model_id: a user's name for the weights of each model; None: the files of a model are
-                its weights, and its name is where there are none.
-            more: what else the bytes depend on.
+            model_id: the user's name for the weights, combined with each model's name; None: use
+                the digest of a model's files, or its name if there are none.
+            more: everything else on which the bytes depend.
         """
         self._log = log
         self._model_id = model_id
@@ -57,10 +57,10 @@ class ChunkNamespaces:
         self._announcer = Announcer(client, log)
 
     def of(self, model: str, layout: Layout, *, announce: bool = True) -> str | None:
-        """The namespace; None: it is not known yet, or the weights cannot be read.
+        """The namespace of a model's objects; None: not known yet, or the weights are unreadable.
 
         Args:
-            announce: put a fleet record that describes it, when it is met for the first time.
+            announce: whether to put a fleet record when this pair is seen for the first time.
         """
         what = model, layout
         if what not in self._found:
@@ -75,13 +75,13 @@ class ChunkNamespaces:
         return self._found.get(what)
 
     def stop(self) -> None:
-        """Begins no thread any more; closing the client ends the call of one under way."""
+        """No thread begins after this. Closing the client ends calls of the running ones."""
         with self._changing:
             self._is_stopped = True
         self._announcer.stop()
 
     def join(self) -> None:
-        """Returns when the threads have ended; does not wait for one that reads a file."""
+        """Waits for the threads, but at most ``PATIENCE_S`` for each one that reads files."""
         for thread in self._reading.values():
             thread.join(PATIENCE_S)
         self._announcer.join()

@@ -1,4 +1,4 @@
-"""The leases under what LMCache's daemon has looked up, kept until it unlocks."""
+"""Keeps objects leased from the time LMCache's daemon has looked them up until it unlocks them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvstore.errors import KVStoreError
 from kvstore.process.background import CLOSE_S, join_all, start_thread
 
 RENEW_S: Final = 3.0
-"""A third of the lease that a master gives by default (``--lease-ms``)."""
+"""Leases are renewed at least this often; the default lease (``--lease-ms``) is 10 s."""
 
 HELD_S_MAX: Final = 60.0
-"""The longest that a lock is kept: an engine that asks again and again, or a controller that has
-died, must not fill the pool with objects that cannot be evicted."""
+"""The longest that a lock is kept after its last lookup. Without this limit, a controller that has
+died would fill the pool with objects that cannot be evicted."""
 
 
 @dataclass
@@ -31,13 +31,13 @@ class _Lock:
 
 
 class LookupLocks:
-    """Counts locks per object, and looks up again what is locked for longer than RENEW_S. A lease
-    that could not be renewed costs a miss, never wrong bytes. Threads: any."""
+    """Counts the locks on each object, and renews the leases of locked objects by looking them up
+    again. A lease that cannot be renewed costs a miss, never wrong bytes. Threads: any."""
 
     def __init__(self, guard: Guard, log: logging.Logger) -> None:
         self._guard = guard
         self._log = log
-        self._lock = threading.RLock()  # as that of ``kvstore.connectors.vllm.lookups``
+        self._lock = threading.RLock()  # taken by itself; ``connectors.vllm.lookups`` says why
         self._changing = threading.Condition(self._lock)
         self._locks: dict[Hashable, _Lock] = {}
         self._closed = False
@@ -50,7 +50,7 @@ class LookupLocks:
         return key in self._locks
 
     def add(self, namespace: str, found: Sequence[tuple[Hashable, bytes]]) -> None:
-        """Objects that were leased a moment ago: LMCache's key and the name here, of each."""
+        """Locks objects that were leased just now, given by LMCache's key and the store's key."""
         now = time.monotonic()
         with self._lock:
             for key, name in found:
@@ -63,7 +63,7 @@ class LookupLocks:
                     lock.since = lock.renewed = now
 
     def remove(self, keys: Sequence[Hashable]) -> None:
-        """Ends one lock of each; of what is not locked, none."""
+        """Releases one lock on each object; objects that are not locked are ignored."""
         with self._lock:
             for key in keys:
                 lock = self._locks.get(key)
@@ -88,7 +88,7 @@ class LookupLocks:
                 self._renew(namespace, names)
 
     def _due(self, now: float) -> dict[str, list[bytes]]:
-        """What to look up again; drops what has been locked for too long."""
+        """By namespace: the keys to look up again. Drops locks older than ``HELD_S_MAX``."""
         due: dict[str, list[bytes]] = {}
         for key, lock in list(self._locks.items()):
             if now - lock.since > HELD_S_MAX:

@@ -1,4 +1,4 @@
-"""Names of objects, and LMCache's memory as arrays of bytes."""
+"""Converts LMCache's names to keys of the store, and its memory to arrays of bytes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _HASHED: Final = re.compile(rb"#sha256:[0-9a-f]{64}")
 
 
 def name_of(text: str) -> bytes:
-    """The key here of an object that LMCache calls ``text``: a digest if that is too long for a
-    key."""
+    """The store's key of an object that LMCache calls ``text``: the text itself, or its digest if
+    it is too long for a key."""
     name = text.encode(errors="surrogateescape")
     if len(name) <= KEY_BYTES_MAX:
         return name
@@ -38,13 +38,13 @@ def text_of(name: bytes) -> str | None:
 
 
 def memory_of(memory: MemoryObj) -> NDArray[np.uint8]:
-    """The bytes of an object of LMCache, which aliases and does not keep it.
+    """An array over the bytes of an object of LMCache, which it does not keep alive.
 
     Raises:
-        TypeError: they are not in memory of the host.
+        TypeError: the bytes are not in memory of the host.
     """
     raw = memory.raw_tensor
-    if raw is None:  # bytes of a serializer
+    if raw is None:  # the output of a serializer
         return np.frombuffer(memory.byte_array, np.uint8)
     flat: NDArray[np.uint8] = raw.view(-1).view(torch.uint8).numpy()
     return flat[: memory.get_size()]
@@ -52,7 +52,7 @@ def memory_of(memory: MemoryObj) -> NDArray[np.uint8]:
 
 @lru_cache(maxsize=256)
 def layout_of(shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> Layout:
-    """Of LMCache's shapes and dtypes, one each a part."""
+    """The layout of an object, from LMCache's shape and dtype of each of its parts."""
     return tuple(
         (tuple(map(int, shape)), str(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)
     )
@@ -66,6 +66,6 @@ def layout_of_object(memory: MemoryObj) -> Layout:
 
 
 def release(memories: Sequence[MemoryObj]) -> None:
-    """Gives one reference to each back to LMCache."""
+    """Releases one reference to each object."""
     for memory in memories:
         memory.ref_count_down()

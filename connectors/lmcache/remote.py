@@ -6,8 +6,8 @@
       remote_storage_plugin.kvstore.class_name: KVStoreConnectorAdapter
       remote_storage_plugin.kvstore.master: 10.0.0.7:50001
 
-A remote connector, and not a storage plug-in: LMCache's ``RemoteBackend`` stands before it, which
-counts, serializes, knows the ranks of MLA, remembers the puts under way and catches what is raised.
+The class is a remote connector, and not a storage plug-in, because LMCache's ``RemoteBackend`` then
+calls it: that counts, serializes, knows the ranks of MLA, keeps track of puts and handles errors.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from kvstore.connectors.lmcache.chunks import Chunks, log
 from kvstore.connectors.lmcache.memory import release
 
 PLUGIN: Final = "kvstore"
-"""The type of ``remote_storage_plugins`` that this is: ``kvstore``, or ``kvstore.NAME``."""
+"""The plug-in's type. LMCache's ``remote_storage_plugins`` names it, or ``kvstore.NAME``."""
 
 _WHERE_IT_IS: Final = ("module_path", "class_name")
 
 WORKERS: Final = 2
-"""Threads for the store's calls: one call saturates a memory bus."""
+"""Threads that call the store. Few are enough: a single call saturates a memory bus."""
 
 ResultT = TypeVar("ResultT")
 Keys = list[CacheEngineKey]
@@ -50,8 +50,8 @@ Texts = list[str]
 
 
 class KVStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCache is untyped here
-    """What a user names in LMCache's configuration. (To a ``RemoteConnector`` that is named there,
-    LMCache 0.5.6 does not give the metadata that it needs.)"""
+    """The class to name in LMCache's configuration; it creates the ``KVStoreConnector``. (LMCache
+    0.5.6 gives no metadata to a ``RemoteConnector`` that is named there directly.)"""
 
     def __init__(self) -> None:
         super().__init__(f"plugin://{PLUGIN}")
@@ -61,7 +61,7 @@ class KVStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCach
         return kind == "plugin" and extract_plugin_type(plugin) == PLUGIN
 
     def create_connector(self, context: ConnectorContext) -> KVStoreConnector:
-        """Raises ConfigError: an unknown or wrong setting."""
+        """Raises ConfigError for an unknown or wrong setting."""
         settings = _settings(context.config, context.plugin_name or PLUGIN)
         return KVStoreConnector(
             context.local_cpu_backend, context.config, context.metadata, settings=settings
@@ -69,8 +69,8 @@ class KVStoreConnectorAdapter(ConnectorAdapter):  # type: ignore[misc]  # LMCach
 
 
 class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
-    """Threads: any, and LMCache's event loop, which never waits for the store. An error is a miss,
-    or a put that has not been done."""
+    """See the module. Threads: any. Coroutines run in LMCache's event loop, which never waits for
+    the store. On an error a get is a miss, and a put is left undone."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
     ) -> None:
         """
         Args:
-            memory: where gets allocate.
-            settings: of a client, and ``model_id`` (see ``KVStoreL2Adapter``).
+            memory: the memory in which gets allocate.
+            settings: those of a client, and ``model_id`` (see ``KVStoreL2Adapter``).
 
         Raises:
             ConfigError: an unknown or wrong setting.
@@ -114,14 +114,14 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         return await self._in_thread(lambda: self.exists_sync(key))
 
     def exists_sync(self, key: CacheEngineKey) -> bool:
-        """What is there is leased, so that a get finds it."""
+        """Whether the object is stored. If so, it is leased, so that a get finds it."""
         return self.batched_contains([key]) == 1
 
     def support_batched_contains(self) -> bool:
         return True
 
     def batched_contains(self, keys: Keys) -> int:
-        """How many of the first keys are there; those are leased."""
+        """How many leading keys have an object. Objects that are found are leased."""
         sizes = self._chunks.sizes(keys)
         return sizes.index(None) if None in sizes else len(sizes)
 
@@ -141,8 +141,8 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         return True
 
     async def batched_put(self, keys: Keys, memory_objs: Memories) -> None:
-        """LMCache may give up this call and use the memory again: not before the thread has read
-        it."""
+        """Holds a reference to the memory until the thread has read it, because LMCache may cancel
+        this call and would then use the memory again."""
         for memory in memory_objs:
             memory.ref_count_up()
         await self._in_thread(
@@ -176,7 +176,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         return self._chunks.remove(key)
 
     async def close(self) -> None:
-        """Returns when no thread touches LMCache's memory any more; calls under way fail."""
+        """Calls under way fail. Returns when no thread touches LMCache's memory any more."""
         with ThreadPoolExecutor(1, "kvstore-lmcache-close") as closing:
             await asyncio.get_running_loop().run_in_executor(closing, self._end)
 
@@ -191,11 +191,11 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
         ended: Callable[[Future[ResultT]], object] | None = None,
         dropped: Callable[[Future[ResultT]], object] | None = None,
     ) -> ResultT:
-        """The result of a call, which goes on if this is cancelled.
+        """The result of ``call``, which a thread runs to its end even if this is cancelled.
 
         Args:
-            ended: called when the call has ended.
-            dropped: called with the call if it ends after this was cancelled.
+            ended: called when the call has ended, or could not begin.
+            dropped: called with the future of a call that ends after the cancellation.
 
         Raises:
             RuntimeError: after ``close``.
@@ -221,7 +221,7 @@ def _present(found: Sequence[MemoryObj | None]) -> Memories:
 
 
 def _settings(config: LMCacheEngineConfig, plugin: str) -> dict[str, Any]:
-    """What LMCache's configuration says of this plug-in, but for where it is."""
+    """This plug-in's settings in LMCache's configuration, without those that locate its class."""
     given = {}
     for name, value in (config.extra_config or {}).items():
         owner, _, setting = name.rpartition(".")

@@ -1,11 +1,11 @@
-"""The Python interface of Mooncake Store over this store, for engines that import
+"""Mooncake Store's Python interface, implemented with this store, for engines that import
 ``mooncake.store``.
 
 * ``store.py``: ``MooncakeDistributedStore``, Mooncake's client
 * ``tensors.py``: its methods for torch tensors
 * ``objects.py``: puts and gets by Mooncake's keys and by address
 * ``sessions.py``: objects that are put part by part
-* ``names.py``: Mooncake's codes, enumerations and small classes
+* ``names.py``: Mooncake's return codes, enumerations and small classes
 
 ``kvstore.mooncake`` makes ``import mooncake.store`` find this package.
 """

@@ -23,12 +23,12 @@ from kvstore.memory.raw import address_of
 
 
 class Code(enum.IntEnum):
-    """What Mooncake's methods return instead of raising; its ``ErrorCode``."""
+    """What Mooncake's methods return instead of raising: its ``ErrorCode``."""
 
     OK = 0
     INTERNAL_ERROR = -1
     NO_AVAILABLE_HANDLE = -200
-    """The pool is full. Engines read this number as pressure."""
+    """The pool is full. Engines take this code as a sign of memory pressure."""
     INVALID_PARAMS = -600
     OBJECT_NOT_FOUND = -704
     OBJECT_ALREADY_EXISTS = -705
@@ -36,7 +36,7 @@ class Code(enum.IntEnum):
     RPC_FAIL = -900
 
     def __repr__(self) -> str:
-        return str(self.value)  # in lists that engines print
+        return str(self.value)  # engines print lists of codes
 
 
 _CODES: Final[tuple[tuple[type[KVStoreError], Code], ...]] = (
@@ -82,8 +82,8 @@ class ReplicaStatus(enum.IntEnum):
 
 @dataclass
 class ReplicateConfig:
-    """How an object is put. Only the numbers of copies have an effect here: ``replica_num`` copies
-    on distinct nodes, or one if it is 0 and there are to be copies elsewhere than in memory."""
+    """How an object is put. Only the numbers of copies have an effect: the store keeps
+    ``replica_num`` copies on distinct nodes, or one if that is 0 and another number is not."""
 
     replica_num: int = 1
     nof_replica_num: int = 0
@@ -105,7 +105,7 @@ class BufferDescriptor:
     size: int
     """Bytes of the payload."""
     transport_endpoint: str
-    """The name of the node that holds it."""
+    """The name of the node that holds the copy."""
     buffer_address: int = 0
     """Always 0: addresses of nodes mean nothing to a client."""
 
@@ -138,8 +138,8 @@ class ReplicaDescriptor:
 class BufferHandle(np.ndarray[Any, np.dtype[np.uint8]]):
     """A value in memory of its own, as a writable buffer: ``memoryview(handle)``.
 
-    An array, because a class written in Python cannot be a buffer before Python 3.12. The methods
-    have Mooncake's names; ``size`` hides the array's attribute of that name.
+    The class is an array, because before Python 3.12 no other class written in Python can be a
+    buffer. Methods have Mooncake's names; ``size`` hides the array's attribute of that name.
     """
 
     @classmethod
@@ -154,7 +154,7 @@ class BufferHandle(np.ndarray[Any, np.dtype[np.uint8]]):
         return int(self.ctypes.data) if self.nbytes else 0
 
     def __bool__(self) -> bool:
-        """Always true, as Mooncake's handle is: an array of several elements would raise."""
+        """Always true, as for Mooncake's handle. An array of several elements would raise here."""
         return True
 
     def __repr__(self) -> str:
@@ -164,14 +164,14 @@ class BufferHandle(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 class MooncakeHostMemAllocator:
-    """Memory of whole pages for a host pool, by address. Threads: any."""
+    """Allocates memory in whole pages for an engine's host pool, by address. Threads: any."""
 
     def __init__(self) -> None:
         self._held: dict[int, mmap.mmap] = {}
         self._changing = threading.Lock()
 
     def alloc(self, size: int) -> int:
-        """The address of ``size`` new bytes, all zero; 0: there is no such memory."""
+        """The address of ``size`` new bytes, all zero; 0: they cannot be allocated."""
         try:
             memory = mmap.mmap(-1, size)
         except (OSError, ValueError, OverflowError):
@@ -182,8 +182,8 @@ class MooncakeHostMemAllocator:
         return address
 
     def free(self, address: int) -> int:
-        """0, or ``Code.INVALID_PARAMS``: ``alloc`` has not returned this address. Nothing may use
-        the memory any more."""
+        """Frees memory, which nothing may use any more. Returns 0, or ``Code.INVALID_PARAMS``:
+        ``alloc`` has not returned this address."""
         with self._changing:
             memory = self._held.pop(address, None)
         if memory is None:
@@ -193,4 +193,4 @@ class MooncakeHostMemAllocator:
 
 
 def bind_to_numa_node(node: int) -> None:
-    """Does nothing: the kernel's first touch places the memory where the engine's thread runs."""
+    """Does nothing: the kernel places memory where the engine's thread first touches it."""

@@ -1,4 +1,4 @@
-"""Puts and gets of objects by Mooncake's keys and memory by address; errors are codes."""
+"""Puts and gets objects by Mooncake's keys, from and into memory at addresses. Errors are codes."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ log = logging.getLogger("kvstore.mooncake")
 _OUTCOMES: Final = {
     PutOutcome.STORED: Code.OK,
     PutOutcome.FOUND: Code.OK,
-    PutOutcome.BEING_WRITTEN: Code.OK,  # as Mooncake: the same content is about to be there
+    PutOutcome.BEING_WRITTEN: Code.OK,  # as in Mooncake: the same content will soon be stored
     PutOutcome.NO_SPACE: Code.NO_AVAILABLE_HANDLE,
     PutOutcome.REFUSED: Code.TRANSFER_FAIL,
 }
 
 ResultT = TypeVar("ResultT")
 Found = list[memoryview] | Code
-"""The host's memory at some addresses, or the code that says why there is none."""
+"""Host memory at some addresses, or a code: why it cannot be used."""
 
 
 def share_memory(runs: Iterable[tuple[Iterable[int], Iterable[int]]]) -> bool:
-    """Whether two of some runs of memory, as addresses and sizes, have a byte in common."""
+    """Whether any two runs of memory overlap. Each element has the addresses and sizes of some."""
     spans = sorted(
         (at, at + size) for each in runs for at, size in zip(*each, strict=False) if size
     )
@@ -43,7 +43,7 @@ def share_memory(runs: Iterable[tuple[Iterable[int], Iterable[int]]]) -> bool:
 
 
 class Objects:
-    """The objects of one client; without a client every call is invalid. Threads: any."""
+    """The objects of one client. Without a client every call is INVALID_PARAMS. Threads: any."""
 
     def __init__(self, guard: Guard | None) -> None:
         self._guard = guard
@@ -66,7 +66,7 @@ class Objects:
         return self._guard
 
     def run(self, call: Callable[[Client, int], ResultT], *, size: int = 0) -> ResultT:
-        """As ``ask``; raises KVStoreError."""
+        """As ``ask``, but raises KVStoreError."""
         guard = self._guarded()
         return guard.run(lambda timeout_ms: call(guard.client, timeout_ms), size=size)
 
@@ -79,7 +79,7 @@ class Objects:
             return code_of(error)
 
     def done(self, call: Callable[[], object]) -> Code:
-        """The code of a change that should not fail; if it does, the log says why."""
+        """Makes a call that should not fail, and returns its code. If it fails, logs why."""
         try:
             call()
         except KVStoreError as error:
@@ -90,14 +90,14 @@ class Objects:
     def payloads(
         self, pointers: Sequence[Sequence[int]], sizes: Sequence[Sequence[int]]
     ) -> list[Payload | Code]:
-        """Per key the memory at its addresses, of the host or of a device, which the caller keeps;
-        an empty list if pointers and sizes are of different numbers."""
+        """Per key the memory at its addresses, of the host or of a device, which the caller keeps
+        allocated. An empty list if there are not as many pointers as sizes."""
         if len(pointers) != len(sizes):
             return []
         return [self._payload(*each) for each in zip(pointers, sizes, strict=True)]
 
     def payloads_of(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Payload | Code]:
-        """``payloads``, if each key has one address."""
+        """As ``payloads``, with one address per key."""
         return self.payloads([(pointer,) for pointer in pointers], [(size,) for size in sizes])
 
     def _payload(self, pointers: Sequence[int], sizes: Sequence[int]) -> Payload | Code:
@@ -110,7 +110,7 @@ class Objects:
             return code_of(error)
 
     def memories_of(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Found]:
-        """As ``payloads_of``, of the host alone."""
+        """As ``payloads_of``, for memory of the host only."""
         if len(pointers) != len(sizes):
             return []
         return [self.memory((at,), (size,)) for at, size in zip(pointers, sizes, strict=True)]
@@ -133,8 +133,8 @@ class Objects:
         *,
         overwrite: bool = False,
     ) -> list[int]:
-        """Puts the keys that have a value; per key 0 or a code. If a key occurs twice, its first
-        value counts; with ``overwrite``, its last one."""
+        """Puts the values that are not codes; returns per key 0 or a code. If a key occurs twice,
+        its first value counts; with ``overwrite``, its last one."""
         if len(keys) != len(values):
             return [Code.INVALID_PARAMS] * len(keys)
         wanted: dict[bytes, Storable] = {}
@@ -207,7 +207,7 @@ class Objects:
     def get_ranges(
         self, key: str, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
     ) -> list[int]:
-        """Per range its bytes, or a code. A range that fails does not spoil the others."""
+        """Per range the bytes read, or a code. A range that fails does not affect the others."""
         code = self.get_range(key, pointers, sizes, offsets)
         if code >= 0:
             return list(sizes)
@@ -219,7 +219,7 @@ class Objects:
     def get_range(
         self, key: str, pointers: Sequence[int], sizes: Sequence[int], offsets: Sequence[int]
     ) -> int:
-        """The bytes of all ranges, or a code."""
+        """Reads ranges of an object; returns the bytes read in all, or a code."""
         memory = self.memory(pointers, sizes)
         if isinstance(memory, Code):
             return memory
@@ -237,7 +237,7 @@ class Objects:
         return Code.OBJECT_NOT_FOUND if found[0] is None else sum(sizes)
 
     def lookup(self, keys: Sequence[str]) -> list[int | None] | Code:
-        """Leases those that are there; per key its payload bytes or None."""
+        """Per key the bytes of its payload, or None. Objects that are found are leased."""
 
         def lookup(client: Client, names: list[bytes], timeout_ms: int) -> list[int | None]:
             return client.lookup(names, timeout_ms=timeout_ms)
@@ -245,7 +245,7 @@ class Objects:
         return self._ask_for_each(keys, lookup, None)
 
     def are_stored(self, keys: Sequence[str]) -> list[bool] | Code:
-        """Leases those that are."""
+        """Per key whether its object is stored. Objects that are found are leased."""
 
         def exist(client: Client, names: list[bytes], timeout_ms: int) -> list[bool]:
             return client.exists_many(names, lease=True, timeout_ms=timeout_ms)
@@ -258,7 +258,7 @@ class Objects:
         call: Callable[[Client, list[bytes], int], list[ResultT]],
         absent: ResultT,
     ) -> list[ResultT] | Code:
-        """Per key what ``call(client, names, timeout_ms)`` says; ``absent`` for an empty one."""
+        """Per key the result of ``call(client, names, timeout_ms)``; ``absent`` for empty keys."""
         names = names_of(keys)
         asked = names if all(names) else [name for name in names if name]
         told = self.ask(
@@ -283,7 +283,7 @@ class Objects:
         return [Code.OK if was_there else Code.OBJECT_NOT_FOUND for was_there in removed]
 
     def placed(self, name: bytes) -> Placements | None:
-        """Where the object is; None: a miss, or an error."""
+        """Where the object's copies are; None: it has none, or an error occurred."""
         stat = self.ask(lambda client, ms: client.stat(name, timeout_ms=ms))
         if stat is None or isinstance(stat, Code):
             return None
@@ -305,14 +305,14 @@ class Objects:
 
 
 def names_of(keys: Iterable[str | bytes]) -> list[bytes]:
-    """Raises TypeError, also for one key in the place of several."""
+    """The store's keys. Raises TypeError, also if a single key is given instead of a list."""
     if isinstance(keys, str | bytes):
         raise TypeError(f"expected a list of keys, not {keys!r}")
     return [name_of(key) for key in keys]
 
 
 def name_of(key: str | bytes) -> bytes:
-    """The key in this store. A name too long for a key is cut, and ends with its digest.
+    """The store's key for Mooncake's. A name too long for a key is cut, and ends with its digest.
 
     Raises TypeError: the key is neither a str nor bytes.
     """
@@ -328,7 +328,7 @@ def name_of(key: str | bytes) -> bytes:
 
 
 def _replicas(config: ReplicateConfig) -> int:
-    """How many copies to put in memory: one if all were to be elsewhere; 0 is invalid."""
+    """How many copies to put in memory: one if all were to be elsewhere. 0 is invalid for a put."""
     elsewhere = config.nof_replica_num + config.dfs_replica_num
     return min(config.replica_num or min(elsewhere, 1), REPLICAS_MAX)
 

@@ -1,4 +1,4 @@
-"""``MooncakeDistributedStore``: Mooncake's client, over ours.
+"""``MooncakeDistributedStore``: the class of Mooncake's client, implemented with kvstore's client.
 
 Methods return codes (``names.Code``) as Mooncake's do, and raise only for arguments of a wrong
 type. ``is_exist`` leases the objects that it finds, so that a get after it finds them. A get of a
@@ -52,9 +52,9 @@ class MooncakeDistributedStore(Tensors):
         self._hostname = ""
         self._sessions = PutSessions()
         self._reading: set[bytes] = set()
-        """Objects of get sessions."""
+        """Keys of the objects of open get sessions."""
         self._registered: set[int] = set()
-        """Addresses."""
+        """Addresses at which registered memory begins."""
         self._allocator = MooncakeHostMemAllocator()
 
     # --- life ---------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class MooncakeDistributedStore(Tensors):
         return self.setup(master_server_addr=server_address)
 
     def close(self) -> int:
-        """Gives everything back. Idempotent."""
+        """Closes the client, and drops sessions and registrations. Idempotent."""
         self._objects.close()
         self._objects = Objects(None)
         self._sessions = PutSessions()
@@ -144,7 +144,7 @@ class MooncakeDistributedStore(Tensors):
         return Code.OK
 
     def health_check(self) -> int:
-        """0; 1: not set up, or closed; 2: the master does not answer."""
+        """0: the master answers; 1: not set up, or closed; 2: the master does not answer."""
         try:
             self._objects.run(lambda client, ms: client.status(timeout_ms=ms))
         except ClosedError:
@@ -167,15 +167,15 @@ class MooncakeDistributedStore(Tensors):
         return code
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        """0; INVALID_PARAMS: what was registered does not begin there."""
+        """0, or INVALID_PARAMS: no registered memory begins there."""
         if buffer_ptr not in self._registered:
             return Code.INVALID_PARAMS
         self._registered.discard(buffer_ptr)
         return self._objects.done(lambda: self._objects.client().unregister(buffer_ptr))
 
     def alloc_from_mem_pool(self, size: int) -> int:
-        """The address of ``size`` new bytes, which last as long as this object; 0: there is no such
-        memory. They are to be registered like any other."""
+        """The address of ``size`` new bytes, which last as long as this object; 0: they cannot be
+        allocated. The caller registers them like any other memory."""
         return self._allocator.alloc(size)
 
     # --- putting ------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class MooncakeDistributedStore(Tensors):
     def put_parts(
         self, key: str, *args: Buffer | bytes, config: ReplicateConfig | None = None
     ) -> int:
-        """The value is the parts, one after the other."""
+        """Puts a value that is the parts, one after the other."""
         return self._objects.put([key], [_joined(args)], config)[0]
 
     def put_batch(
@@ -195,7 +195,7 @@ class MooncakeDistributedStore(Tensors):
         values: Sequence[Buffer | bytes],
         config: ReplicateConfig | None = None,
     ) -> int:
-        """0, or the first code that is not."""
+        """0, or the first other code."""
         return _worst(self._objects.put(keys, [_bytes(value) for value in values], config))
 
     def put_from(
@@ -212,7 +212,7 @@ class MooncakeDistributedStore(Tensors):
         metadata_size: int,
         config: ReplicateConfig | None = None,
     ) -> int:
-        """The value is the metadata, and after it the data."""
+        """Puts a value that is the metadata followed by the data."""
         pointers, sizes = [metadata_buffer_ptr, buffer_ptr], [metadata_size, size]
         return self.batch_put_from_multi_buffers([key], [pointers], [sizes], config)[0]
 
@@ -223,7 +223,7 @@ class MooncakeDistributedStore(Tensors):
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        """Per key 0 or a code; NO_AVAILABLE_HANDLE for those that a full pool has no room for."""
+        """Per key 0 or a code; NO_AVAILABLE_HANDLE for values that a full pool has no room for."""
         return self._objects.put(keys, self._objects.payloads_of(buffer_ptrs, sizes), config)
 
     def batch_put_from_multi_buffers(
@@ -276,8 +276,8 @@ class MooncakeDistributedStore(Tensors):
     def batch_put_session_start(
         self, keys: Sequence[str], sizes: Sequence[int], config: ReplicateConfig | None = None
     ) -> list[int]:
-        """Per key 0, OBJECT_ALREADY_EXISTS, or a code. Until ``batch_put_session_end`` the object
-        is not there, and its parts are collected in this process."""
+        """Opens sessions; per key 0, OBJECT_ALREADY_EXISTS, or another code. The parts of an object
+        are collected in this process, and it is not stored before ``batch_put_session_end``."""
         if len(keys) != len(sizes):
             return [Code.INVALID_PARAMS] * len(keys)
         there = self.batch_is_exist(keys)
@@ -320,13 +320,13 @@ class MooncakeDistributedStore(Tensors):
         return self._sessions.write(name, list(zip(starts, memory, strict=True)))
 
     def batch_put_session_end(self, keys: Sequence[str]) -> list[int]:
-        """Puts the collected objects; per key 0 or a code. The sessions are over in any case."""
+        """Puts the collected objects; per key 0 or a code. Ends the sessions in any case."""
         ended = [self._sessions.end(name) for name in names_of(keys)]
         values = [Code.INVALID_PARAMS if each is None else each for each in ended]
         return self._objects.put(keys, values, None)
 
     def batch_put_session_revoke(self, keys: Sequence[str]) -> list[int]:
-        """Drops what was collected."""
+        """Ends the sessions, and drops the collected parts."""
         ended = [self._sessions.end(name) for name in names_of(keys)]
         return [Code.INVALID_PARAMS if each is None else Code.OK for each in ended]
 
@@ -352,8 +352,8 @@ class MooncakeDistributedStore(Tensors):
     def batch_get_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """Per key the bytes read; OBJECT_NOT_FOUND on a miss, INVALID_PARAMS if its value is longer
-        than ``size``, or another code. INVALID_PARAMS for all, if their memory overlaps."""
+        """Per key the bytes read; OBJECT_NOT_FOUND on a miss, INVALID_PARAMS if the value is longer
+        than the buffer, or another code. INVALID_PARAMS for all keys if buffers overlap."""
         return self._objects.get_into(keys, self._objects.payloads_of(buffer_ptrs, sizes))
 
     def batch_get_into_multi_buffers(
@@ -363,7 +363,7 @@ class MooncakeDistributedStore(Tensors):
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
-        """As ``batch_get_into``; buffers are filled one after the other."""
+        """As ``batch_get_into``; the buffers of a key are filled one after the other."""
         del prefer_alloc_in_same_node
         return self._objects.get_into(keys, self._objects.payloads(all_buffer_ptrs, all_sizes))
 
@@ -375,9 +375,9 @@ class MooncakeDistributedStore(Tensors):
         all_src_offsets: Sequence[Sequence[Sequence[int]]],
         all_sizes: Sequence[Sequence[Sequence[int]]],
     ) -> list[list[list[int]]]:
-        """Ranges of several objects into several buffers: per buffer, key and range the bytes read,
-        or a code; INVALID_PARAMS for what has lists of different lengths, or memory that overlaps
-        that of another key of the buffer."""
+        """Reads ranges of several objects into several buffers. Returns per buffer, key and range
+        the bytes read, or a code: INVALID_PARAMS where lists differ in length, or if ranges of two
+        keys overlap in the buffer."""
         results = []
         lists = (all_keys, all_dst_offsets, all_src_offsets, all_sizes)
         for index, start in enumerate(buffer_ptrs):
@@ -404,8 +404,8 @@ class MooncakeDistributedStore(Tensors):
         return self._objects.get_ranges(key, pointers, sizes, offsets)
 
     def batch_get_session_start(self, keys: Sequence[str]) -> list[int]:
-        """Per key 0, and the object is leased, or OBJECT_NOT_FOUND. The client remembers their
-        places, so that reading ranges of them needs no call to the master."""
+        """Per key 0: its object is leased, or OBJECT_NOT_FOUND, or another code. The client
+        remembers where the objects are, so that reading ranges needs no call to the master."""
         sizes = self._objects.lookup(keys)
         if isinstance(sizes, Code):
             return [sizes] * len(keys)
@@ -420,7 +420,7 @@ class MooncakeDistributedStore(Tensors):
         all_sizes: Sequence[Sequence[int]],
         all_src_offsets: Sequence[Sequence[int]],
     ) -> list[int]:
-        """Ranges of objects of a get session into buffers; per key the bytes read, or a code."""
+        """Reads ranges of objects of a get session; per key the bytes read, or a code."""
         lists = (all_buffer_ptrs, all_sizes, all_src_offsets)
         is_even = _are_even([keys, *lists])
         if not is_even or share_memory(zip(all_buffer_ptrs, all_sizes, strict=True)):
@@ -439,18 +439,18 @@ class MooncakeDistributedStore(Tensors):
     # --- asking -------------------------------------------------------------------------------
 
     def is_exist(self, key: str) -> int:
-        """1 or 0. Also 0 if that cannot be known: some callers take any other number for a hit."""
+        """1 or 0: stored or not. An error is 0, too: some callers take other numbers for a hit."""
         return max(self.batch_is_exist([key])[0], 0)
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """Per key 1, leased so that a get within that time finds it, or 0; -1: an error."""
+        """Per key 1: stored, and leased so that a get finds it; 0: not stored; -1: an error."""
         stored = self._objects.are_stored(keys)
         if isinstance(stored, Code):
             return [Code.INTERNAL_ERROR] * len(keys)
         return [int(there) for there in stored]
 
     def get_size(self, key: str) -> int:
-        """Bytes, or a code."""
+        """Bytes of the value, or a code."""
         sizes = self._objects.lookup([key])
         if isinstance(sizes, Code):
             return sizes
@@ -460,7 +460,7 @@ class MooncakeDistributedStore(Tensors):
         return self.batch_get_replica_desc([key]).get(key, [])
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
-        """The complete objects among these, and where their copies are."""
+        """Where the copies of these objects are. Keys without a complete object are left out."""
         status = self._objects.ask(lambda client, ms: client.status(timeout_ms=ms))
         if isinstance(status, Code):
             return {}
@@ -476,8 +476,8 @@ class MooncakeDistributedStore(Tensors):
     # --- removing -----------------------------------------------------------------------------
 
     def remove(self, key: str, force: bool = False) -> int:
-        """0, or OBJECT_NOT_FOUND. Also removes an object that is being read, so ``force`` changes
-        nothing; its readers keep its bytes until their lease ends."""
+        """0, OBJECT_NOT_FOUND, or another code. Also removes an object that is being read, so
+        ``force`` changes nothing; readers keep its bytes until their lease ends."""
         return self.batch_remove([key], force)[0]
 
     def batch_remove(self, keys: Sequence[str], force: bool = False) -> list[int]:
@@ -485,7 +485,7 @@ class MooncakeDistributedStore(Tensors):
         return self._objects.remove(keys)
 
     def remove_by_regex(self, regex_pattern: str, force: bool = False) -> int:
-        """Removes the objects whose keys contain a match of the pattern; how many, or a code."""
+        """Removes objects with a match of the pattern in their key; returns how many, or a code."""
         try:
             pattern = re.compile(regex_pattern)
         except re.error:
@@ -502,7 +502,7 @@ class MooncakeDistributedStore(Tensors):
         return self.batch_remove(keys, force).count(Code.OK)
 
     def remove_all(self, force: bool = False) -> int:
-        """Removes every object of the namespace; how many, or a code."""
+        """Removes every object of the namespace; returns how many, or a code."""
         del force
         return self._objects.ask(lambda client, _: client.clear(client.config.namespace))
 
@@ -522,14 +522,14 @@ class MooncakeDistributedStore(Tensors):
 
 
 def _size(given: int | str) -> int:
-    """Raises InvalidArgumentError."""
+    """Bytes; units of a text are binary. Raises InvalidArgumentError."""
     if isinstance(given, str):
         given = re.sub(r"([kmgt])b?\s*$", r"\1ib", given.lower())
     return parse_size(given)
 
 
 def _connected(master: str, memory: int, tenant: str) -> Client:
-    """Raises KVStoreError, and leaves no client open then."""
+    """A client whose master answers. Raises KVStoreError, and then leaves no client open."""
     given: dict[str, object] = {}
     if memory > 0:
         given["memory"] = max(memory, _SEGMENT_BYTES_MIN)
@@ -549,7 +549,7 @@ def _connected(master: str, memory: int, tenant: str) -> Client:
 
 
 def _bytes(value: Buffer | bytes) -> memoryview | Code:
-    """The bytes of any buffer, but INVALID_PARAMS for one of pointers or with a mask. Raises
+    """The bytes of any buffer; INVALID_PARAMS for a masked array, or a buffer of pointers. Raises
     TypeError: not a buffer."""
     data = memoryview(value)  # type: ignore[arg-type]
     if not is_plain(data) or isinstance(value, np.ma.MaskedArray):

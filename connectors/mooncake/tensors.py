@@ -1,11 +1,11 @@
-"""Torch tensors as objects, in the format of Mooncake's client: a header of 304 bytes, then the
+"""Puts and gets torch tensors, in the format of Mooncake's client: a header of 304 bytes, then the
 tensor's bytes.
 
-So ``get`` returns the same bytes as Mooncake's, and what ``get_tensor_into`` reads into a buffer,
-``put_tensor_from`` can put. ``*_with_tp`` keep the slices of a tensor as objects of their own;
+So ``get`` returns the same bytes as Mooncake's, and ``put_tensor_from`` can put a buffer that
+``get_tensor_into`` has filled. ``*_with_tp`` keep the slices of a tensor as objects of their own;
 ``*_with_parallelism`` take whole tensors, and refuse parts.
 
-torch is imported by the calls that make a tensor, because most engines use none of these.
+Only the calls that make a tensor import torch, because most engines use none of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 _HEADER: Final = struct.Struct("<4sHHiiQQQ8q8q136x")
-"""Magic, version, bytes of the header, dtype, dimensions, layout (0: whole), offset of the payload,
-its bytes, the shape, and the shape of the whole tensor (the same)."""
+"""The header: magic, version, bytes of the header, dtype, dimensions, layout (0: whole), offset and
+bytes of the payload, the shape, and the shape of the whole tensor, which is the same."""
 
 _MAGIC: Final = b"NOOM"
 _VERSION: Final = 1
@@ -35,25 +35,25 @@ _DTYPES: Final = (
     "float32", "float64", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",
     "bool", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
 )  # fmt: skip
-"""Mooncake's numbers for them: their places here."""
+"""The dtypes, in the order of Mooncake's numbers for them."""
 
 _ELEMENT: Final = {
     "keys": "key", "base_keys": "key", "tensors_list": "tensor", "buffer_ptrs": "buffer_ptr",
     "sizes": "size", "parallelisms": "parallelism", "writer_partitions": "writer_partition",
     "targets": "target",
 }  # fmt: skip
-"""Of a parameter that is a list: the parameter that is one element of it."""
+"""By name of a parameter that is a list: the name of the parameter for one element."""
 
 Configured = ReplicateConfig | None
 
 
 def encoded(tensor: Any) -> Storable | Code:
-    """Header and payload; the payload aliases a tensor that is contiguous and on the CPU."""
+    """Header and payload of a tensor. The payload of a contiguous tensor on the CPU aliases it."""
     if not _is_tensor(tensor):
         return Code.INVALID_PARAMS
     try:
         parts = encode(tensor).parts
-    except KVStoreError:  # a sparse one, say
+    except KVStoreError:  # for example a sparse tensor
         return Code.INVALID_PARAMS
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in _DTYPES or tensor.ndim > _DIMENSIONS_MAX:
@@ -67,7 +67,7 @@ def encoded(tensor: Any) -> Storable | Code:
 
 
 def decoded(data: memoryview) -> torch.Tensor | None:
-    """The tensor whose header and payload these are, over the same memory; None: they are none."""
+    """The tensor that ``data`` encodes, over the same memory; None: ``data`` encodes none."""
     import torch
 
     if len(data) < _HEADER.size:
@@ -83,14 +83,14 @@ def decoded(data: memoryview) -> torch.Tensor | None:
     if not size:
         try:
             return torch.empty(shape, dtype=dtype, device="cpu")
-        except RuntimeError:  # 0 times more than there can be
+        except RuntimeError:  # no bytes, but its other dimensions overflow
             return None
     return torch.frombuffer(data, dtype=dtype, offset=start).reshape(shape)
 
 
 def _of_one(batch: Callable[..., list[Any]]) -> Callable[..., Any]:
-    """The method for one key, made from a method for many: a parameter that is a list there is one
-    element here, under its name in the singular."""
+    """Makes the method for one key from the method for many keys. Each list among its parameters
+    becomes one element, with the name in the singular."""
     many = inspect.signature(batch)
     one = many.replace(
         parameters=[each.replace(name=_ELEMENT.get(name, name), annotation=Any)
@@ -111,12 +111,12 @@ def _of_one(batch: Callable[..., list[Any]]) -> Callable[..., Any]:
 
 
 class Tensors:
-    """The methods of a store that put and get tensors, over its ``_objects``. Each method for many
-    keys has one for a single key, which is made from it.
+    """The store's methods that put and get tensors, with its ``_objects``. From each method for
+    many keys, ``_of_one`` makes one for a single key.
 
-    Tensors are put from any device, copied before the call returns, and got in CPU memory. Dtypes
-    and shapes that the header has no place for are INVALID_PARAMS. ``put`` keeps what is there,
-    ``upsert`` replaces it; ``pub`` is ``put`` with a configuration.
+    A put takes a tensor on any device, and copies it before it returns; a get returns it in CPU
+    memory. Dtypes and shapes that the header cannot describe are INVALID_PARAMS. ``put`` keeps an
+    existing value, ``upsert`` replaces it; ``pub`` is ``put`` with a configuration.
     """
 
     _objects: Objects
@@ -172,8 +172,8 @@ class Tensors:
     def batch_get_tensor_into(
         self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]
     ) -> list[Any]:
-        """Per key a tensor over registered memory, which holds its header too; None as
-        ``batch_get_tensor``; only codes, if the lists differ in length."""
+        """Per key a tensor over registered memory, which also holds the header; or None as for
+        ``batch_get_tensor``. Only codes if the lists differ in length."""
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [Code.INVALID_PARAMS] * len(keys)
         memories = self._objects.memories_of(buffer_ptrs, sizes)
@@ -186,7 +186,7 @@ class Tensors:
     get_tensor = _of_one(batch_get_tensor)
     get_tensor_into = _of_one(batch_get_tensor_into)
 
-    # --- slices: of rank R of key K under K_tp_R ----------------------------------------------
+    # --- slices: the one of rank R of key K has the key K_tp_R ---------------------------------
 
     def batch_put_tensor_with_tp(
         self,
@@ -209,8 +209,8 @@ class Tensors:
         tp_size: int = 1,
         split_dim: int = 0,
     ) -> list[int]:
-        """Puts the slices of all ranks, whatever ``tp_rank`` is; per tensor 0 or a code:
-        INVALID_PARAMS for one that ``tp_size`` does not divide."""
+        """Puts the slices of all ranks, whatever ``tp_rank`` is. Returns per tensor 0 or a code:
+        INVALID_PARAMS if dimension ``split_dim`` is not a multiple of ``tp_size``."""
         del tp_rank
         if len(base_keys) != len(tensors_list):
             return [Code.INVALID_PARAMS] * len(base_keys)
@@ -233,7 +233,7 @@ class Tensors:
         tp_size: int = 1,
         split_dim: int = 0,
     ) -> list[int]:
-        """As ``batch_put_tensor_with_tp``, of whole tensors in registered memory."""
+        """As ``batch_put_tensor_with_tp``, for whole tensors in registered memory."""
         tensors = [_tensor_in(each) for each in self._objects.memories_of(buffer_ptrs, sizes)]
         return self.batch_put_tensor_with_tp(base_keys, tensors, tp_rank, tp_size, split_dim)
 
@@ -263,7 +263,7 @@ class Tensors:
     get_tensor_with_tp = _of_one(batch_get_tensor_with_tp)
     get_tensor_with_tp_into = _of_one(batch_get_tensor_with_tp_into)
 
-    # --- by a description of its parallelism: whole tensors only; parts are INVALID_PARAMS, or None
+    # --- with parallelism: whole tensors only; for parts, puts are INVALID_PARAMS and gets None
 
     def batch_put_tensor_with_parallelism(
         self,
@@ -340,7 +340,7 @@ class Tensors:
 
 
 def _in_parts(*given: Any) -> bool:
-    """Whether one of these describes a part of a tensor, or a list of them has one that does."""
+    """Whether one of these, or an element of one that is a list, describes a part of a tensor."""
     return any(
         any(part is not None for part in each)
         if isinstance(each, list | tuple)
@@ -350,19 +350,19 @@ def _in_parts(*given: Any) -> bool:
 
 
 def _is_tensor(value: object) -> bool:
-    """Of torch, also where torch is not installed."""
+    """Whether this is a tensor of torch. Does not need torch."""
     return type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "dtype")
 
 
 def _tensor_in(memory: Found, size: int | None = None) -> torch.Tensor | None:
-    """The tensor in the first ``size`` bytes of memory that was one address."""
+    """The tensor in the first ``size`` bytes of memory at one address; None: there is none."""
     if isinstance(memory, Code) or len(memory) != 1:
         return None
     return decoded(memory[0][:size])
 
 
 def _slices(tensor: Any, count: int, dim: int) -> Sequence[Any]:
-    """Equal parts along a dimension; none: they would not be equal."""
+    """Equal parts of a tensor along a dimension; empty: the parts would not be equal."""
     if count <= 1:
         return [tensor]
     if not _is_tensor(tensor) or not 0 <= dim < tensor.ndim or tensor.shape[dim] % count:

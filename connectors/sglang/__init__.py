@@ -1,4 +1,4 @@
-"""A storage back-end of SGLang's HiCache: host pages in this store (``docs/engines/sglang.md``).
+"""A storage back-end of SGLang's HiCache: keeps host pages in a store (docs/engines/sglang.md).
 
     --enable-hierarchical-cache --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"backend_name": "kvstore",
@@ -7,7 +7,7 @@
 
 * ``backend.py``: ``KVStoreHiCache``, which SGLang calls
 * ``pools.py``: the pages of a host pool as memory
-* ``identity.py``: whose pages mean the same
+* ``identity.py``: the description of an engine, from which namespaces follow
 """
 
 from kvstore.connectors.sglang.backend import KVStoreHiCache

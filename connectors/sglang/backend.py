@@ -1,15 +1,15 @@
 """``KVStoreHiCache``, the class that SGLang's cache controller calls.
 
-The controller's threads call it and wait: one asks which pages are stored (``batch_exists``), one
-reads pages (``batch_get``), one writes them (``batch_set``). The guard's deadline bounds each call.
-A call is a miss if the store is down, slow or full, or if an argument is wrong. Only the
-constructor, the registration of pools and ``clear`` raise, because their callers tell the user.
+The controller's threads call its methods and wait: one thread asks which pages are stored
+(``batch_exists``), one reads pages (``batch_get``), one writes them (``batch_set``). The guard's
+deadline bounds each call. A call is a miss if the store is down, slow or full, or if an argument is
+wrong. Only the constructor, the registration of pools and ``clear`` raise: callers tell the user.
 
 ``batch_exists`` leases the pages that it finds, so that the read after it finds them.
 
 An object is one page of one pool. Its key is the page's hash, its parent is the page before it.
-Keys of side pools (SWA, states of Mamba layers, indexers) end with the pool's name. A side pool
-that is needed only at the end of a prefix has its pages below those of the full attention.
+Keys of side pools (SWA, states of Mamba layers, indexers) end with the pool's name. If a prefix
+needs only the last pages of a side pool, the parent of the first is a page of the full attention.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OF_SGLANG: Final = frozenset((
 """Names that SGLang itself reads in the extra configuration; the others are a client's settings."""
 
 _FLAT: Final = ".flat"
-"""The end of the key of a page that SGLang hands over as one tensor (without ``interface_v1``)."""
+"""How the key of a page ends that SGLang hands over as one tensor (without ``interface_v1``)."""
 
 _THERE: Final = (PutOutcome.STORED, PutOutcome.FOUND, PutOutcome.BEING_WRITTEN)
 
@@ -88,7 +88,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             storage_config: ``extra_config`` holds settings of a client (``master``, ``cluster``,
                 ``replicas``, ``transports``, ``timeout_ms`` ...), and ``model_id``: the operator's
                 name for the weights, which replaces the digest of their files.
-            kwargs: of SGLang's factory, which hands over none today.
+            kwargs: more arguments of SGLang's factory, which passes none at present.
 
         Raises:
             ConfigError: an unknown or wrong setting.
@@ -114,7 +114,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     # --- pools --------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Registers the pool of the full attention, and announces this engine to the fleet.
+        """Registers the pool of the full attention. The first rank announces the engine.
 
         Raises:
             ConfigError: a layout whose pages cannot be stored.
@@ -132,13 +132,13 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         )  # fmt: skip
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """Registers a side pool. The pool of the full attention comes first; same errors."""
+        """Registers a side pool, after the pool of the full attention. Raises the same errors."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name == PoolName.KV:
             return
         pages = PoolPages(host_pool, self._guard.client)
-        # States of Mamba layers, and K and V by heads, differ between ranks, also where all ranks
-        # have the same pages of the full attention. SGLang's controller decides in the same way.
+        # States of Mamba layers, and K and V by heads, differ between ranks, even if all ranks have
+        # the same pages of the full attention. SGLang's controller decides in the same way.
         replicated = (
             self._config.is_mla_model
             and host_pool_name != PoolName.MAMBA
@@ -154,7 +154,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
         """The number of leading pages that are stored. They are leased."""
-        del extra_info  # pages count whether or not those before them are stored
+        del extra_info  # its prefix keys: a page counts whether or not those before it are stored
         return self._answer(lambda: self._leading(Deadline(self._guard), keys), 0)
 
     def batch_exists_v2(
@@ -163,7 +163,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """The prefixes that all pools can serve. Pages that were found are leased."""
+        """The prefixes that all pools can serve. Pages that are found are leased."""
         del extra_info
         return self._answer(
             lambda: self._restorable(Deadline(self._guard), keys, pool_transfers or []),
@@ -207,7 +207,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 able = _windows(found, max(1, len(transfer.keys or ())))
             else:
-                continue  # BLOCK_GROUPS is another form of the full pages, and decides nothing
+                continue  # BLOCK_GROUPS: the full pages in another form, which limit nothing
             if able:
                 hits[transfer.name] = max(able)
             ends &= able
@@ -382,7 +382,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:  # no page of this pool before them
             if full.pages.size and pool.part == full.part and self._zero_copy:
                 parent = keys[0] + full.suffix
-        # SGLang does not say what is before them without hicache_storage_pass_prefix_keys.
+        # SGLang names the pages before these only with hicache_storage_pass_prefix_keys.
         elif extra_info is not None and extra_info.prefix_keys:
             parent = extra_info.prefix_keys[-1] + pool.suffix
         sources = pool.pages.sources(transfer.host_indices, len(keys))
@@ -439,11 +439,11 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     # --- identity -----------------------------------------------------------------------------
 
     def _namespace(self, part: str) -> str:
-        """Where the calling thread's pages are, by the weights that computed them.
+        """The namespace of the calling thread's pages, by the weights that computed them.
 
         SGLang can replace its weights while this back-end is attached. It then flushes its caches,
         which ends the controller's threads and starts new ones. A thread that has seen the weights
-        change may still have pages of the old ones, so its calls are misses.
+        change may still hold pages of the old weights, so its calls are misses.
 
         Raises:
             KVStoreError: the weights have changed.
@@ -481,13 +481,13 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             log.warning("call_refused reason=%s", error)
         except KVStoreError as error:
             log.debug("miss reason=%s", error)
-        except Exception:  # would end SGLang's operation, and in older releases its thread
+        except Exception:  # it would end SGLang's operation, and in older releases its thread
             log.exception("call_failed")
         return miss
 
 
 class _Figures:
-    """Collects the figures of ``get_stats``. Threads: any."""
+    """Collects the numbers of ``get_stats``. Threads: any."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()

@@ -1,8 +1,8 @@
-"""Describes an engine, so that only engines whose pages have the same bytes share them.
+"""Describes an engine, so that two engines share pages only if equal keys mean equal bytes.
 
 A page's key is a hash of its tokens and all tokens before it, of the LoRA adapter and the cache
-salt, but not of the model. The description has all else on which the bytes depend; each namespace
-contains its fingerprint.
+salt, but not of the model. The description covers everything else on which the bytes depend; each
+namespace contains its fingerprint.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def describe(
     model_id: str,
     zero_copy: bool,
 ) -> dict[str, Any]:
-    """All on which the bytes of pages depend, except the rank, as JSON values.
+    """Everything on which the bytes of pages depend, except the rank, as JSON values.
 
     Args:
-        pages: of the pool of the full attention, which every engine has.
+        pages: the pages of the pool of the full attention, which every engine has.
         model_id: the operator's name for the weights; "": use the digest of their files.
         zero_copy: whether SGLang hands over buffers (``interface_v1``) or copies of whole pages.
 

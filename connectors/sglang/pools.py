@@ -2,8 +2,8 @@
 
 A page is one object. Its bytes are those of the buffers that the pool names for it
 (``get_page_buffer_meta``), one after the other: K and V, or one buffer per layer, or the states of
-Mamba layers. Nothing rearranges them, so only pools of the same geometry share pages. A pool that
-refuses zero-copy hands over copies of whole pages.
+Mamba layers. They are not rearranged, so only pools of the same geometry share pages. A pool that
+does not support zero-copy hands over copies of whole pages.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class Targets(NamedTuple):
 
 
 class PoolPages:
-    """The pages of one pool. Registers the pool's memory with the client, and once more in the
-    child of a fork. Threads: any."""
+    """The pages of one pool. Registers the pool's memory with the client, and again in the child
+    of a fork. Threads: any."""
 
     def __init__(self, pool: Any, client: Client) -> None:
         """
         Raises:
             ConfigError: the pool hands over neither buffers nor copies.
-            InvalidArgumentError, TransferEngineError: its memory cannot be registered.
+            InvalidArgumentError, TransferEngineError: the pool's memory cannot be registered.
         """
         self._pool = pool
         self._client = client
         self._registering = threading.Lock()
         self._process = 0
         self.tokens = int(getattr(pool, "logical_page_size", 0) or pool.page_size or 1)
-        """Tokens of a page, which as many indices name."""
+        """Tokens per page; SGLang names a page by as many indices."""
         self._is_flat = False
         sizes = self._survey()
         self.size = sum(sizes)
@@ -92,7 +92,7 @@ class PoolPages:
         """The bytes of ``count`` pages, in the pool's own memory or copied.
 
         Raises:
-            InvalidArgumentError: the pages have another number of indices.
+            InvalidArgumentError: ``indices`` does not have ``count`` times ``tokens`` elements.
         """
         indices = self._checked(indices, count)
         if not self._is_flat:
@@ -140,7 +140,7 @@ class PoolPages:
             self._process = os.getpid()
 
     def _is_registered(self, start: int, size: int) -> bool:
-        """Whether another pool has registered this memory, which pools may share."""
+        """Whether this memory is registered already: pools may share memory."""
         try:
             self._client.memory_at(start, size)
         except InvalidArgumentError:
@@ -160,7 +160,7 @@ def _memory_of(pool: Any) -> list[tuple[int, int]]:
 
 
 def _flattened(values: Sequence[Any]) -> list[int]:
-    """One list of all values; some pools have a list per page."""
+    """All values in one list; some pools return a list per page."""
     if values and isinstance(values[0], Sequence):
         return [each for some in values for each in some]
     return list(values)

@@ -17,7 +17,7 @@ vLLM creates one connector in the engine core (*scheduler* role: it decides) and
 Each worker stores its part of a block under ``vllm/<fingerprint>/g<group>/p<stage>t<rank>``; a
 prefix is a hit when every part of every group is there. A reference count in vLLM's block pool pins
 blocks until every worker has reported. On a GPU the worker marks the compute stream twice in a
-step: before the forward pass for loads, after it for saves; only the client waits for the marks.
+step: before the forward pass for loads, after it for saves. Only the client waits for the marks.
 """
 
 from kvstore.connectors.vllm.connector import KVStoreConnector, MooncakeStoreConnector

@@ -1,5 +1,5 @@
-"""The class that vLLM calls; it passes calls to this process's side. See
-``kvstore.connectors.vllm``."""
+"""The class that vLLM calls. It passes each call to the side that this process has: the scheduler
+side in the engine core, the worker side in a worker. See ``kvstore.connectors.vllm``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """A wish rather than a requirement: see ``layout``."""
+        """The order that the connector wishes for, but does not require: see ``layout``."""
         return wanted_layout(vllm_config)
 
     @property
@@ -142,8 +142,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Returns that the request's blocks may be freed: blocks being saved have a reference of
-        their own."""
+        """Returns False, so that vLLM frees the request's blocks at once (blocks being saved have a
+        reference of their own), and the parameters to return with the request."""
         self._scheduler_side.finished(request.request_id)
         return False, self._decisions.finished(request)
 
@@ -193,13 +193,13 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return identify(hello, worker, self._vllm_config, self._adapters)
 
     def adapters(self, worker: Any) -> dict[int, dict[int, str]]:
-        """By rank: digests of the loaded adapters."""
+        """Digests of this worker's loaded adapters, by its rank."""
         assert self._adapters is not None, "hello comes first"
         return {worker.rank: self._adapters.digests()}
 
     def unregister_kv_caches(self) -> None:
-        """Called before the memory of the cache is unmapped, for sleep: no transfer is under way
-        when this returns, and none begins before ``restore_kv_caches``."""
+        """Called before vLLM unmaps the memory of the cache to sleep. No transfer is under way when
+        this returns, and none begins before ``restore_kv_caches``."""
         if self._worker is not None:
             self._worker.suspend()
 
@@ -223,9 +223,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return orders
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Called before the step's forward pass is queued: in both model runners, with and without
-        asynchronous scheduling. ``start_load_kv`` is too late for the moment that loads wait for:
-        for loads that no request of the step needs, vLLM calls it afterwards."""
+        """Called before the step's forward pass is queued, in both model runners, with and without
+        asynchronous scheduling. This marks the moment that loads wait for. ``start_load_kv`` would
+        be too late: for loads that no request of the step needs, vLLM calls it afterwards."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.begin(self._orders())
@@ -297,12 +297,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 class MooncakeStoreConnector(KVStoreConnector):
-    """``KVStoreConnector`` under the name of vLLM's own connector: a deployment changes one
-    line."""
+    """``KVStoreConnector`` under the name of vLLM's own connector, so that a deployment needs to
+    change only one line."""
 
 
 def _check_name(kind: type) -> None:
-    """Raises ConfigError if vLLM would take this connector for its own."""
+    """Raises ConfigError if vLLM would confuse this connector with its own."""
     if kind.__name__ == "KVStoreConnector":
         return
     if is_part_of_several():
@@ -314,8 +314,8 @@ def _check_name(kind: type) -> None:
 
 
 def _on_worker(worker: Any, options: dict[str, Any], method: str) -> Any:
-    """Calls a method of the worker's connector that has these options: a worker may have several
-    connectors."""
+    """Calls a method of the worker's connector that has these options. The options identify it,
+    because a worker may have several connectors."""
     found = get_kv_transfer_group()
     for each in getattr(found, "sub_connectors", [found]):
         if isinstance(each, KVStoreConnector) and each.options == options:

@@ -1,12 +1,12 @@
-"""Access to the engine core around the scheduler side, where vLLM's contract has no hook.
+"""Access to the engine core, for what vLLM's connector interface has no hook.
 
-    what changes the weights        calls to the workers, besides those of each step
-    what the weights are            asked of the workers, between two steps
-    a prefix cache that is reset    blocks that are pinned, loaded into, or not freed yet because a
-                                    step is under way, must be free before
+* ``Core.watch``: calls to the workers, other than those of each step, may change the weights.
+* ``Core.ask``: between two steps, the workers are asked what their weights are.
+* ``before_reset``, ``Core.free_waiting``: before vLLM resets its prefix cache, blocks that are
+  pinned, being loaded, or not freed yet because a step is under way, must become free.
 
 vLLM creates the connector while it creates the engine core, so the core is found among the callers.
-Two methods of its objects are wrapped; they still do what they did.
+``watch`` and ``before_reset`` wrap one method each, which still does what it did.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Core:
 
     @classmethod
     def above(cls) -> Self | None:
-        """The core that is creating this connector; None: another caller is, such as a test."""
+        """The core that is creating this connector; None: no core is, for example in a test."""
         for caller in callers():
             if hasattr(caller, "model_executor") and hasattr(caller, "collective_rpc"):
                 return cls(caller)
@@ -68,12 +68,12 @@ class Core:
         return None if core is None else getattr(core, "scheduler", None)
 
     def free_waiting(self, loading: frozenset[str]) -> None:
-        """Frees the blocks of all requests that do not run: they begin anew. vLLM itself does so
-        for running requests, but cannot do so for loaded ones.
+        """Frees the blocks of all requests that do not run, so that these begin anew. vLLM itself
+        does so for running requests, but cannot do so for loaded ones.
 
         Args:
-            loading: requests whose load has ended on each worker, but may not be reported yet. For
-                vLLM the load ends with that report, as a failed one.
+            loading: requests whose load has ended on each worker, but may not be reported yet. To
+                vLLM the report will look like that of a failed load.
         """
         scheduler = self._scheduler
         for request in list(scheduler.requests.values()):
@@ -91,7 +91,7 @@ class Core:
                 request.num_computed_tokens = 0
                 if is_remote:
                     scheduler.failed_recving_kv_req_ids.add(name)
-        if scheduler.deferred_frees:  # wait for the steps that may write to those blocks
+        if scheduler.deferred_frees:  # steps under way may still write to those blocks
             self._call("synchronize_device")
             pool = scheduler.kv_cache_manager.block_pool
             while scheduler.deferred_frees:

@@ -61,12 +61,12 @@ class Tracked:
     """Whether some of its blocks were computed with weights that have been replaced."""
     salt: bytes = b""
     salted: list[bytes] = field(default_factory=list)
-    """Keys of its hash blocks, if an adapter is part of the keys."""
+    """The keys of its hash blocks, salted, if the request uses an adapter."""
 
 
 @dataclass
 class PinnedBlocks:
-    """Blocks of one save, which vLLM may not reuse meanwhile."""
+    """The blocks of one save, which vLLM may not reuse until it has ended."""
 
     request_id: str
     block_ids: list[int]
@@ -74,15 +74,15 @@ class PinnedBlocks:
     runs: list[Run]
     stored: bool = True
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    """Token ids of each run, for events."""
+    """Token ids by index of the run, for events."""
     lora: str | None = None
     plain: dict[bytes, bytes] = field(default_factory=dict)
-    """vLLM's hashes, by key, of keys that are different from them; for events."""
+    """vLLM's hash for each salted key, which differs from the hash; for events."""
     fingerprint: str = ""
 
 
 class Decisions:
-    """See the module. For the scheduler's thread only."""
+    """The decisions about all requests of one engine. For the scheduler's thread only."""
 
     def __init__(
         self,
@@ -98,12 +98,12 @@ class Decisions:
     ) -> None:
         """
         Args:
-            identity: without a fingerprint no block is loaded or saved.
-            loads, saves: as the role says (``kv_consumer``, ``kv_producer``).
+            identity: while it has no fingerprint, no block is loaded or saved.
+            loads, saves: whether this engine loads (``kv_consumer``) and saves (``kv_producer``).
             workers: how many workers report each save.
         """
         self.salt: Callable[[Request], bytes | None] = lambda _: b""
-        """The salt that this request's keys contain besides vLLM's hash; None: not known."""
+        """The salt that a request's keys contain besides vLLM's hash; None: not known."""
         self.counters: dict[str, int] = {}
         self._config = config
         self._groups = groups
@@ -133,8 +133,8 @@ class Decisions:
                 self._want(request, hashes)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """As ``get_num_new_matched_tokens``: tokens beyond those ``computed`` here that can be
-        loaded, in the background; None: not known yet."""
+        """The answer to vLLM's ``get_num_new_matched_tokens``: how many tokens beyond the
+        ``computed`` ones can be loaded (None: not known yet), and whether in the background."""
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         tracked.external_tokens = 0
         if not self._may_load(request):
@@ -195,7 +195,7 @@ class Decisions:
         )
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, tokens: int) -> None:
-        """As ``update_state_after_alloc``: ``tokens`` are to be loaded into these blocks."""
+        """Handles ``update_state_after_alloc``: ``tokens`` are to be loaded into these blocks."""
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         if tracked.missed:
             self._count("missed_tokens", tracked.missed)
@@ -220,7 +220,7 @@ class Decisions:
     # --- every step ---------------------------------------------------------------------------
 
     def orders(self, output: SchedulerOutput) -> Orders:
-        """As ``build_connector_meta``."""
+        """The answer to vLLM's ``build_connector_meta``: the orders of this step."""
         self._lookups.new_step()
         orders = Orders(self._identity.fingerprint, self._loads)
         self._loads = []
@@ -264,8 +264,8 @@ class Decisions:
                 yield self._pin(tracked.request, runs)
 
     def _note_holes(self, tracked: Tracked, table: Sequence[Sequence[int]], tokens: int) -> None:
-        """Notes blocks that a window passed before they were saved: no engine is told to wait for
-        the tokens after them."""
+        """Notes blocks that a sliding window passed before they were saved. Engines must not be
+        told to wait for the tokens after them."""
         for group, size in self._groups.block_tokens.items():
             first = tracked.saved.get(group, 0)
             if NULL_BLOCK in table[group][first : tokens // size]:
@@ -274,8 +274,8 @@ class Decisions:
                 tracked.promised = hole if known is None else min(known, hole)
 
     def _is_news(self, tracked: Tracked, tokens: int) -> bool:
-        """Whether some group has a block of these tokens that is not saved; in most steps this is
-        false for most requests."""
+        """Whether a block of these tokens is not saved in some group. In most steps this is false
+        for most requests."""
         sizes = self._groups.block_tokens.items()
         return any(tokens // size > tracked.saved.get(group, 0) for group, size in sizes)
 
@@ -314,7 +314,7 @@ class Decisions:
         ) * scheduler_block
 
     def _pin(self, request: Request, runs: list[Run]) -> Save:
-        """Takes a reference of each block, so that vLLM does not reuse it before it is saved."""
+        """Takes a reference to each block, so that vLLM does not reuse it before it is saved."""
         pool = self._pool
         assert pool is not None, "bind_block_pool comes first"
         block_ids = list(dict.fromkeys(each for run in runs for each in run.block_ids))
@@ -371,7 +371,7 @@ class Decisions:
         pool.free_blocks(pool.blocks[block_id] for block_id in reversed(block_ids))
 
     def _save_failed(self, pinned: PinnedBlocks) -> None:
-        """Marks the blocks to be saved again with the next ones: a lookup stops at a hole."""
+        """Lets the next save include these blocks again, because a lookup stops at a hole."""
         self._count("saves_failed")
         tracked = self._tracked.get(pinned.request_id)
         if tracked is not None:
@@ -380,7 +380,7 @@ class Decisions:
                 tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
 
     def _load_failed(self, request_id: str, good_tokens: int) -> None:
-        """Limits what vLLM is told for this request from now on to the tokens that were loaded."""
+        """Limits later answers for this request to the tokens that were loaded."""
         self._count("loads_failed")
         tracked = self._tracked.get(request_id)
         if tracked is None:
@@ -421,8 +421,8 @@ class Decisions:
         return self._pinned_blocks
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """The parameters returned with the request: how many of its tokens the store has, or will
-        have."""
+        """The parameters to return with the request, which say how many of its tokens the store
+        has, or will have; None: no tokens."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._does_save:
             return None
@@ -433,13 +433,13 @@ class Decisions:
         return {"stored_tokens": self._groups.aligned(tokens)} if tokens else None
 
     def moved(self) -> None:
-        """Called when new blocks have another fingerprint: blocks that were computed before are
-        neither saved nor found again, not even by this engine."""
+        """Called when the engine has a new fingerprint. Blocks that were computed before are
+        neither saved nor found again, not even in vLLM's own cache."""
         self.reset()
         self._outdate(list(self._tracked.values()))
 
     def adapters_changed(self, ids: set[int]) -> None:
-        """Called when these ids have different adapters now."""
+        """Called when these adapter ids stand for different adapters than before."""
         self._outdate(
             [
                 each
@@ -462,7 +462,7 @@ class Decisions:
             self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
 
     def reset(self) -> None:
-        """Called when the store was cleared: forgets which blocks it has."""
+        """Called when the store was cleared. Forgets which blocks the store had."""
         self._lookups.clear()
         for tracked in self._tracked.values():
             tracked.saved = {}

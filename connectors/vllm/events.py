@@ -1,12 +1,12 @@
 """KV events: which blocks of this engine the store holds, and which it has lost.
 
 The connector reports a block as stored when every worker has stored it, and as removed when the
-store answers that some worker's part is gone. When it asks:
+store answers that some worker's part is gone. Asking the store about blocks is an *audit*:
 
-* While it hears the store's own events: about a block once after it was reported, and once after an
-  event says that a part of it is gone; about all blocks after events were missed. An event only
-  says what to ask about, because another put may have overtaken it.
-* Otherwise: about all blocks, again and again, a few thousand every 5 s.
+* While the connector hears the store's own events, it audits a block once after it was reported,
+  and once after an event that a part of it is gone; and all blocks after events were missed. An
+  event alone is no proof that a block is gone, because a later put may have stored it again.
+* Otherwise it audits all blocks, again and again, a few thousand every 5 s.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ AUDIT_KEYS: Final = 4_096
 """Keys per audit: two milliseconds of the master's time."""
 
 AUDIT_EVERY_S: Final = 5.0
-"""Between two audits, while no event says what to ask about."""
+"""Pause between two audits while no events are heard."""
 
 AUDIT_SOON_S: Final = 0.05
 AUDIT_FULL_S: Final = 1.0
-"""While events say it: after an audit of one block, and after one of ``AUDIT_KEYS``; in proportion
-in between."""
+"""Pause while events are heard: ``AUDIT_FULL_S`` after an audit of ``AUDIT_KEYS`` blocks, less in
+proportion after fewer, at least ``AUDIT_SOON_S``."""
 
 TOLD_MAX: Final = 1_000_000
-"""Reported blocks that are remembered."""
+"""Reported blocks that are remembered. The others are never reported as removed."""
 
 
 Block = tuple[int, bytes]
@@ -70,9 +70,9 @@ class BlockEvents:
         self, runs: Sequence[Run], tokens: dict[int, list[int]], lora: str | None,
         plain: Mapping[bytes, bytes] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """
-        Args:
-            plain: vLLM's hashes, by key, of keys that are different from them.
+        """Reports blocks that every worker has stored.
+
+        ``plain``: vLLM's hash for each key that differs from it.
         """
         if not self.wanted:
             return
@@ -96,23 +96,23 @@ class BlockEvents:
             (self._sure or self._unsure).popitem(last=False)
 
     def suspect(self, blocks: Iterable[Block]) -> None:
-        """These may have gone. Ignores those that were not reported."""
+        """Marks blocks that may have gone, to audit them. Ignores blocks that were not reported."""
         for block in blocks:
             if (block_hash := self._sure.pop(block, None)) is not None:
                 self._unsure[block] = block_hash
 
     def suspect_all(self) -> None:
-        """Any block may have gone: events were missed."""
+        """Marks all blocks, to audit them: events were missed, so any block may have gone."""
         few, many = sorted((self._sure, self._unsure), key=len)
         many.update(few)
         few.clear()
         self._sure, self._unsure = few, many
 
     def to_audit(self, now: float, *, listening: bool = False) -> list[Block]:
-        """The blocks to audit now. Tell the outcome by ``gone``; without one, ``suspect`` them.
+        """The blocks to audit now. After the audit call ``gone``; if it failed, ``suspect``.
 
         Args:
-            listening: whether events say what to suspect, so that only this needs an audit.
+            listening: whether events are heard, so that only suspect blocks need an audit.
         """
         pause = AUDIT_EVERY_S
         if listening:
@@ -129,8 +129,8 @@ class BlockEvents:
         return chosen
 
     def gone(self, blocks: Sequence[Block]) -> None:
-        """Reports audited blocks that the store has lost; but none that was stored again, or became
-        suspect, since the audit began."""
+        """Reports audited blocks that the store has lost, except those that were stored again, or
+        became suspect, since the audit began."""
         from vllm.distributed.kv_events import BlockRemoved
 
         by_group: dict[int, list[bytes]] = {}

@@ -1,9 +1,9 @@
-"""Describes an engine, to decide which engines may share blocks: those whose bytes mean the same.
+"""Describes an engine, so that two engines share blocks only if equal keys mean equal bytes.
 
 A block's hash covers its tokens and nothing else: not the model, its weights, dtypes, layout or
 parallelism. This module describes all of these, from the configuration and from the workers' view
 of the live model (``weights``). The fingerprint of the description is part of every namespace, so
-engines that differ in any of it never see each other's blocks.
+engines whose descriptions differ never see each other's blocks.
 ``kvstore.connectors.engine.fleet`` makes such a difference visible.
 """
 
@@ -31,7 +31,7 @@ PACKING: Final = ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_KV_CACHE_LAYOUT")
 
 
 def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
-    """All settings on which bytes and hashes depend, as plain JSON values."""
+    """All settings on which the bytes and hashes of blocks depend, as plain JSON values."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     return {
@@ -86,8 +86,8 @@ def identified(
 def none_hash(algorithm: str) -> str:
     """The hash that precedes the first block, as hexadecimal digits.
 
-    vLLM computes it in the same way, after it has created the connector. If it is random, it is
-    different in each engine, and so is this one: no two engines can share a block.
+    vLLM computes its own in the same way, but only after it has created the connector. If vLLM's is
+    random, it differs between engines, and so does this one: no two engines can share a block.
     """
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
@@ -99,14 +99,14 @@ def none_hash(algorithm: str) -> str:
 
 
 def fingerprint(description: Mapping[str, Any], workers: Sequence[WorkerIdentity]) -> str:
-    """32 hexadecimal digits."""
+    """The fingerprint of an engine: 32 hexadecimal digits."""
     layouts = sorted({(hello.part, hello.layout) for hello in workers})
     return digest({**description, "layouts": layouts})[:32]
 
 
 def weights_id(vllm_config: VllmConfig) -> str:
-    """The origin of weights: for files a digest of their content, wherever they are; otherwise name
-    and commit.
+    """Where the weights come from: for files a digest of their content, whatever their path;
+    otherwise the model's name and commit.
 
     Used for weights that cannot be read in memory; see ``weights``.
     """
@@ -122,14 +122,14 @@ def weights_id(vllm_config: VllmConfig) -> str:
 
 
 def models_of(vllm_config: VllmConfig) -> tuple[str, ...]:
-    """The names that the model is served by, or that of the model."""
+    """The names under which the engine serves its model; by default the model's own name."""
     model = vllm_config.model_config
     served = model.served_model_name
     return tuple(served) if isinstance(served, list | tuple) else (served or model.model,)
 
 
 def hash_warnings(description: Mapping[str, Any]) -> list[str]:
-    """Warnings of settings that keep engines of one fleet from computing the same hashes."""
+    """Warnings about settings that keep engines of a fleet from computing the same hashes."""
     algorithm = str(description.get("hash_algorithm"))
     warnings = []
     if _is_random(algorithm):

@@ -1,11 +1,11 @@
-"""Who this engine is, for the connector and for the tier: what its workers say, as one fingerprint.
+"""Computes this engine's fingerprint from what its workers say, for the connector and the tier.
 
     outdated ── the workers say what their weights are ──► known: used, and announced
        ▲                                                    │
        └── a call to the workers, or a reset of the caches ─┘        off: for a reason that stays
 
-A fingerprint that differs from the last one is used from ``move`` on: the owner decides whether
-what the engine holds allows it.
+A new fingerprint is used only after a call of ``move``: the owner of the identity decides whether
+the blocks that the engine holds allow it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ NO_PREFIX_CACHING: Final = (
 
 
 class Identity:
-    """See the module. Threads: the scheduler's, but for ``fingerprint``."""
+    """See the module. For the scheduler's thread; any thread may read ``fingerprint``."""
 
     def __init__(
         self, client: Client, core: Core | None, engine: Record, *, model_id: str, what: str
     ) -> None:
         """
         Args:
-            engine: its fleet record, without what the workers say.
+            engine: this engine's fleet record, without the fields that depend on the workers.
             model_id: the operator's name for the weights; "": use their digest.
-            what: is loaded and saved, for the log.
+            what: the word for what is loaded and saved, in the log: blocks or chunks.
         """
         self.fingerprint = ""
-        """The current fingerprint; "": not known, and then nothing is loaded or saved."""
+        """The current fingerprint; "": not known, so that nothing is loaded or saved."""
         self.last = ""
-        """The one that was used last."""
+        """The fingerprint that was used last; "": none so far."""
         self.is_outdated = True
-        """Whether the workers have to be asked."""
+        """Whether the workers have to be asked for their weights."""
         self.is_off = False
         self.announcer = Announcer(client, log, every_s=ANNOUNCE_EVERY_S)
         self._core = core
@@ -74,8 +74,8 @@ class Identity:
     def ask(
         self, function: Callable[..., WorkerIdentity | None], *arguments: object
     ) -> list[WorkerIdentity]:
-        """What the workers say of themselves, between two steps; see ``Core.ask``. Switches this
-        engine off if that does not tell their weights."""
+        """Asks the workers for their identities, between two steps; see ``Core.ask``. Switches this
+        engine off if their weights cannot be identified."""
         assert self._core is not None
         hellos = [each for each in self._core.ask(function, *arguments) if each]
         self.is_outdated = False
@@ -87,8 +87,8 @@ class Identity:
         return hellos
 
     def take(self, hellos: Sequence[WorkerIdentity]) -> Record | None:
-        """What the workers say, in the order of ranks, as a fleet record, if its fingerprint is
-        another one than the last; None: it is the same, and used again."""
+        """The fleet record that follows from ``hellos`` (in the order of ranks), if its fingerprint
+        differs from the last one; None: it is the same, and is used again."""
         described = self._engine.description
         weights = fingerprints.identified(described, hellos)["weights"]
         self._first_weights = self._first_weights or weights
@@ -103,7 +103,7 @@ class Identity:
         return None
 
     def move(self, record: Record, **more: object) -> None:
-        """Uses and announces this fingerprint from now on. Args: as of ``Announcer.announce``."""
+        """Uses and announces this fingerprint from now on. Args: as for ``Announcer.announce``."""
         former, self.last = self.last, record.fingerprint
         if former:
             log.info("weights_changed fingerprint=%s before=%s", self.last, former)

@@ -1,9 +1,9 @@
-"""The order of the KV cache in memory: which one the connector asks for, and which ones store the
-same bytes.
+"""The order of the KV cache in memory: which order the connector asks vLLM for, and in which orders
+the stored bytes of a block are the same.
 
 vLLM names an order by its dimensions, the outermost first: layers, blocks, heads, tokens (N) and
 content. Its usual order on a GPU is ``LBNHC``: a block of 64 layers is 64 pages, which a GPU copies
-one by one. In ``BLNHC`` the pages of a block are one run of memory, with the same bytes.
+one by one. In ``BLNHC`` the pages of a block are one run of memory, and the bytes are the same.
 
 vLLM 0.32 (``resolve_kv_cache_layout``) follows the connector's wish if all attention backends of
 the model support that order. Otherwise it logs a warning and takes its own. The operator's
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _UNSPLIT_BLOCK_TOKENS: Final = 16
-"""Each backend of vLLM that takes blocks of this size takes them whole."""
+"""vLLM's attention backends that support blocks of this size do not split them."""
 
 _HEADS_FIRST_CAPABILITY: Final = 10
-"""On these GPUs the kernels of FlashInfer want heads before tokens (``supported_kv_cache_layouts``
-of that backend)."""
+"""Major compute capability of GPUs on which FlashInfer's kernels need heads before tokens
+(``supported_kv_cache_layouts`` of that backend)."""
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:
     """The order in which a block is one run of memory over all layers; None: vLLM's own order.
 
-    It is not asked for where there is no other order, or where vLLM may refuse to start with it:
+    The connector does not ask for it if there is no choice, or if vLLM might refuse to start:
 
-    * not on NVIDIA's GPUs: the backend for CPUs knows one order only;
+    * on anything but NVIDIA's GPUs: the backend for CPUs supports only one order;
     * as a part of ``MultiConnector``, which refuses parts with different wishes;
-    * latent attention, whose backends have needs of their own, and HiSparse;
-    * recurrent layers, caches of several dtypes, or a block size that the operator has set: there
-      kernels may use a part of a block, which vLLM cannot have in this order.
+    * with latent attention, whose backends have needs of their own, and with HiSparse;
+    * with recurrent layers, caches of several dtypes, or a block size that the operator has set:
+      kernels may then use a part of a block, which vLLM does not support in this order.
     """
     from vllm.platforms import current_platform
 
@@ -59,6 +59,6 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
 
 
 def stored_order(layout: str) -> str:
-    """The order that stands for all orders in which the stored bytes of a block are the same: the
-    connector stores pages, wherever they are, so only the order within a page counts."""
+    """One order that stands for all orders with the same stored bytes. The connector stores pages,
+    wherever they are in memory, so only the order within a page counts."""
     return f"LB{layout[2:]}" if layout.startswith("BL") else layout

@@ -1,10 +1,10 @@
-"""Hears from the store's own events which blocks of this engine may have gone.
+"""Learns from the store's own events which blocks of this engine may have gone.
 
     master's HTTP ── events ──► a thread ──► ``Heard``, taken by the scheduler in each step
 
-A master serves events only with ``--events``. As long as none are heard, ``listening`` is False and
-the scheduler asks the store instead: that is so beside a master without events, and from the end of
-a stream until the next one resumes it. A stream that is silent ends after ``SILENT_S``.
+A master serves events only with ``--events``. While no events are heard, ``listening`` is False and
+the scheduler asks the store instead: with a master that serves none, and from the end of one stream
+of events until the next one resumes it. A stream that is silent for ``SILENT_S`` ends.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from kvstore.web.events.following import Told, follow
 log = logging.getLogger("vllm.kvstore")
 
 HEARD_MAX: Final = 1 << 16
-"""Blocks that wait for the scheduler, which takes none while its engine has no requests. Beyond
-this number they are forgotten, and count as missed."""
+"""Limit of the blocks that wait for the scheduler, which takes none while its engine has no
+requests. Beyond it all of them are forgotten, and count as missed."""
 
 TAKEN_MAX: Final = 1_024
 """Blocks that one step of the scheduler takes: half a millisecond."""
 
 PAUSE_S: Final = 0.5
 PAUSE_MAX_S: Final = 5.0
-"""Before the next attempt to hear events, doubled each time that there are none."""
+"""Pause before the next attempt to hear events; doubles with each failure up to ``PAUSE_MAX_S``."""
 
 
 class Heard(NamedTuple):
     listening: bool
     """Whether events are heard now."""
     missed: bool
-    """Whether some may have been missed: any block may have gone."""
+    """Whether events may have been missed, so that any block may have gone."""
     blocks: list[Block]
-    """These, or parts of them, have gone."""
+    """Blocks of which a part, or all, may have gone."""
 
 
 NOTHING: Final = Heard(listening=False, missed=False, blocks=[])
 
 
 class Listener:
-    """Follows the events of some namespaces. Threads: any one, beside its own."""
+    """Follows the events of some namespaces, in a thread of its own. One other thread calls it."""
 
     def __init__(self, find: Callable[[], str], under: str, groups: Mapping[str, int]) -> None:
         """
         Args:
-            find: ``host:port`` where the master that leads serves events; empty: it serves none.
-                Called by the thread; may block, and raise KVStoreError: no master answers.
-            under: how the names of all these namespaces begin.
+            find: returns ``host:port`` where the leading master serves events, or "": it serves
+                none. The thread calls it; it may block, and raise KVStoreError: no master answers.
+            under: the prefix of all these namespaces.
             groups: the cache group of each namespace.
         """
         self._find = find
@@ -78,7 +78,7 @@ class Listener:
         return self._thread.is_alive()
 
     def take(self) -> Heard:
-        """What was heard since the last time, or some of it. Does not wait."""
+        """What was heard since the last call, at most ``TAKEN_MAX`` blocks. Does not wait."""
         with self._lock:
             missed, self._missed = self._missed, False
             count = min(len(self._blocks), TAKEN_MAX)
@@ -86,13 +86,13 @@ class Listener:
         return Heard(self._listening, missed, blocks)
 
     def stop(self) -> None:
-        """Lets the thread end. Does not wait."""
+        """Lets the thread end, without waiting for it."""
         self._stopped.set()
         self._stop.set()
 
     def close(self) -> None:
-        """Ends the thread, in less than a second; in ``CONNECT_S`` if it is connecting to a host
-        that does not answer."""
+        """Ends the thread. Takes less than a second, or ``CONNECT_S`` if the thread is connecting
+        to a host that does not answer."""
         self.stop()
         join_all([self._thread], CLOSE_S)
 
@@ -107,19 +107,19 @@ class Listener:
                         token=http_token_given(), heard=self._heard, failed=self._failed,
                     ):  # fmt: skip
                         self._took(told)
-                except ClosedError:  # it was stopped
+                except ClosedError:  # ``stop`` was called
                     break
-                except KVStoreError as error:  # this master refuses
+                except KVStoreError as error:  # the master refuses to serve events
                     self._failed(error.message)
         self._listening = False
 
     def _died(self, error: BaseException) -> None:
-        """Called when a bug ends the thread: the scheduler asks instead."""
+        """Called when a bug ends the thread. The scheduler then asks the store instead."""
         log.error("events_not_heard error=%r", error)
         self._listening = False
 
     def _places(self) -> Iterator[str]:
-        """Where to connect, each time anew."""
+        """Yields the address for each attempt to connect, after a pause if the last one failed."""
         while not self._stopped.is_set():
             if self._failures:
                 self._stopped.wait(min(PAUSE_MAX_S, PAUSE_S * 2 ** min(self._failures, 8)))

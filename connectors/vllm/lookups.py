@@ -7,7 +7,7 @@
 
 The scheduler reads answers and never calls the store: without an answer it asks again in its next
 step, and after ``lookup_deadline`` the answer is "nothing". A breaker stops lookups while the store
-does not answer. The scheduler's errands to the store are run by the same thread.
+does not answer. The same thread runs the scheduler's *errands*: its other calls to the store.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ POLL_S: Final = (0.002, 0.005, 0.01, 0.02)
 """Pauses between two lookups of blocks that are being written."""
 
 STEP_PATIENCE_S: Final = 0.002
-"""How long one scheduler step may wait for answers, all its requests together: most answers take
-0.2 ms, and a step without work would otherwise spin."""
+"""How long one scheduler step may wait for answers, for all its requests together. Most answers
+take 0.2 ms, and a scheduler without other work would otherwise spin."""
 
 FRESH_S: Final = 5.0
-"""How long an answer is used: half of the shortest usual lease."""
+"""How long an answer is used: half of a master's default lease, which protects the blocks."""
 
 PENDING_MAX: Final = 4_096
 """Lookups under way; beyond this number the answer is "nothing"."""
 
 Ask = Callable[[Sequence[bytes], Sequence[str]], Sequence[Match]]
-"""How many leading keys are stored in each namespace. Raises KVStoreError within its time-out."""
+"""Asks how many leading keys each namespace holds. Raises KVStoreError within its time-out."""
 
 T = TypeVar("T")
 
@@ -55,22 +55,22 @@ class PendingLookup:
 
     hashes: list[bytes]
     expected_tokens: int
-    """How many tokens the prefiller says it stores; 0: it has not said."""
+    """How many tokens the prefiller says it stores; 0: it does not say."""
     asked: float
     done: Latch = field(default_factory=Latch)
     tokens: int = 0
     failed: bool = False
     waits_for_writers: bool = False
     wanted_since: float = 0.0
-    """When the scheduler first asked for the answer; 0: it has not."""
+    """When the scheduler first needed the answer; 0: it has not needed it yet."""
     answered: float = 0.0
     attempts: int = 0
     next_at: float = 0.0
 
 
 class Lookups:
-    """The lookups of one engine. The scheduler side starts and closes them; its thread calls all
-    methods but those of the lookup thread."""
+    """The lookups of one engine. The scheduler's thread calls the public methods; the lookup thread
+    asks the store."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Lookups:
         self._namespaces: dict[int, list[str]] = {}
         self._lookups: dict[str, PendingLookup] = {}
         self._patience_s = STEP_PATIENCE_S
-        # Taken by itself, which is one step of the interpreter: a signal handler that raises, such
-        # as an engine's on SIGTERM, would leave it taken in the condition's own ``__enter__``.
+        # Take the lock itself, in one step of the interpreter. In the condition's ``__enter__`` a
+        # signal handler that raises, such as an engine's on SIGTERM, would leave the lock taken.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._active: list[PendingLookup] = []
@@ -104,13 +104,13 @@ class Lookups:
     def start(self, namespaces: dict[int, list[str]]) -> None:
         """
         Args:
-            namespaces: for each cache group, the namespaces of all workers with layers of it.
+            namespaces: by cache group: the namespaces of all workers that hold layers of it.
         """
         self._namespaces = namespaces
         self._thread = start_thread("kvstore-lookups", self._run, died=self._died)
 
     def move(self, namespaces: dict[int, list[str]]) -> None:
-        """Looks up these namespaces from now on. Answers about others are forgotten."""
+        """Looks up in these namespaces from now on. Forgets answers about the former ones."""
         self._namespaces = namespaces
         self.clear()
 
@@ -139,10 +139,8 @@ class Lookups:
         return lookup
 
     def tokens(self, lookup: PendingLookup, *, patient: bool = True) -> int | None:
-        """How many leading tokens the store has; None: ask again in the next step.
-
-        Without ``patient`` it does not wait for the answer.
-        """
+        """How many leading tokens the store has; None: not known yet, call again in the next step.
+        Waits for the answer, within the patience of this step, only with ``patient``."""
         if patient and not lookup.done.is_set() and self._patience_s > 0:
             before = time.monotonic()
             lookup.done.wait(self._patience_s)
@@ -176,7 +174,7 @@ class Lookups:
             self.forget(request_id)
 
     def errand(self, work: Callable[[], T]) -> Future[T]:
-        """Runs ``work`` on the thread, between two lookups."""
+        """Runs ``work`` on the lookup thread, between two lookups."""
         future: Future[T] = Future()
         with self._lock:
             if self._closing:
@@ -205,13 +203,13 @@ class Lookups:
         if self._thread is not None:
             join_all([self._thread], CLOSE_S)
         errands, self._errands = self._errands, []
-        for future, _ in errands:  # so that no caller waits for them
+        for future, _ in errands:  # no caller may wait for these for ever
             future.set_exception(ClosedError("closed"))
 
     # --- the thread ---------------------------------------------------------------------------
 
     def _died(self, error: BaseException) -> None:
-        """Called when a bug ends the thread: the engine goes on without the store."""
+        """Called when a bug ends the thread. The engine goes on without the store."""
         log.error(
             "lookups_died: this engine finds no more blocks in the store; restart it: %r", error
         )

@@ -5,8 +5,8 @@
               ── identify yourself (at the start, and when weights may have changed) ──►
               ◄── WorkerIdentity(layout, part, weights) ──
 
-Every worker holds its own part of each block; its namespace is the fingerprint with its rank. All
-messages are plain values that can be pickled.
+Every worker holds its own part of each block, so a namespace is named by fingerprint, cache group
+and part (``namespace``). All messages are plain values that can be pickled.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
 
 
 class SaveEnd(NamedTuple):
-    """The end of one save, summed over workers."""
+    """How one save ended, summed over the workers that have reported it."""
 
     workers: int
-    """How many workers have ended it."""
+    """How many workers have ended the save."""
     stored: int
-    """How many of those have found or stored every block."""
+    """How many of those have found or stored every block of it."""
 
 
 @dataclass
@@ -74,7 +74,7 @@ class TransferReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
     saves: dict[int, SaveEnd] = field(default_factory=dict)
     failed_loads: dict[str, int] = field(default_factory=dict)
-    """By request: how many of its leading tokens were loaded; those after them were not."""
+    """By request: how many of its leading tokens were loaded. The tokens after them were not."""
     adapters: dict[int, dict[int, str]] = field(default_factory=dict)
     """By rank, for changed ranks only: the digest of each loaded adapter, by its id."""
 
@@ -106,14 +106,14 @@ class WorkerIdentity:
     """A worker's identity."""
 
     layout: str
-    """Digest of how bytes of a block are laid out; see ``pages``."""
+    """Digest of the layout of a block's bytes; see ``pages``."""
     groups: list[int]
     """Cache groups of which the worker holds layers (in a pipeline, not every worker holds all)."""
     part: str
     """The worker's part of each block; equal for ranks that hold identical bytes."""
     rank: int = 0
     weights: str = ""
-    """Digest of its live weights; see ``weights``."""
+    """Digest of the worker's live weights; see ``weights``."""
     files: str = ""
     """The origin of weights that cannot be read; "": all could be read."""
     attention: list[list[str]] = field(default_factory=list)
@@ -123,7 +123,7 @@ class WorkerIdentity:
     prefix_caching: bool = True
     """Whether vLLM had prefix caching on when it created the layers."""
     host: str = ""
-    """Where it runs (``kvstore.network.host``), for the tier."""
+    """The host on which the worker runs (``kvstore.network.host``), for the tier."""
     error: str = ""
     """Why the worker could not be identified."""
 
@@ -134,5 +134,5 @@ def namespace(fingerprint: str, group: int, part: str) -> Namespace:
 
 
 def under_of(fingerprint: str) -> str:
-    """How all namespaces of a fingerprint begin."""
+    """The prefix of all namespaces of a fingerprint."""
     return f"vllm/{fingerprint}/"

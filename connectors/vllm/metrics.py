@@ -1,7 +1,7 @@
 """The store's metrics in vLLM's ``/metrics``: counts, tokens, bytes of blocks, microseconds.
 
-Each side collects plain numbers. vLLM carries them to the API server and adds them up; there they
-become Prometheus metrics with the prefix ``vllm:kvstore_``.
+Each side collects plain numbers. vLLM carries them to the API server and adds them up; there
+``StorePromMetrics`` makes them Prometheus metrics with the prefix ``vllm:kvstore_``.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ BUCKETS_US: Final = (
     *(200_000, 500_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000),
 )
 SAMPLES_MAX: Final = 1_000
-"""Limit of the times of one kind that are kept between two steps."""
+"""How many times of one kind are kept in one interval."""
 
 
 @dataclass
 class StoreStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
-    """Numbers of one interval: each counter's sum, each gauge's last value, lists of times."""
+    """The numbers of one interval: each counter's sum, each gauge's last value, lists of times."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -96,7 +96,7 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped her
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line."""
+        """The numbers for vLLM's log line; of times, the median and the maximum."""
         reduced: dict[str, int | float] = {}
         for name, value in sorted(self.data.items()):
             if name in TIMES:
@@ -133,7 +133,7 @@ class StorePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
                 name=f"vllm:kvstore_{name}", documentation=text, labelnames=labelnames,
                 buckets=list(BUCKETS_US),
             )  # fmt: skip
-        for metric in self._metrics.values():  # so that they exist before the first event
+        for metric in self._metrics.values():  # so that each is exported before its first value
             for labels in per_engine_labelvalues.values():
                 metric.labels(*labels)
 

@@ -5,8 +5,8 @@ its group's layers, one after the other in the order of the layers; they are not
 converted. Engines whose pages have the same content format (``layout``) can read each other's
 blocks, wherever the pages are in memory.
 
-Nothing is staged here: the client copies between the pages and the pool, and on a GPU its driver
-does (``kvstore.device``).
+This module copies nothing: the client copies between the pages and the pool, on a GPU by its driver
+(``kvstore.device``).
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class Pages(Protocol):
     """Stored bytes of one block, by group."""
 
     def mark(self) -> Mark:
-        """The moment at which the work has ended that is queued now on the stream of the calling
-        thread, which is the one that computes. Does not wait."""
+        """The moment at which all work that is now queued on the calling thread's stream has ended.
+        The thread that computes calls this. Does not wait."""
         ...
 
     def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> Sequence[Payload]:
-        """The memory of these blocks, to store or to fill, from the moment ``after`` on."""
+        """The memory of these blocks, which may be read or filled from the moment ``after`` on."""
         ...
 
 
 class Page(NamedTuple):
-    """The pages of one layer, or of several that are adjacent in each block."""
+    """Where the pages of one layer are, or of several layers that are adjacent in each block."""
 
     storage: int
-    """Index of the allocation."""
+    """Index of the allocation, in ``Geometry.storages``."""
     offset: int
     """Offset of block 0, bytes."""
     stride: int
-    """From one block to the next, bytes."""
+    """Distance from one block to the next, bytes."""
     length: int
 
 
@@ -66,7 +66,7 @@ class Geometry(NamedTuple):
     storages: list[torch.Tensor]
     """One-dimensional uint8 tensors over the whole of each allocation."""
     pages: dict[int, list[Page]]
-    """By group id, in the order of the layers; groups without layers here are left out."""
+    """By group id, in the order of the layers; without groups of which the worker has none."""
     layout: str
 
     @property
@@ -78,8 +78,8 @@ def survey(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> Geometr
     """Finds where all pages are.
 
     Args:
-        caches: by layer name: a tensor whose first dimension counts blocks (or parts of blocks of
-            equal size, as some attention kernels want them) and whose others are dense.
+        caches: by layer name: a tensor whose first dimension counts blocks, or equal parts of
+            blocks, as some attention kernels want them; its other dimensions are dense.
 
     Raises:
         ConfigError: a layout that this connector does not understand.
@@ -180,21 +180,21 @@ class _Table(NamedTuple):
     """The pages of one group, in the order of the layers."""
 
     firsts: Numbers
-    """Addresses in block 0."""
+    """Addresses of the pages of block 0."""
     strides: Numbers
     lengths: Numbers
     ends: Numbers
-    """Addresses at which their allocations end."""
+    """Addresses at which the pages' allocations end."""
 
 
 class CUDAPages:
     """Implements ``Pages`` for a cache in a GPU's memory.
 
-    Has not been run on a GPU, but with the fake GPU of the tests: see docs/vllm.md.
+    It has been run only with the fake GPU of the tests, not on a real one: see docs/vllm.md.
     """
 
     def __init__(self, geometry: Geometry, device: Device) -> None:
-        """``device``: has all of the cache."""
+        """``device``: the device whose memory holds the cache."""
         self.layout = geometry.layout
         self.block_bytes = geometry.block_bytes
         self._device = device
@@ -228,14 +228,14 @@ class CUDAPages:
 
 
 def pages_of(geometry: Geometry, device_of: Callable[[str], Device]) -> Pages:
-    """The pages of a cache, for the device that it is on.
+    """The implementation of ``Pages`` for the device on which the cache is.
 
     Args:
-        device_of: ``Client.device``, of the client that will copy.
+        device_of: ``Client.device`` of the client that will copy.
 
     Raises:
-        ConfigError: no device whose memory can be copied, or several.
-        DeviceError: its driver cannot be used.
+        ConfigError: the cache is on several devices, or on one whose memory cannot be copied.
+        DeviceError: the device's driver cannot be used.
     """
     devices = {storage.device for storage in geometry.storages}
     kinds = {device.type for device in devices}

@@ -1,5 +1,5 @@
-"""Connects the scheduler side, in the engine core, with its clients, the lookup thread, the fleet
-records and the identity of the workers."""
+"""Builds the scheduler side, in the engine core, and connects its parts: decisions, client, lookup
+thread, events, fleet records and the identity of the workers."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvstore")
 
 LOOKUP_TIMEOUT_MS: Final = 200
-"""The least time-out of one call to the master. The scheduler does not wait for it; the breaker
-counts it."""
+"""The least time-out of one lookup's call to the master. The scheduler does not wait that long; the
+breaker counts a call that times out as failed."""
 
 RESET_TIMEOUT_S: Final = 30.0
 
 
 class Scheduler:
-    """Builds the scheduler side (``decisions``), and connects it; see the module."""
+    """The scheduler side of the connector; see the module. For the scheduler's thread."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class Scheduler:
     ) -> None:
         """
         Args:
-            options: this connector's options, by which its parts on the workers are found.
-            on_worker: called on each worker as ``on_worker(worker, options, method)``; a function
-                of a module, because it is pickled by name.
+            options: this connector's options, by which its sides on the workers are found.
+            on_worker: called on each worker as ``on_worker(worker, options, method)``. It must be a
+                function of a module, because it is pickled by name.
         """
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._vllm_config = vllm_config
@@ -100,7 +100,7 @@ class Scheduler:
         self._auditing: Future[list[Block]] | None = None
         self._audited: list[Block] = []
         self._listeners: list[Listener] = []
-        """The last one is of the present namespaces, those before it are ending."""
+        """The last one listens to the current namespaces; those before it are ending."""
         self._closed = False
         if self._core is None:
             self._identity.switch_off(
@@ -115,7 +115,7 @@ class Scheduler:
     # --- identity of the workers --------------------------------------------------------------
 
     def prepare(self, request: Request | None = None, computed: int = 0) -> None:
-        """Learns the workers' identity, before any block is looked up or saved.
+        """Updates an outdated identity of the workers, before a block is looked up or saved.
 
         Args:
             request: a request that is about to run, for which vLLM has ``computed`` tokens.
@@ -126,8 +126,8 @@ class Scheduler:
                 self.decisions.outdated(request)
 
     def prepare_early(self) -> None:
-        """Called for a new request, before vLLM looks it up in its own prefix cache. A paused
-        engine has reset that cache, and its weights may not even be in memory."""
+        """As ``prepare``, for a new request, before vLLM looks it up in its own prefix cache. Skips
+        a paused engine, which has reset that cache and may not have its weights in memory."""
         if self._core is not None and not self._core.is_paused:
             self.prepare()
 
@@ -189,7 +189,7 @@ class Scheduler:
             self.decisions.adapters_changed(changed)
 
     def _salt_of(self, number: int) -> bytes | None:
-        """The salt of an adapter that every worker has loaded; None: not every worker has."""
+        """The salt of an adapter; None: not every worker is known to have loaded it."""
         workers = self._vllm_config.parallel_config.world_size
         loaded = [self._adapters[rank].get(number) for rank in sorted(self._adapters)]
         if len(loaded) < workers or None in loaded:
@@ -197,8 +197,8 @@ class Scheduler:
         return hashlib.sha256(repr(loaded).encode()).digest()
 
     def _salt(self, request: Request) -> bytes | None:
-        """The salt of a request's adapter. Asks the workers at most once per request: it may be the
-        first one with an adapter that they have loaded."""
+        """The salt of a request's adapter. If it is unknown, asks the workers, at most once per
+        request: they may have loaded the adapter for this request."""
         number = request.lora_request.lora_int_id
         salt = self._salt_of(number)
         if salt is None and self._core is not None and request.request_id not in self._asked_for:
@@ -223,8 +223,8 @@ class Scheduler:
             before_reset(pool, self._before_reset)
 
     def _before_reset(self) -> None:
-        """Frees blocks before vLLM resets its prefix cache, for example because the weights change:
-        vLLM does not reset a cache whose blocks are in use."""
+        """Called before vLLM resets its prefix cache, for example because the weights change. Frees
+        blocks first, because vLLM does not reset a cache whose blocks are in use."""
         if self._identity.is_off:
             return
         if self._core is not None and not self._core.is_running:
@@ -232,8 +232,8 @@ class Scheduler:
         self._identity.outdate()
 
     def _free_blocks(self, core: Core) -> None:
-        """Frees blocks of saves, and of loads under way or arrived: requests that wait for those
-        loads begin anew."""
+        """Frees the blocks of saves, and of loads that are under way or have arrived. Requests that
+        wait for those loads begin anew."""
         loading = self.decisions.loading
         if self.decisions.has_pinned or loading:
             drained = [each for each in core.ask(self._on_worker, self._options, "drain") if each]
@@ -246,7 +246,7 @@ class Scheduler:
                 return
         try:
             core.free_waiting(loading)
-        except AttributeError:  # another version of vLLM, which reports the failed reset itself
+        except AttributeError:  # another version of vLLM; it reports the failed reset itself
             log.exception("blocks_not_freed")
             return
         if loading:
@@ -256,7 +256,7 @@ class Scheduler:
         return self._client.matches(keys, namespaces=namespaces, timeout_ms=self._lookup_ms)
 
     def _listen(self) -> None:
-        """To events of the present namespaces."""
+        """Starts to listen to events of the current namespaces."""
         groups = {name: group for group, names in self._namespaces.items() for name in names}
         for each in self._listeners:
             each.stop()

@@ -1,7 +1,7 @@
-"""What a worker's blocks mean: its live weights, and the KV format of its attention layers.
+"""Identifies a worker's live weights, and the KV format of its attention layers.
 
 The identity is read from the loaded model and not from its files. So it does not depend on how the
-weights were loaded, and it changes when they are replaced in place, quantized or merged with an
+weights were loaded, and changes when they are replaced in place, quantized or merged with an
 adapter.
 
 The digest covers the name, type, shape and contents of every parameter and buffer: in main memory a
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.kvstore")
 
 SAMPLES: Final = 512
-"""Sampled words of 8 bytes per tensor."""
+"""Words of 8 bytes that are sampled per tensor."""
 
 COLUMNS: Final = 32
 """Columns read of each layer whose kernel hides its weights."""
@@ -58,11 +58,11 @@ class WorkerWeights(NamedTuple):
 def identify(
     hello: WorkerIdentity, worker: Any, vllm_config: VllmConfig, adapters: Adapters | None = None
 ) -> WorkerIdentity:
-    """Completes ``hello`` with the live weights, adapters and KV formats of a worker, or with the
-    error of model code: the engine goes on without the store.
+    """Completes ``hello`` with the live weights, adapters and KV formats of a worker. If model code
+    raises, ``hello`` gets the error instead, and the engine goes on without the store.
 
     Args:
-        worker: vLLM's worker; this runs in its process.
+        worker: vLLM's worker, in whose process this runs.
     """
     try:
         parallel = vllm_config.parallel_config
@@ -91,9 +91,9 @@ def weights_of(models: Mapping[str, nn.Module], *, experts: bool) -> WorkerWeigh
     """The digest of the current weights of these models.
 
     Args:
-        models: by a name chosen here, such as those of the model and its draft.
-        experts: whether to include the experts of a mixture. If they are spread over engines, or
-            move while engines run, each worker has different ones.
+        models: by the name that a model's tensors get in the digest.
+        experts: whether to include the experts of a mixture. False if they are spread over engines,
+            or move while engines run: each worker then has different ones.
     """
     pending: list[tuple[str, torch.Tensor | None]] = []
     unseen: list[str] = []
@@ -103,7 +103,7 @@ def weights_of(models: Mapping[str, nn.Module], *, experts: bool) -> WorkerWeigh
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            # Ignores the wrapper that an engine with adapters puts around a layer.
+            # Leaves out the wrapper that an engine with adapters puts around a layer.
             full = f"{model_name}.{name}".replace(".base_layer", "")
             told = f"{full} {tensor.dtype} {tuple(tensor.shape)}"
             words = _summary(tensor) if tensor.numel() else _columns(module)
@@ -111,7 +111,7 @@ def weights_of(models: Mapping[str, nn.Module], *, experts: bool) -> WorkerWeigh
                 unseen.append(full)
             pending.append((told, words))
         for name, module in model.named_modules():
-            if _is_rotary(module):  # the choice of its factors may be a plain attribute
+            if _is_rotary(module):  # its factors may be chosen by a plain attribute
                 pending.append((f"{model_name}.{name} {_attributes(module)}", None))
     digest = hashlib.sha256()
     for (told, _), data in zip(pending, _fetched([words for _, words in pending]), strict=True):
@@ -153,7 +153,7 @@ def adapter_digest(adapter: Any) -> str:
 
 
 class Adapters:
-    """A worker's loaded LoRA adapters, which vLLM loads and drops as requests need them."""
+    """The LoRA adapters of a worker, which vLLM loads and drops as requests need them."""
 
     def __init__(self, worker: Any) -> None:
         """
@@ -166,7 +166,7 @@ class Adapters:
         self._digests: dict[int, tuple[Any, str]] = {}
 
     def have_changed(self) -> bool:
-        """Whether the adapters have changed since ``digests``; called after each step."""
+        """Whether the adapters have changed since the last ``digests``. Called after each step."""
         if self._manager is None:
             return False
         known = self._digests
@@ -235,7 +235,7 @@ def _summary(tensor: torch.Tensor) -> torch.Tensor | None:
         inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = [_summary(getattr(tensor, name)) for name in inner]
         return None if None in parts else torch.cat(parts)  # type: ignore[arg-type]
-    except AttributeError:  # an ordinary one
+    except AttributeError:  # not a tensor that wraps others
         pass
     if tensor.is_meta or tensor.layout is not torch.strided:
         return None
@@ -247,7 +247,7 @@ def _summary(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _sampled(flat: torch.Tensor) -> torch.Tensor:
-    """Samples, the bytes after the last whole word, and the sum of all words."""
+    """Samples of a flat tensor, its bytes after the last whole word, and the sum of all words."""
     whole = len(flat) // 8 * 8
     aligned = flat.storage_offset() % 8 == 0
     words = (flat if aligned else flat.clone())[:whole].view(torch.int64)
@@ -270,7 +270,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.inference_mode()
 def _columns(module: nn.Module) -> torch.Tensor | None:
-    """Some columns of a layer without readable weights; None: no columns can be read either."""
+    """Some columns of a layer whose weights are hidden; None: its columns cannot be read either."""
     apply = getattr(getattr(module, "quant_method", None), "apply", None)
     width = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
     dtype = getattr(module, "params_dtype", None)

@@ -1,10 +1,10 @@
-"""The worker side, in each vLLM worker: moves blocks between paged cache and store.
+"""The worker side, in each vLLM worker: moves blocks between the paged cache and the store.
 
     Orders ─► queue of loads ─► a thread: store ─► blocks ─► arrived, or which blocks are bad
            └► queue of saves ─► a thread: blocks ─► store ─► ended
 
-The thread that computes only puts orders into queues and takes reports out. Both queues are
-bounded, by the scheduler's limit of pinned blocks and by the number of waiting requests. Each load
+The thread that computes only puts orders into queues and takes reports out. The scheduler's limit
+of pinned blocks bounds the queue of saves, the number of waiting requests that of loads. Each load
 and save has one time-out in total, so each is reported in the end, whatever the store does.
 """
 
@@ -48,13 +48,13 @@ from kvstore.process.background import start_thread
 log = logging.getLogger("vllm.kvstore")
 
 RUN_BLOCKS_MAX = 256
-"""Blocks per call of the store: bounds the blocks lost by one failure."""
+"""Most blocks of one call to the store, and so of what one failure loses."""
 
 LOAD_THREADS = 4
 """Requests loaded in parallel, so that one slow node does not delay blocks on other nodes."""
 
 DRAIN_S = 1.0
-"""How long ``drain`` still lets queued transfers begin."""
+"""How long ``drain`` waits before it gives up transfers that have not begun."""
 
 CONTRIBUTE_PAUSE_S = 2.0
 """Pause between two attempts to contribute memory while there is no master."""
@@ -76,9 +76,9 @@ class WorkerSide:
     ) -> None:  # fmt: skip
         """
         Args:
-            client: closed by ``close``.
-            part: this worker's part of each block.
-            saves: whether this worker saves its part, and not another rank with equal bytes.
+            client: the client that moves blocks; ``close`` closes it.
+            part: the name of this worker's part of each block.
+            saves: whether this worker saves its part; False if another rank saves equal bytes.
         """
         self._config = config
         self._groups = groups
@@ -103,7 +103,7 @@ class WorkerSide:
         self._client = client
         self._begun: Mark = None
         self._runaway: DeviceError | None = None
-        """Copies did not end: they may still write to blocks that vLLM takes to be free."""
+        """Set if copies did not end: they may still write to blocks that vLLM considers free."""
         self._breakers = {doing: Breaker.of_a_store() for doing in ("load", "save")}
         self._threads = [
             start_thread(name, partial(self._serve, waiting, work))
@@ -120,9 +120,9 @@ class WorkerSide:
 
     def begin(self, orders: Orders) -> None:
         """Called before the step's forward pass is queued. Loads of the step wait for the work that
-        is queued now: it may still read or write their blocks for requests that had them before,
-        zero them, or copy them. The step itself touches no block that is being loaded, and loads
-        do not wait for it.
+        is queued now, which may still read or write their blocks for requests that had them before,
+        zero them, or copy them. They do not wait for the step, which touches no block that is being
+        loaded.
 
         Raises:
             DeviceError: copies of an earlier step did not end.
@@ -140,10 +140,10 @@ class WorkerSide:
                 self._loads.put(_Order(each, orders.fingerprint, self._begun, time.monotonic()))
 
     def save(self, orders: Orders) -> None:
-        """Called when the step's forward pass, and that of a draft model, has been queued. Saves
-        wait for it, since it computes their last tokens. Later steps do not write to these blocks:
-        all their tokens are computed, and the scheduler side holds them until their save has been
-        reported."""
+        """Orders the saves of a step whose forward pass, and that of a draft model, has been
+        queued. Saves wait for the pass, which computes their last tokens. Later steps do not write
+        to these blocks: all their tokens are computed, and the scheduler side holds them until
+        their save has been reported."""
         if not orders.saves:
             return
         if not self._does_save:
@@ -158,8 +158,8 @@ class WorkerSide:
             self._saves.put(_Order(save, orders.fingerprint, after, time.monotonic()))
 
     def take_arrived(self) -> tuple[set[str], set[str]]:
-        """Requests whose load has ended, and those among them with missing blocks. Raises as
-        ``begin``."""
+        """Requests whose load has ended, and those among them with missing blocks. Raises
+        DeviceError as ``begin``."""
         self._check()
         with self._lock:
             arrived, self._arrived = self._arrived, set()
@@ -177,9 +177,9 @@ class WorkerSide:
         return report if report.saves or report.failed_loads else None
 
     def drain(self) -> StillUnderWay:
-        """Waits until no transfer reads or writes blocks any more, and reports saves.
-        Transfers that have not begun after ``DRAIN_S`` are given up. Blocks for at most a
-        transfer's time-out and some seconds. Arrived loads are reported with the next step, as
+        """Waits until no transfer reads or writes blocks any more, and returns the report of saves.
+        Gives up transfers that have not begun after ``DRAIN_S``. Waits at most a transfer's
+        time-out and some seconds. Loads that have arrived are reported with the next step, as
         always."""
         with self._lock:
             self._settle()
@@ -187,8 +187,8 @@ class WorkerSide:
         return StillUnderWay(self.take_report(), saves, loads)
 
     def suspend(self) -> None:
-        """As ``drain``, but the report stays for the next step, and transfers that are ordered
-        before ``resume`` fail. Idempotent."""
+        """As ``drain``, but keeps the report for the next step. Transfers that are ordered before
+        ``resume`` fail. Idempotent."""
         with self._lock:
             self._settle()
             self._is_suspended = True
@@ -198,7 +198,7 @@ class WorkerSide:
         self._is_suspended = False
 
     def _check(self) -> None:
-        """Ends the engine, rather than that a block changes under a request."""
+        """Raises, which ends the engine, rather than let a block change under a request."""
         if self._runaway is not None:
             raise self._runaway
 
@@ -214,7 +214,7 @@ class WorkerSide:
             self._give_up = False
 
     def forget_failures(self) -> None:
-        """Forgets failed loads, after the blocks of all loads that have ended were freed."""
+        """Forgets failed loads. Called when the blocks of all ended loads have been freed."""
         with self._lock:
             self._failed.clear()
             self._bad_blocks.clear()
@@ -225,7 +225,7 @@ class WorkerSide:
         return None if stats.is_empty() else stats
 
     def close(self) -> None:
-        """Blocks until transfers under way have ended; queued ones are given up."""
+        """Gives up queued transfers, and waits until those under way have ended."""
         self._closing.set()
         self._client.close()
         for waiting in (*(self._loads,) * LOAD_THREADS, self._saves):
@@ -243,7 +243,7 @@ class WorkerSide:
         while (order := waiting.get()) is not None and not self._closing.is_set():
             try:
                 work(order.what, order)
-            except Exception:  # a bug in the connector: the transfer is reported as failed
+            except Exception:  # a bug in the connector: report the transfer as failed
                 log.exception("order_failed")
                 self._fail(order.what)
 
@@ -273,8 +273,8 @@ class WorkerSide:
         """Runs ``transfer``; returns whether the store has done it.
 
         Args:
-            left_ms: the time left for the transfer. If it is less than half of the configured
-                time-out, its end does not count against the store.
+            left_ms: the time left for the transfer. If that is less than half of the configured
+                time-out, running out of it does not count against the store.
         """
         breaker = self._breakers[doing]
         with self._lock:
@@ -394,7 +394,7 @@ class WorkerSide:
         return self._give_up or self._is_suspended
 
     def _ours(self, runs: list[Run]) -> list[Run]:
-        """The runs of groups of which this worker holds layers: in a pipeline, not all groups."""
+        """The runs of groups of which this worker holds layers. In a pipeline these are not all."""
         return [run for run in runs if run.group in self._pages.block_bytes]
 
     def _contribute(self) -> None:

@@ -1,6 +1,6 @@
-"""A tier of vLLM's own KV offloading: vLLM moves blocks between GPU and its pool in main memory
-with its own kernels, and this tier keeps chunks of that pool in a store that engines share and
-that outlives them.
+"""A tier of vLLM's own KV offloading. vLLM moves blocks between the GPU and its pool in main memory
+with its own kernels; this tier keeps chunks of that pool in a store, which engines share and which
+outlives them.
 
     GPU ◄── vLLM ──► pool in main memory of this engine ◄── tier ──► store
 
@@ -10,11 +10,11 @@ vLLM creates the tier by its class name, in the scheduler's process:
        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8000000000,
        "secondary_tiers": [{"type": "KVStoreTier", "master": "10.0.0.7:50001"}]}}
 
-* ``tier.py``: vLLM's contract (``SecondaryTierManager``)
-* ``identity.py``: which engines share chunks
-* ``runs.py``: the order of a request's chunks, from which parents follow
+* ``tier.py``: the class that implements vLLM's ``SecondaryTierManager``
+* ``identity.py``: the namespace, which decides which engines share chunks
+* ``runs.py``: the order of a request's chunks, from which their parents follow
 
-docs/engines/vllm-offloading.md has settings and failures.
+docs/engines/vllm-offloading.md describes settings and failures.
 """
 
 from kvstore.connectors.vllm_tier.tier import KVStoreTier

@@ -1,8 +1,8 @@
-"""Decides which engines share chunks: those whose chunks mean the same.
+"""Computes the namespace of an engine's chunks, so that equal keys in it mean equal bytes.
 
-A chunk's key covers its tokens and nothing else. Everything else is described as for
-``kvstore.connectors.vllm``, by the same functions: the live weights on all workers, configuration,
-dtypes, hash algorithm and seed; and besides, how vLLM lays out a chunk.
+A chunk's key covers its tokens and nothing else. The namespace covers the rest, by the functions of
+``kvstore.connectors.vllm``: the live weights on all workers, configuration, dtypes, hash algorithm
+and seed. In addition it covers how vLLM lays out a chunk.
 """
 
 from __future__ import annotations
@@ -47,29 +47,28 @@ NOT_RESET: Final = (
 
 
 def hello(worker: Any) -> WorkerIdentity:
-    """A worker's identity. Called on each worker, by name."""
+    """A worker's identity. vLLM calls this function on each worker, and pickles it by name."""
     return identify(
         WorkerIdentity("", [], "", rank=worker.rank, host=host_id()), worker, worker.vllm_config
     )
 
 
 class TierIdentity(identity.Identity):
-    """What this engine's chunks mean. Threads: the scheduler's, but for ``namespace``."""
+    """See the module. For the scheduler's thread; any thread may read ``namespace``."""
 
     def __init__(
         self, client: Client, spec: OffloadingSpec, chunk_bytes: int, *, model_id: str
     ) -> None:
         """
         Args:
-            chunk_bytes: of a row in vLLM's pool.
+            chunk_bytes: bytes of a chunk, which is a row in vLLM's pool.
             model_id: the operator's name for the weights; "": use their digest.
         """
         config = spec.config
         self.is_used = False
-        """Whether vLLM's caches may hold blocks of these weights; a reset of the caches ends
-        that."""
+        """Whether vLLM's caches may hold blocks of the current weights, since their last reset."""
         self._is_mixed = False
-        """Whether they may hold blocks of several."""
+        """Whether vLLM's caches may hold blocks of several weights, since their last reset."""
         models: tuple[str, ...] = (config.model.name,)
         description = _chunks(spec, chunk_bytes)
         chained = {group.group_id for group in config.groups}
@@ -87,7 +86,7 @@ class TierIdentity(identity.Identity):
             for group in config.groups
             if group.group_id in chained
         }
-        """Of cache groups whose chunks are chains: those that attend to all tokens."""
+        """Tokens per chunk of cache groups that attend to all tokens: their chunks are chains."""
         core = Core.above()
         engine = Record(ENGINE, models, "", (), description)
         super().__init__(client, core, engine, model_id=model_id, what="chunks")
@@ -103,17 +102,17 @@ class TierIdentity(identity.Identity):
 
     @property
     def namespace(self) -> str:
-        """Where chunks are; "": none is loaded or saved now."""
+        """The namespace of the chunks; "": no chunk is loaded or saved now."""
         return _namespace(self.fingerprint)
 
     def reset(self) -> None:
-        """vLLM's caches are being reset: what they hold from now on is of the weights that the
-        engine has when it computes again."""
+        """Called when vLLM resets its caches. From now on they hold only blocks of the weights that
+        the engine has when it computes again."""
         self.outdate()
         self.is_used = self._is_mixed = False
 
     def learn(self) -> None:
-        """Asks the workers what their weights are, if these may have changed; between two steps."""
+        """Asks the workers for their weights, between two steps, if these may have changed."""
         if not self.is_outdated or (self._core is not None and self._core.is_paused):
             return
         self.is_outdated = False
@@ -133,7 +132,7 @@ class TierIdentity(identity.Identity):
 
 
 def _namespace(fingerprint: str) -> str:
-    """A row of the pool holds the parts of all ranks."""
+    """The namespace; ``all``, because a row of vLLM's pool holds the parts of all ranks."""
     return f"{ENGINE}/{fingerprint}/all" if fingerprint else ""
 
 
@@ -146,7 +145,7 @@ def _chunks(spec: OffloadingSpec, chunk_bytes: int) -> dict[str, Any]:
     ]
     return {
         "tier_format": FORMAT,
-        "vllm": ".".join(vllm.__version__.split(".")[:2]),  # it has no number for its layout
+        "vllm": ".".join(vllm.__version__.split(".")[:2]),  # vLLM does not number its layouts
         "chunk_bytes": chunk_bytes,
         "chunk_blocks": config.cache.blocks_per_chunk,
         "chunk_dtype": config.model.dtype,

@@ -1,5 +1,5 @@
-"""The order of a request's chunks. A chunk's key is the hash of the prompt up to its end, and the
-number of its cache group; vLLM hands chunks over in no order, and tells where each of them ends."""
+"""Restores the order of a request's chunks: vLLM hands them over in no order, but says where each
+ends. A chunk's key is the hash of the prompt up to its end, and the number of its cache group."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from vllm.v1.kv_offload.base import ReqContext, get_offload_group_idx
 
 
 class ChunkRun(NamedTuple):
-    """Consecutive chunks of one cache group, or chunks of which the order does not count."""
+    """Consecutive chunks of one cache group (a chain), or chunks whose order does not matter."""
 
     keys: list[Any]
-    """vLLM's ``OffloadKey``: bytes."""
+    """Keys of vLLM's type ``OffloadKey``, which is bytes."""
     chunks: list[int]
     """Rows of vLLM's pool."""
     parent: bytes | None
@@ -30,7 +30,7 @@ class ChunkRun(NamedTuple):
 
 
 class ChunkEnds:
-    """Which chunk of a request ends where; kept in its ``ReqContext``."""
+    """The keys of a request's chunks by the token at which they end; kept in its ``ReqContext``."""
 
     def __init__(self) -> None:
         self._seen = 0
@@ -38,12 +38,12 @@ class ChunkEnds:
 
     @classmethod
     def of(cls, request: ReqContext) -> ChunkEnds:
-        """Brought up to date."""
+        """The ends of the chunks that the request has by now."""
         ends: ChunkEnds | None = request.get_state(cls)
         if ends is None:
             ends = cls()
             request.set_state(ends)
-        # vLLM has a question for one key's end only, not for the key that ends somewhere.
+        # vLLM's method gives the end of one key, not the key that has a given end.
         positions: Mapping[bytes, int] = getattr(request, "_offload_key_positions", {})
         for key, end in islice(positions.items(), ends._seen, None):
             ends._keys[get_offload_group_idx(key), end] = key
@@ -51,7 +51,7 @@ class ChunkEnds:
         return ends
 
     def before(self, group: int, end: int, chunk_tokens: int) -> bytes | None:
-        """The last full chunk before the one that ends at ``end``."""
+        """The key of the last full chunk before the one that ends at ``end``; None: not known."""
         return self._keys.get((group, (end - 1) // chunk_tokens * chunk_tokens))
 
 
@@ -64,8 +64,8 @@ def runs_of(
     """
     Args:
         keys: in the order of ``chunks``.
-        chunk_tokens: of cache groups whose chunks are of use only with all that are before them;
-            chunks of other groups have no parents.
+        chunk_tokens: tokens per chunk of the cache groups whose chunks are useful only with all
+            chunks before them. Chunks of other groups have no parents.
     """
     loose = ChunkRun([], [], None, is_chain=False)
     chains: dict[int, list[tuple[int, Any, int]]] = {}

@@ -1,10 +1,10 @@
-"""The class that vLLM's ``TieringOffloadingManager`` calls.
+"""``KVStoreTier``, the class that vLLM's ``TieringOffloadingManager`` calls.
 
-vLLM calls all methods from the scheduler's thread (0.33: or from one of its own, under one lock).
-So only ``drain_jobs`` and ``shutdown`` wait for the store. A thread of vLLM's
-``AsyncLookupManager`` asks for keys. Threads of this class copy chunks between the store and rows
-of vLLM's pool; vLLM keeps a row in place until its job is reported. A lookup leases what it finds,
-so that a load soon after finds it, too.
+vLLM calls all methods from the scheduler's thread (0.33: or from one of its own, under one lock),
+so only ``drain_jobs`` and ``shutdown`` wait for the store. A thread of vLLM's
+``AsyncLookupManager`` asks the store for keys. Threads of this class copy chunks between the store
+and rows of vLLM's pool; vLLM keeps a row in place until its job is reported. A lookup leases the
+objects that it finds, so that a load soon after finds them, too.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ LOAD_THREADS: Final = 4
 STORE_THREADS: Final = 2
 
 PIECE_BYTES: Final = 64 << 20
-"""Bytes of one call of the store: bounds what a failure loses, and the wait of ``drain_jobs``."""
+"""Bytes per call to the store: bounds what one failure loses, and how long ``drain_jobs`` waits."""
 
 LOOKUP_TIMEOUT_MS: Final = 500
-"""The longest that a request waits for one lookup: computing is quicker then."""
+"""The longest that a request waits for one lookup. Beyond that, computing is faster."""
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyped here
@@ -75,9 +75,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
             primary_kv_view: vLLM's pool, of shape (chunks, bytes of a chunk), contiguous and
                 writable; vLLM keeps it until ``shutdown`` has returned.
             model_id: the operator's name for the weights; "": use their digest.
-            enable_kv_events: whether vLLM publishes which chunks were stored here, if it publishes
-                events at all.
-            locality: LOCAL or REMOTE, as vLLM's filter of tiers and its events know it.
+            enable_kv_events: whether to report stored chunks, if vLLM publishes events at all.
+            locality: LOCAL or REMOTE, for vLLM's filter of tiers and for its events.
             settings: those of a client (``master``, ``replicas``, ``timeout_ms`` ...).
 
         Raises:
@@ -100,16 +99,16 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self._stores = ThreadPoolExecutor(STORE_THREADS, "kvstore-store")
         self._jobs: dict[int, tuple[TransferJob, Future[JobResult]]] = {}
         self._gives_up = threading.Event()
-        """Set while jobs under way end with the call that they are in."""
+        """Set while jobs make no further calls to the store: they end after the current one."""
 
     # --- lookups ------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Asks for new chunks only: what another request has computed was stored then."""
+        """Asks vLLM to store new chunks only: chunks of other requests were stored before."""
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """RETRY until the store, or the workers, have answered; then what was found is leased."""
+        """RETRY until the workers and the store have answered. A chunk that is found is leased."""
         if self._identity.is_outdated:
             return LookupResult.RETRY
         if not self._identity.namespace:
@@ -121,7 +120,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         return LookupResult.HIT if found else LookupResult.MISS
 
     def _found(self, keys: list[OffloadKey]) -> list[bool]:
-        """Runs on the lookups' thread."""
+        """Whether each of these chunks is stored. Runs on the thread of the lookups."""
         name = self._identity.namespace
         client = self._guard.client
 
@@ -134,7 +133,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         try:
             return [size == self.block_size_bytes for size in self._guard.run(ask)]
         except KVStoreError as error:
-            log.debug("lookup_failed error=%s", error)  # the guard tells when it gives up
+            log.debug("lookup_failed error=%s", error)  # the guard warns if this goes on
             return [False] * len(keys)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -161,7 +160,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
     def _submit(
         self, pool: ThreadPoolExecutor, job: TransferJob, move: Callable[[str], JobResult]
     ) -> None:
-        """The chunks go into, or come from, the namespace of this moment."""
+        """Starts a job, whose chunks are in the current namespace even if that changes later."""
         self._jobs[job.job_id] = (job, pool.submit(move, self._identity.namespace))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
@@ -174,7 +173,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
             if not future.cancelled():
                 result = future.result()
             if job.is_promotion and not result.success:
-                # Otherwise vLLM would ask for the same chunks again, and again.
+                # Otherwise vLLM would ask for the same chunks again and again.
                 loaded = set(result.successful_keys or ())
                 self._lookups.mark_miss([key for key in job.keys if key not in loaded])
             if self._events is not None and not job.is_promotion and result.success:
@@ -186,15 +185,15 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         return results
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Which chunks were stored. The store does not tell which it has evicted."""
+        """Only of chunks that were stored: the store does not tell which chunks it has evicted."""
         if self._events:
             events, self._events = self._events, []
             return events
         return ()
 
     def drain_jobs(self) -> None:
-        """Waits for calls under way, at most for their deadlines; what has not begun fails. vLLM
-        calls this before it resets its caches."""
+        """Lets jobs that have not begun fail, and waits for calls under way, at most until their
+        deadlines. vLLM calls this before it resets its caches."""
         self._gives_up.set()
         futures = [future for _, future in self._jobs.values()]
         for future in futures:
@@ -204,7 +203,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self._identity.reset()
 
     def shutdown(self) -> None:
-        """Waits for calls under way, which fail at once. Idempotent."""
+        """Closes the client, so that calls under way fail, and waits for them. Idempotent."""
         self._gives_up.set()
         self._identity.announcer.stop()
         self._guard.client.close()
@@ -214,7 +213,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self._lookups.shutdown()
         self._jobs.clear()
         self._pool.release()
-        gc.collect()  # a put leaves cycles that hold rows, and vLLM unmaps them after this
+        gc.collect()  # puts leave cycles that hold rows, which vLLM unmaps next
 
     # --- the threads --------------------------------------------------------------------------
 
@@ -274,7 +273,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
     def _moved(
         self, name: str, piece: ChunkRun, move: Callable[[ChunkRun, int], list[Any]]
     ) -> list[Any]:
-        """What ``move`` says of each chunk; empty: it was not tried, or failed as a whole."""
+        """The outcome of ``move`` for each chunk; empty: it was not tried, or failed as a whole."""
         if not name or self._gives_up.is_set():
             return []
         try:
@@ -294,10 +293,10 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
 
 
 class StepLookups(AsyncLookupManager):  # type: ignore[misc]
-    """Asks for the keys of a step at once, request by request, on a thread of its own."""
+    """The lookups of one scheduler step: one call to the store per request, on vLLM's thread."""
 
     def __init__(self, tier_type: str, found: Callable[[list[OffloadKey]], list[bool]]) -> None:
-        self._found = found  # before the thread of the base class begins
+        self._found = found  # set before the base class starts its thread
         super().__init__(tier_type)
 
     def batch_lookup(self, keys: Collection[OffloadKey], req_context: ReqContext) -> list[bool]:

@@ -1,10 +1,10 @@
-"""vLLM engines that find each other's KV cache: ``python -m kvstore.demo_vllm``.
+"""A demonstration of two vLLM engines that share their KV cache: ``python -m kvstore.demo_vllm``.
 
-* ``__main__.py``: the demonstration: starts everything, sends prompts, prints what happened
-* ``scenario.py``: prompts, the outcome of each, and checks of it
-* ``servers.py``: how master, node, engines and proxy are started
+* ``__main__.py``: the command: starts everything, sends prompts, prints what happened
+* ``scenario.py``: the prompts, the outcome of each, and the checks of the outcomes
+* ``servers.py``: starts master, node, engines and proxy
 * ``requests.py``: HTTP to an engine or the proxy, and the time to the first token
-* ``tiny.py``: a random model, created locally; nothing is downloaded
+* ``tiny.py``: creates a random model locally; nothing is downloaded
 
-Needs vLLM (its build for CPUs is enough) and the extra ``proxy``.
+The demonstration needs vLLM (its build for CPUs is enough) and the extra ``proxy``.
 """

@@ -30,7 +30,7 @@ from kvstore.demo_vllm.scenario import (
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 
 STOP_SECONDS = 20.0
-"""Time that an engine has for a clean end."""
+"""How long an engine may take for a clean end."""
 
 EXAMPLE = """\b
 Example:
@@ -40,11 +40,10 @@ Example:
 
 @dataclasses.dataclass(frozen=True)
 class RunningFleet:
-    """The running servers."""
+    """The addresses of the running servers that the demonstration talks to."""
 
     proxy: str
     decoder: str
-    """Addresses."""
 
 
 @click.command(epilog=EXAMPLE)
@@ -74,7 +73,7 @@ def main(prompts: int, prompt_tokens: int, seed: int, as_json: bool) -> None:
     """
     console = Console(quiet=as_json, highlight=False)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # to end like Ctrl-C: cleaning up
+        signal.signal(number, signal.default_int_handler)  # cleans up, as Ctrl-C does
     outcomes: list[PromptOutcome] = []
     try:
         with Children(servers.environment(), stop_seconds=STOP_SECONDS) as children:
@@ -141,7 +140,7 @@ def run(
 ) -> None:
     """Send each prompt three ways, and add its outcome to ``outcomes``.
 
-    The first prompt warms engines and connections, and is not counted.
+    The first prompt warms up engines and connections, and is not counted.
     """
     for number, each in enumerate(prompts):
         with _step(console, f"prompt {number} of {len(prompts) - 1}" if number else "warming up"):
@@ -151,9 +150,9 @@ def run(
 
 
 def ask_three_ways(fleet: RunningFleet, number: int, ids: list[int]) -> PromptOutcome:
-    """Send all three through the proxy, so that the times differ only by the engines' work.
+    """Send a prompt three ways, all through the proxy, so that times differ only by engines' work.
 
-    The two compared ways alternate, so that a busy machine slows both alike.
+    The two ways that are compared alternate, so that a busy machine slows both alike.
     """
     forget(fleet.decoder)
     first = complete(fleet.proxy, ids, NEW_TOKENS)
@@ -176,7 +175,7 @@ def ask_three_ways(fleet: RunningFleet, number: int, ids: list[int]) -> PromptOu
 
 
 def show(outcomes: list[PromptOutcome], counted: dict[str, float], console: Console) -> None:
-    """A row per prompt."""
+    """Print a table with a row per prompt."""
     table = Table(title="Time to first token", title_justify="left")
     headings = ("", "tokens", "blocks", "identical", "prefilled", "computed", "found", "ratio")
     for column in headings:
@@ -219,7 +218,7 @@ def summarize(outcomes: list[PromptOutcome], problems: list[str]) -> str:
 
 @contextmanager
 def _step(console: Console, what: str) -> Iterator[None]:
-    """A spinner while something starts, on a terminal; nothing elsewhere."""
+    """On a terminal, show a spinner while the block runs."""
     if not console.is_terminal:
         yield
         return

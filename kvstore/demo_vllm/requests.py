@@ -1,4 +1,4 @@
-"""HTTP to an engine or to the proxy, and an engine's counters. Times are wall-clock milliseconds.
+"""HTTP to an engine or to the proxy, and an engine's counters.
 
 Every failure is a ``RequestError``.
 """
@@ -27,20 +27,20 @@ class RequestError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One answer."""
+    """One answer to a prompt."""
 
     tokens: list[int]
     cached_tokens: int
     """Tokens of the prompt that the answering engine did not compute."""
     first_token_ms: float
-    """From sending the request to the first token."""
+    """Milliseconds from sending the request to the first token."""
     total_ms: float
 
 
 def complete(
     address: str, prompt: list[int], tokens: int, *, params: Mapping[str, object] | None = None
 ) -> Completion:
-    """Request greedy tokens, streamed, over a new connection.
+    """Request a streamed answer of greedy tokens, over a new connection.
 
     Args:
         prompt: token ids.
@@ -48,7 +48,7 @@ def complete(
         params: ``kv_transfer_params`` of the request.
 
     Raises:
-        RequestError: no answer, one that is not 200, or one without tokens.
+        RequestError: no answer, a status that is not 200, or an answer without tokens.
     """
     body = _body(prompt, tokens)
     if params is not None:
@@ -76,7 +76,7 @@ def complete(
 def token_times(
     address: str, prompt: list[int], tokens: int, stop: Event, started: Event
 ) -> list[float]:
-    """The times at which the tokens of a streamed answer came, by ``time.perf_counter``.
+    """The times at which the tokens of a streamed answer arrived, by ``time.perf_counter``.
 
     Args:
         stop: when set, ends the request at its next token.
@@ -113,7 +113,7 @@ def forget(address: str) -> None:
 
 
 def counters(address: str) -> dict[str, float]:
-    """The connector's counters and gauges, without their prefix, added up over engines."""
+    """The connector's counters and gauges by name without the prefix, added up over engines."""
     found: dict[str, float] = {}
     for line in ask(address, "GET", "/metrics").splitlines():
         if line.startswith(COUNTERS):
@@ -124,10 +124,10 @@ def counters(address: str) -> dict[str, float]:
 
 
 def ask(address: str, method: str, path: str) -> str:
-    """The text of an answer.
+    """Send a request without a body, and return the text of the answer.
 
     Raises:
-        RequestError: no answer, or one that is not 200.
+        RequestError: no answer, or a status that is not 200.
     """
     connection = http.client.HTTPConnection(address, timeout=REQUEST_SECONDS)
     try:

@@ -10,29 +10,29 @@ from kvstore.demo_vllm.tiny import BLOCK_TOKENS, TEXT_TOKENS, kv_bytes_per_token
 
 HIDDEN = 512
 LAYERS = 8
-"""Layers of the model: enough that computing a prompt takes longer than fetching it."""
+"""Layers of the model: enough for computing a prompt to take longer than fetching it."""
 
 NEW_TOKENS = 16
 TIMED_RUNS = 3
 PROMPT_TOKENS_MAX = 2_000
-"""Together with the answer less than ``--max-model-len``."""
+"""Prompt and answer together must have fewer tokens than ``--max-model-len``."""
 
 MIB = 1 << 20
 
 
 def prompt(seed: int, number: int, tokens: int) -> list[int]:
-    """Token ids of random bytes; equal arguments give equal prompts, others share no block."""
+    """Token ids of random bytes: the same for equal arguments; other seeds or numbers differ."""
     chance = random.Random(f"{seed} {number}")  # noqa: S311  reproducible, no secret
     return chance.choices(TEXT_TOKENS, k=tokens)
 
 
 def full_blocks(tokens: int) -> int:
-    """Blocks of a prompt that can be found: at least one token must be computed."""
+    """How many blocks of a prompt can be found. The last token is always computed."""
     return (tokens - 1) // BLOCK_TOKENS
 
 
 def memory_mib(prompts: int, tokens: int) -> int:
-    """Memory of a node that holds all full blocks of ``prompts`` prompts, and a quarter more."""
+    """MiB of memory for all full blocks of ``prompts`` prompts, with a quarter to spare."""
     blocks = prompts * (tokens // BLOCK_TOKENS)
     return 8 + blocks * BLOCK_TOKENS * kv_bytes_per_token(HIDDEN, LAYERS) * 5 // 4 // MIB
 
@@ -50,7 +50,7 @@ class PromptOutcome:
     tokens_found: list[list[int]]
     """Tokens generated with the prompt from the store, for each run."""
     prefilled_ms: float
-    """Time of the first run, in which the prefiller computes."""
+    """Time of the first run, in which the prefiller computes the prompt."""
     computed_ms: list[float]
     found_ms: list[float]
 
@@ -71,7 +71,7 @@ class PromptOutcome:
         return full_blocks(self.prompt_tokens)
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with the outcome, as texts."""
+        """Texts that say what is wrong with the outcome."""
         found = []
         if not self.identical:
             found.append(f"prompt {self.number}: tokens differ")

@@ -1,4 +1,4 @@
-"""Starts the processes around a vLLM engine: model, master, node, engines, proxy.
+"""Creates a model, and starts the processes of a fleet: master, node, vLLM engines and proxy.
 
 All processes listen only on the loopback interface. All files (models, logs, sockets) are in the
 directory of the ``Children``, which is removed at the end.
@@ -18,13 +18,13 @@ from kvstore.demo_vllm.requests import MODEL
 
 HOST = "127.0.0.1"
 SERVE = "vllm.entrypoints.openai.api_server"
-"""The module behind ``vllm serve``. That command does not find vLLM's build for CPUs, because the
-package has another name."""
+"""The module behind ``vllm serve``. That command itself does not find vLLM's build for CPUs,
+because that package has another name."""
 CONNECTOR = "MooncakeStoreConnector"
-"""kvstore's connector, under the name of vLLM's own: a deployment changes one line."""
+"""kvstore's connector under the name of vLLM's own, as in a deployment that changes one line."""
 CONNECTOR_MODULE = "kvstore.connectors.vllm"
 POSITIONS = 2048
-"""``--max-model-len``: prompt and answer."""
+"""``--max-model-len``: the limit of the tokens of prompt and answer together."""
 
 READY_SECONDS = 30.0
 MODEL_SECONDS = 120.0
@@ -34,7 +34,7 @@ ENGINE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Server:
-    """A child and its address."""
+    """A child process and its address."""
 
     child: Program
     address: str
@@ -52,7 +52,7 @@ def require(*modules: str) -> None:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment without settings of kvstore or Mooncake, and with those that a
+    """This process's environment without variables of kvstore and Mooncake, and with those that a
     small engine needs."""
     inherited = {
         name: value
@@ -60,7 +60,7 @@ def environment() -> dict[str, str]:
         if not name.startswith(("KVSTORE_", "MOONCAKE_"))
     }
     return inherited | {
-        "KVSTORE_CONFIG": "",  # no kvstore.toml either
+        "KVSTORE_CONFIG": "",  # no kvstore.toml is read, either
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -92,7 +92,7 @@ def transfer_config(master: str, role: str, **extra: object) -> dict[str, object
 
 
 def make_model(children: Children, *, seed: int, hidden: int, layers: int) -> Path:
-    """A random model in the directory of the children."""
+    """Creates a random model in the directory of the children; returns its directory."""
     directory = children.directory / "model"
     sizes = {"--seed": seed, "--hidden": hidden, "--layers": layers}
     options = [word for name, value in sizes.items() for word in (name, str(value))]
@@ -102,7 +102,7 @@ def make_model(children: Children, *, seed: int, hidden: int, layers: int) -> Pa
 
 
 def start_store(children: Children, memory_mib: int, *, name: str = "") -> str:
-    """A master and a node; returns the master's address.
+    """Starts a master and a node; returns the master's address.
 
     Args:
         name: prefix of the processes' names, if there are several stores.
@@ -129,7 +129,7 @@ def start_engine(
 
     Args:
         transfer: value of ``--kv-transfer-config``; None: without a connector.
-        environ: added to the environment of the children.
+        environ: variables that are added to the environment of the children.
     """
     port = free_port()
     arguments = [*engine_arguments(model, transfer), "--port", str(port)]
@@ -138,7 +138,7 @@ def start_engine(
 
 
 def engine_arguments(model: Path, transfer: Mapping[str, object] | None) -> list[str]:
-    """Arguments of ``SERVE``, for a small engine among several; all but its port."""
+    """The arguments of ``SERVE``, without its port, for a small engine among several."""
     arguments = [
         "--model", str(model), "--served-model-name", MODEL, "--dtype", "float32",
         "--max-model-len", str(POSITIONS), "--enforce-eager", "--gpu-memory-utilization", "0.1",
@@ -150,7 +150,7 @@ def engine_arguments(model: Path, transfer: Mapping[str, object] | None) -> list
 
 
 def proxy_arguments(master: str, prefill: Sequence[str], decode: Sequence[str]) -> list[str]:
-    """Arguments of ``kvstore-proxy``, from addresses; all but its port."""
+    """The arguments of ``kvstore-proxy``, without its port, from addresses."""
     return ["--master", master, "--prefill", ",".join(prefill), "--decode", ",".join(decode)]
 
 

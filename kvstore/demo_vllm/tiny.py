@@ -16,15 +16,15 @@ from typing import Any
 
 VOCABULARY = 512
 TEXT_TOKENS = range(2, 258)
-"""Tokens that stand for a byte."""
+"""Tokens that stand for one byte each."""
 BLOCK_TOKENS = 128
 """vLLM's block size on a CPU."""
 HEAD_DIM = 64
 POSITIONS_MAX = 4096
 SPREAD = 1.92
-"""Standard deviation of the weights times the square root of their columns. The distribution is
-wide: with a narrow one the model repeats one token whatever the KV cache holds, which would hide
-every mistake."""
+"""Standard deviation of the weights times the square root of the hidden size. It is large: with a
+small one the model repeats one token whatever the KV cache holds, which would hide every
+mistake."""
 
 
 def make_model(
@@ -33,17 +33,17 @@ def make_model(
 ) -> Path:  # fmt: skip
     """A decoder with random weights and a byte-level tokenizer; equal arguments give equal files.
 
-    Without ``sliding`` it is a Llama; with it, a Gemma 3 with one sliding-window and one full layer
-    in turn. Two query heads share a key/value head. Kind ``longrope`` is a Phi-3 whose rotary
-    factors depend on the longest prompt, ``latent`` a DeepSeek-V2 with latent attention.
+    It is a Llama; with ``sliding`` a Gemma 3 that alternates sliding-window and full layers; of
+    kind ``longrope`` a Phi-3 whose rotary factors depend on the longest prompt; of kind ``latent``
+    a DeepSeek-V2 with latent attention. Except there, two query heads share a key/value head.
 
     Args:
-        directory: created if need be; returned.
+        directory: where to create the model; created if need be, and returned.
         hidden: hidden size, a multiple of 128; the feed-forward part is twice as wide.
         layers: an even number.
 
     Raises:
-        ValueError: another size.
+        ValueError: ``hidden`` or ``layers`` is another number.
     """
     if hidden < 128 or hidden % 128 or layers < 2 or layers % 2:
         raise ValueError(f"hidden must be a multiple of 128, layers of 2: {hidden}, {layers}")
@@ -93,12 +93,12 @@ def make_model(
 
 
 def kv_bytes_per_token(hidden: int, layers: int) -> int:
-    """Keys and values of all layers of ``make_model``'s Llama, float32."""
+    """Bytes of the float32 keys and values of one token, in all layers of the Llama."""
     return layers * 2 * (hidden // 2) * 4
 
 
 def _tokenizer(directory: Path) -> None:
-    """Bytes as tokens, after two special ones; nothing to download."""
+    """Creates a tokenizer whose tokens are two special ones and the bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

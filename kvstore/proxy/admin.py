@@ -1,7 +1,7 @@
-"""Instances added, drained and removed while the proxy runs: ``/admin/instances``.
+"""The admin API ``/admin/instances``: adds, drains and removes instances while the proxy runs.
 
-Guarded as what changes something at any of our ports for HTTP (``kvstore.web.server.access``): by
-``--admin-token``, or, without one, by a connection from this host.
+The rules of all kvstore's HTTP ports for changes hold (``kvstore.web.server.access``): a request
+needs ``--admin-token`` or, if none is set, a connection from this host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvstore.web.server.access import Access, Advice, Hosts
 log = logging.getLogger("kvstore.proxy")
 
 INSTANCES_MAX: Final = 1_024
-"""All instances get their health checks at the same time."""
+"""Limit of all instances, because all get their health checks at the same time."""
 
 _ADVICE: Final = Advice("or localhost.", "KVSTORE_PROXY_ADMIN_TOKEN.")
 
@@ -43,7 +43,7 @@ class Admin:
     def __init__(self, instances: Instances, health: HealthChecks, *, token: str) -> None:
         self._instances = instances
         self._health = health
-        # A token that no page of another site has makes names harmless.
+        # With a token, requests may use any host name: no page of another site has the token.
         self._access = Access(None if token else Hosts(()), token=token, advice=_ADVICE)
 
     def add_routes(self, router: web.UrlDispatcher) -> None:

@@ -1,4 +1,4 @@
-"""Which instance lately computed or loaded the longest prefix of a prompt, and so caches it."""
+"""Remembers which instance last computed or loaded a prefix of a prompt, and so caches it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK_TOKENS: Final = 64
 """Prefixes are compared in steps of this many tokens: a few blocks of an engine."""
 
 Prints = Sequence[int]
-"""One number per full block of a prompt; it identifies all tokens up to the end of that block."""
+"""One number per full block of a prompt, which identifies all tokens up to the block's end."""
 
 
 def fingerprints(token_ids: Sequence[int], *, blocks_max: int) -> Prints:
@@ -29,15 +29,15 @@ def fingerprints(token_ids: Sequence[int], *, blocks_max: int) -> Prints:
 
 
 class PrefixAffinity:
-    """Remembers the latest ``blocks_max`` blocks, and the instance that had each of them last."""
+    """Remembers the latest ``blocks_max`` blocks, each with the instance that had it last."""
 
     def __init__(self, *, blocks_max: int) -> None:
         self._blocks_max = blocks_max
         self._last: OrderedDict[int, str] = OrderedDict()
 
     def remember(self, prints: Prints, address: str) -> None:
-        """``address`` is computing or loading these blocks now."""
-        # The root is stored last, so that the tail of a chain is forgotten first.
+        """Called when the instance at ``address`` begins to compute or load these blocks."""
+        # Remembers the root last, so that the tail of a chain is forgotten first.
         for each in reversed(list(islice(prints, self._blocks_max))):
             self._last[each] = address
             self._last.move_to_end(each)

@@ -41,15 +41,15 @@ LINE_BYTES_MAX: Final = 1 << 14
 """Limit of the request line, and of each header."""
 
 IDLE_CONNECTION_S: Final = 600.0
-"""A connection without a request is closed after this time, which is longer than load balancers
-keep theirs."""
+"""After this time a connection without a request is closed. It is longer than load balancers keep
+idle connections."""
 
 MODELS_TIMEOUT_MS: Final = 5_000
 
 
 def run(config: ProxyConfig) -> int:
-    """Serves until SIGTERM or SIGINT, and returns the exit status: ``EXIT_BROKEN`` if a background
-    task died that the proxy needs.
+    """Serves until SIGTERM or SIGINT, or until a background task that the proxy needs dies. Returns
+    the exit status, which is ``EXIT_BROKEN`` in the last case.
 
     Raises:
         AddressInUseError, StartupError: the proxy could not start; nothing is left behind.
@@ -67,7 +67,7 @@ async def _serve(config: ProxyConfig) -> int:
         loop.add_signal_handler(number, stopped.set)
     async with contextlib.AsyncExitStack() as stack:
         clients_max = connections_max(config.inflight_max)
-        # Fewer than connections: there are always idle connections that can make room.
+        # Fewer bodies than connections, so that idle connections can always make room.
         bodies_max = max(1, min(config.inflight_max, clients_max // 2))
         parts = await _parts(config, stack, bodies_max=bodies_max)
         health = HealthChecks(
@@ -179,7 +179,7 @@ def _greet(config: ProxyConfig, server: asyncio.Server) -> None:
 
 
 async def _end(parts: ProxyParts, server: asyncio.Server) -> None:
-    """Accepts no connection and no request any more; running requests get ``grace_ms`` to end."""
+    """Refuses new connections and requests, and gives running requests ``grace_ms`` to end."""
     parts.stopping = True
     server.close()
     log.info("proxy_stopping in_flight=%d grace_ms=%d", parts.under_way, parts.config.grace_ms)

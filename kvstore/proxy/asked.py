@@ -1,4 +1,4 @@
-"""What the steps of a request share: the process's parts, and the request itself."""
+"""The data that the steps of a request share: the parts of the process, and the request itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvstore.web.server.doors import Waits
 REQUEST_ID: Final = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
-# Headers that concern one connection only (RFC 9110, 7.6.1), or that each hop sets anew.
+# Headers that concern only one connection (RFC 9110, 7.6.1), or that the proxy sets anew.
 _HOP_HEADERS: Final = frozenset(
     {
         "accept-encoding",
@@ -56,11 +56,11 @@ class ProxyParts:
     metrics: Metrics
     lookup: StoreLookup | None
     bodies: Waits
-    """Those that are arriving."""
+    """Bodies of requests that are arriving."""
     in_flight: int = 0
-    """Requests whose body has arrived: only these take a slot."""
+    """Requests whose body has arrived. Only these take a slot."""
     under_way: int = 0
-    """All requests, those with an incomplete body included."""
+    """All requests, including those whose body is still arriving."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while no request is under way."""
     stopping: bool = False
@@ -110,7 +110,7 @@ class Asked:
     first_byte_ms: int | None = None
     retries: int = 0
     broken: bool = False
-    """Whether the answer ended too early, after its first byte."""
+    """Whether the answer ended too early, after its first byte was relayed."""
 
     @property
     def since_ms(self) -> int:
@@ -131,7 +131,7 @@ def error_response(
 
 
 def request_id_of(request: web.Request) -> str:
-    """The client's request id if it is valid in a header and in a log line; otherwise a new one."""
+    """The client's request id if it is safe in a header and in a log line; otherwise a new one."""
     given = request.headers.get(REQUEST_ID, "")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 

@@ -1,7 +1,7 @@
-"""Request bodies: what the proxy reads from a client's body, and what each hop is sent.
+"""Request bodies: reads a client's body, and makes the body that each hop is sent.
 
-A client's body is passed on byte for byte, unless the proxy has to add a field. The proxy leaves
-unknown fields alone, and the decoder reports errors in a body.
+The decoder is sent the client's body byte for byte, unless the proxy has to add a field. The proxy
+leaves unknown fields alone, and leaves it to the decoder to report errors in a body.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - a field's name, no passwor
 STORED: Final = "stored_tokens"
 NO_LOAD: Final = "no_load"
 
-# Fields that are useless with, or forbid, an answer of one token that is thrown away.
+# Fields that forbid an answer of one token, or are useless because the answer is thrown away.
 _NOT_FOR_PREFILL: Final = (
     "best_of",
     "echo",
@@ -103,7 +103,7 @@ def given_ids(route: EngineRoute, body: Body) -> list[int] | None:
 
 
 def can_be_rendered(route: EngineRoute, body: Body) -> bool:
-    """Whether the request is one prompt of text alone, so that its token ids are all of it."""
+    """Whether the request is one prompt of text alone, which its token ids represent in full."""
     if route.chat:
         return _is_text(body)
     return isinstance(body.get("prompt"), str) and not any(body.get(key) for key in _NOT_ONLY_IDS)
@@ -139,7 +139,7 @@ def error_message(answer: object) -> str | None:
 
 
 def for_prefill(route: EngineRoute, body: Body, token_ids: list[int] | None) -> Body:
-    """The body for a prefiller: the same prompt, and an answer of one token, the minimum."""
+    """The body for a prefiller: the same prompt, with an answer of one token, the minimum."""
     sent = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     sent |= {"stream": False, "n": 1, "max_tokens": 1}
     if route.chat:
@@ -150,7 +150,7 @@ def for_prefill(route: EngineRoute, body: Body, token_ids: list[int] | None) -> 
 def for_decode(
     route: EngineRoute, body: Body, token_ids: list[int] | None, stored: int | None
 ) -> Body:
-    """The body for a decoder: the client's own, with the token ids and ``stored`` where known.
+    """The body for a decoder: the client's own, with the token ids and ``stored`` if known.
 
     Args:
         stored: see ``stored_tokens``.

@@ -1,8 +1,8 @@
 """The second hop: relays a decoder's answer to the client as it arrives.
 
-Before the client has received the first byte, another decoder can take over; it finds the prompt in
-the store. After the first byte, no other decoder can: the client sees an error event in the stream,
-or a connection that ends too early.
+Until the client has received the first byte, another decoder can take over, and finds the prompt in
+the store. After that none can: the client gets an error event in the stream, or a connection that
+ends too early.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvstore.web.server.doors import RETRY_AFTER_S
 log = logging.getLogger("kvstore.proxy")
 
 SUSPECT: Final = 500
-"""The one status that may be the fault of the request or of the engine: it counts against an engine
-once another engine has answered the same request."""
+"""The one status that may be the fault of the request or of the engine. It counts against an engine
+only once another engine has answered the same request."""
 
 ERROR_BYTES_MAX: Final = 1 << 20
 """Limit of an engine's error body."""
@@ -38,7 +38,7 @@ _NOT_RELAYED: Final = frozenset(
 
 
 class _FailedAttempt(NamedTuple):
-    """A decoder did not answer."""
+    """The outcome of an attempt in which a decoder did not answer, or answered with an error."""
 
     response: web.Response
     """The client's answer if no other decoder succeeds."""
@@ -47,7 +47,7 @@ class _FailedAttempt(NamedTuple):
 
 
 async def decode(parts: ProxyParts, asked: Asked, request: web.Request) -> web.StreamResponse:
-    """The client's answer, an error included. A relayed answer has been sent when this returns."""
+    """The client's answer, or an error. A relayed answer has been sent when this returns."""
     sent = asked.raw
     if asked.token_ids is not None or asked.stored is not None:
         body = bodies.for_decode(asked.route, asked.body, asked.token_ids, asked.stored)
@@ -125,7 +125,7 @@ async def _attempt(
 async def _refused(
     asked: Asked, turn: Turn, answer: Streamed, suspects: list[Turn]
 ) -> _FailedAttempt:
-    """An engine's own error, relayed if no other decoder succeeds."""
+    """The outcome for an engine's own error, which is relayed if no other decoder succeeds."""
     log.warning(
         "decode_failed id=%s reason=%s: status %d",
         asked.request_id, turn.instance.address, answer.status,
@@ -184,11 +184,12 @@ async def _relay(
 
 
 class _ClientGoneError(Exception):
-    """The client reads no more of its answer."""
+    """The client does not read the rest of its answer."""
 
 
 class _Downstream:
-    """The connection to the client: each write ends within ``idle_s``, or the client is gone."""
+    """The connection to the client. A write that takes longer than ``idle_s``, or fails, raises
+    ``_ClientGoneError``."""
 
     def __init__(self, response: web.StreamResponse, request: web.Request, idle_s: float) -> None:
         self._response = response
@@ -241,7 +242,7 @@ def _headers(asked: Asked, answer: Streamed) -> CIMultiDict[str]:
 
 
 def _broken_event(error: EngineError, last: bytes) -> bytes:
-    """An error event. If the stream stopped inside an event, that event is ended first."""
+    """An error event for the client's stream, after the end of an event that is incomplete."""
     code = 504 if error.failure == "timeout" else 502
     told = {
         "message": "the decoder stopped before the end of its answer",

@@ -1,6 +1,6 @@
-"""HTTP to engines: short requests and long answers, with a time-out at each place that waits.
+"""HTTP to engines: short requests and long answers, with a time-out for each wait.
 
-A request without a whole answer is an ``EngineError``; an engine's own error is an answer.
+A request without a whole answer raises ``EngineError``; an engine's own error is an answer.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ ANSWER_BYTES_MAX: Final = 64 << 20
 """Limit of an answer that is read as a whole: a rendered prompt of a million tokens is 8 MiB."""
 
 IDLE_CONNECTION_S: Final = 2.0
-"""How long an idle connection is kept. uvicorn closes idle ones after 5 s, and a request that is
-sent at that very moment would fail."""
+"""How long an idle connection is kept. uvicorn closes idle connections after 5 s, and a request
+that is sent at that very moment would fail."""
 
 LINE_BYTES_MAX: Final = 1 << 16
 
-# Accept-Encoding: a compressed answer could not be relayed piece by piece.
+# Asks for uncompressed answers, because compressed ones could not be relayed piece by piece.
 AS_IT_IS: Final = {"Accept-Encoding": "identity"}
 
 EngineFailure = Literal["refused", "connect", "broken", "timeout"]
 
 
 class EngineError(Exception):
-    """An engine did not answer, or not to the end.
+    """An engine did not answer, or its answer ended too early.
 
     Attributes:
         failure: ``refused``: no process listens there; ``connect``: no connection for another
@@ -51,7 +51,7 @@ class EngineError(Exception):
 
 
 class EngineAnswer(NamedTuple):
-    """A whole answer."""
+    """A whole answer of an engine."""
 
     status: int
     headers: Mapping[str, str]
@@ -80,7 +80,7 @@ class Streamed:
         self._response = response
         self._idle_s = idle_s
         self.first: Final = first
-        """Empty only if the whole answer is empty."""
+        """The first bytes; empty only if the whole answer is empty."""
 
     @property
     def status(self) -> int:
@@ -110,7 +110,7 @@ class Engines:
     def __init__(self, *, connect_timeout_ms: int, idle_timeout_ms: int) -> None:
         self._idle_s = idle_timeout_ms / 1000
         self._session = aiohttp.ClientSession(
-            # The number of requests is bounded where they arrive; a bound here would only delay.
+            # The proxy bounds requests when they arrive; a bound here would only delay them.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_ms / 1000),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -191,7 +191,7 @@ class Engines:
 
 
 async def _piece(address: str, response: aiohttp.ClientResponse, idle_s: float) -> bytes:
-    """The next piece; empty at the end of the answer."""
+    """The next piece of an answer; empty at its end."""
     with _errors(address):
         async with asyncio.timeout(idle_s):
             return await response.content.readany()

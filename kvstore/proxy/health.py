@@ -1,4 +1,4 @@
-"""Health of engines: their own answer (``GET /health``), and how their requests end."""
+"""Keeps the health of engines up to date, by their ``GET /health`` and by how requests end."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ log = logging.getLogger("kvstore.proxy")
 
 
 class HealthChecks:
-    """Health checks in rounds. A round asks all instances in parallel: a silent one delays no
-    other."""
+    """Checks the health of all instances in rounds. A round asks all of them in parallel, so that a
+    silent one delays no other."""
 
     def __init__(
         self, instances: Instances, engines: Engines, *, interval_ms: int, timeout_ms: int
@@ -25,7 +25,7 @@ class HealthChecks:
         self._timeout_ms = timeout_ms
 
     async def run(self) -> None:
-        """Runs rounds until it is cancelled."""
+        """Runs rounds until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
@@ -59,7 +59,7 @@ class HealthChecks:
 
 
 def answered(instance: Instance) -> None:
-    """The instance answers a request, or continues its answer."""
+    """Called when the instance answers a request, or continues its answer."""
     before = instance.healthy
     instance.answered(clock_ms())
     if not before:
@@ -67,7 +67,7 @@ def answered(instance: Instance) -> None:
 
 
 def unconnected(instance: Instance, error: EngineError) -> None:
-    """A request could not connect to the instance."""
+    """Called when a request could not connect to the instance."""
     before = instance.healthy
     instance.unconnected(clock_ms(), refused=error.failure == "refused")
     _tell(instance, before, error)

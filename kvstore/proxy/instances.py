@@ -1,8 +1,8 @@
-"""The engines: the list of them, the state of each, and which one gets the next request.
+"""The engines: the list of them, the state of each, and the choice of one for each request.
 
 An instance is *usable* when it is healthy, not draining, and its breaker lets a request through. Of
 the usable instances the least busy is chosen; among equals, the one that was chosen longest ago.
-When no decoder is healthy, requests go to unhealthy ones all the same (*forced*): a busy engine may
+When no decoder is usable, requests go to unhealthy ones all the same (*forced*): a busy engine may
 be too slow for health checks and still answer its requests, and no other engine can. A draining
 instance gets no new requests, and is removed when its last request ends.
 """
@@ -20,7 +20,7 @@ Role = Literal["prefill", "decode"]
 ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
 
 HEALTH_FAILURES_MAX: Final = 2
-"""Failed health checks in a row that make an instance unhealthy: a single one may be chance."""
+"""Failed health checks in a row that make an instance unhealthy. A single one may be chance."""
 
 REFUSALS_MAX: Final = 3
 """Requests in a row that could not connect, within ``REFUSALS_MS``, that make an instance
@@ -51,7 +51,7 @@ class InstanceView(NamedTuple):
 
 
 class Instance:
-    """One engine in one role. An engine with both roles is two instances."""
+    """One engine in one role, and its state. An engine with both roles is two instances."""
 
     def __init__(self, role: Role, address: str, breaker: Breaker) -> None:
         self.role: Final = role
@@ -62,14 +62,14 @@ class Instance:
         self.draining = False
         self.in_flight = 0
         self.chosen = 0
-        """The number of the choice, counted over all instances: smaller means longer ago."""
+        """Number of its last choice, counted over all instances; a smaller one is longer ago."""
         self.renders_from_ms = 0
-        """Until then the engine gets no render requests, because it answered that it cannot."""
+        """Before this time the engine gets no render requests: it answered that it cannot."""
         self.refuses = False
         """Whether the last attempt to connect was refused: no process listens there."""
         self._health_failures = 0
         self._says_ill = False
-        """Whether the engine itself said that it is not well, at its last health check."""
+        """Whether the engine itself said at its last health check that it is not well."""
         self._answered_ms = 0
         self._asked_ms = 0
         self._asked_before_ms = 0
@@ -79,36 +79,36 @@ class Instance:
     # --- health checks ------------------------------------------------------------------------
 
     def note_asked(self, now_ms: int) -> None:
-        """A health check begins."""
+        """Called when a health check begins."""
         self._asked_before_ms, self._asked_ms = self._asked_ms, now_ms
 
     def note_well(self) -> None:
-        """The instance answered the check: it is well."""
+        """Called when the instance answered the check that it is well."""
         self._says_ill = self.refuses = False
         self._recover()
 
     def note_ill(self) -> None:
-        """The instance answered the check: it is not well."""
+        """Called when the instance answered the check that it is not well."""
         self._says_ill, self.refuses = True, False
         self._check_failed()
 
     def note_late(self) -> None:
-        """The instance did not answer the check in time. This does not count if it has answered a
-        request since the check before: it is busy."""
+        """Called when the instance did not answer the check in time. This does not count if it has
+        answered a request since the previous check began: then it is only busy."""
         if self._answered_ms < self._asked_before_ms or not self._answered_ms:
             self._check_failed()
 
     def note_absent(self, *, refused: bool) -> None:
-        """The check could not connect, or lost its connection. ``refused``: no process listens
-        there."""
+        """Called when the check could not connect (``refused``: no process listens there), or lost
+        its connection."""
         self.refuses = refused
         self._check_failed()
 
     # --- requests -----------------------------------------------------------------------------
 
     def answered(self, now_ms: int) -> None:
-        """The instance answers a request, which is as good as a passed health check, unless the
-        instance says itself that it is not well."""
+        """Called when the instance answers a request. This is as good as a passed health check,
+        unless the instance itself has said that it is not well."""
         self._answered_ms = now_ms
         self.refuses = False
         self._unconnected.clear()
@@ -116,10 +116,8 @@ class Instance:
             self._recover()
 
     def unconnected(self, now_ms: int, *, refused: bool) -> None:
-        """A request could not connect. A single failure may be chance; several in a row are not.
-
-        ``refused``: no process listens there.
-        """
+        """Called when a request could not connect (``refused``: no process listens there). Several
+        such failures in a row make the instance unhealthy; a single one may be chance."""
         self.refuses = refused
         recent = [each for each in self._unconnected if now_ms - each < REFUSALS_MS]
         self._unconnected = [*recent, now_ms][-REFUSALS_MAX:]
@@ -141,7 +139,7 @@ class Instance:
         return self.healthy and self.possible(now_ms)
 
     def possible(self, now_ms: int) -> bool:
-        """Whether the instance is usable, its health aside."""
+        """Whether the instance is usable, apart from its health."""
         return not self.draining and self.breaker.allows(now_ms)
 
     def view(self, now_ms: int) -> InstanceView:
@@ -157,16 +155,16 @@ class Turn:
     def __init__(
         self, instances: Instances, instance: Instance, now_ms: int, *, forced: bool
     ) -> None:
-        """Internal: use ``Instances.choose``."""
+        """Internal: call ``Instances.choose`` instead."""
         self.instance: Final = instance
         self.forced: Final = forced
-        """Whether the instance was chosen only because no instance of its role is healthy."""
+        """Whether the instance was chosen although it is unhealthy, because none is usable."""
         self._instances = instances
         self._undecided_probe = instance.breaker.begin(now_ms)
         instance.in_flight += 1
 
     def succeeded(self) -> None:
-        """The instance answers. ``failed`` may follow, if it stops in the middle."""
+        """The instance answers. ``failed`` may follow if its answer ends too early."""
         self._undecided_probe = False
         self.instance.breaker.succeeded()
 
@@ -195,7 +193,7 @@ class Turn:
 
 
 class Instances:
-    """All engines. Times are milliseconds of any monotonic clock."""
+    """All instances, and the choice among them. Times are milliseconds of any monotonic clock."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -222,7 +220,7 @@ class Instances:
     # --- coming and going ---------------------------------------------------------------------
 
     def add(self, role: Role, address: str) -> tuple[Instance, bool]:
-        """Adds an instance; returns it, and whether it is new. Ends the draining of a known one."""
+        """Adds an instance; returns it, and whether it is new. A known one no longer drains."""
         known = self._all.get((role, address))
         if known is not None:
             known.draining = False
@@ -233,7 +231,7 @@ class Instances:
         return instance, True
 
     def drain(self, instance: Instance) -> None:
-        """Stops new requests to the instance, and removes it when its last one ends, maybe now."""
+        """Stops new requests to the instance, and removes it as soon as it has none in flight."""
         instance.draining = True
         self.ended(instance)
 
@@ -243,7 +241,7 @@ class Instances:
         self._all.pop((instance.role, instance.address), None)
 
     def ended(self, instance: Instance) -> None:
-        """A request on the instance ended."""
+        """Called when a request on the instance ended."""
         if instance.draining and not instance.in_flight and self._knows(instance):
             self.remove(instance)
 
@@ -257,9 +255,9 @@ class Instances:
     def last_resort(
         self, role: Role, now_ms: int, *, without: Collection[str] = ()
     ) -> list[Instance]:
-        """Decoders that get requests although they are not healthy, because none is healthy.
+        """Decoders that get requests although they are unhealthy, because no decoder is usable.
 
-        Unhealthy prefillers get none: the decoder can do their work.
+        There are no such prefillers, because a decoder can do their work.
         """
         if role == "prefill" or self.usable(role, now_ms):
             return []
@@ -273,7 +271,7 @@ class Instances:
         """Chooses an instance; None if none is usable, not even as a last resort.
 
         Args:
-            without: addresses that have been tried for this request.
+            without: addresses that have already been tried for this request.
             prints: fingerprints of the prompt, for affinity.
         """
         usable = self.usable(role, now_ms, without=without)

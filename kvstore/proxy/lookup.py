@@ -1,8 +1,8 @@
-"""How much of a prompt the store holds already: looked up before a prefiller is used.
+"""Looks up how much of a prompt the store already holds, before a prefiller is used.
 
-The records of the fleet are read in the background, never while a request waits. A lookup has a
-short deadline. After several failures in a row no lookup is made for a second, so that a store that
-is gone does not delay requests. Every failure means "unknown", and the prompt goes to a prefiller.
+The fleet records are read in the background, never while a request waits. A lookup has a short
+deadline. After several failures in a row no lookup is made for a second, so that a store that is
+gone does not delay requests. Every failure means "unknown", and the prompt goes to a prefiller.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StoreLookup:
     ) -> None:
         self._timeout_s = timeout_ms / 1000
         self._metrics = metrics
-        # Does not read the user's client settings, which may contribute memory.
+        # Does not read the user's client settings: with them the client may contribute memory.
         self._client = AsyncClient(
             config=ClientConfig(master=master, cluster=cluster, timeout_ms=CLIENT_TIMEOUT_MS)
         )
@@ -71,7 +71,7 @@ class StoreLookup:
         return sorted({name for record in self._records.values() for name in record.models})
 
     async def held(self, model: str, token_ids: Sequence[int], request_id: str) -> Held | None:
-        """How much of the prompt is in the store; None: unknown. Never raises."""
+        """How much of the prompt the store holds; None: unknown. Raises only CancelledError."""
         record = records.serving(self._records.values(), model)
         if record is None:
             self._metrics.lookups.labels("unknown").inc()
@@ -132,7 +132,7 @@ class StoreLookup:
             record = records.parse(bytes(data)) if isinstance(data, bytes) else None
         except UnavailableError:
             raise
-        except KVStoreError as error:  # this record is bad; the others may be good
+        except KVStoreError as error:  # this record is invalid; others may be valid
             if key not in self._refused and len(self._refused) < RECORDS_MAX:
                 self._refused.add(key)
                 log.warning("record_refused key=%r reason=%s", key, error)

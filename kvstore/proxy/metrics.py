@@ -1,5 +1,5 @@
-"""The metrics of ``GET /metrics``, in a registry of the proxy's own, so that two proxies can share
-a process."""
+"""The metrics of ``GET /metrics``. Each proxy has its own registry, so that two proxies can share a
+process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from kvstore.process import logs
 from kvstore.proxy.instances import Instances
 
-# From a short prompt on an idle engine to a long one behind a queue.
+# Buckets from a short prompt on an idle engine to a long prompt behind a queue.
 SECONDS: Final = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
@@ -37,7 +37,7 @@ def clock_ms() -> int:
 
 
 class Metrics:
-    """Every number that the proxy counts, by name."""
+    """All metrics of the proxy."""
 
     def __init__(self, instances: Instances) -> None:
         registry = self.registry = CollectorRegistry()
@@ -101,12 +101,12 @@ class Metrics:
         registry.register(_OfLog())
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _OfLog(Collector):
-    """Lines of the log that are missing there."""
+    """Reads the counters of log lines that were not written."""
 
     def collect(self) -> Iterator[Metric]:
         for name, value in logs.counters().items():
@@ -117,7 +117,7 @@ class _OfLog(Collector):
 
 
 class _OfInstances(Collector):
-    """Reads the instances at each scrape, so that removed ones do not appear."""
+    """Reads the state of the instances at each scrape, so that removed ones do not appear."""
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances

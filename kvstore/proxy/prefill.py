@@ -1,4 +1,4 @@
-"""The first hop: an engine computes the prompt and puts its KV cache into the store."""
+"""The first hop: a prefiller computes the prompt and puts its KV blocks into the store."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvstore.proxy.metrics import clock_ms
 log = logging.getLogger("kvstore.proxy")
 
 ATTEMPTS: Final = 2
-"""Prefillers tried per request. More would make the client wait, and the decoder can do the work
-itself."""
+"""Prefillers that are tried per request. More attempts would make the client wait, and the decoder
+can do the work itself."""
 
 
 async def prefill(parts: ProxyParts, asked: Asked, *, refused: bool) -> None:
-    """Sets ``asked.prefill`` and, if the prefiller reports it, ``asked.stored``. Never fails.
+    """Uses a prefiller if that helps. Sets ``asked.prefill`` and, if reported, ``asked.stored``.
 
     Args:
-        refused: an engine has refused the request as wrong.
+        refused: whether the engine that was to render the request has refused it as wrong.
     """
     reason = "refused" if refused else await _reason_against(parts, asked)
     if reason:
@@ -67,7 +67,7 @@ async def _reason_of_store(parts: ProxyParts, asked: Asked, token_ids: list[int]
 
 
 async def _hop(parts: ProxyParts, asked: Asked) -> str | None:
-    """The outcome of the hop; None: no prefiller was usable."""
+    """Sends the request to a prefiller; returns the outcome, or None: no prefiller was usable."""
     sent = bodies.dump(bodies.for_prefill(asked.route, asked.body, asked.token_ids))
     tried: list[str] = []
     for _ in range(ATTEMPTS):

@@ -1,7 +1,7 @@
-"""Records that connectors put into the store, from which the proxy computes the keys of a prompt.
+"""Reads fleet records, which connectors put into the store, and computes a prompt's keys from them.
 
 A connector puts one object per fingerprint (equal for engines that can share) into the namespace
-``vllm-fleet``: JSON of at most ``kvstore.fleet.RECORD_BYTES_MAX``.
+``vllm-fleet``: JSON of at most ``kvstore.fleet.RECORD_BYTES_MAX`` bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def keys(record: Record, token_ids: Sequence[int]) -> Iterator[bytes]:
     """Yields the keys of a prompt's full blocks, at most as many as one call may have.
 
     Args:
-        record: as ``parse`` returns it.
+        record: a record as ``parse`` returns it.
     """
     assert record.hashes is not None
     every = record.block_size // record.hashes.block_size
@@ -42,8 +42,8 @@ class Held(NamedTuple):
     block_size: int
 
     def missing_tokens(self, tokens: int) -> int:
-        """How many tokens a prefiller could add for a prompt of ``tokens`` tokens: full blocks
-        only, and without the last token, which the decoder always computes."""
+        """How many tokens a prefiller could add for a prompt of ``tokens`` tokens: only full
+        blocks, without the last token, which the decoder always computes."""
         wanted = min((tokens - 1) // self.block_size, BATCH_KEYS_MAX)
         return max(0, wanted - self.blocks) * self.block_size
 
@@ -76,5 +76,5 @@ def parse(data: bytes) -> Record | None:
 
 
 def serving(records: Iterable[Record], model: str) -> Record | None:
-    """The first record whose engines serve ``model``: the bare one, without adapters."""
+    """The first record whose engines serve ``model``; None: none does, or it names an adapter."""
     return next((each for each in records if model in each.models), None)

@@ -1,4 +1,4 @@
-"""Token ids of a prompt, computed once by an engine and passed to both hops."""
+"""Renders a prompt: an engine computes its token ids once, and both hops are sent these."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ CANNOT: Final = frozenset({403, 404, 405, 501})
 """Statuses of an engine that cannot render; 403: vLLM without ``--enable-scale-out``."""
 
 WRONG: Final = frozenset({400, 401, 413, 422})
-"""Statuses of a wrong request, which the engine would not accept unrendered either."""
+"""Statuses of a wrong request, which the engine would refuse unrendered, too."""
 
 SAID_MAX: Final = 200
 """Characters of an engine's error message that are logged."""
 
 CANNOT_REST_MS: Final = 60_000
-"""After this time an engine that cannot render is asked again: a newer one may have replaced it."""
+"""After this time an engine that cannot render is asked again: it may have been upgraded."""
 
 
 async def render(parts: ProxyParts, asked: Asked) -> bool:
-    """Sets ``asked.token_ids`` if the request has exactly one prompt, of text alone.
+    """Sets ``asked.token_ids`` if the request has exactly one prompt, of text or token ids alone.
 
     Returns:
-        Whether an engine refused the request as wrong: then no prefiller is used.
+        Whether an engine refused the request as wrong, so that a prefiller is useless.
     """
     asked.token_ids = bodies.given_ids(asked.route, asked.body)
     if asked.token_ids is not None or not bodies.can_be_rendered(asked.route, asked.body):
@@ -60,7 +60,7 @@ async def render(parts: ProxyParts, asked: Asked) -> bool:
         parts.metrics.renders.labels("done" if asked.token_ids is not None else "refused").inc()
         return False
     said = bodies.error_message(answer.json())
-    # A 404 with a message means a missing model; one without, a missing route.
+    # A 404 with a message says that the model is missing; without one, the route.
     is_wrong = answer.status in WRONG or (answer.status == 404 and said is not None)
     cannot = answer.status in CANNOT and not is_wrong
     if cannot:

@@ -1,4 +1,4 @@
-"""One request: rendering to token ids, a prefiller if that helps, a decoder.
+"""Serves one request: renders it to token ids, uses a prefiller if that helps, then a decoder.
 
 A failure of the first two steps only costs time; the decoder's result is the client's answer.
 """
@@ -34,7 +34,7 @@ log = logging.getLogger("kvstore.proxy")
 async def serve(parts: ProxyParts, route: EngineRoute, request: web.Request) -> web.StreamResponse:
     """The handler of both routes: bounds, counts and logs requests; ``_answer`` does the work.
 
-    A request counts as in flight once its body has arrived: a missing body takes no slot.
+    A request counts as in flight once its body has arrived; before that it takes no slot.
     """
     request_id = request_id_of(request)
     arrived_ms = clock_ms()
@@ -109,7 +109,7 @@ async def _answer(parts: ProxyParts, asked: Asked, request: web.Request) -> web.
         able = parts.instances.last_resort("decode", now_ms)
         if not able:
             return no_decoder(asked)
-        if all(each.refuses for each in able):  # tries them, but does not prefill before
+        if all(each.refuses for each in able):  # tries these, but without a prefiller
             asked.prefill = "skipped:no_decoder"
             return await decode(parts, asked, request)
     refused = await render(parts, asked)
