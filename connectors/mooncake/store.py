@@ -104,7 +104,10 @@ class MooncakeDistributedStore(Tensors):
             global_segment_size = given.get("global_segment_size", global_segment_size)
             tenant_id = given.get("tenant_id", tenant_id)
             protocol = given.get("protocol", protocol)
-            local_hostname = str(given.get("local_hostname", ""))
+            rdma_devices = given.get("rdma_devices", rdma_devices)
+            enable_ssd_offload = given.get("enable_ssd_offload", enable_ssd_offload)
+            name = local_hostname if isinstance(local_hostname, str) else ""
+            local_hostname = str(given.get("local_hostname", name))
         if not isinstance(local_hostname, str):
             raise TypeError(f"local_hostname is a str or a dict, not {local_hostname!r}")
         if self._objects.are_there:
@@ -387,7 +390,8 @@ class MooncakeDistributedStore(Tensors):
             if is_even and (len(of_buffer[0]) < 2 or not share_memory(runs)):
                 results.append([self._ranges_of(start, *each) for each in zip(*of_buffer)])
             else:
-                results.append([[Code.INVALID_PARAMS]] * max(1, len(of_buffer[0])))
+                refused = max(1, len(of_buffer[0]))
+                results.append([[Code.INVALID_PARAMS] for _ in range(refused)])
         return results
 
     def _ranges_of(

@@ -277,11 +277,11 @@ class Lookups:
             return
         self.breaker.succeeded()
         now = self._clock()
-        self._latencies_us.append(int((now - started) * 1e6))
         lookup.attempts += 1
         whole = self._groups.aligned(len(lookup.hashes) * self._groups.hash_block_tokens)
         missing = tokens < min(whole, self._groups.aligned(max(lookup.expected_tokens, 0)))
         with self._lock:
+            self._latencies_us.append(int((now - started) * 1e6))
             lookup.tokens = tokens
             waited = now - lookup.asked
             if (being_written or missing) and tokens < whole and waited < self._writers_wait_s:

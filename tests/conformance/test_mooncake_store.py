@@ -750,6 +750,18 @@ def test_setup_takes_a_dictionary_of_strings(ours: Place) -> None:
     store.close()
 
 
+def test_a_host_name_stays_if_the_dictionary_has_none(
+    ours: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    store = MooncakeDistributedStore()
+    config = {"master_server_address": ours.address, "rdma_devices": "mlx5_0"}
+    assert store.setup("here", config=config) == 0
+    assert store.get_hostname() == "here"
+    assert "no effect here: rdma_devices" in caplog.text
+    store.close()
+
+
 def test_the_callers_master_wins_over_the_environments(
     ours: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

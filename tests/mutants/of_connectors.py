@@ -188,7 +188,7 @@ MUTANTS: Final = (
         "            if self._closing:\n                future.set_exception",
         "            if False:\n                future.set_exception", LOOKUPS),
     Mutant("errands-are-not-ended", VLLM + "lookups.py",
-        "        for future, _ in errands:  # so that no caller waits for them\n"
+        "        for future, _ in errands:  # no caller may wait for these for ever\n"
         '            future.set_exception(ClosedError("closed"))\n',
         "", LOOKUPS),
     Mutant("a-step-waits-for-every-request", VLLM + "lookups.py",
