@@ -13,25 +13,25 @@ from kvstore.network.addresses import join_address
 
 
 class Endpoints(NamedTuple):
-    """Where this master listens; what ``Joined`` tells clients of the lane and of HTTP."""
+    """Where this master listens. ``Joined`` tells clients the entries about the lane and HTTP."""
 
     host: str
     port: int
     lane_port: int
-    """0: no lane."""
+    """0: there is no lane."""
     lane_unix: str
     lane_token: bytes
     http_port: int = 0
-    """0: no HTTP."""
+    """0: there is no HTTP."""
     has_events: bool = False
     """Whether HTTP serves events."""
 
 
 class Carriers:
-    """gRPC and the lane, over one service.
+    """gRPC and the lane, which both hand their calls to one service.
 
     ``bind`` takes the ports and returns them; then give them to the service, and call ``start``.
-    Use it in the loop that runs the service.
+    Use this class in the loop that runs the service.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The lane's server: calls as frames on TCP and on an abstract Unix socket, in the master's loop.
 
 A misbehaving client costs the master a bounded amount, and other clients nothing: connections are
-counted, the first frame must come soon and must carry the token, the calls of a connection that
-wait are bounded (reading stops beyond), and a client that does not read its replies is cut.
+counted, the first frame must come soon and must carry the token, a connection with too many
+waiting calls is not read for a while, and a client that does not read its replies is cut.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WRITE_BYTES_MAX = 2 * FRAME_BYTES_MAX
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSettings:
-    """Bounds of the lane."""
+    """The bounds of the lane."""
 
     connections_max: int = 1024
     calls_max: int = 256
@@ -67,7 +67,7 @@ class LaneStats:
 
     accepted: int = 0
     refused: int = 0
-    """Connections without a good HELLO, over the bound, or that broke the protocol."""
+    """Connections that sent no good HELLO, were over the bound, or broke the protocol."""
     stalled: int = 0
     """Clients that were cut because they did not read."""
 
@@ -87,7 +87,7 @@ class LaneServer:
         """Name in the abstract namespace; empty: none."""
         self.connections: set[_LaneClient] = set()
         self.silent: dict[_LaneClient, None] = {}
-        """Those without a good HELLO so far, oldest first."""
+        """Connections that have sent no good HELLO so far, oldest first."""
         self._dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
 
@@ -121,12 +121,12 @@ class LaneServer:
         for server in self._servers:
             server.close()
         self.cut()
-        await asyncio.sleep(0)  # lets their ``connection_lost`` run
+        await asyncio.sleep(0)  # lets ``connection_lost`` of each connection run
         self._servers.clear()
         self.port, self.unix = 0, ""
 
     def make_room(self) -> bool:
-        """Cuts the oldest connection that has not said HELLO; False: there is none."""
+        """Cuts the oldest connection without a HELLO. Returns False if there is none."""
         if not self.silent:
             return False
         oldest = next(iter(self.silent))
@@ -280,7 +280,7 @@ class _LaneClient(asyncio.BufferedProtocol):
         return frame(received[0], REPLY, b"", b"")
 
     def _call(self, call_id: int, name: bytes, payload: bytes) -> bytes | None:
-        """The reply's frame; None when it must wait."""
+        """The reply's frame; None if the reply must wait."""
         try:
             call = BY_WIRE_NAME.get(name)
             if call is None:
@@ -303,7 +303,7 @@ class _LaneClient(asyncio.BufferedProtocol):
     def _finished(self, call_id: int, waited: asyncio.Task[bytes]) -> None:
         error = None if waited.cancelled() else waited.exception()
         if self._waiting.get(call_id) is not waited:
-            return  # the client has cancelled it
+            return  # the client has cancelled the call
         del self._waiting[call_id]
         if waited.cancelled():
             error = UnavailableError("the master is stopping")
@@ -370,6 +370,6 @@ class _LaneClient(asyncio.BufferedProtocol):
             self._transport.close()
 
     def cut(self) -> None:
-        """Closes at once."""
+        """Closes the connection at once, and drops unsent replies."""
         if self._transport is not None:
             self._transport.abort()

@@ -100,7 +100,7 @@ class LeaderSeen(NamedTuple):
 
 
 class Role:
-    """See the module. One per process, for its whole life."""
+    """See the module. A process has one ``Role``, for its whole life."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -121,7 +121,7 @@ class Role:
         """Leases to revoke."""
         self._ttl_s = 0.0
         self._asked_at = 0.0
-        """When the action under way was returned: its request is sent later than that."""
+        """When ``next`` returned the action under way: its request is sent later than that."""
         self._granted_until = 0.0
         self._not_before = 0.0
         self._failures = 0
@@ -178,7 +178,7 @@ class Role:
         self._granted_until = self._asked_at + ttl_s * (1 - MARGIN)
 
     def campaigned(self, leader: LeaderSeen, epoch: int) -> None:
-        """After ``Campaign``: who leads now; and the new epoch, if we do."""
+        """After ``Campaign``: who leads now; and the new epoch, if this master does."""
         if leader.lease_id == self._lease_id:
             assert epoch > self.epoch
             self.epoch = epoch
@@ -206,7 +206,7 @@ class Role:
 
     def outrun(self, epoch: int) -> None:
         """At any time: a node has joined a master of that epoch before. If this master leads under
-        a lower one, it steps down; it leads again only above it."""
+        an epoch that is not above it, it steps down; it leads again only above it."""
         self.epoch_least = max(self.epoch_least, epoch + 1)
         if self._leading and self.epoch <= epoch:
             self._why = "outrun"
