@@ -46,7 +46,7 @@ async def keep_serving(
     """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
 
     ``feed`` gives the child its events; ``events_at``: where it publishes them by ZeroMQ, too;
-    ``names``: the names by which browsers may reach it; ``secured``: its token, TLS and readers.
+    ``names``: by which names browsers may reach it; ``secured``: how its port is protected.
     """
     flags = ["--master", master, "--cluster", cluster, "--events-at", events_at]
     flags += ["--names", ",".join(names), "--reads", secured.reads]

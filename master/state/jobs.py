@@ -1,4 +1,4 @@
-"""The background work that is due: a part that gets work says so here, in the call that made it.
+"""The background work that is due: a part that gets work notes it here, in the call that made it.
 
 Each kind of work is a bit, the most urgent the lowest. ``MasterState.work`` does a slice (a few
 milliseconds) of the first that is due, and the part then says whether more is left.
@@ -31,5 +31,5 @@ class Jobs:
         self.due = self.due | job if is_due else self.due & ~job
 
     def check(self, job: int, is_due: bool) -> None:
-        """For invariants: asserts that the part has said so."""
+        """Asserts that the part has noted whether this job is due; for ``check_invariants``."""
         assert bool(self.due & job) == is_due, f"job {job} is due: {is_due}, and was not said so"
