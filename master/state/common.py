@@ -146,9 +146,8 @@ class Common:
 
     @property
     def newest_stored(self) -> Version:
-        """No version up to this one will be stored any more. It may be older than a stored one: a
-        put under way may have been granted before puts that have ended, and may still replace what
-        those have stored."""
+        """No version up to this one will be stored any more. A put under way may have been granted
+        before puts that have ended, and may still replace objects that those have stored."""
         first = self.pending.first_token()
         return self.present if first is None else Version(self.epoch, first - 1)
 

@@ -50,8 +50,7 @@ class Survey:
         return self._at >= len(self._records) and self._table >= len(self._tables)
 
     def take(self, steps: int) -> list[Event]:
-        """Lists the visible ones of the next ``steps`` records, from at most as many
-        dictionaries."""
+        """Lists visible objects: looks at up to ``steps`` records, and as many dictionaries."""
         rows: list[Event] = []
         opened = 0
         while steps > 0 and not self.done:

@@ -67,8 +67,7 @@ class Marks:
                 common.effects += common.reclaim.keep_mark(segment, self._newest)
 
     def bring_up_to_date(self, segment: MountedSegment) -> None:
-        """Called when the segment holds no removed object: orders its node to keep the newest
-        mark."""
+        """Called when the segment holds no removed object: has its node keep the newest mark."""
         self._outdated.discard(segment.offer.uuid)
         if segment.offer.mark < self._newest:
             self._common.effects += self._common.reclaim.keep_mark(segment, self._newest)

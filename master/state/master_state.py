@@ -190,8 +190,7 @@ class MasterState:
         return self.forest.survey(namespace)
 
     def cancel(self, ticket: int) -> None:
-        """Called when the client of a waiting call has gone. A removal is carried out all the
-        same."""
+        """Called when the client of a waiting call has gone. A removal is carried out even so."""
         self.waiting.cancel(ticket)
         self.asking.cancel(ticket)
         self.chains.cancel(ticket)
