@@ -196,7 +196,7 @@ class Reclaim:
         return [g for newest, g in self._still_read if version > newest or g.segment in on]
 
     def concerns(self, readers: Iterable[Wiping], name: Name) -> None:
-        """Notes that these (of ``still_read``) concern a removed version: ``being_read`` has them."""
+        """Notes that these readers may read a removed version of this object (``being_read``)."""
         for wiping in readers:
             wipings = self._unwiped_of.setdefault(name, [])
             if wiping not in wipings:
