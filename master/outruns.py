@@ -14,7 +14,7 @@ from kvstore.limits import highest_believed
 
 EPOCH_STEP_MAX: Final = 1 << 20
 """The next epoch is above the reported one by a random number up to this. Another node may have
-joined a master of a still later epoch, which this node does not know: that must not recur."""
+joined a master of a later epoch, which this node does not know: that epoch must not recur."""
 
 OUTRUN_S: Final = 60.0
 """After a report has ended a term, no report ends the next one for so long. Every client stops for

@@ -108,7 +108,7 @@ class Role:
         self.until = 0.0
         """This master may act as the leader only before this time; 0: it does not lead."""
         self.epoch_least = 0
-        """The least epoch of the next term; nodes have joined a master of the epoch before it."""
+        """The least epoch of the next term; nodes have joined a master of the epoch just below."""
         self.leader: LeaderSeen | None = None
         """Another master that was last seen as the leader."""
         self._leading = False

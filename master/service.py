@@ -67,7 +67,7 @@ def clock_ms() -> int:
 
 
 def not_leader(leader: str, what: str = "this master stands by") -> NotLeaderError:
-    """The reply of a master that does not lead, to all calls."""
+    """The error with which a master that does not lead answers every call."""
     return NotLeaderError(
         f"{what}; " + (f"{leader} leads" if leader else "no master leads now"),
         advice="Ask the leader." if leader else "Try again in some seconds, when a master leads.",
@@ -122,7 +122,7 @@ class MasterService:
         self.noticed: Callable[[str, Mapping[str, str | int]], None] = lambda event, fields: None
         """Called with each notice, which is in the log as well."""
         self.reach: Reach | None = None
-        """Tries to reach a node that has joined; None: nobody tries."""
+        """Tries to connect to a node that has joined; None: nobody tries."""
         self.has_events: Callable[[], None] | None = None
         """Called after each step that made events (``MasterState.take_events``)."""
         self.step_us = Histogram()
@@ -181,7 +181,7 @@ class MasterService:
         return not_leader("", "this master no longer leads")
 
     def _check_time(self, now: float) -> None:
-        """Raises NotLeaderError."""
+        """Raises NotLeaderError, or UnavailableError if an error has broken the state."""
         if now >= self.leads_until:
             self.cease()
             raise self._over()

@@ -111,8 +111,8 @@ def _ends() -> tuple[socket.socket, socket.socket]:
 async def _started(
     given: Mapping[str, socket.socket], flags: list[str], environ: Mapping[str, str]
 ) -> Child:
-    """Starts a child that serves. If this is cancelled, it returns when the child has ended.
-    Raises as ``Child.start``."""
+    """Starts a child that serves. If this is cancelled, it ends the child before it raises
+    CancelledError. Otherwise it raises as ``Child.start``."""
     stop = Stop()
 
     def start() -> Child:

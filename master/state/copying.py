@@ -2,7 +2,8 @@
 
 A client (``kvstore.drainer``, or ``kvstore.repairer`` in a node) asks what to copy
 (``start_moves``), copies it, and ends the put. A moved object gets a new version at its new place;
-a copy for repair is one more replica of the same version. ``draining`` and ``repairing`` choose.
+a copy for repair is one more replica of the same version. ``draining`` and ``repairing`` choose the
+objects.
 """
 
 from __future__ import annotations
@@ -251,7 +252,7 @@ class Copying:
     def _start_repairs(
         self, now_ms: int, node: JoinedNode, request: calls.StartMoves
     ) -> calls.MovesStarted | Later:
-        """Starts copies for repair, none if the bounds are reached."""
+        """Grants space for copies for repair; for none if the bounds are reached."""
         repairs = self._repairs
         pending_max = self._common.rules.pending_puts_max // 2
         self._targets = NEVER_MS, []  # search again

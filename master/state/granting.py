@@ -55,7 +55,7 @@ class Granting:
         avoid: Sequence[bytes] = (),
         here_only: bool = False,
     ) -> list[list[Extent]] | Shortage:
-        """Allocates extents for payloads of these sizes. ``Pool.allocate`` describes the arguments.
+        """Allocates extents for these payloads. ``Pool.allocate`` describes the other arguments.
 
         Args:
             avoid: segments (uuid) that the writer cannot reach.

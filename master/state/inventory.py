@@ -1,4 +1,4 @@
-"""The objects that a returning node claims, and the tombstones by which claims are refused.
+"""The inventory of a returning segment, and the tombstones by which claims are refused.
 
     mounted, nothing free ──► claims, in slices between calls ──► the last ──► the gaps are free
                                    │ objects are matched and read at once
@@ -133,7 +133,7 @@ class Inventory:
         return max(0, self._use_ms)
 
     def fits(self, offset: int, size: int) -> bool:
-        """Whether an object of ``size`` bytes at ``offset`` overlaps no other claimed one."""
+        """Whether ``offset`` is aligned, and so many bytes fit there beside the claimed objects."""
         allocator = self.segment.allocator
         stop = offset + extent_bytes(size)
         if offset % EXTENT_ALIGN or offset < allocator.start or stop > allocator.end:

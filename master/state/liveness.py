@@ -53,7 +53,7 @@ class JoinedNode:
     """The session of its stream; None while that is broken."""
     heard_ms: int
     reported_ms: int | None = None
-    """When hosts last agreed that reads or writes fail; cleared by time only."""
+    """When a report last counted: hosts agreed, or the stream was broken. Time alone clears it."""
     reports: dict[str, HostReports] = field(default_factory=dict)
     """By host; the latest report is the last entry."""
     users: dict[str, int] = field(default_factory=dict)

@@ -42,8 +42,8 @@ SETTLE_STEPS = 1_000
 """Records of lost blocks that are deleted in one step, along one chain: 1 to 2 ms."""
 
 _REMARKS_PER_LOOK = 64
-"""Candidates that one search for a victim checks because they are marked as detached: their chain
-may have become whole since."""
+"""Candidates marked as detached that one search for a victim checks: their chains may have become
+whole since they were marked."""
 
 SPARED_MS = 1_000
 """For how long an object that a drain must not evict is passed over, by puts as well: these wait,
@@ -380,8 +380,8 @@ class Pool:
         self.pins.segment_died()
 
     def sweep_dead(self, segment: MountedSegment, steps: int) -> bool:
-        """Deletes records of a dead segment, about ``steps`` of them. Returns whether the segment
-        has candidates left."""
+        """Deletes candidates of a dead segment, or moves them to that of a living replica: about
+        ``steps`` records. Returns whether the segment has candidates left."""
         steps_max = self.forest.steps + steps
         for record in segment.candidates.after(0, steps):
             if not record.ticket:
@@ -592,7 +592,7 @@ class _Eviction:
         if victims is not None and not victims.up_to.epoch:
             segments = []
         self._heads = {segment: self._head(segment) for segment in segments}
-        """The next victim of each segment; None: to be looked up again."""
+        """The next victim of each segment; None: there is none, or it must be looked up again."""
         self._budget = EVICTIONS_PER_STEP
         self.evicted: list[Residue] = []
 

@@ -357,7 +357,7 @@ class Reclaim:
         return [wiping.segment for wiping in late if wiping.segment.alive]
 
     def send_again(self, segment: MountedSegment) -> list[Effect]:
-        """Sends the orders that a node may have missed while its stream was broken."""
+        """Sends orders again that a node may have missed while its stream was broken."""
         return [effect for wiping in self._on(segment) for effect in _send(wiping)]
 
     def segment_died(self, segment: MountedSegment) -> list[Effect]:

@@ -95,8 +95,8 @@ class EvictionPolicy(Protocol):
     def __iter__(self) -> Iterator[ObjectRecord]: ...
 
     def after(self, ticket: int, count: int) -> list[ObjectRecord]:
-        """Up to ``count`` candidates with tickets above ``ticket``, in their order. By this a sweep
-        continues where it stopped, whichever candidates came and went meanwhile."""
+        """Up to ``count`` candidates with tickets above ``ticket``, in their order. So a sweep can
+        continue where it stopped, whichever candidates came and went meanwhile."""
         ...
 
     def check_invariants(self) -> None: ...

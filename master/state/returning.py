@@ -66,7 +66,7 @@ class Returning:
             del self._absent_since[next(iter(self._absent_since))]
 
     def late(self, now_ms: int) -> list[MountedSegment]:
-        """Segments whose inventory is late."""
+        """Segments whose inventory is late (``Inventory.late``)."""
         patience_ms = self._common.rules.node_patience_ms
         inventories = self._inventories.items()
         return [segment for segment, each in inventories if each.late(now_ms, patience_ms)]

@@ -38,7 +38,7 @@ class Sweeping:
         return len(self._sweeps)
 
     def segment_died(self, segment: MountedSegment) -> None:
-        """Deletes the records of the segment, in slices."""
+        """Called when a segment died: has its records deleted, in slices."""
         self._sweeps.append((segment, None))
         self._jobs.due |= SWEEP
 
