@@ -18,11 +18,11 @@ class Endpoints(NamedTuple):
     host: str
     port: int
     lane_port: int
-    """0: there is no lane."""
+    """0: no lane."""
     lane_unix: str
     lane_token: bytes
     http_port: int = 0
-    """0: there is no HTTP."""
+    """0: no HTTP."""
     has_events: bool = False
     """Whether HTTP serves events."""
 

@@ -51,7 +51,7 @@ WRITE_BYTES_MAX = 2 * FRAME_BYTES_MAX
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneSettings:
-    """The bounds of the lane."""
+    """Bounds of the lane."""
 
     connections_max: int = 1024
     calls_max: int = 256
@@ -126,7 +126,7 @@ class LaneServer:
         self.port, self.unix = 0, ""
 
     def make_room(self) -> bool:
-        """Cuts the oldest connection without a HELLO. Returns False if there is none."""
+        """Cuts the oldest connection that has not said HELLO; False: there is none."""
         if not self.silent:
             return False
         oldest = next(iter(self.silent))
@@ -280,7 +280,7 @@ class _LaneClient(asyncio.BufferedProtocol):
         return frame(received[0], REPLY, b"", b"")
 
     def _call(self, call_id: int, name: bytes, payload: bytes) -> bytes | None:
-        """The reply's frame; None if the reply must wait."""
+        """The reply's frame; None when it must wait."""
         try:
             call = BY_WIRE_NAME.get(name)
             if call is None:
@@ -303,7 +303,7 @@ class _LaneClient(asyncio.BufferedProtocol):
     def _finished(self, call_id: int, waited: asyncio.Task[bytes]) -> None:
         error = None if waited.cancelled() else waited.exception()
         if self._waiting.get(call_id) is not waited:
-            return  # the client has cancelled the call
+            return  # the client has cancelled it
         del self._waiting[call_id]
         if waited.cancelled():
             error = UnavailableError("the master is stopping")

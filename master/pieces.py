@@ -94,7 +94,7 @@ def _renewed(replies: list[calls.Renewed]) -> calls.Renewed:
 def _rows(
     joined: Callable[[list[Any]], Reply], *columns: str, rows_max: int = KEYS_PER_PIECE
 ) -> Cut:
-    """How to cut a call with rows in these fields: it is large with more than ``rows_max`` rows."""
+    """The cut of a call whose rows are in these fields: it is large with more than ``rows_max``."""
     return Cut(
         lambda request: len(getattr(request, columns[0])) > rows_max,
         _by(*columns, rows_max=rows_max),

@@ -100,7 +100,7 @@ class LeaderSeen(NamedTuple):
 
 
 class Role:
-    """See the module. A process has one ``Role``, for its whole life."""
+    """See the module. One per process, for its whole life."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -178,7 +178,7 @@ class Role:
         self._granted_until = self._asked_at + ttl_s * (1 - MARGIN)
 
     def campaigned(self, leader: LeaderSeen, epoch: int) -> None:
-        """After ``Campaign``: who leads now; and the new epoch, if this master does."""
+        """After ``Campaign``: who leads now; and the new epoch, if we do."""
         if leader.lease_id == self._lease_id:
             assert epoch > self.epoch
             self.epoch = epoch

@@ -109,7 +109,7 @@ class MasterService:
         self.endpoints: Endpoints | None = None
         """Where the carriers listen, once they do; clients that join are told."""
         self.counters_elsewhere: Callable[[], dict[str, int]] = dict
-        """Gives the counters of the process (calls, refused connections); part of the status."""
+        """Counters of the shell around this (calls, refused connections); part of the status."""
         self.role = "single"
         """``single`` or ``leader``; part of the status."""
         self.address = ""

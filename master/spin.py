@@ -18,7 +18,7 @@ from kvstore.wire.spinning import SpinGauge
 
 
 class SpinSelector(selectors.EpollSelector):
-    """``epoll`` that polls without sleeping for ``spin_us`` after the last event (0: never)."""
+    """``epoll`` that polls without sleeping for ``spin_us`` after the last event; 0: never."""
 
     def __init__(self, spin_us: int) -> None:
         super().__init__()

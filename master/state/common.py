@@ -70,7 +70,7 @@ class Common:
         )
         self.pending = Pending()
         self.waiting: deque[WaitingPut] = deque()
-        """Puts that wait for room, in the order of their arrival."""
+        """Puts that wait for room, in their order."""
         self.tombstones = Tombstones()
         self.reclaim = Reclaim(self.tombstones)
         self._next_ticket = 0

@@ -38,7 +38,7 @@ class ChainMatch(NamedTuple):
     matched: int
     """Leading keys that are reachable."""
     holding: list[ObjectRecord]
-    """Records whose leases protect all matched ones: only the tip, if the keys are a chain."""
+    """Records whose lease protects all matched ones: only the tip, if the keys are a chain."""
     records: list[ObjectRecord]
     """All matched records, if requested."""
 
@@ -81,9 +81,9 @@ class Forest:
         self._ring_steps = RING_STEPS
         self._walk: _Walk | None = None
         self.objects = 0
-        """Records with bytes, in all namespaces."""
+        """Records with bytes, of all namespaces."""
         self._last: NamespaceTable | None = None
-        """The table of the last record that got or lost its bytes: the next is often in it, too."""
+        """The table of the last record that got or lost its bytes: the next is often there too."""
         self.missing = Missing(Counter() if counters is None else counters)
         self.events: list[Event] | None = None
         """Events that the shell has not taken yet; None: nobody wants events."""
@@ -386,7 +386,7 @@ class Forest:
     # --- checking -----------------------------------------------------------------------------
 
     def check_invariants(self, unsettled: Collection[ObjectRecord] = ()) -> None:
-        """``unsettled``: records that may stay for now, although nothing needs them any more."""
+        """``unsettled``: records that may have no reason to stay any more."""
         children: dict[ObjectRecord, int] = {}
         assert self.objects == sum(table.objects for table in self.namespaces.values())
         self.missing.check_invariants()

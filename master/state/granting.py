@@ -27,7 +27,7 @@ from kvstore.master.state.sweeping import Sweeping
 from kvstore.memory.header import extent_bytes
 
 PUTS_PER_TICK = 512
-"""Puts that one tick expires, and extents that it frees: a delay does no harm, a long tick does."""
+"""Puts that one tick expires, and extents that it frees: delay does no harm, a long tick does."""
 
 
 class Granting:
@@ -140,7 +140,7 @@ class Granting:
         )
 
     def granted(self, now_ms: int, epoch: int, token: int) -> Granted | None:
-        """The put with this token; None if the token is not valid any more."""
+        """The put of ``token``; None if the token is not valid any more."""
         put = self._pending.get(token) if epoch == self._common.epoch else None
         return put if put is not None and now_ms <= put.deadline_ms else None
 

@@ -37,7 +37,7 @@ TOMBSTONES_MAX = 65_536
 
 
 class Claim(NamedTuple):
-    """An object, as a node found it in its memory."""
+    """An object, as a node found it."""
 
     name: Name
     parent: Key | None
@@ -205,7 +205,7 @@ class Ranges:
                 del starts[place], stops[place]
             else:
                 starts[place] = start
-        elif joins_before:  # ranges at the border of two runs are not joined, which does no harm
+        elif joins_before:  # two at the border of two runs are not joined, which does no harm
             stops[place - 1] = stop
         else:
             starts.insert(place, start)

@@ -1,4 +1,4 @@
-"""The background work that is due: a part that gets work notes it here, in the call that made it.
+"""The background work that is due: a part that gets work says so here, in the call that made it.
 
 Each kind of work is a bit, the most urgent the lowest. ``MasterState.work`` does a slice (a few
 milliseconds) of the first that is due, and the part then says whether more is left.

@@ -127,14 +127,14 @@ def state_of(node: JoinedNode, now_ms: int, rules: LivenessRules) -> str:
         return DEAD
     fails = node.reported_ms is not None and now_ms - node.reported_ms <= rules.suspect_ms
     if node.session is None and fails:
-        return DEAD  # the node's stream is broken, and a client cannot reach it either
+        return DEAD  # its stream is broken, and a client cannot reach it either
     if node.session is None or silent_ms > rules.suspect_ms or fails:
         return SUSPECT
     return ALIVE
 
 
 def next_change_ms(node: JoinedNode, now_ms: int, rules: LivenessRules) -> int:
-    """When the node will count as dead if the master hears nothing more from it."""
+    """When the node counts as dead if the master hears no more of it."""
     if state_of(node, now_ms, rules) == DEAD:
         return now_ms
     return node.heard_ms + rules.dead_ms + 1

@@ -198,7 +198,7 @@ class MasterState:
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> None:
-        """Does all work that is due by time. Extra calls do no harm; see ``next_tick_ms``."""
+        """Does all that is due. Calling it too often is harmless; see ``next_tick_ms``."""
         self.forest.begin_step()
         self.nodes.tick(now_ms)
         self.granting.expire(now_ms)

@@ -290,7 +290,7 @@ class Membership:
             self._notice("node_draining" if draining else "node_undrained", node)
 
     def dismiss(self, node: JoinedNode) -> None:
-        """Tells the node to leave, and counts it as gone from now on."""
+        """Tells the node to leave, and counts it as gone."""
         if node.session is not None:
             self._by_session.pop(node.session)
             self.effects.append(Hangup(node.session, _drained(node.name)))

@@ -69,7 +69,7 @@ class Nodes:
         return accepted
 
     def said(self, now_ms: int, session: int, message: calls.NodeMessage) -> None:
-        """Handles any later message. Ignores messages of a session that is over."""
+        """Handles any later message. Messages of a session that is over are ignored."""
         common = self._common
         node = self._membership.of(session)
         if node is None:
@@ -179,7 +179,7 @@ class Nodes:
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> None:
-        """Declares nodes dead that are silent for too long, or send beats and do nothing else."""
+        """Declares nodes dead that are silent for too long, or beat and do nothing else."""
         self._membership.expire_nodes(now_ms)
         if now_ms - self._watched_ms >= WATCH_MS:
             self._watched_ms = now_ms

@@ -85,7 +85,7 @@ class Pool:
         """Capacity of the largest living segment."""
         self.counters: Counter[str] = Counter()
         self.eviction_ages_ms = Histogram()
-        """For how long each evicted object had not been used when it was evicted."""
+        """For how long each evicted object had not been used."""
         self.forest = Forest(self.counters)
         self.traffic = TrafficCounts()
         self.pins = Pins(jobs)
@@ -413,7 +413,7 @@ class Pool:
             reached = self.forest.reach(record)
             self.forest.resumes = False
             if reached is None:
-                return ticket  # the record's chain is long: the next step continues
+                return ticket  # its chain is long: the next step continues
             ticket = record.ticket
             detached = not reached
             if detached != candidates.detached(record):
@@ -509,7 +509,7 @@ class Pool:
     def _allocate_apart(
         self, lengths: list[int], replicas: int, order: list[MountedSegment], eviction: _Eviction
     ) -> list[list[Extent]] | Shortage:
-        """Allocates payload by payload, and evicts further where free ranges are too small."""
+        """Allocates payload by payload. Evicts further where the free pieces are too small."""
         taken: list[list[Extent]] = []
         for length in lengths:
             extents: list[Extent] = []
@@ -654,7 +654,7 @@ class _Eviction:
             head = self._peek(candidates)
             if head is None or not candidates.detached(head) or forest.reach(head) is not True:
                 return head
-            candidates.discard(head)  # its chain has become whole since the mark was set
+            candidates.discard(head)  # its chain has become whole since it was marked
             candidates.add(head)
         return self._peek(candidates)
 

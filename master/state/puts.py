@@ -47,7 +47,7 @@ class Granted:
         return Residue(None, self.size, epoch, self.token, self.extents, forbid=True)
 
     def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
-        """Connections whose bytes may still land; by default all connections of the client."""
+        """Connections whose bytes may still land; by default all of the client."""
         return [(self.client_number, number) for number in connections or (0,)]
 
 

@@ -93,7 +93,7 @@ class Wiping:
 
 @dataclass(slots=True, eq=False)
 class Removal:
-    """An answer that waits until the last of its wipe orders is done."""
+    """An answer that waits until the last of its orders is done."""
 
     ticket: int
     reply: calls.Reply
@@ -176,7 +176,7 @@ class Reclaim:
         """Called when a segment died; until ``until_ms`` clients may read leased objects on it.
 
         Args:
-            newest: versions up to this one were stored before that, if at all.
+            newest: versions up to this one were stored before, if at all.
             until_ms: not earlier than in any call before.
         """
         self._next_order += 1
@@ -278,7 +278,7 @@ class Reclaim:
         return wipings
 
     def hold(self, segment: MountedSegment) -> None:
-        """From now on, removals must wait for this segment (``held``), until ``let_go``."""
+        """Removals must wait for this segment (``held``), until ``let_go``."""
         self._held[segment] = Wiping(0, segment, 0, [])
 
     def held(self) -> list[Wiping]:
@@ -295,7 +295,7 @@ class Reclaim:
         return [Answer(done.ticket, done.reply) for done in held.removals if not done.orders]
 
     def wiped(self, order: int) -> list[Effect]:
-        """Called when the node has done the order, or is dead."""
+        """Called when the node has done the order (or is dead)."""
         wiping = self._unwiped.pop(order, None)
         if wiping is None:
             return []
@@ -380,7 +380,7 @@ class Reclaim:
         return ([] if wiping.segment.alive else self.wiped(wiping.order)), True
 
     def end_reading(self, now_ms: int) -> list[Effect]:
-        """Stops waiting for readers of segments that died long enough ago."""
+        """Ends the waiting for readers of segments that died long enough ago."""
         effects: list[Effect] = []
         while self._still_read and self._still_read[0][1].free_at_ms <= now_ms:
             effects += self.wiped(self._still_read.popleft()[1].order)

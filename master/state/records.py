@@ -56,7 +56,7 @@ class EvictionPolicy(Protocol):
       with the lower ticket goes first.
     * Uses are not announced: the policy reads ``last_used_ms`` and ``lease_until_ms``, which only
       grow while the record is a candidate.
-    * ``peek`` never returns a record that is leased at ``now_ms``.
+    * ``peek`` never returns a record whose lease lives at ``now_ms``.
     """
 
     unfinished: bool
@@ -148,7 +148,7 @@ class MountedSegment:
         """Owners of allocations may write until then. They have the memory mapped, so no fence
         stops them."""
         self.pressed = False
-        """Whether an object was evicted here: the segment is full, so a reserve is kept free."""
+        """Whether something was evicted here: the segment is full, so a reserve is kept free."""
         self.wiping_bytes = 0
         """Bytes evicted ahead of need, which are free once the node has wiped their headers."""
         self.pending_bytes = 0
@@ -261,7 +261,7 @@ class Residue(NamedTuple):
     """The extents of an object that was taken out of the forest, or has never been in it."""
 
     name: Name | None
-    """None: not known."""
+    """None: unknown."""
     size: int
     epoch: int
     counter: int
@@ -316,7 +316,7 @@ class NamespaceTable:
 
     def presence(self, keys: Sequence[Key]) -> bytes:
         """One ``Presence`` per key."""
-        if len(keys) == 1:  # faster without a list of one
+        if len(keys) == 1:  # without a list of one
             return _ONE[_presence(self.get(keys[0]))]
         return bytes([_presence(record) for record in self.get_many(keys)])
 
@@ -337,7 +337,7 @@ class NamespaceTable:
 
     def with_bytes(self) -> Iterator[ObjectRecord]:
         """Records with bytes. Begins in the dictionary where the last search stopped: a caller that
-        removes the found ones, and searches again, does not pass the others every time."""
+        removes what it finds, and searches again, does not pass the others every time."""
         for _ in range(len(self.shards) if self.objects else 0):
             records = self.shards[self._searched & self._mask].values()
             for record in records:
@@ -399,7 +399,7 @@ class Namespaces:
 
 
 def shards_from(tables: Iterable[NamespaceTable], first: int) -> Iterator[dict[Key, ObjectRecord]]:
-    """All dictionaries of these tables, except the first ``first`` ones."""
+    """All dictionaries of these tables but the ``first`` ones."""
     for table in tables:
         count = len(table.shards)
         if first < count:

@@ -22,7 +22,7 @@ from kvstore.master.state.reclaim import Wiping
 from kvstore.master.state.records import MountedSegment, Name, ObjectRecord, Residue, with_bytes
 
 CLEARED_PER_STEP = 512
-"""Objects that one ``clear`` removes; the caller repeats the call until none is left."""
+"""Objects that one ``clear`` removes; the caller repeats it until none is left."""
 
 HIDE_STEPS = 4_096
 """Records without bytes that a removal forgets at once, for as many objects as it removes; the

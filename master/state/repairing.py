@@ -53,7 +53,7 @@ RECORDS_PER_PAUSE_MS: Final = 100
 fiftieth of the master's time."""
 
 PAUSE_MIN_MS: Final = 1_000
-"""The pause between two passes; it doubles each time that no copy was finished."""
+"""The pause between two passes; doubled each time that no copy was finished."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class Repairs:
         """Copies under way; ``copied_bytes`` are their payload bytes."""
         self.copied_bytes = 0
         self._queues: dict[str, deque[ObjectRecord]] = {}
-        """Objects by the name of a node that has them; the hottest object is the last."""
+        """Objects by the name of a node that has them; the hottest is the last."""
         self._queued = 0
         self._heap: list[tuple[int, int, int, ObjectRecord]] = []
         self._sorted: list[ObjectRecord] = []
@@ -146,7 +146,7 @@ class Repairs:
         self._ripe_ms: int | None = None
         """When the first replica that the pass has found missing counts as gone."""
         self._left = False
-        """Whether there are short objects that are in no queue."""
+        """Whether objects are short that are in no queue."""
         self._done = 0
         """Copies that were finished since the last pass began."""
         self._pause_ms = PAUSE_MIN_MS
@@ -251,7 +251,7 @@ class Repairs:
         return True
 
     def is_due(self, now_ms: int) -> bool:
-        """Whether a pass is to begin. Puts it off until the last pass was long enough ago."""
+        """Whether a pass is to begin. It is put off until the last one was long enough ago."""
         if self.due_ms is None or self.due_ms > now_ms:
             return False
         if self.scanning or now_ms < self._not_before_ms:

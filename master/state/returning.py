@@ -30,9 +30,9 @@ class Returning:
         self._marks = marks
         self._copying = copying
         self._inventories: dict[MountedSegment, Inventory] = {}
-        """Inventories under way, by segment."""
+        """Inventories under way."""
         self._absent_since: dict[bytes, int] = {}
-        """Memory (uuid) that was unmounted, and how many tombstones had been made by then."""
+        """Memory (uuid) that was unmounted, and how many tombstones there were then."""
 
     @property
     def under_way(self) -> bool:
@@ -120,7 +120,7 @@ class Returning:
         for claim in claims:
             try:
                 record = self._claim(now_ms, inventory, claim)
-            except BusyError:  # the claim's chain is long: the next slice continues
+            except BusyError:  # its chain is long: the next slice continues
                 inventory.put_back(len(claims) - len(stored) - len(refused))
                 is_answered = False
                 break

@@ -109,7 +109,7 @@ class Sweeping:
             reached = forest.reach(self._above_puts[-1])
             forest.resumes = False
             if reached is None:
-                return  # this chain is long: the next step continues
+                return  # its chain is long: the next step continues
             self._above_puts.pop()
             if forest.steps >= steps_max:
                 return

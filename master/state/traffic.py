@@ -23,7 +23,7 @@ CLIENTS_MAX = 16
 twice as many at most."""
 
 TIPS_MAX = 128
-"""Tips of matches that are remembered per namespace at least; twice as many at most."""
+"""Tips of matches that are remembered of a namespace at least; twice as many at most."""
 
 
 class Tip:

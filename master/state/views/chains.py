@@ -110,7 +110,7 @@ class _ChainQuestion:
     def __init__(self, ticket: int, names: list[str], count: int) -> None:
         self.ticket = ticket
         self.names = names
-        """Namespaces in which tips are still to be looked for."""
+        """Namespaces in which tips are still looked for."""
         self.newest = NEWEST if len(names) == 1 else NEWEST >> 3
         self.count = count
         self.found: list[_WalkStart] = []
@@ -256,7 +256,7 @@ class ChainView:
         question.found = _best(question.found, question.count)
 
     def _look_at_newest(self, question: _ChainQuestion, table: NamespaceTable) -> int:
-        """Finds leaves among the records that were added last. Returns how many it searched."""
+        """Finds leaves among the records that were added last. Returns how many it looked at."""
         shards, each = len(table.shards), question.newest
         if shards > 1:
             each = max(1, 4 * each // shards)
