@@ -32,7 +32,7 @@ class Returning:
         self._inventories: dict[MountedSegment, Inventory] = {}
         """Inventories under way."""
         self._absent_since: dict[bytes, int] = {}
-        """Memory (uuid) that was unmounted, and how many tombstones there were then."""
+        """Memory (uuid) that was unmounted, and how many tombstones had been made by then."""
 
     @property
     def under_way(self) -> bool:

@@ -117,7 +117,7 @@ class WaitingPuts:
         )
 
     def next_ms(self) -> list[int]:
-        """When one of them is refused, or memory may have become eligible by itself."""
+        """When a waiting put must be refused, or memory may become eligible by itself."""
         if not self._queue:
             return []
         changes = [*self._common.membership.trusted_again_ms()]
