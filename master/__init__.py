@@ -1,1 +1,1 @@
-"""The master: pure decisions in ``state``, the shell around them, the carriers, the process."""
+"""The master: ``state`` decides and is pure; around it are the shell, the carriers, the process."""

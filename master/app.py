@@ -1,4 +1,4 @@
-"""The process ``kvstore-master``: one event loop, both carriers, and a node of its own if asked."""
+"""The process ``kvstore-master``: an event loop, both carriers, and its own node if asked for."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ _NO_RECEIVER: Final = "ExecuteBatchError"
 
 
 class Temporary(NamedTuple):
-    """A store that ends with this process, however it ends: the next one finds no memory of it."""
+    """A store that ends with this process, however that ends: no later process finds its memory."""
 
     name: str
-    """What the name of its node begins with."""
+    """The beginning of its node's name."""
     started: Callable[[int, int], None]
-    """Called when all of it serves, with the ports of gRPC and of HTTP (0: there is none). The
-    master prints nothing itself."""
+    """Called when the whole store serves, with the ports of gRPC and of HTTP (0: there is none).
+    The master prints nothing itself."""
 
 
 def run(
@@ -82,7 +82,7 @@ def run(
     """Serves until SIGTERM, SIGINT or a closed terminal, or until the parent is gone. Returns the
     exit status: ``EXIT_BROKEN`` if a background task died that the master needs.
 
-    ``parent``: is told where the master listens.
+    ``parent``: the process to tell where the master listens.
 
     Raises:
         AddressInUseError, StartupError: the master could not start; nothing is left behind.
@@ -331,8 +331,8 @@ class _Serving:
             task.add_done_callback(self._stopping.discard)
 
     def _outrun(self, epoch: int) -> None:
-        """Called when a node has joined a master of a later epoch: a clock was set back. The next
-        term begins above that epoch."""
+        """Called when a node says that it has joined a master of a later epoch: a clock was set
+        back. The next term begins above that epoch."""
         asyncio.get_running_loop().call_soon(self._end_below, epoch)
 
     def _end_below(self, epoch: int) -> None:
@@ -355,7 +355,7 @@ class _Serving:
     async def watch_grpc(self, own: int) -> None:
         """Logs when gRPC's port is full: gRPC closes further connections without a message.
 
-        ``own``: the descriptors of this process that are no connections of clients or nodes.
+        ``own``: how many descriptors of this process are no connections of clients or nodes.
         """
         is_full = is_out = False
         while True:
@@ -390,7 +390,7 @@ class _Serving:
         return {"leads": leads, "leader": "" if leads else self._standby.leader}
 
     def measures(self) -> dict[str, object]:
-        """What ``kvstore.metrics.exposition`` shows of this process."""
+        """The values that ``kvstore.metrics.exposition`` shows of this process."""
         carriers, service = self.carriers, self._service
         nothing = Histogram()
         step_us = late_us = age_ms = reuse_ms = nothing
@@ -480,10 +480,10 @@ def _node_advertised(config: MasterConfig) -> str:
 
 
 def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool, prefix: str) -> Child:
-    """``is_own``: a user runs this master, not a parent process, and starts it again after it
-    ends. ``prefix``: of the node's name."""
+    """Starts the node of this master. ``is_own``: whether a user runs this master, not a parent
+    process, and starts it again after it ends. ``prefix``: the beginning of the node's name."""
     host = reached_at(config.host)
-    # A stable name: a master that is killed and started again finds its memory by it.
+    # The name is stable: a master that is killed and started again finds its memory by it.
     base = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname()).lstrip("._-")
     return start_node(
         master=str(config.etcd_place or join_address(host, endpoints.port)),
@@ -499,7 +499,7 @@ def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool, pre
 
 
 async def _watch(child: Child) -> None:
-    """Waits for the end of the node process. Raises StartupError then."""
+    """Waits until the node process has ended, then raises StartupError."""
     status = await asyncio.to_thread(child.wait)
     raise StartupError(
         f"the node process of this master ended with status {status}",
@@ -508,7 +508,7 @@ async def _watch(child: Child) -> None:
 
 
 def _names(config: MasterConfig) -> list[str]:
-    """Those by which a browser may reach the dashboard, beside addresses and ``localhost``."""
+    """Names by which a browser may reach the dashboard, beside addresses and ``localhost``."""
     advertised = split_address(config.advertise, default_port=0)[0] if config.advertise else ""
     names = [config.host, advertised, socket.gethostname(), *config.http_names_given]
     return [name for name in names if name]
@@ -540,8 +540,8 @@ async def _keep_collector_out() -> None:
     second the young objects are collected and the survivors are frozen, and there is no full
     collection in between: under many puts there would be several, of 10 ms each. Cycles that die
     after they were frozen leak: those of connections and of calls that waited are broken by hand
-    (tests/unit/master/test_cycles.py); the only others that were found belong to gRPC's calls,
-    which are short."""
+    (tests/unit/master/test_cycles.py); the only other cycles that were found belong to gRPC's
+    calls, which are short."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(gc.get_threshold()[0], _MIDDLE, _NEVER)

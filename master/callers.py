@@ -1,6 +1,6 @@
-"""Which client a call comes from.
+"""Tells which client a call comes from.
 
-A client gets a token when it joins, and returns it with every connection to the lane and every gRPC
+A client gets a token when it joins, and shows it on every connection to the lane and in every gRPC
 call. The master puts the client's name into that token: so it knows clients of any release, and
 keeps no table of them. The name is for operators; it proves nothing.
 """
@@ -35,7 +35,7 @@ def token_for(secret: bytes, client: str) -> bytes:
 
 
 def caller_of(token: bytes, secret: bytes, address: str) -> Caller | None:
-    """Who shows this token; None: the token is not of this master.
+    """The caller that shows this token; None: this master did not give out the token.
 
     Raises:
         ProtocolError, InvalidArgumentError: no client could have joined with this name.
@@ -52,7 +52,7 @@ def caller_of(token: bytes, secret: bytes, address: str) -> Caller | None:
 
 
 def address_of(peer: str) -> str:
-    """The address in what gRPC calls a peer: ``ipv4:10.0.0.8:4222``, ``ipv6:%5B::1%5D:4222``."""
+    """The address in gRPC's name of a peer: ``ipv4:10.0.0.8:4222``, ``ipv6:%5B::1%5D:4222``."""
     family, _, rest = peer.partition(":")
     if not family.startswith("ipv"):
         return LOCAL

@@ -1,7 +1,7 @@
-"""The common part of both carriers: the service, and the one wrapper around it.
+"""What both carriers share: the interface of the service, and the ``Dispatcher`` that calls it.
 
-A carrier decodes nothing and decides nothing. It hands a call's name and bytes to the
-``Dispatcher``, which decodes, calls the service, encodes, times, counts, and turns every
+A carrier decodes nothing and decides nothing. It hands the kind of a call and the request's bytes
+to the ``Dispatcher``, which decodes, calls the service, encodes, times, counts, and turns every
 exception into a ``KVStoreError``; the carrier sends the bytes or the error in its own form.
 """
 
@@ -33,7 +33,7 @@ REPLY_BYTES_MAX = FRAME_BYTES_MAX - 1024
 """Leaves room for a frame's head and gRPC's framing."""
 
 SLOW_S = 0.1
-"""A call that is part of a trace and takes longer is logged."""
+"""A call that is part of a trace and takes longer than this is logged."""
 
 
 class Service(Protocol):
@@ -42,9 +42,9 @@ class Service(Protocol):
     def call(self, request: Request, caller: Caller | None = None) -> Reply | Awaitable[Reply]:
         """The reply to ``request``, or an awaitable of it if the call must wait.
 
-        ``caller``: None: a client without a token.
+        ``caller``: who calls; None: a client without a token.
 
-        The carrier cancels the awaitable when its caller is gone.
+        The carrier cancels the awaitable when the caller is gone.
 
         Raises:
             KVStoreError: the error to send to the caller.
@@ -52,12 +52,12 @@ class Service(Protocol):
         ...
 
     def node_session(self, incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
-        """One node's stream; an asynchronous generator.
+        """Serves one node's stream, as an asynchronous generator of the master's messages.
 
         ``incoming`` ends when the node closed its side, and raises a ``KVStoreError`` at a message
         that is malformed. When the stream breaks the generator is cancelled where it waits, and in
         any case it is closed, so ``try ... finally`` sees every end. A ``KVStoreError`` that leaves
-        it is sent to the node and ends the stream.
+        the generator is sent to the node and ends the stream.
         """
         ...
 
@@ -73,7 +73,7 @@ class CallStats:
 
 
 class Dispatcher:
-    """Decodes, calls, encodes; times, counts and maps errors."""
+    """Decodes a call, hands it to the service and encodes the reply; see the module."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -91,10 +91,10 @@ class Dispatcher:
         """The encoded reply, or a task that waits for it; cancelling the task cancels the call.
 
         Args:
-            call: whose request ``data`` is.
-            data: as the client sent it.
-            caller: None: a client without a token.
-            is_traced: its trace context has been looked at.
+            call: the kind of call.
+            data: the request's bytes, as the client sent them.
+            caller: who calls; None: a client without a token.
+            is_traced: whether the trace context in ``data`` has been looked at already.
 
         Raises:
             KVStoreError: the only exception, now or from the task (except cancellation).
@@ -122,7 +122,7 @@ class Dispatcher:
     def _traced(
         self, call: Call[Any, Any], data: bytes, caller: Caller | None
     ) -> bytes | asyncio.Task[bytes]:
-        """As ``dispatch``; logs if the call fails, or takes long."""
+        """Does what ``dispatch`` does, and logs the call if it fails or takes long."""
         started = time.perf_counter()
         parent = trace_of(data)
         if not parent:
@@ -176,7 +176,7 @@ class Dispatcher:
         finally:
             stats.us.add((time.perf_counter() - started) * 1e6)
             # The error's traceback refers to this frame: a cycle. If the call has waited for a
-            # second, the cycle is frozen and the collector does not see it.
+            # second, ``app._keep_collector_out`` has frozen it, and the collector does not see it.
             del waiting
         return encoded
 

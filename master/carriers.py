@@ -13,7 +13,7 @@ from kvstore.network.addresses import join_address
 
 
 class Endpoints(NamedTuple):
-    """Where this master listens; what ``Joined`` tells clients of the lane and of HTTP."""
+    """Where this master listens. ``Joined`` tells clients the entries about the lane and HTTP."""
 
     host: str
     port: int
@@ -28,10 +28,10 @@ class Endpoints(NamedTuple):
 
 
 class Carriers:
-    """gRPC and the lane, over one service.
+    """gRPC and the lane, which both hand their calls to one service.
 
     ``bind`` takes the ports and returns them; then give them to the service, and call ``start``.
-    Use it in the loop that runs the service.
+    Use this class in the loop that runs the service.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Elects the leader of several masters: carries out ``Role``'s actions in etcd, in the loop."""
+"""Elects one leader among several masters: carries out the actions of ``Role`` in etcd."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Terms(Protocol):
         """Begin to serve under ``epoch`` with an empty state, until ``until`` at the latest."""
 
     def extend(self, until: float) -> bool:
-        """Called when the lease was kept: serve on until ``until``. Returns False if the time had
-        passed before: the term has ended by itself, for good."""
+        """Called when the lease was kept: serve on until ``until``. Returns False if the term has
+        already ended by itself, because its time had passed; then it has ended for good."""
         ...
 
     def end(self, leader: str) -> None:
-        """Stop serving; ``leader`` is the one to name, if it is known. May be called twice."""
+        """Stop serving. Replies name ``leader``, if it is known. May be called twice."""
 
 
 class Election:
@@ -62,7 +62,7 @@ class Election:
         """``address``: this master's own, for clients and nodes. ``cluster``: its cluster; empty:
         the one that etcd names."""
         self.cluster = cluster
-        """The name in etcd, once this master has campaigned."""
+        """The name of the cluster: the given one until this master campaigns, then etcd's."""
         self.leader_known = asyncio.Event()
         """Set once a leader, this master or another one, has been seen."""
         self._etcd = etcd

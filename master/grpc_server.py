@@ -1,4 +1,4 @@
-"""The gRPC server: the same calls and the nodes' streams, from generic handlers and one table."""
+"""The gRPC server of calls and nodes' streams: generic handlers, made from the table ``CALLS``."""
 
 from __future__ import annotations
 
@@ -137,10 +137,10 @@ class GrpcServer:
         return answer
 
     def _caller(self, context: Context) -> Caller | None:
-        """Which client calls; None: one without a token.
+        """The client that calls; None: a client without a token.
 
         Raises:
-            PermissionDeniedError: its token is not of this master.
+            PermissionDeniedError: this master did not give out the client's token.
         """
         for key, value in context.invocation_metadata() or ():
             if key == JOIN_METADATA:
@@ -170,7 +170,7 @@ class GrpcServer:
         except KVStoreError as error:
             await _abort(context, error)
         except grpc.aio.BaseError:
-            return  # the stream broke while we wrote
+            return  # the stream broke while a message was written
         except Exception as error:  # noqa: BLE001  # the process outlives any bug in one stream
             await _abort(context, unexpected(error, "Session", logger))
 
@@ -188,7 +188,7 @@ async def _abort(context: Context, error: KVStoreError) -> None:
 
 
 def why_not_bound(host: str, port: int) -> StartupError:
-    """The error of ``host:port``, which could not be bound: tries once more to learn why."""
+    """The error for ``host:port``, which gRPC could not bind: tries once more to learn why."""
     address = join_address(host or "::", port)
     family = socket.AF_INET6 if ":" in (host or "::") else socket.AF_INET
     try:
@@ -206,7 +206,7 @@ def why_not_bound(host: str, port: int) -> StartupError:
 def startup_error(
     address: str, port: int, error: OSError, role: str = "gRPC", flag: str = "--port"
 ) -> StartupError:
-    """The error for an ``OSError`` at binding the port of ``role``, which ``flag`` changes."""
+    """The error to raise when binding the port of ``role``, which ``flag`` sets, has failed."""
     if error.errno == errno.EADDRINUSE:
         by = what_answers(address)
         return AddressInUseError(

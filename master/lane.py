@@ -1,8 +1,8 @@
 """The lane's server: calls as frames on TCP and on an abstract Unix socket, in the master's loop.
 
 A misbehaving client costs the master a bounded amount, and other clients nothing: connections are
-counted, the first frame must come soon and must carry the token, the calls of a connection that
-wait are bounded (reading stops beyond), and a client that does not read its replies is cut.
+counted, the first frame must come soon and must carry the token, a connection with too many
+waiting calls is not read for a while, and a client that does not read its replies is cut.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LaneStats:
 
     accepted: int = 0
     refused: int = 0
-    """Connections without a good HELLO, over the bound, or that broke the protocol."""
+    """Connections that sent no good HELLO, were over the bound, or broke the protocol."""
     stalled: int = 0
     """Clients that were cut because they did not read."""
 
@@ -87,7 +87,7 @@ class LaneServer:
         """Name in the abstract namespace; empty: none."""
         self.connections: set[_LaneClient] = set()
         self.silent: dict[_LaneClient, None] = {}
-        """Those without a good HELLO so far, oldest first."""
+        """Connections that have sent no good HELLO so far, oldest first."""
         self._dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
 
@@ -121,7 +121,7 @@ class LaneServer:
         for server in self._servers:
             server.close()
         self.cut()
-        await asyncio.sleep(0)  # lets their ``connection_lost`` run
+        await asyncio.sleep(0)  # lets ``connection_lost`` of each connection run
         self._servers.clear()
         self.port, self.unix = 0, ""
 
@@ -370,6 +370,6 @@ class _LaneClient(asyncio.BufferedProtocol):
             self._transport.close()
 
     def cut(self) -> None:
-        """Closes at once."""
+        """Closes the connection at once, and drops unsent replies."""
         if self._transport is not None:
             self._transport.abort()

@@ -9,17 +9,17 @@ from itertools import islice
 from typing import Final
 
 NOTICES_MAX: Final = 1_000
-"""How many are kept: of a busy day."""
+"""Notices that are kept: those of a busy day."""
 
 PAGE: Final = 100
-"""How many one answer has: 0.3 ms of the loop."""
+"""Notices in one answer, which takes 0.3 ms of the loop."""
 
 TEXT_MAX: Final = 256
-"""Characters of one field."""
+"""Characters of one field; the rest is cut off."""
 
 
 class NoticeLog:
-    """Numbered from 1. Belongs to the loop's thread."""
+    """The last notices, numbered from 1. Only the loop's thread uses it."""
 
     def __init__(self, wall_clock_ms: Callable[[], int]) -> None:
         self._wall_clock_ms = wall_clock_ms
@@ -40,9 +40,9 @@ class NoticeLog:
         """The first ``PAGE`` notices that are kept and come after this number.
 
         Returns:
-            ``run``, which another start of the master changes; ``last``, the number of the last
-            notice in this answer; ``is_all``, whether no further one is there; ``notices``: number,
-            time in milliseconds since 1970, event and fields of each.
+            ``run``, which differs after each start of the master; ``last``, the number of the last
+            notice in this answer, or of all if it has none; ``is_all``, whether none is left;
+            ``notices``: number, time in milliseconds since 1970, event and fields of each.
         """
         first = self._number - len(self._kept) + 1
         begin = max(first, number + 1)

@@ -1,7 +1,7 @@
-"""When a node's report of a later epoch ends the term of a master, and the epoch of the next one.
+"""Decides whether a node's report of a later epoch ends the term, and under which epoch it goes on.
 
-A node that lies can end a term, but not more often than once in ``OUTRUN_S``, and it cannot lead
-the epochs to where they end: see ``kvstore.limits.EPOCH_AHEAD_MAX``.
+A node that lies can end a term, but not more often than once in ``OUTRUN_S``, and it cannot use up
+the epochs: see ``kvstore.limits.EPOCH_AHEAD_MAX``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Final
 from kvstore.limits import highest_believed
 
 EPOCH_STEP_MAX: Final = 1 << 20
-"""The next epoch is above the one that a node knows by a random number up to this. Another node may
-have joined a later epoch, from a start that this node does not know; that epoch must not recur."""
+"""The next epoch is above the reported one by a random number up to this. Another node may have
+joined a master of a later epoch, which this node does not know: that epoch must not recur."""
 
 OUTRUN_S: Final = 60.0
-"""How long a term lasts at least that follows on one which a report has ended. Every client stops
-for a second or two when a term ends. Honest nodes report more than one epoch only if they knew
-different masters after a clock had been put back; the second one waits for so long."""
+"""After a report has ended a term, no report ends the next one for so long. Every client stops for
+a second or two when a term ends. Honest nodes report more than one epoch only if they knew
+different masters after a clock had been put back; the second report waits for so long."""
 
 
 class Outruns:
-    """Of one master process, for its whole life."""
+    """The reports to one master process, over its whole life."""
 
     def __init__(self, random: Random, *, every_s: float = OUTRUN_S) -> None:
         self._random = random

@@ -1,4 +1,4 @@
-"""Large calls, cut into pieces: between two of them the loop serves others.
+"""Cuts large calls into pieces: between two pieces the loop serves other calls.
 
 A piece is a separate call of a few milliseconds at most; each piece is atomic, the whole call is
 not. Only calls that treat each key or namespace alone are cut, so that the pieces together do the
@@ -42,7 +42,7 @@ def _ranges(count: int, step: int) -> list[slice]:
 
 
 def _by(*columns: str, rows_max: int = KEYS_PER_PIECE) -> Callable[[Any], list[Request]]:
-    """Pieces of ``rows_max`` rows of these fields, which are equally long."""
+    """Cuts a request into pieces of ``rows_max`` rows of these fields, which are equally long."""
 
     def pieces(request: Any) -> list[Request]:
         fields = {name: getattr(request, name) for name in columns}
@@ -103,7 +103,7 @@ def _rows(
 
 
 def _exists_rows(request: calls.Exists) -> int:
-    """Without leases, twice as many as of ``Lookup`` take as long."""
+    """Keys per piece. Without leases, twice as many as of ``Lookup`` take the same time."""
     return LOOKUPS_PER_PIECE if request.lease else 2 * LOOKUPS_PER_PIECE
 
 

@@ -1,9 +1,9 @@
-"""Whether a node's memory can be reached where it says: the master connects back after its join.
+"""Checks that a node's memory can be reached at its address: the master connects after the join.
 
 A node behind a firewall, on an address of another family, or with a wrong ``--advertise`` looks
 alive: its heartbeats come by the stream that it has opened itself. So the master opens a data
-connection as a client does, with the segment's token, and says in the status what came back. It is
-one view of the network: nothing else depends on it.
+connection as a client does, with the segment's token, and shows the result in the status. That is
+only the master's view of the network, so nothing else depends on it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ REACH_S: Final = 2.0
 """How long connecting may take: a lost packet is sent again after one second."""
 
 AGAIN_S: Final = 30.0
-"""After which a node that could not be reached is tried again."""
+"""Pause before the master tries again to reach a node that it could not reach."""
 
 AT_ONCE: Final = 4
 """Nodes that are tried at the same time, each in a thread: all nodes join when a master starts."""
 
 Reach = Callable[[Sequence[SegmentInfo]], Awaitable[str]]
-"""Why the memory of a node cannot be reached, as ``Reacher.__call__``."""
+"""The type of ``Reacher.__call__``: tells why the memory of a node cannot be reached."""
 
 
 class Reacher:
@@ -37,7 +37,7 @@ class Reacher:
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def __call__(self, segments: Sequence[SegmentInfo]) -> str:
-        """The first reason; empty: each segment with an address is served there."""
+        """Why a segment cannot be reached; empty: each one with an address is served there."""
         async with self._places:
             return await asyncio.to_thread(_why_not, segments)
 

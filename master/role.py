@@ -108,7 +108,7 @@ class Role:
         self.until = 0.0
         """This master may act as the leader only before this time; 0: it does not lead."""
         self.epoch_least = 0
-        """The least epoch of the next term; nodes have joined a master of the epoch before it."""
+        """The least epoch of the next term; nodes have joined a master of the epoch just below."""
         self.leader: LeaderSeen | None = None
         """Another master that was last seen as the leader."""
         self._leading = False
@@ -121,7 +121,7 @@ class Role:
         """Leases to revoke."""
         self._ttl_s = 0.0
         self._asked_at = 0.0
-        """When the action under way was returned: its request is sent later than that."""
+        """When ``next`` returned the action under way: its request is sent later than that."""
         self._granted_until = 0.0
         self._not_before = 0.0
         self._failures = 0
@@ -206,7 +206,7 @@ class Role:
 
     def outrun(self, epoch: int) -> None:
         """At any time: a node has joined a master of that epoch before. If this master leads under
-        a lower one, it steps down; it leads again only above it."""
+        an epoch that is not above it, it steps down; it leads again only above it."""
         self.epoch_least = max(self.epoch_least, epoch + 1)
         if self._leading and self.epoch <= epoch:
             self._why = "outrun"

@@ -3,13 +3,13 @@
 Everything here runs in the loop's thread. A call is one step of the state; the state's effects are
 carried out right after it; work that need not be done at once is done in slices between calls.
 
-One of several masters acts for as long as it leads: time is compared with ``leads_until`` before
-every step and every effect, and once more before a reply is handed on, so that a process that was
+One of several masters acts for as long as it leads: time is compared with ``leads_until`` before a
+step and before its effects, and once more before a reply is handed on, so that a process that was
 stopped meanwhile refuses before it does anything. The service then ends for good: another term is
 another ``MasterService``.
 
 A transition of the state is atomic. An unexpected exception in the middle of one
-(``Common.changing``), in ``tick`` or in ``work`` breaks this: the service stops acting and
+(``Common.changing``), in ``tick`` or in ``work`` breaks that: the service stops acting and
 ``died`` ends the process. The nodes keep their objects and report them to the next master.
 """
 
@@ -49,8 +49,8 @@ from kvstore.texts import field_text
 log = logging.getLogger("kvstore.master")
 
 TICK_S: Final = 0.05
-"""How often due work is done: no promise is late by more than this, and an idle master spends a
-thousandth of a core on it."""
+"""Time between two ticks, which do the work that is due: no promise is late by more than this, and
+an idle master spends a thousandth of a core on them."""
 
 JOIN_TIMEOUT_S: Final = 5.0
 """A node's stream must send its join within this time."""
@@ -67,7 +67,7 @@ def clock_ms() -> int:
 
 
 def not_leader(leader: str, what: str = "this master stands by") -> NotLeaderError:
-    """The reply of a master that does not lead, to all calls."""
+    """The error with which a master that does not lead answers every call."""
     return NotLeaderError(
         f"{what}; " + (f"{leader} leads" if leader else "no master leads now"),
         advice="Ask the leader." if leader else "Try again in some seconds, when a master leads.",
@@ -107,7 +107,7 @@ class MasterService:
         self._died = died
         self._broken = False
         self.endpoints: Endpoints | None = None
-        """Where the carriers listen, once they do; joining clients get this."""
+        """Where the carriers listen, once they do; clients that join are told."""
         self.counters_elsewhere: Callable[[], dict[str, int]] = dict
         """Counters of the shell around this (calls, refused connections); part of the status."""
         self.role = "single"
@@ -115,20 +115,20 @@ class MasterService:
         self.address = ""
         """The address that this master advertises; part of the status."""
         self.leads_until = math.inf
-        """A ``uptime()`` value."""
+        """The service may act only before this value of ``uptime()``."""
         self.outrun: Callable[[int], None] = lambda epoch: None
         """Called with the epoch of a later master that a node has joined: the next term must begin
-        above it."""
+        above that epoch."""
         self.noticed: Callable[[str, Mapping[str, str | int]], None] = lambda event, fields: None
         """Called with each notice, which is in the log as well."""
         self.reach: Reach | None = None
-        """Tries to reach a node that has joined; None: nobody tries."""
+        """Tries to connect to a node that has joined; None: nobody tries."""
         self.has_events: Callable[[], None] | None = None
         """Called after each step that made events (``MasterState.take_events``)."""
         self.step_us = Histogram()
         """For how long the loop served one call or slice of work and nothing else."""
         self.late_us = Histogram()
-        """How much later than planned the timer ran. A call that came then waited so long."""
+        """How much later than planned the timer ran. A call that came meanwhile waited as long."""
         self._longest_step_us = 0
         self._clock = clock
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -136,7 +136,7 @@ class MasterService:
         self._next_session = 0
         self._working = False
         self._no_call = contextvars.Context()
-        """Of background work: what it logs belongs to no trace."""
+        """The context of background work, whose log lines belong to no trace."""
         self._cutting = asyncio.Lock()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -145,7 +145,7 @@ class MasterService:
         self._ticker = start_task("tick", self._tick_forever())
 
     def cease(self) -> None:
-        """Stops acting: waiting calls are refused, streams of nodes end. Idempotent."""
+        """Stops acting: refuses the waiting calls and ends the nodes' streams. Idempotent."""
         self.leads_until = -math.inf
         self.state.take_effects()
         answers, self._answers = self._answers, {}
@@ -181,7 +181,7 @@ class MasterService:
         return not_leader("", "this master no longer leads")
 
     def _check_time(self, now: float) -> None:
-        """Raises NotLeaderError."""
+        """Raises NotLeaderError, or UnavailableError if an error has broken the state."""
         if now >= self.leads_until:
             self.cease()
             raise self._over()
@@ -244,7 +244,7 @@ class MasterService:
         finally:
             for each in replies:
                 if isinstance(each, asyncio.Future):
-                    each.cancel()  # where the caller has gone
+                    each.cancel()  # the caller has gone, or another piece has failed
 
     def _took(self, started: float) -> float:
         """Notes how long the loop was held. Returns the time now."""
@@ -290,7 +290,7 @@ class MasterService:
             if not answered.cancelled():
                 answered.exception()  # marks it as seen: the caller may have got another error
             elif self._answers.pop(ticket, None) is not None:
-                self.state.cancel(ticket)  # its caller is gone
+                self.state.cancel(ticket)  # the caller is gone
 
         future.add_done_callback(done)
         return future

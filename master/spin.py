@@ -2,8 +2,8 @@
 
 Between two processes a request and its reply cost 42 to 55 us when the receiver sleeps, because
 waking a process on another core takes longer than answering; 13 to 21 us when it polls. The hot
-calls of one engine step follow each other closely, so polling for ``spin_us`` after each event
-meets the next one awake. A loop without events for longer than that sleeps and costs nothing.
+calls of one engine step follow each other closely, so a loop that polls for ``spin_us`` after each
+event is awake when the next one comes. A loop without events for longer sleeps and costs nothing.
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ class SpinSelector(selectors.EpollSelector):
 
 
 def new_event_loop(spin_us: int) -> asyncio.SelectorEventLoop:
-    """A loop for ``asyncio.Runner(loop_factory=...)`` that spins as above."""
+    """A loop for ``asyncio.Runner(loop_factory=...)``; it spins unless ``spin_us`` is 0."""
     return asyncio.SelectorEventLoop(SpinSelector(spin_us) if spin_us else None)

@@ -1,4 +1,4 @@
-"""The trace of the call that is being served, in the lines that are logged because of it."""
+"""Names the trace of the call that is being served in each line that is logged because of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PRESENT: Final[ContextVar[str]] = ContextVar("kvstore_trace", default="")
 
 @contextlib.contextmanager
 def tracing(trace_id: str) -> Iterator[None]:
-    """For the block, and for tasks that it creates."""
+    """Sets the present trace for the ``with`` block, and for tasks that the block creates."""
     before = _PRESENT.set(trace_id)
     try:
         yield
@@ -22,6 +22,6 @@ def tracing(trace_id: str) -> Iterator[None]:
 
 
 def add_trace(record: logging.LogRecord) -> bool:
-    """A filter for loggers: ``kvstore.process.logs`` ends lines that belong to a trace with it."""
+    """A filter for loggers that notes the trace; ``kvstore.process.logs`` ends the line with it."""
     record.trace = _PRESENT.get()
     return True

@@ -1,4 +1,4 @@
-"""The master's side of HTTP: keeps the child running that serves it, and answers its questions."""
+"""The master's side of HTTP: keeps the child that serves it running, and answers its questions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ log = logging.getLogger("kvstore.master")
 
 RESTART_S: Final = 1.0
 RESTART_MAX_S: Final = 30.0
-"""Pauses before the child is started again, doubled each time it fails at once."""
+"""The first and the longest pause before the child is started again. The pause doubles each time
+the child fails at once."""
 
 LIVED_S: Final = 60.0
 """A child that has served for so long did not fail at once."""
-
 
 ENDING_S: Final = 5.0
 """How long a child that has closed its channel may take to end."""
@@ -45,8 +45,8 @@ async def keep_serving(
 ) -> None:
     """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
 
-    ``feed``: of the events that the child serves; ``events_at``: where it publishes them, too;
-    ``names``: by which browsers may reach it; ``secured``: who else may, and how.
+    ``feed`` gives the child its events; ``events_at``: where it publishes them by ZeroMQ, too;
+    ``names``: by which names browsers may reach it; ``secured``: how its port is protected.
     """
     flags = ["--master", master, "--cluster", cluster, "--events-at", events_at]
     flags += ["--names", ",".join(names), "--reads", secured.reads]
@@ -90,7 +90,8 @@ async def keep_serving(
 
 
 async def _end_broken(child: Child, why: str, ending: asyncio.Task[int]) -> None:
-    """Kills a child with which something is wrong. One that has closed its end may be ending."""
+    """Kills a child that does not serve any more. ``why``: what is wrong; empty: the child has
+    closed its end of the channel, so it may be ending and gets time for that."""
     if not why:
         await asyncio.wait((ending,), timeout=ENDING_S)
         why = "it has closed its channel and does not end"
@@ -110,8 +111,8 @@ def _ends() -> tuple[socket.socket, socket.socket]:
 async def _started(
     given: Mapping[str, socket.socket], flags: list[str], environ: Mapping[str, str]
 ) -> Child:
-    """A child that serves. If this is cancelled meanwhile, the child has ended then. Raises as
-    ``Child.start``."""
+    """Starts a child that serves. If this is cancelled, it ends the child before it raises
+    CancelledError. Otherwise it raises as ``Child.start``."""
     stop = Stop()
 
     def start() -> Child:

@@ -1,9 +1,9 @@
-"""Extents of one segment: best fit, neighbours coalesce when freed.
+"""Allocates the extents of one segment: best fit; free neighbours coalesce.
 
 Free extents are kept twice: by size, to find the smallest that fits, and by both of their ends
 (boundary tags), to find the neighbours of a freed extent without searching. Extents in use are
 not recorded here: the objects, pending puts and wipings that own them are the record, which saves
-a hundred bytes for each of millions of objects. ``MasterState.check_invariants`` adds both up.
+a hundred bytes for each of millions of objects. ``Pool.check_invariants`` adds both up.
 
 Invariant: no two free extents touch or overlap, and all lie within ``[start, end)``.
 """
@@ -40,7 +40,7 @@ class Allocator:
             self.free_bytes = end - start
 
     def allocate(self, length: int) -> int | None:
-        """Offset of a range of ``length`` bytes, free until now; None: there is none."""
+        """Takes a free range of ``length`` bytes, and returns its offset; None: there is none."""
         if length > self.largest_free:
             return None
         hole = next(self._by_size.irange((length, 0)))
@@ -52,7 +52,7 @@ class Allocator:
         return start
 
     def free(self, start: int, length: int) -> None:
-        """Give back a range (or a part of one) that ``allocate`` returned; merged at once."""
+        """Frees a range in use, or a part of one, and merges it with free neighbours at once."""
         end = start + length
         assert self.start <= start < end <= self.end, "freed a range outside the segment"
         self.free_bytes += length

@@ -1,4 +1,4 @@
-"""Questions of clients: how much of a chain is there, where objects are, which keys exist.
+"""Answers clients' questions: how much of a chain is there, where objects are, which keys exist.
 
 Most are answered at once. Two kinds wait: questions about chains that are too long to be walked
 over in one step, and misses while nodes still report their objects to a new master.
@@ -33,7 +33,7 @@ ASKING_MAX = 4_096
 
 _ABSENT: Final = 0
 _COMPLETE: Final = 1
-"""As in ``Presence``, without a search for it in every call."""
+"""The values of ``Presence``, without an attribute look-up in every call."""
 
 Question = calls.MatchPrefix | calls.Lookup | calls.Exists
 Found = calls.Matched | calls.Found | calls.Existing
@@ -50,8 +50,8 @@ class Asking:
         self._lifetimes = common.pool.lifetimes
         self._traffic = common.traffic
         self.reuses_ms = Histogram()
-        """For how long each object that a call leased had not been used. Of a matched chain, its
-        last object counts."""
+        """For how long each object that a call leased had not been used before. Of a matched chain,
+        only the last object counts."""
         self._returning = returning
         self._gathering = common.rules.gather_ms > 0
         """Whether misses may have to wait for inventories."""
@@ -196,7 +196,7 @@ class Asking:
         return calls.Existing(presence)
 
     def _lease(self, now_ms: int, records: Sequence[ObjectRecord]) -> None:
-        """Leases these, which are complete, and notes how long they had not been used."""
+        """Leases these complete objects, and notes for how long they had not been used."""
         lease_until_ms = now_ms + self._common.rules.lease_ms
         used_ms, uses = now_ms, 0  # most objects of one call were used together before
         for record in records:
@@ -220,14 +220,14 @@ class Asking:
         first: int,
         tip: Key | None = None,
     ) -> None:
-        """What is remembered of a question. While a new master gathers inventories, a miss may not
-        be the answer."""
+        """Notes a question in ``traffic``. Notes none while a new master gathers inventories: a
+        miss may not be the final answer then."""
         if not (self._gathering and self._gathers(now_ms)):
             self._traffic.asked(now_ms, namespace, keys, count, found, first, tip)
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
-        """Extends leases of objects whose version has not changed, in memory that still holds it,
-        and deadlines of grants."""
+        """Extends deadlines of grants, and leases of objects: of those whose version has not
+        changed, in memory that still holds that version."""
         common, rules = self._common, self._common.rules
         keys_held = bytearray(len(request.keys))
         some_ended = now_ms >= self._lifetimes.next_ms

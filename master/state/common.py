@@ -52,8 +52,8 @@ class Common:
         self.started_ms = started_ms
         self.effects: list[Effect] = []
         self.changing = False
-        """Set by a step before its first change. An exception that is no ``KVStoreError`` leaves
-        the state half changed then; the caller clears it before a step."""
+        """Set by a step before its first change, and cleared by the caller before each step. While
+        it is set, an exception that is no ``KVStoreError`` leaves the state half changed."""
         self.jobs = Jobs()
         self.pool = Pool(self.jobs)
         self.forest = self.pool.forest
@@ -78,8 +78,8 @@ class Common:
     # --- epochs -------------------------------------------------------------------------------
 
     def is_later(self, epoch: int) -> bool:
-        """Whether a node that reports this epoch has joined a later master than this one. Further
-        ahead than ``epoch_max`` it is damage, or a lie, and ends no term."""
+        """Whether a node that reports this epoch has joined a later master than this one. An epoch
+        above ``epoch_max`` is damage, or a lie, and ends no term."""
         return self.epoch < epoch <= self._epoch_max
 
     # --- what is done outside -----------------------------------------------------------------
@@ -127,9 +127,9 @@ class Common:
     def unread(
         self, request: calls.PutStart | calls.Allocate, grants: calls.Grants
     ) -> list[Wiping]:
-        """The orders that must be done before these grants are an answer: those of ``unwiped``,
-        and, for each object that is there already, those for a removed version that is still
-        read."""
+        """The orders that must be done before these grants may be sent: those of ``unwiped``, and,
+        for each object that is stored already, the orders for a removed version of it that clients
+        may still read."""
         orders = self.unwiped(grants.segments)
         if isinstance(request, calls.PutStart) and self.reclaim.names_orders:
             for key, outcome in zip(request.keys, grants.outcomes, strict=True):
@@ -141,13 +141,13 @@ class Common:
 
     @property
     def present(self) -> Version:
-        """No version is newer until the next put begins."""
+        """The newest version that was granted: none is newer until the next put begins."""
         return Version(self.epoch, self.pending.last_token)
 
     @property
     def newest_stored(self) -> Version:
         """No version up to this one will be stored any more. A put under way may have been granted
-        before puts that have ended, and may still replace what those have stored."""
+        before puts that have ended, and may still replace objects that those have stored."""
         first = self.pending.first_token()
         return self.present if first is None else Version(self.epoch, first - 1)
 
@@ -158,7 +158,7 @@ class Common:
 
         Raises:
             InvalidArgumentError: the objects would form a ring.
-            BusyError: the chain is too long for one step; the next one goes on.
+            BusyError: the chain is too long for one step; the next step goes on.
         """
         try:
             if record.lost:
@@ -170,13 +170,13 @@ class Common:
                 self.pool.settle(above)  # created for this record, and not needed
 
     def forbid(self, namespace: str, key: Key | None, but: Version | None = None) -> None:
-        """No version up to now, except ``but``, may come back with memory that is away. ``key``
-        None: of the whole namespace; ``namespace`` "": of all namespaces."""
+        """Forbids that a version up to now, except ``but``, comes back with memory that is away.
+        ``key`` None: of the whole namespace; ``namespace`` "": of all namespaces."""
         self.tombstones.add(namespace, key, self.present, but=but)
 
     def allow(self, record: ObjectRecord, version: Version) -> None:
-        """Called when a put has stored this version. A removal during the put did not remove it,
-        and must not keep it from coming back with its node."""
+        """Called when a put has stored this version. A removal during the put did not remove this
+        version, and must not keep it from coming back with its node."""
         name = record.namespace, record.key
         if self.tombstones.forbids(name, version, self.tombstones.made):
             self.forbid(*name, but=version)

@@ -1,8 +1,9 @@
-"""Copies from node to node: of what a draining node holds, and of objects that lack replicas.
+"""Copies from node to node: of objects on a draining node, and of objects that lack replicas.
 
-A node asks what it is to copy (``start_moves``), copies it as any client would, and ends the put.
-A moved object gets a new version at its new place; a copy for repair is one more replica of the
-same version. ``draining`` and ``repairing`` say which objects are next.
+A client (``kvstore.drainer``, or ``kvstore.repairer`` in a node) asks what to copy
+(``start_moves``), copies it, and ends the put. A moved object gets a new version at its new place;
+a copy for repair is one more replica of the same version. ``draining`` and ``repairing`` choose the
+objects.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ class Copying:
         """When segments with room for copies were last searched, and the found ones, the emptiest
         first."""
         self._told_short = 0
-        """Objects with missing replicas, as last logged."""
+        """Objects with missing replicas, as last logged; ``_told_repaired``: the repaired ones."""
         self._told_repaired = 0
 
     def start_moves(self, now_ms: int, request: calls.StartMoves) -> calls.MovesStarted | Later:
-        """The objects that the asking node is to copy now.
+        """Grants space for the objects of the named node that the caller is to copy now.
 
         Raises:
             InvalidArgumentError: there is no such node, or it is not being drained.
@@ -85,7 +86,7 @@ class Copying:
         evicted = common.counters["evicted_objects"]
         for record, was_found in page.records.items():
             if not record.complete:
-                continue  # evicted on another node, to make room for one before
+                continue  # evicted on another node, to make room for an earlier object
             room = self._room_to_move(now_ms, record, goes_to, request)
             if isinstance(room, Shortage):
                 if room.goes_on or room_comes:
@@ -103,7 +104,7 @@ class Copying:
         if not puts and next_cursor == request.cursor:
             next_cursor += 1  # there is no room for the beginning of a long chain
             if room_comes:
-                waits += 1  # its tip
+                waits += 1  # the tip of that chain
             else:
                 left += 1
         return self._started(
@@ -124,8 +125,8 @@ class Copying:
         goes_to: dict[ObjectRecord, MountedSegment],
         request: calls.StartMoves,
     ) -> list[Extent] | Shortage:
-        """Extents to move the object to, beside its parent if possible. Evicts only objects that
-        were used less recently, and only as the request says."""
+        """Allocates extents to move the object to, beside its parent if possible. Evicts only
+        objects that were used less recently, and only those that the request allows."""
         parent = record.parent
         near = None
         if parent is not None and parent.complete:
@@ -150,7 +151,7 @@ class Copying:
         evicted: int = 0,
         keeps_version: bool = False,
     ) -> calls.MovesStarted | Later:
-        """Answers once the granted extents are wiped."""
+        """The answer with these grants, which is sent once the granted extents are wiped."""
         records = [put.record for put in puts]
         grants = self._granting.reply(bytes([PutOutcome.WRITE]) * len(puts), puts)
         reply = calls.MovesStarted(
@@ -171,8 +172,8 @@ class Copying:
     # --- repairing: when ----------------------------------------------------------------------
 
     def nodes_changed(self, now_ms: int, ready_ms: int) -> None:
-        """Called when nodes came or went: from ``ready_ms`` on replicas may be missing, or have
-        room."""
+        """Called when nodes came or went: from ``ready_ms`` on, replicas may be missing, or there
+        may be room for them."""
         self._targets = NEVER_MS, []
         if self._repairs.enabled and self._pool.has_replicas:
             self._repairs.changed(max(now_ms + NODES_CHANGED_MS, ready_ms))
@@ -251,7 +252,7 @@ class Copying:
     def _start_repairs(
         self, now_ms: int, node: JoinedNode, request: calls.StartMoves
     ) -> calls.MovesStarted | Later:
-        """Starts copies for repair, none if the bounds are reached."""
+        """Grants space for copies for repair; for none if the bounds are reached."""
         repairs = self._repairs
         pending_max = self._common.rules.pending_puts_max // 2
         self._targets = NEVER_MS, []  # search again
@@ -293,7 +294,7 @@ class Copying:
         return self._started(now_ms, puts, sources, keeps_version=True)
 
     def _short_line(self, record: ObjectRecord) -> list[ObjectRecord]:
-        """``record`` and its near ancestors that lack replicas, too, from above; or nothing."""
+        """``record`` and its near ancestors that lack replicas, too, topmost first; or nothing."""
         is_there = self._forest.get(record.namespace, record.key) is record
         if not is_there or not repairing.missing(record):
             return []
@@ -316,7 +317,7 @@ class Copying:
         roomy: dict[MountedSegment, None],
         client_number: int,
     ) -> GrantedCopy | None:
-        """A grant for one more replica of the object, if this node can copy it now."""
+        """Grants space for one more replica of the object, if this node can copy it now."""
         if (
             record.writer
             or (record.namespace, record.key) in self._granting.copies
@@ -327,7 +328,7 @@ class Copying:
             return None
         parent = record.parent
         near = None
-        if parent is not None and parent.more:  # beside a further replica of its parent
+        if parent is not None and parent.more:  # place it beside a further replica of its parent
             near = next((s for s, _ in parent.extents() if s in roomy and s.node is not node), None)
         extent = self._pool.room_for_copy(record, roomy, near)
         if extent is None:
@@ -342,7 +343,7 @@ class Copying:
 
     def add_replica(self, now_ms: int, put: GrantedCopy) -> bool:
         """Makes a finished copy a replica of its object. Returns False if no replica is missing any
-        more, or that node has one by now."""
+        more, or if the node of the copy has one by now."""
         record, (segment, offset) = put.record, put.extents[0]
         instead_of = repairing.sign(record, now_ms - self._repairs.after_ms)
         if instead_of is None or _extent_on(segment.node, record) is not None:

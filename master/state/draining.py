@@ -1,4 +1,4 @@
-"""Emptying a node: which of its objects to move next.
+"""Chooses which objects of a draining node to move next.
 
 The master finds the objects and grants space elsewhere; the client that asked copies them. A moved
 object is a new version, as after an overwrite: the old bytes stay until their leases end, no view
@@ -31,12 +31,12 @@ class DrainPage(NamedTuple):
     """Some of the objects on the segments of a node."""
 
     records: dict[ObjectRecord, bool]
-    """Each parent before its children, all with the same number of replicas. True: the look found
-    the object itself (once in a pass); False: it is an ancestor of such an object."""
+    """Objects, each parent before its children, all with the same number of replicas. True: the
+    look found the object itself (once in a pass); False: it is an ancestor of such an object."""
     skipped: int
     """Objects that are being replaced at this moment."""
     next_cursor: int
-    """0: this is the last page."""
+    """Where the next page begins; 0: this is the last page."""
 
 
 def page(
@@ -45,7 +45,7 @@ def page(
     """Objects on ``segments``, from where the last page ended (0: from the beginning). This pass
     may miss objects that come or go meanwhile; the next pass does not.
 
-    A chain that is too long for one page is on the next page again, without what has moved.
+    A chain that is too long for one page is on the next page again, without its moved objects.
     """
     tables = forest.namespaces.values()
     look = cursor & _SECOND_LOOK

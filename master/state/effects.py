@@ -31,7 +31,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Hangup:
-    """End this session's stream: its node was taken over or declared dead."""
+    """End this session's stream: its node opened another one, was declared dead or dismissed."""
 
     session: int
     error: KVStoreError

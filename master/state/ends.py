@@ -1,7 +1,7 @@
-"""Times at which a record's pin ends, or the lifetime of its object.
+"""The times at which pins end, or at which the lifetimes of objects end.
 
-Only records with such a time are in here, so that all others cost nothing. Times are rounded up to
-``STEP_MS``: records that end together share a bucket, and a bucket is due as a whole.
+Only records with such a time are kept here, so that all others cost nothing. Times are rounded up
+to ``STEP_MS``: records that end together share a bucket, and a bucket is due as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ NO_END_MS: Final = 1 << 62
 
 
 class Ends:
-    """Each operation is O(1), but for the search of the next bucket: O(log buckets)."""
+    """Records by their ends. Each operation is O(1), except that finding the next bucket is
+    O(log buckets)."""
 
     def __init__(self) -> None:
         self._shards: list[dict[ObjectRecord, int]] = [{} for _ in range(TABLE_SHARDS)]
@@ -32,7 +33,7 @@ class Ends:
         """Nothing ends before this time."""
 
     def of(self, record: ObjectRecord) -> int:
-        """When it ends; 0: it has no end."""
+        """The time at which the record ends; 0: it has no end."""
         return self._shards[hash(record) % TABLE_SHARDS].get(record, 0) if self._count else 0
 
     def ended(self, record: ObjectRecord, now_ms: int) -> bool:
@@ -52,7 +53,7 @@ class Ends:
         self.next_ms = min(self.next_ms, end_ms)
 
     def drop(self, record: ObjectRecord) -> None:
-        """Forgets its end, if it has one."""
+        """Forgets the record's end, if it has one."""
         if not self._count:
             return
         end_ms = self._shards[hash(record) % TABLE_SHARDS].pop(record, 0)

@@ -1,4 +1,4 @@
-"""What became visible and what is gone, in order, and a listing that fits into that order.
+"""Events of objects that became visible or are gone, and a listing that fits into their order.
 
 An object is *visible* from when its record gets bytes (``Forest.fill``) until they are taken
 (``Forest.empty``). Objects of a node that died are gone when the background work finds them.
@@ -34,8 +34,8 @@ class Survey:
     of ``ListObjects`` do not promise that: a cursor counts entries of a dictionary, and skips
     objects when earlier entries are deleted.
 
-    It holds on to the records of one dictionary at a time. Those that are added to the dictionary
-    later, or moved because the table is divided, are listed with others or have an event.
+    It holds on to the records of one dictionary at a time. Records that are added to the dictionary
+    later, or moved because the table is divided, are listed with another one or have an event.
     """
 
     def __init__(self, tables: list[NamespaceTable]) -> None:
@@ -50,7 +50,7 @@ class Survey:
         return self._at >= len(self._records) and self._table >= len(self._tables)
 
     def take(self, steps: int) -> list[Event]:
-        """Looks at up to ``steps`` records, and at up to as many dictionaries."""
+        """Lists visible objects: looks at up to ``steps`` records, and as many dictionaries."""
         rows: list[Event] = []
         opened = 0
         while steps > 0 and not self.done:

@@ -1,4 +1,4 @@
-"""What to evict: LRU.
+"""Chooses what to evict: the least recently used objects (LRU).
 
 Candidates are leaves of the forest that are complete: evicting one never breaks a chain. A policy
 orders the candidates of one segment. It never touches the forest; the caller evicts what ``peek``
@@ -19,14 +19,14 @@ _PARKED = 1 << 110
 
 
 class LRU:
-    """Evicts detached records first, then the least recently used; one integer (the ticket) each.
+    """Evicts detached records first, then the least recently used; a *ticket* is a record's place.
 
-    A ticket is ``time << 40 | sequence``, and its lowest bit says *detached*; the time of those is
-    0. A use does not move the record, so a hit costs nothing here: when a record comes to the
-    front and turns out to have been used since, it is put back where it belongs now. A record at
-    the front that is leased is *parked* under the end of its lease, in a list of its own, so that
-    no search passes it again before that. Both happen at most once per use. ``add`` and
-    ``discard`` are O(log n), ``peek`` is so on average.
+    A ticket is the integer ``time << 40 | sequence``; its lowest bit says *detached*, and then the
+    time is 0. A use does not move the record, so a hit costs nothing here: when a record comes to
+    the front and turns out to have been used since, it is put back where it belongs now. A record
+    at the front that is leased is *parked* under the end of its lease, in a separate list, so that
+    no search passes it again before that end. Both happen at most once per use. ``add`` and
+    ``discard`` are O(log n), and so is ``peek`` on average.
     """
 
     __slots__ = ("_order", "_parked", "_sequence", "moved", "unfinished")
@@ -105,7 +105,7 @@ class LRU:
         assert len(self._order) == sum(ticket < _PARKED for ticket in tickets)
 
     def _put_back(self, record: ObjectRecord, now_ms: int) -> None:
-        """Moves the record to its present place, by its last use or its lease."""
+        """Moves the record to the place that its last use or its lease gives it now."""
         if record.lease_until_ms > now_ms:
             self.hold(record, record.lease_until_ms)
         else:

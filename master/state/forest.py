@@ -72,11 +72,11 @@ class Forest:
         self.steps = 0
         """Records walked over or forgotten so far: how background work measures its slices."""
         self.unfinished = False
-        """Whether the last ``match`` did not finish, because a chain is long: repeat it, with
-        ``resumes``."""
+        """Whether the last ``match`` did not finish, because a chain is long. The caller clears
+        this, and repeats the match with ``resumes``."""
         self.resumes = False
-        """Whether a long walk continues where it stopped. For one caller at a time, which repeats
-        the call until it is done: the walk of another caller would replace it."""
+        """Whether a long walk continues where it stopped. Only one caller at a time may set this
+        and repeat its call until that is done: the walk of another would replace the first."""
         self._walk_steps = WALK_STEPS
         self._ring_steps = RING_STEPS
         self._walk: _Walk | None = None
@@ -86,7 +86,7 @@ class Forest:
         """The table of the last record that got or lost its bytes: the next is often there too."""
         self.missing = Missing(Counter() if counters is None else counters)
         self.events: list[Event] | None = None
-        """What became visible and what is gone, until the shell takes it; None: not asked for."""
+        """Events that the shell has not taken yet; None: nobody wants events."""
 
     def begin_step(self) -> None:
         """Begins a step of the loop, with a new budget for walks."""
@@ -108,7 +108,7 @@ class Forest:
         return self.reach(record) is True
 
     def reach(self, record: ObjectRecord) -> bool | None:
-        """As ``reachable``; None if it is not known yet (``WALK_STEPS``)."""
+        """As ``reachable``; None if the path is too long for one step (``WALK_STEPS``)."""
         breaks = self.breaks
         if record.checked == breaks:
             return True
@@ -156,7 +156,7 @@ class Forest:
             walked.append(at)
             segment = at.segment
             if segment is None or not (segment.alive or at.complete):
-                walk.cut_off = len(walked)  # something is missing at or above so many of them
+                walk.cut_off = len(walked)  # so many walked records are at or below a missing one
                 if segment is not None and at.children:
                     self.empty(at)
             at = at.parent
@@ -174,15 +174,15 @@ class Forest:
     def match(
         self, table: NamespaceTable, keys: Sequence[Key], *, records: bool = False
     ) -> ChainMatch:
-        """How many leading ``keys`` are reachable, and what holds them.
+        """How many leading ``keys`` are reachable, and which records' leases protect them.
 
-        Galloping, then bisecting: O(log n) probes for the blocks of one chain, of which the
+        The search gallops, then bisects: O(log n) probes for the blocks of one chain, of which the
         matched ones are always a prefix. Depths that do not grow by one per key say that the keys
         are not one chain; those are scanned, one probe per key. Depths are hints, exact enough for
         keys of which each determines those before it (hashes of prefixes). Only a walk over each
         record proves that the keys are the tip's ancestors; ``records`` asks for that walk.
 
-        Where a chain is too long to be walked in one step, ``unfinished`` says so.
+        Sets ``unfinished`` if a chain is too long to be walked in one step.
         """
         first = table.get(keys[0]) if keys else None
         if first is None or not self._found(first):
@@ -215,7 +215,7 @@ class Forest:
         return reached is True
 
     def _path(self, tip: ObjectRecord, keys: list[Key]) -> list[ObjectRecord]:
-        """The records of ``keys``, if they are the tip and its ancestors; else nothing."""
+        """The records of ``keys``, if they are the tip and its ancestors; else an empty list."""
         path: list[ObjectRecord] = []
         at: ObjectRecord | None = tip
         for key in reversed(keys):
@@ -274,11 +274,11 @@ class Forest:
         """Makes ``parent`` the parent of a record that is not complete.
 
         Returns:
-            The parent that has one child fewer now, if there was another.
+            The previous parent, if there was one: it has one child fewer now.
 
         Raises:
-            InvalidArgumentError: that would close a ring; nothing changed.
-            BusyError: it takes another step to find that out; nothing changed.
+            InvalidArgumentError: the link would close a ring; nothing changed.
+            BusyError: it takes another step to find out whether it would; nothing changed.
         """
         before = record.parent
         if before is parent:
@@ -302,7 +302,7 @@ class Forest:
         return last
 
     def _check_ring(self, record: ObjectRecord, parent: ObjectRecord) -> None:
-        """Raises as ``link``. A record that is not complete is no ancestor of what is reachable."""
+        """Raises as ``link``. A record that is not complete has no reachable descendants."""
         reached = self.reach(parent)
         if reached:
             return

@@ -1,4 +1,4 @@
-"""Memory for writers: chosen, granted under a token with a deadline, and taken back.
+"""Chooses memory for writers, grants it under a token with a deadline, and takes it back.
 
 The writers are puts, allocations, and copies of objects (for draining or repair).
 """
@@ -55,11 +55,11 @@ class Granting:
         avoid: Sequence[bytes] = (),
         here_only: bool = False,
     ) -> list[list[Extent]] | Shortage:
-        """Extents for payloads of these sizes. ``Pool.allocate`` describes the other arguments.
+        """Allocates extents for these payloads. ``Pool.allocate`` describes the other arguments.
 
         Args:
             avoid: segments (uuid) that the writer cannot reach.
-            here_only: only on segments of ``host``.
+            here_only: whether only segments of ``host`` may be used.
 
         Raises:
             BusyError: too many puts are under way.
@@ -92,7 +92,7 @@ class Granting:
                 for segment, _ in residue.extents:
                     segment.pressed = True
             common.effects += common.reclaim.clean(evicted)
-        if victims is None:  # else the drain would evict more than it needs, and what it has moved
+        if victims is None:  # else the drain would evict more than it needs, even moved objects
             for segment in usable:
                 self._sweeping.taken_from(segment)
         if host and not isinstance(taken, Shortage):
@@ -120,7 +120,7 @@ class Granting:
         repairs: bool = False,
         missing: int = 0,
     ) -> GrantedCopy:
-        """A grant to copy this object, which is complete; see ``GrantedCopy``."""
+        """Grants a copy of this object, which is complete; see ``GrantedCopy``."""
         token = self._pending.take_tokens(1) + 1
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
         put = GrantedCopy(token, record, extents, deadline_ms, client_number, repairs, missing)
@@ -183,8 +183,8 @@ class Granting:
         self._common.wipe([put.residue(self._common.epoch) for put in puts])
 
     def unclaim(self, put: Granted) -> None:
-        """Notes that the put does not write its object any more. Drops the record if nothing needs
-        it."""
+        """Notes that the put does not write its object any more. Drops the record of the object if
+        nothing needs it."""
         if isinstance(put, GrantedObject) and put.record.writer == put.token:
             put.record.writer = 0
             if put.record.segment is None:
@@ -192,8 +192,8 @@ class Granting:
         self._common.room_made()
 
     def wipe_again(self, token: int) -> None:
-        """Called when the writer of an abandoned put has ended. It may have written through shared
-        memory since the first wiping, and the next master must not find that."""
+        """Called when the writer of an abandoned put is done. It may have written a header through
+        shared memory since the first wiping, and the next master must not find that."""
         residue = self._pending.quarantined(token)
         if residue is not None:
             self._common.effects += self._common.reclaim.clean([residue])
@@ -221,7 +221,7 @@ class Granting:
         return [name for name in self.copies if not namespace or name[0] == namespace]
 
     def end_copies(self, now_ms: int, name: Name) -> None:
-        """Abandons the copies of this object: wipes what has arrived; removals wait for that."""
+        """Abandons the copies of this object and wipes them; removals wait for that wiping."""
         for put in self.copies.get(name, ())[:]:
             self.abandon(put, now_ms)
 

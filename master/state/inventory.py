@@ -1,4 +1,4 @@
-"""The objects that a returning node claims, and which claims are accepted.
+"""The inventory of a returning segment, and the tombstones by which claims are refused.
 
     mounted, nothing free ──► claims, in slices between calls ──► the last ──► the gaps are free
                                    │ objects are matched and read at once
@@ -26,7 +26,7 @@ GAPS_PER_STEP = 500
 """Gaps between claims that one slice frees: 2 to 4 ms."""
 
 RUN_MAX = 512
-"""Claimed ranges that are moved, at most, when one is put between them."""
+"""Claimed ranges that are moved, at most, when another range is inserted between them."""
 
 TOLD_BYTES_PER_MS = 64 << 10
 """An inventory must advance by 64 MiB of the segment a second at least. A node reads its memory a
@@ -62,7 +62,7 @@ class Inventory:
         self._joined_ms = self._heard_ms = joined_ms
         self._waiting: deque[NodeClaims] = deque()
         self._ended: NodeClaims | None = None
-        """The message that ended with the last claims."""
+        """The message that ended with the claims which ``next`` has just returned, if one did."""
         self._at = 0
         """Processed rows of the first message."""
         self._taken = Ranges()
@@ -133,7 +133,7 @@ class Inventory:
         return max(0, self._use_ms)
 
     def fits(self, offset: int, size: int) -> bool:
-        """Whether an object of ``size`` bytes at ``offset`` overlaps no other claimed one."""
+        """Whether ``offset`` is aligned, and so many bytes fit there beside the claimed objects."""
         allocator = self.segment.allocator
         stop = offset + extent_bytes(size)
         if offset % EXTENT_ALIGN or offset < allocator.start or stop > allocator.end:
@@ -145,7 +145,7 @@ class Inventory:
         self._taken.add(offset, offset + extent_bytes(size))
 
     def free_gaps(self) -> bool:
-        """Frees some unclaimed bytes, after the last claim; returns whether those were the last."""
+        """Frees some unclaimed bytes, after the last claim. Returns whether none is left."""
         allocator = self.segment.allocator
         for offset, length in islice(self.gaps(), GAPS_PER_STEP):
             allocator.free(offset, length)
@@ -176,7 +176,7 @@ class Ranges:
         self._firsts: list[int] = []
         """The first start of each run."""
         self._starts: list[list[int]] = []
-        """Runs of up to ``RUN_MAX``, ascending: adding to one moves no more than that."""
+        """Runs of up to ``RUN_MAX`` starts, ascending: adding to a run moves no more than that."""
         self._stops: list[list[int]] = []
 
     def is_free(self, start: int, stop: int) -> bool:
@@ -249,13 +249,13 @@ class Tombstones:
 
     def __init__(self) -> None:
         self.made = 0
-        """Counts tombstones: ``absent_since`` is this count, when the memory went away."""
+        """Counts tombstones; ``absent_since`` is what this count was when the memory went away."""
         self._of: OrderedDict[
             tuple[str, Key | None] | Version, tuple[int, Version, Version | None]
         ] = OrderedDict()
-        """By namespace and key (None: all of them), or version, oldest first: its number, the
-        version, and one up to it that is allowed. An ``OrderedDict``: to find its oldest entry, a
-        plain dict passes the places of all that were deleted."""
+        """By namespace and key (None: all keys), or by version, oldest first: the tombstone's
+        number, the highest forbidden version, and a version up to it that is allowed. An
+        ``OrderedDict``, because a plain dict passes all deleted entries to find its oldest one."""
         self.newest = NO_VERSION
         """No removal forbids a later version."""
         self._dropped = 0
@@ -267,7 +267,7 @@ class Tombstones:
         """Forbids versions up to this one. ``namespace`` "" means all of them.
 
         Args:
-            but: this one is allowed: it replaced the others, also those that were granted later.
+            but: a version that is allowed: it replaced the others, also those granted later.
         """
         self.newest = max(self.newest, version)
         self._add((namespace, key), version, but)
@@ -291,7 +291,7 @@ class Tombstones:
         """Whether that version was removed or replaced, or may have been, while the memory that
         holds it was away.
 
-        ``absent_since``: what ``made`` was when this master lost it; 0: it never had it.
+        ``absent_since``: what ``made`` was when this master lost the memory; 0: it never had it.
         """
         if absent_since < self._dropped and version <= self._dropped_version:
             return True

@@ -22,7 +22,7 @@ from kvstore.memory.header import extent_bytes
 from kvstore.shortages import shown
 
 PIN_STEPS = 8_192
-"""Objects that one call may add to the pinned ones: those that it names, and their ancestors."""
+"""Objects that one call may add to the pinned ones: the named objects and their ancestors."""
 
 EXPIRED_PER_STEP = 256
 """Objects that one step takes back after their lifetime: 2 ms."""
@@ -51,9 +51,9 @@ class Keeping:
         """Pins all stored objects among the keys, or none.
 
         Raises:
-            NoSpaceError: the namespace, or all of them together, would have more pinned than they
-                may.
-            InvalidArgumentError: they have too many ancestors that are not pinned.
+            NoSpaceError: the namespace, or all namespaces together, would exceed their share of
+                pinned memory.
+            InvalidArgumentError: the objects have too many ancestors that are not pinned.
         """
         table = self._common.forest.table(request.namespace)
         found = [] if table is None else self._found(now_ms, table, request.keys)
@@ -129,7 +129,7 @@ class Keeping:
         return calls.Unpinned(bytes(unpinned))
 
     def _settle(self) -> None:
-        """Stops counting objects that no pin holds any more, in a slice."""
+        """Stops counting objects that no pin holds any more: a slice of them."""
         self._pins.settle(ENDED_PER_STEP)
         self._common.room_made()  # it can be evicted
 
@@ -168,8 +168,8 @@ class Keeping:
         self._common.jobs.note(EXPIRE, goes_on or self._pins.unsettled)
 
     def _take_back(self, now_ms: int, ended: list[ObjectRecord]) -> None:
-        """Hides objects. The memory of a leaf without a lease is free at once; that of others one
-        lease later, as if they had been removed."""
+        """Hides ended objects. The memory of a leaf without a lease is free at once; the memory of
+        others is free one lease later, as if they had been removed."""
         common, pool = self._common, self._pool
         freed: list[Residue] = []
         leased: list[Residue] = []

@@ -1,4 +1,4 @@
-"""States of nodes: alive, suspect, dead.
+"""Decides the state of a node: alive, suspect or dead.
 
     joined ──► alive ──silence, broken stream, reports of several hosts──► suspect ──► dead
                  ▲                                                           │
@@ -23,7 +23,7 @@ AGREEING_MIN = 2
 """Hosts that must report a node before clients of other hosts avoid it."""
 
 AGREEING_MS = 5_000
-"""Reports, and uses, that are older do not count."""
+"""Older reports, and older uses, do not count."""
 
 HOSTS_MAX = 256
 """Hosts that are remembered per node: the last ones that used it, and that reported it."""
@@ -40,7 +40,7 @@ class HostReports:
     noted_ms: int
     """When it was last logged."""
     unnoted: int = 0
-    """Reports since then."""
+    """Reports since that one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +53,7 @@ class JoinedNode:
     """The session of its stream; None while that is broken."""
     heard_ms: int
     reported_ms: int | None = None
-    """When hosts last agreed that reads or writes fail; cleared by time only."""
+    """When a report last counted: hosts agreed, or the stream was broken. Time alone clears it."""
     reports: dict[str, HostReports] = field(default_factory=dict)
     """By host; the latest report is the last entry."""
     users: dict[str, int] = field(default_factory=dict)
@@ -61,13 +61,13 @@ class JoinedNode:
     draining: bool = False
     """Whether the node is about to leave, and gets no new objects."""
     drained_from: Version = NO_VERSION
-    """The newest version when its draining began: those moved off the node are later."""
+    """The newest version when its draining began: objects moved off the node have later ones."""
     version: str = ""
-    """Of its program; empty: not known."""
+    """The version of its program; empty: not known."""
     entry_gone: bool = False
-    """Whether the node has said that the entry of its memory is removed."""
+    """Whether the node has said that its memory's entry in ``/dev/shm`` was removed."""
     gone: str = ""
-    """Why it has gone; empty: it is there."""
+    """Why the node has gone; empty: it has not."""
     unreachable: str = ""
     """Why the master could not connect to its memory when it last tried; empty: it could."""
 
@@ -75,9 +75,9 @@ class JoinedNode:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LivenessRules:
     suspect_ms: int
-    """Silence, or time since hosts agreed that it fails, during which a node is suspect."""
+    """Silence after which a node is suspect, and how long it stays so after hosts agreed."""
     dead_ms: int
-    """Silence after which it is dead."""
+    """Silence after which a node is dead."""
 
 
 def used(node: JoinedNode, host: str, now_ms: int) -> None:

@@ -39,9 +39,9 @@ class Marks:
         """Whether some memory may have gone away, or stayed away, since the last mark was made."""
 
     def segment_died(self, segment: MountedSegment) -> None:
-        """Called when the segment is unmounted. Removals that wait for it are acknowledged without
-        it, so from now on they also wait for a mark on the memory that is left. If no memory is
-        left, they fail."""
+        """Called when the segment is unmounted. Removals that wait for it will be acknowledged
+        without its answer, so from now on they also wait for a mark on the memory that is left. If
+        no memory is left, they fail."""
         self._in_doubt = True
         common = self._common
         waiting = common.reclaim.waiting_for(segment)
@@ -67,7 +67,7 @@ class Marks:
                 common.effects += common.reclaim.keep_mark(segment, self._newest)
 
     def bring_up_to_date(self, segment: MountedSegment) -> None:
-        """Called when the segment holds nothing that has been removed: orders the newest mark."""
+        """Called when the segment holds no removed object: has its node keep the newest mark."""
         self._outdated.discard(segment.offer.uuid)
         if segment.offer.mark < self._newest:
             self._common.effects += self._common.reclaim.keep_mark(segment, self._newest)

@@ -4,23 +4,23 @@
     putting     puts in two phases, and allocations     waiting    puts that wait for room
     granting    memory for writers, under tokens with deadlines
     keeping     pins, and objects whose lifetime is over
-    removing    removals, and what they wait for        marks      memory that was away meanwhile
+    removing    removals, and what they wait for        marks      memory that missed a removal
     returning   segments that come back with objects
     copying     moves off draining nodes, and repair
     nodes       joining, leaving, dying
     traffic     who puts, who asks, and what was not found: for operators
     report      what operators ask
     chains      the chains that are used most, for operators
-    sweeping    what can be done later              jobs       which background work is due
+    sweeping    work that can be done later             jobs       which background work is due
     common      what the parts share: pool and forest, membership, pending puts, wipe orders
 
 Each call takes the time (``now_ms``, any monotonic clock) and a request of ``kvstore.calls``, and
-returns its reply, or ``Later`` with a ticket when the answer must wait for something. What is to
-be done outside is collected in ``effects``, which the shell takes after each call: answers to
-tickets, messages to nodes, notices for the log. Nothing here reads a clock, waits, logs or knows
-of sockets, so the same code runs under gRPC, under a property test and in a simulated cluster.
+returns its reply, or ``Later`` with a ticket when the answer must wait for something. Actions for
+the shell are collected in ``effects``, which the shell takes after each call: answers to tickets,
+messages to nodes, notices for the log. Nothing here reads a clock, waits, logs or knows of sockets,
+so the same code runs under gRPC, under a property test and in a simulated cluster.
 
-What it promises, and where:
+What the state promises, and which part keeps the promise:
 
 * Bytes are conserved and extents disjoint (``Pool``); an extent is not reused before its leases
   (``Reclaim``), its writer (``Pending``) and its node (wiping) are done with it.
@@ -60,7 +60,7 @@ from kvstore.master.state.waiting import WaitingPuts
 
 
 class MasterState:
-    """See the module. One thread at a time; construct one per epoch."""
+    """See the module. One thread at a time may use it; construct one per epoch."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class MasterState:
         """
         Args:
             epoch_max: the highest epoch that is believed of a node.
-            events: collect what becomes visible and what is gone, for ``take_events``.
+            events: whether to collect events for ``take_events``.
         """
         self.epoch = epoch
         self.version = version
@@ -143,8 +143,8 @@ class MasterState:
             calls.Chains: self.chains.find,
             calls.Blocks: self.chains.blocks,
         }
-        """What each request does: (now_ms, request) to its reply, or ``Later``. Raises
-        ``KVStoreError``."""
+        """The step for each kind of request: takes (now_ms, request), returns the reply or
+        ``Later``, and raises ``KVStoreError``."""
         self._jobs: dict[int, Callable[[int], None]] = {
             jobs.SERVE: self.putting.serve_waiting,
             jobs.FREE: self.removing.free,
@@ -158,7 +158,7 @@ class MasterState:
             jobs.DRAW: self.chains.walk_on,
             jobs.SCAN: self.copying.scan,
         }
-        """What does a slice of each kind of background work."""
+        """The method that does a slice of each kind of background work."""
 
     # --- effects ------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class MasterState:
 
     @property
     def waiting_events(self) -> int:
-        """How many ``take_events`` could give."""
+        """How many events wait to be taken."""
         events = self.forest.events
         return 0 if events is None else len(events)
 
@@ -235,7 +235,7 @@ class MasterState:
             self._jobs[due & -due](now_ms)
 
     def check_invariants(self) -> None:
-        """Everything that must always hold; for tests and the simulator, O(objects)."""
+        """Asserts everything that must always hold; for tests and the simulator, O(objects)."""
         self.membership.check_invariants()
         self.reclaim.check_invariants()
         ranges = [*self.pending.ranges(), *self.reclaim.ranges(), *self.returning.gaps()]

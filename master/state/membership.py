@@ -1,10 +1,10 @@
 """Nodes and their segments: joining, resuming, leaving, dying.
 
 A node is heard on a *session*, a number that the shell gives to each stream. A broken stream may
-be resumed on another session while the node is not dead: everything it holds is still known.
-Otherwise it joins anew, after fencing off every older grant. Its segments then get new ids, and no
-space is given out on them until earlier promises have ended: leases, and allocations, whose owners
-no fence stops.
+be resumed on another session while the node is not dead: all of its objects are still known.
+Otherwise the node joins anew, after fencing off every older grant. Its segments then get new ids,
+and no space is granted on them until earlier promises have ended: leases, and allocations, whose
+owners no fence stops.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Membership:
         self.segments: dict[str, list[MountedSegment]] = {}
         """The segments of each node, by its name."""
         self.dead_nodes = 0
-        """Nodes that were declared dead, and did not leave by themselves."""
+        """Nodes that were declared dead, and neither left by themselves nor were dismissed."""
         self.left_nodes = 0
         self.lost: list[MountedSegment] = []
         self.mounted: list[MountedSegment] = []
         self.effects: list[Effect] = []
         self._by_session: dict[int, JoinedNode] = {}
         self._holders: dict[bytes, JoinedNode] = {}
-        """Who has mounted this memory (uuid)."""
+        """The node that has mounted each memory (uuid)."""
         self._epoch = epoch
         self._cluster = cluster
         self._rules = rules
@@ -69,11 +69,11 @@ class Membership:
         self._new_policy = new_policy
         self._next_segment_id = 0
         self._gone: dict[bytes, int] = {}
-        """Unmounted memory (uuid), and until when its allocations were promised."""
+        """Unmounted memory (uuid), and until when owners of allocations may write to it."""
         self._dismissed: dict[bytes, None] = {}
         """Memory (uuid) of nodes that were told to leave."""
         self._alive: tuple[int, list[MountedSegment]] | None = None
-        """``alive_segments`` of that time, until something changes."""
+        """The time and the result of the last ``alive_segments``, until something changes."""
 
     def state_of(self, node: JoinedNode, now_ms: int) -> str:
         return liveness.state_of(node, now_ms, self._rules)
@@ -128,13 +128,13 @@ class Membership:
         join: NodeJoin,
         changes: Callable[[], None] = lambda: None,
     ) -> MasterAccepted:
-        """First message of a stream. ``changes`` is called before the first change: an exception
-        before that leaves everything as it was.
+        """Handles the first message of a stream. ``changes`` is called before the first change: an
+        exception before that leaves everything as it was.
 
         Raises:
             NodeNameTakenError: another living node has that name.
-            SegmentGoneError: nothing to resume; fence, then join anew.
-            DrainedError: nothing to resume; leave.
+            SegmentGoneError: there is nothing to resume; the node must fence, then join anew.
+            DrainedError: there is nothing to resume; the node must leave.
             UnavailableError: another node has mounted that memory.
             ProtocolError, InvalidArgumentError, BusyError, ClusterMismatchError
         """
@@ -195,7 +195,7 @@ class Membership:
         """``known``: the node with that name and exactly these segments, if there is one.
 
         Raises:
-            DrainedError: it was told to leave, and has not heard so.
+            DrainedError: the node was told to leave, and has not heard so.
             SegmentGoneError: there is no stream to resume.
         """
         if not self._dismissed.keys().isdisjoint(uuids):
@@ -217,7 +217,7 @@ class Membership:
         )
 
     def _gone_of(self, known: JoinedNode | None, uuids: set[bytes]) -> Iterator[tuple[bytes, int]]:
-        """What ``_gone`` will say of these once the known node is declared dead."""
+        """The entries that ``_gone`` will have for these once the known node is declared dead."""
         for uuid in uuids & self._gone.keys():
             yield uuid, self._gone[uuid]
         for segment in () if known is None else self.segments[known.name]:
@@ -231,7 +231,7 @@ class Membership:
         if allocated_until_ms is None:
             usable_at_ms = now_ms if offer.fresh else now_ms + self._lease_ms
             allocated_until_ms = 0
-        elif offer.fresh:  # it did not hear that it was mounted, and so has fenced nothing off
+        elif offer.fresh:  # its node did not hear that it was mounted, so nothing is fenced off
             usable_at_ms = now_ms + max(self._lease_ms, self._unfenced_ms)
         else:
             usable_at_ms = max(now_ms + self._lease_ms, allocated_until_ms)

@@ -1,7 +1,7 @@
-"""Objects whose last replica went with its node, until it is known whether they come back.
+"""Counts objects whose last replica went with its node, until they come back or count as lost.
 
 node gone ──► its objects are missing ──► its memory is back, and has them: nothing is lost
-                                      └─► LOST_AFTER_MS, or all is reported: they are lost
+                                      └─► LOST_AFTER_MS is over, no report under way: they are lost
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ LOST_AFTER_MS = 300_000
 container, or of a host with another node's memory takes less."""
 
 TOLD_MS = 600_000
-"""For how long after its end a node that has not come back is told of."""
+"""How long the status names a node that has gone and has not come back."""
 
 NODES_MAX = 64
-"""Nodes that are remembered; of more, the oldest are settled."""
+"""Gone nodes that are remembered; beyond these, the missing objects of the oldest are lost."""
 
 
 class _Gone:
@@ -33,16 +33,16 @@ class _Gone:
         self.why = why
         self.gone_ms = gone_ms
         self.memory: set[bytes] = set()
-        """Its segments (uuid)."""
+        """The uuids of its segments."""
         self.back: dict[bytes, MountedSegment] = {}
-        """Those that have come back."""
+        """Its segments that have come back."""
         self.missing = 0
         self.lost = 0
         self.settled = False
-        """Whether what is missing counts as lost."""
+        """Whether its missing objects count as lost."""
 
     def reports(self) -> bool:
-        """Whether its memory is back, and has not told all of its objects."""
+        """Whether some of its memory is back, and has not reported all of its objects yet."""
         return any(segment.alive and not segment.whole for segment in self.back.values())
 
     def is_back(self) -> bool:
@@ -57,7 +57,7 @@ class Missing:
     def __init__(self, counters: Counter[str]) -> None:
         self._counters = counters
         self._gone: dict[str, _Gone] = {}
-        """By node, in the order in which they went."""
+        """Gone nodes by name, in the order in which they went."""
         self._by_memory: dict[bytes, _Gone] = {}
 
     @property
@@ -67,11 +67,11 @@ class Missing:
     def segment_died(self, now_ms: int, segment: MountedSegment) -> None:
         node, uuid = segment.node, segment.offer.uuid
         if node.gone == "drained":
-            self._forget(node.name)  # what it leaves is lost, and meant to be
+            self._forget(node.name)  # the objects that are left on it are lost on purpose
             return
         gone = self._gone.get(node.name)
         if gone is None or (uuid not in gone.memory and gone.gone_ms != now_ms):
-            self._forget(node.name)  # other memory of that name
+            self._forget(node.name)  # an earlier node of that name had other memory
             gone = self._gone[node.name] = _Gone(node.host, node.gone, now_ms)
         gone.why, gone.gone_ms, gone.settled = node.gone, now_ms, False
         gone.memory.add(uuid)
@@ -96,8 +96,8 @@ class Missing:
             gone.lost += 1
 
     def object_back(self, segment: MountedSegment) -> None:
-        """Called for an object that this segment has brought back. It may have gone with another
-        node, which had another replica."""
+        """Called for an object that this segment has brought back. The object may have gone missing
+        with another node, which had another replica."""
         own = self._by_memory.get(segment.offer.uuid)
         if own is None:
             return  # this master did not know the memory before
@@ -107,7 +107,7 @@ class Missing:
                 return
 
     def tick(self, now_ms: int, nodes: Container[str]) -> None:
-        """``nodes``: those that are there."""
+        """``nodes``: the names of the joined nodes."""
         for name, gone in list(self._gone.items()):
             age_ms = now_ms - gone.gone_ms
             if age_ms >= LOST_AFTER_MS and not gone.reports():

@@ -21,7 +21,7 @@ from kvstore.master.state.returning import Returning
 from kvstore.master.state.sweeping import Sweeping
 
 WATCH_MS = 1_000
-"""How often the master looks whether nodes do what they were asked."""
+"""How often the master checks that nodes carry out its orders and send their claims."""
 
 
 class Nodes:
@@ -90,7 +90,7 @@ class Nodes:
                     common.effects += common.reclaim.wiped(order)
                     self._common.room_made()
             case calls.NodeClaims():
-                if max(message.epochs, default=0) > common.epoch:  # its join did not tell it
+                if max(message.epochs, default=0) > common.epoch:  # its join did not say so
                     later = [epoch for epoch in message.epochs if common.is_later(epoch)]
                     self._check_later(node.name, max(later, default=0))
                 self._returning.node_claims(now_ms, node, message)
@@ -111,7 +111,7 @@ class Nodes:
         return [] if node is None else [describe(s) for s in self._membership.segments[node.name]]
 
     def reached(self, session: int, why_not: str) -> None:
-        """The master has tried to connect to the node; ``why_not``: empty if it could."""
+        """Called when the master has tried to connect to the node. ``why_not``: empty: it could."""
         node = self._membership.of(session)
         if node is not None:
             self._membership.reached(node, why_not)
@@ -127,12 +127,12 @@ class Nodes:
     # --- calls --------------------------------------------------------------------------------
 
     def client_joined(self, now_ms: int, join: calls.Join) -> None:
-        """Checks whether this master may serve the client, which ends no term. If the client has
-        joined a later master, so have the nodes of that one, and they end our term: until they have
-        had time to join, the client waits.
+        """Checks whether this master may serve the client. A client ends no term: if it has joined
+        a later master, so have the nodes of that master, and these end our term. Until they have
+        had time to join, the client has to wait.
 
         Raises:
-            UnavailableError: it is to wait.
+            UnavailableError: the client has to wait.
         """
         common = self._common
         is_new = now_ms - common.started_ms < JOINING_MS
@@ -155,7 +155,7 @@ class Nodes:
         return calls.Reported(states.count(liveness.SUSPECT))
 
     def drain(self, now_ms: int, request: calls.Drain) -> calls.Drained:
-        """Raises InvalidArgumentError: there is no such node, or it leaves without a drain."""
+        """Raises InvalidArgumentError: no such node, or it is to leave and is not being drained."""
         common, members = self._common, self._membership
         if request.step is DrainStep.LEAVE and request.node not in members.nodes:
             return calls.Drained(common.epoch, 0, 0)  # it has left
@@ -188,7 +188,7 @@ class Nodes:
         self._follow(now_ms)
 
     def _fence_idle(self, now_ms: int) -> None:
-        """Declares nodes dead that beat and do nothing else: removals would wait for them."""
+        """Declares nodes dead that only send beats: removals would wait for them."""
         patience_ms = self._common.rules.node_patience_ms
         late = {segment.node: "untold" for segment in self._returning.late(now_ms)}
         for segment in self._common.reclaim.unanswered(now_ms, patience_ms):

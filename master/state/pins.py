@@ -1,12 +1,12 @@
 """Pins: which objects must not be evicted, until when, and how much memory they hold.
 
 A pin of an object holds its ancestors, too, because only leaves are evicted. So their memory counts
-as pinned, too. An object counts once, however many pins hold it: whether a client asked for it
-(until an end), or a counted record below it holds it, or both.
+as pinned as well. An object counts once, however many pins hold it: one that a client asked for
+(until an end), those of counted records below it, or both.
 
 The path above a pin stays known while the pin lasts, even where an object of the path is missing:
-the objects above that are still kept from eviction. A missing object counts nothing until it is put
-again. The counts are in a side table, so that an object that no pin holds costs nothing.
+the objects above that one are still kept from eviction. A missing object counts nothing until it is
+put again. The counts are in a side table, so that an object that no pin holds costs nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstore.memory.header import extent_bytes
 
 
 class _PinCount:
-    """What is counted of one record."""
+    """The counts of one record that pins hold."""
 
     __slots__ = ("above", "below", "dropped", "objects", "record", "size")
 
@@ -36,7 +36,7 @@ class _PinCount:
         self.below = 0
         """Pins whose ``above`` this is."""
         self.dropped = False
-        """Whether it is not in the table any more: no pin holds its record."""
+        """Whether this has left the table, because no pin holds its record any more."""
 
 
 class Pins:
@@ -54,9 +54,9 @@ class Pins:
         self.objects = 0
         """Counted objects, of all namespaces."""
         self.size = 0
-        """Bytes of memory that those have."""
+        """Bytes of memory of the counted objects."""
         self._count_all = 0
-        """Records in the table, also of missing objects."""
+        """Records in the table, including those of missing objects."""
         self._shards_to_measure: list[int] = []
         """Shards whose records may have lost memory with a node."""
         self._to_measure: list[_PinCount] = []
@@ -66,11 +66,11 @@ class Pins:
         return self._held.get(namespace, (0, 0))
 
     def holds(self, record: ObjectRecord) -> bool:
-        """Whether it is counted, or would be if it were not missing."""
+        """Whether the record is counted, or would be if its object were not missing."""
         return bool(self._count_all) and record in self._shards[hash(record) % TABLE_SHARDS]
 
     def pin(self, record: ObjectRecord, end_ms: int) -> None:
-        """``record`` is complete. Of two ends the later one holds."""
+        """Pins ``record``, which is complete. Of two ends the later one holds."""
         if not self.holds(record):
             self._count(record)
         self.ends.set(record, max(end_ms, self.ends.of(record)))
@@ -112,8 +112,8 @@ class Pins:
             self._held.pop(namespace, None)
 
     def unpin(self, record: ObjectRecord) -> bool:
-        """Ends the pin that was asked for; ``settle`` takes the count back. Returns whether there
-        was one."""
+        """Ends the pin that a client asked for; ``settle`` takes the count back. Returns whether
+        there was such a pin."""
         if not self.ends.of(record):
             return False
         self.ends.drop(record)
@@ -151,7 +151,7 @@ class Pins:
                 self._to_measure += self._shards[self._shards_to_measure.pop()].values()
 
     def segment_died(self) -> None:
-        """``settle`` measures all again, in slices."""
+        """Called when a segment died: ``settle`` measures all counted records again, in slices."""
         if self._count_all:
             self._shards_to_measure = list(range(TABLE_SHARDS))
             self._jobs.due |= EXPIRE
@@ -165,8 +165,8 @@ class Pins:
             self.drop(pin.record)
 
     def drop(self, record: ObjectRecord) -> None:
-        """Called when an object is gone, or held by no pin any more. Its place stays while there
-        are pins below."""
+        """Called when an object is gone, or held by no pin any more. Its place in the table stays
+        while there are pins below."""
         if not self.holds(record):
             return
         shard = self._shards[hash(record) % TABLE_SHARDS]
@@ -191,8 +191,8 @@ class Pins:
             self._measure(self._shards[hash(record) % TABLE_SHARDS][record])
 
     def linked(self, record: ObjectRecord) -> None:
-        """Called when a missing object gets its place in the forest. If its parent is another one
-        than before, the old ancestors are let go, and the new ones are not counted."""
+        """Called when a missing object gets its place in the forest. If its parent is not the
+        same as before, the old ancestors are let go, and the new ones are not counted."""
         if not self.holds(record):
             return
         self.drop(record)  # the pin of a lost object does not pin the new one

@@ -1,7 +1,7 @@
-"""Where a new object goes: the parent's segment, then the putter's own host, then most room.
+"""Chooses where a new object goes: the parent's segment, the putter's host, then most room.
 
-One node that serves a whole chain answers a load in one request, and its death costs one chain
-instead of a hole in many.
+If one node holds a whole chain, a load of the chain is one request, and the death of the node costs
+one chain instead of tearing a hole in many.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def preferred(
 ) -> Iterator[MountedSegment]:
     """``segments`` in order of preference; ``near`` must be one of them, if given."""
     if near is not None:
-        yield near  # it mostly has room, and then the caller does not look at the others
+        yield near  # it usually has room, and then the caller stops here
     yield from sorted(
         (segment for segment in segments if segment is not near),
         key=lambda segment: (

@@ -1,4 +1,4 @@
-"""Memory and forest together: gives objects their bytes, and takes them away.
+"""Memory and forest together: gives objects their bytes, and takes the bytes away.
 
 ``Pool`` keeps these in step: an object's extents, its place in the eviction order, the counts of
 its namespace, and the forest. Puts, the length of leases, the streams of nodes and calls are the
@@ -42,12 +42,12 @@ SETTLE_STEPS = 1_000
 """Records of lost blocks that are deleted in one step, along one chain: 1 to 2 ms."""
 
 _REMARKS_PER_LOOK = 64
-"""Candidates that one search for a victim checks because they are marked as detached: their chain
-may have become whole since."""
+"""Candidates marked as detached that one search for a victim checks: their chains may have become
+whole since they were marked."""
 
 SPARED_MS = 1_000
-"""For how long an object that a drain must not evict is passed over, by puts as well: they wait, or
-take another one. The search of a drain finds it again only after that."""
+"""For how long an object that a drain must not evict is passed over, by puts as well: these wait,
+or evict another one. The next search by a drain meets the object only after that time."""
 
 _ANCESTORS_PER_LOOK = 256
 """Blocks of a chain that are checked for bytes where room is needed, from the leaf upward."""
@@ -60,9 +60,9 @@ class Victims(NamedTuple):
     """What an allocation may evict."""
 
     used_before_ms: int
-    """Objects that were last used before; and those that no root leads to."""
+    """Only objects that were last used before this time, or that no root leads to."""
     up_to: Version
-    """Only of this version or an earlier one; none at all if it is 0."""
+    """Only objects of this version or an earlier one; none at all if its epoch is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Pool:
         self.segments: dict[int, MountedSegment] = {}
         """Living segments, by id."""
         self.capacity_max = 0
-        """Capacity of the largest of them."""
+        """Capacity of the largest living segment."""
         self.counters: Counter[str] = Counter()
         self.eviction_ages_ms = Histogram()
         """For how long each evicted object had not been used."""
@@ -90,7 +90,7 @@ class Pool:
         self.traffic = TrafficCounts()
         self.pins = Pins(jobs)
         self.lifetimes = Ends()
-        """When objects are gone that were put with a time to live."""
+        """When the objects that were put with a time to live are gone."""
         self.unsettled: deque[ObjectRecord] = deque()
         """Records at which ``settle`` must continue, because the path upward was long."""
         self._sizes: dict[int, int] = {}
@@ -103,13 +103,13 @@ class Pool:
         self.has_replicas = False
         """Whether any object ever had, or should have had, more than one replica."""
         self.short_objects = 0
-        """Objects with fewer replicas than they should have: as the last pass over all objects has
-        counted them, corrected by each change since, except for the death of nodes."""
+        """Objects with fewer replicas than they should have: the count of the last pass over all
+        objects, corrected by each change since, except for the death of nodes."""
 
     # --- objects ------------------------------------------------------------------------------
 
     def link(self, record: ObjectRecord, parent: ObjectRecord | None, lease_until_ms: int) -> None:
-        """As ``Forest.link``; a parent with children is no candidate for eviction.
+        """Does ``Forest.link``, and takes the parent, which has a child now, out of the candidates.
 
         ``lease_until_ms``: the end of the longest lease that a descendant of ``record`` may have.
         It protects the previous parent, too.
@@ -175,7 +175,7 @@ class Pool:
             self._one_short_less()
 
     def note_copied(self, record: ObjectRecord) -> None:
-        """Called when a copy is begun: if its node dies, that memory may hold a whole copy."""
+        """Called when a copy begins: if its target node dies, that memory may hold a whole copy."""
         if self._copied not in record.more:
             record.more = (*record.more, self._copied)
 
@@ -220,9 +220,9 @@ class Pool:
         return extents
 
     def settle(self, record: ObjectRecord, *, detached: bool | None = None) -> ObjectRecord | None:
-        """Called when a child of ``record``, or a reason to keep it, is gone. Deletes the record if
-        nothing needs it any more, otherwise makes it a candidate for eviction; then does the same
-        for its parent.
+        """Called when ``record`` has lost a child, or another reason to stay. Deletes the record if
+        nothing needs it any more, and then does the same for its parent. A complete record without
+        children becomes a candidate for eviction instead.
 
         A parent inherits the recency of a deleted child, because it was used with it, and its
         lease, because that protected the whole chain.
@@ -292,7 +292,7 @@ class Pool:
         self, segment: MountedSegment, count: int, now_ms: int
     ) -> tuple[list[Residue], bool]:
         """Evicts up to ``count`` objects, until the reserve of a full segment is free or being
-        wiped. Returns their residues, still allocated, and whether more must be evicted."""
+        wiped. Returns their residues, which are still allocated, and whether more must go."""
         evicted: list[Residue] = []
         eviction = _Eviction(self, [segment], now_ms)
         reserve, allocator = segment.reserve_bytes, segment.allocator
@@ -310,7 +310,7 @@ class Pool:
 
     def evict(self, record: ObjectRecord, now_ms: int) -> ObjectRecord | None:
         """Evicts a candidate, whose extents stay allocated: the caller frees them and has their
-        headers wiped. Returns its parent if that has become a candidate."""
+        headers wiped. Returns the parent of the record if that has become a candidate."""
         detached, size = self.marked_detached(record), record.size
         self.strip(record)
         self.counters["evicted_objects"] += 1
@@ -347,7 +347,7 @@ class Pool:
         record.more = tuple(extents[1:])
 
     def demote(self, record: ObjectRecord, segments: Collection[MountedSegment]) -> None:
-        """Moves its replicas on these segments to the end, so that clients read them last."""
+        """Moves the record's replicas on these segments to the end: clients read them last."""
         detached, is_candidate = self.marked_detached(record), bool(record.ticket)
         if is_candidate:
             self._policy_of(record).discard(record)
@@ -370,8 +370,8 @@ class Pool:
         self.capacity_max = max(self.capacity_max, segment.capacity)
 
     def unmount(self, segment: MountedSegment) -> None:
-        """Makes a dead segment and what it holds unfindable at once. ``sweep_dead`` then deletes
-        the records in steps."""
+        """Hides a dead segment and its objects at once. ``sweep_dead`` then deletes the records in
+        steps."""
         segment.alive = False
         del self.segments[segment.segment_id]
         self.capacity_max = max((s.capacity for s in self.segments.values()), default=0)
@@ -380,12 +380,12 @@ class Pool:
         self.pins.segment_died()
 
     def sweep_dead(self, segment: MountedSegment, steps: int) -> bool:
-        """Deletes records of a dead segment, about ``steps`` of them. Returns whether the segment
-        has candidates left."""
+        """Deletes candidates of a dead segment, or moves them to that of a living replica: about
+        ``steps`` records. Returns whether the segment has candidates left."""
         steps_max = self.forest.steps + steps
         for record in segment.candidates.after(0, steps):
             if not record.ticket:
-                continue  # deleted together with one before
+                continue  # already deleted with an earlier record
             if self.forest.steps >= steps_max:
                 break
             if record.complete:
@@ -436,17 +436,17 @@ class Pool:
         now_ms: int,
         victims: Victims | None = None,
     ) -> tuple[list[list[Extent]] | Shortage, list[Residue]]:
-        """Allocates extents for payloads of ``sizes`` bytes, all or none. Evicts objects that are
-        not leased if it must, and returns those, too: their bytes are free in the allocator, but no
-        client may write there before the caller has had their headers wiped.
+        """Allocates extents for payloads of ``sizes`` bytes, all or none. Evicts unleased objects
+        if it must, and also returns the residues of these: their bytes are free in the allocator,
+        but no client may write there before the caller has had their headers wiped.
 
         Args:
             sizes: at least one.
             replicas: the number of distinct nodes for each payload; fewer if fewer have a segment
                 that could hold the largest payload.
             usable: the segments to choose from, and to evict from.
-            near: the first choice, if it is one of them.
-            host: whose segments are the second choice.
+            near: the first choice, if it is one of the usable segments.
+            host: the host whose segments are the second choice.
             now_ms: leases that end later protect their objects.
             victims: what may be evicted; None: anything.
         """
@@ -592,7 +592,7 @@ class _Eviction:
         if victims is not None and not victims.up_to.epoch:
             segments = []
         self._heads = {segment: self._head(segment) for segment in segments}
-        """The next victim of each segment; None: to be looked up again."""
+        """The next victim of each segment; None: there is none, or it must be looked up again."""
         self._budget = EVICTIONS_PER_STEP
         self.evicted: list[Residue] = []
 
@@ -612,9 +612,9 @@ class _Eviction:
         self._heads[segment] = None
 
     def next(self, order: list[MountedSegment]) -> list[tuple[MountedSegment, int]] | None:
-        """Evicts the oldest candidate of these segments, or one of another segment that protects
-        bytes on these, and frees its extents. Returns the freed lengths by segment, or None if
-        every candidate is leased or the budget is spent."""
+        """Evicts the oldest candidate of these segments, or one elsewhere for which
+        ``_keeps_bytes_on`` is true, and frees its extents. Returns the freed lengths by segment, or
+        None if every candidate is leased or the budget is spent."""
         heads = self._heads
         if not self._budget or not heads:
             return None

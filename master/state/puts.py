@@ -1,4 +1,4 @@
-"""Puts under way: granted ones, and those that wait for space.
+"""Puts under way: puts that were granted memory, and puts that wait for space.
 
     put_start ──► granted ──put_end──► stored
                     │ ├─────put_revoke──► revoked: extents free at once (settled) or quarantined
@@ -43,7 +43,7 @@ class Granted:
         self.client_number = client_number
 
     def residue(self, epoch: int) -> Residue:
-        """The bytes that the writer may have left in the granted extents."""
+        """The granted extents, in which the writer may have left bytes."""
         return Residue(None, self.size, epoch, self.token, self.extents, forbid=True)
 
     def writers(self, connections: Sequence[int] = ()) -> list[Writer]:
@@ -53,13 +53,13 @@ class Granted:
 
 @final
 class GrantedAllocation(Granted):
-    """An object gets it by ``commit``; until then it has no key."""
+    """Memory of an allocation: ``commit`` makes it an object; until then it has no key."""
 
     __slots__ = ()
 
 
 class GrantedObject(Granted):
-    """A put, or a copy."""
+    """Memory of a put, or of a copy."""
 
     __slots__ = ("missing", "overwrite", "record")
 
@@ -70,7 +70,7 @@ class GrantedObject(Granted):
         super().__init__(token, extents, size, deadline_ms, client_number)
         self.record = record
         self.overwrite = overwrite
-        """Whether an object that is there gets this version instead of its own."""
+        """Whether this version replaces one that is stored already."""
         self.missing = missing
         """Replicas that were asked for and found no node."""
 
@@ -80,7 +80,7 @@ class GrantedObject(Granted):
 
 @final
 class GrantedPut(GrantedObject):
-    """Its token is its record's ``writer``."""
+    """A put by a client. Its token is the ``writer`` of its record."""
 
     __slots__ = ("ttl_ms",)
 
@@ -117,7 +117,7 @@ class GrantedCopy(GrantedObject):
         )
         self.copied = Version(record.epoch, record.counter)
         self.repairs = repairs
-        """Whether the copy keeps that version, and becomes one more replica of it."""
+        """Whether the copy keeps the copied version, and becomes one more replica of it."""
 
     def residue(self, epoch: int) -> Residue:
         if not self.repairs:
@@ -140,7 +140,7 @@ class Pending:
 
     def __init__(self) -> None:
         self.last_token = 0
-        """The highest that was ever given out."""
+        """The highest token that was ever given out."""
         self._by_token: OrderedDict[int, Granted] = OrderedDict()
         self._quarantine: OrderedDict[int, tuple[int, Residue]] = OrderedDict()
         """By token: the time when the extents are free, and the extents."""
@@ -161,7 +161,7 @@ class Pending:
         return before
 
     def add(self, put: Granted) -> None:
-        """Its deadline must not be earlier than that of any other, here and in ``renew``."""
+        """Adds a grant. No other may have a later deadline; the same holds for ``renew``."""
         self._by_token[put.token] = put
         for segment, _ in put.extents:
             segment.pending_bytes += put.length
@@ -207,8 +207,8 @@ class Pending:
     def pop_quarantined(self, now_ms: int) -> Iterator[Residue]:
         """Removes and yields the extents whose quarantine is over.
 
-        In the order of their arrival: an entry with a later end than those behind it delays them
-        by less than one put deadline, which is simpler than a heap.
+        They come in the order of their arrival: an entry with a later end than those behind it
+        delays these by less than one put deadline, which is simpler than a heap.
         """
         while self._quarantine:
             token, (until_ms, residue) = next(iter(self._quarantine.items()))
@@ -224,7 +224,7 @@ class Pending:
         return None if first is None else first[0]
 
     def ranges(self) -> Iterator[tuple[MountedSegment, int, int]]:
-        """All that is granted or in quarantine, as (segment, offset, length)."""
+        """All extents that are granted or in quarantine, as (segment, offset, length)."""
         for put in self._by_token.values():
             for segment, offset in put.extents:
                 yield segment, offset, put.length

@@ -1,4 +1,4 @@
-"""Puts in two phases, and allocations, which get their key when they are whole.
+"""Puts in two phases, and allocations, which become objects with a key when they are written.
 
 put_start ──► grants (or waits for room) ──► the client writes ──► put_end ──► objects
 allocate  ──► a grant                    ──► the client writes ──► commit  ──► an object
@@ -27,7 +27,7 @@ from kvstore.master.state.waiting import WaitingPuts, Wanting
 from kvstore.memory.header import extent_bytes
 
 MAKING_ROOM_MS = 1_000
-"""A put that needs more evictions than one step does waits so long, even if it did not ask to."""
+"""A put that needs more evictions than one step makes waits so long, even if it did not ask to."""
 
 
 class Putting:
@@ -116,8 +116,8 @@ class Putting:
         return later
 
     def _could_take(self, request: Wanting) -> bool:
-        """Whether a node that the client can reach may have room some time. True if there is no
-        node: one may join."""
+        """Whether a node that the client can reach may ever have room. True if there is no node:
+        one may join."""
         segments = self._pool.segments.values()
         return not segments or any(
             segment.offer.uuid not in request.avoid
@@ -135,7 +135,7 @@ class Putting:
         return self._try_put(now_ms, request)[0]
 
     def _try_put(self, now_ms: int, request: calls.PutStart) -> tuple[calls.Grants | Shortage, int]:
-        """Also returns how many of the keys are there already."""
+        """Tries to grant a put. Also returns how many of its keys are stored already."""
         keys = list(request.keys)
         self._keeping.make_room(now_ms, request.namespace, keys)
         table = self._forest.table(request.namespace)
@@ -190,8 +190,8 @@ class Putting:
         sizes: list[int],
         taken: list[list[Extent]],
     ) -> list[GrantedPut] | Shortage:
-        """Records with their place in the forest, and puts, for what was ``granted`` (indices of
-        ``keys``). If the forest refuses one of them, all is as before.
+        """Makes a put for each ``granted`` key (indices of ``keys``), and gives its record a place
+        in the forest. If the forest refuses one of them, all is as before.
 
         Raises:
             InvalidArgumentError: the objects would form a ring.
@@ -254,9 +254,9 @@ class Putting:
     # --- the second phase ---------------------------------------------------------------------
 
     def put_end(self, now_ms: int, request: calls.PutEnd) -> calls.PutEnded | Later:
-        """Ends copies, too; they store nothing if the object has changed since. Answers when no
-        client reads an earlier version that was removed or replaced: after the answer, a get
-        anywhere finds what was put, or nothing."""
+        """Stores the objects of puts, and of copies, unless the copied object has changed since.
+        Answers when no client reads an earlier version that was removed or replaced: after the
+        answer, a get anywhere finds the stored version, or nothing."""
         common = self._common
         self._forest.begin_step()
         outcomes = bytearray([PutOutcome.REFUSED]) * len(request.tokens)
@@ -312,7 +312,7 @@ class Putting:
             self._count_stored(len(stored), sum([put.size for put in stored]))
             putter = self._traffic.puts(now_ms, stored[0].record.namespace)
             putter.stored += len(stored)
-        for put, _ in ended:  # now that all are whole: only the last block of a chain is a leaf
+        for put, _ in ended:  # now that all are stored: only the last block of a chain is a leaf
             if not put.record.children:
                 self._pool.settle(put.record)
             if put.record.more:
@@ -349,7 +349,7 @@ class Putting:
         return calls.Revoked(len(given_up))
 
     def commit(self, now_ms: int, request: calls.Commit) -> calls.Committed | Later:
-        """An allocation becomes an object; what it does not need of its memory is free at once."""
+        """Makes an allocation an object; memory that the object does not need is free at once."""
         common = self._common
         self._forest.begin_step()
         given = self._granting.granted(now_ms, request.epoch, request.token)
@@ -413,15 +413,15 @@ class Putting:
         return record
 
     def _store(self, put: GrantedObject, extents: list[Extent], now_ms: int) -> list[Residue]:
-        """Gives the put's record these extents. Returns what they replace, still allocated. The
-        caller calls ``Pool.settle`` afterwards."""
+        """Gives the put's record these extents. Returns the residue of the replaced version, whose
+        extents are still allocated. The caller calls ``Pool.settle`` afterwards."""
         record = put.record
         replaced: list[Residue] = []
         if record.segment is not None:
             replaced.append(Residue.of(record))
             self._pool.strip(record, replaced=True)
         else:
-            self._pool.pins.drop(record)  # of an object that was lost
+            self._pool.pins.drop(record)  # the pin of an object that was lost
         if record.writer == put.token:
             record.writer = 0
         lacks = put.missing + len(put.extents) - len(extents)
@@ -430,7 +430,7 @@ class Putting:
         if version <= self._common.tombstones.newest:  # something was removed during the put
             self._common.allow(record, version)
         if isinstance(put, GrantedPut):
-            self._pool.lifetimes.drop(record)  # of what it replaces
+            self._pool.lifetimes.drop(record)  # the lifetime of the replaced version
             if put.ttl_ms:
                 self._pool.lifetimes.set(record, now_ms + put.ttl_ms)
         return replaced
@@ -446,7 +446,7 @@ class Putting:
 
 
 def _outcome(record: ObjectRecord | None, overwrite: bool) -> PutOutcome:
-    """The outcome of a put, by what is known of the object."""
+    """The outcome of a put, given the object's record, if there is one."""
     if record is None:
         return PutOutcome.WRITE
     if not overwrite and record.complete:

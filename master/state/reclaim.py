@@ -1,4 +1,4 @@
-"""Removed objects: hidden at once, wiped on their nodes, their bytes free one lease later.
+"""Wipes the headers of removed objects, and frees their extents one lease after the removal.
 
 Extents of evicted objects and abandoned puts are wiped, too, before they are granted again. So a
 valid header in memory always belongs to an object, and implies its payload after a restart.
@@ -6,9 +6,9 @@ valid header in memory always belongs to an object, and implies its payload afte
 The master does not count the readers of a removed object. Its extents are free when (a) the longest
 possible lease on it has ended, and (b) its node has reported that the header is wiped, so that no
 restart finds the object again. A removal is acknowledged at (b), because readers refuse a wiped
-header. A segment that dies counts as wiped at (a): the master accepts none of these objects when it
-joins anew (removals and tombstones forbid them), but until then a client with a lease may read
-there, if only the master cannot reach the node.
+header. A segment that dies counts as wiped at (a): the master accepts none of these objects when
+the segment joins anew (tombstones forbid them), but until the lease ends a client may read there,
+if only the master cannot reach the node.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Wiping:
     epochs: list[int] = field(default_factory=list)
     counters: list[int] = field(default_factory=list)
     forbidden: list[Version] = field(default_factory=list)
-    """The versions among them that get a tombstone if the segment dies before they are wiped."""
+    """The versions that get a tombstone if the segment dies before their headers are wiped."""
     wiped: bool = False
     ended: bool = False
     """Whether the last possible lease has ended."""
@@ -60,11 +60,11 @@ class Wiping:
     """Whether the extents have been handed back, to the allocator or to quarantine."""
 
     def count(self) -> None:
-        """Called when the extents have yet to be handed back."""
+        """Called if the extents have yet to be handed back: adds them to ``reclaim_bytes``."""
         self.segment.reclaim_bytes += sum(self.lengths)
 
     def add(self, removals: Iterable[Removal]) -> None:
-        """These wait for this order, too, unless they do already."""
+        """Makes these removals wait for this order, unless they do already."""
         known = set(self.removals)
         new = [removal for removal in removals if removal not in known]
         self.removals += new
@@ -101,7 +101,7 @@ class Removal:
 
 
 class Reclaim:
-    """The extents of all removed objects, until they are free."""
+    """Keeps the extents of all removed objects until they are free, and the orders to wipe them."""
 
     def __init__(self, tombstones: Tombstones) -> None:
         self._tombstones = tombstones
@@ -146,12 +146,12 @@ class Reclaim:
         reply: calls.Reply,
         earlier: Sequence[Wiping],
     ) -> tuple[list[Effect], bool]:
-        """Orders the headers wiped. Answers ``ticket`` with ``reply`` when that is done, and the
-        ``earlier`` orders are, too.
+        """Orders the headers wiped. Answers ``ticket`` with ``reply`` when that and the ``earlier``
+        orders are done.
 
-        ``free_at_ms``: when no lease of the usual length is left. One wiping with a longer one (an
-        allocation that was put) delays those behind it, which is simpler than a heap. Returns the
-        effects and whether there is anything to wait for.
+        ``free_at_ms``: when no lease of the usual length is left. An order with a longer lease (on
+        a committed allocation) delays the orders behind it, which is simpler than a heap. Returns
+        the effects and whether there is anything to wait for.
         """
         removal = Removal(ticket, reply)
         wipings = self._new_wipings(gone, free_at_ms)
@@ -164,7 +164,7 @@ class Reclaim:
         return [effect for wiping in wipings for effect in _send(wiping)], removal.orders > 0
 
     def clean(self, gone: Iterable[Residue]) -> list[Effect]:
-        """Orders headers wiped in extents whose release is counted elsewhere."""
+        """Orders headers wiped in extents that are free already, or that another part frees."""
         effects: list[Effect] = []
         for wiping in self._new_wipings(gone, 0):
             wiping.ended = wiping.released = True
@@ -185,8 +185,8 @@ class Reclaim:
         self._still_read.append((newest, wiping))
 
     def still_read(self, record: ObjectRecord | None) -> list[Wiping]:
-        """Dead segments on which clients may still read an earlier version of this object, or a
-        version that this master no longer knows."""
+        """Placeholder orders of dead segments on which clients may still read an earlier version of
+        this object, or a version that this master no longer knows."""
         if not self._still_read:
             return []
         if record is None or not record.complete:
@@ -204,8 +204,8 @@ class Reclaim:
                 wiping.names.append(name)
 
     def being_read(self, name: Name) -> list[Wiping]:
-        """Unfinished orders for an ended version of this object on which leases may be left: its
-        readers have not heard that it has ended, and do not ask."""
+        """Unfinished orders for ended versions of this object on which leases may be left: their
+        readers have not heard that the version has ended, and do not ask."""
         wipings = self._unwiped_of.get(name)
         return [wiping for wiping in wipings if not wiping.ended] if wipings else []
 
@@ -227,8 +227,8 @@ class Reclaim:
         ]
 
     def clean_ahead(self, gone: Iterable[Residue]) -> list[Effect]:
-        """Orders headers wiped, and frees their extents when that is done; until then they count in
-        their segments' ``wiping_bytes``."""
+        """Orders headers wiped, and frees the extents when that is done; until then these count in
+        ``wiping_bytes`` of their segments."""
         wipings = self._new_wipings(gone, 0)
         for wiping in wipings:
             wiping.ended = wiping.ahead = True
@@ -286,7 +286,7 @@ class Reclaim:
         return list(self._held.values())
 
     def let_go(self, segment: MountedSegment) -> list[Effect]:
-        """Removals that waited for this segment now wait for its wipings, if any."""
+        """Lets the removals that waited for this segment wait for its unfinished orders instead."""
         held = self._held.pop(segment)
         for wiping in self.unclean((segment,)):
             wiping.add(held.removals)
@@ -343,8 +343,8 @@ class Reclaim:
         return None if wiping is None else wiping.segment
 
     def unanswered(self, now_ms: int, patience_ms: int) -> list[MountedSegment]:
-        """Living segments whose nodes have not done an order for ``patience_ms``. The interval
-        between calls is the precision."""
+        """Living segments whose nodes have not done an order for ``patience_ms``. The result is as
+        precise as the interval between calls."""
         ordered = self._ordered
         if not ordered or ordered[-1][1] != self._next_order:
             ordered.append((now_ms, self._next_order))
@@ -357,7 +357,7 @@ class Reclaim:
         return [wiping.segment for wiping in late if wiping.segment.alive]
 
     def send_again(self, segment: MountedSegment) -> list[Effect]:
-        """The orders that a node may have missed while its stream was broken."""
+        """Sends orders again that a node may have missed while its stream was broken."""
         return [effect for wiping in self._on(segment) for effect in _send(wiping)]
 
     def segment_died(self, segment: MountedSegment) -> list[Effect]:

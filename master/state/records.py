@@ -1,11 +1,11 @@
-"""What the master keeps per object, per namespace and per segment.
+"""The records that the master keeps per object, per namespace and per segment.
 
-A million ``ObjectRecord`` cost well under 600 bytes each, table and eviction order included
-(``kvstore bench --master-scale``), which is why they have slots and why one replica needs no tuple.
+An ``ObjectRecord`` costs well under 600 bytes, table and eviction order included (measured with a
+million by ``kvstore bench --master-scale``). So records have slots, and one replica needs no tuple.
 
 Links run one way only: from child to parent, from record to segment to node. Without links back
 there are no reference cycles, so the cyclic collector never has to look at millions of records, and
-what is dropped is gone at once. That is why a record has its namespace's name, not its table.
+a dropped record is freed at once. So a record has its namespace's name, not its table.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ TABLE_SHARDS = 256
 when it grows (measured); of 256 with ten million objects, none takes longer than 3 ms."""
 
 ONE_SHARD_RECORDS = 4_096
-"""A namespace of up to so many records has one dictionary: 256 empty ones take 18 KiB. So does the
-table of namespaces."""
-
+"""A namespace of up to so many records has one dictionary, because 256 empty ones take 18 KiB. The
+table of namespaces is divided at the same number."""
 
 RESERVE_SHIFT = 5
 RESERVE_BYTES_MAX = 64 << 20
-"""A full segment keeps a 32nd of its memory free, at most so much: evicted extents must be wiped
-before they are granted, and a put should not have to wait for that."""
+"""A full segment keeps a 32nd of its memory free, at most so many bytes: evicted extents must be
+wiped before they are granted, and a put should not have to wait for that."""
 
 NEVER_MS: Final = -(1 << 60)
 """Earlier than any time."""
@@ -45,13 +44,12 @@ _COMPLETE: Final = int(Presence.COMPLETE)
 _BEING_WRITTEN: Final = int(Presence.BEING_WRITTEN)
 _ONE: Final = tuple(bytes([presence]) for presence in (_ABSENT, _COMPLETE, _BEING_WRITTEN))
 
-
 MOVES_PER_STEP = 512
 """Records that one step of the loop moves to their present place, on all segments: 2 to 4 ms."""
 
 
 class EvictionPolicy(Protocol):
-    """Contract:
+    """Orders the objects of one segment that may be evicted. Contract:
 
     * ``add`` a record once; it is a candidate until ``discard``. ``record.ticket`` is the policy's
       own, not 0 while the record is a candidate; of two candidates, also of two segments, the one
@@ -78,12 +76,13 @@ class EvictionPolicy(Protocol):
         ...
 
     def peek(self, now_ms: int, moves: int = MOVES_PER_STEP) -> ObjectRecord | None:
-        """The next to evict, which stays a candidate; None when all are leased, or when the
-        search is ``unfinished`` after ``moves``."""
+        """The next record to evict, which stays a candidate; None when all are leased, or when
+        the search is ``unfinished`` after ``moves``."""
         ...
 
     def hold(self, record: ObjectRecord, until_ms: int) -> None:
-        """``peek`` does not return this candidate before then, unless it is added again."""
+        """Keeps ``peek`` from returning this candidate before ``until_ms``, unless it is added
+        again."""
         ...
 
     def next_lease_end_ms(self) -> int | None:
@@ -104,7 +103,7 @@ class EvictionPolicy(Protocol):
 
 
 class MountedSegment:
-    """Once it is not ``alive`` it stays so: memory that returns is another ``MountedSegment``."""
+    """A segment since its mounting. Dead is final: memory that returns is another instance."""
 
     __slots__ = (
         "alive",
@@ -137,7 +136,7 @@ class MountedSegment:
         self.offer = offer
         self.alive = True
         self.died_ms = NEVER_MS
-        """When the segment died, if readers may have had leases on its bytes until then."""
+        """When the segment died; ``NEVER_MS`` if it lives, or had no readers left when it died."""
         self.whole = offer.fresh
         """Whether all objects from before its mounting are known; else its inventory follows."""
         self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size & -EXTENT_ALIGN, empty=offer.fresh)
@@ -148,7 +147,6 @@ class MountedSegment:
         self.allocated_until_ms = 0
         """Owners of allocations may write until then. They have the memory mapped, so no fence
         stops them."""
-
         self.pressed = False
         """Whether something was evicted here: the segment is full, so a reserve is kept free."""
         self.wiping_bytes = 0
@@ -166,7 +164,7 @@ class MountedSegment:
         return min(self.capacity >> RESERVE_SHIFT, RESERVE_BYTES_MAX)
 
     def usable(self, now_ms: int) -> bool:
-        """Whether extents of it may be given out."""
+        """Whether extents of the segment may be granted now."""
         return self.whole and self.usable_at_ms <= now_ms
 
     @property
@@ -184,8 +182,8 @@ Extent = tuple[MountedSegment, int]
 Name = tuple[Namespace, Key]
 
 Writer = tuple[int, int]
-"""Number of a client and of its connection to a data server; connection 0: all of that client,
-client 0: all connections."""
+"""Number of a client, and of its connection to a data server; connection 0: all connections of that
+client; client 0: all connections."""
 
 
 class ObjectRecord:
@@ -219,9 +217,9 @@ class ObjectRecord:
         self.parent: ObjectRecord | None = None
         self.children = 0
         self.depth = 0
-        """Ancestors, as far as known when it was linked; a hint for the search."""
+        """Number of ancestors, as far as known when the record was linked; a search hint."""
         self.checked = 0
-        """What ``Forest.reachable`` remembers of this record; 0: nothing."""
+        """When ``Forest.reach`` last looked at this record, and its finding; 0: nothing known."""
         self.writer = 0
         """Token of the put under way, 0 for none."""
         self.segment: MountedSegment | None = None
@@ -239,7 +237,7 @@ class ObjectRecord:
 
     @property
     def complete(self) -> bool:
-        """Whether its bytes are there, on a segment that is alive."""
+        """Whether the object has bytes on a segment that is alive."""
         segment = self.segment
         return segment is not None and (
             segment.alive or (bool(self.more) and any(other.alive for other, _ in self.more))
@@ -247,7 +245,7 @@ class ObjectRecord:
 
     @property
     def lost(self) -> bool:
-        """Whether it was complete, and its segments have died since."""
+        """Whether the object was complete, and its segments have died since."""
         return self.segment is not None and not self.complete
 
     def extents(self) -> list[Extent]:
@@ -270,10 +268,10 @@ class Residue(NamedTuple):
     extents: list[Extent]
     lease_until_ms: int = 0
     writers: Sequence[Writer] = ()
-    """Data connections that may still carry bytes of it."""
+    """Data connections that may still carry bytes for these extents."""
     forbid: bool = False
-    """Whether this version has ended, and only it: then memory that goes away before its header is
-    wiped must not bring it back. A removal forbids all earlier versions of the key instead."""
+    """Whether only this version has ended: then memory that goes away before the header is wiped
+    must not bring this version back. A removal forbids all earlier versions of the key instead."""
 
     @classmethod
     def of(cls, record: ObjectRecord, *, forbid: bool = False) -> Residue:
@@ -300,13 +298,13 @@ class NamespaceTable:
         self.objects = 0
         """Records with bytes. Lost ones count until the background work has seen them."""
         self.size = 0
-        """Payload bytes of those, replicas not counted."""
+        """Payload bytes of these objects, replicas not counted."""
 
     def get(self, key: Key) -> ObjectRecord | None:
         return self.shards[hash(key) & self._mask].get(key)
 
     def get_many(self, keys: Sequence[Key]) -> list[ObjectRecord | None]:
-        """``get`` of each."""
+        """``get`` of each key."""
         if len(keys) == 1:  # the usual question, without a map
             return [self.get(keys[0])]
         if isinstance(keys, PackedKeys):
@@ -362,8 +360,8 @@ def with_bytes(tables: Iterable[NamespaceTable]) -> Iterator[ObjectRecord]:
 
 
 class Namespaces:
-    """Tables by name, in the order in which they were added while there are few, and in several
-    dictionaries, like the records of a large table, when there are many."""
+    """Tables by name. Few tables keep the order in which they were added; many are spread over
+    several dictionaries, like the records of a large table."""
 
     __slots__ = ("_mask", "shards")
 

@@ -1,8 +1,8 @@
 """Removals: of objects, of namespaces, of replicas with wrong bytes, and of what a put replaces.
 
-A removed object is in no answer from then on. The removal is acknowledged when no memory can bring
+From its removal on, an object is in no answer. The removal is acknowledged when no memory can bring
 back an older version: the headers are wiped, copies of the object are stopped, and memory that is
-away, or has not reported its objects yet, is barred from doing so (ADR 11).
+away, or has not reported its objects yet, cannot bring one back (ADR 11).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Removing:
         for name in copied[:CLEARED_PER_STEP]:
             self._granting.end_copies(now_ms, name)
         for record in chosen:
-            if record.segment is not None:  # a lost one may be dropped with another
+            if record.segment is not None:  # a lost one may be deleted with an earlier record
                 readers = self._reclaim.still_read(record)
                 self._reclaim.concerns(readers, (record.namespace, record.key))
                 gone.append(Residue.of(record))
@@ -96,8 +96,8 @@ class Removing:
         return self._common.when_wiped(now_ms, gone, reply, earlier)
 
     def report_corrupt(self, now_ms: int, request: calls.ReportCorrupt) -> calls.Dropped:
-        """Removes the reported objects, except one that has a replica that is not reported: it
-        stays, and that replica is read first. The reporter does not wait for the wiping."""
+        """Removes the reported objects. An object with a replica that is not reported stays, and
+        that replica is read first. The reporter does not wait for the wiping."""
         bad: dict[ObjectRecord, set[MountedSegment]] = {}
         rows = zip(request.keys, request.epochs, request.counters, request.uuids, strict=True)
         for key, epoch, counter, uuid in rows:
@@ -113,7 +113,7 @@ class Removing:
         self._common.changing = True
         for record, segments in bad.items():
             if record.segment is None:
-                continue  # dropped together with one before
+                continue  # already deleted with an earlier record
             self._granting.end_copies(now_ms, (record.namespace, record.key))
             counters["corrupt_replicas"] += len(segments)
             self._common.effect(_notice(record, segments))
@@ -138,8 +138,8 @@ class Removing:
         """Answers with ``reply`` once no older version of the written objects is left.
 
         Args:
-            replaced: the bytes that were there.
-            still_read: of ``Reclaim.still_read``, asked before the puts ended.
+            replaced: the residues of the replaced versions.
+            still_read: the result of ``Reclaim.still_read`` from before the puts were stored.
         """
         names: list[Name] = []
         for put in puts:
@@ -161,7 +161,7 @@ class Removing:
 
     def _elsewhere(self) -> list[Wiping]:
         """The orders that a removal waits for because other memory may hold the object: those for
-        inventories under way, and marks, by which memory that is away is known as outdated."""
+        inventories under way, and for marks, by which memory that is away is known as outdated."""
         self._marks.renew()
         return [*self._reclaim.held(), *self._reclaim.unmarked()]
 

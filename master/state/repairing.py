@@ -1,4 +1,4 @@
-"""Objects with fewer replicas than they were put with: which of them to copy next, and how much.
+"""Chooses which objects with too few replicas to copy next, and bounds how much is copied.
 
     a node died or joined ──► a pass over all objects, in slices ──► the hottest, by node ─┐
     a put found too few nodes, or lost one ────────────────────────────────────────────────┤
@@ -10,8 +10,8 @@ An object should have as many replicas as its record has extents. An extent on a
 on the segment ``nowhere``, is a *sign* of a missing replica. (The extent at ``COPIED`` on
 ``nowhere`` only notes that a copy was begun: memory that comes back may hold one too many.)
 
-What is copied is bounded in objects, in bytes and in bytes per second. A copy takes free memory
-only, and leaves ``SPARE_SHIFT`` of each segment to puts.
+Copies are bounded in objects, in bytes and in bytes per second. A copy takes free memory only, and
+leaves a part of each segment (``SPARE_SHIFT``) to puts.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.records import Extent, MountedSegment, ObjectRecord, shards_from
 
 COPIED: Final = 1
-"""An offset that no real extent has."""
+"""An offset that no real extent has: it says that a copy of the object was begun."""
 
 QUEUE_MAX: Final = 65_536
-"""Objects that wait for their turn. A later pass finds those that were used longer ago."""
+"""Objects that wait to be copied. A later pass finds the others, which were used longer ago."""
 
 SPARE_SHIFT: Final = 4
 """A copy leaves a 16th of its segment free: puts find room without waiting for an eviction."""
 
 OBJECT_COUNTS_FOR: Final = 64 << 10
-"""Bytes that even a smaller object takes of ``bytes_per_s``, because it costs the master's time."""
+"""Bytes of ``bytes_per_s`` that a smaller object takes, too: it costs the master's time."""
 
 SCAN_STEPS: Final = 20_000
 """Records that one slice of a pass looks at: 2 to 4 ms."""
@@ -63,11 +63,11 @@ class RepairRules:
     after_ms: int = 30_000
     """A replica counts as gone so long after its node died; one lease at least."""
     copies_max: int = 512
-    """Objects that are copied at once."""
+    """Objects that are copied at the same time."""
     bytes_max: int = 256 << 20
-    """Payload bytes that are copied at once; a single larger object is copied alone."""
+    """Payload bytes that are copied at the same time; a larger object is copied alone."""
     bytes_per_s: int = 256 << 20
-    """0: nothing is repaired."""
+    """Bytes that are copied per second; 0: nothing is repaired."""
     pause_max_ms: int = 60_000
     """The longest pause between two passes while no copy is finished."""
 
@@ -125,7 +125,7 @@ class Repairs:
         self.needs_room = False
         """Whether that pass makes sense only if some node has room for a copy."""
         self.fewest = 1
-        """Replicas of the short object that has the fewest."""
+        """The fewest replicas that any short object has, as far as known."""
         self.scanning = False
         self.copies = 0
         """Copies under way; ``copied_bytes`` are their payload bytes."""
@@ -135,7 +135,7 @@ class Repairs:
         self._queued = 0
         self._heap: list[tuple[int, int, int, ObjectRecord]] = []
         self._sorted: list[ObjectRecord] = []
-        """The found objects, the coldest first: filled from the heap, then moved to the queues."""
+        """The found objects, the coldest first, on their way from the heap to the queues."""
         self._place = 0, 0
         """Shard and position of the next record that the pass looks at."""
         self._looked = 0
@@ -171,7 +171,7 @@ class Repairs:
             self._left = True
 
     def left(self) -> None:
-        """Some short object could not be copied now."""
+        """Called when a short object could not be copied now."""
         self._left = True
 
     def begin_pass(self) -> None:
@@ -186,7 +186,7 @@ class Repairs:
         self._left = False
 
     def scan(self, forest: Forest, now_ms: int, nodes: int) -> bool:
-        """One slice of the pass; whether that was the last one.
+        """Runs one slice of the pass. Returns whether that was the last one.
 
         Args:
             nodes: how many could take copies. An object with as many replicas is only counted.
@@ -307,7 +307,7 @@ class Repairs:
     # --- how much ------------------------------------------------------------------------------
 
     def may_begin(self, now_ms: int, size: int = 0) -> bool:
-        """Whether one more copy, of so many bytes, keeps the bounds."""
+        """Whether one more copy, of ``size`` bytes, keeps the bounds."""
         rules = self.rules
         passed_ms = now_ms - self._refilled_ms
         if passed_ms > 0:

@@ -1,4 +1,4 @@
-"""Segments that come back with objects: their inventories, claim by claim (``inventory``)."""
+"""Takes in the inventories of segments that come back with objects, claim by claim."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Returning:
         self._inventories: dict[MountedSegment, Inventory] = {}
         """Inventories under way."""
         self._absent_since: dict[bytes, int] = {}
-        """Memory (uuid) that was unmounted, and how many tombstones there were then."""
+        """Memory (uuid) that was unmounted, and how many tombstones had been made by then."""
 
     @property
     def under_way(self) -> bool:
@@ -41,7 +41,8 @@ class Returning:
     # --- segments -----------------------------------------------------------------------------
 
     def segment_mounted(self, segment: MountedSegment) -> None:
-        """The segment is empty, or reports its objects before any of its memory is granted."""
+        """Called when a segment is mounted: it is empty, or its objects are claimed before any of
+        its memory is granted."""
         absent_since = self._absent_since.pop(segment.offer.uuid, 0)
         if segment.whole:
             self._marks.bring_up_to_date(segment)
@@ -52,7 +53,7 @@ class Returning:
         self._common.reclaim.hold(segment)
 
     def segment_died(self, segment: MountedSegment) -> None:
-        """Notes that this memory may bring back objects that are removed from now on."""
+        """Notes that this unmounted memory may bring back objects that are removed from now on."""
         absent_since = self._common.tombstones.made
         inventory = self._inventories.pop(segment, None)
         if inventory is not None:
@@ -65,7 +66,7 @@ class Returning:
             del self._absent_since[next(iter(self._absent_since))]
 
     def late(self, now_ms: int) -> list[MountedSegment]:
-        """Segments whose inventory is late."""
+        """Segments whose inventory is late (``Inventory.late``)."""
         patience_ms = self._common.rules.node_patience_ms
         inventories = self._inventories.items()
         return [segment for segment, each in inventories if each.late(now_ms, patience_ms)]
@@ -73,7 +74,7 @@ class Returning:
     # --- claims -------------------------------------------------------------------------------
 
     def node_claims(self, now_ms: int, node: JoinedNode, claims: calls.NodeClaims) -> None:
-        """Raises ProtocolError: no such segment, or more than was asked for."""
+        """Raises ProtocolError: no such segment, or more claims than were asked for."""
         segments = self._common.membership.segments[node.name]
         index = claims.segment
         if index >= len(segments):
@@ -81,7 +82,7 @@ class Returning:
         if segments[index] in self._inventories:
             self._inventories[segments[index]].add(now_ms, claims)
             self._common.jobs.due |= CLAIM
-        elif node.session is not None:  # complete: the node did not hear so, and began again
+        elif node.session is not None:  # it is complete: the node has not heard so and began again
             self._common.effect(Send(node.session, calls.MasterClaimed(index)))
 
     def take_claims(self, now_ms: int) -> None:
@@ -144,7 +145,7 @@ class Returning:
             common.effect(Send(segment.node.session, calls.MasterClaimed(index)))
 
     def _claim(self, now_ms: int, inventory: Inventory, claim: Claim) -> ObjectRecord | None:
-        """The object's record, complete now; None: the claim is refused."""
+        """The record of the claimed object, complete now; None: the claim is refused."""
         common = self._common
         (namespace, key), parent, size, version, offset = claim
         extent = inventory.segment, offset
@@ -195,7 +196,7 @@ class Returning:
             if is_back:
                 self._forest.missing.object_back(inventory.segment)
         inventory.take(offset, size)
-        # The master before may have leased it until then.
+        # The previous master may have leased the object until then.
         record.lease_until_ms = max(record.lease_until_ms, inventory.segment.usable_at_ms)
         return record
 

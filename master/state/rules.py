@@ -1,4 +1,4 @@
-"""The numbers of the master's promises."""
+"""The times and bounds that the master's promises depend on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvstore.master.state.repairing import RepairRules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MasterRules:
-    """The numbers of the master's promises; ``kvstore.config.MasterConfig`` says why these."""
+    """See the module; ``kvstore.config.MasterConfig`` gives the reasons for the defaults."""
 
     lease_ms: int = 10_000
     put_deadline_ms: int = 30_000

@@ -1,4 +1,4 @@
-"""Why a put finds no space, in numbers: which nodes are usable, which are not, and until when."""
+"""Explains why a put finds no space: which nodes are usable, which are not, and until when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOPBACK = ("127.", "localhost:", "[::1]", "0.0.0.0:", "[::]")
 def explained(
     common: Common, now_ms: int, request: PutStart | Allocate, found: Shortage
 ) -> NoSpaceError:
-    """The error of a put for which ``found`` is what is missing."""
+    """The error for a put that found no room; ``found`` says how much it lacks."""
     of_cause: dict[str, list[MountedSegment]] = {}
     for segment in common.pool.segments.values():
         cause = _cause(segment, common.membership, now_ms, request)
@@ -37,7 +37,7 @@ def explained(
 def _cause(
     segment: MountedSegment, membership: Membership, now_ms: int, request: PutStart | Allocate
 ) -> str:
-    """Why the segment takes no puts; LEASED: it does, but is full."""
+    """Why the segment has no room for this put; LEASED: it takes puts, but is full."""
     node = segment.node
     if request.here_only and node.host != request.host:
         return shortages.NOT_HERE

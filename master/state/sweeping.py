@@ -28,22 +28,22 @@ class Sweeping:
         self._pressed: dict[MountedSegment, None] = {}
         """Full segments with less than half of their reserve free."""
         self._sweeps: deque[tuple[MountedSegment, int | None]] = deque()
-        """A segment and how far its candidates were seen; None: it is dead."""
+        """Each segment to sweep, with the ticket of its last seen candidate; None: it is dead."""
         self._above_puts: list[ObjectRecord] = []
-        """Parents of puts under way, from which chains are still to be walked."""
+        """Parents of puts under way, from which the chains are still to be walked upward."""
         self._swept_breaks = common.forest.breaks
 
     def __len__(self) -> int:
-        """Segments that are still to be swept."""
+        """The number of segments that are still to be swept."""
         return len(self._sweeps)
 
     def segment_died(self, segment: MountedSegment) -> None:
-        """Deletes the records of the segment, in slices."""
+        """Called when a segment died: has its records deleted, in slices."""
         self._sweeps.append((segment, None))
         self._jobs.due |= SWEEP
 
     def taken_from(self, segment: MountedSegment) -> None:
-        """Called when something was allocated there: makes room ahead of need if it is full."""
+        """Called when memory was allocated there: makes room ahead of need if it is full."""
         if segment.pressed:
             free = segment.allocator.free_bytes + segment.wiping_bytes
             if free < segment.reserve_bytes // 2:
@@ -68,9 +68,9 @@ class Sweeping:
         self._pool.settle_more(SWEEP_STEPS)
 
     def sweep(self, now_ms: int) -> None:
-        """Finds what a break has left: what is lost with its segment, and which leaves are
-        detached. Each record of a chain is above a leaf, and a leaf is a candidate of some segment,
-        or a put under way."""
+        """Finds objects that are lost with their segment, and leaves that a break has detached. It
+        begins at leaves: each record of a chain is above one, and a leaf is a candidate of some
+        segment, or a put under way."""
         del now_ms
         if self._above_puts:
             self._walk_above_puts()

@@ -1,10 +1,9 @@
-"""Who puts into each namespace, who asks there, what was last asked for and not found, and where
-matches ended.
+"""Remembers who puts into each namespace, who asks there, which keys were last asked for and not
+found, and where matches ended.
 
-``kvstore why`` and the dashboard show it. Only the last clients, keys and namespaces are
+``kvstore why`` and the dashboard show this. Only the last clients, keys and namespaces are
 remembered. Two dictionaries keep the last ones without an order: a row that is used moves to the
-recent one; when that is full it becomes the older one, and the master forgets what was the older
-one.
+recent one; when that is full it becomes the older one, and the former older one is forgotten.
 
 The usual call is one of a client in the namespace of its last call. Its ``Caller`` still has the
 row then, and no dictionary is searched.
@@ -23,27 +22,26 @@ CLIENTS_MAX = 16
 """Clients of a namespace that are remembered at least, of those that put and of those that ask;
 twice as many at most."""
 
-
 TIPS_MAX = 128
 """Tips of matches that are remembered of a namespace at least; twice as many at most."""
 
 
 class Tip:
-    """A block at which matches ended: the last one that they found."""
+    """A block at which matches ended: the last block that they found."""
 
     __slots__ = ("first_ms", "matched")
 
     def __init__(self, now_ms: int) -> None:
         self.first_ms = now_ms
-        """Since when it is counted."""
+        """Since when matches are counted."""
         self.matched = 0
-        """Matches that ended here since then."""
+        """Matches that have ended at this block since then."""
 
 
 class Tips:
-    """The tips of the last matches in a namespace, by key. One that is matched again before
-    ``TIPS_MAX`` others are keeps its count. It holds keys and no records, so it keeps nothing of
-    what is evicted or removed but its key."""
+    """The tips of the last matches in a namespace, by key. A tip keeps its count if it is matched
+    again before ``TIPS_MAX`` others. This class holds keys and no records, so only the key of an
+    evicted or removed object stays."""
 
     __slots__ = ("older", "recent")
 
@@ -67,13 +65,13 @@ class Tips:
 
 
 class Era:
-    """The time in which no row was forgotten: a row that was right in it is right."""
+    """A time in which no row is forgotten: a row that was found in the present one is valid."""
 
     __slots__ = ()
 
 
 class ClientRow:
-    """What one client has done in one namespace, as one who puts or as one who asks."""
+    """The record of one client in one namespace, either as one that puts or as one that asks."""
 
     __slots__ = (
         "era", "first_ms", "found", "key", "keys", "last_ms", "missed", "missed_at", "missed_ms",
@@ -84,36 +82,36 @@ class ClientRow:
         self.name = name
         self.namespace = space.name
         self.tips = space.tips
-        """Of the namespace: those of all its clients."""
+        """The tips of the namespace, which all of its clients share."""
         self.era = era
-        """In which it was last found in the dictionaries."""
+        """The era in which this row was last found in the dictionaries."""
         self.first_ms = now_ms
         self.last_ms = now_ms
         self.keys = 0
-        """That it wanted to put, or asked for."""
+        """Keys that the client wanted to put, or asked for."""
         self.found = 0
-        """Of those: that were there."""
+        """Those of these keys that were there."""
         self.stored = 0
-        """That it has put."""
+        """Objects that the client has put."""
         self.key = Key(b"")
-        """The first of its last put."""
+        """The first key of its last put."""
         self.questions = 0
         self.none = 0
         """Questions whose first key was not there."""
         self.partly = 0
-        """Questions of which a later key was not there."""
+        """Questions whose first key was there, and a later one was not."""
         self.missed = Key(b"")
-        """The key that was not there, of its last such question; the first one of that question."""
+        """The first key that was not there, in the last question that asked for such a key."""
         self.missed_ms = 0
-        """When."""
+        """When the client asked that question."""
         self.missed_at = 0
-        """Keys before it in that question."""
+        """The number of keys before the missed one in that question."""
         self.missed_of = 0
-        """Keys of that question."""
+        """The number of keys in that question."""
 
 
 class Caller:
-    """Where calls come from: a connection. Its carrier makes it."""
+    """Where a call comes from. The lane makes one per connection, gRPC one per call."""
 
     __slots__ = ("asks", "name", "puts")
 
@@ -121,9 +119,9 @@ class Caller:
         self.name = name
         """The client's name, a space, and its address, which has no spaces; empty: not known."""
         self.asks: ClientRow | None = None
-        """The row of its last question."""
+        """The client's row for its last question."""
         self.puts: ClientRow | None = None
-        """The row of its last put."""
+        """The client's row for its last put."""
 
 
 class LastClients:
@@ -140,7 +138,7 @@ class LastClients:
 
 
 class Space:
-    """One namespace."""
+    """What is remembered of one namespace."""
 
     __slots__ = ("askers", "evicted", "evicted_idle_ms", "evicted_ms", "name", "putters", "tips")
 
@@ -150,11 +148,11 @@ class Space:
         self.askers = LastClients()
         self.tips = Tips()
         self.evicted = 0
-        """Objects."""
+        """Number of evicted objects."""
         self.evicted_ms = 0
-        """When the last one was evicted."""
+        """When the last object was evicted."""
         self.evicted_idle_ms = 0
-        """How long that one had not been used then."""
+        """For how long that object had not been used."""
 
 
 class TrafficCounts:
@@ -162,9 +160,9 @@ class TrafficCounts:
 
     def __init__(self) -> None:
         self.unknown = Caller()
-        """Of calls that show no client's name."""
+        """The caller of all calls that name no client."""
         self.caller = self.unknown
-        """Of the call that is being answered."""
+        """The caller of the call that is being answered."""
         self.recent: dict[str, Space] = {}
         self.older: dict[str, Space] = {}
         self._era = Era()
@@ -184,8 +182,8 @@ class TrafficCounts:
         Args:
             count: number of ``keys``.
             found: how many of them are there.
-            first: which is the first that is not there; -1: none.
-            tip: the last matched key, of a match that has found one.
+            first: the index of the first key that is not there; -1: all are.
+            tip: the last matched key; None: the question is no match, or matched nothing.
         """
         row = self.caller.asks
         if row is None or row.era is not self._era or row.namespace != namespace:
@@ -252,7 +250,7 @@ class TrafficCounts:
         return row
 
     def spaces(self, namespace: str) -> list[Space]:
-        """That namespace, if it is known; all of them for "", by the time of their first use."""
+        """That namespace, if it is known; all of them for ""."""
         if not namespace:
             return [*self.older.values(), *self.recent.values()]
         space = self.recent.get(namespace) or self.older.get(namespace)

@@ -1,4 +1,4 @@
-"""The puts that wait for room: served in their order when there is some (``Common.room_made``)."""
+"""The queue of puts that wait for room: served in order when there is some (``room_made``)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from kvstore.master.state.pool import EVICTIONS_PER_STEP, Shortage
 from kvstore.master.state.puts import WaitingPut
 
 SERVED_PER_STEP = 512
-"""Keys of waiting puts that one step serves; at least one put. A put counts as some keys more."""
+"""Keys of waiting puts that one step serves, at least one put; see ``PUT_COUNTS_FOR``."""
 
 PUT_COUNTS_FOR = 16
+"""Keys that a put counts for, in addition to its own."""
 
 Wanting = calls.PutStart | calls.Allocate
 
@@ -31,7 +32,7 @@ class WaitingPuts:
         self._tried_ms = common.started_ms
 
     def add(self, now_ms: int, request: Wanting, wait_ms: int) -> Later:
-        """Raises BusyError: too many wait."""
+        """Lets a put wait. Raises BusyError: too many puts wait already."""
         common = self._common
         if len(self._queue) >= common.rules.waiting_puts_max:
             raise BusyError(
@@ -55,7 +56,7 @@ class WaitingPuts:
 
     def serve(self, now_ms: int, grant: Callable[[int, Wanting], calls.Grants | Shortage]) -> None:
         """Grants puts in their order, until one must go on waiting; refuses those whose time is up.
-        What would take long is left to the next step."""
+        Leaves the rest to the next step when this one has done enough."""
         common, jobs = self._common, self._jobs
         jobs.note(SERVE, False)
         self._tried_ms = now_ms
@@ -92,7 +93,7 @@ class WaitingPuts:
             common.effect(Answer(put.ticket, result))
 
     def _refuse_late(self, now_ms: int, missing: Shortage | None) -> None:
-        """``missing``: what the first in the queue lacks, if it was tried."""
+        """Refuses late puts. ``missing``: what the first in the queue lacks, if it was tried."""
         for put in [put for put in self._queue if put.deadline_ms <= now_ms]:
             if put is not self._queue[0] or missing is None:  # its turn did not come
                 missing = Shortage(shortage.asked_bytes(put.request))
@@ -104,8 +105,8 @@ class WaitingPuts:
             self._common.effect(Answer(put.ticket, error))
 
     def only_pins_end(self, until_ms: int, request: Wanting) -> bool:
-        """Whether pins hold so much until then that the rest of the pool is too small: no end of a
-        lease, or of a lifetime, helps."""
+        """Whether pins hold so much until ``until_ms`` that the rest of the pool is too small for
+        the request: no end of a lease, or of a lifetime, helps."""
         pool = self._common.pool
         capacity = sum(segment.capacity for segment in pool.segments.values())
         return (
@@ -116,7 +117,7 @@ class WaitingPuts:
         )
 
     def next_ms(self) -> list[int]:
-        """When one of them is refused, or memory may have become eligible by itself."""
+        """When a waiting put must be refused, or memory may become eligible by itself."""
         if not self._queue:
             return []
         changes = [*self._common.membership.trusted_again_ms()]

@@ -1,12 +1,12 @@
 """The forest as operators see it: the chains that are used most, and where they branch.
 
-A record knows its parent and how many children it has, not which. So the tree is built from below:
-from tips, each chain is walked to its root, or to a branch that another walk has found. A branch
-ends where the chain forks, so only forks and tips are remembered during the walks.
+A record knows its parent and how many children it has, but not which ones. So the tree is built
+from below: from its tip, each chain is walked to its root, or to a branch that another walk found.
+A branch ends where the chain forks, so only forks and tips are remembered during the walks.
 
 Tips come from two places, without a search through all objects: those at which the last matches
 ended (``traffic``), and the leaves among the records that were added last to a namespace's table.
-An answer is made in slices between other calls. So it is no picture of one moment, but each branch
+An answer is made in slices between other calls. So it does not show one moment, but each branch
 was there when it was walked.
 """
 
@@ -30,7 +30,7 @@ STEPS = 6_000
 """Records that one slice walks over: 1 ms."""
 
 LOOKS = 2_000
-"""Records that one slice looks at for tips, and those of one more namespace: 1 ms."""
+"""Records that one slice looks at for tips before it begins no further namespace: 1 ms."""
 
 STEPS_MAX = 400_000
 """Records that the walks of one answer pass: 70 ms, in slices. Longer chains are cut."""
@@ -42,21 +42,21 @@ SPACES_MAX: Final = 256
 """Namespaces that a question about all of them looks at."""
 
 NEWEST: Final = 512
-"""Records that were added last to a namespace, and are looked at for leaves; of a table in many
-dictionaries four times as many. A question about all namespaces looks at an eighth of that."""
+"""Records added last to a namespace that are searched for leaves; in a table of many dictionaries
+four times as many. A question about several namespaces searches an eighth of that in each."""
 
 WAITING_MAX: Final = 16
-"""Questions that wait."""
+"""Questions that may wait at the same time."""
 
 SEGMENTS_TOLD: Final = 8
-"""Segments of a branch that are named, those with most replicas."""
+"""Segments that are named per branch: those with most replicas of its blocks."""
 
 _NEVER: Final = 1 << 62
 """Later than any time."""
 
 
 class _WalkStart:
-    """A block at which a chain may be walked from."""
+    """A block from which a chain may be walked."""
 
     __slots__ = ("first_ms", "matched", "record")
 
@@ -67,7 +67,7 @@ class _WalkStart:
 
 
 class _OpenBranch:
-    """As ``calls.Branch``, while it is made."""
+    """A ``calls.Branch`` that is being made."""
 
     __slots__ = (
         "above", "being_written", "below", "blocks", "children", "counted_ms", "cut", "ended",
@@ -81,7 +81,7 @@ class _OpenBranch:
         self.above: _OpenBranch | None = None
         self.below: list[_OpenBranch] = []
         self.number = 0
-        """In the answer, from 1."""
+        """Its number in the answer, from 1."""
         self.blocks = 0
         self.missing = 0
         self.being_written = 0
@@ -90,10 +90,10 @@ class _OpenBranch:
         self.matched = 0
         self.ended = 0
         self.counted_ms = _NEVER
-        """When the oldest of its counts began."""
+        """When the oldest of its counts of matches began."""
         self.used_ms = NEVER_MS
         self.leased_ms = NEVER_MS
-        """Until when."""
+        """When the last lease on one of its blocks ends."""
         self.pinned = 0
         self.cut = False
         self.places: dict[int, int] = {}
@@ -115,16 +115,16 @@ class _ChainQuestion:
         self.count = count
         self.found: list[_WalkStart] = []
         self.tips: list[_WalkStart] = []
-        """From which chains are walked, once all are found."""
+        """The tips from which chains are walked; chosen when all are found."""
         self.place = 0
-        """How many of these were begun."""
+        """From how many of the tips a walk was begun."""
         self.branches: list[_OpenBranch] = []
         self.marks: dict[ObjectRecord, _OpenBranch | None] = {}
         """Forks and tips, and the branch that ends there; None: it was not walked yet."""
         self.branch: _OpenBranch | None = None
-        """That is being walked."""
+        """The branch that is being walked."""
         self.at: ObjectRecord | None = None
-        """Its next block."""
+        """The next block of that branch."""
         self.steps_left = STEPS_MAX
         self.whole = True
 
@@ -167,7 +167,7 @@ class ChainView:
         return Later(question.ticket)
 
     def _names(self) -> list[str]:
-        """The namespaces of the last callers, and others where those are few."""
+        """The namespaces that were used last, and others if those are few."""
         names: dict[str, None] = {}
         for space in reversed(self._common.traffic.spaces("")):
             names[space.name] = None
@@ -269,7 +269,7 @@ class ChainView:
         return steps
 
     def _choose(self, now_ms: int, question: _ChainQuestion) -> None:
-        """Chooses from which tips chains are walked."""
+        """Chooses the tips from which chains are walked."""
         chosen = _best(question.found, question.count)
         question.found = []
         if not chosen:
@@ -280,7 +280,7 @@ class ChainView:
             question.marks[tip.record] = None
 
     def _walk(self, now_ms: int, question: _ChainQuestion) -> None:
-        """Walks up to ``STEPS`` records further up."""
+        """Goes on with the walks, over up to ``STEPS`` records."""
         steps = min(STEPS, question.steps_left)
         question.steps_left -= steps
         marks, pins = question.marks, self._pins
@@ -404,8 +404,8 @@ class ChainView:
 
 
 def _best(found: list[_WalkStart], count: int) -> list[_WalkStart]:
-    """The most matched ones, and those that were used last: half of ``count`` each, if there are
-    as many."""
+    """The most matched starts, and those of the records that were used last: half of ``count``
+    each, if there are as many."""
     distinct: dict[ObjectRecord, _WalkStart] = {}
     for each in found:
         known = distinct.get(each.record)
@@ -434,8 +434,8 @@ def _rank(branch: _OpenBranch) -> tuple[int, int]:
 
 
 def _downwards(roots: list[_OpenBranch]) -> list[_OpenBranch]:
-    """The branches below these, each after the one above it. Leaves out what is below none: a
-    chain that was taken apart between two slices."""
+    """These branches and all below them, each after the one above it. Leaves out branches that are
+    below none of these: their chain was taken apart between two slices."""
     ordered: list[_OpenBranch] = []
     waiting = roots[::-1]
     while waiting:

@@ -1,4 +1,4 @@
-"""Queries of operators: the cluster at a glance, a listing, one object in detail. Reads only."""
+"""Answers operators: the cluster at a glance, a listing, one object, the traffic. Only reads."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from kvstore.master.state.traffic import ClientRow, Space
 LIST_ROWS_MAX = 1_000
 _POSITION_BITS = 32
 LIST_STEPS_MAX = 10_000
-"""Records that one page may look at: a prefix may match few of them, and to say that one is
-detached its ancestors are walked over. About 3 ms."""
-
+"""Records that one page may look at, about 3 ms: a prefix may match few of them, and to tell that a
+record is detached its ancestors are walked over."""
 
 DESCRIBED_MAX = 1_024
 """Segments that one answer describes; clients ask again for the rest."""
 
 STATUS_ROWS_MAX = 1_000
-"""Segments and namespaces that one page of the status shows: 3 ms, and as long to encode them."""
+"""Segments and namespaces on one page of the status: 3 ms, and as long again to encode them."""
 
 TRAFFIC_ROWS_MAX = 1_000
-"""Clients and keys that one page of the traffic shows, beside the first namespace of the page."""
+"""Clients and keys on one page of the traffic, after which no further namespace is added."""
 
 _NAMESPACES = 1 << 63
-"""Bit of a cursor that has passed the nodes."""
+"""This bit is set in a cursor that has passed the nodes."""
 
 
 class Report:
-    """Answers the queries from one state."""
+    """Answers the queries from the state of one master."""
 
     def __init__(self, common: Common) -> None:
         self._common = common
@@ -150,7 +149,7 @@ def _counters(common: Common) -> list[calls.Counter]:
 
 
 def _namespaces(common: Common, place: int, left: int, rows: list[calls.NamespaceStatus]) -> int:
-    """Adds up to ``left`` rows; returns the cursor to go on from, 0 at the end."""
+    """Adds up to ``left`` rows. Returns the cursor from which to go on; 0: all are done."""
     known, pins = common.forest.namespaces, common.pool.pins
     first, position = divmod(place, 1 << _POSITION_BITS)
     for index in range(first, len(known.shards)):
@@ -215,7 +214,7 @@ def _client(row: ClientRow, now_ms: int) -> calls.ClientTraffic:
 
 
 def _is_there(common: Common, record: ObjectRecord, now_ms: int) -> bool:
-    """Whether it is complete, and its lifetime is not over."""
+    """Whether the object is complete, and its lifetime is not over."""
     return record.complete and not common.pool.lifetimes.ended(record, now_ms)
 
 
