@@ -63,6 +63,7 @@ class Carriers:
             try:
                 await self._lane.bind(host, lane_port, unix=unix)
             except OSError as error:
+                await self._lane.stop()
                 raise startup_error(
                     join_address(host or "::", lane_port), lane_port, error,
                     "the lane", "--port, which the lane's follows, or --lane-port",

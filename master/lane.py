@@ -95,7 +95,7 @@ class LaneServer:
         """Listens on ``host:port`` (0: any) and, where ``unix``, on a fresh abstract Unix socket.
 
         Raises:
-            OSError: the port cannot be had. Nothing is bound then.
+            OSError: the port or the socket cannot be had. ``stop`` gives back what was bound.
         """
         loop = asyncio.get_running_loop()
         factory = self._connection

@@ -206,7 +206,8 @@ class Asking:
                 used_ms, uses = record.last_used_ms, 0
             uses += 1
             record.last_used_ms = now_ms
-            record.lease_until_ms = lease_until_ms
+            # The owner of an allocation may hold a longer lease.
+            record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)
         if uses:
             self.reuses_ms.add(max(0, now_ms - used_ms), uses)
 
@@ -246,7 +247,7 @@ class Asking:
                 and not (some_ended and self._lifetimes.ended(record, now_ms))
             ):
                 record.last_used_ms = now_ms
-                record.lease_until_ms = now_ms + rules.lease_ms
+                record.lease_until_ms = max(record.lease_until_ms, now_ms + rules.lease_ms)
                 keys_held[index] = 1
         tokens_held = bytearray(len(request.tokens))
         common.changing |= bool(request.tokens)

@@ -115,14 +115,13 @@ class Keeping:
             )
 
     def unpin(self, now_ms: int, request: calls.Unpin) -> calls.Unpinned:
-        del now_ms
         table = self._common.forest.table(request.namespace)
         unpinned = bytearray(len(request.keys))
         self._common.changing = True
         for index, key in enumerate(request.keys):
             record = None if table is None else table.get(key)
             if record is not None and self._pins.unpin(record):
-                unpinned[index] = record.complete
+                unpinned[index] = record.complete and not self._lifetimes.ended(record, now_ms)
                 self._pool.let_evict(record)
         if any(unpinned):
             self._settle()

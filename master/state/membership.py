@@ -183,6 +183,7 @@ class Membership:
             self.declare_dead(known, "replaced")
         for uuid in uuids:
             self._gone.pop(uuid, None)
+            self._dismissed.pop(uuid, None)
             self._holders[uuid] = node
         self.nodes[node.name] = node
         self._by_session[session] = node

@@ -378,6 +378,16 @@ def test_it_leaves_when_it_is_told_to_and_is_told_why(two: Cluster) -> None:
     assert state_of(two, "a") == "alive"
 
 
+def test_memory_that_has_joined_anew_was_not_told_to_leave(two: Cluster) -> None:
+    drain(two, "a")
+    two.state.nodes.drain(two.now_ms, calls.Drain("a", DrainStep.LEAVE))
+    two._settle()
+    two.join("a", again=True)  # it was killed before it heard, and restarted
+    two.break_stream("a")
+    two.join("a", resume=True)
+    assert state_of(two, "a") == "alive"
+
+
 def test_a_node_that_is_not_there(two: Cluster) -> None:
     for step in (DrainStep.BEGIN, DrainStep.UNDO):
         with pytest.raises(InvalidArgumentError, match="no node x"):

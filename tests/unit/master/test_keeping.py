@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvstore import calls
@@ -10,6 +12,7 @@ from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import keeping
 from kvstore.master.state.effects import Later
+from kvstore.master.state.ends import STEP_MS as ENDS_STEP_MS
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.rules import MasterRules
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, keys_of
@@ -686,3 +689,15 @@ def test_another_namespace_has_a_bound_of_its_own(new_cluster: NewCluster) -> No
     request = calls.Pin(Namespace("other"), keys_of("y"), MINUTE_MS)
     assert cluster.state.keeping.pin(cluster.now_ms, request).pinned == b"\x01"
     assert cluster.state.pool.pins.objects == 4
+
+
+@pytest.mark.parametrize("verb", [unpin, Cluster.remove])
+def test_what_has_expired_is_in_no_answer_before_it_is_taken_back(
+    new_cluster: NewCluster, verb: Callable[[Cluster, str], list[int]]
+) -> None:
+    cluster = new_cluster(one=4)
+    put(cluster, "a", 640)
+    pin(cluster, "a")
+    cluster.now_ms += 640 + ENDS_STEP_MS
+
+    assert verb(cluster, "a") == [0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.calls import PutOutcome
+from kvstore.calls import PutOutcome, Version
 from kvstore.errors import (
     BusyError,
     InvalidArgumentError,
@@ -16,7 +16,7 @@ from kvstore.errors import (
 from kvstore.limits import REPLICAS_MAX, Key
 from kvstore.master.state.effects import Later
 from kvstore.master.state.rules import MasterRules
-from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster
+from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
@@ -396,6 +396,26 @@ def test_a_committed_allocation_is_leased_to_its_owner(new_cluster: NewCluster) 
     cluster.after(1)
 
     cluster.put("x")
+
+
+@pytest.mark.parametrize("verb", ["lookup", "exists", "match", "renew"])
+def test_a_reader_does_not_shorten_the_lease_of_the_owner(
+    new_cluster: NewCluster, verb: str
+) -> None:
+    cluster = new_cluster(one=1)
+    token = cluster.allocate()
+    cluster.commit(token, "a")
+    if verb == "exists":
+        keys = keys_of("a")
+        cluster.state.asking.exists(cluster.now_ms, calls.Exists(NAMESPACE, keys, lease=True))
+    elif verb == "renew":
+        assert cluster.renew("a", Version(EPOCH, token))
+    else:
+        assert getattr(cluster, verb)("a")
+
+    cluster.after(cluster.rules.put_deadline_ms - 1)
+    with pytest.raises(NoSpaceError):
+        cluster.put("x")
 
 
 def test_a_commit_gives_back_what_it_does_not_need(new_cluster: NewCluster) -> None:
