@@ -1,7 +1,7 @@
 """The drivers of this process, by device.
 
-``cuda`` is that of NVIDIA's devices. The tests have another one, which they add themselves: what
-peers and settings name is looked up in ``_kinds``, so nothing may be in there that is safe in tests
+``cuda`` is the kind of NVIDIA's devices. Tests add a kind of their own, which is not in ``_kinds``
+otherwise: peers and settings choose among those kinds, so none may be there that is safe in tests
 only.
 """
 
@@ -42,7 +42,7 @@ def driver_of(name: str) -> DeviceDriver:
 
 
 def driver_of_handle(name: str, handle: str) -> DeviceDriver:
-    """The driver of the device whose memory another process has exported, by any number that the
+    """The driver of the device whose memory another process has exported, whatever number the
     device has in this process.
 
     Args:

@@ -42,7 +42,7 @@ def computing_on(streams: Sequence[int | torch.cuda.Stream]) -> Iterator[None]:
     do for a call, such as making a tensor contiguous, comes after the caller's own work.
 
     Args:
-        streams: a handle is one of torch's current device.
+        streams: of torch, or handles of streams on torch's current device.
     """
     torch = _torch()
     if torch is None:
