@@ -34,7 +34,7 @@ class Breaker:
 
     @classmethod
     def of_a_store(cls) -> Breaker:
-        """For calls to a store, in seconds: three failures open it for 1 s, later for up to 10 s."""
+        """For calls to a store, in seconds: opens after three failures, for 1 s, later up to 10."""
         return cls(failures_max=3, open_for=1.0, open_for_max=10.0)
 
     def state(self, now: float) -> BreakerState:

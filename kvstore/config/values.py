@@ -14,7 +14,7 @@ from kvstore.limits import check_namespace
 from kvstore.network.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
 
 DEFAULT_PORT = 50001
-"""A master's port, as of Mooncake's master: the firewalls of its users already let it through."""
+"""A master's port, the same as Mooncake's: the firewalls of its users already let it through."""
 
 DATA_PORT = 50003
 """A node's port for data: the one after the master's two."""
@@ -26,7 +26,7 @@ NODE_HTTP_PORT = 50100
 """A node's port for HTTP."""
 
 DATA_PORTS = 16
-"""Ports that a node tries, from its default on: no host has more NUMA nodes or GPUs with a node."""
+"""Ports that a node tries, from ``DATA_PORT`` on: enough for one node per NUMA node or GPU."""
 
 P2P = "P2PHANDSHAKE"
 METADATA_KINDS = ("etcd", "http", "https", "redis")

@@ -16,7 +16,7 @@ PAGES_MIN: Final = 16
 
 
 class Copies(NamedTuple):
-    """Pairs of runs of equal size: one run on the device, the other mostly in memory of the host."""
+    """Pairs of runs of equal size: one run on the device, the other mostly in the host's memory."""
 
     device: Numbers
     """Addresses."""

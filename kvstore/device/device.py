@@ -61,7 +61,7 @@ class Device:
 
     @property
     def has_failed(self) -> bool:
-        """Whether copies did not end in time. Nobody knows whether they still run."""
+        """Whether copies did not end in time. Then they may still be running."""
         return self._failed
 
     def wait(self, events: Iterable[Event], deadline: float) -> None:

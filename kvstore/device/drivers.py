@@ -1,8 +1,7 @@
 """The drivers of this process, by device.
 
-``cuda`` is the kind of NVIDIA's devices. Tests add a kind of their own, which is not in ``_kinds``
-otherwise: peers and settings choose among those kinds, so none may be there that is safe in tests
-only.
+``cuda`` is the kind of NVIDIA's devices. Tests add a kind of their own. Peers and settings choose
+among ``_kinds``, so a kind that is safe in tests only must not be there otherwise.
 """
 
 from __future__ import annotations
