@@ -60,8 +60,7 @@ def free_node_name(
     """The first name of ``base``, ``base-2``, ``base-3`` ... whose memory ``owner`` has left;
     otherwise the first whose segment belongs to no live process and to no other cluster.
 
-    This is a suggestion: two processes that ask at once get the same name, and
-    ``NodeSegment.create`` lets one of them have it.
+    A suggestion: two processes that ask at once get the same name; ``NodeSegment.create`` decides.
 
     Args:
         owner: the cluster that the name is for; None: any, and left-over memory is not considered.
@@ -79,7 +78,7 @@ def free_node_name(
             if name in avoid or any(_is_taken(path) for path in paths):
                 continue
             found = [left for path in paths if (left := read_left(path)) is not None]
-            lefts = [left for left in found if not left.owner.on_device]  # else gone
+            lefts = [left for left in found if not left.owner.on_device]  # device memory is gone
             if owner is not None and any(layout.why_not_of(left.owner, owner) for left in lefts):
                 continue
             if lefts and owner is not None:
@@ -228,7 +227,7 @@ def let_in(fd: int, path: str, group: int) -> None:
 
 def is_of_a_node(there: os.stat_result) -> bool:
     """Whether an entry is as ``let_in`` leaves it: a file that only a user and a group may open.
-    Everybody may make entries, and a node tells only a name: other entries are not of a node."""
+    Everybody may make entries, and clients are told only a name: other entries are not a node's."""
     return stat.S_ISREG(there.st_mode) and not there.st_mode & 0o007
 
 
