@@ -66,7 +66,7 @@ class Breaker:
 
     def failed(self, now: float) -> bool:
         """Counts a failure, and opens the breaker after too many; returns whether this failure has
-        opened a closed breaker. Late failures, of requests sent before the breaker opened, do not
+        opened a closed breaker. Failures while it is open, of requests sent before that, do not
         keep it open longer."""
         self._failures += 1
         state = self.state(now)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 SAMPLE_BYTES: Final = 4 << 10
-"""Bytes read of each tensor in a file of weights, spread over three places."""
+"""Bound of the bytes read of a tensor in a file of weights: a quarter at each of three places."""
 
 CHUNK_BYTES: Final = 16 << 20
 

@@ -93,7 +93,7 @@ class Record(NamedTuple):
 
     @property
     def model(self) -> str:
-        """The name of the model, equal for all directories from which it may have been loaded."""
+        """The last part of the model's name or path: the same wherever it was loaded from."""
         return short_name(self.models[0])
 
     def serves(self, model: str) -> bool:

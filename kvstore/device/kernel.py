@@ -69,11 +69,11 @@ def queue(device: str, stream: int, to: Numbers, source: Numbers, sizes: Numbers
         Exception: as Triton and torch raise them: there is no compiler, or the device has failed.
             Nothing is queued that writes to the memory.
     """
-    # Leaving the stream makes the stream before it current again. If that were one of another
-    # device, torch would make a context there. So the device is chosen first: undoing makes none.
+    # Leaving the stream makes the previous stream current again. If that were of another device,
+    # torch would make a context there. The device is chosen first: torch undoes that without one.
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
         # The rows come from page-locked memory, so that the host does not wait for the stream.
-        # torch gives the memory of both tensors to nobody until the stream has passed this point.
+        # torch reuses the memory of neither tensor until the stream has passed this point.
         rows = torch.from_numpy(np.stack([to, source, sizes])).pin_memory()
         rows = rows.to(device, non_blocking=True)
         launch = copy_pages[(min(PROGRAMS, len(sizes)),)]

@@ -30,7 +30,7 @@ class Locked:
         self.windows: dict[int, bool] = {}
         """Whether each window could be locked, by its number."""
         self.users: set[object] = set()
-        """An object per call, which takes it out in one step, whatever a signal handler raises."""
+        """One object per user, who removes it in one step, whatever a signal handler raises."""
         self.locking = threading.Lock()
 
 
@@ -42,7 +42,7 @@ class Locks:
         self._driver = driver
         self._bytes_max = bytes_max
         self._segments: dict[int, Locked] = {}
-        """By the identity of the mapped memory, which is kept while its entry is here."""
+        """Segments by the ``id`` of their mapped memory, which an entry here keeps alive."""
         self._changing = threading.Lock()
         self._is_closed = False
         self._is_kept = False

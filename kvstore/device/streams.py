@@ -1,4 +1,4 @@
-"""Which stream a caller computes on: work that it queued there comes before its call.
+"""Finds the stream on which a caller computes: a call comes after the work that it has there.
 
 torch keeps the current stream per thread. ``AsyncClient`` makes its calls in other threads, so it
 takes the caller's streams along.

@@ -28,7 +28,7 @@ class Region(NamedTuple):
 
 
 class Regions:
-    """Regions in the order of their addresses. Callers of ``add`` and ``take`` need a lock."""
+    """Regions in the order of their addresses. Readers need no lock; ``add``, ``take`` do."""
 
     def __init__(self) -> None:
         self._regions: list[Region] = []

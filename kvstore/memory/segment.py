@@ -53,7 +53,7 @@ def is_believed(epoch: int) -> bool:
 
 
 class RangeAccess(Protocol):
-    """Reads and writes bytes of a segment that are not in this process's address space."""
+    """Reads and writes, by offset, bytes of a segment outside of this process's address space."""
 
     def read(self, ranges: Sequence[tuple[int, memoryview]], deadline: float) -> None: ...
     def write(self, ranges: Sequence[tuple[int, memoryview]], deadline: float) -> None: ...

@@ -25,7 +25,7 @@ def choose(directory: str) -> None:
 
 
 def prefer_sources(directory: str) -> None:
-    """Makes Python import the modules of this directory from sources, if it has not done so yet."""
+    """Makes Python import the directory's modules from sources, unless it has imported them."""
     for folder in {directory, *(str(path.parent) for path in modules(directory))}:
         finder = FileFinder(folder, (SourceFileLoader, SOURCE_SUFFIXES))
         sys.path_importer_cache[folder] = finder

@@ -108,7 +108,7 @@ def write_objects(
 
 
 def _check(rows: Sequence[ReadRow | WriteRow], room: int) -> None:
-    """Raises _EndedEarlyError: a row is not within ``room`` bytes; ValueError: wrong buffers."""
+    """Raises _EndedEarlyError: a row is not within ``room`` bytes; ValueError: wrong sizes."""
     for row in rows:
         if row[5] is not None and sum(map(len, row[5])) != row[1]:
             raise ValueError("buffers and payload differ in size")
@@ -127,7 +127,7 @@ def _go_on(memory: memoryview, generation: int, deadline: float) -> None:
 def _beside(
     payload: memoryview, buffers: Sequence[memoryview] | None
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """Pieces of the payload's place, each with its piece of ``buffers`` (None: of the place)."""
+    """Yields the payload's place in pieces, each beside its piece of ``buffers`` (None: itself)."""
     at = 0
     for piece in _pieces([payload] if buffers is None else buffers):
         yield payload[at : at + len(piece)], piece

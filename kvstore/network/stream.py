@@ -70,7 +70,7 @@ class Stream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_MS // 2000)
 
     def fileno(self) -> int:
-        """For system calls elsewhere, which set the time-outs themselves and keep to a deadline."""
+        """The descriptor, for code elsewhere that sets time-outs itself and keeps to a deadline."""
         return self._sock.fileno()
 
     def receive(self, buffers: Sequence[memoryview], deadline: float) -> None:

@@ -1,4 +1,4 @@
-"""The inventory of a segment: its objects, as its node reports them to a master without them.
+"""The inventory of a segment: its objects, as reported to a master that does not know them.
 
 The node scans the segment for headers; of two extents that overlap, the newer counts. It reports
 the newest objects first, but each after its ancestors, in messages of which a few are under way.

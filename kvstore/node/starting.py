@@ -1,5 +1,5 @@
 """Tells how far a node is that reserves its memory, and does not serve yet: in the log, over HTTP
-and to its supervisor. To reserve a GiB takes 750 ms, all memory of a large node minutes."""
+and to its supervisor, from the first second. A GiB takes 750 ms, so a large node takes minutes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STOP_S: Final = 5.0
 
 
 class Starting:
-    """How much memory is reserved. The thread that reserves calls it; another thread reads it."""
+    """How much memory is reserved. The thread that reserves it calls this; another one reads it."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -251,7 +251,7 @@ _writers: Final[list[LogWriter]] = []
 
 
 def _take_over() -> None:
-    """Puts both streams behind writers. A stream that is closed, or was replaced, stays as it is."""
+    """Puts both streams behind writers. A closed or replaced stream stays as it is."""
     shared: LogWriter | None = None
     for name, fd in (("stderr", 2), ("stdout", 1)):
         stream: TextIO | None = getattr(sys, name)
