@@ -6,8 +6,8 @@
         client.put("greeting", tensor)
         tensor = client.get("greeting")
 
-Everything public is here or in ``kvstore.errors``. Importing this imports no torch, grpc or numpy:
-names are loaded when they are first used.
+Everything public is here or in ``kvstore.errors``. ``import kvstore`` imports no torch, grpc or
+numpy: a name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from kvstore.client.sync import Client
     from kvstore.config import ClientConfig, MasterConfig, NodeConfig
 
-# gRPC's C core writes to descriptor 2 itself, in threads that serve: what we raise as errors, and
-# that an idle connection was closed. It reads this when it is imported; a program that has imported
-# it before keeps its own choice.
+# gRPC's C core writes to standard error itself, in threads that serve: about failures that kvstore
+# raises as errors, and about idle connections that were closed. gRPC reads this variable when it is
+# imported; a program that has imported gRPC before keeps its own choice.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 _HOMES = {

@@ -2,7 +2,7 @@
 
     closed ──failures_max in a row──► open ──open_for──► half open ──next result──► closed or open
 
-Pure: the time is an argument, of any monotonic clock and in its unit.
+Pure: the caller passes the time of any monotonic clock; durations are in that clock's unit.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ BreakerState = Literal["closed", "half_open", "open"]
 
 
 class Breaker:
-    """One thread at a time, but for ``state`` and ``is_open``, which any thread may ask.
+    """The breaker of one peer. Threads: one at a time; any for ``state`` and ``is_open``.
 
-    A caller that lets only one request try a half open breaker asks ``allows`` and calls ``begin``.
+    To let only one request test a half open breaker, ask ``allows`` and call ``begin`` before it.
     """
 
     def __init__(self, *, failures_max: int, open_for: float, open_for_max: float = 0) -> None:
         """
         Args:
-            open_for: how long it stays open the first time.
-            open_for_max: if greater, each failed try doubles that time up to this.
+            open_for: how long the breaker stays open the first time.
+            open_for_max: if greater, each failed probe doubles that time, up to this.
         """
         self._failures_max = failures_max
         self._open_for_first = open_for
@@ -34,7 +34,7 @@ class Breaker:
 
     @classmethod
     def of_a_store(cls) -> Breaker:
-        """For calls to a store, in seconds: open for 1 s after three failures, at most for 10 s."""
+        """For calls to a store, in seconds: opens after three failures, for 1 s, later up to 10."""
         return cls(failures_max=3, open_for=1.0, open_for_max=10.0)
 
     def state(self, now: float) -> BreakerState:
@@ -65,9 +65,9 @@ class Breaker:
         self._probing = False
 
     def failed(self, now: float) -> bool:
-        """Counts a failure, and opens the breaker after too many; returns whether this one has
-        opened a closed one. Late failures, of requests sent before it opened, do not keep it open
-        longer."""
+        """Counts a failure, and opens the breaker after too many; returns whether this failure has
+        opened a closed breaker. Failures while it is open, of requests sent before that, do not
+        keep it open longer."""
         self._failures += 1
         state = self.state(now)
         if state == "half_open" or (state == "closed" and self._failures >= self._failures_max):

@@ -46,11 +46,11 @@ class DrainOutcome:
 
 
 def check_room(found: ClusterStatus, node: str) -> None:
-    """For a drain that is to lose nothing: compares what the node holds with the free memory of the
-    others, before anything is moved. A node that is not there is not for this function to report.
+    """Checks that the other nodes have enough free memory for what the node holds, before a drain
+    that must lose nothing moves anything. Raises nothing for an unknown node.
 
     Raises:
-        NoSpaceError: the others have less.
+        NoSpaceError: the other nodes have less.
     """
     holds = sum(_held(each) for each in found.nodes if each.name == node)
     others = [each for each in found.nodes if each.name != node and each.state == "alive"]
@@ -68,7 +68,7 @@ def check_room(found: ClusterStatus, node: str) -> None:
 
 
 def _held(node: NodeStatus) -> int:
-    """Bytes of its objects, and of puts under way."""
+    """Bytes of the node's objects, and of puts under way on it."""
     return sum(each.used - each.quarantined - each.reclaim for each in node.segments)
 
 

@@ -22,7 +22,7 @@ _ErrorT = TypeVar("_ErrorT", bound=BaseException)
 
 
 class KVStoreError(Exception):
-    """Base of all. ``str(error)`` is the message followed by the advice.
+    """The base class of all errors. ``str(error)`` is the message followed by the advice.
 
     Attributes:
         code: stable name of the class, the same in every language and release.
@@ -49,9 +49,9 @@ class KVStoreError(Exception):
 
 
 def without_frames(error: _ErrorT) -> _ErrorT:
-    """The error as a value, to be kept or to be raised elsewhere: without its traceback, its cause
-    and its context. Their frames refer to what they worked with, and to the variables of all their
-    callers, which would stay until a collection if one of these refers to the error."""
+    """Returns the error without its traceback, cause and context, to be kept or raised elsewhere.
+    Their frames refer to the variables of all callers. If one of these refers to the error, all of
+    them would stay in memory until the next garbage collection."""
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
 

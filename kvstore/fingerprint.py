@@ -1,4 +1,4 @@
-"""What a model's weights are, and the fingerprint of all that the bytes of a block depend on.
+"""Computes the fingerprint of all that the bytes of a block depend on, such as a model's weights.
 
 Adapters of engines describe what their blocks mean, as plain JSON values: the weights, and every
 setting that changes bytes or keys. The digest of such a description, the *fingerprint*, is part of
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 SAMPLE_BYTES: Final = 4 << 10
-"""Bytes read of each tensor in a file of weights, spread over three places."""
+"""Bound of the bytes read of a tensor in a file of weights: a quarter at each of three places."""
 
 CHUNK_BYTES: Final = 16 << 20
 
@@ -45,9 +45,9 @@ def weights_of(model: str, *, revision: str | None = None) -> str:
     are replaced in place.
 
     Args:
-        model: a file or directory, or a name on the Hugging Face hub. Of a model in the hub's local
-            cache the files count, too.
-        revision: of a name; None: the default branch.
+        model: a file or directory, or a name on the Hugging Face hub. If the hub's local cache has
+            a model of that name, its files count.
+        revision: the revision of a hub name; None: the default branch.
 
     Raises:
         OSError: a file cannot be read.
@@ -60,11 +60,11 @@ def weights_of(model: str, *, revision: str | None = None) -> str:
 
 
 def config_of(model: str, *, revision: str | None = None) -> str:
-    """The digest of what is meaningful in the ``config.json`` of a model's directory, or of its
-    directory in the hub's local cache; "": there is none here.
+    """The digest of the ``meaningful`` part of the ``config.json`` in a model's directory, or in
+    its directory in the hub's local cache; "": this host has no such file.
 
     Raises:
-        OSError, ValueError: it cannot be read.
+        OSError, ValueError: the file cannot be read.
     """
     found = Path(model) if os.path.exists(model) else _snapshot(model, revision)
     file = None if found is None else found / "config.json"
@@ -103,8 +103,8 @@ def meaningful(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _snapshot(model: str, revision: str | None) -> Path | None:
-    """The directory of a model in the hub's local cache. A branch may move; files that were loaded
-    do not change."""
+    """The directory of a model in the hub's local cache; None: there is none. A branch may move;
+    the files that were loaded from it do not change."""
     try:
         from huggingface_hub import try_to_load_from_cache  # comes with engines, not with kvstore
         from huggingface_hub.errors import HFValidationError

@@ -1,8 +1,8 @@
-"""What engines tell about themselves in the store, read without any of them.
+"""Reads what engines have stored about themselves; imports no engine.
 
 A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``: JSON that says which
 engine serves which models, in which namespaces its blocks are, and what its fingerprint was made
-of. ``kvstore.connectors.engine.fleet`` puts these; ``kvstore why`` and the dashboard read them.
+of. ``kvstore.connectors.engine.fleet`` puts records; ``kvstore why`` and the dashboard read them.
 Pure.
 """
 
@@ -21,46 +21,46 @@ FORMAT: Final = 1
 """Version of fleet records; the proxy reads only this one."""
 
 RECORD_BYTES_MAX: Final = 1 << 20
-"""Of one record; larger objects are none."""
+"""The largest record; larger objects are not records."""
 
 RECORD_BYTES_MIN: Final = 32
-"""Of one record: less cannot name a model and a namespace."""
+"""The smallest record: fewer bytes cannot name a model and a namespace."""
 
 RECORDS_MAX: Final = 256
-"""Of a store; further ones are not read."""
+"""Records that a reader takes from one store; further ones are not read."""
 
 ROWS_MAX: Final = 1 << 16
-"""Names of objects that a reader looks at to find the records: anybody may put something beside
-them."""
+"""Listed objects that a reader looks at to find the records: anybody may put other objects into
+their namespace."""
 
 LOOKED_AT_MAX: Final = 2_048
-"""Objects that a reader gets to find the records, and ``LOOKED_AT_BYTES_MAX`` in all."""
+"""Objects that a reader gets to find the records; all have ``LOOKED_AT_BYTES_MAX`` at most."""
 
 LOOKED_AT_BYTES_MAX: Final = 16 << 20
 AT_ONCE: Final = 64
 """Objects that a reader gets in one call."""
 
 LIFETIME_S: Final = 86_400.0
-"""After its last announcement a record is gone: an engine that crashed removes none."""
+"""A record expires so long after its last announcement: a crashed engine does not remove it."""
 
 ANNOUNCED_EVERY_S: Final = 3_600.0
 """How often an engine begins the lifetime of its record anew."""
 
 FIELDS_MAX: Final = 256
-"""Of a description; a stranger may put what it likes."""
+"""Fields of a description, and differences in a list: a stranger may store any number."""
 
 BLOCK_TOKENS_MAX: Final = 1 << 31
-"""Far more than any engine has, and a number that every format can hold."""
+"""Tokens per block: far more than any engine uses, and a number that every format can hold."""
 
 LEVELS_MAX: Final = 32
-"""Of a description's nesting; what is deeper is cut off. A stranger's thousand levels would make
-each reader fail that compares the value, or writes it as JSON or as text."""
+"""Levels of nesting in a description; deeper values are cut off. With a stranger's thousand levels
+every reader would fail that compares the value, or writes it as JSON or as text."""
 
 DEPTH_MAX: Final = 4
-"""Of what is compared field by field."""
+"""Levels of nesting that are compared field by field; deeper values are compared as a whole."""
 
 _KEY: Final = re.compile(rb"/[0-9a-f]{8,64}\Z")
-"""What keys of records end with: the fingerprint (``kvstore.connectors.engine.fleet``)."""
+"""The end of a record's key: the fingerprint (``kvstore.connectors.engine.fleet``)."""
 
 _DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0, "format": FORMAT}
 _PARTIAL: Final = {**_DEFAULTS, "fingerprint": "", "description": {}}
@@ -86,14 +86,14 @@ class Record(NamedTuple):
     namespaces: tuple[str, ...]
     description: Mapping[str, Any]
     block_size: int = 0
-    """Tokens per block; 0: not told."""
+    """Tokens per block; 0: the record does not say."""
     hashes: Hashes | None = None
-    """None: not told, or wrong."""
+    """None: the record does not say, or says it wrongly."""
     format: int = FORMAT
 
     @property
     def model(self) -> str:
-        """Of all paths from which it may be loaded, the last part."""
+        """The last part of the model's name or path: the same wherever it was loaded from."""
         return short_name(self.models[0])
 
     def serves(self, model: str) -> bool:
@@ -102,7 +102,7 @@ class Record(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """One field in which two descriptions differ; None: only one of them has it."""
+    """One field in which two descriptions differ. A value is None if that side lacks the field."""
 
     field: str
     ours: object
@@ -118,8 +118,8 @@ def worth_reading(
     rows: Iterable[ObjectRow], record_bytes_max: int = RECORD_BYTES_MAX
 ) -> list[list[Key]]:
     """Which objects of the fleet's namespace to get, at most ``AT_ONCE`` in a batch, the likely
-    ones first. A reader goes on until it has as many records as it wants: what is none counts for
-    nothing, so that junk does not hide an engine.
+    ones first. A reader goes on until it has as many records as it wants: other objects do not
+    count, so that junk does not hide an engine.
 
     Args:
         rows: as listed; ``ROWS_MAX`` of them are looked at.
@@ -140,10 +140,10 @@ def worth_reading(
 
 
 def parse(data: bytes, *, partial: bool = False) -> Record | None:
-    """The record; None if the bytes are none.
+    """The record in ``data``; None: the bytes are not a record.
 
     Args:
-        partial: whether it may lack its fingerprint and its description, for readers of names.
+        partial: whether a record may lack its fingerprint and description, for readers of names.
     """
     try:
         value = {**(_PARTIAL if partial else _DEFAULTS), **json.loads(data)}
@@ -182,7 +182,7 @@ def _hashes(value: Mapping[str, Any]) -> Hashes | None:
 
 
 def _cut(value: Any, levels: int) -> Any:
-    """A value of JSON without what is nested deeper than so many levels."""
+    """A JSON value in which "..." replaces values that are nested deeper than ``levels``."""
     if isinstance(value, dict) and levels:
         return {name: _cut(each, levels - 1) for name, each in value.items()}
     if isinstance(value, list) and levels:
@@ -191,9 +191,9 @@ def _cut(value: Any, levels: int) -> Any:
 
 
 def differences(ours: Mapping[str, object], theirs: Mapping[str, object]) -> list[Difference]:
-    """The fields in which two descriptions differ; of one that both have as a mapping or as a list
-    of that length, the fields in it: ``groups.0.block_tokens``. Both consist of plain values, as
-    they come out of the store (``as_read``)."""
+    """The fields in which two descriptions differ. If both have a field as a mapping, or as lists
+    of equal length, the fields in it are compared: ``groups.0.block_tokens``. Both descriptions
+    consist of plain values, as they come out of the store (``as_read``)."""
     return _differences(ours, theirs)[:FIELDS_MAX]
 
 
@@ -215,6 +215,6 @@ def _differences(
 
 
 def as_read(description: Mapping[str, object]) -> dict[str, Any]:
-    """It as it comes out of the store: plain values of JSON."""
+    """The description as it comes out of the store: plain values of JSON."""
     read: dict[str, Any] = json.loads(json.dumps(description, default=str))
     return read

@@ -1,4 +1,4 @@
-"""Keys of one batch in one piece: how they travel, and how they are looked up together."""
+"""The keys of a batch in one ``bytes``: in this form they travel, and are looked up together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.limits import BATCH_KEYS_MAX, Key, check_keys
 from kvstore.native import steps
 
 _SLICING_KEYS_MAX = 24
-"""Up to here slicing key by key is faster than one numpy call."""
+"""Up to so many keys, slicing key by key is faster than one numpy call."""
 
 
 class PackedKeys(Sequence[Key]):

@@ -22,7 +22,7 @@ Key = NewType("Key", bytes)
 """1 to ``KEY_BYTES_MAX`` bytes, unique within a namespace."""
 
 Namespace = NewType("Namespace", str)
-"""Who shares with whom; at most ``NAMESPACE_BYTES_MAX`` bytes of UTF-8."""
+"""Clients share objects within a namespace; at most ``NAMESPACE_BYTES_MAX`` bytes of UTF-8."""
 
 KEY_BYTES_MAX = 256
 """Bytes of a key, at least 1."""
@@ -110,11 +110,11 @@ PROTOCOL_VERSION = 1
 """The highest version of the control protocol that this release speaks."""
 
 PROTOCOL_MIN = 1
-"""The lowest one: that of the release before (docs/compatibility.md)."""
+"""The lowest such version: that of the release before (docs/compatibility.md)."""
 
 
 def highest_believed(wall_clock_ms: int) -> int:
-    """The highest epoch that is believed of memory, by a host whose clock shows that Unix time."""
+    """The highest epoch in memory that a host believes whose clock shows this Unix time."""
     return min(wall_clock_ms + EPOCH_AHEAD_MAX, EPOCH_MAX)
 
 
@@ -126,7 +126,7 @@ def agreed_protocol(lowest: int, highest: int, who: str) -> int:
         who: what the peer is, for the error: "the node".
 
     Raises:
-        ProtocolError: no version that both speak.
+        ProtocolError: there is no version that both speak.
     """
     version = min(highest, PROTOCOL_VERSION)
     if version < max(lowest or highest, PROTOCOL_MIN):
@@ -142,11 +142,11 @@ def agreed_protocol(lowest: int, highest: int, who: str) -> int:
 
 
 def check_cluster(ours: str, theirs: str, who: str) -> None:
-    """Whether a peer means the cluster that this master serves. Empty: a cluster without a name;
-    a peer that names none means any.
+    """Checks that a peer means the cluster that this master serves (``ours``; empty: it has no
+    name). A peer that names no cluster means any.
 
     Raises:
-        ClusterMismatchError: it means another one.
+        ClusterMismatchError: the peer means another one.
     """
     if theirs and theirs != ours:
         serves = f"serves the cluster {ours}" if ours else "serves a cluster without a name"
@@ -178,7 +178,7 @@ def check_key(key: object) -> Key:
                 advice="Pass bytes: key.encode(errors='surrogateescape') of a file's name.",
             ) from None
     elif isinstance(key, bytes):
-        if type(key) is not bytes:  # numpy's, for example
+        if type(key) is not bytes:  # a subclass, such as numpy's
             key = bytes.__getitem__(key, slice(None))
     else:
         raise InvalidKeyError(

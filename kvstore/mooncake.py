@@ -5,11 +5,11 @@
     kvstore.mooncake.install()
     from mooncake.store import MooncakeDistributedStore  # is ours
 
-The same for a whole command: ``kvstore as-mooncake -- vllm serve ...``. Both put a directory of
-this package in front on ``PYTHONPATH``. It holds a ``mooncake`` with nothing in it but ``store``,
-which takes its other modules from the ``mooncake`` that is installed: ``mooncake.engine`` stays
+``kvstore as-mooncake -- vllm serve ...`` does the same for a whole command. Both put a directory of
+this package first on ``PYTHONPATH``. It holds a package ``mooncake`` with the module ``store``
+alone; other modules are found in the ``mooncake`` that is installed, so ``mooncake.engine`` stays
 Mooncake's. Every process that an engine spawns inherits the variable, ``env`` shows it, and without
-it nothing has changed.
+it nothing is changed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def install() -> None:
     it spawns.
 
     Raises:
-        UsageError: Mooncake's own has been imported before.
+        UsageError: Mooncake's own ``mooncake.store`` has been imported before.
     """
     present = sys.modules.get(_NAME)
     if present is not None and not is_ours(getattr(present, "__file__", None)):
@@ -55,5 +55,5 @@ def install() -> None:
     if DIRECTORY not in sys.path:
         sys.path.insert(0, DIRECTORY)
     package, ours = sys.modules.get("mooncake"), str(Path(DIRECTORY) / "mooncake")
-    if package is not None and ours not in package.__path__:  # imported for another module of it
+    if package is not None and ours not in package.__path__:  # another module of it was imported
         package.__path__.insert(0, ours)

@@ -1,4 +1,4 @@
-"""Which port this is: what a process says of itself that is asked as a master and is none.
+"""Finds out what listens on a port that was given as a master's and does not answer as one.
 
 A master has a port for gRPC, one for the lane and one for HTTP, and a node has two more. A client
 that is given the wrong one gets an error of gRPC that names none of them.
@@ -32,16 +32,16 @@ NO_MASTER: Final = "that is "
 """A reason that begins so names what listens instead."""
 
 REFUSED: Final = "connection refused"
-"""As gRPC says it."""
+"""gRPC's words for a port on which no process listens."""
 
 _STRANGE: Final = ("http/2", "connection reset", "socket closed", "goaway")
-"""What gRPC says of a port that takes connections and speaks something else. Also a master that
-ends at that moment."""
+"""Parts of what gRPC says of a port that takes connections and speaks something else. It may say
+so of a master that ends at that moment, too."""
 
 _QUESTION: Final = b"GET /healthz HTTP/1.0\r\nX-Asks: %s\r\n\r\n" % b"which port".ljust(
     HELLO_BYTES, b"."
 )
-"""Each of our servers refuses or answers it in its own way."""
+"""A request that each of our servers refuses or answers in its own way."""
 
 _ANSWER_BYTES: Final = 512
 _SETTINGS: Final = 4

@@ -1,4 +1,4 @@
-"""What a node's process does when the master wants more replicas of what the node holds.
+"""Copies a node's objects to other nodes when the master wants more replicas of them.
 
 The node itself knows no objects and no other nodes; a client does. So a thread of the process
 copies as a client of the store: from the node's own memory, to where the master has granted room.
@@ -39,7 +39,7 @@ class Repairer:
 
     @classmethod
     def of_node(cls, config: NodeConfig, node: str) -> Repairer:
-        """For the node of this name."""
+        """The repairer of the node of this name."""
         client_config = ClientConfig(
             master=config.master,
             cluster=config.cluster,

@@ -21,12 +21,12 @@ class Group(NamedTuple):
 
     cause: str
     nodes: Mapping[str, str]
-    """Their addresses, by name."""
+    """Addresses of the segments' nodes, by the nodes' names."""
     capacity: int
     free: int
     largest_free: int
     ready_ms: int
-    """Until the first gives out memory; 0: it has not reported its objects yet."""
+    """Until the first of them gives out memory; 0: its node has yet to report its objects."""
     better_ms: int
     """Until the cause may end by itself for one of them; 0: unknown."""
     silent_ms: int
@@ -81,8 +81,8 @@ CAUSES: Final = {
         "no node had joined",
     ),
 }
-"""What is told of each cause: to the client (fields: ``_sentence``), as advice, and to operators of
-refused puts. Of several causes the first is the one."""
+"""Per cause: the sentence for the client (``_sentence`` fills it in), the advice, and the sentence
+for operators, on refused puts. Of several causes, the first one here is named as the cause."""
 
 _PINNED_ADVICE = "Unpin objects (kvstore unpin) or let their pins end, put less, or add a node."
 

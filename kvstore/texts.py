@@ -6,7 +6,7 @@ from kvstore.errors import InvalidKeyError
 from kvstore.limits import Key, check_key
 
 HEX = "hex:"
-"""Prefix of the written form of a key that is not printable text, or that begins with it."""
+"""Prefix of the written form of a key that is not printable text, or that begins with "hex:"."""
 
 
 def name_text(name: str) -> str:
@@ -16,7 +16,7 @@ def name_text(name: str) -> str:
 
 def field_text(value: object) -> str:
     """The value in a ``key=value`` of the log: quoted unless it is printable and one word, so that
-    a text of a peer neither ends there nor adds fields."""
+    a peer's text can neither end the value nor add fields."""
     text = str(value)
     return text if text.isprintable() and " " not in text and "'" not in text else repr(text)
 
@@ -33,8 +33,8 @@ def key_text(key: bytes) -> str:
 
 
 def shown_text(text: str, most: int = 80) -> str:
-    """A text with words of a stranger, for a terminal: nothing that controls it, and not long.
-    Unlike ``name_text`` it leaves the rest of the text as it is."""
+    """A text with words of a stranger, for a terminal: control characters are escaped, and at most
+    ``most`` characters are shown. Unlike ``name_text`` it leaves the rest of the text as it is."""
     shown = "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )

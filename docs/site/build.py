@@ -139,7 +139,7 @@ def auto(directive: str, *options: str) -> Iterator[str]:
 def run(out: Path) -> int:
     source = out / "source"
     stage(source)
-    shutil.rmtree(out / "html", ignore_errors=True)  # pages that are no more
+    shutil.rmtree(out / "html", ignore_errors=True)  # drops pages that were removed
     command: list[Any] = [
         sys.executable, "-m", "sphinx", "--fail-on-warning", "--fresh-env", "--quiet", "-b", "html",
         "-c", HERE, "-d", out / "cache", source, out / "html",

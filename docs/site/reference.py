@@ -1,4 +1,4 @@
-"""Writes the tables of docs that the code owns: ``python docs/site/reference.py [--check]``.
+"""Writes the tables in docs that are made from code: ``python docs/site/reference.py [--check]``.
 
 A page of docs names a table in the line above it, and whatever stands between that line and the
 next ``<!-- end -->`` is the table:
@@ -54,7 +54,7 @@ OTHERS: Final[dict[str, type[Config]]] = {
 
 
 def cell(text: str) -> str:
-    """Text of a cell, in which no character of Markdown or HTML has a meaning."""
+    """The text of a cell, escaped so that no character of Markdown or HTML has a meaning."""
     return re.sub(r"([\\|<>*_\[\]`$])", r"\\\1", " ".join(text.split()))
 
 
@@ -90,7 +90,7 @@ def of_metrics(group: tuple[families.Family, ...]) -> Iterator[str]:
 
 
 def of_errors(below: type[errors.KVStoreError]) -> Iterator[str]:
-    """The class and those below it; of the base: those that are in no other group."""
+    """The class and those below it; of ``KVStoreError`` the classes that no other group has."""
     yield "| code | class | try again | meaning | do |\n|---|---|---|---|---|"
     kinds = [kind for kind in errors.BY_CODE.values() if issubclass(kind, below)]
     if below is errors.KVStoreError:

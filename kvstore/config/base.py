@@ -28,7 +28,7 @@ _SHARED = {
 
 
 class Config(BaseModel):
-    """The base of all kinds: frozen, keyword-only, checked when built.
+    """The base class of the settings of every kind: frozen, keyword-only, checked when built.
 
     Raises (all of them, when built):
         ConfigError: an unknown name, or a value out of its range; ``fields["key"]`` names it.
@@ -64,8 +64,8 @@ class Setting(NamedTuple):
 
 
 def settings(kind: type[Config]) -> list[Setting]:
-    """The settings of a kind, in the order of their definition. Inherited ones, which are those of
-    HTTP, stand behind the last of their subject."""
+    """The settings of a kind, in the order of their definition. Inherited ones stand behind the
+    kind's own settings of HTTP, or first if it has none of these."""
     fields = kind.model_fields
     keys = [key for key in fields if key in kind.__annotations__]
     behind = max((n for n, key in enumerate(keys, 1) if key.startswith("http_")), default=0)
@@ -92,7 +92,7 @@ def settings(kind: type[Config]) -> list[Setting]:
 
 
 def variables_of(kind: type[Config], key: str) -> tuple[str, ...]:
-    """The environment variables of a field, the one that wins first."""
+    """The environment variables of a field; the first that is set wins."""
     own = f"{PREFIX}{kind.section.upper()}_{key.upper()}"
     shared = _SHARED.get(key)
     return (own,) if shared is None else (own, shared)

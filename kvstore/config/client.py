@@ -16,7 +16,7 @@ from kvstore.config.values import (
 
 
 class ClientConfig(StoreSettings):
-    """A ``Client``, and with it every command of ``kvstore``."""
+    """The settings of a ``Client``, and so of every command of ``kvstore``."""
 
     section = "client"
 

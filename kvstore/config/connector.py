@@ -14,7 +14,7 @@ from kvstore.config.values import (
 
 
 class ConnectorConfig(StoreSettings):
-    """The connector of an inference engine (``kv_connector_extra_config`` of vLLM)."""
+    """Settings of the connector of an inference engine (vLLM: ``kv_connector_extra_config``)."""
 
     section = "connector"
 

@@ -1,4 +1,4 @@
-"""The settings of a server's port for HTTP but its number, which differs from kind to kind."""
+"""The settings of a server's port for HTTP, except its number, which differs from kind to kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.config.values import As, HttpReads, HttpToken, RefusedValueError
 
 
 class HttpConfig(Config):
-    """A server with a port for HTTP."""
+    """The settings of a server with a port for HTTP."""
 
     http_token: HttpToken = Field(
         default="",

@@ -35,7 +35,7 @@ _NAME_OF_A_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
 
 
 class MasterConfig(HttpConfig):
-    """A ``kvstore-master``."""
+    """The settings of a ``kvstore-master``."""
 
     section = "master"
 

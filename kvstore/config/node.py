@@ -44,7 +44,7 @@ def _device(value: str) -> str:
 
 
 class NodeConfig(HttpConfig):
-    """A ``kvstore-node``."""
+    """The settings of a ``kvstore-node``."""
 
     section = "node"
 
@@ -158,6 +158,6 @@ class NodeConfig(HttpConfig):
 
     @property
     def keeps(self) -> bool:
-        """Whether a clean stop leaves the memory. Without a name no later start might find it,
-        and memory of a device is gone with the process."""
+        """Whether a clean stop leaves the memory. By default only a node with a name does, because
+        a later start might not find it otherwise; memory of a device is gone with the process."""
         return bool(self.name and not self.device) if self.keep is None else self.keep

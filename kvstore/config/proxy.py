@@ -24,7 +24,7 @@ from kvstore.config.values import (
 
 
 class ProxyConfig(Config):
-    """A ``kvstore-proxy``."""
+    """The settings of a ``kvstore-proxy``."""
 
     section = "proxy"
 

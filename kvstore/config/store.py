@@ -1,4 +1,4 @@
-"""What everybody who uses a store says of it: clients, and connectors of engines."""
+"""The settings that clients and connectors of engines share: which store, and how to use it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvstore.limits import REPLICAS_MAX
 
 
 class StoreSettings(Config):
-    """Which store, and how bytes move to and from it."""
+    """Settings that say which store is used, and how bytes move to and from it."""
 
     master: Master = Field(
         default=f"127.0.0.1:{DEFAULT_PORT}",

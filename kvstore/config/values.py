@@ -14,10 +14,10 @@ from kvstore.limits import check_namespace
 from kvstore.network.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
 
 DEFAULT_PORT = 50001
-"""The port of Mooncake's master, too: its users' firewalls already let it through."""
+"""A master's port, the same as Mooncake's: the firewalls of its users already let it through."""
 
 DATA_PORT = 50003
-"""A node's port: the one after the master's two."""
+"""A node's port for data: the one after the master's two."""
 
 HTTP_PORT = 50080
 """A master's port for HTTP."""
@@ -26,7 +26,7 @@ NODE_HTTP_PORT = 50100
 """A node's port for HTTP."""
 
 DATA_PORTS = 16
-"""Ports that a node tries from there on: one node per NUMA node or GPU of a host needs no more."""
+"""Ports that a node tries, from ``DATA_PORT`` on: enough for one node per NUMA node or GPU."""
 
 P2P = "P2PHANDSHAKE"
 METADATA_KINDS = ("etcd", "http", "https", "redis")
@@ -43,7 +43,7 @@ TRANSPORTS = ("shm", "tcp")
 """The transports that are always available."""
 
 TRANSPORTS_KNOWN = ("shm", "mooncake", "tcp")
-"""The best first. ``mooncake`` is used where both ends name a protocol for it."""
+"""All transports, the best first. ``mooncake`` is used where both ends name a protocol for it."""
 
 _UNITS: dict[str, int] = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
@@ -95,7 +95,7 @@ class RefusedValueError(ValueError):
         super().__init__(message)
         self.advice = advice
         self.key = key
-        """The field to blame, for a rule between several."""
+        """The field to blame, for a rule that several fields break together."""
 
 
 ValueT = TypeVar("ValueT")
@@ -182,7 +182,7 @@ def _advertise(value: str) -> str:
 
 
 def _host(value: str) -> str:
-    """A host without a port: an IPv6 address with or without brackets; without them in the end."""
+    """A host without a port. The brackets of an IPv6 address are optional, and are removed."""
     value = value.strip()
     bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
     if ":" in bare and not _is_ipv6(bare):
@@ -243,7 +243,7 @@ def _device_name(value: str) -> str:
 
 
 def check_token(value: str) -> str:
-    """``value``. Raises RefusedValueError, which does not show it."""
+    """Returns ``value``. Raises RefusedValueError, which does not show it."""
     if not re.fullmatch(r"[A-Za-z0-9._~+/-]{16,256}=*", value, re.ASCII):
         raise RefusedValueError(
             "must be 16 to 256 letters, digits and signs of ._~+/-",

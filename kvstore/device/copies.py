@@ -16,7 +16,7 @@ PAGES_MIN: Final = 16
 
 
 class Copies(NamedTuple):
-    """Pairs of runs, one on the device and one beside it, of equal size."""
+    """Pairs of runs of equal size: one run on the device, the other mostly in the host's memory."""
 
     device: Numbers
     """Addresses."""
@@ -40,8 +40,8 @@ def merged(copies: Copies) -> Copies:
 
 
 def are_pages(copies: Copies, bytes_max: int) -> bool:
-    """Whether a kernel copies these faster than copy engines: they are many, of at most so many
-    bytes on average, and in whole words."""
+    """Whether a kernel copies these faster than copy engines: they are many, have at most
+    ``bytes_max`` bytes on average, and are aligned to ``PAGE_ALIGNMENT``."""
     count = len(copies.sizes)
     if count < PAGES_MIN or int(copies.sizes.sum()) > bytes_max * count:
         return False

@@ -2,8 +2,8 @@
 
 The library is called directly, with arrays of addresses as numpy holds them: for the 64,000 copies
 of 1,000 blocks, NVIDIA's Python package converts each address and size by itself, which holds the
-interpreter for 13 to 25 ms (measured with cuda-bindings 12.9.4). It needs no package, because every
-driver brings the library.
+interpreter for 13 to 25 ms (measured with cuda-bindings 12.9.4). Calling the library needs no
+package, because every driver brings it.
 
 Streams and events are handles of the device's primary context, which torch uses as well. Each call
 makes that context current and then restores what was current before.
@@ -94,7 +94,7 @@ _FUNCTIONS: Final = {
     "cuIpcOpenMemHandle_v2": [_ToAddress, _IPCHandle, ctypes.c_uint],
     "cuIpcCloseMemHandle": [_Address],
 }
-"""What is called, with the types of its arguments; each returns a ``CUresult``."""
+"""The functions that are called, by the types of their arguments; each returns a ``CUresult``."""
 
 
 class _Location(ctypes.Structure):
@@ -117,12 +117,12 @@ _BATCH_V1: Final[Any] = [
     _Numbers, _Numbers, _Numbers, _Size, ctypes.POINTER(_Attributes), ctypes.POINTER(_Size), _Size,
     ctypes.POINTER(_Size), _Handle,
 ]  # fmt: skip
-"""Of ``cuMemcpyBatchAsync`` since CUDA 12.8; the last but one says which copy was refused."""
+"""Arguments of ``cuMemcpyBatchAsync`` since CUDA 12.8; the last but one tells the refused copy."""
 
 
 class _CudaEvent:
-    """Gives its handle back to the driver's spare ones when nothing refers to it. That takes no
-    lock and calls nothing of CUDA: a finalizer runs anywhere."""
+    """An event that gives its handle back to the driver's spare ones when nothing refers to it.
+    That takes no lock and calls no function of CUDA, because a finalizer may run anywhere."""
 
     __slots__ = ("handle", "spare")
 
@@ -172,7 +172,7 @@ class CUDADriver:
             }
         self._batch = self._batch_function()
         self._has_kernel = self._reaches_host_memory(device.value)
-        """Until it fails, which it does for good: no compiler, no Triton."""
+        """Whether a kernel copies pages. One failure ends that for good: no compiler, no Triton."""
 
     @property
     def copies_batches(self) -> bool:
@@ -248,7 +248,7 @@ class CUDADriver:
             with self._current():
                 kernel.queue(self.name, stream, to, source, sizes)
         except Exception as error:  # noqa: BLE001 - any of Triton's, torch's, the compiler's
-            if type(error).__name__ == "OutOfMemoryError":  # torch's, where it is depends on torch
+            if type(error).__name__ == "OutOfMemoryError":  # torch's; its module varies
                 return None
             self._has_kernel = False
             log.warning("device_without_kernel device=%s reason=%r", self.name, error)
@@ -288,8 +288,8 @@ class CUDADriver:
                 "device memory is returned as a torch tensor, and torch is not installed here",
                 device=self.name,
             ) from None
-        # torch would give memory that the current stream may still be using. Of its own pool for
-        # our stream, only what has ended is given again: the host waits for all that runs there.
+        # For its current stream torch may return memory that this stream still uses. Memory from
+        # its pool for our stream is unused, because the host waits for all that runs on ours.
         ours = torch.cuda.ExternalStream(self._streams[Way.LOAD], device=self.name)
         chosen = torch.cuda.device(self.name)  # see kernel.queue
         with self._current(), chosen, torch.cuda.stream(ours):
@@ -382,8 +382,8 @@ class CUDADriver:
 
     @contextmanager
     def _relaxed(self) -> Iterator[None]:
-        """Another thread may be capturing a graph, as engines do at their start. Without this CUDA
-        would refuse most calls meanwhile, and spoil the graph."""
+        """Lets calls pass while another thread captures a graph, as engines do at their start.
+        Otherwise CUDA would refuse most calls meanwhile, and spoil the graph."""
         mode = _Int(_CAPTURE_RELAXED)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         try:

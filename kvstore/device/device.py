@@ -1,8 +1,8 @@
 """One device as a client uses it: copies, waits with a deadline, and page-locked memory.
 
-The rule that keeps bytes right: a copy is queued only when the work before it has ended, which the
-host has seen. So no copy waits behind an engine's work in a queue of the device, where no deadline
-would reach it; and once a call has waited for its own copies, nothing of it is left to run.
+The rule that keeps bytes right: a copy is queued only after the host has seen that the work before
+it has ended. So no copy waits behind an engine's work in a queue of the device, where no deadline
+would reach it; and once a call has waited for its own copies, none of its work is left to run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvstore.device")
 
 GROUP_BYTES: Final = 32 << 20
-"""Copied between two looks at the deadline, the caller's wish to stop and the segment's generation;
-long enough that the gap between two groups does not show."""
+"""Bytes copied between two looks at the deadline, the caller's wish to stop and the segment's
+generation: so many that the gap between two groups does not show."""
 
 SETTLE_S: Final = 5.0
 """How long copies under way may still take when the deadline has passed. At 25 GB/s a group of
@@ -40,7 +40,7 @@ NAP_MAX_S: Final = 500e-6
 
 
 class Device:
-    """See the module. Threads: any, for all but ``close``."""
+    """One device of a client: see the module. Threads: any, for all but ``close``."""
 
     def __init__(
         self, driver: DeviceDriver, *, ring_bytes: int, locked_max: int, kernel_max: int = 0
@@ -61,14 +61,14 @@ class Device:
 
     @property
     def has_failed(self) -> bool:
-        """Whether copies did not end. Then they may still run, for all that is known."""
+        """Whether copies did not end in time. Then they may still be running."""
         return self._failed
 
     def wait(self, events: Iterable[Event], deadline: float) -> None:
         """Waits until all these moments have passed.
 
         Raises:
-            DeadlineExceededError: not by the deadline; nothing was touched.
+            DeadlineExceededError: they had not by the deadline; no memory was touched.
             ClosedError: the call was cancelled, or the client is closed.
             DeviceError: the device has failed.
         """
@@ -82,7 +82,7 @@ class Device:
                 )
 
     def copy(self, way: Way, copies: Copies, locked: Locked | None = None) -> Event:
-        """Queues copies. ``settle`` before the memory is used for anything else.
+        """Queues copies. Call ``settle`` before the memory is used for anything else.
 
         Args:
             locked: the segment that the other side is in; None: a slot of the ring, or memory of
@@ -110,7 +110,7 @@ class Device:
         return self.driver.copy_ordinary(way, device, other, sizes)
 
     def settle(self, event: Event, deadline: float) -> None:
-        """Waits for copies. They touch no memory afterwards, unless this raises.
+        """Waits until copies have ended. Unless this raises, they touch no memory afterwards.
 
         Raises:
             DeviceError: they did not end for seconds after the deadline. The device is not used

@@ -1,7 +1,7 @@
 """What kvstore needs of an accelerator's driver.
 
-A driver queues copies and says when they have ended. It decides nothing: what is copied, in which
-pieces and after what, is said by ``kvstore.device.device`` and above.
+A driver queues copies and says when they have ended. It decides nothing: ``kvstore.device.device``
+and its callers say what is copied, in which pieces, and after which other work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Numbers = NDArray[np.int64]
 """Addresses, or sizes in bytes; one-dimensional and contiguous."""
 
 PAGE_ALIGNMENT: Final = 16
-"""Of what a kernel copies: the bytes that a thread moves at once."""
+"""Alignment of addresses and sizes of a kernel's copies: the bytes that a thread moves at once."""
 
 
 class Event(Protocol):
@@ -27,8 +27,8 @@ class Event(Protocol):
 
 
 class Way(enum.Enum):
-    """Which of kvstore's two streams on a device does a copy: neither waits for the other, and
-    neither for the streams on which an engine computes."""
+    """Which of kvstore's two streams on a device does a copy. Neither stream waits for the other,
+    nor for those on which an engine computes."""
 
     SAVE = "save"
     """Out of the device; at the lowest priority."""
@@ -51,7 +51,7 @@ class DeviceDriver(Protocol):
         """The moment at which the work that was queued on a stream until now has ended.
 
         Args:
-            stream: the driver's handle of it; None: the one on which this thread computes.
+            stream: the driver's handle of a stream; None: the one on which this thread computes.
         """
         ...
 
@@ -102,16 +102,16 @@ class DeviceDriver(Protocol):
         ...
 
     def empty(self, size: int) -> torch.Tensor:
-        """New memory of the device: a one-dimensional tensor of uint8, which nothing uses that was
-        queued before. When it is freed, work of the stream on which this thread computes now may
-        still use it; of other streams, the owner says so (``Tensor.record_stream``)."""
+        """New memory of the device: a one-dimensional tensor of uint8. No work that was queued
+        before uses it. When it is freed, work on this thread's current stream may still use it;
+        for work on other streams, its owner calls ``Tensor.record_stream``."""
         ...
 
     def tensor_over(self, address: int, size: int, keep: object) -> torch.Tensor:
         """A one-dimensional tensor of uint8 over memory of the device, which is not copied.
 
         Args:
-            keep: lives as long as the tensor, and whatever shares its storage.
+            keep: an object that lives as long as the tensor, and whatever shares its storage.
         """
         ...
 

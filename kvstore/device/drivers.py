@@ -1,8 +1,7 @@
 """The drivers of this process, by device.
 
-``cuda`` is that of NVIDIA's devices. The tests have another one, which they add themselves: what
-peers and settings name is looked up in ``_kinds``, so nothing may be in there that is safe in tests
-only.
+``cuda`` is the kind of NVIDIA's devices. Tests add a kind of their own. Peers and settings choose
+among ``_kinds``, so a kind that is safe in tests only must not be there otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def driver_of(name: str) -> DeviceDriver:
 
 
 def driver_of_handle(name: str, handle: str) -> DeviceDriver:
-    """The driver of the device whose memory another process has exported, by any number that the
+    """The driver of the device whose memory another process has exported, whatever number the
     device has in this process.
 
     Args:

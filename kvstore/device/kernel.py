@@ -21,15 +21,16 @@ import triton.language as tl
 from kvstore.device.driver import Numbers
 
 PROGRAMS: Final = 64
-"""At once, each on one page after another: half of the units of a large GPU, a sixteenth of what
-such a unit can run. With ``TILE_WORDS`` it puts the bytes on their way that a bus carries in the
-time of one access, several times over."""
+"""Programs at once, each on one page after another: on half of the units of a large GPU, with a
+sixteenth of what such a unit can run. With ``TILE_WORDS`` words each, they have several times the
+bytes under way that a bus carries in the time of one access."""
 
 TILE_WORDS: Final = 1024
-"""Of 8 bytes: what a program reads before it writes. Its 128 threads read four times 16 bytes."""
+"""Words of 8 bytes that a program reads before it writes: 16 bytes, four times, by 128 threads."""
 
 OPTIONS: Final[dict[str, Any]] = {"num_warps": 128 // 32, "enable_fp_fusion": False}
-"""Of Triton's compiler: the threads of a program; nothing is computed, which avoids a warning."""
+"""Options of Triton's compiler: warps of 32 threads per program, and no fusion of floating-point
+operations, because there are none; that avoids a warning."""
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -39,13 +40,13 @@ def copy_pages(rows, count, WORDS: tl.constexpr):  # type: ignore[no-untyped-def
     Args:
         rows: (3, count) int64, contiguous, on the device: the addresses to copy to, those to copy
             from, and the sizes in bytes. All are multiples of 16.
-        count: pages.
-        WORDS: of 8 bytes, a power of two: see ``TILE_WORDS``.
+        count: the number of pages.
+        WORDS: words of 8 bytes per step, a power of two: see ``TILE_WORDS``.
     """
     for page in range(tl.program_id(0), count, tl.num_programs(0)):
         to, source = tl.load(rows + page), tl.load(rows + count + page)
         size = tl.load(rows + 2 * count + page)
-        # Said to be multiples of 16 bytes, or each thread would move 8 at a time.
+        # Triton must know that these are multiples of 16 bytes, or each thread moves 8 at a time.
         into = tl.multiple_of(to.to(tl.pointer_type(tl.int64)), 16)
         out_of = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
         words = tl.multiple_of(size // 8, 2)
@@ -68,11 +69,11 @@ def queue(device: str, stream: int, to: Numbers, source: Numbers, sizes: Numbers
         Exception: as Triton and torch raise them: there is no compiler, or the device has failed.
             Nothing is queued that writes to the memory.
     """
-    # Leaving the stream restores what was current before. If that were of another device, torch
-    # would make a context there; so the device is chosen first, which torch undoes without one.
+    # Leaving the stream makes the previous stream current again. If that were of another device,
+    # torch would make a context there. The device is chosen first: torch undoes that without one.
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
-        # From page-locked memory, so that nothing waits for the stream. torch keeps both tensors
-        # from others until the stream has passed here.
+        # The rows come from page-locked memory, so that the host does not wait for the stream.
+        # torch reuses the memory of neither tensor until the stream has passed this point.
         rows = torch.from_numpy(np.stack([to, source, sizes])).pin_memory()
         rows = rows.to(device, non_blocking=True)
         launch = copy_pages[(min(PROGRAMS, len(sizes)),)]

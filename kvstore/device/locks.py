@@ -1,8 +1,8 @@
 """Segments of this host whose memory a device's driver has page-locked.
 
 Locking all of a large segment takes seconds, and the system may refuse it. So memory is locked in
-windows, each when its first copy is made, up to a bound. The memory of a window that is not locked
-goes through the ring (``kvstore.device.ring``).
+windows, each when its first copy is made, up to a bound. The bytes of a window that is not locked
+go through the ring (``kvstore.device.ring``).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Locked:
         self.base = address_of(memory)
         self.is_mounted = is_mounted
         self.windows: dict[int, bool] = {}
-        """By number: whether it could be locked."""
+        """Whether each window could be locked, by its number."""
         self.users: set[object] = set()
-        """Each takes itself out in one step, whatever a signal handler raises."""
+        """One object per user, who removes it in one step, whatever a signal handler raises."""
         self.locking = threading.Lock()
 
 
@@ -42,7 +42,7 @@ class Locks:
         self._driver = driver
         self._bytes_max = bytes_max
         self._segments: dict[int, Locked] = {}
-        """By the identity of the mapped memory, which is kept while its entry is here."""
+        """Segments by the ``id`` of their mapped memory, which an entry here keeps alive."""
         self._changing = threading.Lock()
         self._is_closed = False
         self._is_kept = False
@@ -50,7 +50,7 @@ class Locks:
 
     @contextmanager
     def of(self, memory: memoryview, is_mounted: Callable[[], bool]) -> Iterator[Locked]:
-        """A segment, whose windows stay locked in the meantime.
+        """The segment of this memory. Its windows stay locked until the block is left.
 
         Args:
             memory: all of it, the same object for each mapping.
@@ -63,7 +63,7 @@ class Locks:
                 segment = self._segments[id(memory)] = Locked(memory, is_mounted)
         try:
             with self._changing:
-                # It may have been unlocked since, which ``lock`` does again.
+                # ``_unlock`` may have taken the segment out since.
                 self._segments.setdefault(id(memory), segment).users.add(me)
             yield segment
         finally:
@@ -72,7 +72,7 @@ class Locks:
                 self._unlock(lambda segment: True)
 
     def lock(self, segment: Locked, offset: int, size: int) -> bool:
-        """Locks the windows of a range; False: one of them is not, now or for good."""
+        """Locks the windows of a range; False: one of them could not be locked, now or for good."""
         numbers = range(offset // WINDOW_BYTES, (offset + size - 1) // WINDOW_BYTES + 1)
         return all(
             segment.windows[number] if number in segment.windows else self._lock(segment, number)
@@ -107,7 +107,7 @@ class Locks:
             self._is_kept = True
 
     def close(self) -> None:
-        """Unlocks everything, what is in use as soon as it is not. Idempotent."""
+        """Unlocks all segments; one in use is unlocked when its last user leaves. Idempotent."""
         with self._changing:
             self._is_closed = True
         self._unlock(lambda segment: True)

@@ -39,8 +39,8 @@ class DeviceMemory:
         Args:
             addresses: of the runs, on the device, in the order of the payload.
             sizes: of the runs, in bytes; none is 0.
-            after: moments that pass before kvstore touches the memory; none: what was queued before
-                the call on its stream has ended (``Client.put``).
+            after: moments that must have passed before kvstore touches the memory; none: the end of
+                what was queued on the call's stream before the call (``Client.put``).
             keep: an object that owns the memory.
             nbytes: the sum of ``sizes``, if it is known.
         """
@@ -55,7 +55,7 @@ class DeviceMemory:
         return self.nbytes
 
     def first(self, size: int) -> DeviceMemory:
-        """Its first bytes, at most all of them."""
+        """The first ``size`` bytes of this memory, which has as many."""
         if size == self.nbytes:
             return self
         if not 0 < size < self.nbytes:
@@ -68,7 +68,7 @@ class DeviceMemory:
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether two of its runs share a byte."""
+        """Whether two runs share a byte."""
         order = np.argsort(self.addresses)
         starts = self.addresses[order]
         return bool((starts[:-1] + self.sizes[order][:-1] > starts[1:]).any())
@@ -93,8 +93,8 @@ def memory_of(device: Device, tensor: torch.Tensor) -> DeviceMemory:
 
 
 def laid_out(values: Sequence[DeviceMemory], places: Sequence[int]) -> Copies:
-    """The copies between values on a device and places beside it: the runs of a value lie end to
-    end from its place on.
+    """The copies between values on a device and places elsewhere, where the runs of each value lie
+    end to end from its place on.
 
     Args:
         places: an address per value.

@@ -34,7 +34,7 @@ class Ring:
         self.taken = 0
 
     def take(self, deadline: float) -> memoryview:
-        """A slot, when one is free. The caller holds none, or others could wait for it for ever.
+        """Waits for a free slot. The caller must hold none, or callers could wait for each other.
 
         Args:
             deadline: a ``uptime()`` value.
@@ -74,7 +74,7 @@ class Ring:
         self._given.ring()
 
     def _release(self) -> None:
-        """The caller holds the lock."""
+        """Releases the memory if no slot is taken. The caller holds the lock."""
         if self._memory is not None and not self.taken:
             memory, self._memory = self._memory, None
             self._free.clear()
@@ -85,7 +85,7 @@ class Ring:
         return self._free.pop()
 
     def _prepare(self) -> None:
-        """Allocates the memory, if that is to do. The caller holds the lock."""
+        """Allocates the memory at the first call. The caller holds the lock."""
         if self._is_closed:
             raise ClosedError("the client is closed", settled=1)
         if self._memory is None:

@@ -1,4 +1,4 @@
-"""Which stream a caller computes on: work that it queued there comes before its call.
+"""Finds the stream on which a caller computes: a call comes after the work that it has there.
 
 torch keeps the current stream per thread. ``AsyncClient`` makes its calls in other threads, so it
 takes the caller's streams along.
@@ -42,7 +42,7 @@ def computing_on(streams: Sequence[int | torch.cuda.Stream]) -> Iterator[None]:
     do for a call, such as making a tensor contiguous, comes after the caller's own work.
 
     Args:
-        streams: a handle is one of torch's current device.
+        streams: of torch, or handles of streams on torch's current device.
     """
     torch = _torch()
     if torch is None:

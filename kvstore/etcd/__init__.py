@@ -1,1 +1,1 @@
-"""A small client of etcd: the calls of an election, and the search for its leader."""
+"""A small client of etcd: the calls by which masters elect a leader, and the search for it."""

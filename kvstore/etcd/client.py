@@ -132,8 +132,8 @@ class Etcd:
         return leader
 
     async def cluster_named(self, name: str, deadline: float) -> str:
-        """The name of the cluster whose masters use this prefix: sets it to ``name`` if it had
-        none; empty if there is no name on either side."""
+        """The name of the cluster whose masters use this prefix. A cluster without a name gets
+        ``name``. Empty: there is no name on either side."""
         key = self.place.cluster_key
         read = rpc.RequestOp(request_range=rpc.RangeRequest(key=key))
         if not name:
@@ -150,7 +150,7 @@ class Etcd:
         return done.responses[0].response_range.kvs[0].value.decode(errors="replace")
 
     async def watch_for_end(self, revision: int, deadline: float) -> bool:
-        """Whether the leader's key changed after ``revision``; False: not until the deadline."""
+        """Waits until the leader's key changes after ``revision``; False: not by the deadline."""
         create = rpc.WatchCreateRequest(key=self.place.leader_key, start_revision=revision + 1)
         request = rpc.WatchRequest(create_request=create)
         try:
@@ -202,7 +202,7 @@ class Etcd:
             raise NotLeaderError("the lease ended before the epoch was written", leader="")
         return epoch
 
-    # --- carrying it --------------------------------------------------------------------------
+    # --- one call, at one member after another ------------------------------------------------
 
     async def _call(
         self,

@@ -82,7 +82,7 @@ class MemberSeen(NamedTuple):
     master: str
     """The leading master, as this member knows it; empty: there is none."""
     errors: Sequence[str] = ()
-    """What keeps it from working, in its own words."""
+    """What keeps the member from working, in its own words."""
 
 
 def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberSeen:

@@ -99,7 +99,7 @@ def refused(error: grpc.RpcError, place: EtcdPlace) -> KVStoreError:
 
 
 def unavailable(place: EtcdPlace, reasons: dict[str, str]) -> EtcdUnreachableError:
-    """``reasons``: by member, what came of asking it."""
+    """The error for a call that no member carried out. ``reasons``: why not, by member."""
     why = "; ".join(f"{member}: {reason}" for member, reason in reasons.items())
     return EtcdUnreachableError(
         f"the etcd at {place.shown} did not do what it was asked ({why or 'no time left'})"[:400],
@@ -124,7 +124,7 @@ def advice_on(why: str) -> str:
 
 
 def attempt_s(left_s: float, members_left: int) -> float:
-    """Time-out of the next member, such that each of ``members_left`` members gets its turn."""
+    """Time-out at the next member, such that each of ``members_left`` members gets its turn."""
     return left_s if members_left <= 1 else min(ATTEMPT_S, left_s / members_left)
 
 

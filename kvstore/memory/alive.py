@@ -6,7 +6,7 @@ ends, the kernel first marks the mutexes that the thread holds, and only then gi
 map and the files of its process, with which the driver of a device frees memory. So memory was
 there during a copy if the word says so after the copy.
 
-The C library must be glibc, because the word is where glibc has it: at the beginning.
+The C library must be glibc, which keeps the word at the beginning of the mutex.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def free_node_name(
     """The first name of ``base``, ``base-2``, ``base-3`` ... whose memory ``owner`` has left;
     otherwise the first whose segment belongs to no live process and to no other cluster.
 
-    A suggestion: two processes that ask at once get the same name, and ``Segment.create`` decides.
+    A suggestion: two processes that ask at once get the same name; ``NodeSegment.create`` decides.
 
     Args:
         owner: the cluster that the name is for; None: any, and left-over memory is not considered.
@@ -78,7 +78,7 @@ def free_node_name(
             if name in avoid or any(_is_taken(path) for path in paths):
                 continue
             found = [left for path in paths if (left := read_left(path)) is not None]
-            lefts = [left for left in found if not left.owner.on_device]  # nothing is left of those
+            lefts = [left for left in found if not left.owner.on_device]  # device memory is gone
             if owner is not None and any(layout.why_not_of(left.owner, owner) for left in lefts):
                 continue
             if lefts and owner is not None:
@@ -92,7 +92,7 @@ def _numbered(base: str, number: int) -> str:
 
 
 def _numbers(base: str, places: Collection[str]) -> set[int]:
-    """The numbers of the entries ``base``, ``base-2`` ... that exist: few, whatever they are (a
+    """The numbers of the entries ``base``, ``base-2`` ... that exist: few, but they may be large (a
     master's own node is called after its port)."""
     pattern = re.compile(rf"{re.escape(SHM_PREFIX + base)}(?:-([2-9]|[1-9]\d{{1,5}}))?")
     numbers: set[int] = set()
@@ -227,7 +227,7 @@ def let_in(fd: int, path: str, group: int) -> None:
 
 def is_of_a_node(there: os.stat_result) -> bool:
     """Whether an entry is as ``let_in`` leaves it: a file that only a user and a group may open.
-    Everybody may make entries, and a node only names one: what is not so was not made by a node."""
+    Everybody may make entries, and clients are told only a name: other entries are not a node's."""
     return stat.S_ISREG(there.st_mode) and not there.st_mode & 0o007
 
 

@@ -32,8 +32,8 @@ used:
     offset  size
        256    16   the mark's epoch and counter (``kvstore.calls.MasterWipe``)
        272     8   the highest epoch of a master that the node has joined
-       280     8   the same, xxh3_64 of it
-       512     8   checksum of the rest of the owner: 520 up to its end
+       280     8   xxh3_64 of that epoch
+       512     8   checksum of the record of the owner's cluster, from 520 up to its end
        520     8   u16 each: flags (1: volatile, 2: on a device), bytes of the cluster's name, of
                    the places, 0
        528         the cluster's name, and the places, separated by line feeds
@@ -67,7 +67,7 @@ SUPERBLOCK_BYTES: Final = 4096
 
 FORMAT_VERSION: Final = 2
 """The version also says what a valid header means. 1: an object, or an evicted one, whose payload
-may be overwritten. 2: an object, or a put that has not ended. ``native/fast.c`` has it as well."""
+may be overwritten. 2: an object, or a put that has not ended. ``native/rows.h`` has it as well."""
 
 WIPE: Final = bytes(64)
 """Written over a header, these bytes erase its magic, checksum and lengths."""
@@ -244,8 +244,8 @@ def scan(memory: memoryview, seed: int) -> Iterator[tuple[int, Header]]:
 
 
 def scan_part(part: memoryview, start: int, size: int, seed: int) -> Iterator[tuple[int, Header]]:
-    """As ``scan``, of the part of a segment of ``size`` bytes that begins at ``start``, where an
-    extent may begin."""
+    """As ``scan``, for a part of a segment of ``size`` bytes. The part begins at ``start``, where
+    an extent may begin."""
     magics = np.frombuffer(part, dtype="<u8")[:: EXTENT_ALIGN // 8]
     for index in np.flatnonzero(magics == _MAGIC_WORD).tolist():
         at = index * EXTENT_ALIGN
@@ -281,7 +281,7 @@ def pack_superblock(superblock: Superblock) -> bytes:
 
 
 def check_of(epoch: int) -> int:
-    """The checksum stored beside ``epoch``: a damaged epoch would raise that of later masters."""
+    """The checksum beside ``epoch``: a damaged epoch would raise the epochs of later masters."""
     return xxh3_64_intdigest(_CHECKSUM.pack(epoch))
 
 

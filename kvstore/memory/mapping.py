@@ -1,8 +1,8 @@
 """A client's attachment to a segment of its own host.
 
-The memory is mapped once to copy from and to. What programs get to read without a copy is over a
+The memory is mapped once to copy from and to. Values that programs read without a copy are in a
 second mapping, which the processor cannot write to: torch has no read-only tensors, and a write
-into one would change the object for all clients.
+into a tensor would change the object for all clients.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Mapping:
         return lambda: word[0] == generation
 
     def close(self) -> None:
-        """Marks the mapping as closed, and ends its thread. Drop the mapping then: the memory is
+        """Marks the mapping as closed, and ends its threads. Drop the mapping then: the memory is
         unmapped when no call and no view refers to it. Idempotent."""
         self._is_closed = True
         with self._showing:

@@ -34,7 +34,7 @@ def check_node(number: int) -> None:
 
 
 def processors_of(number: int) -> set[int]:
-    """The processors of a NUMA node that this process may use; empty: it has only memory."""
+    """The processors of a NUMA node that this process may use; empty: there is none."""
     try:
         there = _numbers((NODES / f"node{number}" / "cpulist").read_text())
     except OSError:

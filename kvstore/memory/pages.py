@@ -1,7 +1,7 @@
 """Pages of a mapping: pre-faulting, huge pages, locking, and binding to a NUMA node.
 
-A first touch is a minor fault: a get from a fresh mapping ran at 10 GB/s instead of 32, a put at 3
-instead of 40. What each of these calls costs and gains is measured in ``docs/memory.md``.
+The first touch of a page is a minor fault: a get from a fresh mapping ran at 10 GB/s instead of 32,
+a put at 3 instead of 40. ``docs/memory.md`` says what each of these calls costs and gains.
 
 The calls go through ctypes, which releases the GIL meanwhile (``mmap.madvise`` does not), so that
 several threads can clear pages at once.
@@ -78,16 +78,16 @@ def lock_on_fault(memory: mmap.mmap) -> None:
     """Locks pages that are faulted in from now on, as long as they are mapped: no swapping.
 
     Raises:
-        OSError: all of it or nothing: EPERM or ENOMEM beyond the limit of locked memory.
+        OSError: EPERM or ENOMEM, beyond the limit of locked memory; then nothing is locked.
     """
     _call("mlock2", _at(memory), ctypes.c_size_t(len(memory)), _LOCK_ON_FAULT)
 
 
 def bind(memory: mmap.mmap, numa_node: int) -> None:
-    """Allocates pages from now on, for any process, from this NUMA node and no other.
+    """Makes the kernel take new pages of the mapping, for any process, from this NUMA node alone.
 
     Raises:
-        OSError: this process may not use such a node (EINVAL), or the kernel lacks it (ENOSYS).
+        OSError: this process may not use the node (EINVAL), or the kernel lacks the call (ENOSYS).
     """
     number = _MBIND_NUMBERS.get(os.uname().machine)
     if number is None:

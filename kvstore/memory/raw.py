@@ -55,7 +55,7 @@ def memory_at(address: int, size: int) -> memoryview:
 
 def _mapped(address: int, size: int) -> tuple[int | None, bool]:
     """How the range is mapped: the first address that cannot be read, or None; and whether all of
-    it can be written. Without ``/proc`` that is not known, and believed."""
+    it can be written. Without ``/proc`` the range counts as readable and writable."""
     at, is_writable = address, True
     try:
         with open("/proc/self/maps", "rb") as maps:
@@ -94,8 +94,8 @@ def _unreadable(address: int, size: int) -> int | None:
 
 
 def is_of_cuda_device(address: int) -> bool:
-    """Whether memory at this address is of a CUDA device alone, and not of the processor, too.
-    False also where this process does not use CUDA: then it has no such memory."""
+    """Whether a CUDA device alone can use the memory at this address, and the processor cannot.
+    False also if this process does not use CUDA: then it has no such memory."""
     try:
         cuda = ctypes.CDLL(_CUDA, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     except OSError:

@@ -1,4 +1,4 @@
-"""Regions of this process's memory: disjoint ones, found by address."""
+"""A set of disjoint regions of this process's memory, which are found by address."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Region(NamedTuple):
 
 
 class Regions:
-    """Regions in the order of their addresses. Readers need no lock; callers that change it do."""
+    """Regions in the order of their addresses. Readers need no lock; ``add``, ``take`` do."""
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
@@ -47,7 +47,7 @@ class Regions:
         return found[0] if found else None
 
     def overlap(self, region: Region) -> bool:
-        """Whether any of them overlaps ``region``."""
+        """Whether a region of the set overlaps ``region``."""
         after = bisect_right(self._regions, region.start, key=_start)
         beside = self._regions[max(0, after - 1) : after + 1]
         return any(each.overlaps(region.start, region.stop) for each in beside)

@@ -1,4 +1,4 @@
-"""Segments of POSIX shared memory, as their owners have them; clients have a ``Mapping``."""
+"""The owner's side of segments of POSIX shared memory; clients have a ``Mapping``."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from kvstore.memory.taking import (
 
 
 def is_believed(epoch: int) -> bool:
-    """Whether memory may record this epoch. A higher one is damage."""
+    """Whether to believe memory that records this epoch. A higher epoch is damage."""
     return epoch <= highest_believed(time.time_ns() // 1_000_000)
 
 
 class RangeAccess(Protocol):
-    """Bytes of a segment that are not in this process's address space, by their offsets."""
+    """Reads and writes, by offset, bytes of a segment outside of this process's address space."""
 
     def read(self, ranges: Sequence[tuple[int, memoryview]], deadline: float) -> None: ...
     def write(self, ranges: Sequence[tuple[int, memoryview]], deadline: float) -> None: ...
@@ -148,7 +148,7 @@ class NodeSegment:
         size -= size % step_of(directory)
         path = f"{directory}/{shm_name}"
         left = read_left(path)
-        if left is not None and left.node:  # its objects are only thrown away for what has room
+        if left is not None and left.node:  # first: its objects stay if there is no room
             check_room(directory, max(0, size - freed_by_removal(path)))
         fd = open_locked(path)
         try:
@@ -196,9 +196,9 @@ class NodeSegment:
         Args:
             owner: the cluster that asks; None: the segment's own, whichever it is.
             adopt: take the segment even if it belongs to another cluster.
-            discard: without its objects: it gets another uuid and seed, under which no header in it
-                is valid. Clients that have it mapped keep the memory, so that new memory beside it
-                may find no room.
+            discard: take the segment without its objects: it gets another uuid and seed, under
+                which no header in it is valid. Clients that have it mapped keep the memory, so
+                there may be no room for new memory instead.
 
         Raises:
             ClusterMismatchError: the segment belongs to another cluster; it is left unchanged.
@@ -271,7 +271,7 @@ class NodeSegment:
 
     def entry_is_there(self) -> bool:
         """Whether the entry is still in its directory: anybody with the rights may have removed it.
-        Without it no process can map the memory any more, and nobody finds it after its owner."""
+        Without it no process can map the memory any more, or find it when the owner has ended."""
         return is_same_file(self._fd, self.path)
 
     def huge_bytes(self) -> int:
@@ -300,8 +300,8 @@ class NodeSegment:
         return mark if is_believed(mark.epoch) else NO_VERSION
 
     def keep_mark(self, mark: Version) -> None:
-        """Keeps ``mark``, unless a newer one is kept. If the process is killed half-way, an older
-        one is."""
+        """Keeps ``mark``, unless a newer one is kept. If the process is killed half-way, the
+        segment has an older mark."""
         if mark > self.mark:
             at = layout.MARK_OFFSET // 8
             self._words[at + 1] = 0

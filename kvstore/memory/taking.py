@@ -105,7 +105,7 @@ def map_file(fd: int, directory: str, size: int) -> mmap.mmap:
 
 
 def check_room(directory: str, size: int) -> None:
-    """Checks that ``size`` more bytes can be taken there.
+    """Checks that ``size`` more bytes can be taken in ``directory``.
 
     Raises:
         SharedMemoryTooSmallError, MemoryLimitError
@@ -141,7 +141,7 @@ def take_pages(
     is_left: bool = False,
 ) -> bool:
     """Allocates and maps every page now, as ``options`` say, so that no later access can fail
-    (SIGBUS) or be slow. Returns whether all of it is locked. ``is_left``: its content stays."""
+    (SIGBUS) or be slow. Returns whether all is locked. ``is_left``: the file's content stays."""
     size = len(mapped)
     if options.numa_node >= 0:
         _bind(mapped, options.numa_node)

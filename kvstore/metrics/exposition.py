@@ -1,5 +1,5 @@
-"""Metrics as Prometheus text. Of a master: what the link says of its process, and, if it leads,
-what the status says of the store."""
+"""Writes metrics as Prometheus text. The page of a master shows its answer to ``measures`` and, if
+it leads, the numbers of the store from the status."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEGMENT_FIELDS: Final = {
 
 Labels = tuple[str, ...]
 Rows = dict[Labels, Any]
-"""Values by labels; of a histogram its counts and the sum of its values, in its unit."""
+"""Values by labels. That of a histogram is its counts and the sum of its values, in its unit."""
 
 
 class _Shown(Collector):
@@ -55,7 +55,7 @@ def of_master(measured: Mapping[str, Any], status: ClusterStatus | None, *, pid:
     Args:
         measured: its answer to ``measures``.
         status: None: it does not lead, or the store could not be asked.
-        pid: its process, whose processor time and memory are shown, too.
+        pid: the master's process, whose processor time and memory are shown, too.
     """
     if status is None:
         return page(MASTER, _of_master(measured), pid=pid)
@@ -70,7 +70,7 @@ def page(families: Sequence[Family], values: Mapping[str, Rows], *, pid: int) ->
 
 
 def of_log(process: str) -> dict[str, Rows]:
-    """Lines of this process's log that are missing there. ``process``: part of the names."""
+    """How many lines are missing in this process's log. ``process``: part of the metrics' names."""
     return {f"kvstore_{process}_{name}_total": {(): n} for name, n in logs.counters().items()}
 
 

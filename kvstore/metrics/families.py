@@ -16,7 +16,7 @@ class Family(NamedTuple):
     labels: tuple[str, ...]
     text: str
     unit_s: float = 1e-6
-    """Of a histogram: the unit in which its values are measured, in seconds."""
+    """For a histogram: the unit in which its values are measured, in seconds."""
 
 
 MASTER: Final = (

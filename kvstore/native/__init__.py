@@ -1,7 +1,7 @@
 """The steps of the hot path, ``steps``: compiled (``fast``), or in Python (``slow``).
 
-``pip install`` compiles them where a C compiler and Python's headers are; without, or with the
-variable ``KVSTORE_NATIVE=0`` (to compare, and to look for a fault; the module itself looks at it),
+``pip install`` compiles them where it finds a C compiler and Python's headers. Otherwise, or with
+the variable ``KVSTORE_NATIVE=0`` (to compare, or to look for a fault; ``fast`` checks it itself),
 those in Python do the same, slower. Callers see no difference: one suite tests both, and
 ``docs/performance.md`` says what the compiled ones gain.
 """

@@ -18,14 +18,14 @@ from pathlib import Path
 
 
 def choose(directory: str) -> None:
-    """Called by the ``__init__`` of such a package. Has sources imported instead of the compiled
-    library if they have changed since it was built, or with ``KVSTORE_NATIVE=0``."""
+    """Called by the ``__init__`` of such a package. Makes Python import the sources instead of the
+    compiled library if they have changed since it was built, or with ``KVSTORE_NATIVE=0``."""
     if os.environ.get("KVSTORE_NATIVE") == "0" or not library(directory).exists():
         prefer_sources(directory)
 
 
 def prefer_sources(directory: str) -> None:
-    """Has the modules of this directory imported from their sources, unless they were imported."""
+    """Makes Python import the directory's modules from sources, unless it has imported them."""
     for folder in {directory, *(str(path.parent) for path in modules(directory))}:
         finder = FileFinder(folder, (SourceFileLoader, SOURCE_SUFFIXES))
         sys.path_importer_cache[folder] = finder
@@ -47,7 +47,7 @@ def library_name(directory: str) -> str:
 
 
 def modules(directory: str) -> list[Path]:
-    """The compiled modules, of packages inside, too: all but each ``__init__``. That of the
-    directory decides whether the library is used."""
+    """The modules that are compiled, also of packages inside: all but each ``__init__``. The
+    ``__init__`` of the directory decides whether the library is used."""
     found = Path(directory).rglob("*.py")
     return sorted(path for path in found if path.name != "__init__.py")

@@ -1,4 +1,4 @@
-"""What the steps of the hot path take and answer, compiled or not."""
+"""The steps of the hot path, compiled or in Python: their arguments and their results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CLOCK: Final = 7
 """Linux's number of the clock that ``kvstore.clocks.uptime`` reads."""
 
 BatchEnd = int
-"""How a batch ended that was not carried out whole: ``GONE``, ``LATE`` or ``OUTSIDE``."""
+"""Why a batch was not carried out as a whole: ``GONE``, ``LATE`` or ``OUTSIDE``."""
 
 GONE: Final = 1
-"""The segment's generation is another one."""
+"""The segment has another generation than the batch."""
 LATE: Final = 2
 """The deadline has passed."""
 OUTSIDE: Final = 3
@@ -75,11 +75,11 @@ class Steps(Protocol):
 
         Args:
             memory: the whole segment, mapped.
-            generation: that the segment must have; looked at before each 256 KiB.
-            seed: of its header checksums.
+            generation: the one that the segment must have; checked before each 256 KiB.
+            seed: of the segment's header checksums.
             verify: hash the payload as it is copied, or where it stays, and compare.
-            deadline: a ``uptime()`` value, looked at as often.
-            threads: at most so many copy, each its own rows.
+            deadline: a ``uptime()`` value, checked as often.
+            threads: at most so many threads copy, each its own rows.
 
         Returns:
             Per row its descriptor, or ``STALE`` or ``CORRUPT``. Or how the whole batch ended; the
@@ -114,7 +114,7 @@ class Steps(Protocol):
         ...
 
     def overlap(self, buffers: list[memoryview], /) -> tuple[int, int] | None:
-        """Two of these that share a byte, as their places in the list; None: no two do."""
+        """The indices of two buffers that share a byte; None: no two do."""
         ...
 
     def exchange(
@@ -180,7 +180,7 @@ class Steps(Protocol):
         spin_s: float,
         /,
     ) -> tuple[int, int, int, None]:
-        """``write_objects`` in the same way; at most a third of ``RANGES_MAX`` rows."""
+        """``write_objects`` over such a connection; at most a third of ``RANGES_MAX`` rows."""
         ...
 
     def serve(

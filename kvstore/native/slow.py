@@ -1,7 +1,7 @@
 """The steps of the hot path in Python, for where ``fast`` was not built: see ``kinds.Steps``.
 
-They are written to be short: no polling, no threads, one system call per piece. What they answer,
-and what they leave in memory or on a socket, is as of the compiled ones.
+They are written to be short: no polling, no threads, one system call per piece. Their results, and
+what they leave in memory or on a socket, are those of the compiled steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ gives the GIL back above 100 KB, and taking it again from a busy thread may cost
 
 SERVED_BYTES: Final = 1 << 20
 SERVED_PARTS: Final = 512
-"""What a node's connection sends or receives in one go."""
+"""The most bytes and buffers that a node's connection sends or receives in one go."""
 
 _LANE_HEAD: Final = struct.Struct("<IQBB")
 """As in ``kvstore.wire.frames``: length of what follows, call id, kind, bytes of the name."""
@@ -93,7 +93,7 @@ def write_objects(
         for row in rows:
             offset, size, buffers = row[0], row[1], row[5]
             _go_on(memory, generation, deadline)
-            memory[offset : offset + len(WIPE)] = WIPE  # first: a header means a whole payload
+            memory[offset : offset + len(WIPE)] = WIPE  # first: a header promises a whole payload
             hasher = xxhash.xxh3_64()
             for place, piece in _beside(memory[offset + HEADER_BYTES :][:size], buffers):
                 _go_on(memory, generation, deadline)
@@ -108,7 +108,7 @@ def write_objects(
 
 
 def _check(rows: Sequence[ReadRow | WriteRow], room: int) -> None:
-    """Raises _EndedEarlyError: a row is not within ``room`` bytes; ValueError."""
+    """Raises _EndedEarlyError: a row is not within ``room`` bytes; ValueError: wrong sizes."""
     for row in rows:
         if row[5] is not None and sum(map(len, row[5])) != row[1]:
             raise ValueError("buffers and payload differ in size")
@@ -127,7 +127,7 @@ def _go_on(memory: memoryview, generation: int, deadline: float) -> None:
 def _beside(
     payload: memoryview, buffers: Sequence[memoryview] | None
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """The payload's place and the buffers (None: the place itself), beside each other in pieces."""
+    """Yields the payload's place in pieces, each beside its piece of ``buffers`` (None: itself)."""
     at = 0
     for piece in _pieces([payload] if buffers is None else buffers):
         yield payload[at : at + len(piece)], piece
@@ -260,7 +260,7 @@ def tcp_read(
             header = header_of(head, seed, namespace, row)
             hasher = xxhash.xxh3_64()
             for piece in _pieces(row[5]):
-                # Another object's bytes are not for the caller.
+                # Without the right header these are bytes of another object: not for the caller.
                 into = scratch[: len(piece)] if header is None else piece
                 stream.receive([into], deadline)
                 if verify:
@@ -328,7 +328,7 @@ def request(
     if is_read or (how != kinds.ANSWERED and number not in (errno.EPIPE, errno.ECONNRESET)):
         return how, number, int(is_read)
     try:
-        receive_status(stream, deadline)  # also why it has hung up
+        receive_status(stream, deadline)  # says also why the peer has hung up
     except (OSError, RefusedTransferError) as error:
         said, status = _how(error)
         is_refused = said == kinds.REFUSED
@@ -339,7 +339,7 @@ def request(
 
 
 def receive_status(stream: Stream, deadline: float) -> None:
-    """Raises RefusedTransferError: it is not OK; as ``Stream.receive``."""
+    """Raises RefusedTransferError: the status is not OK; other errors as ``Stream.receive``."""
     raw = bytearray(protocol.STATUS_BYTES)
     stream.receive([memoryview(raw)], deadline)
     if (status := protocol.unpack_status(raw)) is not TransferStatus.OK:
@@ -362,8 +362,8 @@ def serve_ranges(
     stream: Stream, held: RangeAccess | None, size: int, memory: memoryview, generation: int,
     cut: bytearray, counts: bytearray, stall_s: float, idle_s: float,
 ) -> tuple[int, int]:  # fmt: skip
-    """``serve``, of a segment of ``size`` bytes. ``held`` reads and writes them if they are not in
-    ``memory``, which has the superblock; compiled steps cannot serve such a segment."""
+    """As ``serve``, a segment of ``size`` bytes. If ``memory`` has the superblock alone, ``held``
+    reads and writes the extents; compiled steps cannot serve such a segment."""
     words = memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")
     counted = memoryview(counts).cast("Q")
     copied = None if held is None else memoryview(bytearray(SERVED_BYTES))
@@ -434,7 +434,7 @@ def _total(ranges: list[tuple[int, int]], size: int) -> int:
     """The sum of the lengths.
 
     Raises:
-        RefusedTransferError: a range outside, or more than the segment.
+        RefusedTransferError: a range is outside the segment, or all together are larger than it.
     """
     total = sum(length for _, length in ranges)
     is_outside = any(at < SUPERBLOCK_BYTES or at + length > size for at, length in ranges)

@@ -1,8 +1,8 @@
-"""What of this host matters to others: its shared memory, and its address.
+"""What others need to know of this host: whether they share its memory, and its address.
 
-``host_id()`` is what a node announces and a client compares before it tries to map a segment. It is
-a hint that saves a futile attempt, not a proof: whether a segment is really there is settled by the
-uuid in its superblock (``kvstore.memory.mapping.Mapping``).
+A node announces ``host_id()``, and a client compares it with its own before it tries to map a
+segment. This is a hint that saves a futile attempt, not a proof: the uuid in the superblock settles
+whether a segment is really there (``kvstore.memory.mapping.Mapping``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def host_id() -> str:
 
     The boot id names the running kernel (host names repeat, and containers invent their own); the
     device number tells apart containers that have a ``/dev/shm`` of their own. Where either cannot
-    be read the answer is unique to this process, so that it is served by tcp.
+    be read the answer is unique to this process, so that it uses tcp.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

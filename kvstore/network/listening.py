@@ -22,7 +22,7 @@ def listen(host: str, port: int, *, backlog: int = 128) -> socket.socket:
         port: 0 for any that is free.
 
     Raises:
-        OSError: it cannot be had; UnknownNameError: ``host`` has no address.
+        OSError: the address cannot be had; UnknownNameError: ``host`` has no address.
     """
     if host in ("", "::"):
         if not _has_ipv6():

@@ -3,7 +3,7 @@
 ``getaddrinfo`` takes no deadline: while the name server is silent, it blocks for ten seconds and
 more. So it runs in a thread of its own, one for each name, and callers wait for it as long as they
 want. When the name server is silent or says that it has a problem, a name has the addresses that
-it had before. An address in digits needs neither.
+it had before. An address in digits needs no thread and no name server.
 
 A thread that asks a silent name server ends when the resolver gives up; until then the process
 can end without it.
@@ -59,7 +59,7 @@ class FoundAddresses(NamedTuple):
     addresses: list[Address]
     """At least one, the best first."""
     is_old: bool
-    """They are of an earlier answer, because the name server does not answer now."""
+    """Whether they are of an earlier answer, because the name server does not answer now."""
 
 
 class _Resolved(NamedTuple):
@@ -68,7 +68,7 @@ class _Resolved(NamedTuple):
 
 
 class _Resolver:
-    """What is being looked up, and what was found before. Threads: any."""
+    """The names that are being looked up, and the addresses found before. Threads: any."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -122,7 +122,7 @@ _lookups = _Resolver()
 
 
 def _begin_anew() -> None:
-    """In the child of a fork: no thread looks anything up, and a lock may be held for ever."""
+    """Called in the child of a fork: no thread looks names up, a lock may be held for ever."""
     global _lookups  # noqa: PLW0603  # the parent's is of no use
     _lookups = _Resolver()
 
@@ -163,7 +163,7 @@ def resolve(host: str, port: int, deadline: float) -> FoundAddresses:
 
 
 def _wait(answer: SimpleQueue[_Resolved | None], until: float) -> _Resolved | None:
-    """None: no answer until then."""
+    """The answer; None: there was none by ``until``."""
     left_s = max(0.0, until - uptime())
     stop = current()
     try:
@@ -230,7 +230,7 @@ def grpc_target(address: str, deadline: float) -> str:
 
 
 def _in_digits(host: str) -> Address | None:
-    """An address that no name server is asked for."""
+    """The address that ``host`` is in digits; None: it is a name."""
     try:
         version = ip_address(host.partition("%")[0]).version
     except ValueError:

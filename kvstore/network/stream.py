@@ -29,7 +29,7 @@ for so long: a cut network is noticed even while no call waits."""
 
 
 MOVED_MIN: Final = 64 << 10
-"""Bytes whose acknowledgement within ``stall_s`` is progress."""
+"""If so many bytes are acknowledged within ``stall_s``, the connection makes progress."""
 
 
 class StalledError(TimeoutError):
@@ -60,7 +60,7 @@ class Stream:
         self._unsent = 0
         self._ending = threading.Lock()
         self.peer = _peer(sock)
-        """Its address, for logs."""
+        """The peer's address, for logs."""
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS)
@@ -70,14 +70,14 @@ class Stream:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE_MS // 2000)
 
     def fileno(self) -> int:
-        """For system calls elsewhere, which set the time-outs themselves and keep to a deadline."""
+        """The descriptor, for code elsewhere that sets time-outs itself and keeps to a deadline."""
         return self._sock.fileno()
 
     def receive(self, buffers: Sequence[memoryview], deadline: float) -> None:
         """Fill all of ``buffers`` (``B``-formatted, writable, at most ``IOV_MAX`` of them).
 
         Raises:
-            StalledError, EndedError: with what had come.
+            StalledError, EndedError: with the number of bytes that had come.
             OSError: the connection broke.
         """
         wanted = sum(map(len, buffers))
@@ -103,7 +103,7 @@ class Stream:
         """Send all of ``buffers`` (at most ``IOV_MAX`` of them).
 
         Raises:
-            StalledError: the peer does not take them.
+            StalledError: the peer does not take the bytes.
             OSError: the connection broke.
         """
         wanted = sum(map(len, buffers))
@@ -138,7 +138,7 @@ class Stream:
             self._sock.shutdown(how)
 
     def close(self) -> None:
-        """Call it in the thread that uses it: the descriptor's number may be reused at once."""
+        """Call it in the thread that uses the stream: the descriptor may be reused at once."""
         with self._ending:
             self._sock.close()
 
@@ -147,7 +147,7 @@ class Stream:
         self._sock.close()
 
     def __del__(self) -> None:
-        # Of a call that a signal has cut short: nothing more of it leaves this host.
+        # A signal may have cut a call short: none of its unsent bytes may leave this host.
         if (sock := getattr(self, "_sock", None)) is not None and sock.fileno() >= 0:
             with contextlib.suppress(OSError):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)

@@ -11,12 +11,12 @@ A connection is for one segment, and for one request at a time:
     WRITE   all ranges end to end                    ->
                                                      <-  status
 
-Any status but OK is the last thing that the server says: it closes the connection. It answers a
-WRITE when it has done with the segment, so after a status no byte of the request can still land.
+Any status but OK is the last message of the server: it closes the connection. It answers a WRITE
+when it has done with the segment, so after a status no byte of the request can still land.
 
 The uuid names the segment and the generation its mount; the token proves that the master has told
-the client of it. Client and connection are numbers that the client has chosen: by them the master
-orders a node to end the connections that may still carry bytes of abandoned puts
+the client of the segment. The client chooses the numbers of client and connection: by them the
+master orders a node to end the connections that may still carry bytes of abandoned puts
 (``DataServer.cut``). Ranges are checked before any byte moves: they lie behind the superblock and
 within the segment, and sum up to no more than its size. Numbers are little-endian.
 """
@@ -29,10 +29,10 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 DATA_PROTOCOL_VERSION: Final = 2
-"""The highest that this release speaks, and that its nodes announce."""
+"""The highest version that this release speaks, and that its nodes announce."""
 
 DATA_PROTOCOL_MIN: Final = 2
-"""The lowest one: that of the release before (docs/compatibility.md). The first release has 2."""
+"""The lowest such version: that of the release before (docs/compatibility.md). The first is 2."""
 
 RANGES_MAX: Final = 4096
 """Ranges in one request: 64 KiB of them. A client splits longer calls."""
@@ -67,7 +67,7 @@ class TransferStatus(enum.IntEnum):
 
 
 class RefusedTransferError(Exception):
-    """The server ends the connection with this status; None: with something else."""
+    """The server ends the connection with this status; None: with something that is no status."""
 
     def __init__(self, status: TransferStatus | None) -> None:
         super().__init__(status)
@@ -91,7 +91,7 @@ def pack_hello(hello: Hello) -> bytes:
 
 
 def unpack_hello(raw: bytes | bytearray) -> Hello | None:
-    """None: not this protocol. ``raw`` has ``HELLO_BYTES``."""
+    """The hello; None: not this protocol. ``raw`` has ``HELLO_BYTES``."""
     magic, version, uuid, token, generation, client, connection = _HELLO.unpack(raw)
     if magic != _MAGIC or not DATA_PROTOCOL_MIN <= version <= DATA_PROTOCOL_VERSION:
         return None
@@ -122,7 +122,7 @@ def pack_status(status: TransferStatus) -> bytes:
 
 
 def unpack_status(raw: bytes | bytearray | memoryview) -> TransferStatus | None:
-    """None: not this protocol."""
+    """The status; None: not this protocol."""
     magic, status = _STATUS.unpack(raw)
     try:
         return TransferStatus(status) if magic == _MAGIC else None

@@ -130,18 +130,18 @@ class NodeAgent:
         self._told_waiting = False
         """Whether ``waiting`` was called for this outage."""
         self._fresh = not segment.attached
-        """No master has ever granted an extent of the segment."""
+        """Whether no master has ever granted an extent of the segment."""
         self._unverified = segment.attached
-        """The segment's bytes may have changed while no node served it."""
+        """Whether the segment's bytes may have changed while no node served it."""
         self._entry_gone = False
-        """The entry of the segment's memory has been removed: new clients cannot map it."""
+        """Whether the entry of the segment has been removed: new clients cannot map the memory."""
         self._known = False
-        """A master has accepted this node."""
+        """Whether a master has accepted this node."""
         self._is_joined = False
         self._untold = False
-        """The joined master does not know all objects in the segment yet."""
+        """Whether the joined master does not know all objects in the segment yet."""
         self._unanswered = False
-        """A join was sent without an answer: a master may have accepted it, and may grant."""
+        """Whether a join had no answer: a master may have accepted it, and may grant extents."""
         self._given_up: set[inventory.Attempt] = set()
         """Puts whose bytes may still arrive although a master has ordered to wipe them."""
         self.drained = False
@@ -152,7 +152,7 @@ class NodeAgent:
 
     @property
     def is_joined(self) -> bool:
-        """Whether a master has this node now, as far as it knows."""
+        """Whether a master has this node now, as far as the node knows."""
         return self._is_joined
 
     def stop(self) -> None:
@@ -331,8 +331,8 @@ class NodeAgent:
             await link.send(message)
 
     async def _leave(self, link: NodeStream) -> None:
-        """Fences, sends the leave message, and waits until the master has received it: a removal
-        waits for no reader of this memory from then on. Where it cannot fence, it says nothing."""
+        """Fences, sends the leave message, and waits until the master has received it. From then
+        on a removal waits for no reader of this memory. If fencing fails, no message is sent."""
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await asyncio.to_thread(self._fence)
@@ -403,7 +403,7 @@ class NodeAgent:
             yield good, len(chunk), start + rows >= len(found)
 
     async def _listen(self, link: NodeStream, answers: asyncio.Semaphore, silence_s: float) -> None:
-        """Carries out the master's orders. The master echoes each beat, so a silent one is gone."""
+        """Carries out the master's orders. A master echoes each beat, so a silent one is gone."""
         while True:
             try:
                 message = await asyncio.wait_for(link.receive(), silence_s)

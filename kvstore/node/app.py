@@ -1,4 +1,4 @@
-"""The process ``kvstore-node``: a segment of shared memory, its data server, its agent."""
+"""The process ``kvstore-node``: a segment, its data server, and its agent."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ async def _serve(
     access: Access,
     tls: ssl.SSLContext | None,
 ) -> bool:
-    """Serves until the node is told to stop; returns whether it was drained. ``served`` is called
-    at each join."""
+    """Serves until the node is told to stop; returns whether it was drained. ``served`` holds the
+    answer to the last join."""
     address = _advertised(config, server.port)
     medium = f" of {config.device}" if config.device else ""
 
@@ -249,7 +249,7 @@ class _StartedAs(NamedTuple):
 
 
 def _mount(config: NodeConfig, kind: _StartedAs, told: Callable[[int, int], None]) -> NodeSegment:
-    """The left-over memory of this node's name, or new memory. ``told``: of the progress."""
+    """The left-over memory of this node's name, or new memory. ``told`` gets the progress."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True),
@@ -393,7 +393,7 @@ def _left(
 
 
 def _start_server(config: NodeConfig, segment: NodeSegment) -> DataServer:
-    """Starts the data server on the given port; or on the default one, or the next free one.
+    """Starts the data server on the given port; if none is given, on the default or a free one.
 
     Raises:
         AddressInUseError, StartupError

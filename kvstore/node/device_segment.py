@@ -1,9 +1,9 @@
-"""A segment in the memory of a device, as its node has it.
+"""A segment in the memory of a device: the side of its node, which owns it.
 
-Superblock, headers and payloads are where they are in any segment, but only the superblock is also
-in ``/dev/shm``, alone in an entry of one page. The extents are in one allocation of the device, at
-the same offsets. When the process ends, however it ends, they are gone: such a segment is not
-attached again, and its entry is removed by the next node of its name.
+The superblock is alone in ``/dev/shm``, in an entry of one page. The extents are in one allocation
+of the device, at the same offsets as in any segment. When the process ends, however it ends, the
+extents are gone: such a segment is not attached again, and the next node of its name removes the
+entry.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ OPEN_S: Final = 3.0
 (``kvstore.client.movers.SWEEP_S``)."""
 
 STEP_S: Final = 10.0
-"""The longest that one step of the node's own may wait for the device."""
+"""The longest that one step of a scan or a wipe may wait for the device."""
 
 
 class DeviceSegment(NodeSegment):
-    """See the module. Create and close it in the same thread, which lives as long as the process.
+    """See the module. Create and close one in the same thread, which lives as long as the process.
 
     A device that fails raises RuntimeError: the node cannot serve, and its process ends.
     """
@@ -211,7 +211,7 @@ class DeviceSegment(NodeSegment):
 
 
 class _OwnRanges:
-    """Implements ``Ranges`` in the process that owns the memory."""
+    """Implements ``RangeAccess`` in the process that owns the memory."""
 
     def __init__(self, ranges: DeviceRanges) -> None:
         self._ranges = ranges

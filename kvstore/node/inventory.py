@@ -1,10 +1,10 @@
-"""The inventory of a segment, which its node reports to a master that does not know it.
+"""The inventory of a segment: its objects, as reported to a master that does not know them.
 
-    scan for headers ──► of two that overlap, the newer ──► newest first, each after its ancestors
-                                                                 └──► messages, a few at a time
+The node scans the segment for headers; of two extents that overlap, the newer counts. It reports
+the newest objects first, but each after its ancestors, in messages of which a few are under way.
 
-The functions here may take long and run in a separate thread. They keep only the header's fields of
-each object, some 400 bytes.
+The functions here may take long, and ``kvstore.node.agent`` calls them in a separate thread. Of
+each object they keep only the fields of its header, some 400 bytes.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found
 
 
 def apart(found: Iterator[Found]) -> tuple[list[Found], list[Found]]:
-    """Splits ``found``, which is in order of offset: the objects to keep, the newest of those that
-    overlap; and the others."""
+    """Splits ``found``, which is in order of offset, into the objects to keep, which are the newest
+    of those that overlap, and the others."""
     kept: list[Found] = []
     lost: list[Found] = []
     for each in found:
@@ -118,7 +118,7 @@ def in_order(found: list[Found]) -> list[Found]:
 
 
 def claims(index: int, found: list[Found], *, first: bool, last: bool) -> NodeClaims:
-    """One message. ``index``: the number of the offered segment."""
+    """One message about ``found``. ``index``: the number of the offered segment."""
     headers = [header for _, header in found]
     namespaces = list(dict.fromkeys(header.namespace for header in headers))
     places = {namespace: place for place, namespace in enumerate(namespaces)}

@@ -51,12 +51,12 @@ class Masters:
         return leader
 
     def joined(self) -> None:
-        """The last address was the leader's: it is the first to be tried again."""
+        """Called when the last address was the leader's: ``find`` returns it first once more."""
         self._hops = 0
 
     def failed(self, address: str, error: KVStoreError) -> bool:
-        """``address`` (empty: none was found) failed. Returns whether to try the next address at
-        once, because a master named it as the leader."""
+        """Called when ``address`` (empty: none was found) has failed. Returns whether to try the
+        next address at once, because a master named it as the leader."""
         self._turn += 1
         leader = str(error.fields.get("leader", "")) if isinstance(error, NotLeaderError) else ""
         if not leader or leader == address or self._hops >= HOPS_MAX:

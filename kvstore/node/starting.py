@@ -1,5 +1,5 @@
-"""A node that does not serve yet, because it reserves its memory: 750 ms per GiB, minutes for a big
-one. It says how far it is in the log, over HTTP and to its supervisor, from the first second."""
+"""Tells how far a node is that reserves its memory, and does not serve yet: in the log, over HTTP
+and to its supervisor, from the first second. A GiB takes 750 ms, so a large node takes minutes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvstore.web.server.serving import Answers, Readiness, serving
 log = logging.getLogger("kvstore.node")
 
 SAID_EVERY_S: Final = 10.0
-"""How often the log and the supervisor hear of it."""
+"""How often the log and the supervisor are told of the progress."""
 
 STOP_S: Final = 5.0
 """How long the end of the thread may take, which serves a few requests at most."""
 
 
 class Starting:
-    """How much memory is reserved. Called in the thread that reserves; read in another."""
+    """How much memory is reserved. The thread that reserves it calls this; another one reads it."""
 
     def __init__(self, size: int) -> None:
         self._size = size

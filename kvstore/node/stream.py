@@ -181,7 +181,7 @@ class NodeStream:
         await self._received.put(ended)
 
     async def _why(self, error: Exception | None) -> KVStoreError:
-        """What ended the session."""
+        """The error that says what ended the session."""
         if not isinstance(error, grpc.RpcError):
             # ``write`` and ``read`` only say that it ended; the call knows why.
             assert self._call is not None

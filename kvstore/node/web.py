@@ -1,4 +1,4 @@
-"""What a node says of itself over HTTP; served in the agent's loop, which moves no bytes."""
+"""A node's readiness and metrics over HTTP; the agent's loop serves them, and moves no bytes."""
 
 from __future__ import annotations
 

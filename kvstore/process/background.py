@@ -58,7 +58,7 @@ def start_task(
     """Runs ``work`` in the running loop. A cancellation does not count as a failure.
 
     Args:
-        name: as in the log.
+        name: the task's name in the log.
         work: what the task runs.
         died: None: the task that awaits it is its owner.
         expected: exceptions by which it may end: they are neither logged nor given to ``died``.
@@ -83,7 +83,7 @@ def start_thread(
     died: Died | None = None,
     daemon: bool = True,
 ) -> threading.Thread:
-    """Run ``work`` in a thread, which is started when this returns.
+    """Runs ``work`` in a thread, which has started when this returns.
 
     Raises:
         RuntimeError: the system has no thread left.
@@ -129,8 +129,8 @@ def start_from_finalizer(name: str, work: Callable[[], object]) -> None:
 
 
 def in_one_piece(work: Callable[[], AnyResult]) -> AnyResult:
-    """What ``work`` returns. It runs to its end, also if a signal handler raises in this thread
-    meanwhile. Costs the main thread some 100 us; any other thread does the work itself."""
+    """Returns the result of ``work``, which runs to its end even if a signal handler raises in this
+    thread meanwhile. Costs the main thread some 100 us; any other thread does the work itself."""
     if not _is_main():
         return work()
     job = Job(work)
@@ -151,7 +151,7 @@ class Job(Generic[AnyResult]):
     def __init__(
         self, work: Callable[[], AnyResult], ended: Callable[[], object] | None = None
     ) -> None:
-        """``ended``: called when it has ended, in the thread that has ended it."""
+        """``ended``: called when the work has ended or was cancelled, in the thread that did so."""
         self._work: Callable[[], AnyResult] | None = work
         self._tell = ended
         self._unclaimed: list[None] = [None]
@@ -173,7 +173,7 @@ class Job(Generic[AnyResult]):
         self._end()
 
     def cancel(self) -> bool:
-        """Whether the work has not begun, and will not."""
+        """Cancels the work, unless it has begun. Returns whether it has been cancelled."""
         if self._claim():
             self.is_cancelled = True
             self._work = None
@@ -237,7 +237,7 @@ class _Crew:
                 del job  # it refers to its caller's memory
                 with self.lock:
                     self.idle += 1
-            self.jobs.put(None)  # for the next one
+            self.jobs.put(None)  # for the next thread
         finally:
             with self.lock:
                 self.threads.discard(me)
@@ -246,8 +246,8 @@ class _Crew:
 class Workers:
     """A bounded number of threads, made when they are needed, which do jobs.
 
-    As ``ThreadPoolExecutor``, of which a signal handler that raises can leave a lock taken.
-    Threads: any.
+    Used instead of ``ThreadPoolExecutor``: a signal handler that raises can leave a lock of that
+    taken. Threads: any.
     """
 
     def __init__(self, name: str, size: int) -> None:
@@ -278,7 +278,7 @@ class Workers:
         self._crew.jobs.put(None)
 
     def close(self, patience_s: float) -> None:
-        """As ``end``, and waits for it, but not longer than this. Idempotent."""
+        """As ``end``, and waits for the threads, but at most ``patience_s``. Idempotent."""
         self.end()
         with self._crew.lock:
             threads = list(self._crew.threads)
@@ -345,7 +345,7 @@ def hear_signals() -> None:
 
 
 def watch_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Log what goes wrong in callbacks, and in tasks that were started in another way."""
+    """Logs what goes wrong in callbacks, and in tasks that ``start_task`` has not started."""
     loop.set_exception_handler(_log_context)
 
 
@@ -353,7 +353,7 @@ def _log_context(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
     del loop
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in descriptors.NONE_LEFT:
-        # ``socket.accept``: asyncio tries again in a second, when some may be free.
+        # ``socket.accept``: asyncio tries again in a second, when descriptors may be free.
         log.warning("connection_not_accepted reason=%r", error.strerror)
         return
     log.error("loop_error what=%r error=%r", context.get("message"), error, exc_info=error)

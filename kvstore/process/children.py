@@ -4,12 +4,12 @@ Memory that a master or a client contributes is served by a child, not by a thre
 not compete with the parent for an interpreter. Parent and child share a socket pair. The child
 reports in one line of JSON that it serves, or why it cannot. After that the pair is silent. Its
 end, which comes however the parent dies, tells the child to stop cleanly and leave nothing behind.
-A parent that stops its child sends ``STOP`` before: without it the parent was killed, and a
-master's node leaves its memory to the node of the next master.
+A parent that stops its child sends ``STOP`` first. A child without ``STOP`` knows that the parent
+was killed, and a master's node then leaves its memory to the node of the next master.
 
 A child imports what its parent would import, and nothing from the working folder
 (``kvstore.process.interpreter``). It has a process group of its own: a Ctrl-C in a terminal reaches
-the parent only, which may still need the child, and ends it. It begins with no signal blocked.
+the parent only, which may still need the child, and ends it. It starts with no signal blocked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ START_TIMEOUT_S: Final = 60.0
 """Time for a child to join its master, and to reserve little memory."""
 
 RESERVE_BYTES_PER_S: Final = 256 << 20
-"""The slowest that is waited for. Usually some 2 GiB are reserved a second; less on a busy host."""
+"""The slowest rate of reserving memory that is waited for: usually 2 GiB/s, less on a busy host."""
 
 STOP_TIMEOUT_S: Final = 10.0
 LINE_BYTES_MAX: Final = 1 << 16
@@ -42,11 +42,11 @@ _MAY_BE_SECRET: Final = {"master", "metadata_server"}
 """Settings of a node that may hold a password, in an ``etcd://...``."""
 
 STOP: Final = b"stop\n"
-"""What a parent says before it closes its end, unless it was killed."""
+"""What a parent that stops its child says, before it closes its end."""
 
 
 class Child:
-    """The parent's side. Threads: any."""
+    """A child process, as its parent has it. Threads: any."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], link: socket.socket, said: dict[str, Any]
@@ -55,7 +55,7 @@ class Child:
         self._process = process
         self._link = link
         self.said: Final = said
-        """What the child reported of itself: a node ``name``; a master ``port``."""
+        """What the child reported of itself: a node its ``name``, a master its ``port``."""
 
     @classmethod
     def start(
@@ -68,7 +68,7 @@ class Child:
     ) -> Self:
         """Run ``python -P -m module`` and wait until it serves.
 
-        It inherits the descriptors ``pass_fds``, by their numbers.
+        The child inherits the descriptors ``pass_fds``, by their numbers.
 
         Its standard output is dropped, what it logs goes to our standard error. Settings in the
         environment or a file do not reach it: ``flags`` and ``environ`` are all it gets. What may
@@ -176,8 +176,8 @@ class Child:
 
 
 def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without settings: a child gets those that it is given. But it runs compiled
-    code if we do. Our supervisor is not the child's."""
+    """``environ`` without our supervisor's socket and without settings, because a child gets only
+    those that it is given. But ``KVSTORE_NATIVE`` stays: it runs compiled code if we do."""
     return {
         variable: value
         for variable, value in environ.items()
@@ -241,7 +241,7 @@ def _start_timeout_s(memory: int) -> float:
 
 
 def _go_on_when_orphaned() -> None:
-    """Has the kernel wake this process when its parent dies. One that was stopped (SIGSTOP, a
+    """Makes the kernel wake this process when its parent dies. A stopped process (SIGSTOP, a
     debugger) would keep the port and the memory that the parent's successor needs."""
     import ctypes  # here, because few processes are children
 
@@ -268,7 +268,7 @@ class ParentLink:
         self._send(what)
 
     def tell_step(self, step: str) -> None:
-        """What takes so long: "waits for ...". For the parent's error if its patience ends."""
+        """Tells the parent what takes so long ("waits for ..."), for its error after a time-out."""
         if self.waits:
             self._send({"step": step})
             self.waits = True
@@ -296,7 +296,7 @@ class ParentLink:
             return True
 
     def __enter__(self) -> Self:
-        """For all that a child does: a parent that still waits is told why the child ends."""
+        """The block is all that a child does: a parent that still waits is told why it ends."""
         return self
 
     def __exit__(
@@ -305,7 +305,7 @@ class ParentLink:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
-        """Whether the error is told, and needs no word on standard error."""
+        """Returns whether the parent was told the error, so that it needs no word on stderr."""
         told = False
         if self.waits and isinstance(error, KVStoreError):
             self.tell_error(error)
@@ -324,4 +324,4 @@ class ParentLink:
 
 
 NO_PARENT: Final = ParentLink(None)
-"""Of a process that a user or a service manager has started."""
+"""The link of a process that a user or a service manager has started."""

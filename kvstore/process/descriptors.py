@@ -1,4 +1,4 @@
-"""Descriptors: each connection takes one, and a process without any can neither accept nor log."""
+"""Descriptors: each connection takes one; a process with none left can neither accept nor log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STDERR: Final = 2
 
 def allow(wanted: int) -> int:
     """Raises this process's limit to ``wanted`` descriptors, as far as the hard limit lets. Returns
-    the limit then."""
+    the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
@@ -39,7 +39,7 @@ def keep_standard() -> None:
 
 
 def open_now() -> int | None:
-    """How many this process has; None: there is none left to look with."""
+    """How many descriptors this process has open; None: none is left, with which to look."""
     try:
         return len(os.listdir("/proc/self/fd")) - 1  # one is of the listing itself
     except OSError as error:

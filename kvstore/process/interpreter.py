@@ -22,7 +22,7 @@ HOME: Final = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir,
 def command(*arguments: str) -> list[str]:
     """``python -P arguments``, with our own ``-O``, ``-W``, ``-X`` and so on."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    # With these it would not read the path that ``environment`` hands over.
+    # With these flags the child would not read the path that ``environment`` hands over.
     ours = [flag for flag in flags if flag not in ("-E", "-I", "-P")]
     return [sys.executable, *ours, *(["-s"] if sys.flags.isolated else []), "-P", *arguments]
 
@@ -57,7 +57,7 @@ def _entries() -> Iterator[str]:
 
 
 def _absolute(entry: str) -> str:
-    """Empty: the working folder does not exist any more."""
+    """The absolute path of ``entry``; empty: the working folder does not exist any more."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.abspath(entry)
     return ""

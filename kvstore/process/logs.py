@@ -42,17 +42,17 @@ DRAIN_S: Final = 1.0
 
 BURST: Final = 100
 PER_S: Final = 1.0
-"""Lines of one kind: so many at once, and so many a second for long."""
+"""Lines of one kind that are written: so many at once, and then so many a second."""
 
 KINDS_MAX: Final = 500
 """Kinds of lines whose rate is known. More would be a bug: text of a peer in a format."""
 
 EACH: Final = {"each": True}
-"""``extra=EACH`` of a call of ``log``: its lines are asked for one by one, and not limited."""
+"""With ``extra=EACH`` a call of ``log`` is not limited: each of its lines is wanted."""
 
 
 def configure(level: str) -> None:
-    """For processes of ours only; a library leaves this to its program.
+    """Sets up the logging of a process of ours. A library leaves this to its program.
 
     Args:
         level: ``debug``, ``info``, ``warning`` or ``error``.
@@ -117,12 +117,12 @@ class _Rate:
 
 
 limit: Final = RateLimit()
-"""Of this process."""
+"""The rate limit of this process."""
 
 
 class LineFormatter(logging.Formatter):
-    """One line a record: what would begin another line, or control a terminal, is escaped. Lines of
-    a traceback are indented, so that none looks like a record."""
+    """Writes one line per record: characters that begin another line, or control a terminal, are
+    escaped. Lines of a traceback are indented, so that none looks like a record."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -171,8 +171,8 @@ class LogWriter:
             self._queue.put(piece)
 
     def drain(self, deadline: float) -> bool:
-        """Waits until all is written, or dropped, that was given to ``write`` before. Returns
-        whether it was by ``deadline``, a ``time.monotonic()`` value."""
+        """Waits until everything that was given to ``write`` before is written, or dropped. Returns
+        whether that was so by ``deadline``, a ``time.monotonic()`` value."""
         done = threading.Event()
         self._queue.put(done)
         return done.wait(max(0.0, deadline - time.monotonic()))
@@ -189,7 +189,7 @@ class LogWriter:
                 self.dropped += 1
 
     def _tell(self) -> None:
-        """Says what was dropped, once that can be written."""
+        """Writes a line that says how many lines were dropped, once it can be written."""
         dropped = self.dropped
         if dropped == self._told:
             return
@@ -224,7 +224,7 @@ class LogWriter:
 
 
 class _StandardStream(io.RawIOBase):
-    """What lies below ``sys.stdout`` and ``sys.stderr``."""
+    """The raw stream below ``sys.stdout`` or ``sys.stderr``."""
 
     def __init__(self, fd: int, writer: LogWriter) -> None:
         self._fd = fd
@@ -251,7 +251,7 @@ _writers: Final[list[LogWriter]] = []
 
 
 def _take_over() -> None:
-    """Puts both streams behind writers. One that is closed, or was replaced, stays as it is."""
+    """Puts both streams behind writers. A closed or replaced stream stays as it is."""
     shared: LogWriter | None = None
     for name, fd in (("stderr", 2), ("stdout", 1)):
         stream: TextIO | None = getattr(sys, name)

@@ -41,17 +41,17 @@ class Bell:
             heard = self._bell.listen()
         self._bell.wait(heard, 0.1)   # and look again
 
-    The methods of ``threading.Condition`` and ``Event`` are Python code. A signal handler that
-    raises in the main thread while that is in them leaves their lock taken for ever, so callers of
-    a client do not come by them. Here is no lock. A signal can cost a wake-up at most: whoever
-    waits for something that ``ring(1)`` announces looks again by itself from time to time.
+    The methods of ``threading.Condition`` and ``Event`` are Python code. If a signal handler raises
+    while the main thread is in them, their lock stays taken for ever, so a client's callers do not
+    use them. A bell has no lock. A signal can cost a wake-up at most, so a thread that waits for
+    something that ``ring(1)`` announces looks again by itself from time to time.
     """
 
     def __init__(self) -> None:
         self._listening: deque[SimpleQueue[None]] = deque()
 
     def listen(self) -> SimpleQueue[None]:
-        """What to ``wait`` for: every ``ring`` from now on is heard."""
+        """Returns what to ``wait`` for; it hears every ``ring`` from now on."""
         heard: SimpleQueue[None] = SimpleQueue()
         self._listening.append(heard)
         return heard
@@ -67,14 +67,14 @@ class Bell:
                 self._listening.remove(heard)
 
     def ring(self, times: int = 1 << 30) -> None:
-        """Wakes as many threads, those first that have waited longest. Finalizers may call it."""
+        """Wakes so many threads, those first that have waited longest. Finalizers may call it."""
         with contextlib.suppress(IndexError):
             for _ in range(times):
                 self._listening.popleft().put(None)
 
 
 class Latch:
-    """As ``threading.Event`` without ``clear``, for the threads of callers; see ``Bell``."""
+    """A ``threading.Event`` without ``clear``, for the threads of callers; see ``Bell``."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -89,7 +89,7 @@ class Latch:
         self._bell.ring()
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Whether it is set, by the end of this time at the latest."""
+        """Waits until it is set, but not longer than ``seconds``; returns whether it is."""
         if not self._is_set:
             heard = self._bell.listen()
             self._bell.wait(heard, 0.0 if self.is_set() else seconds)
@@ -97,9 +97,9 @@ class Latch:
 
 
 class Known(Generic[AnyObject]):
-    """A set of objects that it does not keep alive. What a signal handler that raises makes a call
-    forget is gone from here as well. (``WeakSet`` learns of that by a callback in Python, which can
-    be cut short, too.)"""
+    """A set that does not keep its objects alive. An object that a call forgets, because a signal
+    handler has raised in it, leaves the set as well. (``WeakSet`` learns of that by a callback in
+    Python, which can be cut short, too.)"""
 
     def __init__(self) -> None:
         self._objects: dict[int, weakref.ref[AnyObject]] = {}
@@ -112,7 +112,7 @@ class Known(Generic[AnyObject]):
         self._objects.pop(id(each), None)
 
     def prune(self) -> None:
-        """Leaves out what is gone."""
+        """Removes the entries of objects that are gone."""
         for number, known in list(self._objects.items()):
             if known() is None:
                 self._objects.pop(number, None)
@@ -127,13 +127,13 @@ class Known(Generic[AnyObject]):
 
 
 class NotOurTurnError(Exception):
-    """Another thread had the ``DeadlineLock`` for all of the time."""
+    """Other threads held the ``DeadlineLock`` for all of the time."""
 
 
 class DeadlineLock:
-    """A lock that is waited for by a deadline. As those above, it is for the threads of callers:
-    ``acquire(timeout=...)`` can be cut short between the moment in which the lock is taken and the
-    ``try`` that gives it back."""
+    """A lock that is waited for by a deadline. Like ``Bell``, it is for the threads of callers:
+    ``threading.Lock.acquire(timeout=...)`` can be cut short between the moment in which the lock is
+    taken and the ``try`` that gives it back."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -144,10 +144,10 @@ class DeadlineLock:
         return bool(self._holder)
 
     def run(self, work: Callable[[], AnyResult], seconds: float) -> AnyResult:
-        """What ``work`` returns, which one thread at a time does.
+        """Runs ``work``, one thread at a time, and returns its result.
 
         Raises:
-            NotOurTurnError: it has not begun within this time.
+            NotOurTurnError: it was not this thread's turn within this time.
         """
         until = uptime() + seconds
         pause_s = TURN_PAUSE_S
@@ -206,7 +206,7 @@ class Stop:
         has its request.
 
         Raises:
-            CallStoppedError: the call is stopped, at the beginning or at the end.
+            CallStoppedError: the call is stopped, at the beginning or at the end of the block.
         """
         with self._lock:
             if self.is_set:

@@ -12,21 +12,21 @@ SEND_S: Final = 1.0
 """How long a supervisor that does not read may hold us up."""
 
 EXTENDED_S: Final = 60
-"""For so long after each sign of progress a start counts as alive."""
+"""How long a start counts as alive after each sign of progress."""
 
 
 def ready(status: str) -> None:
-    """It serves from now on. ``status``: for people, on one line."""
+    """Says that the server serves from now on. ``status``: for people, on one line."""
     _tell("READY=1", f"STATUS={status}")
 
 
 def still_starting(status: str) -> None:
-    """It makes progress: the supervisor's patience begins anew."""
+    """Says that the start makes progress: the supervisor's patience begins anew."""
     _tell(f"STATUS={status}", f"EXTEND_TIMEOUT_USEC={EXTENDED_S * 1_000_000}")
 
 
 def stopping() -> None:
-    """It ends, because it was told to."""
+    """Says that the server ends, because it was told to."""
     _tell("STOPPING=1")
 
 
