@@ -57,14 +57,11 @@ class Locks:
             is_mounted: see ``Transport.watch``; once it says no, ``sweep`` unlocks the memory.
         """
         me = object()
-        with self._changing:
-            segment = self._segments.get(id(memory))
-            if segment is None:
-                segment = self._segments[id(memory)] = Locked(memory, is_mounted)
+        segment = Locked(memory, is_mounted)
         try:
             with self._changing:
-                # ``_unlock`` may have taken the segment out since.
-                self._segments.setdefault(id(memory), segment).users.add(me)
+                segment = self._segments.setdefault(id(memory), segment)
+                segment.users.add(me)
             yield segment
         finally:
             segment.users.discard(me)

@@ -44,6 +44,35 @@ def test_windows_are_locked_when_they_are_used_first() -> None:
         assert not locks.lock(late, 0, 1)  # closed
 
 
+def test_memory_that_is_unlocked_while_it_is_asked_for_is_locked_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = FakeDriver()
+    locks = Locks(driver, 1 << 40)
+    memory = segment(MIB)
+    with locks.of(memory, lambda: False) as locked:
+        assert locks.lock(locked, 0, 10)
+
+    class Sweeping:
+        """Another thread sweeps whenever this one lets the lock go."""
+
+        def __init__(self) -> None:
+            self.lock = locks._changing
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+            monkeypatch.setattr(locks, "_changing", self.lock)
+            locks.sweep()
+
+    monkeypatch.setattr(locks, "_changing", Sweeping())
+    with locks.of(memory, lambda: False) as again:
+        assert locks.lock(again, 0, 10)
+        assert driver.locked == {again.base: MIB}
+
+
 def test_no_more_than_the_bound() -> None:
     driver = FakeDriver()
     locks = Locks(driver, MIB)
