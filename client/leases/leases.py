@@ -16,8 +16,8 @@ memory. No clock of another process is compared.
 
 If the segment was mounted again, its master may still know the object at this place, because the
 node has reported it. The client then asks once more, by key. The renewal is valid if the reply
-describes the segment's generation as it is before the request and when the reply arrives: any other
-master would describe an older one. Until then the earlier lease holds.
+describes the generation that the segment has when the reply arrives: a master that does not know of
+the last mount would describe an older one. Until then the earlier lease holds.
 
 The clock is an argument of everything here; ``kvstore.client.leases.views`` adds the arrays, their
 finalizers, the thread and the lock.
