@@ -16,6 +16,7 @@ from kvstore.errors import ClosedError
 from kvstore.network import names
 from kvstore.network.names import FoundAddresses, UnknownNameError, connect, grpc_target, resolve
 from kvstore.process.stopping import Stop
+from tests.support.waiting import until
 
 Rows = list[tuple[object, ...]]
 
@@ -46,13 +47,12 @@ class Server:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     made = Server()
-    monkeypatch.setattr(names, "_lookups", names._Resolver())
+    resolver = names._Resolver()
+    monkeypatch.setattr(names, "_lookups", resolver)
     monkeypatch.setattr(socket, "getaddrinfo", made)
-    before = set(threading.enumerate())
     yield made
     made.answers.set()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(5)
+    until(lambda: not resolver.waiting)  # a thread that begins later would ask a real server
 
 
 def found(host: str, within_s: float = 5.0) -> tuple[list[str], bool]:
