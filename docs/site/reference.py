@@ -26,6 +26,7 @@ import click
 
 from kvstore import errors, limits
 from kvstore.cli import master, node, proxy
+from kvstore.cli.main import SETTINGS_WITHOUT
 from kvstore.cli.options import SOURCES
 from kvstore.config import (
     ClientConfig,
@@ -74,9 +75,11 @@ def of_settings() -> Iterator[str]:
     for title, kind in titles.items():
         yield f"## {title}\n\nSection `[{kind.section}]` of the file.\n"
         yield "| name in the file | flag | variable | default | |\n|---|---|---|---|---|"
+        without = SETTINGS_WITHOUT if kind is ClientConfig else ()
         for each in settings(kind):
             other = f" {each.metavar}" if each.metavar else f", --no-{each.flag[2:]}"
-            flag = each.flag + other if each.flag and kind is not ConnectorConfig else ""
+            has_flag = each.flag and kind is not ConnectorConfig and each.key not in without
+            flag = each.flag + other if has_flag else ""
             variables = ", ".join(map(code, each.variables))
             row = code(each.key), code(flag), variables, code(each.default), cell(each.help)
             yield f"| {' | '.join(row)} |"

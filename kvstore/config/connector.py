@@ -29,8 +29,8 @@ class ConnectorConfig(StoreSettings):
     )
     model_id: Text = Field(
         default="",
-        description="What the weights are called; empty: name and revision, or, of a local "
-        "directory, its files. Engines share blocks only when it is equal.",
+        description="A name for the weights, in place of a digest of what the engine has "
+        "loaded. Engines share blocks only when it is equal: give equal names to equal weights.",
     )
     lookup_deadline_ms: Milliseconds = Field(
         default=20,
@@ -64,6 +64,6 @@ class ConnectorConfig(StoreSettings):
         default=0.5,
         ge=0.0,
         le=1.0,
-        description="Share of the engine's blocks that may be waiting to be saved; beyond, "
-        "blocks are not saved.",
+        description="Share of the engine's blocks that may be waiting to be saved; further "
+        "blocks wait for a later step.",
     )
