@@ -1,7 +1,7 @@
 /* The steps of the hot path that Python is too slow for: kvstore.native.kinds.Steps says what each
- * does. slow.py has the same, for where this module was not built; tests/unit/test_native.py tests both.
+ * does. slow.py does the same where this module was not built; tests/unit/test_native.py tests both.
  *
- * Nothing here decides: the callers say what is refused, retried or waited for. */
+ * A step returns what happened, and does not try again: its caller decides what comes of it. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <structmember.h>
@@ -201,7 +201,7 @@ static PyObject *get_many(PyObject *self, PyObject *args) {
         if (PyErr_Occurred())
             break;
         PyList_SET_ITEM(result, index, found ? found : Py_None);
-        __builtin_prefetch(found, 1); /* to be there when its references are counted, below */
+        __builtin_prefetch(found, 1); /* so that the next loop finds it in cache */
     }
     for (Py_ssize_t borrowed = 0; borrowed < index; borrowed++)
         Py_INCREF(PyList_GET_ITEM(result, borrowed));
@@ -235,12 +235,12 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
     size_t sent = 0, received = 0;
     int status, number = 0, sending = 1;
     PyObject *payload = NULL;
-    if (now_ns() >= deadline_ns) { /* too late to begin, however soon the answer would be there */
+    if (now_ns() >= deadline_ns) { /* nothing is sent after the deadline */
         PyBuffer_Release(&request);
         return Py_BuildValue("iiiO", TIMED_OUT, 0, 0, Py_None);
     }
     if (recv(fd, head, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) {
-        PyBuffer_Release(&request); /* its end, or the reply to a call that was given up */
+        PyBuffer_Release(&request); /* the other end has closed, or sent bytes unasked */
         return Py_BuildValue("iiiO", UNASKED, 0, 0, Py_None);
     }
     do { /* a signal's handler runs between two attempts, and may raise */

@@ -2,7 +2,7 @@
 #ifndef KVSTORE_ROWS_H
 #define KVSTORE_ROWS_H
 
-/* kvstore.memory.header; tests compare what is packed there with what is read here. */
+/* As in kvstore.memory.header; tests compare what one packs with what the other reads. */
 #define HEADER_BYTES 1024
 #define FIXED_BYTES 64
 #define SUPERBLOCK_BYTES 4096
@@ -14,24 +14,24 @@
 #define DESCRIPTOR_MAX 320
 static const uint8_t MAGIC[8] = "KVextnt\x01";
 
-#define PIECE_BYTES (256 << 10) /* between two looks at the clock and the generation */
-#define UNLOCKED_BYTES (512 << 10) /* from here on the interpreter's lock is given up meanwhile */
+#define PIECE_BYTES (256 << 10) /* before each, a look at clock and generation */
+#define UNLOCKED_BYTES (512 << 10) /* from here on the GIL is given up meanwhile */
 #define THREAD_BYTES (4 << 20) /* a thread costs 20 us, and a core that the master may need */
 #define STREAM_BYTES (4 << 20) /* from here on copies bypass the caches, which they would only empty */
 #define THREADS_MAX 16
 
-/* How a batch ended, and what became of a row (kvstore.native says what they mean). */
+/* How a batch ended, and what became of a row (kvstore.native.kinds says what they mean). */
 enum { DONE = 0, GONE = 1, LATE = 2, OUTSIDE = 3 };
 enum { WHOLE = 0, STALE = 1, CORRUPT = 2 };
 
-/* As kvstore.clocks.uptime. */
+/* As kvstore.clocks.uptime, in nanoseconds. */
 static int64_t now_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_BOOTTIME, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-/* A value of kvstore.clocks.uptime, which may be infinite. */
+/* A time of kvstore.clocks.uptime, or a duration, in nanoseconds; it may be infinite. */
 static int64_t as_ns(double seconds) {
     return seconds > 9e9 ? INT64_MAX : (int64_t)(seconds * 1e9);
 }
@@ -53,10 +53,10 @@ typedef struct {
     size_t key_size, parent_size, descriptor_size;
     Part *parts;
     size_t part_count;
-    int copied; /* whether the payload moves at all; otherwise it may be hashed where it is */
-    /* what comes out of a read */
+    int copied; /* whether buffers hold the payload; otherwise it stays in the segment */
+    /* of a read; a tcp write has its packed header in `found` */
     int status;
-    uint64_t checksum, left; /* of a payload that comes in pieces */
+    uint64_t checksum, left; /* by a tcp read: the header's checksum, payload bytes to come */
     uint16_t found_at, found_size;
     uint8_t found[HEADER_BYTES];
 } Row;
@@ -85,8 +85,8 @@ static int interrupted(const Batch *batch) {
     return now_ns() >= batch->deadline_ns ? LATE : DONE;
 }
 
-/* As kvstore.native.rows.header_of. Reads shared memory once:
- * what is checked is what is kept. */
+/* WHOLE: as kvstore.native.rows.header_of, the row's header is at `place`; otherwise STALE. Reads shared
+ * memory once, into `row->found`: what is checked is what is kept. */
 static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint64_t *checksum) {
     uint8_t *head = row->found;
     if (place != head)
@@ -114,7 +114,7 @@ static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint
     return WHOLE;
 }
 
-/* As kvstore.native.rows.write_header. */
+/* As kvstore.native.rows.write_header; sets `*size` to the header's bytes. */
 static void pack_header(uint8_t *head, size_t *size, const Row *row, const Batch *batch, uint64_t checksum) {
     uint16_t sizes[6] = {FORMAT_VERSION, 0, (uint16_t)batch->name_size, (uint16_t)row->key_size,
                          (uint16_t)row->parent_size, (uint16_t)row->descriptor_size};
@@ -137,7 +137,7 @@ static void pack_header(uint8_t *head, size_t *size, const Row *row, const Batch
     memcpy(head + 8, &sum, 8);
 }
 
-/* The checksum of a payload that stays where it is. Others may have copied it from here, or to here. */
+/* Hashes a payload that stays in the segment: a caller reads it there, or has put it there. */
 static int hash_payload(const Batch *batch, const Row *row, const uint8_t *place, Xxh3 *state) {
     size_t left = (size_t)row->size;
     while (left) {
@@ -152,7 +152,7 @@ static int hash_payload(const Batch *batch, const Row *row, const uint8_t *place
     return DONE;
 }
 
-/* Payload between the segment (`place`) and the row's parts; its checksum in `state` if wanted. */
+/* Copies a payload between the segment (`place`) and the row's parts; hashes it if `state` is given. */
 static int move_payload(const Batch *batch, const Row *row, uint8_t *place, Xxh3 *state) {
     if (!row->copied)
         return hash_payload(batch, row, place, state);
@@ -200,7 +200,7 @@ static int write_row(const Batch *batch, Row *row) {
     int ended = interrupted(batch);
     if (ended)
         return ended;
-    memset(place, 0, FIXED_BYTES); /* wiped first: a whole header means a whole payload */
+    memset(place, 0, FIXED_BYTES); /* first: a valid header promises a whole payload */
     atomic_thread_fence(memory_order_seq_cst);
     Xxh3 state;
     xxh3_begin(&state, 0);
@@ -250,7 +250,7 @@ static int take_bytes(PyObject *row, Py_ssize_t index, size_t most, const uint8_
     return 0;
 }
 
-/* A list of buffers whose sizes add up to the row's, or None: the payload stays where it is. */
+/* Takes a row's list of buffers, as large as its payload, or None: the payload stays in the segment. */
 static int take_parts(Batch *batch, Row *row, PyObject *buffers) {
     row->copied = buffers != Py_None;
     if (!row->copied && batch->memory.obj)
@@ -280,8 +280,8 @@ static int take_parts(Batch *batch, Row *row, PyObject *buffers) {
     return 0;
 }
 
-/* Rows as (offset, size, epoch, counter, key, buffers or None[, parent, descriptor]). Returns -1 on
- * an exception, OUTSIDE when one is not within the segment. */
+/* Takes rows: (offset, size, epoch, counter, key, buffers or None[, parent, descriptor]). Returns -1 on
+ * an exception, OUTSIDE when a row is not within the segment. `*total`: the bytes to copy or hash. */
 static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
     Py_ssize_t count = PyList_GET_SIZE(rows), width = batch->write ? 8 : 6, buffers = 0;
     for (Py_ssize_t index = 0; index < count; index++) {
@@ -328,7 +328,7 @@ static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
     return DONE;
 }
 
-/* Per row its descriptor, or what was wrong with it. */
+/* Makes the list that a read returns: per row its descriptor, or STALE or CORRUPT. */
 static PyObject *outcomes(const Batch *batch) {
     PyObject *results = PyList_New((Py_ssize_t)batch->row_count);
     for (size_t index = 0; results && index < batch->row_count; index++) {

@@ -1,4 +1,4 @@
-/* Sockets of which every wait ends by a deadline. */
+/* Sends and receives on sockets; every wait ends by a deadline. */
 #ifndef KVSTORE_SOCKETS_H
 #define KVSTORE_SOCKETS_H
 
@@ -7,7 +7,7 @@
 
 enum { ANSWERED, TIMED_OUT, NOT_SENT, BROKEN, ENDED, GARBLED, UNASKED, SIGNALLED };
 
-/* The descriptor of a socket or stream; -1, as a call on it would say, if it is closed. 0: raises. */
+/* Sets `*fd` to a socket's or stream's descriptor, -1 if that is closed. Returns 0 on an exception. */
 static int descriptor_of(PyObject *socket, int *fd) {
     PyObject *number = PyObject_CallMethod(socket, "fileno", NULL);
     if (!number)
@@ -17,7 +17,7 @@ static int descriptor_of(PyObject *socket, int *fd) {
     return !PyErr_Occurred();
 }
 
-/* Waits for `events`; 0, TIMED_OUT or SIGNALLED. */
+/* Waits for `events`. Returns 0 (they may have come: try again), TIMED_OUT or SIGNALLED. */
 static int wait_for(int fd, short events, int64_t deadline_ns) {
     struct pollfd polled = {.fd = fd, .events = events};
     int64_t left = deadline_ns - now_ns();
@@ -28,7 +28,7 @@ static int wait_for(int fd, short events, int64_t deadline_ns) {
     return ready < 0 && errno == EINTR ? SIGNALLED : 0;
 }
 
-/* Sends all of it, from `*sent` on. */
+/* Sends `data` from byte `*sent` on, which counts what has been sent. */
 static int send_all(int fd, const char *data, size_t size, size_t *sent, int64_t deadline_ns) {
     while (*sent < size) {
         ssize_t count = send(fd, data + *sent, size - *sent, MSG_NOSIGNAL | MSG_DONTWAIT);
@@ -45,7 +45,7 @@ static int send_all(int fd, const char *data, size_t size, size_t *sent, int64_t
     return ANSWERED;
 }
 
-/* Receives at least `wanted` bytes; polls until `*spin_until`, which is 0 once that was in vain. */
+/* Receives until `*received` >= `wanted`; polls until `*spin_until`, and zeroes that if nothing came. */
 static int receive_some(int fd, char *into, size_t room, size_t wanted, size_t *received,
                         int64_t *spin_until, int64_t deadline_ns) {
     while (*received < wanted) {

@@ -15,10 +15,10 @@ enum { REFUSED = 8 };
 #define IOVECS_MAX 512
 #define RECEIVED_AT_ONCE (256 << 10) /* hashed at once: it is in cache still */
 #define SENT_AT_ONCE (512 << 10)     /* each is one wake-up of the other end */
-#define GATHERED_MAX (32 << 10)      /* longer ranges are sent without copying */
-#define APART_BYTES (32 << 10)       /* the header of a longer payload is received, and checked, first */
+#define GATHERED_MAX (32 << 10)      /* longer ranges are lent to the kernel where it takes them */
+#define APART_BYTES (32 << 10)       /* a longer payload waits until its header was checked */
 #define FILE_AT_ONCE (8 << 20)
-#define ARM_NS 5000000 /* the precision of deadlines */
+#define ARM_NS 5000000 /* how often time-outs are set: deadlines are kept to it */
 #define MOVED_MIN (64 << 10)
 
 /* A blocking socket, whose time-outs the kernel counts. */
@@ -27,10 +27,10 @@ typedef struct {
     int64_t deadline_ns;
     int64_t stall_ns;     /* the longest that no byte may move; 0: no such bound */
     int64_t armed_ns[2];  /* when SO_RCVTIMEO and SO_SNDTIMEO were last set */
-    int64_t armed_for[2]; /* to what */
-    int unsent;           /* bytes that the other end had not acknowledged when it was last looked */
-    int number;           /* errno */
-    PyThreadState *thread;
+    int64_t armed_for[2]; /* the time-outs then set */
+    int unsent;           /* sent bytes that the other end had not acknowledged at the last look */
+    int number;           /* errno; of REFUSED the server's status */
+    PyThreadState *thread; /* that runs signal handlers; NULL: a node's, which runs none */
 } Wire;
 
 static int unsent_bytes(const Wire *wire) {
@@ -65,7 +65,7 @@ static int arm(Wire *wire, int sending) {
     return ANSWERED;
 }
 
-/* What a failed system call means; ANSWERED: try again. A signal's handler runs here, and may raise. */
+/* Returns what a failed system call means; ANSWERED: try again. Runs signal handlers, which may raise. */
 static int failed(Wire *wire, int sending) {
     if (errno == EAGAIN || errno == EWOULDBLOCK) {
         wire->armed_ns[sending] = 0;
@@ -83,7 +83,7 @@ static int failed(Wire *wire, int sending) {
     return BROKEN;
 }
 
-/* Drops `count` bytes from the front; returns what is left. */
+/* Drops `count` bytes from the front of `left` parts; returns how many parts are left. */
 static size_t behind(struct iovec **parts, size_t left, size_t count) {
     while (left && count >= (*parts)->iov_len) {
         count -= (*parts)->iov_len;
@@ -114,7 +114,7 @@ static int send_parts(Wire *wire, struct iovec *parts, size_t count, int flags) 
     return ANSWERED;
 }
 
-/* `*spin_until`: poll until then instead of sleeping; 0 once that was in vain. */
+/* Fills the parts. Polls until `*spin_until`, and sets that to 0 if it was in vain; then sleeps. */
 static int receive_parts(Wire *wire, struct iovec *parts, size_t count, int64_t *spin_until) {
     while (count) {
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
@@ -161,7 +161,7 @@ static size_t header_size(const Batch *batch, const Row *row) {
     return FIXED_BYTES + (size_t)batch->name_size + row->key_size + row->parent_size + row->descriptor_size;
 }
 
-/* A request for all rows; `*size` its bytes. NULL: no memory. */
+/* Makes the request for all rows, of `*size` bytes; NULL: no memory. */
 static uint8_t *make_request(const Batch *batch, size_t *size) {
     uint8_t *request = malloc(REQUEST_HEAD + 3 * RANGE_BYTES * batch->row_count);
     if (!request)
@@ -191,7 +191,7 @@ static uint8_t *make_request(const Batch *batch, size_t *size) {
     return request;
 }
 
-/* The status that the server sends; ANSWERED, REFUSED (`number` says how) or what went wrong. */
+/* Receives the server's status. Returns ANSWERED, REFUSED (`number` says how) or what went wrong. */
 static int receive_status(Wire *wire, int64_t *spin_until) {
     uint8_t status[STATUS_BYTES];
     int ended = receive_bytes(wire, status, sizeof status, spin_until);
@@ -204,7 +204,7 @@ static int receive_status(Wire *wire, int64_t *spin_until) {
 /* Receives all rows, a window at a time, and hashes each while it is in cache. The caller's memory is
  * written only after the header was checked: another object may be there, and may be longer.
  *
- * ours: as long as a window, or as all rows. */
+ * `ours` is scratch memory as large as a window, or as all rows if these are smaller. */
 static int receive_windows(Wire *wire, Batch *batch, uint8_t *ours, int64_t *spin_until) {
     struct iovec parts[IOVECS_MAX];
     struct { Row *row; uint8_t *at, *to; size_t size; } pieces[IOVECS_MAX];
@@ -286,7 +286,7 @@ static int receive_rows(Wire *wire, Batch *batch, uint64_t total, int64_t *spin_
     return ended;
 }
 
-/* Sends all rows behind the request, which travels with their first bytes. */
+/* Sends the request and all rows. One system call sends the request and the first rows. */
 static int send_rows(Wire *wire, Batch *batch, uint8_t *request, size_t request_size) {
     static const uint8_t wiped[FIXED_BYTES];
     struct iovec parts[IOVECS_MAX];
@@ -329,7 +329,7 @@ static int send_rows(Wire *wire, Batch *batch, uint8_t *request, size_t request_
     return send_parts(wire, parts, count, 0);
 }
 
-/* (status, number, whether no byte can land any more, outcomes or None) */
+/* Makes the result of kinds.Steps.tcp_read and tcp_write. */
 static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *rows, double deadline,
                                double stall, double spin) {
     PyObject *results = NULL;
@@ -365,7 +365,7 @@ static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *ro
         if (!status || (status == BROKEN && (number == EPIPE || number == ECONNRESET))) {
             if (!status && spin > 0)
                 spin_until = now_ns() + (int64_t)(spin * 1e9);
-            int said = receive_status(&wire, &spin_until); /* also why it has hung up */
+            int said = receive_status(&wire, &spin_until); /* says also why the server has hung up */
             settled = said == ANSWERED || said == REFUSED;
             if (!status || said == REFUSED)
                 status = said;
@@ -469,13 +469,13 @@ static int send_ranges(Served *served, const uint64_t *ranges, size_t count) {
             bytes += left;
             continue;
         }
-        while (left) { /* lends the kernel the pages: a lease outlives its reads */
+        while (left) { /* sendfile lends the pages to the kernel: a lease outlives it */
             off_t at = (off_t)offset;
             soon(served);
             int ended = arm(&served->wire, 1);
             if (ended)
                 return ended;
-            if (served->file < 0) { /* reserved huge pages cannot be lent */
+            if (served->file < 0) { /* sendfile refuses reserved huge pages */
                 struct iovec part = {served->memory + offset, left < PIECE_BYTES ? left : PIECE_BYTES};
                 size_t size = part.iov_len;
                 if ((ended = send_parts(&served->wire, &part, 1, index + 1 < count ? MSG_MORE : 0)))
@@ -540,8 +540,8 @@ static int refused(Served *served, int status) {
     return REFUSED;
 }
 
-/* Serves one request; TIMED_OUT with `*idle` set when none has begun. It sleeps until one comes: see
- * ADR 2 on who polls. */
+/* Serves one request. Returns TIMED_OUT with `*idle` set when none has begun. A node sleeps until one
+ * comes: ADR 2 says who polls. */
 static int serve_request(Served *served, uint64_t *ranges, int *idle) {
     uint8_t head[REQUEST_HEAD];
     size_t have = 0;

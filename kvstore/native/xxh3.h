@@ -16,7 +16,7 @@
 #define STRIPE 64
 #define SECRET_BYTES 192
 #define STRIPES_PER_BLOCK ((SECRET_BYTES - STRIPE) / 8)
-#define SHORT_MAX 240 /* inputs up to here are hashed in one of five other ways */
+#define SHORT_MAX 240 /* inputs up to here are hashed in one of six other ways */
 
 #define P32_1 0x9E3779B1U
 #define P32_2 0x85EBCA77U
@@ -128,7 +128,7 @@ static uint64_t xxh3_short(const uint8_t *data, size_t size, uint64_t seed) {
 
 /* --- more: lanes over stripes ------------------------------------------------------------------ */
 
-/* A stream of any number of pieces. `done` counts the stripes of the present block. */
+/* The hash of any number of pieces. `done` counts the stripes of the present block. */
 typedef struct {
     uint64_t acc[8];
     uint8_t secret[SECRET_BYTES];
@@ -138,12 +138,12 @@ typedef struct {
     size_t held;           /* bytes in `pending`: 1 to 64 once anything came */
     uint8_t pending[STRIPE];
     uint8_t last[STRIPE];  /* the stripe before `pending` */
-    uint8_t first[SHORT_MAX];
+    uint8_t first[SHORT_MAX]; /* all bytes, while there are no more */
     int streams;           /* copies go around the caches, where the processor can: for bytes that
                               are not read soon. Fence before another thread learns of them. */
 } Xxh3;
 
-enum { HASH = 0, COPY = 1, STREAM = 2 }; /* what is done with a stripe besides hashing it: how */
+enum { HASH = 0, COPY = 1, STREAM = 2 }; /* `how`: what is done with a stripe besides hashing it */
 
 static void xxh3_begin(Xxh3 *state, uint64_t seed) {
     static const uint64_t start[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
@@ -276,7 +276,7 @@ static inline void stream_fence(void) {}
 static void xxh3_choose(void) {}
 #endif
 
-/* `to` NULL: hash only. A stripe is taken only when more follows: the last one counts otherwise.
+/* Hashes a piece, and copies it to `to`, if any. A stripe is taken only when bytes follow it: see xxh3_end.
  *
  * Others may write to `from` meanwhile. So each of its bytes is read once, into a register or memory of
  * ours, and both hashed and copied from there: what is hashed is what was copied. */
