@@ -4,6 +4,7 @@
 
 #define LANE_HEAD 14 /* kvstore.wire.frames: u32 length, u64 call id, u8 kind, u8 name length */
 #define LANE_BUFFER (32 << 10)
+#define LOOK_MS 200 /* how often a waiting thread looks for signals */
 
 enum { ANSWERED, TIMED_OUT, NOT_SENT, BROKEN, ENDED, GARBLED, UNASKED, SIGNALLED };
 
@@ -17,15 +18,16 @@ static int descriptor_of(PyObject *socket, int *fd) {
     return !PyErr_Occurred();
 }
 
-/* Waits for `events`. Returns 0 (they may have come: try again), TIMED_OUT or SIGNALLED. */
+/* Waits for `events`. Returns 0 (they may have come: try again), TIMED_OUT, or SIGNALLED: look for
+ * signals, then try again. A signal that came just before the wait has not woken it. */
 static int wait_for(int fd, short events, int64_t deadline_ns) {
     struct pollfd polled = {.fd = fd, .events = events};
     int64_t left = deadline_ns - now_ns();
     if (left <= 0)
         return TIMED_OUT;
     int64_t left_ms = left / 1000000 + 1;
-    int ready = poll(&polled, 1, left_ms > 3600000 ? 3600000 : (int)left_ms);
-    return ready < 0 && errno == EINTR ? SIGNALLED : 0;
+    int ready = poll(&polled, 1, left_ms > LOOK_MS ? LOOK_MS : (int)left_ms);
+    return !ready || (ready < 0 && errno == EINTR) ? SIGNALLED : 0;
 }
 
 /* Sends `data` from byte `*sent` on, which counts what has been sent. */
@@ -59,7 +61,10 @@ static int receive_some(int fd, char *into, size_t room, size_t wanted, size_t *
                 sched_yield(); /* the other end may be waiting for this core */
                 continue;
             }
-            *spin_until = 0;
+            if (*spin_until) { /* a signal while it polled wakes no sleep: the caller looks first */
+                *spin_until = 0;
+                return SIGNALLED;
+            }
             int waited = wait_for(fd, POLLIN, deadline_ns);
             if (waited)
                 return waited;

@@ -17,7 +17,7 @@ enum { REFUSED = 8 };
 #define SENT_AT_ONCE (512 << 10)     /* each is one wake-up of the other end */
 #define GATHERED_MAX (32 << 10)      /* longer ranges are lent to the kernel where it takes them */
 #define APART_BYTES (32 << 10)       /* a longer payload waits until its header was checked */
-#define FILE_AT_ONCE (8 << 20)
+#define FILE_AT_ONCE (1 << 20) /* within it the kernel counts the time-out anew for every 64 KiB */
 #define ARM_NS 5000000 /* how often time-outs are set: deadlines are kept to it */
 #define MOVED_MIN (64 << 10)
 
@@ -26,8 +26,9 @@ typedef struct {
     int fd;
     int64_t deadline_ns;
     int64_t stall_ns;     /* the longest that no byte may move; 0: no such bound */
-    int64_t armed_ns[2];  /* when SO_RCVTIMEO and SO_SNDTIMEO were last set */
-    int64_t armed_for[2]; /* the time-outs then set */
+    int64_t armed_ns[2]; /* when SO_RCVTIMEO and SO_SNDTIMEO were last set */
+    int64_t moved_ns;    /* when bytes last moved, or the wait for them began */
+    int64_t looked_ns;   /* when signals were last looked for */
     int unsent;           /* sent bytes that the other end had not acknowledged at the last look */
     int number;           /* errno; of REFUSED the server's status */
     PyThreadState *thread; /* that runs signal handlers; NULL: a node's, which runs none */
@@ -41,11 +42,13 @@ static int unsent_bytes(const Wire *wire) {
 /* After a time-out of the kernel: whether nothing has moved for `stall_ns`. Many sent bytes may still
  * move long after the call that sent them; a few are acknowledged at once, even by the kernel of a
  * stopped process. */
-static int stalled(Wire *wire, int sending) {
-    if (!wire->stall_ns || wire->armed_for[sending] < wire->stall_ns)
+static int stalled(Wire *wire) {
+    int64_t now = now_ns();
+    if (!wire->stall_ns || now - wire->moved_ns < wire->stall_ns)
         return 0;
     int unsent = unsent_bytes(wire), moved = wire->unsent - unsent;
     wire->unsent = unsent;
+    wire->moved_ns = now;
     return moved < MOVED_MIN;
 }
 
@@ -56,31 +59,47 @@ static int arm(Wire *wire, int sending) {
     if (wire->armed_ns[sending] && now - wire->armed_ns[sending] < ARM_NS)
         return ANSWERED;
     wire->armed_ns[sending] = now;
-    if (wire->stall_ns && left > wire->stall_ns)
-        left = wire->stall_ns;
-    left = left > 3600000000000 ? 3600000000000 : left;
-    wire->armed_for[sending] = left;
-    struct timeval time = {.tv_sec = left / 1000000000, .tv_usec = left % 1000000000 / 1000 + 1};
-    setsockopt(wire->fd, SOL_SOCKET, sending ? SO_SNDTIMEO : SO_RCVTIMEO, &time, sizeof time);
-    return ANSWERED;
+    int64_t stalls = wire->stall_ns - (now - wire->moved_ns);
+    if (wire->stall_ns && left > stalls)
+        left = stalls > 0 ? stalls : 0;
+    int64_t longest = wire->thread ? LOOK_MS * (int64_t)1000000 : 3600000000000;
+    left = left > longest ? longest : left;
+    int64_t us = left / 1000 + 1;
+    struct timeval time = {.tv_sec = us / 1000000, .tv_usec = us % 1000000};
+    if (!setsockopt(wire->fd, SOL_SOCKET, sending ? SO_SNDTIMEO : SO_RCVTIMEO, &time, sizeof time))
+        return ANSWERED;
+    wire->number = errno;
+    return BROKEN;
+}
+
+/* Runs the handlers of signals that have come, if this thread runs any. SIGNALLED: one has raised. */
+static int run_handlers(Wire *wire) {
+    if (!wire->thread)
+        return ANSWERED;
+    PyEval_RestoreThread(wire->thread);
+    int raised = PyErr_CheckSignals();
+    wire->thread = PyEval_SaveThread();
+    wire->looked_ns = now_ns();
+    return raised ? SIGNALLED : ANSWERED;
 }
 
 /* Returns what a failed system call means; ANSWERED: try again. Runs signal handlers, which may raise. */
 static int failed(Wire *wire, int sending) {
     if (errno == EAGAIN || errno == EWOULDBLOCK) {
         wire->armed_ns[sending] = 0;
-        return stalled(wire, sending) ? TIMED_OUT : arm(wire, sending);
+        int status = run_handlers(wire);
+        return status ? status : stalled(wire) ? TIMED_OUT : arm(wire, sending);
     }
-    if (errno == EINTR) {
-        if (!wire->thread)
-            return ANSWERED;
-        PyEval_RestoreThread(wire->thread);
-        int raised = PyErr_CheckSignals();
-        wire->thread = PyEval_SaveThread();
-        return raised ? SIGNALLED : ANSWERED;
-    }
+    if (errno == EINTR)
+        return run_handlers(wire);
     wire->number = errno;
     return BROKEN;
+}
+
+/* Called before a wait. A signal that came just before it does not wake it, nor one during hashing. */
+static int begin_wait(Wire *wire) {
+    wire->moved_ns = now_ns();
+    return wire->moved_ns - wire->looked_ns > LOOK_MS * (int64_t)1000000 ? run_handlers(wire) : ANSWERED;
 }
 
 /* Drops `count` bytes from the front of `left` parts; returns how many parts are left. */
@@ -98,9 +117,9 @@ static size_t behind(struct iovec **parts, size_t left, size_t count) {
 }
 
 static int send_parts(Wire *wire, struct iovec *parts, size_t count, int flags) {
-    while (count) {
-        int status = arm(wire, 1);
-        if (status)
+    int status = begin_wait(wire);
+    while (!status && count) {
+        if ((status = arm(wire, 1)))
             return status;
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
         ssize_t sent = sendmsg(wire->fd, &message, MSG_NOSIGNAL | flags);
@@ -108,41 +127,49 @@ static int send_parts(Wire *wire, struct iovec *parts, size_t count, int flags) 
             count = behind(&parts, count, (size_t)sent);
             if (wire->stall_ns)
                 wire->unsent = unsent_bytes(wire);
-        } else if ((status = failed(wire, 1)))
-            return status;
+            wire->moved_ns = now_ns();
+            if (count && (status = run_handlers(wire))) /* a signal may have cut it short */
+                return status;
+        } else
+            status = failed(wire, 1);
     }
-    return ANSWERED;
+    return status;
 }
 
 /* Fills the parts. Polls until `*spin_until`, and sets that to 0 if it was in vain; then sleeps. */
 static int receive_parts(Wire *wire, struct iovec *parts, size_t count, int64_t *spin_until) {
-    while (count) {
+    int status = begin_wait(wire);
+    while (!status && count) {
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
         ssize_t received;
-        if (spin_until && *spin_until) {
+        int polls = spin_until && *spin_until;
+        if (polls) {
             received = recvmsg(wire->fd, &message, MSG_DONTWAIT);
             if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-                if (now_ns() >= *spin_until)
-                    *spin_until = 0;
-                else
+                if (now_ns() < *spin_until) {
                     sched_yield();
+                    continue;
+                }
+                *spin_until = 0;
+                status = run_handlers(wire); /* a signal while it polled wakes no sleep */
                 continue;
             }
         } else {
-            int status = arm(wire, 0);
-            if (status)
+            if ((status = arm(wire, 0)))
                 return status;
             received = recvmsg(wire->fd, &message, MSG_WAITALL);
         }
-        int status;
         if (!received)
             return ENDED;
-        if (received > 0)
+        if (received > 0) {
             count = behind(&parts, count, (size_t)received);
-        else if ((status = failed(wire, 0)))
-            return status;
+            wire->moved_ns = now_ns();
+            if (count && !polls)
+                status = run_handlers(wire); /* a signal or a time-out has cut it short */
+        } else
+            status = failed(wire, 0);
     }
-    return ANSWERED;
+    return status;
 }
 
 static int receive_bytes(Wire *wire, void *into, size_t size, int64_t *spin_until) {
@@ -341,8 +368,12 @@ static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *ro
         PyErr_SetString(PyExc_TypeError, "rows come in a list");
         return NULL;
     }
+    if (batch->name_size > NAMESPACE_MAX) {
+        PyErr_SetString(PyExc_ValueError, "too long a namespace");
+        return NULL;
+    }
     int ended = take_rows(batch, rows, &total), status = ANSWERED, settled = 1;
-    Wire wire = {.fd = fd, .deadline_ns = as_ns(deadline), .stall_ns = as_ns(stall)};
+    Wire wire = {.fd = fd, .deadline_ns = as_ns(deadline), .stall_ns = as_ns(stall), .looked_ns = now_ns()};
     if (ended > 0)
         results = Py_BuildValue("iiiO", REFUSED, STATUS_INVALID_RANGE, 1, Py_None);
     if (ended)
@@ -367,7 +398,7 @@ static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *ro
                 spin_until = now_ns() + (int64_t)(spin * 1e9);
             int said = receive_status(&wire, &spin_until); /* says also why the server has hung up */
             settled = said == ANSWERED || said == REFUSED;
-            if (!status || said == REFUSED)
+            if (!status || said == REFUSED || said == SIGNALLED)
                 status = said;
             else
                 wire.number = number;
@@ -494,6 +525,8 @@ static int send_ranges(Served *served, const uint64_t *ranges, size_t count) {
             } else {
                 offset += (uint64_t)sent;
                 left -= (uint64_t)sent;
+                if (left && now_ns() >= served->wire.deadline_ns)
+                    return TIMED_OUT;
             }
         }
     }

@@ -175,13 +175,16 @@ class ClientConnection:
         """Runs an exchange on the open connection, or on a new one if that has ended."""
         try:
             stream = self._stream or self._connect(deadline)
+            is_new = False
             while True:
                 spins = self._gauge.pays()
                 status, number, settled, outcomes = exchange(stream, SPIN_S if spins else 0.0)
                 if status != UNASKED:
                     break
+                if is_new:
+                    raise EndedError(0)  # a server that sends bytes before it is asked
                 self.close()
-                stream = self._connect(deadline)
+                stream, is_new = self._connect(deadline), True
             self._is_settled = bool(settled)
             if status == ANSWERED:
                 if spins:

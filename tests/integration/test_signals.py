@@ -153,6 +153,7 @@ def test_the_first_calls_may_be_cut_anywhere(stored: Cluster, transport: str) ->
         clients.append(Client(stored.address, transports=(transport,), timeout_ms=10_000))
         clients[-1].get("k1", copy=False)
 
+    client: Client | None
     clients: list[Client] = []
     numbers = places(begin)[::3]
     for place in numbers:
@@ -160,9 +161,9 @@ def test_the_first_calls_may_be_cut_anywhere(stored: Cluster, transport: str) ->
         for client in clients:
             in_time(lambda c=client: check(c), f"first call cut at {where}")  # type: ignore[misc]
             in_time(client.close, f"close after the first call was cut at {where}")
+        client = None
         clients.clear()
-    gc.collect()
-    assert not leaked(before)
+        assert not leaked(before), f"first call cut at {where}"
 
 
 def test_close_may_be_cut_anywhere(stored: Cluster) -> None:

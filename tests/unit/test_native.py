@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import mmap
 import random
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Final
 
@@ -39,6 +41,7 @@ from kvstore.memory.header import (
 )
 from kvstore.native import kinds, slow
 from kvstore.native.kinds import ReadRow, Steps, WriteRow
+from kvstore.network.stream import Stream
 
 SEED, GENERATION, SPACE = 0x1234_5678_9ABC_DEF0, 3, "llama/ü"
 SIZE = 16 << 20
@@ -379,6 +382,128 @@ def test_how_an_exchange_fails(steps: Steps, ends: tuple[socket.socket, socket.s
         assert answered(wrong) == kinds.GARBLED
     assert answered(reply(5, 3, b"x" * 10)[:20], end=True) == kinds.ENDED
     assert exchange(steps, ours)[0] == kinds.UNASKED
+
+
+class Raised(BaseException):
+    """Of a signal handler."""
+
+
+@pytest.fixture
+def interrupted() -> Iterator[Callable[[], None]]:
+    """Has the handler of a signal raise in the main thread, which the test runs in."""
+
+    def handler(*_: object) -> None:
+        raise Raised
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.fixture
+def wire() -> Iterator[tuple[Stream, socket.socket]]:
+    """A stream over TCP, and the other end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Stream(socket.create_connection(listener.getsockname()), stall_s=1.0)
+        theirs, _ = listener.accept()
+    with theirs:
+        yield ours, theirs
+        ours.close()
+
+
+def peer(act: Callable[[], object]) -> threading.Thread:
+    def run() -> None:
+        with contextlib.suppress(OSError):
+            act()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_signal_is_heard_while_a_transfer_moves_bytes(
+    steps: Steps, wire: tuple[Stream, socket.socket], interrupted: Callable[[], None], verb: str
+) -> None:
+    stream, theirs = wire
+    size, deadline = 64 << 20, uptime() + 3
+    views = [memoryview(bytearray(size))]
+
+    def trickle() -> None:
+        theirs.recv(1 << 16)
+        if verb == "read":
+            theirs.sendall(b"KVdt" + bytes(4) + bytes(3_000))
+        interrupted()
+        while uptime() < deadline + 1:
+            theirs.sendall(bytes(3_000)) if verb == "read" else theirs.recv(200_000)
+            time.sleep(0.01)
+
+    def move() -> None:
+        if verb == "read":
+            reads: list[ReadRow] = [(4096, size, 1, 1, b"k", views)]
+            steps.tcp_read(stream, 1 << 30, SEED, SPACE, reads, True, deadline, 1.0, 0.0)
+        else:
+            writes: list[WriteRow] = [(4096, size, 1, 1, b"k", views, b"", b"")]
+            steps.tcp_write(stream, 1 << 30, SEED, SPACE, writes, deadline, 1.0, 0.0)
+
+    thread = peer(trickle)
+    with pytest.raises(Raised):
+        move()
+    assert uptime() < deadline, "it was heard when the call had ended"
+    stream.close()
+    with contextlib.suppress(OSError):
+        theirs.shutdown(socket.SHUT_RDWR)
+    thread.join()
+
+
+def test_a_signal_is_heard_while_an_exchange_polls(
+    steps: Steps, ends: tuple[socket.socket, socket.socket], interrupted: Callable[[], None]
+) -> None:
+    ours, theirs = ends
+    deadline = uptime() + 3
+
+    def interrupt() -> None:
+        theirs.recv(100)
+        interrupted()
+
+    thread = peer(interrupt)
+    with pytest.raises(Raised):
+        steps.exchange(ours, b"request", 5, 0.2, deadline, 1 << 20)
+    assert uptime() < deadline, "it was heard when the call had ended"
+    thread.join()
+
+
+@pytest.mark.parametrize("steps", ["compiled"], indirect=True)
+def test_a_handler_may_raise_where_the_other_end_has_hung_up(
+    steps: Steps, interrupted: Callable[[], None]
+) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.shutdown(socket.SHUT_WR)
+        timer = threading.Timer(0.1, interrupted)
+        timer.start()
+        some: list[WriteRow] = [(4096, 1, 1, 1, b"k", [memoryview(b"z")], b"", b"")]
+        with pytest.raises(Raised):
+            steps.tcp_write(ours, 1 << 20, SEED, SPACE, some, uptime() + 3, 9.5, 0.0)
+        timer.join()
+
+
+def test_time_outs_of_whole_seconds(
+    steps: Steps, memory: memoryview, wire: tuple[Stream, socket.socket]
+) -> None:
+    stream, _ = wire
+    serving = peer(
+        lambda: steps.serve(stream, -1, memory, GENERATION, bytearray(1), bytearray(32), 1.0, 1.0)
+    )
+    serving.join(10)
+    assert not serving.is_alive(), "nobody has asked for anything"
+
+
+@pytest.mark.parametrize("steps", ["compiled"], indirect=True)
+def test_too_long_a_namespace_is_refused(steps: Steps, wire: tuple[Stream, socket.socket]) -> None:
+    stream, _ = wire
+    with pytest.raises(ValueError, match="namespace"):
+        steps.tcp_write(stream, 1 << 30, SEED, "n" * 1_100, [], uptime() + 3, 1.0, 0.0)
 
 
 def test_an_exchange_with_nobody(steps: Steps) -> None:

@@ -131,6 +131,7 @@ def test_a_connection_serves_many_requests(server: DataServer, segment: NodeSegm
             assert status(sock) is TransferStatus.OK
             expected = payload[:10] + payload[:MIB] + payload[5:33_005] + payload[MIB : MIB + 7]
             assert received(sock, len(expected)) == expected
+    wait_until("reads", server, 3)  # an answer is counted after it was sent
     counters = server.counters()
     assert (counters.reads, counters.writes) == (3, 3)
     assert counters.written_bytes == 3 * (2 * MIB - 4096)
