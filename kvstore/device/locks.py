@@ -57,15 +57,18 @@ class Locks:
             is_mounted: see ``Transport.watch``; once it says no, ``sweep`` unlocks the memory.
         """
         me = object()
-        segment = Locked(memory, is_mounted)
+        segment = None
         try:
             with self._changing:
-                segment = self._segments.setdefault(id(memory), segment)
+                segment = self._segments.get(id(memory))
+                if segment is None:
+                    segment = self._segments[id(memory)] = Locked(memory, is_mounted)
                 segment.users.add(me)
             yield segment
         finally:
-            segment.users.discard(me)
-            if self._is_closed and not segment.users:
+            if segment is not None:
+                segment.users.discard(me)
+            if self._is_closed and (segment is None or not segment.users):
                 self._unlock(lambda segment: True)
 
     def lock(self, segment: Locked, offset: int, size: int) -> bool:
