@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +27,6 @@ from tests.support.cuts import Cut, cut
 from tests.support.leaks import leaked, snapshot
 from tests.support.waiting import until
 
-# What a finalizer raises goes nowhere: Python says so, and goes on.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
 PLACES = 120
 """Of each kind of call, evenly over the call; a get by shared memory has some 200."""
 
@@ -45,6 +43,13 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for key in range(KEYS):
             client.put(f"k{key}", value(key), replicas=2)
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def unraisable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a finalizer raises goes nowhere: Python says so, and goes on. Pytest's hook would keep
+    the exception until the test has ended, with the frames and the memory that it refers to."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
 
 
 def value(key: int) -> np.ndarray[Any, Any]:
