@@ -1,10 +1,14 @@
-"""vLLM's plug-in: registers the connector and the tier in vLLM's factories, by their names.
+"""vLLM's plug-in: registers the connector and the tier in vLLM's factories, by their names, and
+notes weights that vLLM packs.
 
 vLLM imports this module in each of its processes. ``kvstore.connectors.vllm`` and ``vllm_tier`` are
 separate modules, so that they are loaded only where they are used.
 """
 
 from __future__ import annotations
+
+from functools import wraps
+from typing import Any
 
 CONNECTOR = "KVStoreConnector"
 TIER = "KVStoreTier"
@@ -16,9 +20,36 @@ def register() -> None:
 
     if CONNECTOR not in KVConnectorFactory._registry:  # no public test
         KVConnectorFactory.register_connector(CONNECTOR, "kvstore.connectors.vllm", CONNECTOR)
+    _note_packing()
     try:
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     except ImportError:  # this version of vLLM has no tiers
         return
     if TIER not in SecondaryTierFactory._registry:
         SecondaryTierFactory.register_tier(TIER, "kvstore.connectors.vllm_tier", TIER)
+
+
+def _note_packing() -> None:
+    """Lets vLLM keep a summary of each layer's weights before it packs them for a CPU: afterwards
+    they cannot be read. There is no connector yet when vLLM loads weights."""
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+    if hasattr(pack, "__wrapped__"):
+        return
+
+    @wraps(pack)
+    def noted(layer: Any, remove_weight: bool) -> None:
+        config = get_current_vllm_config_or_none()
+        if config is None or config.kv_transfer_config is not None:
+            from kvstore.connectors.vllm.weights import PACKED, summary
+
+            setattr(layer, PACKED, summary(layer.weight))
+        pack(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = noted

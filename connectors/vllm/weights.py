@@ -5,10 +5,12 @@ weights were loaded, and changes when they are replaced in place, quantized or m
 adapter.
 
 The digest covers the name, type, shape and contents of every parameter and buffer: in main memory a
-hash of the contents; on a GPU evenly spread samples, and the sum of all words, so that any changed
-element changes the sum. Some kernels keep a layer's weights in a form of their own and leave an
-empty parameter: such a layer is multiplied with one-hot vectors, which reads columns of its weights
-exactly. Weights that can be read in neither way are *unseen*.
+hash of the contents; on a GPU evenly spread samples, and a weighted sum of all words, which changes
+with any element and with their order. Some kernels keep a layer's weights in a form of their own
+and leave an empty parameter. vLLM for CPUs does so with most layers: their weights are hashed
+before that (``kvstore.connectors.vllm_plugin``). Other such weights are *unseen*: the files that
+they came from are part of the identity. Of linear layers some columns are read as well, by a
+multiplication with one-hot vectors, so that weights that are replaced in place are noticed.
 """
 
 # mypy: allow-untyped-calls
@@ -19,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -37,13 +40,21 @@ SAMPLES: Final = 512
 """Words of 8 bytes that are sampled per tensor."""
 
 COLUMNS: Final = 32
-"""Columns read of each layer whose kernel hides its weights."""
+"""Columns read of each layer whose weights are unseen."""
 
-CHUNK_WORDS: Final = 32 << 20
+CHUNK_WORDS: Final = 1 << 18
+"""Words that are summed at once, each with a factor of its own."""
+
+BETWEEN_CHUNKS: Final = 0x5851F42D4C957F2D
+"""An odd factor, by which chunks in another order give another sum."""
+
+PACKED: Final = "kvstore_packed"
+"""Attribute of a layer whose weights vLLM has packed: their ``summary`` before that."""
+
 PLAIN: Final = (bool, int, float, str, torch.dtype)
 OF_A_LAYER: Final = (
-    "isa", "kv_cache_dtype", "head_size", "num_kv_heads", "sliding_window", "attn_type",
-    "use_mla", "kv_sharing_target_layer_name",
+    "isa", "head_size", "num_kv_heads", "sliding_window", "attn_type", "use_mla",
+    "kv_sharing_target_layer_name",
 )  # fmt: skip
 
 
@@ -106,9 +117,10 @@ def weights_of(models: Mapping[str, nn.Module], *, experts: bool) -> WorkerWeigh
             # Leaves out the wrapper that an engine with adapters puts around a layer.
             full = f"{model_name}.{name}".replace(".base_layer", "")
             told = f"{full} {tensor.dtype} {tuple(tensor.shape)}"
-            words = _summary(tensor) if tensor.numel() else _columns(module)
+            words = summary(tensor) if tensor.numel() else getattr(module, PACKED, None)
             if words is None:
                 unseen.append(full)
+                words = _columns(module, tensor.device)
             pending.append((told, words))
         for name, module in model.named_modules():
             if _is_rotary(module):  # its factors may be chosen by a plain attribute
@@ -132,10 +144,19 @@ def attention_of(layers: Mapping[str, Any]) -> list[list[str]]:
         if backend is None:
             continue
         manner = [f"backend={backend.get_name()}", f"impl={type(layer.impl).__name__}"]
+        manner.append(f"kv_cache_dtype={_cache_dtype(layer)}")
         manner += [f"{name}={getattr(layer, name, None)}" for name in OF_A_LAYER]
         manner.append(f"window={getattr(layer.impl, 'sliding_window', None)}")
         manners.add(tuple(manner))
     return sorted(list(each) for each in manners)
+
+
+def _cache_dtype(layer: Any) -> str:
+    """The name of the dtype of a layer's cache; "auto" means the model's."""
+    name = str(getattr(layer, "kv_cache_dtype", None))
+    if name != "auto":
+        return name
+    return str(getattr(layer, "kv_cache_torch_dtype", name)).removeprefix("torch.")
 
 
 def adapter_digest(adapter: Any) -> str:
@@ -145,7 +166,7 @@ def adapter_digest(adapter: Any) -> str:
     for name, layer in sorted([*adapter.loras.items(), *whole.items()]):
         digest.update(f"{name} {getattr(layer, 'scaling', '')}\0".encode())
         for tensor in _flat(each for _, each in sorted(vars(layer).items())):
-            words = _summary(tensor)
+            words = summary(tensor)
             (data,) = _fetched([words])
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}\0".encode())
             digest.update(data)
@@ -229,11 +250,11 @@ def _attributes(module: nn.Module) -> str:
     return f"{type(module).__name__} {plain}"
 
 
-def _summary(tensor: torch.Tensor) -> torch.Tensor | None:
+def summary(tensor: torch.Tensor) -> torch.Tensor | None:
     """A summary of the tensor's contents, as words on its device; None: they cannot be read."""
     try:
         inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = [_summary(getattr(tensor, name)) for name in inner]
+        parts = [summary(getattr(tensor, name)) for name in inner]
         return None if None in parts else torch.cat(parts)  # type: ignore[arg-type]
     except AttributeError:  # not a tensor that wraps others
         pass
@@ -247,17 +268,27 @@ def _summary(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _sampled(flat: torch.Tensor) -> torch.Tensor:
-    """Samples of a flat tensor, its bytes after the last whole word, and the sum of all words."""
+    """Samples of a flat tensor, its bytes after the last whole word, and a sum of all words. The
+    factors of the sum are odd, so that modulo 2^64 no change of a word leaves it as it was."""
     whole = len(flat) // 8 * 8
     aligned = flat.storage_offset() % 8 == 0
     words = (flat if aligned else flat.clone())[:whole].view(torch.int64)
     total = torch.zeros(1, dtype=torch.int64, device=flat.device)
+    factors = _factors(flat.device)
     for start in range(0, len(words), CHUNK_WORDS):
-        total += words[start : start + CHUNK_WORDS].sum()
+        some = words[start : start + CHUNK_WORDS]
+        total = total * BETWEEN_CHUNKS + (some * factors[: len(some)]).sum()
     step = max(1, len(words) // SAMPLES)
     rest = torch.zeros(8, dtype=torch.uint8, device=flat.device)
     rest[: len(flat) - whole] = flat[whole:]
     return torch.cat([words[::step][:SAMPLES], rest.view(torch.int64), total])
+
+
+@cache
+def _factors(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    some = torch.randint(-(1 << 62), 1 << 62, (CHUNK_WORDS,), generator=generator)
+    return (some * 2 + 1).to(device)
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -269,7 +300,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _columns(module: nn.Module) -> torch.Tensor | None:
+def _columns(module: nn.Module, device: torch.device) -> torch.Tensor | None:
     """Some columns of a layer whose weights are hidden; None: its columns cannot be read either."""
     apply = getattr(getattr(module, "quant_method", None), "apply", None)
     width = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
@@ -278,7 +309,7 @@ def _columns(module: nn.Module) -> torch.Tensor | None:
         return None
     step = max(1, width // COLUMNS)
     wanted = list(range(0, width, step))[:COLUMNS]
-    ones = torch.zeros(len(wanted), width, dtype=dtype)
+    ones = torch.zeros(len(wanted), width, dtype=dtype, device=device)
     ones[range(len(wanted)), wanted] = 1
     try:
         columns = apply(module, ones, None)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from kvstore.connectors.vllm import weights
 from kvstore.connectors.vllm.weights import Adapters, attention_of, weights_of
+from kvstore.connectors.vllm_plugin import register
 
 
 class Rotary(nn.Module):
@@ -68,7 +71,7 @@ def test_equal_weights_have_one_digest_wherever_they_lie() -> None:
     other.linear.weight = nn.Parameter(torch.zeros(7, 301)[:, 1:])  # not in one piece
     other.linear.weight.data.copy_(Model().linear.weight)
     assert digest(Model()) == digest(other)
-    assert weights_of({"model": other}, experts=True).unseen == []
+    assert weights_of({"model": other}, experts=True).unseen == ["model.hidden.weight"]
 
 
 @pytest.mark.parametrize(
@@ -99,13 +102,18 @@ def test_on_other_devices_every_element_counts(monkeypatch: pytest.MonkeyPatch) 
     def words(tensor: torch.Tensor) -> list[int]:
         return weights._sampled(tensor.view(torch.uint8)).tolist()
 
-    tensor = torch.zeros(100_003, dtype=torch.int8)
+    monkeypatch.setattr(weights, "CHUNK_WORDS", 1_000)
+    tensor = torch.arange(100_003, dtype=torch.int64).to(torch.int8)
     before = words(tensor)
     for at in (0, 1, 54_321, 100_000, 100_002):
-        tensor[at] = 1
+        tensor[at] += 1
         assert words(tensor) != before, at
-        tensor[at] = 0
+        tensor[at] -= 1
+    assert words(tensor) == before
     assert len(before) == weights.SAMPLES + 2
+    rows = tensor[:96_000].view(12, 1_000, 8)
+    for swapped in (rows[:, [1, 0, *range(2, 1_000)]], rows[[1, 0, *range(2, 12)]]):
+        assert words(swapped.contiguous().view(-1))[-1] != words(rows.view(-1))[-1], "another order"
 
 
 def test_a_wrapper_for_adapters_means_nothing() -> None:
@@ -119,17 +127,67 @@ def test_a_wrapper_for_adapters_means_nothing() -> None:
 def test_experts_that_others_hold_and_what_cannot_be_read_are_told() -> None:
     model = Model()
     spread = weights_of({"model": model}, experts=False)
-    assert spread.unseen == ["experts"]
+    assert spread.unseen == ["experts", "model.hidden.weight"]
     model.experts.w13.data.add_(1)
     assert weights_of({"model": model}, experts=False) == spread
     model.linear.weight = nn.Parameter(torch.empty(0))  # and no kernel that we could ask
-    assert weights_of({"model": model}, experts=True).unseen == ["model.linear.weight"]
+    seen = weights_of({"model": model}, experts=True)
+    assert seen.unseen == ["model.hidden.weight", "model.linear.weight"]
+
+
+def packed(weight: torch.Tensor) -> str:
+    """The digest of a layer that vLLM has packed for a CPU, where its weights cannot be read."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    UnquantizedLinearMethod().process_weights_after_loading(layer)
+    assert not layer.weight.numel()
+    weights = weights_of({"model": layer}, experts=True)
+    assert weights.unseen == []
+    return weights.digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_element_that_vllm_packs_counts(dtype: torch.dtype) -> None:
+    register()
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = packed(weight.clone())
+    assert packed(weight.clone()) == before
+    for at in random.Random(dtype.itemsize).sample(range(weight.numel()), 20):
+        changed = weight.clone()
+        words = changed.view(-1).view(torch.int16 if dtype == torch.bfloat16 else torch.int32)
+        words[at] ^= 1  # by its last bit
+        assert packed(changed) != before, at
+
+
+def test_weights_are_not_read_while_they_are_packed_for_an_engine_without_a_connector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register()
+    method, layer = UnquantizedLinearMethod(), nn.Module()
+    config = SimpleNamespace(kv_transfer_config=None)
+    monkeypatch.setattr("vllm.config.vllm._current_vllm_config", config)
+    layer.weight = nn.Parameter(torch.ones(64, 96), requires_grad=False)
+    method.process_weights_after_loading(layer)
+    assert weights_of({"model": layer}, experts=True).unseen == ["model.weight"]
 
 
 def test_a_draft_counts() -> None:
     model = nn.Linear(2, 2)
     both = weights_of({"model": model, "draft": nn.Linear(3, 3)}, experts=True)
     assert both.digest != digest(model)
+
+
+def test_the_models_dtype_is_that_of_its_cache_however_it_was_asked_for() -> None:
+    def layer(name: str, dtype: torch.dtype) -> Any:
+        backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+        return SimpleNamespace(
+            attn_backend=backend, impl=object(), kv_cache_dtype=name, kv_cache_torch_dtype=dtype
+        )
+
+    given = attention_of({"a": layer("bfloat16", torch.bfloat16)})
+    assert given == attention_of({"a": layer("auto", torch.bfloat16)})
+    assert given != attention_of({"a": layer("auto", torch.float16)})
+    assert given != attention_of({"a": layer("fp8", torch.uint8)})
 
 
 def test_attention_is_told_once_for_each_manner() -> None:
