@@ -43,8 +43,11 @@ AT_ONCE: Final = 64
 LIFETIME_S: Final = 86_400.0
 """A record expires so long after its last announcement: a crashed engine does not remove it."""
 
-ANNOUNCED_EVERY_S: Final = 3_600.0
+ANNOUNCED_EVERY_S: Final = 60.0
 """How often an engine begins the lifetime of its record anew."""
+
+SERVES_S: Final = 3 * ANNOUNCED_EVERY_S
+"""For so long after its last announcement an engine counts as one that serves."""
 
 FIELDS_MAX: Final = 256
 """Fields of a description, and differences in a list: a stranger may store any number."""
@@ -90,11 +93,22 @@ class Record(NamedTuple):
     hashes: Hashes | None = None
     """None: the record does not say, or says it wrongly."""
     format: int = FORMAT
+    announced: float = 0.0
+    """When an engine last announced it, seconds since the epoch by that engine's clock; 0: the
+    record does not say."""
 
     @property
     def model(self) -> str:
         """The last part of the model's name or path: the same wherever it was loaded from."""
         return short_name(self.models[0])
+
+    def has_ended(self, now: float) -> bool:
+        """Whether the engines of this record have ended, as far as it says.
+
+        Args:
+            now: seconds since the epoch.
+        """
+        return 0 < self.announced < now - SERVES_S
 
     def serves(self, model: str) -> bool:
         names = {*self.models, *map(short_name, self.models)}
@@ -156,6 +170,7 @@ def parse(data: bytes, *, partial: bool = False) -> Record | None:
             block_size=value["block_size"],
             hashes=_hashes(value),
             format=value["format"],
+            announced=float(value.get("announced", 0.0)),
         )
         for text in (record.engine, record.fingerprint, *record.models, *record.namespaces):
             text.encode()  # raises for other types, and for text that no UTF-8 can hold

@@ -12,6 +12,7 @@ import json
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -70,7 +71,8 @@ class FleetRecords:
             for other in self._client.get_many(others, namespace=FLEET_NAMESPACE, kind="bytes"):
                 if isinstance(other, bytes):
                     warnings += _warnings(record, other)
-        data = json.dumps({"format": FORMAT, **record._asdict(), **more}, default=str).encode()
+        told = record._replace(format=FORMAT, announced=time.time())
+        data = json.dumps({**told._asdict(), **more}, default=str).encode()
         # Only an overwriting put renews the lifetime of an existing record.
         is_due = uptime() >= self._due.get(fingerprint, 0.0)
         self._client.put(
@@ -163,8 +165,9 @@ class Announcer:
 
 def _warnings(ours: Record, raw: bytes) -> list[str]:
     theirs = parse(raw)
-    if theirs is None or theirs.engine != ours.engine:
-        return []  # different kinds of engines never share blocks, so this needs no warning
+    # Different kinds of engines never share blocks, so this needs no warning.
+    if theirs is None or theirs.engine != ours.engine or theirs.has_ended(time.time()):
+        return []
     differing = "; ".join(
         f"{each.field}: {each.ours!r} here, {each.theirs!r} there"
         for each in differences(as_read(ours.description), theirs.description)

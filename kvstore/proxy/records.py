@@ -76,5 +76,7 @@ def parse(data: bytes) -> Record | None:
 
 
 def serving(records: Iterable[Record], model: str) -> Record | None:
-    """The first record whose engines serve ``model``; None: none does, or it names an adapter."""
-    return next((each for each in records if model in each.models), None)
+    """Of the records whose engines serve ``model``, the one that was announced last; None: none
+    does, or it names an adapter."""
+    serve = [each for each in records if model in each.models]
+    return max(serve, key=lambda each: each.announced, default=None)

@@ -15,7 +15,7 @@ from kvstore.connectors.engine import fleet as fleets
 from kvstore.connectors.engine.fleet import Announcer, FleetRecords
 from kvstore.errors import UnavailableError
 from kvstore.fingerprint import fingerprint
-from kvstore.fleet import ANNOUNCED_EVERY_S, LIFETIME_S, Record
+from kvstore.fleet import ANNOUNCED_EVERY_S, LIFETIME_S, SERVES_S, Record
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, Key
 from kvstore.proxy.records import parse
 from tests.support.waiting import until
@@ -72,18 +72,31 @@ def test_engines_that_agree_are_told_nothing() -> None:
     assert len(board.objects) == 1
 
 
-def test_a_record_has_a_lifetime_that_begins_anew_every_hour(
+def test_a_record_has_a_lifetime_that_begins_anew_every_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s = 5_000.0
     monkeypatch.setattr(fleets, "uptime", lambda: now_s)
     board = Board()
     engine = FleetRecords(board, LOG)  # type: ignore[arg-type]
-    for minute in range(121):
-        now_s = 5_000.0 + 60 * minute
+    for number in range(21):
+        now_s = 5_000.0 + 30 * number
         engine.announce(Record("vllm", ("m",), "0f" * 16, ("n",), DESCRIPTION))
-    assert board.lifetimes_begun == 3
-    assert ANNOUNCED_EVERY_S < LIFETIME_S / 2, "a missed hour ends nothing"
+    assert board.lifetimes_begun == 11
+    assert ANNOUNCED_EVERY_S < SERVES_S / 2 < LIFETIME_S, "a missed minute ends nothing"
+
+
+def test_nobody_is_warned_of_engines_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1_000_000.0
+    monkeypatch.setattr("kvstore.connectors.engine.fleet.time.time", lambda: now_s)
+    board = Board()
+    announce(board)
+    now_s += SERVES_S
+    assert len(announce(board, dtype="torch.bfloat16")) == 1
+    now_s += 1
+    assert announce(board, dtype="torch.bfloat16") == []
+    now_s = 10.0  # a clock that was put back
+    assert len(announce(board, dtype="torch.bfloat16")) == 1
 
 
 def test_the_proxy_understands_what_engines_leave() -> None:

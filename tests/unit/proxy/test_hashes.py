@@ -134,13 +134,15 @@ def test_what_is_no_record_at_all(data: bytes) -> None:
         parse(data)
 
 
-def test_the_first_record_that_serves_a_model() -> None:
+def test_the_record_that_serves_a_model_is_the_latest() -> None:
     one, other = parsed(), parsed(models=["m", "n"])
     assert one is not None
     assert other is not None
     assert serving([one, other], "m") is one
     assert serving([one, other], "n") is other
     assert serving([one, other], "adapter") is None
+    now = one._replace(announced=2.0)
+    assert serving([one, other._replace(announced=1.0), now], "m") is now
 
 
 @pytest.mark.parametrize(
