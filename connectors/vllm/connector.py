@@ -69,6 +69,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self.options: dict[str, Any] = dict(transfer.kv_connector_extra_config)
         self._config = read_config(self.options)
+        _check_executor(vllm_config)
         self._groups = _groups_of(vllm_config, kv_cache_config)
         self._scheduler: Scheduler | None = None
         self._worker: WorkerSide | None = None
@@ -310,6 +311,19 @@ def _check_name(kind: type) -> None:
             f"MultiConnector finds its parts by name, and {kind.__name__} is the name of vLLM's "
             f"own connector",
             advice='Name it "kv_connector": "KVStoreConnector", without kv_connector_module_path.',
+        )
+
+
+def _check_executor(vllm_config: VllmConfig) -> None:
+    """Raises ConfigError for engines with a scheduler in each rank (torchrun). All must decide
+    alike, and a lookup is answered at another moment in each."""
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        raise ConfigError(
+            "distributed_executor_backend is external_launcher: each of its "
+            f"{parallel.world_size} ranks has a scheduler of its own, and their batches would "
+            "differ",
+            advice='Use "mp" or "ray", which have one scheduler, or one rank an engine.',
         )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, TransferReport
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -38,6 +40,10 @@ LOADS_MAX = 2
 
 SAVES_MAX = 2
 """After this many failed saves of a request, no more of its blocks are saved."""
+
+
+_DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
+"""What vLLM's hash functions of items give."""
 
 
 @dataclass
@@ -62,6 +68,8 @@ class Tracked:
     salt: bytes = b""
     salted: list[bytes] = field(default_factory=list)
     """The keys of its hash blocks, salted, if the request uses an adapter."""
+    salted_from: list[bytes] = field(default_factory=list)
+    """The hash of each salted key."""
 
 
 @dataclass
@@ -161,7 +169,14 @@ class Decisions:
 
     def _may_load(self, request: Request) -> bool:
         is_wanted = self._does_load and not _params(request).get("no_load")
-        return bool(self._identity.fingerprint and is_wanted)
+        return bool(self._identity.fingerprint and is_wanted and self._is_shared(request))
+
+    def _is_shared(self, request: Request) -> bool:
+        """Whether the request's hashes cover all on which its blocks depend."""
+        # vLLM 0.32 does not hash which positions of a mixed prompt are embeddings.
+        if request.prompt_embeds is not None and request.prompt_is_token_ids is not None:
+            return False
+        return self._config.shares_named_media or all(map(_is_hashed, request.mm_features))
 
     def _hashes(self, tracked: Tracked) -> Sequence[bytes] | None:
         """The hash of each hash block, from which keys are made; None: not known."""
@@ -173,8 +188,14 @@ class Decisions:
         if salt is None or (tracked.salt and tracked.salt != salt):
             return None
         tracked.salt = salt
-        known = len(tracked.salted)
-        tracked.salted += (hashlib.sha256(salt + each).digest() for each in hashes[known:])
+        known = tracked.salted_from
+        # A session's next input replaces the last tokens. Each hash covers those before it.
+        while known and (len(known) > len(hashes) or known[-1] != hashes[len(known) - 1]):
+            known.pop()
+        news = hashes[len(known) :]
+        del tracked.salted[len(known) :]
+        tracked.salted += (hashlib.sha256(salt + each).digest() for each in news)
+        known += news
         return tracked.salted
 
     def _limit(self, tracked: Tracked) -> int:
@@ -245,7 +266,7 @@ class Decisions:
             ):
                 continue
             to_save = self._tokens_to_save(tracked.request, scheduled)
-            if not self._is_news(tracked, to_save):
+            if not self._is_news(tracked, to_save) or not self._is_shared(tracked.request):
                 continue
             tokens = self._fitting(tracked, to_save)
             if tokens < to_save:
@@ -478,6 +499,12 @@ class Decisions:
 
     def _count(self, what: str, number: int = 1) -> None:
         self.counters[what] = self.counters.get(what, 0) + number
+
+
+def _is_hashed(item: MultiModalFeatureSpec) -> bool:
+    """Whether vLLM has hashed the content of an image, sound or video. A client may send a name
+    instead (``multi_modal_uuids``), which it may give to another item in another engine."""
+    return _DIGEST.fullmatch(item.mm_hash or item.identifier) is not None
 
 
 def _params(request: Request) -> dict[str, Any]:

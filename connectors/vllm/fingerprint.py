@@ -9,6 +9,7 @@ engines whose descriptions differ never see each other's blocks.
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,27 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-FORMAT: Final = 2
+log = logging.getLogger("vllm.kvstore")
+
+FORMAT: Final = 3
 """Version of keys, namespaces and the order of bytes in a block. Each change increments it."""
 
 PACKING: Final = ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_KV_CACHE_LAYOUT")
 """Variables that change the order of bytes within a page, but not its shape."""
+
+WITHOUT_DRAFT: Final = ("ngram", "ngram_gpu", "suffix")
+"""Speculation that guesses from the tokens themselves: no weights, and no layer of its own."""
+
+OF_MEDIA: Final = (
+    "mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm", "mm_device_do_normalize",
+    "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path", "video_pruning_rate",
+    "video_pruning_method",
+)  # fmt: skip
+"""Fields of vLLM's ``MultiModalConfig`` on which the model's view of an item depends."""
+
+PROCESSOR_FILES: Final = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
 
 
 def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
@@ -39,7 +56,8 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
         "config": digest(meaningful(model.hf_config.to_dict())),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "cache_dtype": cache.cache_dtype,
+        "cache_dtype": str(model.dtype).removeprefix("torch.")
+        if cache.cache_dtype == "auto" else cache.cache_dtype,
         "device": vllm_config.device_config.device_type,
         "machine": platform.machine(),
         "tensor_parallel": parallel.tensor_parallel_size,
@@ -61,6 +79,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "none_hash": none_hash(cache.prefix_caching_hash_algo),
         "speculative": _speculative(vllm_config),
+        **_media(model),
     }  # fmt: skip
 
 
@@ -146,8 +165,40 @@ def _is_random(algorithm: str) -> bool:
 
 
 def _speculative(vllm_config: VllmConfig) -> str:
+    """The manner in which a draft model guesses tokens; "": there is none."""
     speculative = vllm_config.speculative_config
-    return "" if speculative is None else str(speculative.method)
+    method = "" if speculative is None else str(speculative.method)
+    return "" if method in WITHOUT_DRAFT else method
+
+
+def _media(model: Any) -> dict[str, Any]:
+    """What turns images, sounds and videos into what the model sees: a block's hash covers the
+    item as it was sent. Empty for models that see none."""
+    config = getattr(model, "multimodal_config", None)
+    if config is None:
+        return {}
+    settings = {name: _plain(getattr(config, name, None)) for name in OF_MEDIA}
+    return {"media": settings, "processor": _processor(model)}
+
+
+def _processor(model: Any) -> str:
+    """The digest of the model's loaded processor, or of its configuration files if this host cannot
+    load it."""
+    from vllm.transformers_utils.processor import cached_processor_from_config
+
+    try:
+        processor = cached_processor_from_config(model)
+        parts = {name: type(part).__name__ for name, part in vars(processor).items()}
+        return digest([parts, meaningful(processor.to_dict())])[:32]
+    except Exception as error:  # noqa: BLE001  # whatever the model's own code raises
+        log.info("processor_not_loaded reason=%r", error)
+    folder = Path(model.model)
+    files = {name: folder / name for name in PROCESSOR_FILES}
+    return digest({name: each.read_text() for name, each in files.items() if each.is_file()})[:32]
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, dict | list | bool | int | float | None) else str(value)
 
 
 def _name(model: str) -> str:

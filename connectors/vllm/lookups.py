@@ -24,7 +24,7 @@ from kvstore.breaker import Breaker
 from kvstore.client.flows.asking import Match
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import ClosedError, KVStoreError
-from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX
+from kvstore.limits import NAMESPACES_MAX
 from kvstore.process.background import CLOSE_S, join_all, start_thread
 from kvstore.process.stopping import Latch
 
@@ -298,7 +298,7 @@ class Lookups:
         tokens = len(hashes) * self._groups.hash_block_tokens
         being_written = False
         for block_tokens, groups in self._by_block_tokens():
-            keys = self._groups.keys(groups[0], hashes)[:BATCH_KEYS_MAX]
+            keys = self._groups.keys(groups[0], hashes)
             if not keys:
                 return 0, False
             names = [name for group in groups for name in self._namespaces[group]]

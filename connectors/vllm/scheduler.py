@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -42,6 +43,9 @@ breaker counts a call that times out as failed."""
 
 RESET_TIMEOUT_S: Final = 30.0
 
+Files = tuple[tuple[str, int, int, int], ...]
+"""The files in a folder: name, inode, size and time of the last change of each."""
+
 
 class Scheduler:
     """The scheduler side of the connector; see the module. For the scheduler's thread."""
@@ -70,6 +74,10 @@ class Scheduler:
         self._namespaces: dict[int, list[str]] = {}
         self._adapters: dict[int, dict[int, str]] = {}
         self._known_adapters: dict[int, bytes] = {}
+        self._before_loading: dict[tuple[int, str], Files] = {}
+        """By id and path of an adapter: its files when the workers did not have it."""
+        self._of_files: dict[tuple[int, str], tuple[Files, bytes]] = {}
+        """By id and path of an adapter: the files that the workers have loaded, and its salt."""
         self._asked_for: set[str] = set()
         """Requests for which the workers have been asked for adapters."""
         self._client = Client(config=client_config(config, 5_000))
@@ -198,14 +206,26 @@ class Scheduler:
 
     def _salt(self, request: Request) -> bytes | None:
         """The salt of a request's adapter. If it is unknown, asks the workers, at most once per
-        request: they may have loaded the adapter for this request."""
-        number = request.lora_request.lora_int_id
+        request: they may have loaded the adapter for this request. An adapter that they have
+        dropped for want of room has the salt that it had, as long as its files are the same."""
+        number, path = request.lora_request.lora_int_id, request.lora_request.lora_path
         salt = self._salt_of(number)
         if salt is None and self._core is not None and request.request_id not in self._asked_for:
             self._asked_for.add(request.request_id)
             for loaded in self._core.ask(self._on_worker, self._options, "adapters"):
                 self._take_adapters(loaded or {})
             salt = self._salt_of(number)
+        return self._remembered((number, path), salt)
+
+    def _remembered(self, adapter: tuple[int, str], salt: bytes | None) -> bytes | None:
+        """The salt of this adapter, if it is loaded or if its files are what was loaded before."""
+        if salt is None:
+            files = self._before_loading[adapter] = _files(adapter[1])
+            loaded, before = self._of_files.get(adapter, ((), None))
+            return before if files and files == loaded else None
+        files = self._before_loading.pop(adapter, ())
+        if files and files == _files(adapter[1]):
+            self._of_files[adapter] = files, salt
         return salt
 
     def _outdate_adapters(self) -> None:
@@ -339,3 +359,13 @@ class Scheduler:
             self._identity.announcer.join()
             for each in self._listeners:
                 each.close()
+
+
+def _files(path: str) -> Files:
+    """The files in this folder; empty: it cannot be read here."""
+    try:
+        with os.scandir(path) as entries:
+            found = [(each.name, each.stat()) for each in entries]
+    except OSError:
+        return ()
+    return tuple(sorted((name, it.st_ino, it.st_size, it.st_mtime_ns) for name, it in found))

@@ -67,3 +67,9 @@ class ConnectorConfig(StoreSettings):
         description="Share of the engine's blocks that may be waiting to be saved; further "
         "blocks wait for a later step.",
     )
+    shares_named_media: bool = Field(
+        default=False,
+        description="Load and save blocks of requests that name an image, sound or video "
+        "(multi_modal_uuids) instead of letting vLLM hash it: if clients give equal names only to "
+        "equal contents, on all engines and for ever.",
+    )

@@ -95,6 +95,49 @@ def test_weights_that_are_replaced_in_place_have_blocks_of_their_own(
     assert tokens(back) == old
 
 
+EVERY_PARAMETER = """
+    import random, torch
+    from safetensors.torch import load_file
+
+    model = llm.llm_engine.model_config.model
+    files = load_file(f"{model}/model.safetensors")
+    generator = random.Random(1)
+
+    def weights(name):
+        runner = core.model_executor.driver_worker.worker.model_runner
+        changed = dict(files)
+        if name:
+            changed[name] = tensor = files[name].clone()
+            words = tensor.view(-1).view(torch.int32)
+            words[generator.randrange(len(words))] ^= 1 << 16  # the last bit of a bfloat16, too
+        runner.reload_weights(weights_iterator=iter(changed.items()))
+        (hello,) = llm.collective_rpc(lambda worker: connector_of(worker).hello(worker))
+        assert not hello.error, hello.error
+        return hello.weights, hello.files
+
+    def connector_of(worker):
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        return get_kv_transfer_group()
+
+    before = weights("")
+    result = [name for name in files if weights(name) == before]
+    assert weights("") == before
+    assert len(files) > 10
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("plain", "float32"), ("plain", "bfloat16"), ("sliding", "bfloat16")],
+)
+def test_one_bit_of_any_parameter_gives_another_identity(
+    store: Cluster, make_model: MakeModel, engine: StartEngine, kind: str, dtype: str
+) -> None:
+    options = ["--sliding"] if kind == "sliding" else ["--kind", kind]
+    one = engine(make_model(*options), transfer_config(store.address), dtype=dtype)
+    assert one.run(EVERY_PARAMETER) == []
+
+
 def test_pausing_straight_after_traffic_works_and_leaves_the_store_alone(
     store: Cluster, llama: Path, engine: StartEngine
 ) -> None:
@@ -215,6 +258,67 @@ def test_an_adapter_that_is_overwritten_at_its_path_is_another_one(
     one.saved()
     one.reset()
     assert one.run(ask.replace("IN_PLACE", "False")) == [WHOLE, other[1]]
+
+
+def test_adapters_for_which_a_worker_has_no_room_are_found_again(
+    store: Cluster, llama: Path, tmp_path: Path, engine: StartEngine
+) -> None:
+    adapters = [tmp_path / f"adapter-{number}" for number in range(3)]
+    for number, each in enumerate(adapters):
+        make_adapter(each, number)
+    one = engine(
+        llama, transfer_config(store.address), enable_lora=True, max_loras=1, max_cpu_loras=2,
+        max_lora_rank=8,
+    )  # fmt: skip
+
+    def ask_all() -> list[list[Any]]:
+        found = one.run(
+            f"""
+            from vllm import SamplingParams
+            from vllm.lora.request import LoRARequest
+            sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            result = []
+            for number, path in enumerate({[str(each) for each in adapters]!r}):
+                request = LoRARequest(f"adapter-{{number}}", number + 1, path)
+                (done,) = llm.generate(
+                    [{{"prompt_token_ids": {prompt(1)}}}], sampling, use_tqdm=False,
+                    lora_request=request,
+                )
+                result.append([done.num_cached_tokens, list(done.outputs[0].token_ids)])
+            """
+        )
+        one.saved()
+        one.reset()
+        return list(found)
+
+    first = ask_all()
+    assert [found for found, _ in first] == [0] * 3
+    assert len({tuple(ids) for _, ids in first}) == 3
+    for _ in range(2):
+        assert ask_all() == [[WHOLE, ids] for _, ids in first]
+    make_adapter(adapters[1], 7)  # dropped by now: loaded anew from these files
+    last = ask_all()
+    assert [found for found, _ in last] == [WHOLE, 0, WHOLE]
+    assert last[1][1] != first[1][1]
+
+
+def test_an_engine_that_guesses_tokens_without_weights_shares_with_one_that_does_not(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    one = engine(llama, transfer_config(store.address), dtype="bfloat16")
+    one.generate([prompt(1)])
+    one.saved()
+    guess = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    other = engine(
+        llama, transfer_config(store.address), dtype="bfloat16", kv_cache_dtype="bfloat16",
+        speculative_config=guess,
+    )  # fmt: skip
+    found = other.generate([prompt(1)])
+    assert cached(found) == [WHOLE]
+    other.reset()
+    right = other.generate([prompt(1)], params={"no_load": True, "no_store": True})
+    assert cached(right) == [0]
+    assert tokens(found) == tokens(right)
 
 
 def make_adapter(directory: Path, seed: int) -> None:

@@ -31,6 +31,9 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
     num_computed_tokens: int = 0
     lora_request: Any = None
+    mm_features: Sequence[Any] = ()
+    prompt_embeds: Any = None
+    prompt_is_token_ids: Any = None
 
     @property
     def num_tokens(self) -> int:

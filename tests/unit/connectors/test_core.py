@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvstore.connectors.vllm.connector import KVStoreConnector, MooncakeStoreConnector, _check_name
+from kvstore.connectors.vllm.connector import (
+    KVStoreConnector,
+    MooncakeStoreConnector,
+    _check_executor,
+    _check_name,
+)
 from kvstore.connectors.vllm.core import Core, before_reset
 from kvstore.connectors.vllm_plugin import register
 from kvstore.errors import ConfigError
@@ -210,3 +215,18 @@ def test_the_plug_in_makes_the_name_known_and_may_be_called_again() -> None:
         register()
     found = KVConnectorFactory.get_connector_class_by_name("KVStoreConnector")
     assert found is KVStoreConnector
+
+
+# --- engines that cannot be served ----------------------------------------------------------------
+
+
+def test_ranks_with_a_scheduler_each_are_refused_by_name() -> None:
+    def engine(backend: str, ranks: int) -> Any:
+        return SimpleNamespace(
+            parallel_config=SimpleNamespace(distributed_executor_backend=backend, world_size=ranks)
+        )
+
+    with pytest.raises(ConfigError, match="external_launcher"):
+        _check_executor(engine("external_launcher", 2))
+    _check_executor(engine("external_launcher", 1))
+    _check_executor(engine("mp", 2))

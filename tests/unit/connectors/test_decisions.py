@@ -503,6 +503,71 @@ def test_an_adapter_that_changes_under_a_request_is_neither_loaded_nor_saved() -
     assert engine.side.orders(engine.scheduled({"r": 20})).saves == []
 
 
+def test_a_session_that_replaces_its_last_tokens_has_the_keys_of_the_new_ones() -> None:
+    """vLLM drops the token that it sampled last when the next input of a stream arrives."""
+    engine = Engine()
+    engine.side.salt = lambda request: b"adapter"
+    request = engine.add("r", 20, lora=lora())
+    engine.allocate(request, 20)
+    engine.side.orders(engine.scheduled({"r": 18}))
+    request.num_computed_tokens = 18
+    request.all_token_ids[18:] = [7_000 + index for index in range(10)]
+    request.num_prompt_tokens = 28
+    engine.allocate(request, 28)
+    (save,) = engine.side.orders(engine.scheduled({"r": 10})).saves
+    expected = [sha256(b"adapter" + each).digest() for each in request.block_hashes]
+    assert save.runs[0].keys == expected[save.runs[0].first :]
+    del request.all_token_ids[9:]
+    assert list(engine.side._hashes(engine.side._tracked["r"]) or ()) == expected[:2]
+
+
+# --- requests whose hashes do not cover what they depend on ---------------------------------------
+
+
+def media(name: str) -> Any:
+    return SimpleNamespace(mm_hash=None, identifier=name)
+
+
+PRIVATE: list[dict[str, Any]] = [
+    {"prompt_embeds": object(), "prompt_is_token_ids": [True, False]},
+    {"mm_features": [media("0f" * 32), media("a-cat.png")]},
+    {"mm_features": [media("0F" * 32)]},
+]
+SHARED: list[dict[str, Any]] = [
+    {"prompt_embeds": object()},
+    {"mm_features": [media("0f" * 32)]},
+    {"mm_features": [media("0f" * 64)]},
+    {"mm_features": [SimpleNamespace(mm_hash="0f" * 32, identifier=f"adapter:{'0f' * 32}")]},
+]
+
+
+@pytest.mark.parametrize("what", PRIVATE)
+def test_what_the_hash_does_not_see_is_neither_loaded_nor_saved(what: dict[str, Any]) -> None:
+    engine = Engine()
+    request = engine.add("r", 20, there=16)
+    vars(request).update(what)
+    assert engine.matched(request) == 0
+    assert saved(engine.step({"r": 20})) == {}
+
+
+@pytest.mark.parametrize("what", SHARED)
+def test_what_the_hash_sees_is_shared(what: dict[str, Any]) -> None:
+    engine = Engine()
+    request = engine.add("r", 20, there=16)
+    vars(request).update(what)
+    assert engine.matched(request) == 16
+    other = engine.add("s", 20, seed=1)
+    vars(other).update(what)
+    assert saved(engine.step({"s": 20})) == {0: [0, 1, 2, 3, 4]}
+
+
+def test_named_media_are_shared_by_those_who_say_so() -> None:
+    engine = Engine(config=ConnectorConfig(shares_named_media=True))
+    request = engine.add("r", 20, there=16)
+    vars(request).update(PRIVATE[1])
+    assert engine.matched(request) == 16
+
+
 # --- holes, and saves that hang -------------------------------------------------------------------
 
 

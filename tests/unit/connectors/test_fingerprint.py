@@ -125,6 +125,53 @@ def test_all_that_bytes_and_hashes_depend_on_counts() -> None:
     assert len(set(marks)) == len(marks)
 
 
+def test_what_changes_no_byte_does_not_count() -> None:
+    plain = mark(config())
+    guessing, named = config(), config()
+    guessing.speculative_config = SimpleNamespace(method="ngram")
+    named.cache_config.cache_dtype = "float16"  # which is what "auto" means for this model
+    assert mark(guessing) == mark(named) == plain
+
+
+class Processor:
+    """As much of a loaded processor as is described."""
+
+    def __init__(self, **values: object) -> None:
+        self.image_processor = object()
+        self.values = values
+
+    def to_dict(self) -> dict[str, object]:
+        return self.values
+
+
+def seeing(processor: Processor, **settings: object) -> Any:
+    """A model that sees images, with this processor."""
+    found = config()
+    found.model_config.multimodal_config = SimpleNamespace(**settings)
+    found.model_config.processor = processor
+    return found
+
+
+def test_what_prepares_images_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(
+        "vllm.transformers_utils.processor.cached_processor_from_config",
+        lambda model: model.processor,
+    )
+    plain = mark(seeing(Processor(mean=0.5)))
+    assert mark(seeing(Processor(mean=0.5, transformers_version="9"))) == plain
+    broken, given = seeing(Processor()), tmp_path / "preprocessor_config.json"
+    broken.model_config.processor = None  # cannot be loaded here: then its files count
+    broken.model_config.model = str(tmp_path)
+    given.write_text("{}")
+    others = [mark(broken)]
+    given.write_text('{"do_normalize": false}')
+    others.append(mark(broken))
+    others.append(mark(seeing(Processor(mean=0.4))))
+    others.append(mark(seeing(Processor(mean=0.5), mm_processor_kwargs={"do_normalize": False})))
+    others.append(mark(seeing(Processor(mean=0.5), media_io_kwargs={"video": {"num_frames": 4}})))
+    assert len({plain, mark(config()), *others}) == 7
+
+
 def test_variables_that_reorder_a_page_count(monkeypatch: pytest.MonkeyPatch) -> None:
     before = mark(config())
     monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")

@@ -19,6 +19,7 @@ from kvstore.connectors.vllm.lookups import (
     PendingLookup,
 )
 from kvstore.errors import ClosedError, KVStoreError, MasterUnreachableError
+from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.process.stopping import Latch
 
 PLAIN = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
@@ -133,6 +134,14 @@ def test_an_answer_is_in_tokens(start: Start, store: Store) -> None:
     assert len(lookups.take_latencies_us()) == 1
     assert lookups.take_latencies_us() == []
     assert lookups.take_counters() == {}
+
+
+def test_a_prompt_may_have_more_blocks_than_a_call_has_keys(start: Start, store: Store) -> None:
+    number = BATCH_KEYS_MAX + 2  # the client asks in several calls
+    store.answers = [[Match(number - 1, 0)]]
+    lookups = start()
+    assert answered(lookups, lookups.want("r", hashes(number))) == (number - 1) * 16
+    assert len(store.asked[0][0]) == number
 
 
 def test_what_a_worker_lacks_is_not_there(start: Start, store: Store) -> None:
