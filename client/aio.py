@@ -123,6 +123,7 @@ class AsyncClient:
 
     match_prefix = _awaited(Client.match_prefix)
     match_prefixes = _awaited(Client.match_prefixes)
+    match_all = _awaited(Client.match_all)
     matches = _awaited(Client.matches)
     lookup = _awaited(Client.lookup)
     exists = _awaited(Client.exists)

@@ -15,7 +15,7 @@ from kvstore.client import arguments, forks
 from kvstore.client.arguments import AnyKey, DType, Duration, Pairs, Range, Stream
 from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows import allocating, asking, getting, moving, putting
-from kvstore.client.flows.asking import Match, ObjectStat
+from kvstore.client.flows.asking import Match, ObjectStat, Reach
 from kvstore.client.flows.getting import Raw
 from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.ranges import ObjectParts, get_ranges
@@ -595,6 +595,30 @@ class Client:
             )
         spaces = [self._namespace(each) for each in several]
         return self._run(asking.match_prefix(spaces, _packed(keys)), timeout_ms)
+
+    def match_all(
+        self,
+        keys: Sequence[AnyKey],
+        *,
+        namespaces: Sequence[str],
+        states: Sequence[str] = (),
+        timeout_ms: int | None = None,
+    ) -> Reach:
+        """How much of a chain an engine finds: what all of ``namespaces`` have of it, and the last
+        key up to there at which all of ``states`` have an object. Both are leased.
+
+        Args:
+            namespaces: those of the engine's ranks and cache groups whose blocks are chains.
+            states: those whose objects are no chains, as the states of recurrent layers: the engine
+                needs the last one only.
+        """
+        several = cast("Sequence[str | None]", arguments.sequence("namespaces", namespaces))
+        others = cast("Sequence[str | None]", arguments.sequence("states", states))
+        spaces = [self._namespace(each) for each in several]
+        single = [self._namespace(each) for each in others]
+        if not 0 < len(spaces) + len(single) <= limits.NAMESPACES_MAX:
+            raise InvalidArgumentError(f"match_all takes 1 to {limits.NAMESPACES_MAX} namespaces")
+        return self._run(asking.match_all(spaces, single, _packed(keys)), timeout_ms)
 
     def lookup(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None

@@ -59,16 +59,22 @@ def _flat(replies: Sequence[Any], name: str) -> bytes:
 
 
 def _match_pieces(request: calls.MatchPrefix) -> list[Request]:
+    """The states come last, in a piece of their own, which does not know what the others reach: its
+    answer may be beyond that, and the client asks again."""
     step = max(1, PROBES_PER_PIECE // len(request.keys))
-    return [
-        request._replace(namespaces=request.namespaces[part])
+    pieces: list[Request] = [
+        request._replace(namespaces=request.namespaces[part], states=())
         for part in _ranges(len(request.namespaces), step)
     ]
+    if request.states:
+        pieces.append(request._replace(namespaces=()))
+    return pieces
 
 
 def _matched(replies: list[calls.Matched]) -> calls.Matched:
     matches = [match for reply in replies for match in reply.matches]
-    return calls.Matched(replies[0].epoch, min(reply.lease_ms for reply in replies), matches)
+    lease_ms = min(reply.lease_ms for reply in replies)
+    return calls.Matched(replies[0].epoch, lease_ms, matches, replies[-1].state)
 
 
 def _found(replies: list[calls.Found]) -> calls.Found:
@@ -115,7 +121,9 @@ CUTS: Final[dict[type, Cut]] = {
     ),
     calls.Lookup: _rows(_found, "keys", rows_max=LOOKUPS_PER_PIECE),
     calls.MatchPrefix: Cut(
-        lambda r: len(r.keys) * len(r.namespaces) > PROBES_PER_PIECE, _match_pieces, _matched
+        lambda r: len(r.keys) * len((*r.namespaces, *r.states)) > PROBES_PER_PIECE,
+        _match_pieces,
+        _matched,
     ),
     calls.PutEnd: _rows(lambda replies: calls.PutEnded(_flat(replies, "outcomes")), "tokens"),
     calls.PutRevoke: _rows(

@@ -25,6 +25,50 @@ class Match(NamedTuple):
     call looked: it has ``BATCH_KEYS_MAX`` keys at most."""
 
 
+class Reach(NamedTuple):
+    """How much of a chain is stored in every namespace of an engine."""
+
+    matched: int
+    """Leading keys that all of its chains have, leased; all keys, if it has no chains."""
+    being_written: bool
+    """Whether keys after those are being written at this moment."""
+    state: int
+    """Leading keys up to the last one, among the matched, at which all namespaces of states have an
+    object, leased; 0: there is none."""
+
+
+def match_all(
+    namespaces: Sequence[Namespace], states: Sequence[Namespace], keys: Sequence[Key]
+) -> Flow[Reach]:
+    """One call to the master, unless there are more keys than a call may have, or so many that the
+    master answers in pieces."""
+    if not states or len(keys) > BATCH_KEYS_MAX or not namespaces:
+        matches = (yield from match_prefix(namespaces, keys)) if namespaces else []
+        state = 0
+    else:
+        request = calls.MatchPrefix(namespaces, keys, False, states)
+        answer = yield from ask(request, calls.Matched)
+        matches = [Match(each.matched, each.being_written) for each in answer.matches]
+        state = answer.state
+    matched = min((each.matched for each in matches), default=len(keys))
+    if states and (state > matched or len(keys) > BATCH_KEYS_MAX or not namespaces):
+        state = yield from _last_state(states, keys[:matched])
+    return Reach(matched, any(each.being_written for each in matches), state)
+
+
+def _last_state(states: Sequence[Namespace], keys: Sequence[Key]) -> Flow[int]:
+    """As ``calls.Matched.state``, for any number of keys: asks from the end of the chain."""
+    end = len(keys)
+    while end > 0:
+        start = max(0, end - BATCH_KEYS_MAX)
+        request = calls.MatchPrefix([], keys[start:end], False, states)
+        answer = yield from ask(request, calls.Matched)
+        if answer.state:
+            return start + answer.state
+        end = start
+    return 0
+
+
 def match_prefix(namespaces: Sequence[Namespace], keys: Sequence[Key]) -> Flow[list[Match]]:
     """Matches pieces of ``BATCH_KEYS_MAX`` keys, from the front, as long as any namespace has all
     keys of a piece: missing keys cost nothing. Matched keys are leased, so the prefix stays whole

@@ -99,12 +99,15 @@ class Joined(NamedTuple):
 
 
 class MatchPrefix(NamedTuple):
-    """How much of the chain ``keys`` is present, in each of ``namespaces``?"""
+    """How much of the chain ``keys`` is present, in each of ``namespaces``? And where is the last
+    state of it, of which each of ``states`` has a part?"""
 
     namespaces: Annotated[Sequence[Namespace], Rows(NAMESPACES_MAX)]
     keys: Sequence[Key]
     placements: bool
     """Whether the answer says where the matched objects are, too."""
+    states: Annotated[Sequence[Namespace], Rows(NAMESPACES_MAX)] = ()
+    """Namespaces whose objects are no chains: each is of use alone, to go on from its key."""
 
 
 class PrefixMatch(NamedTuple):
@@ -120,6 +123,9 @@ class Matched(NamedTuple):
     lease_ms: int
     matches: Annotated[Sequence[PrefixMatch], Rows(NAMESPACES_MAX)]
     """One per namespace, in the order asked."""
+    state: int = 0
+    """Leading keys up to the last one that is present in each of ``states``, among those that all
+    of ``namespaces`` have; it is leased there. 0: there is none, or ``states`` is empty."""
 
 
 class Lookup(NamedTuple):

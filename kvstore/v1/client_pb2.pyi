@@ -131,6 +131,7 @@ class MatchPrefixRequest(_message.Message):
     NAMESPACES_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     placements: _builtins.bool
     """Whether the reply says where the matched objects are, too."""
     @_builtins.property
@@ -141,16 +142,21 @@ class MatchPrefixRequest(_message.Message):
     def keys(self) -> _common_pb2.Keys:
         """The chain, root first."""
 
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Namespaces whose objects are no chains: each is of use alone, to go on from its key. At most 256."""
+
     def __init__(
         self,
         *,
         namespaces: _abc.Iterable[_builtins.str] | None = ...,
         keys: _common_pb2.Keys | None = ...,
         placements: _builtins.bool = ...,
+        states: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "namespaces", b"namespaces", "placements", b"placements"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "namespaces", b"namespaces", "placements", b"placements", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -163,9 +169,14 @@ class MatchPrefixReply(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     MATCHES_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lease_ms: _builtins.int
     """Counted by the client from the moment before it asked."""
+    state: _builtins.int
+    """Leading keys up to the last one that is present in each of "states", among those that all of
+    "namespaces" have; it is leased there. 0: there is none.
+    """
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixMatch]: ...
     def __init__(
@@ -174,10 +185,11 @@ class MatchPrefixReply(_message.Message):
         epoch: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         matches: _abc.Iterable[Global___PrefixMatch] | None = ...,
+        state: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_ms", b"lease_ms", "matches", b"matches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_ms", b"lease_ms", "matches", b"matches", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,12 +13,12 @@ from typing import Final
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, Presence
 from kvstore.histograms import Histogram
-from kvstore.limits import Key, Namespace
+from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.jobs import ANSWER, WALK
-from kvstore.master.state.records import NamespaceTable, ObjectRecord
+from kvstore.master.state.records import NamespaceTable, ObjectRecord, presence_of
 from kvstore.master.state.returning import Returning
 from kvstore.master.state.traffic import Caller
 
@@ -27,6 +27,9 @@ ANSWERED_PER_STEP = 16_384
 
 JOINING_MS = 600
 """How long a new master waits for the nodes of the last one; they try several times a second."""
+
+STATE_PROBES_MAX = BATCH_KEYS_MAX
+"""Objects that one question about states looks at, from the end of the chain."""
 
 ASKING_MAX = 4_096
 """Questions that wait for inventories; further ones are answered at once."""
@@ -136,7 +139,47 @@ class Asking:
             missing = matched < count and not being_written
             tip = holding[-1].key if holding else None
             self._note(now_ms, namespace, keys, count, matched, matched if missing else -1, tip)
-        return calls.Matched(common.epoch, common.rules.lease_ms, matches)
+        state = 0
+        if request.states and not self._forest.unfinished:
+            reach = min([match.matched for match in matches], default=count)
+            state = self._last_state(now_ms, request.states, request.keys[:reach])
+        return calls.Matched(common.epoch, common.rules.lease_ms, matches, state)
+
+    def _last_state(self, now_ms: int, namespaces: Sequence[Namespace], keys: Sequence[Key]) -> int:
+        """How many of ``keys`` there are up to the last one that all of these namespaces have,
+        whose objects are leased; 0: there is none among the keys that are looked at."""
+        held: list[ObjectRecord] = []
+        state, left = len(keys), STATE_PROBES_MAX
+        while state and left > 0:
+            held = self._held(now_ms, namespaces, keys[state - 1])
+            if len(held) == len(namespaces):
+                break
+            left -= len(held) + 1
+            state -= 1
+        found = len(held) == len(namespaces)
+        if found:
+            self._lease(now_ms, held)
+        asked = keys[state - 1 : state] if found else keys[-1:]
+        self._common.counters["matched_objects"] += found * len(namespaces)
+        self._common.counters["missed_objects"] += (len(asked) - found) * len(namespaces)
+        for namespace in namespaces if asked else ():
+            self._note(now_ms, namespace, asked, 1, int(found), -1 if found else 0)
+        return state if found else 0
+
+    def _held(self, now_ms: int, namespaces: Sequence[Namespace], key: Key) -> list[ObjectRecord]:
+        """The objects of this key in the first ones of these namespaces, until one lacks it."""
+        held: list[ObjectRecord] = []
+        for namespace in namespaces:
+            record = self._forest.get(namespace, key)
+            if record is None or not self._is_there(now_ms, record):
+                break
+            held.append(record)
+        return held
+
+    def _is_there(self, now_ms: int, record: ObjectRecord) -> bool:
+        """Whether the object is complete, and its lifetime is not over."""
+        is_over = now_ms >= self._lifetimes.next_ms and self._lifetimes.ended(record, now_ms)
+        return presence_of(record) == _COMPLETE and not is_over
 
     def _before_ended(
         self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]
@@ -324,8 +367,10 @@ def _is_at(record: ObjectRecord, uuid: bytes, offset: int) -> bool:
 
 def _misses(request: Question, reply: Found) -> bool:
     match reply:
-        case calls.Matched(matches=matches):
-            return any(match.matched < len(request.keys) for match in matches)
+        case calls.Matched(matches=matches, state=state):
+            count = len(request.keys)
+            lacks = isinstance(request, calls.MatchPrefix) and request.states and state < count
+            return bool(lacks) or any(match.matched < count for match in matches)
         case calls.Found(placements=placements):
             return 0 in placements.replicas
         case calls.Existing(presence=presence):

@@ -317,8 +317,8 @@ class NamespaceTable:
     def presence(self, keys: Sequence[Key]) -> bytes:
         """One ``Presence`` per key."""
         if len(keys) == 1:  # without a list of one
-            return _ONE[_presence(self.get(keys[0]))]
-        return bytes([_presence(record) for record in self.get_many(keys)])
+            return _ONE[presence_of(self.get(keys[0]))]
+        return bytes([presence_of(record) for record in self.get_many(keys)])
 
     def add(self, key: Key) -> ObjectRecord:
         record = self.shards[hash(key) & self._mask][key] = ObjectRecord(self.name, key)
@@ -409,7 +409,7 @@ def shards_from(tables: Iterable[NamespaceTable], first: int) -> Iterator[dict[K
             first -= count
 
 
-def _presence(record: ObjectRecord | None) -> int:
+def presence_of(record: ObjectRecord | None) -> int:
     if record is None:
         return _ABSENT
     segment = record.segment

@@ -58,6 +58,7 @@ CALLS: dict[str, Verb] = {
     "match_prefix": lambda c: c.match_prefix(KEYS),
     "match_prefixes": lambda c: c.match_prefixes(KEYS, namespaces=["default", "other"]),
     "matches": lambda c: c.matches(KEYS, namespaces=["default"]),
+    "match_all": lambda c: c.match_all(KEYS, namespaces=["default"], states=["other"]),
     "lookup": lambda c: c.lookup(KEYS),
     "pin": lambda c: c.pin(KEYS, 60),
     "unpin": lambda c: c.unpin(KEYS),

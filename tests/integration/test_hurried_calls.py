@@ -122,6 +122,7 @@ ROWS: dict[str, Row | str] = {
     "match_prefix": Row(keys=KEYS, namespace=None),
     "match_prefixes": Row(keys=KEYS, namespaces=["default"]),
     "matches": Row(keys=KEYS, namespaces=["default"]),
+    "match_all": Row(keys=KEYS, namespaces=["default"], states=["default"]),
     "lookup": Row(keys=KEYS, namespace=None),
     "exists": Row(key="hurried", namespace=None),
     "exists_many": Row(keys=KEYS, lease=False, namespace=None),
@@ -216,6 +217,7 @@ def test_one_text_is_no_sequence_of_keys(store: Cluster) -> None:
         lambda keys: client.pin(keys, 60),
         lambda keys: client.put_chain(keys, [b"", b""]),
         lambda keys: client.matches(["a"], namespaces=keys),
+        lambda keys: client.match_all(["a"], namespaces=["default"], states=keys),
     )
     texts: tuple[Any, ...] = ("ab", b"ab", bytearray(b"ab"))
     for call in calls:

@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS
-from kvstore.client.flows.asking import Match, match_prefix, remove
+from kvstore.client.flows.asking import Match, Reach, match_all, match_prefix, remove
 from kvstore.errors import MasterUnreachableError, UnavailableError
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from tests.unit.client.world import EPOCH, World
@@ -73,6 +73,56 @@ def test_a_namespace_that_has_ended_is_not_asked_again() -> None:
     found = run(master, BATCH_KEYS_MAX + 2)
     assert [match.matched for match in found] == [BATCH_KEYS_MAX + 1, 3]
     assert [spaces for spaces, _ in master.asked] == [SPACES, SPACES[:1]]
+
+
+class States(Master):
+    """Answers about states, too: without knowing what the chains reach, if it is in pieces."""
+
+    def __init__(self, *present: int, states: list[int], in_pieces: bool = False) -> None:
+        super().__init__(*present)
+        self.states = states
+        """How many leading keys there are up to each state."""
+        self.in_pieces = in_pieces
+
+    def __call__(self, request: calls.MatchPrefix) -> calls.Matched:
+        first = int.from_bytes(request.keys[0], "big")
+        answer = super().__call__(request)
+        assert list(request.states) == [Namespace("s")]
+        matched = [len(request.keys), *(match.matched for match in answer.matches)]
+        end = first + (len(request.keys) if self.in_pieces else min(matched))
+        here = [each - first for each in self.states if first < each <= end]
+        return answer._replace(state=max(here, default=0))
+
+
+def run_reach(master: States, count: int) -> Reach:
+    world = World()
+    world.answers[calls.MatchPrefix] = master
+    spaces = SPACES[: len(master.present)]
+    return world.run(match_all(spaces, [Namespace("s")], keys(count)))
+
+
+def test_chains_and_states_are_one_question() -> None:
+    master = States(9, 7, states=[2, 5, 8])
+    assert run_reach(master, 10) == Reach(7, False, 5)
+    assert master.asked == [(SPACES, 10)]
+    assert run_reach(States(states=[2, 5, 8]), 10) == Reach(10, False, 8)
+
+
+def test_a_state_beyond_what_the_chains_reach_is_asked_for_again() -> None:
+    master = States(7, states=[2, 5, 8], in_pieces=True)
+    assert run_reach(master, 10) == Reach(7, False, 5)
+    assert master.asked == [(SPACES[:1], 10), ([], 7)]
+
+
+def test_of_more_keys_than_a_call_has_the_last_ones_are_asked_first() -> None:
+    class Chains(States):
+        def __call__(self, request: calls.MatchPrefix) -> calls.Matched:
+            return super().__call__(request._replace(states=[Namespace("s")]))
+
+    number = 2 * BATCH_KEYS_MAX
+    master = Chains(number - 1, states=[3, BATCH_KEYS_MAX - 2])
+    assert run_reach(master, number) == Reach(number - 1, False, BATCH_KEYS_MAX - 2)
+    assert master.asked[-2:] == [([], BATCH_KEYS_MAX), ([], BATCH_KEYS_MAX - 1)]
 
 
 def test_a_removal_is_asked_again_until_a_node_is_there_that_remembers_it() -> None:

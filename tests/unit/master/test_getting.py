@@ -8,8 +8,9 @@ from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, PutOutcome
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
+from kvstore.master.state import asking as asking_module
 from kvstore.master.state.inventory import Claim
-from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, keys_of
+from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
@@ -74,6 +75,74 @@ def test_a_match_asks_several_namespaces_at_once(new_cluster: NewCluster) -> Non
     reply = cluster.state.asking.match_prefix(cluster.now_ms, request)
 
     assert [match.matched for match in reply.matches] == [3, 2, 0]
+
+
+# --- states, of which the last one counts ---------------------------------------------------------
+
+STATES = [Namespace("states-0"), Namespace("states-1")]
+
+
+def state_of(cluster: Cluster, names: str, *namespaces: Namespace) -> tuple[int, int]:
+    """How far the chain reaches, and up to which key the last state is."""
+    request = calls.MatchPrefix([*namespaces], keys_of(names), False, STATES)
+    reply = cluster.state.asking.match_prefix(cluster.now_ms, request)
+    return min((match.matched for match in reply.matches), default=len(names)), reply.state
+
+
+def test_the_last_state_is_one_that_all_have_and_that_the_chain_reaches(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=20)
+    cluster.put("abcd")
+    cluster.put("bd", namespace=STATES[0], chain=False)
+    assert state_of(cluster, "abcd", NAMESPACE) == (4, 0)
+    cluster.put("bce", namespace=STATES[1], chain=False)
+    assert state_of(cluster, "abcd", NAMESPACE) == (4, 2)
+    cluster.put("d", namespace=STATES[1], chain=False)
+    assert state_of(cluster, "abcd", NAMESPACE) == (4, 4)
+    assert state_of(cluster, "abcx", NAMESPACE) == (3, 2)
+    assert state_of(cluster, "axcd", NAMESPACE) == (1, 0), "beyond what the chain reaches"
+    assert state_of(cluster, "xxcd") == (4, 4), "without a chain"
+    assert state_of(cluster, "", NAMESPACE) == (0, 0)
+
+
+def test_the_last_state_is_leased_and_those_before_it_are_not(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=20)
+    cluster.put("abcd")
+    for namespace in STATES:
+        cluster.put("bd", namespace=namespace, chain=False)
+    cluster.after(LEASE_MS + 1)
+    assert state_of(cluster, "abcd", NAMESPACE) == (4, 4)
+    leased = {
+        (namespace, name): record.lease_until_ms > cluster.now_ms
+        for namespace in STATES
+        for name in "bd"
+        if (record := cluster.state.forest.get(namespace, Key(name.encode())))
+    }
+    assert leased == {(each, name): name == "d" for each in STATES for name in "bd"}
+
+
+def test_a_state_that_is_being_written_or_died_is_none(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=20, two=20)
+    cluster.put("ab", host="host-one")
+    for namespace in STATES:
+        cluster.put("a", namespace=namespace, host="host-one")
+    cluster.put("b", namespace=STATES[0], host="host-one")
+    cluster.start("b", namespace=STATES[1])
+    assert state_of(cluster, "ab", NAMESPACE) == (2, 1)
+    cluster.kill("one")
+    assert state_of(cluster, "ab", NAMESPACE) == (0, 0)
+
+
+def test_not_all_states_of_a_long_chain_are_looked_at(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking_module, "STATE_PROBES_MAX", 3)
+    cluster = new_cluster(one=20)
+    for namespace in STATES:
+        cluster.put("a", namespace=namespace)
+    assert state_of(cluster, "ab") == (2, 1)
+    assert state_of(cluster, "abcd") == (4, 0)
 
 
 def test_blocks_behind_a_removed_one_are_not_matched_until_it_is_put_again(

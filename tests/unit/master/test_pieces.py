@@ -139,6 +139,18 @@ def test_a_large_call_says_what_a_whole_one_would(
     assert turns >= pieces - 1
 
 
+def test_the_states_of_a_large_match_are_asked_for_after_its_chains() -> None:
+    states = [Namespace("other")]
+    request = calls.MatchPrefix([SPACE] * NAMESPACES_MAX, KEYS, False, states)
+    pieces = cast("list[calls.MatchPrefix]", CUTS[calls.MatchPrefix].pieces(request))
+    assert [(len(each.namespaces) > 0, list(each.states)) for each in pieces] == [
+        *((True, []) for _ in pieces[1:]), (False, states),
+    ]  # fmt: skip
+    reply, _ = ask(service_with(MANY - 3), request._replace(states=[SPACE]))
+    assert len(reply.matches) == NAMESPACES_MAX
+    assert reply.state == MANY - 3
+
+
 def as_lists(value: Any) -> object:
     if isinstance(value, bytes | bytearray | Sequence) and not isinstance(value, str):
         return [as_lists(each) for each in value]

@@ -183,7 +183,9 @@ LONG, SIZE_MAX, WAIT_MAX, TTL_MAX = Key(b"k" * 256), 1 << 48, 3_600_000, 604_800
 AVOIDED = (bytes(16),) * 64
 AT_THEIR_BOUNDS: tuple[calls.Request, ...] = (
     calls.Join("c" * 255, "h" * 255, 2**32 - 1, 2**32 - 1, "n" * 255, 2**64 - 1),
-    calls.MatchPrefix([Namespace("n" * 128)] * 256, [LONG] * BATCH_KEYS_MAX, placements=True),
+    calls.MatchPrefix(
+        [Namespace("n" * 128)] * 256, [LONG] * BATCH_KEYS_MAX, True, [Namespace("s" * 128)] * 256
+    ),
     calls.PutStart(
         NAMESPACE, [Key(number.to_bytes(2, "big")) for number in range(512)], [SIZE_MAX] * 512,
         LONG, True, 8, False, WAIT_MAX, "h" * 255, AVOIDED, True, 2**64 - 1, TTL_MAX,
