@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -340,28 +340,52 @@ def _on_worker(worker: Any, options: dict[str, Any], method: str) -> Any:
 def _groups_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
     """Raises ConfigError for models whose blocks cannot be kept by hash."""
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
-    from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import (
+        AttentionSpec,
+        CrossAttentionSpec,
+        MambaSpec,
+        UniformTypeKVCacheSpecs,
+    )
 
     scheduler_block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("context parallelism is not supported", advice="Use tensor parallelism.")
     sizes = {}
+    recurrent = set()
     for group_id in kv_cache_config.prefix_cacheable_group_ids:
         spec = kv_cache_config.kv_cache_groups[group_id].kv_cache_spec
         inner = [spec]
         if isinstance(spec, UniformTypeKVCacheSpecs):
             inner = list(spec.kv_cache_specs.values())
         for each in inner:
-            if not isinstance(each, AttentionSpec):
+            if isinstance(each, MambaSpec):
+                _check_states(each, spec.block_size, scheduler_block)
+                recurrent.add(group_id)
+            elif not isinstance(each, AttentionSpec) or isinstance(each, CrossAttentionSpec):
                 raise ConfigError(
-                    f"layers of kind {type(each).__name__} are not supported: their state is not a "
-                    "block of tokens",
+                    f"layers of kind {type(each).__name__} are not supported: what they keep does "
+                    "not follow from the tokens of a prompt",
                     advice="Serve this model without the connector.",
                 )
         sizes[group_id] = spec.block_size
     if not sizes:
         raise ConfigError("this model has no KV cache whose blocks can be shared by hash")
     return Groups(
-        hash_block_tokens=hashed, scheduler_block_tokens=scheduler_block, block_tokens=sizes
+        hash_block_tokens=hashed,
+        scheduler_block_tokens=scheduler_block,
+        block_tokens=sizes,
+        recurrent=frozenset(recurrent),
     )
+
+
+def _check_states(spec: MambaSpec, block_tokens: int, scheduler_block: int) -> None:
+    """Raises ConfigError for recurrent layers whose states vLLM does not hand out."""
+    if spec.mamba_cache_mode != "align":
+        raise ConfigError(
+            f"the states of this model's recurrent layers cannot be shared with mamba_cache_mode "
+            f"{spec.mamba_cache_mode!r}",
+            advice="Start vLLM with --mamba-cache-mode align, and with prefix caching.",
+        )
+    if scheduler_block % block_tokens:
+        raise ConfigError(f"states every {block_tokens} tokens, hits every {scheduler_block}")

@@ -52,7 +52,9 @@ class Tracked:
 
     request: Request
     saved: dict[int, int] = field(default_factory=dict)
-    """By group: blocks before this index are in the store, or being saved."""
+    """By group with chains: blocks before this index are in the store, or being saved."""
+    state_tokens: int = 0
+    """The last place at which the store has, or will have, a state of each recurrent group."""
     external_tokens: int = 0
     """Tokens that the last lookup has told vLLM to expect from the store."""
     missed: int | None = None
@@ -138,7 +140,7 @@ class Decisions:
         if self._may_load(request) and len(request.block_hashes):
             hashes = self._hashes(tracked)
             if hashes is not None:
-                self._want(request, hashes)
+                self._want(request, hashes, self._limit(tracked))
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """The answer to vLLM's ``get_num_new_matched_tokens``: how many tokens beyond the
@@ -152,12 +154,11 @@ class Decisions:
             return 0, False
         limit = self._limit(tracked)
         useful = limit > computed
-        there = self._lookups.tokens(self._want(request, hashes), patient=useful)
+        there = self._lookups.tokens(self._want(request, hashes, limit), patient=useful)
         if there is None:
             return (None if useful else 0), False
-        tracked.saved = {
-            group: there // tokens for group, tokens in self._groups.block_tokens.items()
-        }
+        tracked.saved = {group: there // size for group, size in self._groups.chains.items()}
+        tracked.state_tokens = there
         if not useful:  # the lookup still tells which blocks need not be saved
             return 0, False
         tokens = self._groups.aligned(min(there, limit))
@@ -207,7 +208,10 @@ class Decisions:
             limit = min(limit, self._groups.aligned(max(wanted, 0)))
         return limit if tracked.limit is None else min(limit, tracked.limit)
 
-    def _want(self, request: Request, hashes: Sequence[bytes]) -> Any:
+    def _want(self, request: Request, hashes: Sequence[bytes], limit: int) -> Any:
+        """``limit``: the most tokens that may be loaded."""
+        if self._groups.recurrent:  # a state beyond them is of no use, and hides one before it
+            hashes = hashes[: limit // self._groups.hash_block_tokens]
         expected = _params(request).get("stored_tokens")
         return self._lookups.want(
             request.request_id,
@@ -225,17 +229,19 @@ class Decisions:
             return
         first = {
             group: (tracked.external_tokens - tokens) // size
-            for group, size in self._groups.block_tokens.items()
+            for group, size in self._groups.chains.items()
         }
         hashes = self._hashes(tracked)
         assert hashes is not None, "external tokens have keys"
-        runs = list(
-            self._groups.runs(hashes, blocks.get_block_ids(), first, tracked.external_tokens)
-        )
+        table, end = blocks.get_block_ids(), tracked.external_tokens
+        runs = [*self._groups.runs(hashes, table, first, end)]
+        runs += self._groups.states(hashes, table, end)
         self._loads.append(Load(request.request_id, runs))
         self._loading.add(request.request_id)
         self._count("loaded_requests")
         self._count("hit_tokens", tokens)
+        if self._groups.recurrent:
+            self._count("hit_states")
         tracked.external_tokens = 0
 
     # --- every step ---------------------------------------------------------------------------
@@ -266,28 +272,76 @@ class Decisions:
             ):
                 continue
             to_save = self._tokens_to_save(tracked.request, scheduled)
-            if not self._is_news(tracked, to_save) or not self._is_shared(tracked.request):
+            offers = state.boundary_state_offloads.get(request_id, ())
+            if not (self._is_news(tracked, to_save) or offers) or not self._is_shared(
+                tracked.request
+            ):
                 continue
-            tokens = self._fitting(tracked, to_save)
-            if tokens < to_save:
-                self._count("saves_refused")
-                if not self._is_news(tracked, tokens):
-                    continue
             table = state.get_block_ids(request_id)
             hashes = self._hashes(tracked)
             if table is None or hashes is None:
                 continue
-            runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
-            self._note_holes(tracked, table, tokens)
+            runs = self._chains_to_save(tracked, hashes, table, to_save)
+            runs += self._states_to_save(tracked, hashes, offers, to_save)
             if runs:
-                for group, size in self._groups.block_tokens.items():
-                    tracked.saved[group] = max(tracked.saved.get(group, 0), tokens // size)
                 yield self._pin(tracked.request, runs)
+
+    def _chains_to_save(
+        self,
+        tracked: Tracked,
+        hashes: Sequence[bytes],
+        table: Sequence[Sequence[int]],
+        to_save: int,
+    ) -> list[Run]:
+        """The blocks of chains that are full now and fit. Notes them as being saved."""
+        if not self._is_news(tracked, to_save):
+            return []
+        tokens = self._fitting(tracked, to_save)
+        if tokens < to_save:
+            self._count("saves_refused")
+            if not self._is_news(tracked, tokens):
+                return []
+        runs = list(self._groups.runs(hashes, table, tracked.saved, tokens))
+        self._note_holes(tracked, table, tokens)
+        if runs:
+            for group, size in self._groups.chains.items():
+                tracked.saved[group] = max(tracked.saved.get(group, 0), tokens // size)
+        return runs
+
+    def _states_to_save(
+        self, tracked: Tracked, hashes: Sequence[bytes], offers: Iterable[tuple[int, int, int]],
+        to_save: int,
+    ) -> list[Run]:  # fmt: skip
+        """The states that vLLM offers now, where a hit may end: it keeps them no longer than it
+        needs them. Their contents are final after this step.
+
+        Args:
+            offers: of the request: group, block, and tokens before the state.
+        """
+        places: dict[int, dict[int, int]] = {}
+        for group, block_id, tokens in offers:
+            is_new = tracked.state_tokens < tokens <= to_save
+            if is_new and tokens == self._groups.aligned(tokens) and block_id != NULL_BLOCK:
+                places.setdefault(tokens, {})[group] = block_id
+        runs: list[Run] = []
+        for tokens, blocks in sorted(places.items()):
+            if blocks.keys() != self._groups.recurrent:
+                continue  # without the others it is of no use
+            if len(runs) + len(blocks) > self._room():
+                self._count("saves_refused")
+                break
+            runs += [
+                self._groups.state(hashes, group, block_id, tokens)
+                for group, block_id in sorted(blocks.items())
+            ]
+            tracked.state_tokens = tokens
+            self._count("saved_states")
+        return runs
 
     def _note_holes(self, tracked: Tracked, table: Sequence[Sequence[int]], tokens: int) -> None:
         """Notes blocks that a sliding window passed before they were saved. Engines must not be
         told to wait for the tokens after them."""
-        for group, size in self._groups.block_tokens.items():
+        for group, size in self._groups.chains.items():
             first = tracked.saved.get(group, 0)
             if NULL_BLOCK in table[group][first : tokens // size]:
                 hole = table[group].index(NULL_BLOCK, first) * size
@@ -297,7 +351,7 @@ class Decisions:
     def _is_news(self, tracked: Tracked, tokens: int) -> bool:
         """Whether a block of these tokens is not saved in some group. In most steps this is false
         for most requests."""
-        sizes = self._groups.block_tokens.items()
+        sizes = self._groups.chains.items()
         return any(tokens // size > tracked.saved.get(group, 0) for group, size in sizes)
 
     def _tokens_to_save(self, request: Request, scheduled: int) -> int:
@@ -313,13 +367,12 @@ class Decisions:
 
     def _fitting(self, tracked: Tracked, tokens: int) -> int:
         """How many of these tokens may be pinned now; the rest is saved in a later step."""
-        assert self._pool is not None, "bind_block_pool comes first"
-        room = int(self._pool.num_gpu_blocks * self._config.pinned_max) - self._pinned_blocks
+        room = self._room()
 
         def blocks(tokens: int) -> int:
             return sum(
                 max(0, tokens // size - tracked.saved.get(group, 0))
-                for group, size in self._groups.block_tokens.items()
+                for group, size in self._groups.chains.items()
             )
 
         if blocks(tokens) <= room:
@@ -333,6 +386,11 @@ class Decisions:
             )
             - 1
         ) * scheduler_block
+
+    def _room(self) -> int:
+        """How many more blocks may be pinned."""
+        assert self._pool is not None, "bind_block_pool comes first"
+        return int(self._pool.num_gpu_blocks * self._config.pinned_max) - self._pinned_blocks
 
     def _pin(self, request: Request, runs: list[Run]) -> Save:
         """Takes a reference to each block, so that vLLM does not reuse it before it is saved."""
@@ -366,7 +424,8 @@ class Decisions:
             del self._pinned[number]
             self._unpin(pinned)
             if pinned.stored and pinned.fingerprint == self._identity.fingerprint:
-                self._events.stored(pinned.runs, pinned.tokens, pinned.lora, pinned.plain)
+                chains = [run for run in pinned.runs if run.group in self._groups.chains]
+                self._events.stored(chains, pinned.tokens, pinned.lora, pinned.plain)
             elif not pinned.stored:
                 self._save_failed(pinned)
         for request_id, tokens in report.failed_loads.items():
@@ -397,8 +456,10 @@ class Decisions:
         tracked = self._tracked.get(pinned.request_id)
         if tracked is not None:
             tracked.failed_saves += 1
+            tracked.state_tokens = 0
             for run in pinned.runs:
-                tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
+                if run.group in self._groups.chains:
+                    tracked.saved[run.group] = min(tracked.saved.get(run.group, 0), run.first)
 
     def _load_failed(self, request_id: str, good_tokens: int) -> None:
         """Limits later answers for this request to the tokens that were loaded."""
@@ -409,8 +470,9 @@ class Decisions:
         tracked.failed_loads += 1
         again = self._groups.aligned(good_tokens) if tracked.failed_loads < LOADS_MAX else 0
         tracked.limit = again if tracked.limit is None else min(again, tracked.limit)
-        for group, size in self._groups.block_tokens.items():  # missing blocks are saved again
+        for group, size in self._groups.chains.items():  # missing blocks are saved again
             tracked.saved[group] = min(tracked.saved.get(group, 0), tracked.limit // size)
+        tracked.state_tokens = min(tracked.state_tokens, tracked.limit)
         self._lookups.forget(request_id)
 
     # --- other --------------------------------------------------------------------------------
@@ -447,8 +509,8 @@ class Decisions:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not self._does_save:
             return None
-        sizes = self._groups.block_tokens
-        tokens = min(tracked.saved.get(group, 0) * size for group, size in sizes.items())
+        ends = [tracked.saved.get(each, 0) * size for each, size in self._groups.chains.items()]
+        tokens = min([*ends, tracked.state_tokens] if self._groups.recurrent else ends)
         if tracked.promised is not None:
             tokens = min(tokens, tracked.promised)
         return {"stored_tokens": self._groups.aligned(tokens)} if tokens else None
@@ -487,7 +549,7 @@ class Decisions:
         self._lookups.clear()
         for tracked in self._tracked.values():
             tracked.saved = {}
-            tracked.external_tokens = 0
+            tracked.state_tokens = tracked.external_tokens = 0
 
     def take_counters(self) -> dict[str, int]:
         counters, self.counters = self.counters, {}

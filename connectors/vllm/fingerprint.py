@@ -73,6 +73,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
                 "block_tokens": group.kv_cache_spec.block_size,
                 "page_bytes": group.kv_cache_spec.page_size_bytes,
                 "layers": len(group.layer_names),
+                **_state(group.kv_cache_spec),
             }
             for group in kv_cache_config.kv_cache_groups
         ],
@@ -162,6 +163,16 @@ def hash_warnings(description: Mapping[str, Any]) -> list[str]:
 
 def _is_random(algorithm: str) -> bool:
     return algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None
+
+
+def _state(spec: Any) -> dict[str, Any]:
+    """What the parts of a recurrent layer's state are; empty for attention."""
+    if not hasattr(spec, "mamba_cache_mode"):
+        return {}
+    return {
+        "state": [[str(dtype), *shape] for shape, dtype in zip(spec.shapes, spec.dtypes)],
+        "state_kind": str(spec.mamba_type),
+    }
 
 
 def _speculative(vllm_config: VllmConfig) -> str:

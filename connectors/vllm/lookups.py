@@ -15,13 +15,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from kvstore.breaker import Breaker
-from kvstore.client.flows.asking import Match
+from kvstore.client.flows.asking import Reach
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import ClosedError, KVStoreError
 from kvstore.limits import NAMESPACES_MAX
@@ -43,8 +43,20 @@ FRESH_S: Final = 5.0
 PENDING_MAX: Final = 4_096
 """Lookups under way; beyond this number the answer is "nothing"."""
 
-Ask = Callable[[Sequence[bytes], Sequence[str]], Sequence[Match]]
-"""Asks how many leading keys each namespace holds. Raises KVStoreError within its time-out."""
+Ask = Callable[[Sequence[bytes], Sequence[str], Sequence[str]], Reach]
+"""Asks how many leading keys all namespaces of the first list hold, and where all of the second
+have a state. Raises KVStoreError within its time-out."""
+
+
+class Question(NamedTuple):
+    """One call to the store."""
+
+    size: int
+    """Tokens per key."""
+    keys: list[bytes]
+    chains: list[str]
+    states: list[str]
+
 
 T = TypeVar("T")
 
@@ -297,20 +309,35 @@ class Lookups:
         written."""
         tokens = len(hashes) * self._groups.hash_block_tokens
         being_written = False
-        for block_tokens, groups in self._by_block_tokens():
-            keys = self._groups.keys(groups[0], hashes)
+        for size, keys, chains, states in self._questions(hashes):
+            keys = keys[: tokens // size]
             if not keys:
                 return 0, False
-            names = [name for group in groups for name in self._namespaces[group]]
-            for start in range(0, len(names), NAMESPACES_MAX):
-                matches = self._ask(keys, names[start : start + NAMESPACES_MAX])
-                tokens = min(tokens, min(match.matched for match in matches) * block_tokens)
-                being_written |= any(match.being_written for match in matches)
+            reach = self._ask(keys, chains, states)
+            tokens = min(tokens, (reach.state if states else reach.matched) * size)
+            being_written |= reach.being_written
         return self._groups.aligned(tokens), being_written
+
+    def _questions(self, hashes: list[bytes]) -> Iterator[Question]:
+        """One for most models. The last one asks about states, at which a hit has to end."""
+        groups, size = self._groups, self._groups.scheduler_block_tokens
+        states = [name for group in groups.recurrent for name in self._namespaces[group]]
+        last = Question(size, groups.state_keys(hashes), [], states)
+        for block_tokens, ids in self._by_block_tokens():
+            names = [name for group in ids for name in self._namespaces[group]]
+            for start in range(0, len(names), NAMESPACES_MAX):
+                some = names[start : start + NAMESPACES_MAX]
+                fits = len(some) + len(states) <= NAMESPACES_MAX and not last.chains
+                if block_tokens == size and fits:
+                    last = last._replace(chains=some)
+                else:
+                    yield Question(block_tokens, groups.keys(ids[0], hashes), some, [])
+        if last.chains or last.states:
+            yield last
 
     def _by_block_tokens(self) -> Iterable[tuple[int, list[int]]]:
         by_size: dict[int, list[int]] = {}
-        for group, tokens in self._groups.block_tokens.items():
+        for group, tokens in self._groups.chains.items():
             by_size.setdefault(tokens, []).append(group)
         return by_size.items()
 

@@ -27,6 +27,8 @@ COUNTERS: Final = {
     "hit_tokens": "Tokens found in the store and loaded",
     "missed_tokens": "Tokens of prompts that were looked up and not found",
     "loaded_requests": "Requests that loaded blocks",
+    "hit_states": "States of recurrent layers found in the store, one for a request",
+    "saved_states": "States of recurrent layers to save, one for each place in a request",
     "load_blocks": "Blocks loaded, counted by each worker and cache group",
     "load_failures": "Loads in which some blocks did not arrive, counted by each worker",
     "loads_failed": "Loads in which some blocks did not arrive at some worker",

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.client.flows.asking import Match
+from kvstore.client.flows.asking import Reach
 from kvstore.client.sync import Client
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import fingerprint
@@ -272,8 +272,10 @@ class Scheduler:
         if loading:
             core.ask(self._on_worker, self._options, "forget_failures")
 
-    def _ask(self, keys: Sequence[bytes], namespaces: Sequence[str]) -> Sequence[Match]:
-        return self._client.matches(keys, namespaces=namespaces, timeout_ms=self._lookup_ms)
+    def _ask(self, keys: Sequence[bytes], chains: Sequence[str], states: Sequence[str]) -> Reach:
+        return self._client.match_all(
+            keys, namespaces=chains, states=states, timeout_ms=self._lookup_ms
+        )
 
     def _listen(self) -> None:
         """Starts to listen to events of the current namespaces."""

@@ -35,7 +35,9 @@ def make_model(
 
     It is a Llama; with ``sliding`` a Gemma 3 that alternates sliding-window and full layers; of
     kind ``longrope`` a Phi-3 whose rotary factors depend on the longest prompt; of kind ``latent``
-    a DeepSeek-V2 with latent attention. Except there, two query heads share a key/value head.
+    a DeepSeek-V2 with latent attention; of kind ``recurrent`` a Qwen3-Next that alternates gated
+    delta nets and attention, which vLLM for CPUs serves in bfloat16 only. Except for ``latent``,
+    two query heads share a key/value head.
 
     Args:
         directory: where to create the model; created if need be, and returned.
@@ -85,6 +87,15 @@ def make_model(
         }  # fmt: skip
         deepseek = transformers.DeepseekV2Config(**shape)
         model = transformers.DeepseekV2ForCausalLM(deepseek)
+    elif kind == "recurrent":
+        next_config = transformers.Qwen3NextConfig(
+            **shape, layer_types=["linear_attention", "full_attention"] * (layers // 2),
+            linear_num_value_heads=heads, linear_num_key_heads=heads // 2,
+            linear_key_head_dim=HEAD_DIM, linear_value_head_dim=HEAD_DIM,
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128,
+            shared_expert_intermediate_size=128,
+        )  # fmt: skip
+        model = transformers.Qwen3NextForCausalLM(next_config)
     else:
         model = LlamaForCausalLM(LlamaConfig(**shape))
     model.save_pretrained(directory, safe_serialization=True)
@@ -120,7 +131,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--sliding", action="store_true")
-    parser.add_argument("--kind", choices=("plain", "longrope", "latent"), default="plain")
+    parser.add_argument(
+        "--kind", choices=("plain", "longrope", "latent", "recurrent"), default="plain"
+    )
     for name, value in (("--seed", 0), ("--hidden", 256), ("--layers", 4)):
         parser.add_argument(name, type=int, default=value)
     print(make_model(**vars(parser.parse_args())))

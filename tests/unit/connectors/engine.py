@@ -129,6 +129,7 @@ class Tables:
 @dataclass
 class State:
     tables: dict[str, Tables]
+    boundary_state_offloads: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...] | None:
         found = self.tables.get(request_id)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from kvstore.client.flows.asking import Match
+from kvstore.client.flows.asking import Match, Reach
 from kvstore.connectors.vllm import lookups as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.lookups import (
@@ -29,8 +30,6 @@ WRITERS_WAIT_S = 0.5
 LONG_S = 10.0
 """Of a wait that ends long before in a test that passes."""
 
-Answer = Callable[[Sequence[bytes], Sequence[str]], Sequence[Match]]
-
 
 class Clock:
     def __init__(self) -> None:
@@ -47,18 +46,25 @@ class Store:
         self.asked: list[tuple[list[bytes], list[str]]] = []
         self.answers: list[Sequence[Match] | Exception] = []
         """The next ones; the last is repeated."""
+        self.state = 0
         self.go_on = threading.Event()
         self.go_on.set()
         self.entered = threading.Semaphore(0)
 
-    def __call__(self, keys: Sequence[bytes], namespaces: Sequence[str]) -> Sequence[Match]:
-        self.asked.append((list(keys), list(namespaces)))
+    def __call__(
+        self, keys: Sequence[bytes], chains: Sequence[str], states: Sequence[str]
+    ) -> Reach:
+        self.asked.append((list(keys), [*chains, *states]))
         self.entered.release()
         assert self.go_on.wait(LONG_S)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return Reach(
+            min((match.matched for match in answer), default=len(keys)),
+            any(match.being_written for match in answer),
+            self.state,
+        )
 
     def hold(self) -> None:
         self.go_on.clear()
@@ -171,6 +177,35 @@ def test_groups_of_one_block_size_are_asked_about_at_once(start: Start, store: S
     lookups = start(groups, {0: ["a"], 2: ["b"]})
     assert answered(lookups, lookups.want("r", hashes(2))) == 16
     assert store.asked == [(hashes(2), ["a", "b"])]
+
+
+def test_chains_and_states_are_one_question_at_the_end_of_which_a_state_is(
+    start: Start, store: Store
+) -> None:
+    groups = replace(PLAIN, block_tokens={0: 16, 1: 16, 2: 16}, recurrent=frozenset({0, 2}))
+    store.answers, store.state = [[Match(5, 0)]], 3
+    lookups = start(groups)
+    assert answered(lookups, lookups.want("r", hashes(6))) == 48
+    assert store.asked == [(hashes(6), ["n1", "n0", "n2"])]
+    store.state = 0
+    assert answered(lookups, lookups.want("s", hashes(6))) == 0
+
+
+def test_states_are_asked_for_where_a_hit_may_end(start: Start, store: Store) -> None:
+    """Blocks of the chain are smaller than those of the states."""
+    groups = replace(HYBRID, recurrent=frozenset({1}))
+    store.answers, store.state = [[Match(5, 0)], []], 1
+    lookups = start(groups)
+    assert answered(lookups, lookups.want("r", hashes(6))) == 32
+    assert store.asked == [(hashes(6), ["n0"]), ([b"h1", b"h3"], ["n1"])]
+
+
+def test_a_model_without_attention_has_states_alone(start: Start, store: Store) -> None:
+    groups = replace(PLAIN, recurrent=frozenset({0}))
+    store.answers, store.state = [[]], 4
+    lookups = start(groups)
+    assert answered(lookups, lookups.want("r", hashes(6))) == 64
+    assert store.asked == [(hashes(6), ["n0"])]
 
 
 def test_a_prompt_too_short_for_a_block_of_a_group_has_nothing(start: Start, store: Store) -> None:
