@@ -282,7 +282,8 @@ class Decisions:
             if table is None or hashes is None:
                 continue
             runs = self._chains_to_save(tracked, hashes, table, to_save)
-            runs += self._states_to_save(tracked, hashes, offers, to_save)
+            room = self._room() - sum(len(run.keys) for run in runs)
+            runs += self._states_to_save(tracked, hashes, offers, to_save, room)
             if runs:
                 yield self._pin(tracked.request, runs)
 
@@ -310,13 +311,14 @@ class Decisions:
 
     def _states_to_save(
         self, tracked: Tracked, hashes: Sequence[bytes], offers: Iterable[tuple[int, int, int]],
-        to_save: int,
+        to_save: int, room: int,
     ) -> list[Run]:  # fmt: skip
         """The states that vLLM offers now, where a hit may end: it keeps them no longer than it
         needs them. Their contents are final after this step.
 
         Args:
             offers: of the request: group, block, and tokens before the state.
+            room: how many blocks may be pinned.
         """
         places: dict[int, dict[int, int]] = {}
         for group, block_id, tokens in offers:
@@ -327,7 +329,7 @@ class Decisions:
         for tokens, blocks in sorted(places.items()):
             if blocks.keys() != self._groups.recurrent:
                 continue  # without the others it is of no use
-            if len(runs) + len(blocks) > self._room():
+            if len(runs) + len(blocks) > room:
                 self._count("saves_refused")
                 break
             runs += [

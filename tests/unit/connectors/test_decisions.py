@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.config import ConnectorConfig
-from kvstore.connectors.vllm.groups import NULL_BLOCK
-from kvstore.connectors.vllm.messages import Load, Orders, Run, SaveEnd, TransferReport
+from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
+from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, SaveEnd, TransferReport
 from tests.unit.connectors.engine import HYBRID, PLAIN, Engine, Request, saved
 
 # --- offers ---------------------------------------------------------------------------------------
@@ -566,6 +566,113 @@ def test_named_media_are_shared_by_those_who_say_so() -> None:
     request = engine.add("r", 20, there=16)
     vars(request).update(PRIVATE[1])
     assert engine.matched(request) == 16
+
+
+# --- recurrent layers -----------------------------------------------------------------------------
+
+STATES = Groups(
+    hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 4, 1: 8, 2: 8},
+    recurrent=frozenset({1, 2}),
+)  # fmt: skip
+
+
+def computed(engine: Engine, tokens: int, *offers: tuple[int, int, int]) -> list[Save]:
+    """The saves of a step that computes so many tokens of "r", in which vLLM offers these states:
+    group, block, and tokens before the state."""
+    for _, block_id, _ in offers:
+        engine.pool.blocks[block_id].references += 1  # the request holds it
+    output = engine.scheduled({"r": tokens})
+    output.kv_connector_block_state.boundary_state_offloads = {"r": list(offers)}
+    saves = list(engine.side.orders(output).saves)
+    engine.requests["r"].num_computed_tokens += tokens
+    return saves
+
+
+def states(save: Save) -> list[tuple[int, int, int]]:
+    """Group, block, and index of the block, of the states in a save."""
+    assert all(run.parent is None for run in save.runs if run.group in STATES.recurrent)
+    return [
+        (run.group, run.block_ids[0], run.first)
+        for run in save.runs
+        if run.group in STATES.recurrent
+    ]
+
+
+def test_a_state_that_vllm_offers_is_saved_under_the_hash_at_its_end() -> None:
+    engine = Engine(groups=STATES, events_wanted=True)
+    request = engine.add("r", 21)
+    (save,) = computed(engine, 21, (1, 101, 16), (2, 102, 16))
+    assert states(save) == [(1, 101, 1), (2, 102, 1)]
+    assert [run.keys for run in save.runs[-2:]] == [[request.block_hashes[3]]] * 2
+    assert [len(run.keys) for run in save.runs if run.group == 0] == [5]
+    assert engine.side.take_counters()["saved_states"] == 1
+    engine.side.reported(TransferReport({save.number: SaveEnd(1, 1)}))
+    assert [event.group_idx for event in engine.events.take()] == [0], "a state is no block"
+    assert engine.finish(request) == {"stored_tokens": 16}
+
+
+def test_a_state_is_saved_once_and_only_where_a_hit_may_end() -> None:
+    engine = Engine(groups=STATES)
+    engine.add("r", 21)
+    both = (1, 101, 8), (2, 102, 8)
+    assert states(computed(engine, 8, *both)[0]) == [(1, 101, 0), (2, 102, 0)]
+    assert computed(engine, 2, *both) == []
+    assert states(computed(engine, 2, (1, 103, 12), (2, 104, 12))[0]) == [], "within a block"
+    assert states(computed(engine, 4, (1, 105, 16))[0]) == [], "one of two groups"
+    assert states(computed(engine, 4, (1, 105, 16), (2, NULL_BLOCK, 16))[0]) == []
+    assert computed(engine, 1, (1, 106, 24), (2, 107, 24)) == [], "beyond the prompt"
+
+
+def test_what_is_promised_ends_at_a_state() -> None:
+    engine = Engine(groups=STATES)
+    request = engine.add("r", 21)
+    computed(engine, 21)
+    assert engine.finish(request) is None
+
+
+def test_a_state_whose_save_failed_is_promised_to_nobody() -> None:
+    engine = Engine(groups=STATES)
+    request = engine.add("r", 21)
+    (save,) = computed(engine, 21, (1, 101, 16), (2, 102, 16))
+    engine.side.reported(TransferReport({save.number: SaveEnd(1, 0)}))
+    assert engine.finish(request) is None
+
+
+def test_states_that_do_not_fit_are_left_out() -> None:
+    engine = Engine(groups=STATES, config=ConnectorConfig(pinned_max=0.03))  # of 200 blocks
+    engine.add("r", 21)
+    (save,) = computed(engine, 21, (1, 101, 16), (2, 102, 16))
+    assert states(save) == []
+    assert engine.side.take_counters()["saves_refused"] >= 1
+
+
+def test_a_load_has_the_last_state_and_none_before_it() -> None:
+    engine = Engine(groups=STATES)
+    request = engine.add("r", 21, there=16)
+    assert engine.matched(request) == 16
+    tables = engine.allocate(request, 16)
+    engine.side.allocated(request, tables, 16)
+    (load,) = engine.side.orders(engine.scheduled({})).loads
+    assert [(run.group, run.first, len(run.keys)) for run in load.runs] == [
+        (0, 0, 4), (1, 1, 1), (2, 1, 1),
+    ]  # fmt: skip
+    assert [run.keys[0] for run in load.runs[1:]] == [request.block_hashes[3]] * 2
+    assert [run.block_ids[0] for run in load.runs[1:]] == [tables.tables[g][1] for g in (1, 2)]
+    assert engine.side.take_counters()["hit_states"] == 1
+
+
+def test_what_may_not_be_loaded_is_not_asked_for() -> None:
+    """A state beyond the limit would hide the one before it."""
+    engine = Engine(groups=STATES)
+    request = engine.add("r", 24, there=16)  # at least one token is computed
+    assert engine.asked.wanted == [("r", 4, 0)]
+    assert engine.matched(request) == 16
+    engine.allocate(request, 16)
+    engine.side.allocated(request, engine.tables["r"], 16)
+    engine.fail_load(request, 12)
+    engine.asked.there["r"] = 8
+    assert engine.matched(request) == 8
+    assert engine.asked.wanted[-1] == ("r", 2, 0)
 
 
 # --- holes, and saves that hang -------------------------------------------------------------------
