@@ -27,6 +27,7 @@ from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
 
 from kvstore.calls import ObjectRow, PutOutcome
+from kvstore.connectors.engine import mooncake_keys
 from kvstore.connectors.engine.guard import Deadline, Guard, client_of_an_engine, slices
 from kvstore.connectors.lmcache.identity import ChunkNamespaces
 from kvstore.connectors.lmcache.locks import LookupLocks
@@ -59,14 +60,15 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         Args:
             params: settings of a client (``master``, ``cluster``, ``replicas``, ``transports``,
                 ``timeout_ms`` ...), and ``model_id``: the user's name for the weights, needed if
-                this host does not have their files, or if they are replaced in place.
+                this host does not have their files, or if they are replaced in place. Keys of
+                LMCache's adapter for Mooncake count as these settings.
             l1_memory_desc: LMCache's memory, which is registered with a transfer engine, if any.
 
         Raises:
             ConfigError: an unknown or wrong setting.
         """
         super().__init__()  # no capacity, so that LMCache does not evict by usage
-        settings = dict(params)
+        settings = mooncake_keys.in_own_words(params, log)
         model_id = settings.pop("model_id", None)
         self._guard = Guard(client_of_an_engine(**settings), log)
         self._client = self._guard.client

@@ -30,6 +30,7 @@ from lmcache.v1.storage_backend.connector import (
 from lmcache.v1.storage_backend.connector.base_connector import RemoteConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
+from kvstore.connectors.engine import mooncake_keys
 from kvstore.connectors.engine.guard import Guard, client_of_an_engine
 from kvstore.connectors.lmcache.chunks import Chunks, log
 from kvstore.connectors.lmcache.memory import release
@@ -89,7 +90,7 @@ class KVStoreConnector(RemoteConnector):  # type: ignore[misc]
             ConfigError: an unknown or wrong setting.
         """
         super().__init__(config, metadata)
-        given = dict(settings)
+        given = mooncake_keys.in_own_words(settings, log)
         model_id = given.pop("model_id", None)
         self._chunks = Chunks(
             Guard(client_of_an_engine(**given), log),

@@ -23,6 +23,7 @@ from kvstore.client.sync import Client
 from kvstore.client.values import Buffer, Storable
 from kvstore.config import parse_size
 from kvstore.config.base import MASTER_VARIABLE
+from kvstore.connectors.engine import mooncake_keys
 from kvstore.connectors.engine.guard import Guard, client_of_an_engine
 from kvstore.connectors.mooncake.names import (
     BufferDescriptor,
@@ -98,6 +99,8 @@ class MooncakeDistributedStore(Tensors):
         del metadata_server, local_buffer_size, engine, ssd_offload_path, client_http_port
         given = local_hostname if isinstance(local_hostname, Mapping) else config
         if given is not None:
+            known = mooncake_keys.MEANT | mooncake_keys.IGNORED
+            mooncake_keys.tell_unknown((key for key in given if key not in known), known, log)
             master_server_addr = given.get("master_server_addr") or given.get(
                 "master_server_address", master_server_addr
             )
@@ -527,9 +530,7 @@ class MooncakeDistributedStore(Tensors):
 
 def _size(given: int | str) -> int:
     """Bytes; units of a text are binary. Raises InvalidArgumentError."""
-    if isinstance(given, str):
-        given = re.sub(r"([kmgt])b?\s*$", r"\1ib", given.lower())
-    return parse_size(given)
+    return parse_size(mooncake_keys.size_of(given))
 
 
 def _connected(master: str, memory: int, tenant: str) -> Client:

@@ -35,6 +35,8 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvstore.calls import PutOutcome
 from kvstore.client.values import Storable
+from kvstore.config import ClientConfig
+from kvstore.connectors.engine import mooncake_keys
 from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.engine.guard import Deadline, Guard, client_of_an_engine
 from kvstore.connectors.sglang import identity
@@ -51,9 +53,9 @@ log = logging.getLogger("kvstore.sglang")
 _OF_SGLANG: Final = frozenset((
     "backend_name", "module_path", "class_name", "interface_v1", "prefetch_threshold",
     "prefetch_timeout_base", "prefetch_timeout_per_ki_token", "hicache_storage_pass_prefix_keys",
-    "tp_lcm_size",
+    "tp_lcm_size", "allocator",
 ))  # fmt: skip
-"""Names that SGLang itself reads in the extra configuration; the others are a client's settings."""
+"""Names that SGLang itself reads in the extra configuration."""
 
 _FLAT: Final = ".flat"
 """How the key of a page ends that SGLang hands over as one tensor (without ``interface_v1``)."""
@@ -86,12 +88,14 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """
         Args:
             storage_config: ``extra_config`` holds settings of a client (``master``, ``cluster``,
-                ``replicas``, ``transports``, ``timeout_ms`` ...), and ``model_id``: the operator's
-                name for the weights, which replaces the digest of their files.
+                ``replicas``, ``transports``, ``timeout_ms`` ...) or Mooncake's keys for them
+                (``mooncake_keys``), and ``model_id``: the operator's name for the weights, which
+                replaces the digest of their files. SGLang and its parts read the same
+                dictionary: an unknown name in it is logged.
             kwargs: more arguments of SGLang's factory, which passes none at present.
 
         Raises:
-            ConfigError: an unknown or wrong setting.
+            ConfigError: a wrong setting.
             StartupError, MasterUnreachableError: only with ``memory``.
         """
         del kwargs
@@ -102,8 +106,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._config = storage_config
         self._model_id = str(given.pop("model_id", ""))
         self._zero_copy = bool(given.get("interface_v1"))
-        settings = {name: value for name, value in given.items() if name not in _OF_SGLANG}
-        self._guard = Guard(client_of_an_engine(**settings), log)
+        self._guard = Guard(client_of_an_engine(**_settings(given)), log)
         self._announcer = Announcer(self._guard.client, log)
         self._pools: dict[str, HostPool] = {}
         self._fingerprints: dict[identity.ServedWeights, str] = {}
@@ -513,6 +516,16 @@ def _new_metrics() -> StorageMetrics:
     from sglang.srt.observability.metrics_collector import StorageMetrics  # slow: imports exporters
 
     return StorageMetrics()
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a client in SGLang's extra configuration. Unknown names are logged."""
+    others = {name: value for name, value in given.items() if name not in _OF_SGLANG}
+    settings = mooncake_keys.in_own_words(others, log)
+    known = ClientConfig.model_fields
+    unknown = [name for name in settings if name not in known]
+    mooncake_keys.tell_unknown(unknown, [*known, "model_id", *mooncake_keys.MEANT], log)
+    return {name: value for name, value in settings.items() if name in known}
 
 
 def _run(found: Sequence[bool]) -> int:

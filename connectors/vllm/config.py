@@ -1,7 +1,9 @@
 """The connector's settings: ``kv_connector_extra_config``, ``KVSTORE_*``, or a ``mooncake.json``.
 
 ``MOONCAKE_CONFIG_PATH`` names a JSON file in Mooncake's format; its values apply to options that
-are not set otherwise. Unknown keys are refused by name.
+are not set otherwise. Unknown options in ``kv_connector_extra_config`` are refused by name, unless
+vLLM's own Mooncake connectors have them. Other programs read ``mooncake.json``, too, so unknown
+keys in it are ignored.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.config import P2P, ConnectorConfig, load
+from kvstore.config import DEFAULT_PORT, ConnectorConfig, load
+from kvstore.connectors.engine import mooncake_keys
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("vllm.kvstore")
@@ -22,14 +25,31 @@ MOONCAKE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
 ABORT_VARIABLE: Final = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
 """Seconds, as in the demos of vLLM's own Mooncake connectors."""
 
-_WITHOUT_MEANING: Final = {
-    "local_hostname": "nodes report their own addresses",
-    "mode": "a worker contributes memory when global_segment_size says so",
+RENAMED: Final = {"save_decode_cache": "save_decode"}
+"""Options of vLLM's own Mooncake connectors that have another name here."""
+
+_P2P: Final = "no engine connects to another one"
+_ONE_LAYOUT: Final = "engines of one tensor-parallel size share blocks"
+
+OF_VLLM: Final = {
+    "load_async": "blocks are always loaded while others are computed",
+    "lookup_async": "lookups never block the scheduler",
+    "enable_lookup": "kv_role kv_producer is for an engine that does not look up",
+    "lookup_rpc_port": "lookups need no port",
+    "cache_prefix": "blocks are apart by model and weights",
+    "preferred_segment": "the master places a block, on the writer's host first",
+    "enable_group_semantics": "a block is evicted after those that continue it",
+    "custom_mem_pool": "the engine's own memory is used",
+    "enable_cross_layers_blocks": "VLLM_KV_CACHE_LAYOUT chooses the layout",
+    "store_tp_size": _ONE_LAYOUT,
+    "enable_store_tp_lcm": _ONE_LAYOUT,
+    "prefill_tp_sizes": _ONE_LAYOUT,
+    "num_workers": _P2P,
+    "mooncake_protocol": "the option protocol names that of a transfer engine",
+    "bootstrap_server_address": _P2P,
+    "prefill_side_swa_replay": _P2P,
 }
-_OF_THE_ENGINE: Final = ("metadata_server", "device_name", "local_buffer_size")
-_KNOWN: Final = (
-    "master_server_address", "global_segment_size", "protocol", *_OF_THE_ENGINE, *_WITHOUT_MEANING,
-)  # fmt: skip
+"""Other options of vLLM's own Mooncake connectors, and why they have no effect here."""
 
 
 def read_config(
@@ -41,25 +61,37 @@ def read_config(
         extra: ``kv_connector_extra_config``.
 
     Raises:
-        ConfigError: an unknown, misspelt or wrong setting; names it, and where it is set.
+        ConfigError: an unknown, misspelt or wrong setting; names it, and where it is set. Or a
+            ``mooncake.json`` is used, and neither it nor another source names a master.
     """
     environ = os.environ if environ is None else environ
-    config = load(ConnectorConfig, dict(extra), environ=environ, origin="kv_connector_extra_config")
+    own = _own(extra)
+    config = load(ConnectorConfig, own, environ=environ, origin="kv_connector_extra_config")
     given = config.model_fields_set
     more: dict[str, Any] = {}
     if path := environ.get(MOONCAKE_VARIABLE):
-        more |= _from_mooncake(Path(path))
+        more |= _from_mooncake(Path(path), given)
     if seconds := environ.get(ABORT_VARIABLE):
         more["pin_timeout_ms"] = _milliseconds(seconds)
     more = {key: value for key, value in more.items() if key not in given}
     if not more:
         return config
     return load(
-        ConnectorConfig, {**extra, **more}, environ=environ, origin=f"{MOONCAKE_VARIABLE}: {{key}}"
+        ConnectorConfig, {**own, **more}, environ=environ, origin=f"{MOONCAKE_VARIABLE}: {{key}}"
     )
 
 
-def _from_mooncake(path: Path) -> dict[str, Any]:
+def _own(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are this connector's, and those that it refuses."""
+    mooncake_keys.tell_ignored(extra, OF_VLLM, log)
+    renamed = {name: extra[old] for old, name in RENAMED.items() if old in extra}
+    return renamed | {
+        key: value for key, value in extra.items() if key not in OF_VLLM and key not in RENAMED
+    }
+
+
+def _from_mooncake(path: Path, given: Collection[str]) -> dict[str, Any]:
+    """The settings that the file names. ``given``: those that are set otherwise."""
     try:
         read = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -68,45 +100,19 @@ def _from_mooncake(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(read, dict):
         raise ConfigError(f"{path} is not a JSON object", advice=f"Check {MOONCAKE_VARIABLE}.")
-    for key in read:
-        if key not in _KNOWN:
-            raise ConfigError(
-                f"unknown key {key!r} in {path}",
-                advice=f"Known keys: {', '.join(_KNOWN)}.",
-                key=key,
-                origin=str(path),
-            )
-        if key in _WITHOUT_MEANING and read[key]:
-            log.info("mooncake_key_ignored key=%s reason=%s", key, _WITHOUT_MEANING[key])
-    values: dict[str, Any] = {}
-    if address := read.get("master_server_address"):
-        values["master"] = address
-    if size := read.get("global_segment_size"):
-        values["memory"] = _mooncake_size(size)
-    protocol = str(read.get("protocol") or "tcp").lower()
-    if protocol != "rdma":
-        if protocol != "tcp":
-            log.warning("protocol_not_available protocol=%s used=shm,tcp", read["protocol"])
-        for key in _OF_THE_ENGINE:
-            if read.get(key):
-                log.info("mooncake_key_ignored key=%s reason=tcp needs no transfer engine", key)
-        return values
-    values["protocol"] = protocol
-    if server := read.get("metadata_server"):
-        # In Mooncake's format an address without a scheme is an etcd.
-        is_plain = "://" not in server and server != P2P
-        values["metadata_server"] = f"etcd://{server}" if is_plain else server
-    if devices := read.get("device_name"):
-        values["device_name"] = str(devices).replace(" ", "")
-    if size := read.get("local_buffer_size"):
-        values["engine_buffer"] = _mooncake_size(size)
+    known = mooncake_keys.MEANT | mooncake_keys.IGNORED
+    mooncake_keys.tell_unknown((key for key in read if key not in known), known, log)
+    if "memory" not in given:
+        mooncake_keys.tell_if_none_is_pooled(read, log)
+    values = mooncake_keys.settings_of(read, log)
+    if "master" not in values and "master" not in given:
+        raise ConfigError(
+            f"{path} names no master of kvstore",
+            advice=f'Add the line "master_server_address": "HOST:{DEFAULT_PORT}".',
+            key="master",
+            origin=str(path),
+        )
     return values
-
-
-def _mooncake_size(size: int | str) -> int | str:
-    """A size in Mooncake's format, where ``4gb`` and ``4g`` are binary units."""
-    text = str(size).strip().lower().removesuffix("b").rstrip()
-    return f"{text[:-1].strip()}{text[-1].upper()}iB" if text[-1:] in ("k", "m", "g", "t") else size
 
 
 def _milliseconds(seconds: str) -> int:

@@ -755,10 +755,11 @@ def test_a_host_name_stays_if_the_dictionary_has_none(
 ) -> None:
     caplog.set_level("INFO")
     store = MooncakeDistributedStore()
-    config = {"master_server_address": ours.address, "rdma_devices": "mlx5_0"}
+    config = {"master_server_address": ours.address, "rdma_devices": "mlx5_0", "tenantid": "x"}
     assert store.setup("here", config=config) == 0
     assert store.get_hostname() == "here"
     assert "no effect here: rdma_devices" in caplog.text
+    assert "key=tenantid reason=unknown did_you_mean=tenant_id" in caplog.text
     store.close()
 
 

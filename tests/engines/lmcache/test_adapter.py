@@ -331,6 +331,12 @@ def test_wrong_settings_are_refused_at_the_start(settings: dict[str, Any]) -> No
         Adapter(settings)
 
 
+def test_keys_of_the_adapter_for_mooncake_count(store: Cluster) -> None:
+    adapter = Adapter({"master_server_addr": store.address, "rdma_devices": "mlx5_0"})
+    assert adapter.store([key(1)], [chunk(1)]).is_successful()
+    adapter.close()
+
+
 def test_nothing_is_left_of_many_adapters(store: Cluster) -> None:
     def one() -> None:
         adapter = Adapter({"master": store.address})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import shutil
 import signal
@@ -638,9 +639,28 @@ class TestSettings:
         pool = host_pool(filled=1)
         saved(backend(pool, **extra | {"master": store.address}), pool)
 
-    def test_an_unknown_one_is_refused(self, cluster: Cluster, model: Path) -> None:
-        with pytest.raises(ConfigError, match="replica"):
-            attach(host_pool(), "127.0.0.1:1", model=model, replica=2)
+    def test_what_others_read_there_stops_nothing(
+        self, store: Cluster, backend: MakeBackend, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, "kvstore.sglang")
+        others = {"allocator": "shm", "extra_backend_tag": "x", "replica": 2}
+        one: KVStoreHiCache = backend(host_pool(), **others)
+        assert one._guard.client.config.replicas == 1
+        assert "key=extra_backend_tag" in caplog.text
+        assert "key=replica reason=unknown did_you_mean=replicas" in caplog.text
+        assert "allocator" not in caplog.text
+
+    def test_mooncakes_keys_are_understood(
+        self, store: Cluster, model: Path, backend: MakeBackend
+    ) -> None:
+        theirs = {"master_server_address": store.address, "local_hostname": "h", "replica_num": 2}
+        one: KVStoreHiCache = backend(host_pool(), master=None, **theirs)
+        settings = one._guard.client.config
+        assert (settings.master, settings.replicas) == (store.address, 2)
+
+    def test_a_wrong_one_is_refused(self, cluster: Cluster, model: Path) -> None:
+        with pytest.raises(ConfigError, match="replicas"):
+            attach(host_pool(), "127.0.0.1:1", model=model, replicas=99)
 
     def test_those_of_a_client(self, store: Cluster, backend: MakeBackend) -> None:
         one: KVStoreHiCache = backend(host_pool(), replicas=2, transports=["tcp"])

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvstore.connectors.vllm.config import ABORT_VARIABLE, MOONCAKE_VARIABLE, read_config
+from kvstore.config import ConnectorConfig
+from kvstore.connectors.engine.mooncake_keys import MEANT
+from kvstore.connectors.vllm.config import (
+    ABORT_VARIABLE,
+    MOONCAKE_VARIABLE,
+    OF_VLLM,
+    RENAMED,
+    read_config,
+)
 from kvstore.connectors.vllm.worker import client_config
 from kvstore.errors import ConfigError
 
@@ -20,11 +30,11 @@ Mooncake = Callable[..., dict[str, str]]
 
 @pytest.fixture
 def mooncake(tmp_path: Path) -> Mooncake:
-    """An environment that names a ``mooncake.json`` of these values."""
+    """An environment that names a ``mooncake.json`` of a master and of these values."""
 
     def write(**values: object) -> dict[str, str]:
         path = tmp_path / "mooncake.json"
-        path.write_text(json.dumps(values))
+        path.write_text(json.dumps({"master_server_address": "store:9", **values}))
         return {**NO_FILE, MOONCAKE_VARIABLE: str(path)}
 
     return write
@@ -145,10 +155,120 @@ def test_a_size_that_is_none_is_refused_with_its_place(mooncake: Mooncake, writt
         read_config({}, mooncake(global_segment_size=written))
 
 
-def test_an_unknown_mooncake_key_is_named(mooncake: Mooncake) -> None:
-    with pytest.raises(ConfigError, match=r"'globl_segment_size' in .*mooncake\.json") as raised:
-        read_config({}, mooncake(globl_segment_size=1))
-    assert "global_segment_size" in raised.value.advice
+GUIDES: dict[str, dict[str, object]] = {
+    "vLLM 0.6, rdma": {
+        "prefill_url": "192.168.0.137:13003", "decode_url": "192.168.0.139:13003",
+        "metadata_server": "192.168.0.139:2379", "metadata_backend": "etcd", "protocol": "rdma",
+        "device_name": "erdma_0",
+    },
+    "vLLM 0.8, tcp": {
+        "local_hostname": "192.168.0.137", "metadata_server": "etcd://192.168.0.137:2379",
+        "protocol": "tcp", "device_name": "", "master_server_address": "192.168.0.137:50001",
+    },
+    "vLLM 0.32": {
+        "mode": "embedded", "metadata_server": "P2PHANDSHAKE", "global_segment_size": "80GB",
+        "master_server_address": "127.0.0.1:50051", "local_buffer_size": "4GB",
+        "protocol": "rdma", "device_name": "", "enable_offload": False, "tenant_id": "default",
+    },
+    "Ascend": {
+        "metadata_server": "P2PHANDSHAKE", "protocol": "ascend", "device_name": "",
+        "master_server_address": "127.0.0.1:50088", "global_segment_size": "5GB",
+        "local_buffer_size": "5GB", "preferred_segment": False, "use_ascend_direct": True,
+        "prefer_alloc_in_same_node": True, "staging_buffer_size": 0,
+    },
+    "LMCache": {
+        "local_hostname": "a", "metadata_server": "http://a:8080/metadata", "protocol": "rdma",
+        "device_name": "mlx5_0", "master_server_address": "a:50051", "transfer_timeout": 1,
+        "global_segment_size": 32212254720, "local_buffer_size": 1073741824,
+        "storage_root_dir": "/x", "prefer_local_alloc": True, "save_chunk_meta": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_files_of_guides_are_understood(
+    mooncake: Mooncake, caplog: pytest.LogCaptureFixture, guide: str
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.kvstore")
+    given = GUIDES[guide]
+    config = read_config({}, mooncake(**given))
+    assert config.master == given.get("master_server_address", "store:9")
+    assert config.protocol == ("rdma" if given["protocol"] == "rdma" else "")
+    reasons = {key for key in given if given[key] and f"key={key} reason" in caplog.text}
+    if not config.protocol:
+        reasons -= {"metadata_server", "local_buffer_size"}
+    assert reasons == {key for key in given if given[key] and key not in MEANT}
+
+
+def test_a_key_of_another_program_stops_nothing(
+    mooncake: Mooncake, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.kvstore")
+    config = read_config({}, mooncake(globl_segment_size=1, save_chunk_meta=False))
+    assert config.memory == 0
+    assert "key=globl_segment_size reason=unknown did_you_mean=global_segment_size" in caplog.text
+    assert caplog.messages.count("key_ignored key=save_chunk_meta reason=unknown") == 1
+
+
+def test_the_line_for_a_master_is_printed_where_no_source_names_one(tmp_path: Path) -> None:
+    path = tmp_path / "mooncake.json"
+    path.write_text('{"metadata_server": "127.0.0.1:2379", "metadata_backend": "etcd"}')
+    environ = {**NO_FILE, MOONCAKE_VARIABLE: str(path)}
+    with pytest.raises(ConfigError, match=r"mooncake\.json names no master") as raised:
+        read_config({}, environ)
+    assert '"master_server_address": "HOST:50001"' in raised.value.advice
+    assert read_config({"master": "extra:1"}, environ).master == "extra:1"
+    assert read_config({}, {**environ, "KVSTORE_MASTER": "both:1"}).master == "both:1"
+
+
+@pytest.mark.parametrize(
+    ("extra", "file", "is_told"),
+    [
+        ({}, {}, True),
+        ({}, {"global_segment_size": 0}, False),
+        ({}, {"mode": "standalone-store"}, False),
+        ({"memory": "2GiB"}, {}, False),
+    ],
+)
+def test_a_missing_segment_size_is_told(
+    mooncake: Mooncake,
+    caplog: pytest.LogCaptureFixture,
+    extra: dict[str, object],
+    file: dict[str, object],
+    is_told: bool,
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.kvstore")
+    read_config(extra, mooncake(**file))
+    assert ("key_missing key=global_segment_size" in caplog.text) is is_told
+
+
+def test_all_cards_may_be_called_auto_discovery(mooncake: Mooncake) -> None:
+    assert (
+        read_config({}, mooncake(protocol="rdma", device_name="auto-discovery")).device_name == ""
+    )
+
+
+def test_options_of_vllms_own_connectors_are_told_and_others_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.kvstore")
+    extra = {"num_workers": 8, "load_async": False, "save_decode_cache": True}
+    assert read_config(extra, NO_FILE).save_decode
+    assert not read_config({**extra, "save_decode": False}, NO_FILE).save_decode
+    assert "key=num_workers reason=" in caplog.text
+    with pytest.raises(ConfigError, match="num_worker "):
+        read_config({"num_worker": 8}, NO_FILE)
+
+
+def test_options_of_the_installed_vllm_are_all_known() -> None:
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        pytest.skip("vLLM is not installed")
+    where = Path(found.origin).parent / "distributed/kv_transfer/kv_connector/v1/mooncake"
+    text = "".join(path.read_text() for path in where.rglob("*.py"))
+    read = set(re.findall(r'extra_config(?:\.get|\[|\()\(?\s*"(\w+)"', text))
+    assert {"num_workers", "lookup_rpc_port", "bootstrap_server_address"} <= read
+    assert read <= {*OF_VLLM, *RENAMED, *ConnectorConfig.model_fields}
 
 
 def test_a_protocol_that_is_not_there_is_told(
@@ -183,6 +303,17 @@ def test_what_is_said_of_rdma_is_for_the_transfer_engine(
     assert config.device_name == "mlx5_0,mlx5_1"
     assert config.metadata_server == meant
     assert config.engine_buffer == 128 << 20
+
+
+@pytest.mark.parametrize(
+    ("server", "meant"),
+    [("h:6379", "redis://h:6379"), ("http://h:1/x", "http://h:1/x"), ("P2PHANDSHAKE",) * 2],
+)
+def test_metadata_backend_is_the_scheme_of_an_address_without_one(
+    mooncake: Mooncake, server: str, meant: str
+) -> None:
+    environ = mooncake(protocol="rdma", metadata_server=server, metadata_backend="redis")
+    assert read_config({}, environ).metadata_server == meant
 
 
 def test_a_gpu_is_used_as_by_a_client() -> None:
