@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import click
 
+from kvstore.cli import proxy_flags
 from kvstore.cli.options import (
     CONTEXT,
     SOURCES,
@@ -33,7 +34,19 @@ Requests from this host add and remove engines while the proxy runs:
 EXTRA = ("aiohttp", "cbor2", "multidict", "prometheus_client")
 
 
+class Proxy(click.Command):
+    """Also takes the flags of other proxies."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, proxy_flags.in_own_words(args))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        proxy_flags.format_flags(formatter)
+
+
 @click.command(
+    cls=Proxy,
     context_settings=CONTEXT,
     epilog=f"{EXAMPLE}\n\n{SOURCES}",
     help="Run a proxy for clients of OpenAI's API: prefillers compute prompts, decoders answer, "
