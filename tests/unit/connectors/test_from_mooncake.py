@@ -1,0 +1,117 @@
+"""What docs/from-mooncake.md, in both languages, says of keys and flags is what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import pytest
+from markdown_it import MarkdownIt
+
+from kvstore.cli import proxy_flags
+from kvstore.config import ProxyConfig
+from kvstore.connectors.engine import mooncake_keys
+from kvstore.connectors.vllm.config import OF_VLLM, RENAMED
+from tests.support.processes import ROOT
+
+PAGES: Final = [ROOT / "docs/from-mooncake.md", ROOT / "docs/from-mooncake.zh.md"]
+BLOCK_TOKENS: Final = 16
+"""Of vLLM's cache, unless it is told otherwise."""
+
+both = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+Rows = list[list[str]]
+
+
+def tables(page: Path) -> list[Rows]:
+    """The cells of each table, without its head."""
+    found: list[Rows] = []
+    is_body = False
+    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
+        if token.type == "tbody_open":
+            found.append([])
+            is_body = True
+        elif token.type == "tbody_close":
+            is_body = False
+        elif is_body and token.type == "tr_open":
+            found[-1].append([])
+        elif is_body and token.type == "inline":
+            found[-1][-1].append(token.content)
+    return found
+
+
+def names(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def table_of(page: Path, name: str) -> dict[str, str]:
+    """By name in the first column: the last cell of its row, in the table that has ``name``."""
+    rows = next(each for each in tables(page) if any(name in names(row[0]) for row in each))
+    return {found: row[-1] for row in rows for found in names(row[0])}
+
+
+def said_of(told: dict[str, str], *, ignored: tuple[str, str] = ("ignored", "忽略")) -> set[str]:
+    return {name for name, cell in told.items() if cell.startswith(ignored)}
+
+
+@both
+def test_the_keys_of_mooncake_json(page: Path) -> None:
+    told = table_of(page, "master_server_address")
+    assert set(told) == {*mooncake_keys.MEANT, *mooncake_keys.IGNORED}
+    assert said_of(told) == set(mooncake_keys.IGNORED)
+
+
+@both
+def test_the_options_of_vllms_own_connectors(page: Path) -> None:
+    told = table_of(page, "num_workers")
+    assert set(told) == {*OF_VLLM, *RENAMED}
+    assert said_of(told) == set(OF_VLLM)
+
+
+@both
+def test_the_flags_of_other_proxies(page: Path) -> None:
+    told = table_of(page, "--prefiller-host")
+    flags = {flag for text, _ in proxy_flags.ROWS for flag in re.findall(r"--?[a-z-]+", text)}
+    assert set(told) == flags | {*proxy_flags.IGNORED, "--host", "--port"}
+    assert said_of(told) == set(proxy_flags.IGNORED)
+
+
+def test_both_languages_have_the_same_rows_and_commands() -> None:
+    english, chinese = (
+        [[names(row[0]) for row in rows] for rows in tables(page)] for page in PAGES
+    )
+    assert english == chinese
+    one, other = (re.findall(r"^    .*$", page.read_text(), re.MULTILINE) for page in PAGES)
+    assert one == other
+
+
+@both
+def test_what_vllm_itself_refuses(page: Path) -> None:
+    from vllm.config import kv_transfer
+
+    told = table_of(page, "kv_rank")
+    for name, cell in told.items():
+        is_refused = "vLLM 0.32" in cell
+        given = {"kv_role": "kv_both", "kv_connector": "KVStoreConnector"}
+        if is_refused:
+            with pytest.raises((TypeError, ValueError), match=name):
+                kv_transfer.KVTransferConfig(**given, **{name: 1})
+        else:
+            assert name in kv_transfer.KVTransferConfig.__dataclass_fields__
+
+
+def test_vllm_warns_of_the_variable_for_its_old_engine() -> None:
+    from vllm import envs
+
+    assert "VLLM_USE_V1" not in envs.environment_variables
+    assert "VLLM_USE_MODELSCOPE" in envs.environment_variables
+
+
+@both
+def test_the_prompt_is_long_enough(page: Path) -> None:
+    text = page.read_text()
+    numbers = re.search(r"\$\(seq -s ' ' 1 (\d+)\)", text)
+    assert numbers is not None
+    assert int(numbers[1]) >= ProxyConfig().prefill_threshold + BLOCK_TOKENS
+    assert str(ProxyConfig().prefill_threshold) in text
