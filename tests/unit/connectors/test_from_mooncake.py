@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 from markdown_it import MarkdownIt
 
-from kvstore.cli import proxy_flags
+from kvstore.cli import mooncake_commands, proxy_flags
 from kvstore.config import ProxyConfig
 from kvstore.connectors.engine import mooncake_keys
 from kvstore.connectors.vllm.config import OF_VLLM, RENAMED
@@ -75,6 +75,13 @@ def test_the_flags_of_other_proxies(page: Path) -> None:
     flags = {flag for text, _ in proxy_flags.ROWS for flag in re.findall(r"--?[a-z-]+", text)}
     assert set(told) == flags | {*proxy_flags.IGNORED, "--host", "--port"}
     assert said_of(told) == set(proxy_flags.IGNORED)
+
+
+@both
+def test_the_flags_of_mooncake_master(page: Path) -> None:
+    told = table_of(page, "rpc_port")
+    assert set(told) == {*mooncake_commands.MEANT, *mooncake_commands.IGNORED}
+    assert said_of(told) == set(mooncake_commands.IGNORED)
 
 
 def test_both_languages_have_the_same_rows_and_commands() -> None:

@@ -1,0 +1,160 @@
+"""``mooncake_master`` and ``mooncake_http_metadata_server``, which Mooncake's guides start: what
+``kvstore as-mooncake`` runs under these names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
+
+import click
+
+from kvstore.cli import master
+from kvstore.cli.options import run
+from kvstore.config import MasterConfig, settings
+
+PORT: Final = "50051"
+"""Mooncake's default, which differs from ours."""
+
+EVERY_INTERFACE: Final = "0.0.0.0"
+"""Mooncake's default. Ours is loopback."""
+
+LEASE_MS_MIN: Final = 1_000
+LEASE_MS_MAX: Final = 600_000
+"""The bounds of ``--lease-ms``, which users of Mooncake's flag do not know."""
+
+MEANT: Final = {
+    "port": "--port",
+    "rpc_port": "--port",
+    "rpc_address": "--host",
+    "metrics_port": "--http-port",
+    "default_kv_lease_ttl": "--lease-ms",
+    "enable_ha": "--etcd",
+    "etcd_endpoints": "--etcd",
+    "enable_kv_events": "--events",
+    "kv_events_bind_endpoint": "--events",
+}
+"""By flag of ``mooncake_master``: the flag of ``kvstore-master``."""
+
+_IN_MEMORY: Final = "all objects are in memory"
+_ROOM: Final = "objects are evicted when a put needs room"
+_THREADS: Final = "one thread answers all calls"
+_METADATA: Final = "no metadata server is needed: the master knows all nodes"
+_PINS: Final = "kvstore pin keeps objects"
+_METRICS: Final = "metrics are on --http-port of --host"
+_LOGS: Final = "--log-level says what is logged"
+
+IGNORED: Final = {
+    "eviction_high_watermark_ratio": _ROOM,
+    "eviction_ratio": _ROOM,
+    "rpc_thread_num": _THREADS,
+    "max_threads": _THREADS,
+    "enable_http_metadata_server": _METADATA,
+    "http_metadata_server_host": _METADATA,
+    "http_metadata_server_port": _METADATA,
+    "enable_metric_reporting": _METRICS,
+    "metrics_host": _METRICS,
+    "root_fs_dir": _IN_MEMORY,
+    "enable_offload": _IN_MEMORY,
+    "enable_disk_eviction": _IN_MEMORY,
+    "default_kv_soft_pin_ttl": _PINS,
+    "allow_evict_soft_pinned_objects": _PINS,
+    "client_ttl": "--dead-ms says when a node is dead",
+    "cluster_id": "--cluster names a cluster of kvstore",
+    "config_path": "--config names a TOML file",
+    "allocation_strategy": "objects go to the writer's host first",
+    "memory_allocator": "objects go to the writer's host first",
+    "enable_gc": _ROOM,
+    "enable_multi_tenants": "tenants are namespaces",
+    "v": _LOGS,
+    "logtostderr": _LOGS,
+    "log_dir": _LOGS,
+}
+"""By flag of ``mooncake_master``: why it has no effect here."""
+
+_OTHER: Final = "kvstore-master has no such flag"
+_OF_EVERY_COMMAND: Final = {
+    "help": "--help",
+    "h": "--help",
+    "version": "--version",
+    "debug": "--debug",
+}
+_DURATION: Final = re.compile(r"(\d+)(ms|s|m|h|)")
+_UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000}
+
+
+def mooncake_master(arguments: Sequence[str]) -> None:
+    """Runs ``kvstore-master`` and ends the process. Says on stderr as what, and which flags have no
+    effect."""
+    own, ignored = in_own_words(arguments)
+    for name, reason in ignored.items():
+        click.echo(f"mooncake_master: --{name} has no effect: {reason}", err=True)
+    click.echo(f"mooncake_master is kvstore-master {shlex.join(own)}", err=True)
+    run(master.command, "kvstore-master", own)
+
+
+def mooncake_http_metadata_server(_arguments: Sequence[str]) -> None:
+    click.echo(f"mooncake_http_metadata_server is not started: {_METADATA}", err=True)
+
+
+COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = {
+    "mooncake_master": mooncake_master,
+    "mooncake_http_metadata_server": mooncake_http_metadata_server,
+}
+
+
+def in_own_words(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments of ``kvstore-master``, and the flags without an effect with the reason. Flags
+    of ``kvstore-master`` stay, with hyphens or underscores."""
+    given = dict(_flags(arguments))
+    known = {each.key: each.flag for each in settings(MasterConfig) if each.flag}
+    known |= _OF_EVERY_COMMAND
+    own = {"--host": EVERY_INTERFACE, "--port": PORT}
+    own |= {known[name]: value for name, value in given.items() if name in known}
+    own |= _meant(given)
+    words = [word for flag, value in own.items() for word in (flag, value) if word]
+    others = [name for name in given if name not in known and name not in MEANT]
+    return words, {name: IGNORED.get(name, _OTHER) for name in others}
+
+
+def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Names and values as Mooncake's parser takes them: behind one or two hyphens, with ``=`` or in
+    the next word. A switch without a value has an empty one."""
+    words = list(arguments)
+    while words:
+        name, equals, value = words.pop(0).lstrip("-").partition("=")
+        if not equals and words and not words[0].startswith("-"):
+            value = words.pop(0)
+        yield name.replace("-", "_"), value
+
+
+def _meant(given: Mapping[str, str]) -> dict[str, str]:
+    """The flags of ``kvstore-master`` that Mooncake's are."""
+    rpc_port = given.get("rpc_port", "")
+    found = {
+        "--host": given.get("rpc_address", ""),
+        "--port": given.get("port", "") if rpc_port in ("", "0") else rpc_port,
+        "--http-port": given.get("metrics_port", ""),
+        "--lease-ms": _lease_ms(given.get("default_kv_lease_ttl", "")),
+        "--etcd": given.get("etcd_endpoints", "") if _is_on(given.get("enable_ha")) else "",
+        "--events": (
+            given.get("kv_events_bind_endpoint") or "on"
+            if _is_on(given.get("enable_kv_events"))
+            else ""
+        ),
+    }
+    return {flag: value for flag, value in found.items() if value}
+
+
+def _is_on(switch: str | None) -> bool:
+    return switch is not None and switch.lower() in ("", "true", "1", "yes")
+
+
+def _lease_ms(text: str) -> str:
+    """Milliseconds within the bounds, of a number of them or a duration (``10s``)."""
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        return text
+    wanted = int(found[1]) * _UNITS_MS[found[2]]
+    return str(min(max(wanted, LEASE_MS_MIN), LEASE_MS_MAX))
