@@ -12,6 +12,7 @@
 
 from kvstore.connectors.mooncake.names import (
     BufferHandle,
+    ExistOptions,
     MooncakeHostMemAllocator,
     ObjectDataType,
     ReplicaDescriptor,
@@ -24,6 +25,7 @@ from kvstore.connectors.mooncake.store import MooncakeDistributedStore
 
 __all__ = [
     "BufferHandle",
+    "ExistOptions",
     "MooncakeDistributedStore",
     "MooncakeHostMemAllocator",
     "ObjectDataType",

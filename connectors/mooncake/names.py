@@ -100,6 +100,20 @@ class ReplicateConfig:
     group_ids: list[str] | None = None
 
 
+@dataclass
+class ExistOptions:
+    """What ``is_exist`` does beside its answer. Nothing here: all objects are in memory."""
+
+    prefetch_to_memory: bool = False
+
+
+@dataclass(frozen=True)
+class RangesSnapshot:
+    """The objects that were there when ``prepare_get_into_ranges_snapshot`` leased them."""
+
+    names: frozenset[bytes]
+
+
 @dataclass(frozen=True)
 class BufferDescriptor:
     size: int

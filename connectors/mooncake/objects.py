@@ -244,11 +244,11 @@ class Objects:
 
         return self._ask_for_each(keys, lookup, None)
 
-    def are_stored(self, keys: Sequence[str]) -> list[bool] | Code:
-        """Per key whether its object is stored. Objects that are found are leased."""
+    def are_stored(self, keys: Sequence[str], *, lease: bool = True) -> list[bool] | Code:
+        """Per key whether its object is stored. With ``lease`` those that are found are leased."""
 
         def exist(client: Client, names: list[bytes], timeout_ms: int) -> list[bool]:
-            return client.exists_many(names, lease=True, timeout_ms=timeout_ms)
+            return client.exists_many(names, lease=lease, timeout_ms=timeout_ms)
 
         return self._ask_for_each(keys, exist, False)
 

@@ -24,13 +24,15 @@ from kvstore.client.values import Buffer, Storable
 from kvstore.config import parse_size
 from kvstore.config.base import MASTER_VARIABLE
 from kvstore.connectors.engine import mooncake_keys
-from kvstore.connectors.engine.guard import Guard, client_of_an_engine
+from kvstore.connectors.engine.guard import DEADLINE_MS, Guard, client_of_an_engine
 from kvstore.connectors.mooncake.names import (
     BufferDescriptor,
     BufferHandle,
     Code,
+    ExistOptions,
     MemoryDescriptor,
     MooncakeHostMemAllocator,
+    RangesSnapshot,
     ReplicaDescriptor,
     ReplicaStatus,
     ReplicateConfig,
@@ -43,6 +45,7 @@ from kvstore.errors import ClosedError, KVStoreError
 
 _DEFAULT_TENANT: Final = "default"
 _SEGMENT_BYTES_MIN: Final = 1 << 20
+_EMBEDDED_VARIABLE: Final = "MOONCAKE_ENABLE_EMBEDDED_MASTER"
 
 
 class MooncakeDistributedStore(Tensors):
@@ -76,6 +79,7 @@ class MooncakeDistributedStore(Tensors):
         enable_client_http_server: bool = False,
         client_http_port: int = 9300,
         *,
+        enable_embedded_master: bool | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> int:
         """Connects to a master. The first argument may be a dictionary of the others.
@@ -87,6 +91,9 @@ class MooncakeDistributedStore(Tensors):
             master_server_addr: the kvstore master (``host:port``, or ``etcd://...``); empty: that
                 of the variable ``KVSTORE_MASTER`` or of a file, as for ``Client``.
             tenant_id: the namespace; ``"default"``: the configured one.
+            enable_embedded_master: if no master is named, runs a store of
+                ``global_segment_size`` in child processes, which end with ``close``; None: as the
+                variable ``MOONCAKE_ENABLE_EMBEDDED_MASTER`` says.
             metadata_server, local_buffer_size, protocol, rdma_devices, engine, and those of the
                 SSD tier and the HTTP server: have no effect here. ``KVSTORE_CLIENT_PROTOCOL``
                 and ``KVSTORE_CLIENT_DEVICE_NAME`` let a transfer engine move the bytes.
@@ -99,8 +106,9 @@ class MooncakeDistributedStore(Tensors):
         del metadata_server, local_buffer_size, engine, ssd_offload_path, client_http_port
         given = local_hostname if isinstance(local_hostname, Mapping) else config
         if given is not None:
-            known = mooncake_keys.MEANT | mooncake_keys.IGNORED
+            known = {*mooncake_keys.MEANT, *mooncake_keys.IGNORED, "enable_embedded_master"}
             mooncake_keys.tell_unknown((key for key in given if key not in known), known, log)
+            enable_embedded_master = given.get("enable_embedded_master", enable_embedded_master)
             master_server_addr = given.get("master_server_addr") or given.get(
                 "master_server_address", master_server_addr
             )
@@ -117,7 +125,10 @@ class MooncakeDistributedStore(Tensors):
             log.error("setup failed: it is set up already, call close() first")
             return Code.INVALID_PARAMS
         try:
-            client = _connected(master_server_addr, _size(global_segment_size), tenant_id)
+            is_embedded = not master_server_addr and _wants_a_master(enable_embedded_master)
+            client = _connected(
+                master_server_addr, _size(global_segment_size), tenant_id, is_embedded=is_embedded
+            )
         except KVStoreError as error:
             log.error("setup failed: %s", error)
             return code_of(error)
@@ -384,14 +395,44 @@ class MooncakeDistributedStore(Tensors):
         """Reads ranges of several objects into several buffers. Returns per buffer, key and range
         the bytes read, or a code: INVALID_PARAMS where lists differ in length, or if ranges of two
         keys overlap in the buffer."""
-        results = []
         lists = (all_keys, all_dst_offsets, all_src_offsets, all_sizes)
+        return self._read_ranges(None, buffer_ptrs, lists)
+
+    def prepare_get_into_ranges_snapshot(self, keys: Sequence[str]) -> RangesSnapshot:
+        """Leases the objects of these keys, and remembers where they are, so that reading ranges
+        of them needs no call to the master."""
+        sizes = self._objects.lookup(keys)
+        found = [] if isinstance(sizes, Code) else zip(names_of(keys), sizes, strict=True)
+        return RangesSnapshot(frozenset(name for name, size in found if size is not None))
+
+    def get_into_ranges_from_snapshot(
+        self,
+        snapshot: RangesSnapshot,
+        buffer_ptrs: Sequence[int],
+        all_keys: Sequence[Sequence[str]],
+        all_dst_offsets: Sequence[Sequence[Sequence[int]]],
+        all_src_offsets: Sequence[Sequence[Sequence[int]]],
+        all_sizes: Sequence[Sequence[Sequence[int]]],
+    ) -> list[list[list[int]]]:
+        """As ``get_into_ranges``; OBJECT_NOT_FOUND for keys that are not in the snapshot."""
+        lists = (all_keys, all_dst_offsets, all_src_offsets, all_sizes)
+        return self._read_ranges(snapshot, buffer_ptrs, lists)
+
+    def _read_ranges(
+        self,
+        snapshot: RangesSnapshot | None,
+        buffer_ptrs: Sequence[int],
+        lists: Sequence[Sequence[Any]],
+    ) -> list[list[list[int]]]:
+        results = []
         for index, start in enumerate(buffer_ptrs):
             of_buffer = [each[index] if index < len(each) else [] for each in lists]
             is_even = {len(each) for each in lists} == {len(buffer_ptrs)} and _are_even(of_buffer)
             runs: Any = zip(of_buffer[1], of_buffer[3], strict=False)
             if is_even and (len(of_buffer[0]) < 2 or not share_memory(runs)):
-                results.append([self._ranges_of(start, *each) for each in zip(*of_buffer)])
+                results.append(
+                    [self._ranges_of(snapshot, start, *each) for each in zip(*of_buffer)]
+                )
             else:
                 refused = max(1, len(of_buffer[0]))
                 results.append([[Code.INVALID_PARAMS] for _ in range(refused)])
@@ -399,6 +440,7 @@ class MooncakeDistributedStore(Tensors):
 
     def _ranges_of(
         self,
+        snapshot: RangesSnapshot | None,
         start: int,
         key: str,
         targets: Sequence[int],
@@ -407,6 +449,8 @@ class MooncakeDistributedStore(Tensors):
     ) -> list[int]:
         if not _are_even([targets, offsets, sizes]):
             return [Code.INVALID_PARAMS] * max(1, len(targets))
+        if snapshot is not None and name_of(key) not in snapshot.names:
+            return [Code.OBJECT_NOT_FOUND] * len(targets)
         pointers = [start + target for target in targets]
         return self._objects.get_ranges(key, pointers, sizes, offsets)
 
@@ -445,13 +489,58 @@ class MooncakeDistributedStore(Tensors):
 
     # --- asking -------------------------------------------------------------------------------
 
-    def is_exist(self, key: str) -> int:
+    def is_exist(self, key: str, options: ExistOptions | None = None) -> int:
         """1 or 0: stored or not. An error is 0, too: some callers take other numbers for a hit."""
-        return max(self.batch_is_exist([key])[0], 0)
+        return max(self.batch_is_exist([key], options)[0], 0)
 
-    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+    def batch_is_exist(self, keys: Sequence[str], options: ExistOptions | None = None) -> list[int]:
         """Per key 1: stored, and leased so that a get finds it; 0: not stored; -1: an error."""
-        stored = self._objects.are_stored(keys)
+        del options
+        return self._exist(keys, lease=True)
+
+    def probe_key(self, key: str) -> int:
+        """As ``is_exist``, but without a lease: a get after it may find nothing. -1: an error."""
+        return self.batch_probe_key([key])[0]
+
+    def batch_probe_key(
+        self, keys: Sequence[str], policy: str = "none", candidate_size: int = 1
+    ) -> list[int]:
+        """Per key 1: stored; 0: not stored; -1: an error. Nothing is leased.
+
+        With the policy ``"LastHitOnly"`` the keys are candidates of ``candidate_size`` keys each.
+        The last candidate whose keys are all stored is leased; only its keys are 1.
+
+        Raises:
+            ValueError: another policy, or keys that are not whole candidates.
+        """
+        if policy not in ("none", "LastHitOnly"):
+            raise ValueError(f"policy is {policy!r}, not 'none' or 'LastHitOnly'")
+        if candidate_size < 0:
+            raise TypeError(f"candidate_size is {candidate_size}, and not a count")
+        if policy == "none" or not keys:
+            return self._exist(keys, lease=False)
+        if not candidate_size or len(keys) % candidate_size:
+            raise ValueError(f"{len(keys)} keys are not candidates of {candidate_size} keys each")
+        there = self._exist(keys, lease=False)
+        if Code.INTERNAL_ERROR in there:
+            return there
+        return self._leased_last(keys, there, candidate_size)
+
+    def _leased_last(self, keys: Sequence[str], there: list[int], size: int) -> list[int]:
+        """Leases the last candidate that is there; one that goes before it is leased is none."""
+        mask = [0] * len(keys)
+        for start in range(len(keys) - size, -1, -size):
+            if all(there[start : start + size]):
+                leased = self._exist(keys[start : start + size], lease=True)
+                if Code.INTERNAL_ERROR in leased:
+                    return [Code.INTERNAL_ERROR] * len(keys)
+                if all(leased):
+                    mask[start : start + size] = leased
+                    break
+        return mask
+
+    def _exist(self, keys: Sequence[str], *, lease: bool) -> list[int]:
+        stored = self._objects.are_stored(keys, lease=lease)
         if isinstance(stored, Code):
             return [Code.INTERNAL_ERROR] * len(keys)
         return [int(there) for there in stored]
@@ -533,13 +622,21 @@ def _size(given: int | str) -> int:
     return parse_size(mooncake_keys.size_of(given))
 
 
-def _connected(master: str, memory: int, tenant: str) -> Client:
+def _wants_a_master(given: object) -> bool:
+    """Whether the switch of ``setup`` is on, which a dictionary may hold as a text."""
+    switch = os.environ.get(_EMBEDDED_VARIABLE, "") if given is None else given
+    return str(switch).strip().lower() in ("1", "true", "yes", "on")
+
+
+def _connected(master: str, memory: int, tenant: str, *, is_embedded: bool) -> Client:
     """A client whose master answers. Raises KVStoreError, and then leaves no client open."""
-    given: dict[str, object] = {}
-    if memory > 0:
-        given["memory"] = max(memory, _SEGMENT_BYTES_MIN)
+    given: dict[str, Any] = {}
     if tenant != _DEFAULT_TENANT:
         given["namespace"] = tenant
+    if is_embedded:
+        return Client.embedded(max(memory, _SEGMENT_BYTES_MIN), timeout_ms=DEADLINE_MS, **given)
+    if memory > 0:
+        given["memory"] = max(memory, _SEGMENT_BYTES_MIN)
     if master:
         given["master"] = master
         if os.environ.get(MASTER_VARIABLE, master) != master:

@@ -21,7 +21,11 @@ import pytest
 
 import kvstore.mooncake
 from bench import mooncake
-from kvstore.connectors.mooncake import MooncakeDistributedStore, MooncakeHostMemAllocator
+from kvstore.connectors.mooncake import (
+    ExistOptions,
+    MooncakeDistributedStore,
+    MooncakeHostMemAllocator,
+)
 from kvstore.connectors.mooncake.names import Code, code_of
 from kvstore.connectors.mooncake.objects import slices
 from kvstore.connectors.mooncake.sessions import PutSessions
@@ -737,6 +741,123 @@ def test_a_dead_master_is_a_code_within_the_deadline(caplog: pytest.LogCaptureFi
     finally:
         store.close()
         master.stop()
+
+
+# What 0.3.14 has beside 0.3.13. Written from its own tests and documents: the package that these
+# tests use has no such release, so Mooncake's client is not asked.
+
+
+def test_asking_without_a_lease(ours: Place) -> None:
+    store = ours.store
+    options = ExistOptions()
+    options.prefetch_to_memory = True
+    for key in "abc":
+        assert store.put(key, b"x") == 0
+    assert (store.is_exist("a", options), store.is_exist("no", options=options)) == (1, 0)
+    assert store.batch_is_exist(["a", "no"], options) == [1, 0]
+    assert (store.probe_key("a"), store.probe_key("no")) == (1, 0)
+    assert store.batch_probe_key(["a", "b", "c", "no"]) == [1, 1, 1, 0]
+    assert store.batch_probe_key(["a"], candidate_size=0) == [1]
+    assert store.batch_probe_key([]) == []
+
+
+def test_a_probe_leases_nothing_and_the_last_hit_is_leased(
+    ours: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leased: list[list[bytes]] = []
+    client = ours.store._objects.client()
+    exists_many = type(client).exists_many
+
+    def spied(self: Any, keys: Any, *, lease: bool = False, **given: Any) -> Any:
+        if lease:
+            leased.append(list(keys))
+        return exists_many(self, keys, lease=lease, **given)
+
+    monkeypatch.setattr(type(client), "exists_many", spied)
+    for key in "abc":
+        assert ours.store.put(key, b"x") == 0
+    ours.store.probe_key("a")
+    ours.store.batch_probe_key(["a", "b"])
+    assert leased == []
+    assert ours.store.batch_probe_key(["a", "b", "b", "c"], "LastHitOnly", 2) == [0, 0, 1, 1]
+    assert leased == [[b"b", b"c"]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "size", "mask"),
+    [
+        (["a", "b", "c", "no"], 2, [1, 1, 0, 0]),
+        (["a", "no", "b", "c"], 2, [0, 0, 1, 1]),
+        (["a", "no"], 2, [0, 0]),
+        (["a", "b", "a", "a"], 2, [0, 0, 1, 1]),
+        (["a", "b"], 1, [0, 1]),
+        ([], 0, []),
+    ],
+)
+def test_the_last_complete_candidate(
+    ours: Place, keys: list[str], size: int, mask: list[int]
+) -> None:
+    for key in "abc":
+        assert ours.store.put(key, b"x") == 0
+    assert ours.store.batch_probe_key(keys, "LastHitOnly", size) == mask
+
+
+def test_a_candidate_that_goes_before_it_is_leased_is_none(
+    ours: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([[True, True], [False], [True]])
+    objects = ours.store._objects
+    monkeypatch.setattr(objects, "are_stored", lambda keys, **given: next(answers))
+    assert ours.store.batch_probe_key(["a", "b"], "LastHitOnly", 1) == [1, 0]
+
+
+def test_wrong_candidates_are_refused(ours: Place) -> None:
+    for size in (0, 3):
+        with pytest.raises(ValueError, match="candidates"):
+            ours.store.batch_probe_key(["a", "b"], "LastHitOnly", size)
+    with pytest.raises(ValueError, match="policy"):
+        ours.store.batch_probe_key(["a"], "unknown")
+    with pytest.raises(TypeError):
+        ours.store.batch_probe_key(["a"], "LastHitOnly", -1)
+    store = MooncakeDistributedStore()
+    for policy in ("none", "LastHitOnly"):
+        assert store.batch_probe_key(["a", "b"], policy, 2) == [-1, -1]
+    assert store.probe_key("a") == -1
+
+
+def test_ranges_of_a_snapshot(ours: Place) -> None:
+    store, start = ours.store, ours.start
+    assert store.put_from("r", start, 1000) == 0
+    assert store.put_from("late", start, 10) == 0
+    snapshot = store.prepare_get_into_ranges_snapshot(["r", "missing"])
+    into, keys = [start + MIB], [["r", "missing", "late"]]
+    to, of, sizes = [[[0, 50], [90], [95]]], [[[10, 20], [0], [0]]], [[[5, 20], [5], [5]]]
+    read = store.get_into_ranges_from_snapshot(snapshot, into, keys, to, of, sizes)
+    assert read == [[[5, 20], [MISS], [MISS]]]
+    assert ours.bytes_at(MIB, 5) == ours.bytes_at(10, 5)
+    assert ours.bytes_at(MIB + 50, 20) == ours.bytes_at(20, 20)
+    uneven = store.get_into_ranges_from_snapshot(snapshot, into, [["r"]], [[[0]]], [[[]]], [[[5]]])
+    assert uneven == [[[INVALID]]]
+
+
+@pytest.mark.parametrize("how", ["argument", "dictionary", "variable"])
+def test_a_master_of_its_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = MooncakeDistributedStore(), MooncakeDistributedStore()
+    settings = ("here", "P2PHANDSHAKE", 16 * MIB, 16 * MIB, "tcp", "", "")
+    if how == "argument":
+        assert store.setup(*settings, enable_embedded_master=True) == 0
+    elif how == "dictionary":
+        given = {"global_segment_size": "16MB", "enable_embedded_master": "true"}
+        assert store.setup(given) == 0
+    else:
+        monkeypatch.setenv("MOONCAKE_ENABLE_EMBEDDED_MASTER", "true")
+        assert store.setup(*settings) == 0
+    assert store.put("a", b"1") == 0
+    assert store.get("a") == b"1"
+    address = store._objects.client().config.master
+    assert store.setup(*settings, enable_embedded_master=True) == INVALID
+    assert store.close() == 0
+    assert other.setup(*settings[:6], address, enable_embedded_master=True) == DOWN
 
 
 def test_setup_takes_a_dictionary_of_strings(ours: Place) -> None:
