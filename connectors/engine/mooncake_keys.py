@@ -121,7 +121,7 @@ def tell_unknown(keys: Iterable[str], known: Iterable[str], log: logging.Logger)
     """Logs that these keys are ignored, and which known one was probably meant."""
     names = list(known)
     for key in keys:
-        if near := difflib.get_close_matches(key, names, n=1, cutoff=_CUTOFF):
+        if near := difflib.get_close_matches(str(key), names, n=1, cutoff=_CUTOFF):
             log.warning("key_ignored key=%s reason=unknown did_you_mean=%s", key, near[0])
         else:
             log.info("key_ignored key=%s reason=unknown", key)
@@ -154,7 +154,7 @@ def _of_the_engine(given: Mapping[str, Any], log: logging.Logger) -> dict[str, A
         return {}
     values: dict[str, Any] = {"protocol": protocol}
     if server := given.get("metadata_server"):
-        values["metadata_server"] = _with_scheme(server, given.get("metadata_backend"))
+        values["metadata_server"] = _with_scheme(str(server), given.get("metadata_backend"))
     devices = str(given.get("device_name") or given.get("rdma_devices") or "").replace(" ", "")
     if devices not in ("", _DISCOVERED):
         values["device_name"] = devices

@@ -8,6 +8,7 @@ from tests.mutants.mutant import Mutant
 
 VLLM: Final = "connectors/vllm/"
 MOONCAKE: Final = "connectors/mooncake/"
+KEYS: Final = "connectors/engine/mooncake_keys.py"
 ALL: Final = "tests/unit/connectors"
 GROUPS: Final = (
     "tests/unit/connectors/test_groups.py",
@@ -19,6 +20,10 @@ MESSAGES: Final = (
     "tests/unit/connectors/test_messages.py",
     "tests/unit/connectors/test_worker.py",
     ALL,
+)
+CONFIG: Final = (
+    "tests/unit/connectors/test_config.py",
+    "tests/unit/connectors/test_mooncake_keys.py",
 )
 CORE: Final = ("tests/unit/connectors/test_core.py", ALL)
 PAGES: Final = (
@@ -401,7 +406,7 @@ MUTANTS: Final = (
         "starts = [offset for offset, size in zip(offsets, sizes, strict=True) if size]",
         "starts = list(offsets)", DROP_IN),
     Mutant("asked-and-not-leased", MOONCAKE + "objects.py",
-        "client.exists_many(names, lease=True,",
+        "client.exists_many(names, lease=lease,",
         "client.exists_many(names, lease=False,", DROP_IN),
     Mutant("an-empty-key-shifts-the-others", MOONCAKE + "objects.py",
         "        return [by_name.get(name, absent) for name in names]\n",
@@ -434,8 +439,7 @@ MUTANTS: Final = (
         "        if self._objects.are_there:\n",
         "        if False:\n", DROP_IN),
     Mutant("megabytes-are-decimal", MOONCAKE + "store.py",
-        'given = re.sub(r"([kmgt])b?\\s*$", r"\\1ib", given.lower())',
-        "given = given.lower()", DROP_IN),
+        "parse_size(mooncake_keys.size_of(given))", "parse_size(given)", DROP_IN),
     Mutant("a-tenant-shares-the-namespace", MOONCAKE + "store.py",
         '        given["namespace"] = tenant\n',
         "        pass\n", DROP_IN),
@@ -449,8 +453,32 @@ MUTANTS: Final = (
         "pointers, sizes = [metadata_buffer_ptr, buffer_ptr], [metadata_size, size]",
         "pointers, sizes = [buffer_ptr, metadata_buffer_ptr], [size, metadata_size]", DROP_IN),
     Mutant("an-error-is-a-hit", MOONCAKE + "store.py",
-        "return max(self.batch_is_exist([key])[0], 0)",
-        "return abs(self.batch_is_exist([key])[0])", DROP_IN),
+        "return max(self.batch_is_exist([key], options)[0], 0)",
+        "return abs(self.batch_is_exist([key], options)[0])", DROP_IN),
+    Mutant("a-probe-leases", MOONCAKE + "store.py",
+        'if policy == "none" or not keys:\n            return self._exist(keys, lease=False)',
+        'if policy == "none" or not keys:\n            return self._exist(keys, lease=True)',
+        DROP_IN),
+    Mutant("the-first-candidate-is-leased", MOONCAKE + "store.py",
+        "range(len(keys) - size, -1, -size)", "range(0, len(keys), size)", DROP_IN),
+    Mutant("a-candidate-that-went-counts", MOONCAKE + "store.py",
+        "                if all(leased):\n", "                if leased:\n", DROP_IN),
+    Mutant("a-snapshot-holds-every-key", MOONCAKE + "store.py",
+        "if snapshot is not None and name_of(key) not in snapshot.names:", "if False:", DROP_IN),
+    Mutant("metadata-is-always-in-etcd", KEYS,
+        """{backend or 'etcd'}://""", "etcd://", CONFIG),
+    Mutant("auto-discovery-is-a-card", KEYS,
+        'if devices not in ("", _DISCOVERED):', "if devices:", CONFIG),
+    Mutant("mooncakes-protocol-is-ours", KEYS,
+        "    is_theirs = any(given.get(key) for key in MASTER_KEYS)\n", "    is_theirs = False\n",
+        CONFIG),
+    Mutant("our-protocol-is-mooncakes", KEYS,
+        "    is_theirs = any(given.get(key) for key in MASTER_KEYS)\n", "    is_theirs = True\n",
+        CONFIG),
+    Mutant("a-file-without-a-master-is-used", VLLM + "config.py",
+        'if "master" not in values and "master" not in given:', "if False:", CONFIG),
+    Mutant("an-option-of-vllm-is-refused", VLLM + "config.py",
+        "if key not in OF_VLLM and key not in RENAMED", "if key not in RENAMED", CONFIG),
     Mutant("ranges-need-no-session", MOONCAKE + "store.py",
         "            if name_of(key) in self._reading\n",
         "            if True\n", DROP_IN),

@@ -313,6 +313,12 @@ def test_metadata_backend_is_the_scheme_of_an_address_without_one(
     assert read_config({}, environ).metadata_server == meant
 
 
+@pytest.mark.parametrize("key", ["master_server_address", "device_name", "local_buffer_size"])
+def test_a_value_of_another_type_is_refused_with_its_place(mooncake: Mooncake, key: str) -> None:
+    with pytest.raises(ConfigError, match=MOONCAKE_VARIABLE):
+        read_config({}, mooncake(**{"protocol": "rdma", key: [1]}))
+
+
 def test_a_gpu_is_used_as_by_a_client() -> None:
     given = {"device_ring": "16MiB", "device_locked": 0, "device_kernel": "32KiB"}
     config = client_config(read_config(given, NO_FILE), 100)
