@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,33 @@ def test_one_engine_finds_every_full_block_again(
     assert metrics["save_blocks"] == metrics["load_blocks"] == 12
     assert metrics["load_bytes"] == metrics["save_bytes"] > 0
     assert metrics["pinned_blocks"] == metrics["breaker_open"] == 0
+
+
+def test_the_file_and_the_options_of_a_guide(
+    store: Cluster, llama: Path, engine: StartEngine, tmp_path: Path
+) -> None:
+    """As in the guide for vLLM 0.6.4, with a line for the master, and options of today."""
+    guide = {
+        "prefill_url": "127.0.0.1:13003", "decode_url": "127.0.0.1:13103", "protocol": "tcp",
+        "metadata_server": "127.0.0.1:2379", "metadata_backend": "etcd", "device_name": "",
+        "master_server_address": store.address,
+    }  # fmt: skip
+    config = tmp_path / "mooncake.json"
+    config.write_text(json.dumps(guide))
+    transfer = transfer_config("", num_workers=10, load_async=True, save_decode_cache=True)
+    options = dict(transfer["kv_connector_extra_config"])  # type: ignore[call-overload]
+    del options["master"]
+    environ = {"MOONCAKE_CONFIG_PATH": str(config)}
+    one = engine(llama, transfer | {"kv_connector_extra_config": options}, environ=environ)
+    first = one.generate([prompt(1)])
+    one.saved()
+    one.reset()
+    again = one.generate([prompt(1)])
+    assert cached(again) == [WHOLE]
+    assert tokens(again) == tokens(first)
+    for key in ("prefill_url", "num_workers"):
+        assert any(f"key_ignored key={key} reason=" in line for line in one.log)
+    assert any("key_missing key=global_segment_size" in line for line in one.log)
 
 
 def test_a_prompt_of_whole_blocks_leaves_one_to_compute(
