@@ -68,10 +68,11 @@ IGNORED: Final = {
 }
 """By key: why it has no effect here."""
 
-_OF_THE_ENGINE: Final = (
-    "metadata_server", "metadata_backend", "device_name", "rdma_devices", "local_buffer_size",
-)  # fmt: skip
-"""What only a transfer engine needs."""
+_OF_THE_ENGINE: Final[dict[str, str]] = dict.fromkeys(
+    ("metadata_server", "metadata_backend", "device_name", "rdma_devices", "local_buffer_size"),
+    "tcp needs no transfer engine",
+)
+"""By key that only a transfer engine needs: why it has no effect without one."""
 
 _DISCOVERED: Final = "auto-discovery"
 """A ``device_name`` that means all cards, as the empty one does."""
@@ -149,8 +150,7 @@ def _of_the_engine(given: Mapping[str, Any], log: logging.Logger) -> dict[str, A
     if protocol != "rdma":
         if protocol != "tcp":
             log.warning("protocol_not_available protocol=%s used=shm,tcp", given["protocol"])
-        reasons = dict.fromkeys(_OF_THE_ENGINE, "tcp needs no transfer engine")
-        tell_ignored(given, reasons, log)
+        tell_ignored(given, _OF_THE_ENGINE, log)
         return {}
     values: dict[str, Any] = {"protocol": protocol}
     if server := given.get("metadata_server"):

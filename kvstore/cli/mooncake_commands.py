@@ -90,8 +90,14 @@ def mooncake_master(arguments: Sequence[str]) -> None:
     own, ignored = in_own_words(arguments)
     for name, reason in ignored.items():
         click.echo(f"mooncake_master: --{name} has no effect: {reason}", err=True)
-    click.echo(f"mooncake_master is kvstore-master {shlex.join(own)}", err=True)
+    click.echo(f"mooncake_master is kvstore-master {shlex.join(_shown(own))}", err=True)
     run(master.command, "kvstore-master", own)
+
+
+def _shown(words: Sequence[str]) -> Iterator[str]:
+    """The words without a password of etcd."""
+    for flag, word in zip(["", *words], words):
+        yield "..." if flag == "--etcd-password" else word.rpartition("@")[2]
 
 
 def mooncake_http_metadata_server(_arguments: Sequence[str]) -> None:

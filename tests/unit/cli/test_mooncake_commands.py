@@ -91,6 +91,14 @@ def test_what_is_started_is_told() -> None:
     assert "port" in done.stderr.splitlines()[-1]
 
 
+def test_no_password_is_told() -> None:
+    typed = "--enable_ha --etcd_endpoints=me:secret1@10.0.1.1:2379 --etcd-password secret2 --port x"
+    done = run_python(*KVSTORE, "as-mooncake", "--", "mooncake_master", *typed.split())
+    assert done.returncode == 2
+    assert "--etcd 10.0.1.1:2379" in done.stderr
+    assert "secret" not in done.stderr
+
+
 def test_a_metadata_server_is_not_needed() -> None:
     done = run_python(*KVSTORE, "as-mooncake", "--", "mooncake_http_metadata_server", "--port", "1")
     assert (done.returncode, done.stdout) == (0, "")
