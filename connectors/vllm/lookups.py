@@ -163,7 +163,9 @@ class Lookups:
             return None
         now = self._clock()
         lookup.wanted_since = lookup.wanted_since or now
-        patience = self._deadline_s + (self._writers_wait_s if lookup.waits_for_writers else 0)
+        # A prefiller that says what it stores is worth waiting for before the first answer, too.
+        is_worth_it = lookup.waits_for_writers or lookup.expected_tokens > 0
+        patience = self._deadline_s + (self._writers_wait_s if is_worth_it else 0)
         if now - lookup.wanted_since < patience:
             return None
         with self._lock:

@@ -265,6 +265,21 @@ def test_there_is_no_answer_until_the_deadline_and_then_it_is_nothing(
     assert lookups.take_counters() == {"lookups_late": 1}
 
 
+def test_what_a_prefiller_says_it_stores_is_waited_for_before_the_first_answer(
+    start: Start, store: Store, clock: Clock
+) -> None:
+    """On a busy host the master's answer may take longer than the deadline of other lookups."""
+    store.hold()
+    store.answers = [[Match(2, 0)]]
+    lookups = start()
+    lookup = lookups.want("r", hashes(2), 32)
+    assert lookups.tokens(lookup) is None
+    clock.now += DEADLINE_S + WRITERS_WAIT_S - 1 / 1024
+    assert lookups.tokens(lookup) is None
+    store.go_on.set()
+    assert answered(lookups, lookup) == 32
+
+
 def test_a_question_that_was_never_asked_is_late_too(
     start: Start, store: Store, clock: Clock
 ) -> None:
