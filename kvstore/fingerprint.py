@@ -16,12 +16,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
-SAMPLE_BYTES: Final = 4 << 10
-"""Bound of the bytes read of a tensor in a file of weights: a quarter at each of three places."""
-
-CHUNK_BYTES: Final = 16 << 20
+from kvstore.contents import Remembered, cache_folder, contents_of
 
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.npz")
 
@@ -39,7 +36,8 @@ def digest(value: object) -> str:
 
 def weights_of(model: str, *, revision: str | None = None) -> str:
     """Says which weights a model's name or path means: for files a digest of their content,
-    wherever they are; otherwise name and commit.
+    wherever they are; otherwise name and commit. Reads the files whole (``contents`` says how long
+    that takes) unless this host remembers them.
 
     Use it if the engine does not let an adapter read the live weights. It does not see weights that
     are replaced in place.
@@ -73,23 +71,22 @@ def config_of(model: str, *, revision: str | None = None) -> str:
     return digest(meaningful(json.loads(file.read_bytes())))[:32]
 
 
-def files_digest(path: Path) -> str:
-    """The digest of a file of weights, or of the files in a directory: their names and a sample of
-    each tensor; the whole file for formats that do not say where their tensors are."""
-    found = [path]
+def files_digest(path: Path, remembered: Remembered | None = None) -> str:
+    """The digest of a file of weights, or of the files in a directory: their names and every byte.
+    How long that takes, says ``contents``.
+
+    Args:
+        remembered: what is known of files that have not changed; None: what this user's cache has.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    files, names = [path], [""]
     if path.is_dir():
-        found = sorted({file for pattern in WEIGHTS for file in path.glob(pattern)})
-    total = hashlib.sha256()
-    for file in found:
-        size = file.stat().st_size
-        total.update(f"{file.name if path.is_dir() else ''}\0{size}\0".encode())
-        with file.open("rb") as opened:
-            if file.suffix == ".safetensors":
-                _sample_tensors(opened, size, total)
-            else:
-                while data := opened.read(CHUNK_BYTES):
-                    total.update(data)
-    return total.hexdigest()
+        files = sorted({file for pattern in WEIGHTS for file in path.glob(pattern)})
+        names = [file.name for file in files]
+    contents = contents_of(files, remembered or Remembered(cache_folder(os.environ)))
+    return digest(list(zip(names, contents, strict=True)))
 
 
 def meaningful(config: Mapping[str, object]) -> dict[str, object]:
@@ -115,18 +112,3 @@ def _snapshot(model: str, revision: str | None) -> Path | None:
     except HFValidationError:
         return None
     return Path(found).parent if isinstance(found, str) else None
-
-
-def _sample_tensors(file: BinaryIO, size: int, total: hashlib._Hash) -> None:
-    """Adds the header, and each tensor's beginning, middle and end, to the digest."""
-    length = int.from_bytes(file.read(8), "little")
-    header = file.read(min(length, size))
-    total.update(header)
-    for name, tensor in sorted(json.loads(header).items()):
-        if name == "__metadata__":
-            continue
-        start, stop = tensor["data_offsets"]
-        part = SAMPLE_BYTES // 4
-        for at in (start, (start + stop) // 2, max(start, stop - part)):
-            file.seek(8 + length + at)
-            total.update(file.read(min(part, stop - at)))

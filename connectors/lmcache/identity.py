@@ -22,7 +22,7 @@ from kvstore.process.background import start_thread
 
 ENGINE: Final = "lmcache"
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of the format of an object's bytes. Objects of another version are misses."""
 
 PATIENCE_S: Final = 1.0
@@ -53,11 +53,15 @@ class ChunkNamespaces:
         self._changing = threading.Lock()
         self._reading: dict[tuple[str, Layout], threading.Thread] = {}
         self._found: dict[tuple[str, Layout], str] = {}
+        self._reading_files = threading.Lock()
+        self._meanings: dict[str, Mapping[str, str]] = {}
+        """By model: what its weights are. Guarded by ``_reading_files``."""
         self._is_stopped = False
         self._announcer = Announcer(client, log)
 
     def of(self, model: str, layout: Layout, *, announce: bool = True) -> str | None:
         """The namespace of a model's objects; None: not known yet, or the weights are unreadable.
+        Waits ``PATIENCE_S`` at most: 7 GB of files in the page cache are read in that time.
 
         Args:
             announce: whether to put a fleet record when this pair is seen for the first time.
@@ -88,10 +92,7 @@ class ChunkNamespaces:
 
     def _find(self, model: str, layout: Layout, announce: bool) -> None:
         try:
-            if self._model_id is None:
-                meaning = {"weights": weights_of(model), "config": config_of(model)}
-            else:
-                meaning = {"weights": f"{self._model_id} of {model}"}
+            meaning = self._meaning(model)
         except Exception as error:  # noqa: BLE001 - strangers' files
             self._log.error(
                 "nothing is cached of %s: its weights cannot be read (%s). The setting model_id "
@@ -107,3 +108,17 @@ class ChunkNamespaces:
         self._log.info("model %s, weights %s: namespace %s", model, meaning["weights"], namespace)
         if announce:
             self._announcer.announce(Record(ENGINE, (model,), found, (namespace,), description))
+
+    def _meaning(self, model: str) -> Mapping[str, str]:
+        """Which weights the model has. Its files are read once for all of its layouts, and files of
+        one model at a time (``kvstore.contents`` says how long that takes).
+
+        Raises:
+            OSError, ValueError: the files cannot be read.
+        """
+        if self._model_id is not None:
+            return {"weights": f"{self._model_id} of {model}"}
+        with self._reading_files:
+            if model not in self._meanings:
+                self._meanings[model] = {"weights": weights_of(model), "config": config_of(model)}
+            return self._meanings[model]

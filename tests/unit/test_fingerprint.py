@@ -5,31 +5,36 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from random import Random
 from types import ModuleType
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvstore.fingerprint import config_of, files_digest, fingerprint, meaningful, weights_of
 
 TENSORS = {
     "model.embed": 100,
-    "model.layers.0.attn": 40_000,
-    "model.layers.0.mlp": 90_000,
+    "model.layers.0.attn": 4_000,
+    "model.layers.0.mlp": 9_000,
     "model.norm": 1,
 }
+"""Names and bytes."""
 
 
-def safetensors(changed: str = "", at: int = 0) -> bytes:
-    """A file of these tensors, of one byte each element; one byte may be another."""
+def safetensors(changed: str = "", at: int = 0, by: int = 1) -> bytes:
+    """A file of these tensors, of random bytes; one byte may be another."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    data = bytearray()
+    data = bytearray(Random(1).randbytes(sum(TENSORS.values())))
+    start = 0
     for name, size in TENSORS.items():
         header[name] = {
-            "dtype": "U8", "shape": [size], "data_offsets": [len(data), len(data) + size],
+            "dtype": "U8", "shape": [size], "data_offsets": [start, start + size],
         }  # fmt: skip
-        data += bytes(size)
         if name == changed:
-            data[len(data) - size + at] = 1
+            data[start + at] ^= by
+        start += size
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(data)
 
@@ -49,11 +54,45 @@ def test_the_same_files_elsewhere_are_the_same_weights(tmp_path: Path) -> None:
     assert weights_of(str(here)) == weights_of(str(there) + "/")
 
 
+@given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("name", TENSORS)
-def test_every_tensor_of_a_file_counts(tmp_path: Path, name: str) -> None:
-    first = model_directory(tmp_path / "first")
-    second = model_directory(tmp_path / "second", safetensors(name, TENSORS[name] // 2))
-    assert files_digest(first) != files_digest(second)
+def test_every_byte_of_every_tensor_counts(tmp_path: Path, name: str, data: st.DataObject) -> None:
+    """The beginning, middle and end of a tensor do not tell what has changed between."""
+    at = data.draw(st.integers(0, TENSORS[name] - 1))
+    other = safetensors(name, at, by=data.draw(st.integers(1, 255)))
+    file = tmp_path / "model.safetensors"
+    digests = set()
+    for weights in (safetensors(), other):
+        file.write_bytes(weights)
+        digests.add(weights_of(str(file)))
+    assert len(digests) == 2
+
+
+def test_of_sharded_weights_every_shard_counts_and_the_index_does_not(tmp_path: Path) -> None:
+    def sharded(name: str, **files: bytes) -> str:
+        for shard in ("1", "2", "3"):
+            files.setdefault(f"model-0000{shard}-of-00003.safetensors", safetensors())
+        (tmp_path / name).mkdir()
+        for file, content in files.items():
+            (tmp_path / name / file).write_bytes(content)
+        return files_digest(tmp_path / name)
+
+    first = sharded("a")
+    assert sharded("b", **{"model.safetensors.index.json": b"{}"}) == first
+    other = safetensors("model.norm")
+    changed = [sharded(f"c{at}", **{f"model-0000{at}-of-00003.safetensors": other}) for at in "123"]
+    assert len({first, *changed}) == 4
+
+
+def test_a_link_into_the_hubs_cache_is_its_target(tmp_path: Path) -> None:
+    plain = model_directory(tmp_path / "plain")
+    snapshot, blobs = tmp_path / "snapshots" / "0123abc", tmp_path / "blobs"
+    for directory in (snapshot, blobs):
+        directory.mkdir(parents=True)
+    (blobs / "4d5e").write_bytes(safetensors())
+    (snapshot / "model.safetensors").symlink_to("../../blobs/4d5e")
+    assert files_digest(snapshot) == files_digest(plain)
 
 
 def test_sizes_and_names_of_files_count(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from lmcache.v1.distributed.config import (
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 
-from kvstore.connectors.lmcache import locks
+from kvstore.connectors.lmcache import identity, locks
 from kvstore.errors import ConfigError
 from kvstore.limits import FLEET_NAMESPACE
 from tests.engines.lmcache.tasks import (
@@ -142,6 +142,26 @@ def test_another_model_under_the_same_path_is_a_miss(
     assert adapter().look_up([wanted]) == [0]
     (model / changed).write_text('{"rope_theta": 20000}')
     assert adapter().look_up([wanted]) == []
+
+
+def test_the_files_of_a_model_are_read_once_for_all_layouts(
+    adapter: StartAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hybrid model has a layout for each group, and where no cache can be written nothing else
+    keeps its files from being read for each."""
+    read: list[str] = []
+
+    def weights_of(model: str) -> str:
+        read.append(model)
+        return "weights"
+
+    monkeypatch.setattr(identity, "weights_of", weights_of)
+    first = adapter()
+    for model in (MODEL, "tests/other"):
+        for shape in (SHAPE, (2, 4, 16, 64)):
+            wanted = key(len(read), model_name=model)
+            assert first.store([wanted], [chunk(1, shape)]).is_successful()
+    assert read == [MODEL, "tests/other"]
 
 
 @pytest.mark.parametrize("unreadable", ["weights.npz/", "config.json"])
