@@ -10,6 +10,8 @@ wrong. Only the constructor, the registration of pools and ``clear`` raise: call
 An object is one page of one pool. Its key is the page's hash, its parent is the page before it.
 Keys of side pools (SWA, states of Mamba layers, indexers) end with the pool's name. If a prefix
 needs only the last pages of a side pool, the parent of the first is a page of the full attention.
+With ``tp_lcm_size`` a page is split by heads into pieces. Each piece is an object in a namespace of
+its own, with the page's key, and a page is there if all of its pieces are.
 """
 
 from __future__ import annotations
@@ -34,14 +36,12 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvstore.calls import PutOutcome
-from kvstore.client.values import Storable
-from kvstore.config import ClientConfig
 from kvstore.connectors.engine import mooncake_keys
 from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.engine.guard import Deadline, Guard, client_of_an_engine
 from kvstore.connectors.sglang import identity
-from kvstore.connectors.sglang.pools import PoolPages, bytes_of
-from kvstore.errors import KVStoreError, UsageError
+from kvstore.connectors.sglang.pools import Buffers, PoolPages, bytes_of
+from kvstore.errors import ConfigError, KVStoreError, UsageError
 from kvstore.fingerprint import fingerprint
 from kvstore.fleet import Record
 
@@ -69,8 +69,8 @@ class HostPool(NamedTuple):
     """A host pool, and the names of its pages in the store."""
 
     pages: PoolPages
-    part: str
-    """The last part of the namespace."""
+    parts: tuple[str, ...]
+    """The last parts of the namespaces, one for each piece of a page."""
     suffix: str
     """The end of each key."""
 
@@ -109,6 +109,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._guard = Guard(client_of_an_engine(**_settings(given)), log)
         self._announcer = Announcer(self._guard.client, log)
         self._pools: dict[str, HostPool] = {}
+        """By name. Besides SGLang's names, ``_FLAT`` is the main pool as SGLang's copies of it."""
         self._fingerprints: dict[identity.ServedWeights, str] = {}
         self._describing = threading.Lock()
         self._of_thread = threading.local()
@@ -123,18 +124,28 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         cache, 0.2 ms if this host remembers them (``kvstore.contents``).
 
         Raises:
-            ConfigError: a layout whose pages cannot be stored.
+            ConfigError: a layout whose pages cannot be stored, or not be split for ``tp_lcm_size``.
             InvalidArgumentError: memory that the processor cannot read.
             OSError: the model's files cannot be read.
         """
         super().register_mem_pool_host(mem_pool_host)
-        pages = PoolPages(mem_pool_host, self._guard.client)
-        replicated = self._config.is_mla_model
-        part = identity.part(self._config, pages, replicated=replicated)
-        self._pools[PoolName.KV] = HostPool(pages, part, "")
+        config, replicated = self._config, self._config.is_mla_model
+        pieces = 0 if replicated else identity.pieces(config, mem_pool_host)
+        if config.tp_lcm_size and not replicated and not (pieces and self._zero_copy):
+            raise ConfigError(
+                f"tp_lcm_size={config.tp_lcm_size}: pages of {type(mem_pool_host).__name__} in the "
+                f"layout {mem_pool_host.layout} cannot be split by heads",
+                advice='Choose --hicache-mem-layout page_head and "interface_v1": 1.',
+                key="tp_lcm_size",
+            )
+        pages = PoolPages(mem_pool_host, self._guard.client, pieces=pieces or 1)
+        parts = identity.parts(config, pages, replicated=replicated, pieces=pieces)
+        self._pools[PoolName.KV] = HostPool(pages, parts, "")
+        whole = identity.parts(config, pages, replicated=replicated)
+        self._pools[_FLAT] = HostPool(pages, whole, _FLAT)
         log.info(
-            "registered pool=kv layout=%s page_bytes=%d namespace=%s",
-            pages.told.get("layout"), pages.size, self._namespace(part),
+            "registered pool=kv layout=%s page_bytes=%d pieces=%d namespace=%s",
+            pages.told.get("layout"), pages.size, len(parts), self._namespace(parts[0]),
         )  # fmt: skip
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
@@ -142,7 +153,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name == PoolName.KV:
             return
-        pages = PoolPages(host_pool, self._guard.client)
+        pieces = identity.pieces(self._config, host_pool)
+        pages = PoolPages(host_pool, self._guard.client, pieces=pieces or 1)
         # States of Mamba layers, and K and V by heads, differ between ranks, even if all ranks have
         # the same pages of the full attention. SGLang's controller decides in the same way.
         replicated = (
@@ -150,8 +162,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             and host_pool_name != PoolName.MAMBA
             and not isinstance(host_pool, MHATokenToKVPoolHost)
         )
-        part = identity.part(self._config, self._pools[PoolName.KV].pages, replicated=replicated)
-        self._pools[host_pool_name] = HostPool(pages, part, f".{host_pool_name}-{pages.geometry}")
+        full = self._pools[PoolName.KV].pages
+        parts = identity.parts(self._config, full, replicated=replicated, pieces=pieces)
+        self._pools[host_pool_name] = HostPool(pages, parts, f".{host_pool_name}-{pages.geometry}")
         log.info("registered pool=%s page_bytes=%d", host_pool_name, pages.size)
 
     # --- asking -------------------------------------------------------------------------------
@@ -179,25 +192,27 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
     def exists(self, key: str) -> bool:
         """Whether a page that ``set`` has put is stored."""
         return self._answer(
-            lambda: self._found(
-                Deadline(self._guard), self._pools[PoolName.KV].part, [key + _FLAT]
-            )[0],
-            False,
+            lambda: self._found_of(Deadline(self._guard), [key], [_FLAT])[_FLAT][0], False
         )
 
     def _leading(self, deadline: Deadline, keys: Sequence[str]) -> int:
-        pool = self._pools[PoolName.KV]
-        if not pool.pages.size:
+        if not self._pools[PoolName.KV].pages.size:
             return len(keys)  # the pool only counts pages: side pools hold the bytes
-        names = pool.names(keys) if self._zero_copy else [key + _FLAT for key in keys]
+        pool = self._pools[PoolName.KV if self._zero_copy else _FLAT]
+        leading = len(keys)
+        for part in pool.parts:
+            leading = self._leading_in(deadline, part, pool.names(keys[:leading]))
+        return leading
+
+    def _leading_in(self, deadline: Deadline, part: str, names: Sequence[str]) -> int:
         if not names:
             return 0
-        namespace, client = self._namespace(pool.part), self._guard.client
+        namespace, client = self._namespace(part), self._guard.client
         # A chain is matched in O(log n). The rest may be stored without the pages before it.
         leading = deadline.run(
             lambda ms: client.match_prefix(names, namespace=namespace, timeout_ms=ms)
         )
-        return leading + _run(self._found(deadline, pool.part, names[leading:]))
+        return leading + _run(self._found(deadline, part, names[leading:]))
 
     def _restorable(
         self, deadline: Deadline, keys: Sequence[str], transfers: Sequence[PoolTransfer]
@@ -223,15 +238,16 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self, deadline: Deadline, keys: Sequence[str], names: Sequence[str]
     ) -> dict[str, list[bool]]:
         """Per pool, which of its pages are stored. Asks once per namespace."""
-        parts: dict[str, list[str]] = {}
+        pools: dict[str, list[str]] = {}
         for name in names:
-            parts.setdefault(self._pools[name].part, []).append(name)
-        there = {}
-        for part, of_part in parts.items():
+            for part in self._pools[name].parts:
+                pools.setdefault(part, []).append(name)
+        there = {name: [True] * len(keys) for name in names}
+        for part, of_part in pools.items():
             wanted = [each for name in of_part for each in self._pools[name].names(keys)]
-            found = self._found(deadline, part, wanted)
-            for at, name in enumerate(of_part):
-                there[name] = found[at * len(keys) : (at + 1) * len(keys)]
+            found = iter(self._found(deadline, part, wanted))
+            for name in of_part:
+                there[name] = [so_far & next(found) for so_far in there[name]]
         return there
 
     def _found(self, deadline: Deadline, part: str, names: Sequence[str]) -> list[bool]:
@@ -277,8 +293,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
 
         def read() -> list[bool]:
             buffers = [[bytes_of(target)] for target in targets]
-            names, part = [key + _FLAT for key in keys], self._pools[PoolName.KV].part
-            return self._get(Deadline(self._guard), part, names, buffers)
+            return self._get(Deadline(self._guard), self._pools[_FLAT], keys, buffers)
 
         there = self._answer(read, [False] * len(keys))
         return [target if is_there else None for target, is_there in zip(targets, there)]
@@ -295,27 +310,35 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         if not pool.pages.size or not keys:
             return [True] * len(keys)
         targets = pool.pages.targets(transfer.host_indices, len(keys))
-        there = self._get(deadline, pool.part, pool.names(keys), targets.buffers)
+        there = self._get(deadline, pool, keys, targets.buffers)
         for page, is_there in enumerate(there):
             if is_there:
                 targets.arrived(page)
         return there
 
     def _get(
-        self, deadline: Deadline, part: str, names: Sequence[str], buffers: Sequence[Any]
+        self, deadline: Deadline, pool: HostPool, keys: Sequence[str], buffers: Buffers
+    ) -> list[bool]:
+        start = time.monotonic()
+        there = [True] * len(keys)
+        for part, pieces in zip(pool.parts, _pieces(buffers, len(pool.parts))):
+            found = self._get_from(deadline, part, pool.names(keys), pieces)
+            there = [so_far and is_there for so_far, is_there in zip(there, found)]
+        if self._config.enable_storage_metrics:
+            moved = sum(_size(page) for page, is_there in zip(buffers, there) if is_there)
+            self._figures.read(sum(there), moved, time.monotonic() - start)
+        return there
+
+    def _get_from(
+        self, deadline: Deadline, part: str, names: Sequence[str], buffers: Buffers
     ) -> list[bool]:
         namespace, client = self._namespace(part), self._guard.client
         sizes = [_size(each) for each in buffers]
-        start = time.monotonic()
         found = deadline.run(
             lambda ms: client.get_into(names, buffers, namespace=namespace, timeout_ms=ms),
             size=sum(sizes),
         )
-        there = [read == size for read, size in zip(found, sizes, strict=True)]
-        if self._config.enable_storage_metrics:
-            moved = sum(size for size, is_there in zip(sizes, there) if is_there)
-            self._figures.read(sum(there), moved, time.monotonic() - start)
-        return there
+        return [read == size for read, size in zip(found, sizes, strict=True)]
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -357,10 +380,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             return False
 
         def write() -> list[bool]:
-            names = [key + _FLAT for key in keys]
             copies = [[bytes_of(tensor.contiguous())] for tensor in tensors]
-            part = self._pools[PoolName.KV].part
-            return self._put(Deadline(self._guard), part, names, copies, None)
+            return self._put(Deadline(self._guard), self._pools[_FLAT], keys, copies, None)
 
         return all(self._answer(write, [False]))
 
@@ -386,36 +407,49 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             return [True] * len(keys)
         parent: str | None = None
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:  # no page of this pool before them
-            if full.pages.size and pool.part == full.part and self._zero_copy:
+            if full.pages.size and pool.parts == full.parts and self._zero_copy:
                 parent = keys[0] + full.suffix
         # SGLang names the pages before these only with hicache_storage_pass_prefix_keys.
         elif extra_info is not None and extra_info.prefix_keys:
             parent = extra_info.prefix_keys[-1] + pool.suffix
         sources = pool.pages.sources(transfer.host_indices, len(keys))
-        return self._put(deadline, pool.part, pool.names(keys), sources, parent)
+        return self._put(deadline, pool, keys, sources, parent)
 
     def _put(
         self,
         deadline: Deadline,
-        part: str,
-        names: Sequence[str],
-        values: Sequence[Storable],
+        pool: HostPool,
+        keys: Sequence[str],
+        values: Buffers,
         parent: str | None,
     ) -> list[bool]:
-        namespace, client = self._namespace(part), self._guard.client
-        size = sum(map(_size, values))
         start = time.monotonic()
-        outcomes = deadline.run(
+        there, written = [True] * len(keys), [False] * len(keys)
+        for part, pieces in zip(pool.parts, _pieces(values, len(pool.parts))):
+            outcomes = self._put_to(deadline, part, pool.names(keys), pieces, parent)
+            for page, outcome in enumerate(outcomes):
+                there[page] &= outcome in _THERE
+                written[page] |= outcome is PutOutcome.STORED
+        if self._config.enable_storage_metrics and any(written):
+            moved = sum(map(_size, values)) * sum(written) // len(keys)
+            self._figures.wrote(sum(written), moved, time.monotonic() - start)
+        return there
+
+    def _put_to(
+        self,
+        deadline: Deadline,
+        part: str,
+        names: Sequence[str],
+        values: Buffers,
+        parent: str | None,
+    ) -> list[PutOutcome]:
+        namespace, client = self._namespace(part), self._guard.client
+        return deadline.run(
             lambda ms: client.put_chain(
                 names, values, namespace=namespace, parent=parent, partial=True, timeout_ms=ms
             ),
-            size=size,
+            size=sum(map(_size, values)),
         )
-        written = outcomes.count(PutOutcome.STORED)
-        if self._config.enable_storage_metrics and written:
-            moved = size * written // len(names)
-            self._figures.wrote(written, moved, time.monotonic() - start)
-        return [outcome in _THERE for outcome in outcomes]
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -433,7 +467,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         """
         self._described(identity.live(self._config.model_name))
         for found in list(self._fingerprints.values()):  # also of weights that were served before
-            for part in sorted({pool.part for pool in self._pools.values()}):
+            for part in sorted({part for pool in self._pools.values() for part in pool.parts}):
                 self._guard.client.clear(f"sglang/{found}/{part}")
 
     def close(self) -> None:
@@ -476,7 +510,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 ranks = (config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dp_rank)
                 if not any(ranks):
                     models = (weights.path or self._model_id or "unknown",)
-                    places = (f"sglang/{found}/{full.part}",)
+                    places = (f"sglang/{found}/{full.parts[0]}",)
                     self._announcer.announce(Record("sglang", models, found, places, described))
                 self._fingerprints[weights] = found
             return self._fingerprints[weights]
@@ -536,6 +570,12 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
 def _run(found: Sequence[bool]) -> int:
     """The number of leading values that are true."""
     return next((at for at, is_there in enumerate(found) if not is_there), len(found))
+
+
+def _pieces(pages: Buffers, count: int) -> list[Buffers]:
+    """Per piece, its buffers of each page."""
+    size = len(pages[0]) // count if pages else 0
+    return [[page[at * size : (at + 1) * size] for page in pages] for at in range(count)]
 
 
 def _windows(found: Sequence[bool], window: int) -> set[int]:

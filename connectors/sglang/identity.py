@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import sglang
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_context
 
 from kvstore.connectors.sglang.pools import PoolPages
@@ -98,30 +99,53 @@ def describe(
             for name in names
         },
         "packing": {name: os.environ[name] for name in _PACKING if name in os.environ},
-        "tensor_parallel": config.tp_size,
+        "tensor_parallel": {"lcm": config.tp_lcm_size} if config.tp_lcm_size else config.tp_size,
         "pipeline_parallel": config.pp_size,
         "context_parallel": [config.attn_cp_size, config.dcp_size],
         "replicated": config.is_mla_model,
         "zero_copy": zero_copy,
         "page_tokens": pages.tokens,
-        # The layers differ between pipeline stages, so they are in ``part`` of the namespace.
+        # The layers differ between pipeline stages, so they are in ``parts`` of the namespace.
         "pool": {name: told for name, told in pages.told.items() if "layer" not in name},
     }
 
 
-def part(config: HiCacheStorageConfig, pages: PoolPages, *, replicated: bool) -> str:
-    """The end of a rank's namespace, which says which part of a page the rank holds.
+def pieces(config: HiCacheStorageConfig, pool: Any) -> int:
+    """Into how many pieces by heads the pages of a pool are split, so that engines with other
+    numbers of ranks find them (SGLang's ``tp_lcm_size``); 0: they are not.
+
+    SGLang's ``should_split_heads`` is not enough: it is false for the engine whose ranks hold one
+    piece each.
+    """
+    by_heads = isinstance(pool, MHATokenToKVPoolHost) and pool.layout == "page_head"
+    return int(config.tp_lcm_size // config.tp_size) if config.tp_lcm_size and by_heads else 0
+
+
+def parts(
+    config: HiCacheStorageConfig, pages: PoolPages, *, replicated: bool, pieces: int = 0
+) -> tuple[str, ...]:
+    """The ends of a rank's namespaces, one for each piece of a page. An end says which part of a
+    page the objects are.
 
     Args:
         replicated: all tensor-parallel ranks hold the same bytes.
+        pieces: into how many pieces by heads pages are split; 0: they are not. Then a rank has one
+            namespace.
     """
-    rank = "all" if replicated else f"{config.tp_rank}"
-    place = [f"t{rank}", f"p{config.pp_rank}"]
+    place = [f"p{config.pp_rank}"]
     if config.attn_cp_size > 1:
         place.append(f"c{config.attn_cp_rank}")
     if config.dcp_size > 1:
         place.append(f"d{config.dcp_rank}")
-    return "".join(place) + "-" + pages.geometry
+    end = "".join(place) + "-" + pages.geometry
+    if replicated:
+        return (f"tall{end}",)
+    if pieces:  # named as the ranks of an engine that has a rank for each piece
+        first = config.tp_rank * pieces
+        return tuple(f"t{piece}{end}" for piece in range(first, first + pieces))
+    # With tp_lcm_size the fingerprint does not tell how many ranks there are.
+    of = f"of{config.tp_size}" if config.tp_lcm_size else ""
+    return (f"t{config.tp_rank}{of}{end}",)
 
 
 def _files(path: str, revision: str | None) -> Mapping[str, str]:

@@ -4,6 +4,10 @@ A page is one object. Its bytes are those of the buffers that the pool names for
 (``get_page_buffer_meta``), one after the other: K and V, or one buffer per layer, or the states of
 Mamba layers. They are not rearranged, so only pools of the same geometry share pages. A pool that
 does not support zero-copy hands over copies of whole pages.
+
+In the layout ``page_head`` the bytes of a head are contiguous. Such a page can be split by heads
+into *pieces* of equal size, each of which is one object: K of its heads, then V. A piece has the
+bytes of the whole page of a pool that has only these heads.
 """
 
 from __future__ import annotations
@@ -43,10 +47,13 @@ class PoolPages:
     """The pages of one pool. Registers the pool's memory with the client, and again in the child
     of a fork. Threads: any."""
 
-    def __init__(self, pool: Any, client: Client) -> None:
+    def __init__(self, pool: Any, client: Client, *, pieces: int = 1) -> None:
         """
+        Args:
+            pieces: into how many pieces each page is split.
+
         Raises:
-            ConfigError: the pool hands over neither buffers nor copies.
+            ConfigError: the pool hands over neither buffers nor copies, or cannot split its pages.
             InvalidArgumentError, TransferEngineError: the pool's memory cannot be registered.
         """
         self._pool = pool
@@ -56,6 +63,9 @@ class PoolPages:
         self.tokens = int(getattr(pool, "logical_page_size", 0) or pool.page_size or 1)
         """Tokens per page; SGLang names a page by as many indices."""
         self._is_flat = False
+        self._pieces = pieces
+        if pieces > 1:
+            _check_split(pool, pieces)
         sizes = self._survey()
         self.size = sum(sizes)
         """Bytes of a page; 0: the pool only counts pages, and side pools hold the bytes."""
@@ -64,15 +74,18 @@ class PoolPages:
             for name in _TOLD
             if (value := getattr(pool, name, None)) is not None
         }  # fmt: skip
+        if pieces > 1:
+            self.told["head_num"] = str(pool.head_num // pieces)
+            sizes = sizes[: len(sizes) // pieces]
         self.geometry = digest([type(pool).__name__, self.told, sizes, self._is_flat])[:12]
-        """Equal for pools whose pages have the same parts in the same order."""
+        """Equal for pools whose pages, or pieces of pages, have equal parts in the same order."""
 
     def _survey(self) -> list[int]:
         """Sizes of a page's buffers, in bytes."""
         first = torch.arange(self.tokens, dtype=torch.int64)
         self._register()
         try:
-            meta = self._pool.get_page_buffer_meta(first)
+            meta = self._meta(first)
             if meta is None:
                 return []
             self._named(first, 1)
@@ -80,16 +93,19 @@ class PoolPages:
         except _REFUSALS as refusal:
             self._is_flat = True
             try:
-                return [bytes_of(self._pool.get_data_page(0, flat=True).contiguous()).nbytes]
+                if self._pieces == 1:
+                    return [bytes_of(self._pool.get_data_page(0, flat=True).contiguous()).nbytes]
             except _REFUSALS:
-                raise ConfigError(
-                    f"pages of {type(self._pool).__name__} with the layout "
-                    f"{getattr(self._pool, 'layout', None)} cannot be stored: {refusal}",
-                    advice="Choose --hicache-mem-layout page_first or page_first_direct.",
-                ) from None
+                pass
+            raise ConfigError(
+                f"pages of {type(self._pool).__name__} with the layout "
+                f"{getattr(self._pool, 'layout', None)} cannot be stored: {refusal}",
+                advice="Choose --hicache-mem-layout page_first or page_first_direct.",
+            ) from None
 
     def sources(self, indices: torch.Tensor | None, count: int) -> Buffers:
-        """The bytes of ``count`` pages, in the pool's own memory or copied.
+        """The bytes of ``count`` pages, in the pool's own memory or copied. The buffers of a page's
+        pieces follow each other.
 
         Raises:
             InvalidArgumentError: ``indices`` does not have ``count`` times ``tokens`` elements.
@@ -124,11 +140,18 @@ class PoolPages:
 
     def _named(self, indices: torch.Tensor, count: int) -> Buffers:
         self._register()
-        addresses, sizes = map(_flattened, self._pool.get_page_buffer_meta(indices))
+        addresses, sizes = map(_flattened, self._meta(indices))
         at = self._client.memory_at
         buffers = [at(start, size) for start, size in zip(addresses, sizes, strict=True)]
         each = len(buffers) // count
         return [buffers[page * each : (page + 1) * each] for page in range(count)]
+
+    def _meta(self, indices: torch.Tensor) -> Any:
+        """What the pool says of the buffers of these pages: addresses and sizes; None: it has no
+        bytes."""
+        if self._pieces > 1:
+            return self._pool.get_split_heads_page_buffer_meta(indices, self._pieces)
+        return self._pool.get_page_buffer_meta(indices)
 
     def _register(self) -> None:
         if self._process == os.getpid():
@@ -146,6 +169,17 @@ class PoolPages:
         except InvalidArgumentError:
             return False
         return True
+
+
+def _check_split(pool: Any, pieces: int) -> None:
+    """Raises ConfigError: the pool has not so many equal groups of heads."""
+    heads = getattr(pool, "head_num", 0)
+    if heads == 0 or heads % pieces:
+        raise ConfigError(
+            f"pages of {type(pool).__name__} cannot be split into {pieces} pieces: a rank has "
+            f"{heads} KV heads",
+            advice="Choose a tp_lcm_size that divides the model's number of KV heads.",
+        )
 
 
 def _memory_of(pool: Any) -> list[tuple[int, int]]:

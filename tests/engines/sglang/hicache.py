@@ -25,9 +25,11 @@ BUDGET_BYTES = 1 << 30
 """That pools may take. SGLang would leave 10 GiB of the host free, which a busy one has not."""
 
 
-def device_pool(kind: str = "mha", *, tokens: int = TOKENS, dtype: Any = torch.bfloat16) -> Any:
+def device_pool(
+    kind: str = "mha", *, tokens: int = TOKENS, dtype: Any = torch.bfloat16, heads: int = 2
+) -> Any:
     if kind == "mha":
-        return MHATokenToKVPool(tokens, PAGE_TOKENS, dtype, 2, 8, LAYERS, "cpu", False)
+        return MHATokenToKVPool(tokens, PAGE_TOKENS, dtype, heads, 8, LAYERS, "cpu", False)
     return MLATokenToKVPool(
         size=tokens, page_size=PAGE_TOKENS, dtype=dtype, kv_lora_rank=32, qk_rope_head_dim=8,
         layer_num=LAYERS, device="cpu", enable_memory_saver=False,
@@ -98,6 +100,7 @@ def config(
     **extra: Any,
 ) -> HiCacheStorageConfig:
     """What the controller generates of the line that a user types."""
+    lcm = extra.pop("tp_lcm_size", None)  # the controller takes it, too
     typed = {
         "backend_name": "kvstore", "module_path": "kvstore.connectors.sglang",
         "class_name": "KVStoreHiCache", "master": address,
@@ -106,6 +109,7 @@ def config(
         tp_rank=rank, tp_size=ranks, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1,
         is_mla_model=is_mla, enable_storage_metrics=metrics, is_page_first_layout=True,
         model_name=str(model), extra_config=typed | {"interface_v1": int(zero_copy)} | extra,
+        tp_lcm_size=lcm,
     )  # fmt: skip
 
 

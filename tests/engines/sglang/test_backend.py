@@ -376,8 +376,8 @@ class TestIdentity:
             replace(of_all, tp_rank=t, pp_rank=p, attn_cp_rank=c)
             for t, p, c in itertools.product(range(2), repeat=3)
         ]
-        own = {identity.part(rank, pages, replicated=False) for rank in ranks}
-        shared = {identity.part(rank, pages, replicated=True) for rank in ranks}
+        own = {identity.parts(rank, pages, replicated=False) for rank in ranks}
+        shared = {identity.parts(rank, pages, replicated=True) for rank in ranks}
         assert (len(own), len(shared)) == (8, 4)
 
         latent = replace(
@@ -385,7 +385,7 @@ class TestIdentity:
             logical_page_size=2 * PAGE_TOKENS,
         )  # fmt: skip
         shards = [replace(latent, tp_rank=rank, dcp_rank=rank) for rank in range(2)]
-        assert len({identity.part(shard, pages, replicated=True) for shard in shards}) == 2
+        assert len({identity.parts(shard, pages, replicated=True) for shard in shards}) == 2
 
     def test_a_name_for_the_weights(
         self, store: Cluster, backend: MakeBackend, pool: Any, tmp_path: Path

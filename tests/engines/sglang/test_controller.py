@@ -62,14 +62,18 @@ class Engine:
         model: Path,
         *,
         states: Any = None,
+        layout: str = "page_first",
         filled: int | None,
         **settings: Any,
     ) -> None:
+        typed = hicache.config(address, model=model, **settings).extra_config or {}
+        if "tp_lcm_size" in settings:
+            typed["tp_lcm_size"] = settings["tp_lcm_size"]
         device = hicache.device_pool()
         allocator = PagedTokenToKVPoolAllocator(
             TOKENS, PAGE_TOKENS, torch.bfloat16, "cpu", device, False
         )
-        self.host = hicache.host_pool(of=device, filled=filled)
+        self.host = hicache.host_pool(of=device, layout=layout, filled=filled)
         self.states = states
         common: dict[str, Any] = {
             "page_size": PAGE_TOKENS, "tp_group": group, "load_cache_event": threading.Event(),
@@ -78,9 +82,7 @@ class Engine:
         attach: dict[str, Any] = {
             "storage_backend": "dynamic", "prefetch_threshold": PAGE_TOKENS,
             "model_name": str(model),
-            "storage_backend_extra_config": hicache.config(
-                address, model=model, **settings
-            ).extra_config,
+            "storage_backend_extra_config": typed,
         }  # fmt: skip
         if states is None:
             self.controller = HiCacheController(allocator, self.host, **common)
@@ -147,6 +149,19 @@ def test_a_round_trip_through_the_threads(engines: Any) -> None:
     said = other.transferred(found)
     assert [ack.completed_tokens for ack in said[:-1]] == [len(TOKEN_IDS)]
     assert other.pages(found.host_indices) == one.pages(written)
+
+
+def test_pages_that_are_split_by_heads(engines: Any, store: Cluster) -> None:
+    """SGLang takes ``tp_lcm_size`` out of the line that a user types."""
+    split: dict[str, Any] = {"layout": "page_head", "tp_lcm_size": 2}
+    one, other = engines(filled=1, **split), engines(filled=None, **split)
+    written, _ = one.back_up()
+    found = other.prefetch("warm")
+    assert found.storage_hit_count == len(TOKEN_IDS)
+    other.transferred(found)
+    assert other.pages(found.host_indices) == one.pages(written)
+    spaces = [each for each in store.status().namespaces if each.name.startswith("sglang/")]
+    assert [each.objects for each in spaces] == [PAGES, PAGES]
 
 
 def test_the_store_dies_between_the_query_and_the_read(engines: Any, store: Cluster) -> None:
