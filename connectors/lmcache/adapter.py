@@ -261,30 +261,52 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         layouts = list(map(layout_of_object, objects))
         for key, layout in zip(keys, layouts, strict=True):
             self._layouts[key.model_name, key.object_group_id] = layout
+        deadline = Deadline(self._guard)
         moved = there = 0
         for namespace, indices in self._grouped(keys, layouts).items():
-            values = {_name(keys[index]): memory_of(objects[index]) for index in indices}
-            size = sum(value.nbytes for value in values.values())
-            outcomes = self._guard.run(
-                lambda ms, values=values, space=namespace: self._client.put_many(  # type: ignore[misc]
-                    list(values.items()), namespace=space, partial=True, timeout_ms=ms
-                ),
-                size=size,
-            )
-            named = dict(zip(values, outcomes, strict=True))
-            results = [named[_name(keys[index])] for index in indices]
-            there += sum(result in _THERE for result in results)
-            new = [
-                index
-                for index, result in zip(indices, results, strict=True)
-                if result is PutOutcome.STORED
-            ]
-            if new:
-                sizes = [objects[index].get_size() for index in new]
-                moved += sum(sizes)
-                self._sizes[namespace] = sizes[-1]
-                self._notify_keys_stored([keys[index] for index in new], sizes)
+            for some in slices(indices):
+                named, of = [keys[index] for index in some], [objects[index] for index in some]
+                outcomes = self._put(deadline, namespace, named, of)
+                moved += self._tell_stored(namespace, named, of, outcomes)
+                found = sum(outcome in _THERE for outcome in outcomes)
+                there += found
+                if found < len(some):
+                    break  # the pool is full: it has the first objects
         return L2StoreResult(there == len(keys), moved)
+
+    def _put(
+        self,
+        deadline: Deadline,
+        namespace: str,
+        keys: Sequence[ObjectKey],
+        objects: Sequence[MemoryObj],
+    ) -> list[PutOutcome]:
+        """Puts as many objects as one call may have. Raises KVStoreError."""
+        names = list(map(_name, keys))
+        values = {name: memory_of(each) for name, each in zip(names, objects, strict=True)}
+        outcomes = deadline.run(
+            lambda ms: self._client.put_many(
+                list(values.items()), namespace=namespace, partial=True, timeout_ms=ms
+            ),
+            size=sum(value.nbytes for value in values.values()),
+        )
+        named = dict(zip(values, outcomes, strict=True))
+        return [named[name] for name in names]
+
+    def _tell_stored(
+        self,
+        namespace: str,
+        keys: Sequence[ObjectKey],
+        objects: Sequence[MemoryObj],
+        outcomes: Sequence[PutOutcome],
+    ) -> int:
+        """Tells LMCache's listeners which objects are new; returns the bytes of these."""
+        new = [index for index, each in enumerate(outcomes) if each is PutOutcome.STORED]
+        sizes = [objects[index].get_size() for index in new]
+        if new:
+            self._sizes[namespace] = sizes[-1]
+            self._notify_keys_stored([keys[index] for index in new], sizes)
+        return sum(sizes)
 
     def _look_up(
         self, keys: list[ObjectKey], descriptions: Mapping[int, MemoryLayoutDesc]
@@ -300,9 +322,10 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
                     self._layouts[place] = layout
             layouts.append(layout)
         found: list[tuple[str, list[int]]] = []
+        deadline = Deadline(self._guard)
         for namespace, indices in self._grouped(keys, layouts).items():
             names = [_name(keys[index]) for index in indices]
-            pairs = zip(indices, Deadline(self._guard).lookup(names, namespace), strict=True)
+            pairs = zip(indices, deadline.lookup(names, namespace), strict=True)
             found.append((namespace, [index for index, size in pairs if size is not None]))
         hits = Bitmap(len(keys))
         for namespace, indices in found:
@@ -315,12 +338,13 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
 
     def _load(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> Bitmap:
         loaded = Bitmap(len(keys))
+        deadline = Deadline(self._guard)
         for namespace, indices in self._grouped(keys, list(map(layout_of_object, objects))).items():
             for some in slices(indices):
                 names = [_name(keys[index]) for index in some]
                 buffers = [memory_of(objects[index]) for index in some]
                 try:
-                    read = Deadline(self._guard).get_into(names, buffers, namespace)
+                    read = deadline.get_into(names, buffers, namespace)
                 except KVStoreError as error:
                     log.debug("%s", error)
                     continue

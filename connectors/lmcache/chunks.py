@@ -19,7 +19,8 @@ from lmcache.v1.protocol import RemoteMetadata, get_remote_metadata_bytes
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from numpy.typing import NDArray
 
-from kvstore.connectors.engine.guard import Deadline, Guard
+from kvstore.calls import PutOutcome
+from kvstore.connectors.engine.guard import Deadline, Guard, slices
 from kvstore.connectors.lmcache.identity import ChunkNamespaces
 from kvstore.connectors.lmcache.memory import (
     layout_of,
@@ -88,15 +89,19 @@ class Chunks:
             return
         parts = [[memory_of(memory), _description(memory)] for memory in memories]
         values = dict(zip(_names(keys), parts, strict=True))
+        deadline = Deadline(self._guard)
         try:
-            self._guard.run(
-                lambda ms: self._client.put_many(
-                    list(values.items()), namespace=namespace, partial=True, timeout_ms=ms
-                ),
-                size=_size(parts),
-            )
+            for some in slices(list(values.items())):
+                outcomes = deadline.run(
+                    lambda ms, some=some: self._client.put_many(  # type: ignore[misc]
+                        some, namespace=namespace, partial=True, timeout_ms=ms
+                    ),
+                    size=_size([value for _, value in some]),
+                )
+                if PutOutcome.NO_SPACE in outcomes:
+                    return
         except KVStoreError as error:
-            log.debug("%d chunks not put: %s", len(keys), error)
+            log.debug("some of %d chunks not put: %s", len(keys), error)
 
     def get(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
         """Per key its chunk, in memory of LMCache that the caller owns, or None: a miss, an error,
@@ -106,9 +111,12 @@ class Chunks:
         found: dict[int, MemoryObj] = {}
         namespace = self._namespace()
         if namespace is not None:
+            deadline = Deadline(self._guard)
             try:
-                self._allocate_all(namespace, names, allocated)
-                found = self._read_into(namespace, names, allocated)
+                self._allocate_all(deadline, namespace, names, allocated)
+                for some in slices(list(allocated)):
+                    memories = {index: allocated[index] for index in some}
+                    found |= self._read_into(deadline, namespace, names, memories)
             except KVStoreError as error:
                 log.debug("%s", error)
             finally:
@@ -141,30 +149,49 @@ class Chunks:
         return self._namespaces.of(self._model, self._layout)
 
     def _allocate_all(
-        self, namespace: str, names: Sequence[bytes], allocated: dict[int, MemoryObj]
+        self,
+        deadline: Deadline,
+        namespace: str,
+        names: Sequence[bytes],
+        allocated: dict[int, MemoryObj],
     ) -> None:
         """Fills ``allocated``: memory for each stored object, by index. Raises KVStoreError."""
         own = self._description_bytes
         chunks: dict[int, RemoteMetadata] = {}
-        others: dict[int, tuple[int, NDArray[np.uint8]]] = {}
-        for index, size in enumerate(Deadline(self._guard).lookup(names, namespace)):
+        others: list[tuple[int, int]] = []
+        for index, size in enumerate(deadline.lookup(names, namespace)):
             if size == self._full.length + own:
                 chunks[index] = self._full
             elif size is not None and size > own:
-                others[index] = size - own, np.empty(own, np.uint8)
-        if others:
-            ranges = [[place] for place in others.values()]
-            read = self._guard.run(
-                lambda ms: self._client.get_ranges(
-                    [names[index] for index in others], ranges, namespace=namespace, timeout_ms=ms
-                )
-            )
-            for (index, (length, description)), size in zip(others.items(), read, strict=True):
-                if size == length + own and (chunk := _read(description, length)) is not None:
-                    chunks[index] = chunk
+                others.append((index, size - own))
+        for some in slices(others):
+            chunks |= self._descriptions(deadline, namespace, names, some)
         for index, chunk in chunks.items():
             if (memory := self._allocate(chunk)) is not None:
                 allocated[index] = memory
+
+    def _descriptions(
+        self,
+        deadline: Deadline,
+        namespace: str,
+        names: Sequence[bytes],
+        places: Sequence[tuple[int, int]],
+    ) -> dict[int, RemoteMetadata]:
+        """Reads the descriptions of chunks, given by index and length; returns by index those that
+        LMCache can have put. Raises KVStoreError."""
+        own = self._description_bytes
+        read = [np.empty(own, np.uint8) for _ in places]
+        ranges = [[(length, into)] for (_, length), into in zip(places, read, strict=True)]
+        sizes = deadline.run(
+            lambda ms: self._client.get_ranges(
+                [names[index] for index, _ in places], ranges, namespace=namespace, timeout_ms=ms
+            )
+        )
+        return {
+            index: chunk
+            for (index, length), into, size in zip(places, read, sizes, strict=True)
+            if size == length + own and (chunk := _read(into, length)) is not None
+        }
 
     def _allocate(self, chunk: RemoteMetadata) -> MemoryObj | None:
         if chunk.fmt == MemoryFormat.BINARY_BUFFER:
@@ -177,12 +204,16 @@ class Chunks:
         return memory
 
     def _read_into(
-        self, namespace: str, names: Sequence[bytes], allocated: Mapping[int, MemoryObj]
+        self,
+        deadline: Deadline,
+        namespace: str,
+        names: Sequence[bytes],
+        allocated: Mapping[int, MemoryObj],
     ) -> dict[int, MemoryObj]:
         """Reads into ``allocated``; returns its entries that were read. Raises KVStoreError."""
         own = self._description_bytes
         buffers = [[memory_of(each), np.empty(own, np.uint8)] for each in allocated.values()]
-        read = self._guard.run(
+        read = deadline.run(
             lambda ms: self._client.get_into(
                 [names[index] for index in allocated], buffers, namespace=namespace, timeout_ms=ms
             ),

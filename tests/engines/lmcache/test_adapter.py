@@ -31,9 +31,11 @@ from lmcache.v1.distributed.config import (
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 
+from kvstore.calls import PutOutcome
+from kvstore.connectors.engine import guard
 from kvstore.connectors.lmcache import identity, locks
 from kvstore.errors import ConfigError
-from kvstore.limits import FLEET_NAMESPACE
+from kvstore.limits import BATCH_KEYS_MAX, FLEET_NAMESPACE
 from tests.engines.lmcache.tasks import (
     DEADLINE_S,
     DTYPE,
@@ -87,6 +89,39 @@ def test_storing_again_writes_nothing(adapter: StartAdapter) -> None:
     assert again.is_successful()
     assert again.bytes_transferred() == 0
     assert first.it.get_usage().total_bytes_used == CHUNK_BYTES
+
+
+def test_a_task_of_more_objects_than_a_call_may_have(adapter: StartAdapter) -> None:
+    first = adapter()
+    shape = (2, 1, 1, 8)
+    keys = [key(number) for number in range(BATCH_KEYS_MAX + 3)]
+    some = [0, BATCH_KEYS_MAX - 1, BATCH_KEYS_MAX, BATCH_KEYS_MAX + 2]
+    chunks = [chunk(number if number in some else None, shape) for number in range(len(keys))]
+    stored = first.store(keys, chunks)
+    assert stored.is_successful()
+    assert stored.bytes_transferred() == len(keys) * chunks[0].get_size()
+    assert len(first.look_up(keys, layouts(shape))) == len(keys)
+    loaded = [chunk(None, shape) for _ in keys]
+    assert len(first.load(keys, loaded)) == len(keys)
+    assert all(same(loaded[number], chunks[number]) for number in some)
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_full_pool_ends_a_store_that_takes_several_calls(
+    adapter: StartAdapter, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    first, sizes = adapter(), list[int]()
+    outcome = PutOutcome.NO_SPACE if full else PutOutcome.FOUND
+
+    def put_many(items: list[Any], **_: Any) -> list[PutOutcome]:
+        sizes.append(len(items))
+        return [outcome] * len(items)
+
+    monkeypatch.setattr(guard, "BATCH_KEYS_MAX", 4)
+    monkeypatch.setattr(first.it._client, "put_many", put_many)
+    stored = first.store([key(number) for number in range(10)], [chunk(1)] * 10)
+    assert stored.is_successful() is not full
+    assert sizes == ([4] if full else [4, 4, 2])
 
 
 def test_ranks_groups_and_salts_are_apart(adapter: StartAdapter) -> None:

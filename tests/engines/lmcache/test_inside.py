@@ -13,9 +13,12 @@ import pytest
 import torch
 from lmcache.v1.memory_management import BytesBufferMemoryObj, MemoryObj
 
+from kvstore.connectors.engine import guard
 from kvstore.connectors.lmcache.chunks import _description
 from kvstore.connectors.lmcache.identity import ChunkNamespaces
 from kvstore.connectors.lmcache.remote import KVStoreConnector
+from kvstore.errors import UnavailableError
+from kvstore.limits import BATCH_KEYS_MAX
 from tests.engines.lmcache.inside import TOKENS, Inside
 from tests.engines.lmcache.tasks import DEADLINE_S, timed
 from tests.support.cluster import SHORT, Cluster
@@ -100,6 +103,49 @@ def test_what_a_serializer_has_made_comes_back(inside: StartInside) -> None:
     [found] = first.run(connection.batched_get([first.key(1)]))
     assert bytes(found.byte_array) == bytes(sent.byte_array)
     assert found.get_memory_format() == sent.get_memory_format()
+
+
+def test_more_chunks_than_a_call_may_have(inside: StartInside) -> None:
+    """Of a serializer, so that their descriptions are read, too."""
+    first = inside()
+    connection = first.backend.connection
+    keys = [first.key(number) for number in range(BATCH_KEYS_MAX + 3)]
+    sent = [BytesBufferMemoryObj(number.to_bytes(4, "big")) for number in range(len(keys))]
+    first.run(connection.batched_put(keys, sent))
+    assert first.backend.batched_contains(keys) == len(keys)
+    found = first.run(connection.batched_get(keys))
+    assert [bytes(each.byte_array) for each in found if each] == [
+        bytes(each.byte_array) for each in sent
+    ]
+
+
+def test_what_was_read_before_an_error_is_kept(
+    inside: StartInside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = inside()
+    keys = [first.key(number) for number in range(4)]
+    chunks = [first.chunk(number) for number in range(4)]
+    first.put(keys, chunks)
+    held = first.in_use()
+    monkeypatch.setattr(guard, "BATCH_KEYS_MAX", 2)
+    client = first.backend.connection.getWrappedConnector()._chunks._client
+    get_into = client.get_into
+
+    def once(*arguments: Any, **more: Any) -> Any:
+        monkeypatch.setattr(client, "get_into", fails)
+        return get_into(*arguments, **more)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise UnavailableError("gone")
+
+    monkeypatch.setattr(client, "get_into", once)
+    found = first.get(keys)
+    assert [each is not None for each in found] == [True, True, False, False]
+    assert all(map(same, chunks[:2], found))
+    for each in found[:2]:
+        assert each is not None
+        each.ref_count_down()
+    assert first.in_use() == held
 
 
 @pytest.mark.parametrize("other", ["model", "weights", "dtype", "heads", "tags"])
