@@ -10,6 +10,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
+from kvstore.calls import PutOutcome
 from kvstore.errors import ConfigError
 from kvstore.fleet import parse
 from kvstore.limits import FLEET_NAMESPACE
@@ -68,17 +69,59 @@ def test_an_engine_of_another_size_reads_what_one_has_written(
     assert len(names) == HEADS, "one for each piece, whoever wrote it"
 
 
-def test_a_page_is_there_if_all_of_its_pieces_are(store: Cluster, backend: MakeBackend) -> None:
-    one, two = engine(backend, 2, filled=True)
+@pytest.mark.parametrize("incomplete", [0, 1])
+def test_a_page_is_there_if_all_of_its_pieces_are(
+    store: Cluster, backend: MakeBackend, incomplete: int
+) -> None:
+    ranks = engine(backend, 2, filled=True)
+    whole, part = ranks[1 - incomplete], ranks[incomplete]
     [reader] = engine(backend, 1, filled=False)
-    save(one)
+    save(whole)
     assert reader.batch_exists(KEYS) == 0
-    assert two.batch_set_v1(KEYS[:2], indices(0, 1)) == [True] * 2
+    assert part.batch_set_v1(KEYS[:2], indices(0, 1)) == [True] * 2
     assert reader.batch_exists(KEYS) == 2
     assert reader.batch_get_v1(KEYS, indices(*PAGES)) == [True, True, False, False]
-    two.clear()
+    part.clear()
     assert reader.batch_exists(KEYS) == 0
-    assert one.batch_exists(KEYS) == len(KEYS)
+    assert whole.batch_exists(KEYS) == len(KEYS)
+
+
+@pytest.mark.parametrize("incomplete", [0, 1])
+def test_a_page_of_a_window_is_there_if_all_of_its_pieces_are(
+    store: Cluster, backend: MakeBackend, incomplete: int
+) -> None:
+    def window(*pages: int) -> PoolTransfer:
+        return PoolTransfer(
+            PoolName.SWA, indices(*pages), keys=[KEYS[page] for page in pages],
+            hit_policy=PoolHitPolicy.TRAILING_PAGES,
+        )  # fmt: skip
+
+    ranks = engine(backend, 2, filled=True, sides={PoolName.SWA: ranks_pool(0, 2, filled=True)})
+    for number, rank in enumerate(ranks):
+        save(rank)
+        pages = (2,) if number == incomplete else (2, 3)
+        assert rank.batch_set_v2([window(*pages)])["swa"] == [True] * len(pages)
+    side = ranks_pool(filled=False)
+    [reader] = engine(backend, 1, filled=False, sides={PoolName.SWA: side})
+    assert reader.batch_exists_v2(KEYS, [window(3)]).restorable_prefix_pages == [3]
+    assert reader.batch_get_v2([window(2, 3)])["swa"] == [True, False]
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_page_is_stored_if_all_of_its_pieces_are(
+    store: Cluster, backend: MakeBackend, monkeypatch: pytest.MonkeyPatch, full: int
+) -> None:
+    """The store may be full for the last page of one piece."""
+    one, _ = engine(backend, 2, filled=True)
+    namespace = one._namespace(one._pools[PoolName.KV].parts[full])
+    put_chain = one._guard.client.put_chain
+
+    def refusing(*arguments: Any, **more: Any) -> list[PutOutcome]:
+        outcomes: list[PutOutcome] = put_chain(*arguments, **more)
+        return [*outcomes[:-1], PutOutcome.NO_SPACE] if more["namespace"] == namespace else outcomes
+
+    monkeypatch.setattr(one._guard.client, "put_chain", refusing)
+    assert one.batch_set_v1(KEYS, indices(*PAGES)) == [True, True, True, False]
 
 
 def test_pieces_are_chains(store: Cluster, backend: MakeBackend) -> None:
