@@ -36,6 +36,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from kvstore.calls import PutOutcome
+from kvstore.config import ClientConfig
 from kvstore.connectors.engine import mooncake_keys
 from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.engine.guard import Deadline, Guard, client_of_an_engine
