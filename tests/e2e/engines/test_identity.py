@@ -128,7 +128,12 @@ EVERY_PARAMETER = """
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("plain", "float32"), ("plain", "bfloat16"), ("sliding", "bfloat16")],
+    [
+        ("plain", "float32"),
+        ("plain", "bfloat16"),
+        ("sliding", "bfloat16"),
+        ("recurrent", "bfloat16"),
+    ],
 )
 def test_one_bit_of_any_parameter_gives_another_identity(
     store: Cluster, make_model: MakeModel, engine: StartEngine, kind: str, dtype: str

@@ -183,3 +183,19 @@ def test_requests_that_are_preempted_save_and_load_what_is_right(
     assert cached(found) == [tokens - tokens % BLOCK for tokens in map(len, asked)]
     assert tokens(found) == right(other, asked)
     assert [each.reason for each in (*first, *again)] == ["length"] * 24
+
+
+@pytest.mark.timeout(400)
+def test_ranks_that_each_hold_a_part_of_every_state(
+    store: Cluster, recurrent: Path, engine: StartEngine
+) -> None:
+    transfer = transfer_config(store.address)
+    one = engine(recurrent, transfer, dtype="bfloat16", tensor_parallel_size=2)
+    asked = [prompt(1, 1500), prompt(2, 900)]
+    first = one.generate(asked)
+    assert cached(first) == [0, 0]
+    one.saved()
+    assert one.reset()
+    again = one.generate(asked)
+    assert cached(again) == [1280, 768]
+    assert tokens(again) == tokens(first)
