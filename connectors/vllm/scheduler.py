@@ -75,7 +75,8 @@ class Scheduler:
         self._adapters: dict[int, dict[int, str]] = {}
         self._known_adapters: dict[int, bytes] = {}
         self._before_loading: dict[tuple[int, str], Files] = {}
-        """By id and path of an adapter: its files when the workers did not have it."""
+        """By id and path of an adapter: its files before the workers have loaded it. If these
+        change before it is loaded, they are not there again."""
         self._of_files: dict[tuple[int, str], tuple[Files, bytes]] = {}
         """By id and path of an adapter: the files that the workers have loaded, and its salt."""
         self._asked_for: set[str] = set()
@@ -220,11 +221,11 @@ class Scheduler:
     def _remembered(self, adapter: tuple[int, str], salt: bytes | None) -> bytes | None:
         """The salt of this adapter, if it is loaded or if its files are what was loaded before."""
         if salt is None:
-            files = self._before_loading[adapter] = _files(adapter[1])
+            files = _files(adapter[1])
+            self._before_loading.setdefault(adapter, files)
             loaded, before = self._of_files.get(adapter, ((), None))
             return before if files and files == loaded else None
-        files = self._before_loading.pop(adapter, ())
-        if files and files == _files(adapter[1]):
+        if files := self._before_loading.pop(adapter, ()):
             self._of_files[adapter] = files, salt
         return salt
 
