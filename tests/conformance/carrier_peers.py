@@ -63,10 +63,10 @@ PLACE = calls.Placements([4096], [7], [1], [1], [3], [0])
 SAMPLES: dict[type, tuple[Any, Any]] = {
     type(request): (request, reply)
     for request, reply in (
-        (calls.MatchPrefix([N, Namespace("other")], KEYS, placements=True),
+        (calls.MatchPrefix([N, Namespace("other")], KEYS, True, [Namespace("states")]),
          calls.Matched(7, 10_000, [
              calls.PrefixMatch(2, 0, PLACES), calls.PrefixMatch(0, 1, calls.NO_PLACEMENTS),
-         ])),
+         ], 1)),
         (calls.Lookup(N, KEYS), calls.Found(7, 10_000, PLACES)),
         (calls.Exists(N, KEYS), calls.Existing(b"\x01\x02")),
         (calls.PutStart(N, KEYS, [4096, 10], None, True, 1, False, 0, "host"),

@@ -166,7 +166,7 @@ def true_calls(
     namespace = Namespace(MINE)
     return [
         calls.Join(MINE, "host", PROTOCOL_VERSION, PROTOCOL_MIN),
-        calls.MatchPrefix([namespace], keys, placements=True),
+        calls.MatchPrefix([namespace], keys, True, [namespace]),
         calls.Lookup(namespace, keys),
         calls.Exists(namespace, keys, lease=True),
         calls.PutStart(
