@@ -25,11 +25,11 @@ MOONCAKE_VARIABLE: Final = "MOONCAKE_CONFIG_PATH"
 ABORT_VARIABLE: Final = "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT"
 """Seconds, as in the demos of vLLM's own Mooncake connectors."""
 
-RENAMED: Final = {"save_decode_cache": "save_decode"}
+RENAMED: Final = {"save_decode_cache": "save_decode", "store_tp_size": "tp_shards"}
 """Options of vLLM's own Mooncake connectors that have another name here."""
 
 _P2P: Final = "no engine connects to another one"
-_ONE_LAYOUT: Final = "engines of one tensor-parallel size share blocks"
+_SHARDS: Final = "tp_shards names the number of shards"
 
 OF_VLLM: Final = {
     "load_async": "blocks are always loaded while others are computed",
@@ -41,9 +41,8 @@ OF_VLLM: Final = {
     "enable_group_semantics": "a block is evicted after those that continue it",
     "custom_mem_pool": "the engine's own memory is used",
     "enable_cross_layers_blocks": "VLLM_KV_CACHE_LAYOUT chooses the layout",
-    "store_tp_size": _ONE_LAYOUT,
-    "enable_store_tp_lcm": _ONE_LAYOUT,
-    "prefill_tp_sizes": _ONE_LAYOUT,
+    "enable_store_tp_lcm": _SHARDS,
+    "prefill_tp_sizes": _SHARDS,
     "num_workers": _P2P,
     "mooncake_protocol": "the option protocol names that of a transfer engine",
     "bootstrap_server_address": _P2P,

@@ -22,8 +22,9 @@ from kvstore.client.sync import Client
 from kvstore.connectors.vllm.config import read_config
 from kvstore.connectors.vllm.core import is_part_of_several
 from kvstore.connectors.vllm.decisions import Decisions
+from kvstore.connectors.vllm.fingerprint import weights_id
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.connectors.vllm.layout import wanted_layout
+from kvstore.connectors.vllm.layout import split_of, wanted_layout
 from kvstore.connectors.vllm.messages import Orders, StillUnderWay, TransferReport, WorkerIdentity
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.pages import pages_of, survey
@@ -71,6 +72,12 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._config = read_config(self.options)
         _check_executor(vllm_config)
         self._groups = _groups_of(vllm_config, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        self._split = split_of(
+            self._config.tp_shards, kv_cache_config, parallel.tensor_parallel_size
+        )
+        self._loaded = ""
+        """The digest of the weights that were loaded; "": not known yet."""
         self._scheduler: Scheduler | None = None
         self._worker: WorkerSide | None = None
         self._adapters: Adapters | None = None
@@ -78,8 +85,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             if transfer.is_kv_consumer and transfer.kv_load_failure_policy == "fail":
                 log.warning(FAIL_POLICY)
             self._scheduler = Scheduler(
-                vllm_config, kv_cache_config, self._config, self._groups, self.options, _on_worker
-            )
+                vllm_config, kv_cache_config, self._config, self._groups, self._split,
+                self.options, _on_worker,
+            )  # fmt: skip
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -167,18 +175,22 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.distributed import get_pp_group, get_tp_group
 
-        geometry = survey(kv_caches, self._kv_cache_config)
         replicas = max(1, self._kv_cache_config.kv_tp_replicas)
         rank, stage = get_tp_group().rank_in_group, get_pp_group().rank_in_group
-        part = f"p{stage}t{rank // replicas}"
-        self._layout = (geometry.layout, sorted(geometry.pages), part)
+        each = self._split.each if self._split else 1
+        names = [f"p{stage}t{rank // replicas}"]
+        if self._split is not None:
+            names = self._split.parts(stage, rank // replicas)
+        shards = [survey(kv_caches, self._kv_cache_config, n, each) for n in range(each)]
+        self._layout = (shards[0].layout, sorted(shards[0].pages), names)
         is_producer = self._kv_transfer_config.is_kv_producer
         saves = (is_producer or self._config.save_decode) and rank % replicas == 0
         with ExitStack() as failing:
             config = client_config(self._config, self._config.transfer_timeout_ms)
             client = failing.enter_context(Client(config=config))
-            pages = pages_of(geometry, client.device)
-            self._worker = WorkerSide(self._config, self._groups, client, pages, part, saves=saves)
+            pages = [pages_of(shard, client.device) for shard in shards]
+            parts = dict(zip(names, pages, strict=True))
+            self._worker = WorkerSide(self._config, self._groups, client, parts, saves=saves)
             failing.pop_all()
 
     def hello(self, worker: Any) -> WorkerIdentity:
@@ -187,11 +199,24 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         Args:
             worker: vLLM's worker.
         """
-        layout, groups, part = self._layout
+        layout, groups, parts = self._layout
         if self._adapters is None:
             self._adapters = Adapters(worker)
-        hello = WorkerIdentity(layout, groups, part, rank=worker.rank)
-        return identify(hello, worker, self._vllm_config, self._adapters)
+        hello = WorkerIdentity(layout, groups, parts, rank=worker.rank)
+        identify(hello, worker, self._vllm_config, self._adapters)
+        return hello if self._split is None else self._of_files(hello)
+
+    def _of_files(self, hello: WorkerIdentity) -> WorkerIdentity:
+        """The identity without what differs between ranks: while the weights are those that were
+        loaded, they are told by their files."""
+        self._loaded = self._loaded or hello.weights
+        is_dummy = self._vllm_config.load_config.load_format == "dummy"  # each rank has its own
+        if not hello.error and hello.weights == self._loaded and not is_dummy:
+            hello.weights, hello.files = "as loaded", weights_id(self._vllm_config)
+        heads = [[each for each in manner if not each.startswith("num_kv_heads=")]
+                 for manner in hello.attention]  # fmt: skip
+        hello.attention = sorted({tuple(each): each for each in heads}.values())
+        return hello
 
     def adapters(self, worker: Any) -> dict[int, dict[int, str]]:
         """Digests of this worker's loaded adapters, by its rank."""

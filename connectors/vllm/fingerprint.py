@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.connectors.vllm.layout import stored_order
+from kvstore.connectors.vllm.layout import Split, stored_order
 from kvstore.connectors.vllm.messages import WorkerIdentity
 from kvstore.fingerprint import digest, files_digest, meaningful
 
@@ -47,8 +47,14 @@ PROCESSOR_FILES: Final = (
 )  # fmt: skip
 
 
-def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, Any]:
-    """All settings on which the bytes and hashes of blocks depend, as plain JSON values."""
+def describe(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, split: Split | None = None
+) -> dict[str, Any]:
+    """All settings on which the bytes and hashes of blocks depend, as plain JSON values.
+
+    Args:
+        split: how pages are split for engines of other tensor-parallel sizes; None: they are not.
+    """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     return {
@@ -60,7 +66,8 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
         if cache.cache_dtype == "auto" else cache.cache_dtype,
         "device": vllm_config.device_config.device_type,
         "machine": platform.machine(),
-        "tensor_parallel": parallel.tensor_parallel_size,
+        **({"tensor_parallel": parallel.tensor_parallel_size} if split is None
+           else {"shards": split.shards}),
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "context_parallel": [
             parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size,
@@ -71,7 +78,7 @@ def describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[st
             {
                 "kind": type(group.kv_cache_spec).__name__,
                 "block_tokens": group.kv_cache_spec.block_size,
-                "page_bytes": group.kv_cache_spec.page_size_bytes,
+                "page_bytes": group.kv_cache_spec.page_size_bytes // (split.each if split else 1),
                 "layers": len(group.layer_names),
                 **_state(group.kv_cache_spec),
             }
@@ -93,7 +100,7 @@ def identified(
         workers: in the order of ranks.
         name: the operator's name for the weights; "": use their digest.
     """
-    weights = digest([(hello.weights, hello.files) for hello in workers])[:32]
+    weights = digest(_once([(hello.weights, hello.files) for hello in workers]))[:32]
     attention = sorted({tuple(manner) for hello in workers for manner in hello.attention})
     return {
         **description,
@@ -101,6 +108,12 @@ def identified(
         "files": [] if name else sorted({hello.files for hello in workers if hello.files}),
         "attention": [list(manner) for manner in attention],
     }
+
+
+def _once(told: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """One for all workers, if they say the same: those of an engine with shards, which loaded the
+    same files."""
+    return told[:1] if len(set(told)) == 1 else told
 
 
 def none_hash(algorithm: str) -> str:
@@ -120,20 +133,27 @@ def none_hash(algorithm: str) -> str:
 
 def fingerprint(description: Mapping[str, Any], workers: Sequence[WorkerIdentity]) -> str:
     """The fingerprint of an engine: 32 hexadecimal digits."""
-    layouts = sorted({(hello.part, hello.layout) for hello in workers})
+    sharded = "shards" in description
+    layouts = sorted({("" if sharded else hello.parts[0], hello.layout) for hello in workers})
     return digest({**description, "layouts": layouts})[:32]
 
 
 def weights_id(vllm_config: VllmConfig) -> str:
-    """Where the weights come from: for files a digest of their content, whatever their path;
-    otherwise the model's name and commit.
+    """Where the weights come from, those of a draft model as well: for files a digest of their
+    content, whatever their path; otherwise the model's name and commit.
 
-    Used for weights that cannot be read in memory; see ``weights``. Reads the files whole unless
-    this host remembers them; the engine waits for it, 2.3 s for 16 GB in the page cache
+    Used for weights that cannot be read in memory; see ``weights``. Files are read whole
     (``kvstore.contents``).
     """
-    model, load = vllm_config.model_config, vllm_config.load_config
-    if load.load_format == "dummy":
+    models = [vllm_config.model_config]
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    if draft is not None and draft.model != models[0].model:
+        models.append(draft)
+    return "; ".join(_origin(model, vllm_config.load_config.load_format) for model in models)
+
+
+def _origin(model: Any, load_format: str) -> str:
+    if load_format == "dummy":
         return f"dummy seed={model.seed} of {_name(model.model)}"
     path = Path(model.model)
     if path.exists():

@@ -12,12 +12,14 @@ the model support that order. Otherwise it logs a warning and takes its own. The
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.connectors.vllm.core import is_part_of_several
+from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _UNSPLIT_BLOCK_TOKENS: Final = 16
 """vLLM's attention backends that support blocks of this size do not split them."""
@@ -25,6 +27,62 @@ _UNSPLIT_BLOCK_TOKENS: Final = 16
 _HEADS_FIRST_CAPABILITY: Final = 10
 """Major compute capability of GPUs on which FlashInfer's kernels need heads before tokens
 (``supported_kv_cache_layouts`` of that backend)."""
+
+
+class Split(NamedTuple):
+    """How the pages of an engine are split by heads, for engines of other tensor-parallel sizes."""
+
+    shards: int
+    """Of a whole page."""
+    each: int
+    """Shards of one worker."""
+
+    def parts(self, stage: int, place: int) -> list[str]:
+        """The names of a worker's shards.
+
+        Args:
+            stage: of the pipeline.
+            place: counts the workers of a stage that hold different bytes.
+        """
+        first = place * self.each
+        return [f"p{stage}s{shard}" for shard in range(first, first + self.each)]
+
+
+def split_of(shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int) -> Split | None:
+    """How to split the pages into ``shards`` (``tp_shards``); None: they are not split.
+
+    Ranks that hold identical bytes count once: with latent attention all of them do, and nothing
+    needs to be split.
+
+    Raises:
+        ConfigError: the ranks cannot hold equal numbers of shards, or a layer's cache has no heads.
+    """
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+
+    if not shards:
+        return None
+    specs: list[Any] = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        many = isinstance(spec, UniformTypeKVCacheSpecs)
+        specs += spec.kv_cache_specs.values() if many else [spec]
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        raise ConfigError(
+            f"tp_shards={shards}: the states of recurrent layers cannot be split",
+            advice="Leave tp_shards out: engines of one tensor-parallel size share this model.",
+            key="tp_shards",
+        )
+    if all(isinstance(spec, MLAAttentionSpec) for spec in specs):
+        return Split(1, 1)
+    places = tensor_parallel // max(1, kv_cache_config.kv_tp_replicas)
+    if shards % places:
+        raise ConfigError(
+            f"tp_shards={shards}: {places} ranks with different heads cannot hold equal numbers of "
+            "shards",
+            advice="Choose a number that the tensor-parallel sizes of all engines divide.",
+            key="tp_shards",
+        )
+    return Split(shards, shards // places)
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:
@@ -54,7 +112,11 @@ def wanted_layout(vllm_config: VllmConfig) -> str | None:
     ):
         return None
     capability = current_platform.get_device_capability()
-    heads_first = capability is not None and capability.major == _HEADS_FIRST_CAPABILITY
+    extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+    is_split = any(extra.get(name) for name in ("tp_shards", "store_tp_size"))
+    heads_first = is_split or (
+        capability is not None and capability.major == _HEADS_FIRST_CAPABILITY
+    )
     return "BLHNC" if heads_first else "BLNHC"
 
 

@@ -3,7 +3,7 @@
     scheduler ── Orders(fingerprint, loads, saves) ──► each worker, every step
               ◄── TransferReport(saves that ended, loads that failed, adapters) ──
               ── identify yourself (at the start, and when weights may have changed) ──►
-              ◄── WorkerIdentity(layout, part, weights) ──
+              ◄── WorkerIdentity(layout, parts, weights) ──
 
 Every worker holds its own part of each block, so a namespace is named by fingerprint, cache group
 and part (``namespace``). All messages are plain values that can be pickled.
@@ -109,8 +109,9 @@ class WorkerIdentity:
     """Digest of the layout of a block's bytes; see ``pages``."""
     groups: list[int]
     """Cache groups of which the worker holds layers (in a pipeline, not every worker holds all)."""
-    part: str
-    """The worker's part of each block; equal for ranks that hold identical bytes."""
+    parts: list[str]
+    """The worker's parts of each block: one, or one for each shard; equal for ranks that hold
+    identical bytes."""
     rank: int = 0
     weights: str = ""
     """Digest of the worker's live weights; see ``weights``."""

@@ -5,6 +5,9 @@ its group's layers, one after the other in the order of the layers; they are not
 converted. Engines whose pages have the same content format (``layout``) can read each other's
 blocks, wherever the pages are in memory.
 
+Pages can be split by heads into *shards* of equal size. A shard has the bytes of the page of a
+worker that has only these heads, so engines of other tensor-parallel sizes read each other's.
+
 This module copies nothing: the client copies between the pages and the pool, on a GPU by its driver
 (``kvstore.device``).
 """
@@ -74,15 +77,19 @@ class Geometry(NamedTuple):
         return {group: sum(page.length for page in pages) for group, pages in self.pages.items()}
 
 
-def survey(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> Geometry:
-    """Finds where all pages are.
+def survey(
+    caches: Mapping[str, torch.Tensor], config: KVCacheConfig, shard: int = 0, shards: int = 1
+) -> Geometry:
+    """Finds where all pages are, or one shard of each.
 
     Args:
         caches: by layer name: a tensor whose first dimension counts blocks, or equal parts of
-            blocks, as some attention kernels want them; its other dimensions are dense.
+            blocks, as some attention kernels want them; its other dimensions are dense. With
+            shards the second dimension counts heads.
+        shards: into how many shards the pages of this worker are split.
 
     Raises:
-        ConfigError: a layout that this connector does not understand.
+        ConfigError: a layout that this connector does not understand, or cannot split.
     """
     storages: dict[int, int] = {}
     tensors: list[torch.Tensor] = []
@@ -97,20 +104,48 @@ def survey(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> Geometr
                 continue
             seen.add(cache.data_ptr())
             page, shape = _page(name, cache, config.num_blocks)
+            runs = [page]
+            if shards > 1:
+                runs, shape = _shard(name, cache, page, shape, shard, shards)
             address = cache.untyped_storage().data_ptr()
             if address not in storages:
                 storages[address] = len(tensors)
                 whole = torch.empty(0, dtype=torch.uint8, device=cache.device)
                 tensors.append(whole.set_(cache.untyped_storage()))
-            of_group.append(page._replace(storage=storages[address]))
-            inside.append((group, name, page.length, shape))
+            of_group += [run._replace(storage=storages[address]) for run in runs]
+            inside.append((group, name, sum(run.length for run in runs), shape))
         if of_group:
             pages[group] = _merged(of_group)
     digest = hashlib.sha256(repr(inside).encode()).hexdigest()[:16]
     return Geometry(tensors, pages, digest)
 
 
-def _page(name: str, cache: torch.Tensor, blocks: int) -> tuple[Page, tuple[object, ...]]:
+Shape = tuple[str, tuple[int, ...], tuple[int, ...], int]
+"""The dtype of a page, its dimensions and their strides, and the number of its equal parts."""
+
+
+def _shard(
+    name: str, cache: torch.Tensor, page: Page, shape: Shape, shard: int, shards: int
+) -> tuple[list[Page], Shape]:
+    """The runs of bytes of one shard of a page, and the shape of that shard."""
+    dtype, (heads, *inner), (step, *strides), parts = shape
+    part = page.length // parts
+    if heads % shards or (heads > 1 and step * heads * cache.element_size() != part):
+        raise ConfigError(
+            f"the {heads} heads of layer {name} cannot be split into {shards} shards: its cache "
+            f"has shape {tuple(cache.shape)} and strides {cache.stride()}",
+            advice="Choose a tp_shards that divides the model's KV heads, and a layout with heads "
+            "before tokens (VLLM_KV_CACHE_LAYOUT=LBHNC).",
+            key="tp_shards",
+        )
+    size = part // shards
+    firsts = range(page.offset + shard * size, page.offset + page.length, part)
+    runs = [page._replace(offset=first, length=size) for first in firsts]
+    left = heads // shards
+    return runs, (dtype, (left, *inner), (step if left > 1 else 0, *strides), parts)
+
+
+def _page(name: str, cache: torch.Tensor, blocks: int) -> tuple[Page, Shape]:
     parts, rest = divmod(cache.shape[0], blocks)
     item = cache.element_size()
     size = cache[0].numel() * item

@@ -21,6 +21,7 @@ from kvstore.connectors.vllm.decisions import Decisions
 from kvstore.connectors.vllm.events import Block, BlockEvents, audit
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.identity import NO_PREFIX_CACHING, Identity
+from kvstore.connectors.vllm.layout import Split
 from kvstore.connectors.vllm.listening import NOTHING, Listener
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.messages import TransferReport, namespace, under_of
@@ -56,11 +57,13 @@ class Scheduler:
         kv_cache_config: KVCacheConfig,
         config: ConnectorConfig,
         groups: Groups,
+        split: Split | None,
         options: dict[str, Any],
         on_worker: Callable[[Any, dict[str, Any], str], Any],
     ) -> None:
         """
         Args:
+            split: how pages are split for engines of other tensor-parallel sizes.
             options: this connector's options, by which its sides on the workers are found.
             on_worker: called on each worker as ``on_worker(worker, options, method)``. It must be a
                 function of a module, because it is pickled by name.
@@ -84,7 +87,7 @@ class Scheduler:
         self._client = Client(config=client_config(config, 5_000))
         self._lookup_ms = max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms)
         self._core = Core.above()
-        described = fingerprint.describe(vllm_config, kv_cache_config)
+        described = fingerprint.describe(vllm_config, kv_cache_config, split=split)
         engine = Record(
             "vllm", fingerprint.models_of(vllm_config), "", (), described,
             groups.scheduler_block_tokens,
@@ -153,9 +156,10 @@ class Scheduler:
         for hello in hellos:
             for group in hello.groups:
                 names = namespaces.setdefault(group, [])
-                name = namespace(record.fingerprint, group, hello.part)
-                if name not in names:
-                    names.append(name)
+                for part in hello.parts:
+                    name = namespace(record.fingerprint, group, part)
+                    if name not in names:
+                        names.append(name)
         missing = self._groups.block_tokens.keys() - namespaces.keys()
         if missing:
             raise ConfigError(f"no worker holds a layer of cache groups {sorted(missing)}")

@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,19 +71,19 @@ class WorkerSide:
     """See the module. The thread that computes calls the public methods."""
 
     def __init__(
-        self, config: ConnectorConfig, groups: Groups, client: Client, pages: Pages, part: str,
+        self, config: ConnectorConfig, groups: Groups, client: Client, parts: Mapping[str, Pages],
         *, saves: bool,
     ) -> None:  # fmt: skip
         """
         Args:
             client: the client that moves blocks; ``close`` closes it.
-            part: the name of this worker's part of each block.
-            saves: whether this worker saves its part; False if another rank saves equal bytes.
+            parts: this worker's parts of each block, by name: one, or one for each shard.
+            saves: whether this worker saves its parts; False if another rank saves equal bytes.
         """
         self._config = config
         self._groups = groups
-        self._pages = pages
-        self._part = part
+        self._parts = parts
+        self._pages = next(iter(parts.values()))
         self._does_save = saves
         self._lock = threading.Lock()
         self._report = TransferReport()
@@ -316,29 +316,11 @@ class WorkerSide:
         blocks = size = 0
         for run in self._ours(load.runs):
             for piece in _pieces(run):
-                sizes: list[int | None] = [None] * len(piece.keys)
-
-                left_ms = _left_ms(deadline)
-
-                def get(
-                    piece: Run = piece,
-                    sizes: list[int | None] = sizes,
-                    left_ms: int = left_ms,
-                ) -> None:
-                    sizes[:] = self._client.get_into(
-                        piece.keys,
-                        self._pages.blocks(piece.group, piece.block_ids, order.after),
-                        namespace=namespace(order.fingerprint, piece.group, self._part),
-                        timeout_ms=left_ms,
-                    )
-
-                late = self._drops or not left_ms
-                done = not late and self._guarded("load", get, left_ms)
-                if done and None not in sizes:
+                first = self._get(piece, order, deadline)
+                if first == len(piece.keys):
                     blocks += len(piece.keys)
-                    size += len(piece.keys) * self._pages.block_bytes[piece.group]
+                    size += len(piece.keys) * self._block_bytes(piece.group)
                     continue
-                first = sizes.index(None) if done else 0
                 bad.update(run.block_ids[piece.first - run.first + first :])
                 tokens = (piece.first + first) * self._groups.block_tokens[run.group]
                 good_tokens = tokens if good_tokens is None else min(tokens, good_tokens)
@@ -354,6 +336,30 @@ class WorkerSide:
                 failed=int(good_tokens is not None),
             )  # fmt: skip
 
+    def _get(self, piece: Run, order: _Order, deadline: float) -> int:
+        """How many leading blocks have arrived, with all of their parts."""
+        arrived = len(piece.keys)
+        sizes: list[int | None] = []
+        for part, pages in self._parts.items():
+            left_ms = _left_ms(deadline)
+
+            def get(part: str = part, pages: Pages = pages, left_ms: int = left_ms) -> None:
+                sizes[:] = self._client.get_into(
+                    piece.keys,
+                    pages.blocks(piece.group, piece.block_ids, order.after),
+                    namespace=namespace(order.fingerprint, piece.group, part),
+                    timeout_ms=left_ms,
+                )
+
+            if self._drops or not left_ms or not self._guarded("load", get, left_ms):
+                return 0
+            arrived = min(arrived, sizes.index(None) if None in sizes else arrived)
+        return arrived
+
+    def _block_bytes(self, group: int) -> int:
+        """Bytes of one block, all parts together."""
+        return sum(pages.block_bytes[group] for pages in self._parts.values())
+
     def _save(self, save: Save, order: _Order) -> None:
         started = time.monotonic()
         late = started - order.at > self._config.pin_timeout_ms / 1000
@@ -362,24 +368,12 @@ class WorkerSide:
         blocks = size = 0
         for run in self._ours(save.runs) if stored else ():
             for piece in _pieces(run):
-                left_ms = _left_ms(deadline)
-
-                def put(piece: Run = piece, left_ms: int = left_ms) -> None:
-                    nonlocal stored
-                    outcomes = self._client.put_chain(
-                        piece.keys,
-                        self._pages.blocks(piece.group, piece.block_ids, order.after),
-                        namespace=namespace(order.fingerprint, piece.group, self._part),
-                        parent=piece.parent,
-                        timeout_ms=left_ms,
-                    )
-                    stored &= PutOutcome.BEING_WRITTEN not in outcomes
-
-                if not left_ms or not self._guarded("save", put, left_ms):
-                    stored = False
+                has_all = self._put(piece, order, deadline)
+                stored &= bool(has_all)
+                if has_all is None:
                     break
                 blocks += len(piece.keys)
-                size += len(piece.keys) * self._pages.block_bytes[piece.group]
+                size += len(piece.keys) * self._block_bytes(piece.group)
             if not stored:
                 break
         with self._lock:
@@ -388,6 +382,28 @@ class WorkerSide:
                 "save", time.monotonic() - started, blocks=blocks, size=size,
                 failed=int(not stored),
             )  # fmt: skip
+
+    def _put(self, piece: Run, order: _Order, deadline: float) -> bool | None:
+        """Whether the store has all parts of these blocks now; False: others are still writing
+        some of them; None: it does not take them."""
+        stored = True
+        outcomes: list[PutOutcome] = []
+        for part, pages in self._parts.items():
+            left_ms = _left_ms(deadline)
+
+            def put(part: str = part, pages: Pages = pages, left_ms: int = left_ms) -> None:
+                outcomes[:] = self._client.put_chain(
+                    piece.keys,
+                    pages.blocks(piece.group, piece.block_ids, order.after),
+                    namespace=namespace(order.fingerprint, piece.group, part),
+                    parent=piece.parent,
+                    timeout_ms=left_ms,
+                )
+
+            if not left_ms or not self._guarded("save", put, left_ms):
+                return None
+            stored &= PutOutcome.BEING_WRITTEN not in outcomes
+        return stored
 
     @property
     def _drops(self) -> bool:

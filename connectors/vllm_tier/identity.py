@@ -49,7 +49,7 @@ NOT_RESET: Final = (
 def hello(worker: Any) -> WorkerIdentity:
     """A worker's identity. vLLM calls this function on each worker, and pickles it by name."""
     return identify(
-        WorkerIdentity("", [], "", rank=worker.rank, host=host_id()), worker, worker.vllm_config
+        WorkerIdentity("", [], [""], rank=worker.rank, host=host_id()), worker, worker.vllm_config
     )
 
 

@@ -7,6 +7,7 @@ from pydantic import Field
 from kvstore.config.store import StoreSettings
 from kvstore.config.values import (
     Bytes,
+    Count,
     Milliseconds,
     Share,
     Text,
@@ -72,4 +73,12 @@ class ConnectorConfig(StoreSettings):
         description="Load and save blocks of requests that name an image, sound or video "
         "(multi_modal_uuids) instead of letting vLLM hash it: if clients give equal names only to "
         "equal contents, on all engines and for ever.",
+    )
+    tp_shards: Count = Field(
+        default=0,
+        ge=0,
+        le=1_024,
+        description="Store the KV heads of a block in so many shards, so that engines of other "
+        "tensor-parallel sizes find them: a number that all their sizes divide, the same in all. "
+        "0: engines of one size share.",
     )

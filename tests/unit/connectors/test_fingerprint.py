@@ -17,9 +17,10 @@ from kvstore.connectors.vllm.fingerprint import (
     none_hash,
     weights_id,
 )
+from kvstore.connectors.vllm.layout import Split
 from kvstore.connectors.vllm.messages import WorkerIdentity
 
-HELLO = WorkerIdentity("layout", [0], "p0t0", weights="w")
+HELLO = WorkerIdentity("layout", [0], ["p0t0"], weights="w")
 
 
 class HFConfig:
@@ -86,6 +87,14 @@ def test_weights_that_are_not_here_are_named_with_the_commit_that_was_loaded() -
     assert weights_id(dummy) == "dummy seed=0 of name"
 
 
+def test_a_draft_model_s_weights_count_beside_the_model_s() -> None:
+    guessing = config("org/name")
+    guessing.speculative_config = SimpleNamespace(draft_model_config=config("org/d").model_config)
+    assert weights_id(guessing) == "org/name@main; org/d@main"
+    guessing.speculative_config.draft_model_config = guessing.model_config  # a layer of its own
+    assert weights_id(guessing) == "org/name@main"
+
+
 # --- fingerprints ---------------------------------------------------------------------------------
 
 
@@ -118,7 +127,7 @@ def test_all_that_bytes_and_hashes_depend_on_counts() -> None:
     marks.append(mark(config(), block_size=32))
     hello = vars(HELLO)
     changes: list[dict[str, Any]] = [
-        {"layout": "other"}, {"part": "p0t1"}, {"weights": "v"}, {"files": "a"},
+        {"layout": "other"}, {"parts": ["p0t1"]}, {"weights": "v"}, {"files": "a"},
         {"attention": [["backend=A"]]},
     ]  # fmt: skip
     marks += [mark(config(), WorkerIdentity(**(hello | change))) for change in changes]
@@ -183,7 +192,7 @@ def test_where_weights_that_can_be_read_came_from_does_not_count() -> None:
 
 
 def test_a_name_of_the_weights_may_be_given() -> None:
-    one, two = (WorkerIdentity("layout", [0], "p0t0", weights=each, files=each) for each in "ab")
+    one, two = (WorkerIdentity("layout", [0], ["p0t0"], weights=each, files=each) for each in "ab")
     assert mark(config(), one, name="same") == mark(config(), two, name="same")
     assert mark(config(), one) != mark(config(), two)
     assert identified({}, [one], name="same")["weights"] == "same"
@@ -191,9 +200,32 @@ def test_a_name_of_the_weights_may_be_given() -> None:
 
 def test_ranks_count_in_their_order() -> None:
     """Each has its part of the weights; two ranks may have the same part of the blocks."""
-    one = WorkerIdentity("layout", [0], "p0t0", weights="a")
-    two = WorkerIdentity("layout", [0], "p0t0", rank=1, weights="b")
+    one = WorkerIdentity("layout", [0], ["p0t0"], weights="a")
+    two = WorkerIdentity("layout", [0], ["p0t0"], rank=1, weights="b")
     assert len({mark(config(), one), mark(config(), one, two), mark(config(), two, one)}) == 3
+
+
+def test_with_shards_the_number_of_ranks_does_not_count() -> None:
+    def sharded(ranks: int, shards: int, layout: str = "shard", files: str = "f") -> str:
+        engine, each = config(), shards // ranks
+        engine.parallel_config.tensor_parallel_size = ranks
+        spec = SimpleNamespace(block_size=16, page_size_bytes=4_096 // ranks)
+        caches = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=["a", "b"])]
+        )
+        split = Split(shards, each)
+        hellos = [
+            WorkerIdentity(
+                layout, [0], split.parts(0, rank), rank=rank, weights="as loaded", files=files
+            )
+            for rank in range(ranks)
+        ]
+        description = describe(engine, caches, split=split)
+        return fingerprint(identified(description, hellos), hellos)
+
+    assert sharded(1, 4) == sharded(2, 4) == sharded(4, 4)
+    others = [sharded(2, 2), sharded(2, 4, layout="other"), sharded(2, 4, files="g")]
+    assert len({sharded(2, 4), *others}) == 4
 
 
 def test_a_description_is_plain_json() -> None:

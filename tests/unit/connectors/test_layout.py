@@ -7,16 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvstore.connectors.vllm.connector import KVStoreConnector
-from kvstore.connectors.vllm.layout import stored_order
+from kvstore.connectors.vllm.layout import Split, split_of, stored_order
 from kvstore.connectors.vllm.pages import survey
 from kvstore.errors import ConfigError
-from tests.unit.connectors.vllm_caches import FULL, Model
+from tests.unit.connectors.vllm_caches import FULL, LATENT, WINDOW, Model
 
 ANY = ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC", "LHBNC"]
 """What vLLM offers when no backend says anything, as on a GPU with FlashAttention."""
@@ -125,3 +127,44 @@ def test_orders_have_equal_names_when_they_store_equal_bytes() -> None:
 
 def test_the_order_of_a_cpu_and_unknown_ones_keep_their_names() -> None:
     assert [stored_order(each) for each in ("LBHNC", "LBNHC", "None")] == ["LBHNC", "LBNHC", "None"]
+
+
+# --- shards for engines of other tensor-parallel sizes -------------------------------------------
+
+
+def caches_of(*specs: KVCacheSpec, replicas: int = 1) -> Any:
+    """As much of ``KVCacheConfig`` as says how pages are split."""
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return SimpleNamespace(kv_cache_groups=groups, kv_tp_replicas=replicas)
+
+
+def test_ranks_hold_equal_numbers_of_shards() -> None:
+    assert split_of(0, caches_of(FULL), 2) is None
+    assert split_of(8, caches_of(FULL, WINDOW), 2) == Split(8, 4)
+    assert split_of(8, caches_of(FULL), 8) == Split(8, 1)
+    with pytest.raises(ConfigError, match="tp_shards=6"):
+        split_of(6, caches_of(FULL), 4)
+
+
+def test_ranks_with_the_same_heads_hold_the_same_shards() -> None:
+    """Eight ranks of a model with two heads."""
+    split = split_of(2, caches_of(FULL, replicas=4), 8)
+    assert split == Split(2, 1)
+    assert [split.parts(0, rank // 4) for rank in (0, 3, 4, 7)] == [
+        ["p0s0"], ["p0s0"], ["p0s1"], ["p0s1"],
+    ]  # fmt: skip
+
+
+def test_the_shards_of_all_ranks_are_those_of_one() -> None:
+    whole = split_of(8, caches_of(FULL), 1)
+    halves = split_of(8, caches_of(FULL), 2)
+    assert whole is not None
+    assert halves is not None
+    assert whole.parts(1, 0) == [*halves.parts(1, 0), *halves.parts(1, 1)]
+
+
+def test_latent_attention_is_not_split_and_states_cannot_be() -> None:
+    assert split_of(8, caches_of(LATENT, replicas=8), 8) == Split(1, 1)
+    state = MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))
+    with pytest.raises(ConfigError, match="recurrent"):
+        split_of(2, caches_of(FULL, state), 2)

@@ -38,7 +38,7 @@ def test_all_of_it_travels_between_processes() -> None:
     said = [
         Orders("f", [Load("r", [run])], [Save(4, [run])]),
         TransferReport({1: SaveEnd(1, 0)}, {"r": 5}),
-        WorkerIdentity("layout", [0, 1], "p0t0"),
+        WorkerIdentity("layout", [0, 1], ["p0t0"]),
     ]
     assert pickle.loads(pickle.dumps(said)) == said
 

@@ -115,6 +115,43 @@ def test_kernel_blocks_are_parts_of_a_block() -> None:
     assert geometry.pages == {0: [Page(0, 0, 3 * PAGE, 3 * PAGE)]}
 
 
+# --- shards ---------------------------------------------------------------------------------------
+
+
+def test_a_shard_has_the_bytes_of_a_page_with_its_heads_alone() -> None:
+    whole = layer_by_layer(2)
+    fill(whole, 1)
+    for shard in range(HEADS):
+        alone = {name: cache[:, shard : shard + 1].contiguous() for name, cache in whole.items()}
+        ours = survey(whole, config(["l0", "l1"]), shard, HEADS)
+        theirs = survey(alone, config(["l0", "l1"]))
+        assert ours.layout == theirs.layout
+        assert ours.block_bytes == theirs.block_bytes
+        for block in (0, 3):
+            assert stored(CPUPages(ours), 0, [block]) == stored(CPUPages(theirs), 0, [block])
+
+
+def test_shards_of_kernel_blocks_are_those_of_each_part() -> None:
+    cache = torch.zeros((BLOCKS * 3, HEADS, TOKENS, CONTENT), dtype=torch.float16)
+    fill({"l0": cache}, 2)
+    alone = cache[:, 1:].contiguous()
+    ours = survey({"l0": cache}, config(["l0"]), 1, HEADS)
+    theirs = survey({"l0": alone}, config(["l0"]))
+    assert len(ours.pages[0]) == 3
+    assert ours.layout == theirs.layout
+    assert stored(CPUPages(ours), 0, [4]) == stored(CPUPages(theirs), 0, [4])
+
+
+@pytest.mark.parametrize(
+    ("cache", "shards"),
+    [(permuted(1)["l0"], 2), (layer_by_layer(1)["l0"], 3)],
+    ids=["tokens before heads", "three"],
+)
+def test_pages_that_have_no_such_shards_are_refused(cache: torch.Tensor, shards: int) -> None:
+    with pytest.raises(ConfigError, match="tp_shards"):
+        survey({"l0": cache}, config(["l0"]), 0, shards)
+
+
 def test_groups_may_share_memory() -> None:
     cache = layer_by_layer(1)["l0"]
     other = cache.view(torch.uint8).view(BLOCKS, -1)

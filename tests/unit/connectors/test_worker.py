@@ -99,7 +99,7 @@ def start(pool: kvstore.Client) -> Iterator[Start]:
     def start(pages: Pages, *, master: str = "", saves: bool = True, **settings: Any) -> WorkerSide:
         config = ConnectorConfig(master=master or pool.config.master, **settings)
         client = kvstore.Client(config=client_config(config, config.transfer_timeout_ms))
-        started.append(WorkerSide(config, GROUPS, client, pages, "p0t0", saves=saves))
+        started.append(WorkerSide(config, GROUPS, client, {"p0t0": pages}, saves=saves))
         return started[-1]
 
     yield start

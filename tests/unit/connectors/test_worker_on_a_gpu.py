@@ -66,7 +66,7 @@ class Engine:
         client = kvstore.Client(config=client_config(connector, connector.transfer_timeout_ms))
         self.device = client.device(NAME)
         self.pages = CUDAPages(geometry, self.device)
-        self.worker = WorkerSide(connector, groups, client, self.pages, "p0t0", saves=True)
+        self.worker = WorkerSide(connector, groups, client, {"p0t0": self.pages}, saves=True)
 
     def close(self) -> None:
         self.fake.held.clear()
