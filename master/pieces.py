@@ -121,7 +121,8 @@ CUTS: Final[dict[type, Cut]] = {
     ),
     calls.Lookup: _rows(_found, "keys", rows_max=LOOKUPS_PER_PIECE),
     calls.MatchPrefix: Cut(
-        lambda r: len(r.keys) * len((*r.namespaces, *r.states)) > PROBES_PER_PIECE,
+        # The search for states looks at no more than one namespace has, however many there are.
+        lambda r: len(r.keys) * (len(r.namespaces) + bool(r.states)) > PROBES_PER_PIECE,
         _match_pieces,
         _matched,
     ),

@@ -42,17 +42,17 @@ def match_all(
 ) -> Flow[Reach]:
     """One call to the master, unless there are more keys than a call may have, or so many that the
     master answers in pieces."""
-    if not states or len(keys) > BATCH_KEYS_MAX or not namespaces:
-        matches = (yield from match_prefix(namespaces, keys)) if namespaces else []
-        state = 0
-    else:
+    state: int | None = None
+    if states and namespaces and len(keys) <= BATCH_KEYS_MAX:
         request = calls.MatchPrefix(namespaces, keys, False, states)
         answer = yield from ask(request, calls.Matched)
         matches = [Match(each.matched, each.being_written) for each in answer.matches]
         state = answer.state
+    else:
+        matches = (yield from match_prefix(namespaces, keys)) if namespaces else []
     matched = min((each.matched for each in matches), default=len(keys))
-    if states and (state > matched or len(keys) > BATCH_KEYS_MAX or not namespaces):
-        state = yield from _last_state(states, keys[:matched])
+    if state is None or state > matched:
+        state = (yield from _last_state(states, keys[:matched])) if states else 0
     return Reach(matched, any(each.being_written for each in matches), state)
 
 

@@ -106,6 +106,10 @@ def match(_: MasterService) -> calls.Request:
     return calls.MatchPrefix([SPACE] * NAMESPACES_MAX, KEYS, False)
 
 
+def states(_: MasterService) -> calls.Request:
+    return calls.MatchPrefix([SPACE] * NAMESPACES_MAX, KEYS, False, [SPACE] * NAMESPACES_MAX)
+
+
 def lookup(_: MasterService) -> calls.Request:
     return calls.Lookup(SPACE, REPEATED)
 
@@ -120,7 +124,7 @@ def leased_exists(_: MasterService) -> calls.Request:
 
 @pytest.mark.parametrize(
     "request_of",
-    [removal, report, renewal, revocation, ending, match, lookup, exists, leased_exists],
+    [removal, report, renewal, revocation, ending, match, states, lookup, exists, leased_exists],
 )
 def test_a_large_call_says_what_a_whole_one_would(
     request_of: Callable[[MasterService], calls.Request],
@@ -130,6 +134,7 @@ def test_a_large_call_says_what_a_whole_one_would(
     cut = CUTS[type(request)]
     pieces = len(cut.pieces(request))
     assert pieces > (1 if request_of is exists else 3)
+    assert not any(cut.is_large(piece) for piece in cut.pieces(request)), "it would be cut again"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CUTS, type(request), cut._replace(is_large=lambda _: False))
         expected, _ = ask(whole, request)
@@ -149,6 +154,14 @@ def test_the_states_of_a_large_match_are_asked_for_after_its_chains() -> None:
     reply, _ = ask(service_with(MANY - 3), request._replace(states=[SPACE]))
     assert len(reply.matches) == NAMESPACES_MAX
     assert reply.state == MANY - 3
+
+
+def test_the_largest_question_about_states_alone_is_not_cut() -> None:
+    keys = [Key(b"absent-%d" % number) for number in range(BATCH_KEYS_MAX)]
+    request = calls.MatchPrefix([], keys, False, [SPACE] * NAMESPACES_MAX)
+    reply, turns = ask(service_with(1), request)
+    assert (reply.matches, reply.state) == ([], 0)
+    assert turns <= 1
 
 
 def as_lists(value: Any) -> object:
