@@ -177,10 +177,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         replicas = max(1, self._kv_cache_config.kv_tp_replicas)
         rank, stage = get_tp_group().rank_in_group, get_pp_group().rank_in_group
-        each = self._split.each if self._split else 1
-        names = [f"p{stage}t{rank // replicas}"]
-        if self._split is not None:
-            names = self._split.parts(stage, rank // replicas)
+        names, each = self._split.parts(stage, rank // replicas), self._split.each
         shards = [survey(kv_caches, self._kv_cache_config, n, each) for n in range(each)]
         self._layout = (shards[0].layout, sorted(shards[0].pages), names)
         is_producer = self._kv_transfer_config.is_kv_producer
@@ -204,7 +201,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._adapters = Adapters(worker)
         hello = WorkerIdentity(layout, groups, parts, rank=worker.rank)
         identify(hello, worker, self._vllm_config, self._adapters)
-        return hello if self._split is None else self._of_files(hello)
+        return self._of_files(hello) if self._split.shards else hello
 
     def _of_files(self, hello: WorkerIdentity) -> WorkerIdentity:
         """The identity without what differs between ranks: while the weights are those that were
@@ -213,9 +210,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         is_dummy = self._vllm_config.load_config.load_format == "dummy"  # each rank has its own
         if not hello.error and hello.weights == self._loaded and not is_dummy:
             hello.weights, hello.files = "as loaded", weights_id(self._vllm_config)
-        heads = [[each for each in manner if not each.startswith("num_kv_heads=")]
-                 for manner in hello.attention]  # fmt: skip
-        hello.attention = sorted({tuple(each): each for each in heads}.values())
+        hello.attention = [
+            [each for each in manner if not each.startswith("num_kv_heads=")]
+            for manner in hello.attention
+        ]
         return hello
 
     def adapters(self, worker: Any) -> dict[int, dict[int, str]]:

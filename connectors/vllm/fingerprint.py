@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.connectors.vllm.layout import Split, stored_order
+from kvstore.connectors.vllm.layout import NOT_SPLIT, Split, stored_order
 from kvstore.connectors.vllm.messages import WorkerIdentity
 from kvstore.fingerprint import digest, files_digest, meaningful
 
@@ -48,12 +48,12 @@ PROCESSOR_FILES: Final = (
 
 
 def describe(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, split: Split | None = None
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, split: Split = NOT_SPLIT
 ) -> dict[str, Any]:
     """All settings on which the bytes and hashes of blocks depend, as plain JSON values.
 
     Args:
-        split: how pages are split for engines of other tensor-parallel sizes; None: they are not.
+        split: how pages are split for engines of other tensor-parallel sizes.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -66,8 +66,8 @@ def describe(
         if cache.cache_dtype == "auto" else cache.cache_dtype,
         "device": vllm_config.device_config.device_type,
         "machine": platform.machine(),
-        **({"tensor_parallel": parallel.tensor_parallel_size} if split is None
-           else {"shards": split.shards}),
+        **({"shards": split.shards} if split.shards
+           else {"tensor_parallel": parallel.tensor_parallel_size}),
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "context_parallel": [
             parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size,
@@ -78,7 +78,7 @@ def describe(
             {
                 "kind": type(group.kv_cache_spec).__name__,
                 "block_tokens": group.kv_cache_spec.block_size,
-                "page_bytes": group.kv_cache_spec.page_size_bytes // (split.each if split else 1),
+                "page_bytes": group.kv_cache_spec.page_size_bytes // split.each,
                 "layers": len(group.layer_names),
                 **_state(group.kv_cache_spec),
             }

@@ -33,23 +33,28 @@ class Split(NamedTuple):
     """How the pages of an engine are split by heads, for engines of other tensor-parallel sizes."""
 
     shards: int
-    """Of a whole page."""
+    """Of a whole page; 0: engines of one tensor-parallel size share pages as they are."""
     each: int
     """Shards of one worker."""
 
     def parts(self, stage: int, place: int) -> list[str]:
-        """The names of a worker's shards.
+        """The names of a worker's parts of each block: its shards, or what it holds as a whole.
 
         Args:
             stage: of the pipeline.
             place: counts the workers of a stage that hold different bytes.
         """
+        if not self.shards:
+            return [f"p{stage}t{place}"]
         first = place * self.each
         return [f"p{stage}s{shard}" for shard in range(first, first + self.each)]
 
 
-def split_of(shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int) -> Split | None:
-    """How to split the pages into ``shards`` (``tp_shards``); None: they are not split.
+NOT_SPLIT: Final = Split(0, 1)
+
+
+def split_of(shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int) -> Split:
+    """How to split the pages into ``shards`` (``tp_shards``); 0: not.
 
     Ranks that hold identical bytes count once: with latent attention all of them do, and nothing
     needs to be split.
@@ -60,7 +65,7 @@ def split_of(shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int) 
     from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
     if not shards:
-        return None
+        return NOT_SPLIT
     specs: list[Any] = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec

@@ -57,7 +57,7 @@ class Scheduler:
         kv_cache_config: KVCacheConfig,
         config: ConnectorConfig,
         groups: Groups,
-        split: Split | None,
+        split: Split,
         options: dict[str, Any],
         on_worker: Callable[[Any, dict[str, Any], str], Any],
     ) -> None:

@@ -94,6 +94,14 @@ def store(tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One store for the tests of a file, which use prompts of their own."""
+    with Cluster(tmp_path_factory.mktemp("shared")) as cluster:
+        cluster.start(memory="256MiB")
+        yield cluster
+
+
 def prompt(seed: int, tokens: int = 600) -> list[int]:
     """Token ids of ordinary bytes."""
     rng = random.Random(seed)

@@ -26,14 +26,6 @@ def recurrent(make_model: MakeModel) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One store for tests that use prompts of their own."""
-    with Cluster(tmp_path_factory.mktemp("recurrent")) as cluster:
-        cluster.start(memory="256MiB")
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def pair(preloaded: Preloaded, recurrent: Path, shared: Cluster) -> Iterator[tuple[Engine, Engine]]:
     """One that cuts prompts into chunks of two blocks, and one with settings of its own."""
     transfer = transfer_config(shared.address)

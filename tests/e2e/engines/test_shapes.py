@@ -21,14 +21,6 @@ LAYERS = 4
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One store for tests that use prompts of their own."""
-    with Cluster(tmp_path_factory.mktemp("shapes")) as cluster:
-        cluster.start(memory="256MiB")
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def pair(preloaded: Preloaded, llama: Path, shared: Cluster) -> Iterator[tuple[Engine, Engine]]:
     """Of one rank, and of two."""
     transfer = transfer_config(shared.address, tp_shards=2)

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvstore.connectors.vllm.connector import KVStoreConnector
-from kvstore.connectors.vllm.layout import Split, split_of, stored_order
+from kvstore.connectors.vllm.layout import NOT_SPLIT, Split, split_of, stored_order
 from kvstore.connectors.vllm.pages import survey
 from kvstore.errors import ConfigError
 from tests.unit.connectors.vllm_caches import FULL, LATENT, WINDOW, Model
@@ -139,7 +139,8 @@ def caches_of(*specs: KVCacheSpec, replicas: int = 1) -> Any:
 
 
 def test_ranks_hold_equal_numbers_of_shards() -> None:
-    assert split_of(0, caches_of(FULL), 2) is None
+    assert split_of(0, caches_of(FULL), 2) == NOT_SPLIT
+    assert NOT_SPLIT.parts(1, 3) == ["p1t3"]
     assert split_of(8, caches_of(FULL, WINDOW), 2) == Split(8, 4)
     assert split_of(8, caches_of(FULL), 8) == Split(8, 1)
     with pytest.raises(ConfigError, match="tp_shards=6"):
@@ -158,8 +159,6 @@ def test_ranks_with_the_same_heads_hold_the_same_shards() -> None:
 def test_the_shards_of_all_ranks_are_those_of_one() -> None:
     whole = split_of(8, caches_of(FULL), 1)
     halves = split_of(8, caches_of(FULL), 2)
-    assert whole is not None
-    assert halves is not None
     assert whole.parts(1, 0) == [*halves.parts(1, 0), *halves.parts(1, 1)]
 
 
