@@ -383,7 +383,7 @@ def _groups_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Group
             inner = list(spec.kv_cache_specs.values())
         for each in inner:
             if isinstance(each, MambaSpec):
-                _check_states(each, spec.block_size, scheduler_block)
+                _check_states(each)
                 recurrent.add(group_id)
             elif not isinstance(each, AttentionSpec) or isinstance(each, CrossAttentionSpec):
                 raise ConfigError(
@@ -402,7 +402,7 @@ def _groups_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Group
     )
 
 
-def _check_states(spec: MambaSpec, block_tokens: int, scheduler_block: int) -> None:
+def _check_states(spec: MambaSpec) -> None:
     """Raises ConfigError for recurrent layers whose states vLLM does not hand out."""
     if spec.mamba_cache_mode != "align":
         raise ConfigError(
@@ -410,5 +410,3 @@ def _check_states(spec: MambaSpec, block_tokens: int, scheduler_block: int) -> N
             f"{spec.mamba_cache_mode!r}",
             advice="Start vLLM with --mamba-cache-mode align, and with prefix caching.",
         )
-    if scheduler_block % block_tokens:
-        raise ConfigError(f"states every {block_tokens} tokens, hits every {scheduler_block}")

@@ -273,9 +273,8 @@ class Decisions:
                 continue
             to_save = self._tokens_to_save(tracked.request, scheduled)
             offers = state.boundary_state_offloads.get(request_id, ())
-            if not (self._is_news(tracked, to_save) or offers) or not self._is_shared(
-                tracked.request
-            ):
+            is_news = self._is_news(tracked, to_save) or bool(offers)
+            if not is_news or not self._is_shared(tracked.request):
                 continue
             table = state.get_block_ids(request_id)
             hashes = self._hashes(tracked)
