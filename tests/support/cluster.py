@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 
 from kvstore import Client
 from kvstore.calls import ClusterStatus
+from kvstore.limits import FLEET_NAMESPACE
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
 from tests.support.processes import Server, flags_of, let_others_leave
 
@@ -189,6 +190,15 @@ class Cluster:
         """As the master sees it; gone when it does not know it."""
         states = {each.name: each.state for each in self.status().nodes}
         return states.get(node.name, "gone")
+
+    def fleet_records(self) -> list[bytes]:
+        """What engines have told and others can read: a listing also shows what is being
+        written."""
+        assert self._asker is not None, "start a master first"
+        rows = self._asker.list_objects(namespace=FLEET_NAMESPACE)
+        keys = [row.key for row in rows if row.state == "complete"]
+        values = self._asker.get_many(keys, namespace=FLEET_NAMESPACE, kind="bytes")
+        return [bytes(value) for value in values if isinstance(value, bytes)]
 
     def used_bytes(self) -> int:
         return sum(each.used for node in self.status().nodes for each in node.segments)

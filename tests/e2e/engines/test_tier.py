@@ -31,7 +31,6 @@ from kvstore.connectors.vllm_tier.identity import ENGINE
 from kvstore.connectors.vllm_tier.runs import ChunkRun, runs_of
 from kvstore.connectors.vllm_tier.tier import LOOKUP_TIMEOUT_MS
 from kvstore.errors import ConfigError
-from kvstore.limits import FLEET_NAMESPACE
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.offloading import BLOCK_TOKENS, TIER, Engine, weights
 from tests.support.cluster import Cluster
@@ -595,13 +594,7 @@ def test_wrong_settings_are_refused_by_name(
 def test_the_fleet_has_a_record(start: Start, store: Cluster) -> None:
     engine = start()
     engine.run(prompt(61))
-
-    def records() -> list[Any]:
-        return list(store.client().list_objects(namespace=FLEET_NAMESPACE))
-
-    (row,) = until(records)
-    record = store.client().get(row.key, namespace=FLEET_NAMESPACE, kind="bytes")
-    assert isinstance(record, bytes)
+    (record,) = until(store.fleet_records)
     assert b'"engine": "vllm-offloading"' in record
     assert engine.tier._identity.namespace.encode() in record
 

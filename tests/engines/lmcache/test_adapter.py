@@ -35,7 +35,7 @@ from kvstore.calls import PutOutcome
 from kvstore.connectors.engine import guard
 from kvstore.connectors.lmcache import identity, locks
 from kvstore.errors import ConfigError
-from kvstore.limits import BATCH_KEYS_MAX, FLEET_NAMESPACE
+from kvstore.limits import BATCH_KEYS_MAX
 from tests.engines.lmcache.tasks import (
     DEADLINE_S,
     DTYPE,
@@ -214,13 +214,11 @@ def test_a_model_that_cannot_be_read_is_never_shared(
 
 def test_the_fleet_record_says_who_this_is(adapter: StartAdapter, store: Cluster) -> None:
     adapter().store([key(1)], [chunk(1)])
-    client = store.client()
-    [row] = until(lambda: list(client.list_objects(namespace=FLEET_NAMESPACE)))
-    record = json.loads(bytes(client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes") or b""))
+    record = json.loads(*until(store.fleet_records))
     assert (record["engine"], record["models"]) == ("lmcache", [MODEL])
     [namespace] = record["namespaces"]
     assert record["fingerprint"] in namespace
-    assert [each.key for each in client.list_objects(namespace=namespace)]
+    assert [each.key for each in store.client().list_objects(namespace=namespace)]
     assert record["description"]["objects"] == [[list(SHAPE), "torch.bfloat16"]]
 
 
@@ -228,8 +226,7 @@ def test_two_daemons_that_differ_are_told(
     adapter: StartAdapter, store: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     adapter().store([key(1)], [chunk(1)])
-    client = store.client()
-    until(lambda: list(client.list_objects(namespace=FLEET_NAMESPACE)))
+    until(store.fleet_records)
     adapter(model_id="others").store([key(1)], [chunk(1)])
     until(lambda: "shares no block with this one" in caplog.text)
     assert f"weights: 'others of {MODEL}' here" in caplog.text

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCach
 from kvstore.connectors.sglang import KVStoreHiCache, identity
 from kvstore.connectors.sglang.pools import bytes_of
 from kvstore.errors import ConfigError
-from kvstore.limits import FLEET_NAMESPACE, PUT_KEYS_MAX
+from kvstore.limits import PUT_KEYS_MAX
 from tests.engines.sglang.conftest import MakeBackend, make_model
 from tests.engines.sglang.hicache import (
     PAGE_TOKENS,
@@ -431,14 +431,9 @@ class TestIdentity:
     ) -> None:
         backend(pool)
         backend(pool, rank=1, ranks=2)  # only the first rank tells
-        client = store.client()
-
-        def records() -> list[Any]:
-            return list(client.list_objects(namespace=FLEET_NAMESPACE))
-
-        until(records)
+        until(store.fleet_records)
         backend(host_pool(layout="layer_first"))
-        until(lambda: len(records()) == 2)
+        until(lambda: len(store.fleet_records()) == 2)
         until(lambda: "page_first" in caplog.text and "shares no block" in caplog.text)
 
 

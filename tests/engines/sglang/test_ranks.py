@@ -13,7 +13,6 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from kvstore.calls import PutOutcome
 from kvstore.errors import ConfigError
 from kvstore.fleet import parse
-from kvstore.limits import FLEET_NAMESPACE
 from tests.engines.sglang import hicache
 from tests.engines.sglang.conftest import MakeBackend
 from tests.engines.sglang.hicache import after, attach, bytes_at, indices, mamba_pool
@@ -235,8 +234,6 @@ def test_all_engines_of_one_fingerprint_put_one_fleet_record(
     first_ranks = [engine(backend, ranks, filled=False)[0] for ranks in (1, 2, 4)]
     told = {each._namespace(each._pools[PoolName.KV].parts[0]) for each in first_ranks}
     assert len(told) == 1
-    client = store.client()
-    [row] = until(lambda: list(client.list_objects(namespace=FLEET_NAMESPACE)))
-    record = parse(bytes(client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes") or b""))
+    record = parse(*until(store.fleet_records))
     assert record is not None
     assert set(record.namespaces) == told
