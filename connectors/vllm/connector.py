@@ -29,7 +29,7 @@ from kvstore.connectors.vllm.messages import Orders, StillUnderWay, TransferRepo
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.pages import pages_of, survey
 from kvstore.connectors.vllm.scheduler import Scheduler
-from kvstore.connectors.vllm.weights import Adapters, identify
+from kvstore.connectors.vllm.weights import Adapters, LiveWeights, identify
 from kvstore.connectors.vllm.worker import WorkerSide, client_config
 from kvstore.errors import ConfigError
 
@@ -81,6 +81,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: Scheduler | None = None
         self._worker: WorkerSide | None = None
         self._adapters: Adapters | None = None
+        self._live: LiveWeights | None = None
         if role is KVConnectorRole.SCHEDULER:
             if transfer.is_kv_consumer and transfer.kv_load_failure_policy == "fail":
                 log.warning(FAIL_POLICY)
@@ -197,10 +198,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             worker: vLLM's worker.
         """
         layout, groups, parts = self._layout
-        if self._adapters is None:
-            self._adapters = Adapters(worker)
+        if self._adapters is None or self._live is None:
+            self._adapters, self._live = Adapters(worker), LiveWeights(worker, self._vllm_config)
         hello = WorkerIdentity(layout, groups, parts, rank=worker.rank)
-        identify(hello, worker, self._vllm_config, self._adapters)
+        identify(hello, self._live, self._adapters)
         return self._of_files(hello) if self._split.shards else hello
 
     def _of_files(self, hello: WorkerIdentity) -> WorkerIdentity:
@@ -216,6 +217,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ]
         return hello
 
+    def recheck(self, worker: Any) -> tuple[int, int]:
+        """This rank, and the number of a check of its weights that has begun; 0: they differ."""
+        assert self._live is not None, "hello comes first"
+        return worker.rank, self._live.seem_equal()
+
     def adapters(self, worker: Any) -> dict[int, dict[int, str]]:
         """Digests of this worker's loaded adapters, by its rank."""
         assert self._adapters is not None, "hello comes first"
@@ -223,7 +229,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def unregister_kv_caches(self) -> None:
         """Called before vLLM unmaps the memory of the cache to sleep. No transfer is under way when
-        this returns, and none begins before ``restore_kv_caches``."""
+        this returns, and none begins before ``restore_kv_caches``. Weights may go with it."""
+        if self._live is not None:
+            self._live.stop()
         if self._worker is not None:
             self._worker.suspend()
 
@@ -292,6 +300,9 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._adapters is not None and self._adapters.have_changed():
             report = report or TransferReport()
             report.adapters = {self._adapters.rank: self._adapters.digests()}
+        if self._live is not None and (verdict := self._live.take_verdict()):
+            report = report or TransferReport()
+            report.verdicts = {self._live.rank: verdict}
         return report
 
     # --- both ---------------------------------------------------------------------------------
@@ -304,6 +315,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def shutdown(self) -> None:
         if self._scheduler is not None:
             self._scheduler.close()
+        if self._live is not None:
+            self._live.stop()
         if self._worker is not None:
             self._worker.close()
             self._worker = None

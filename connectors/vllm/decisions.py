@@ -126,6 +126,8 @@ class Decisions:
         self._pool: BlockPool | None = None
         self._tracked: dict[str, Tracked] = {}
         self._loads: list[Load] = []
+        self._held: list[Save] = []
+        """Saves that wait until it is certain with which weights their blocks were computed."""
         self._pinned: dict[int, PinnedBlocks] = {}
         self._pinned_blocks = 0
         self._loading: set[str] = set()
@@ -252,11 +254,30 @@ class Decisions:
         orders = Orders(self._identity.fingerprint, self._loads)
         self._loads = []
         if self._does_save and self._identity.fingerprint:
-            orders.saves = list(self._saves(output))
+            self._held += self._saves(output)
+        orders.saves = self._released()
         for request_id in output.finished_req_ids:
             self._tracked.pop(request_id, None)
             self._lookups.forget(request_id)
         return orders
+
+    def _released(self) -> list[Save]:
+        """The saves to order now. Drops those of blocks that may have other weights."""
+        fingerprint = self._identity.fingerprint
+        for save in list(self._held):
+            if self._pinned[save.number].fingerprint != fingerprint:
+                self._drop(save)
+        if not self._identity.is_certain:
+            return []
+        released, self._held = self._held, []
+        return released
+
+    def _drop(self, save: Save) -> None:
+        """Gives up a save that is held."""
+        self._held.remove(save)
+        pinned = self._pinned.pop(save.number)
+        self._unpin(pinned)
+        self._save_failed(pinned)
 
     def _saves(self, output: SchedulerOutput) -> Iterator[Save]:
         state = output.kv_connector_block_state
@@ -438,7 +459,10 @@ class Decisions:
 
     def drained(self, left: set[int]) -> None:
         """Called when no worker reads blocks of a save any more, except for the saves in ``left``.
-        A report may still come, in a step that vLLM has not processed yet."""
+        A report may still come, in a step that vLLM has not processed yet. Saves that were held are
+        dropped."""
+        for save in list(self._held):
+            self._drop(save)
         for number, pinned in self._pinned.items():
             if number not in left:
                 self._unpin(pinned)

@@ -2,7 +2,11 @@
 
     outdated ── the workers say what their weights are ──► known: used, and announced
        ▲                                                    │
-       └── a call to the workers, or a reset of the caches ─┘        off: for a reason that stays
+       ├── a call to the workers that may replace them ─────┤        off: for a reason that stays
+       │                                                    │
+       └── samples differ ◄── doubted ◄── the caches reset ─┤
+             ▲                   ▼                          │
+             └─ differ ◄── samples are equal: used for loads; all are read ── equal ─► known
 
 A new fingerprint is used only after a call of ``move``: the owner of the identity decides whether
 the blocks that the engine holds allow it.
@@ -11,7 +15,7 @@ the blocks that the engine holds allow it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kvstore.client.sync import Client
@@ -51,6 +55,8 @@ class Identity:
         """The fingerprint that was used last; "": none so far."""
         self.is_outdated = True
         """Whether the workers have to be asked for their weights."""
+        self.is_doubted = False
+        """Whether the workers have to be asked whether their weights still seem to be the same."""
         self.is_off = False
         self.announcer = Announcer(client, log, every_s=ANNOUNCE_EVERY_S)
         self._core = core
@@ -58,6 +64,8 @@ class Identity:
         self._model_id = model_id
         self._what = what
         self._first_weights = ""
+        self._checks: dict[int, int] = {}
+        """By rank: the number of the check of its weights that is under way."""
         for warning in fingerprints.hash_warnings(engine.description):
             log.warning("FLEET: %s", warning)
 
@@ -66,10 +74,40 @@ class Identity:
             log.warning("this engine neither loads nor saves %s: %s", self._what, reason)
         self.is_off, self.is_outdated, self.fingerprint = True, False, ""
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether the weights of all workers have been read whole since they were doubted."""
+        return bool(self.fingerprint) and not self.is_doubted and not self._checks
+
     def outdate(self) -> None:
         """The weights may have changed: nothing is loaded or saved until they are known again."""
+        self._checks, self.is_doubted = {}, False
         if not self.is_off:
             self.is_outdated, self.fingerprint = True, ""
+
+    def doubt(self) -> None:
+        """Called when the caches are reset: engines whose weights are replaced without a call to
+        the workers do that afterwards."""
+        self.is_doubted = bool(self.fingerprint)
+
+    def recheck(self, function: Callable[..., tuple[int, int] | None], *arguments: object) -> None:
+        """Asks the workers for samples of their weights, between two steps, and starts a check of
+        all of them. See ``Core.ask``."""
+        assert self._core is not None
+        self._checks = dict(each for each in self._core.ask(function, *arguments) if each)
+        self.is_doubted = False
+        if not all(self._checks.values()):
+            self.outdate()
+
+    def take_verdicts(self, verdicts: Mapping[int, tuple[int, bool]]) -> None:
+        """Handles the results of checks, by rank: each check's number, and whether the weights are
+        the same."""
+        for rank, (number, same) in verdicts.items():
+            if self._checks.get(rank) == number:
+                del self._checks[rank]
+                if not same:
+                    log.warning("weights_changed_unseen rank=%d", rank)
+                    self.outdate()
 
     def ask(
         self, function: Callable[..., WorkerIdentity | None], *arguments: object

@@ -77,6 +77,8 @@ class TransferReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """By request: how many of its leading tokens were loaded. The tokens after them were not."""
     adapters: dict[int, dict[int, str]] = field(default_factory=dict)
     """By rank, for changed ranks only: the digest of each loaded adapter, by its id."""
+    verdicts: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    """By rank: the number of a check of its weights, and whether they are those identified."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Combines the reports of two workers."""
@@ -87,6 +89,7 @@ class TransferReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         for request_id, tokens in other.failed_loads.items():
             self.failed_loads[request_id] = min(tokens, self.failed_loads.get(request_id, tokens))
         self.adapters.update(other.adapters)
+        self.verdicts.update(other.verdicts)
         return self
 
 

@@ -132,6 +132,8 @@ class Scheduler:
         Args:
             request: a request that is about to run, for which vLLM has ``computed`` tokens.
         """
+        if self._identity.is_doubted:
+            self._identity.recheck(self._on_worker, self._options, "recheck")
         if self._identity.is_outdated:
             has_moved = self._identify()
             if request is not None and has_moved and computed:
@@ -185,6 +187,7 @@ class Scheduler:
     def reported(self, report: TransferReport) -> None:
         if report.adapters:
             self._take_adapters(report.adapters)
+        self._identity.take_verdicts(report.verdicts)
         self.decisions.reported(report)
 
     def _take_adapters(self, by_rank: Mapping[int, dict[int, str]]) -> None:
@@ -254,7 +257,7 @@ class Scheduler:
             return
         if self._core is not None and not self._core.is_running:
             self._free_blocks(self._core)
-        self._identity.outdate()
+        self._identity.doubt()
 
     def _free_blocks(self, core: Core) -> None:
         """Frees the blocks of saves, and of loads that are under way or have arrived. Requests that
@@ -322,7 +325,7 @@ class Scheduler:
         if self._identity.is_off:
             return None
         assert self._core is not None
-        self._identity.outdate()
+        self._identity.doubt()
         self.decisions.reset()
         if self._core.is_paused:
             return True

@@ -11,6 +11,9 @@ and leave an empty parameter. vLLM for CPUs does so with most layers: their weig
 before that (``kvstore.connectors.vllm_plugin``). Other such weights are *unseen*: the files that
 they came from are part of the identity. Of linear layers some columns are read as well, by a
 multiplication with one-hot vectors, so that weights that are replaced in place are noticed.
+
+Where nothing says that weights were replaced, samples are compared at once, and all of them in the
+background (``LiveWeights``): an engine need not wait for that.
 """
 
 # mypy: allow-untyped-calls
@@ -20,7 +23,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -30,6 +35,7 @@ from torch import nn
 
 from kvstore.connectors.vllm.fingerprint import weights_id
 from kvstore.connectors.vllm.messages import WorkerIdentity
+from kvstore.process.background import CLOSE_S, join_all, start_thread
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -62,29 +68,106 @@ class WorkerWeights(NamedTuple):
     """The weights of one worker."""
 
     digest: str
+    in_memory: str
+    """As ``digest``, without what is read by a multiplication."""
     unseen: list[str]
     """Names of tensors whose contents could not be read."""
 
 
-def identify(
-    hello: WorkerIdentity, worker: Any, vllm_config: VllmConfig, adapters: Adapters | None = None
-) -> WorkerIdentity:
-    """Completes ``hello`` with the live weights, adapters and KV formats of a worker. If model code
-    raises, ``hello`` gets the error instead, and the engine goes on without the store.
+class LiveWeights:
+    """The weights of one worker, as they are now. For the thread that computes."""
 
-    Args:
-        worker: vLLM's worker, in whose process this runs.
-    """
-    try:
-        parallel = vllm_config.parallel_config
+    def __init__(self, worker: Any, vllm_config: VllmConfig) -> None:
+        """
+        Args:
+            worker: vLLM's worker, in whose process this runs.
+        """
+        self.rank: int = worker.rank
+        self.vllm_config = vllm_config
+        self._worker = worker
+        self._known = self._samples = ""
+        self._number = 0
+        self._verdict: bool | None = None
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def read(self) -> WorkerWeights:
+        """Reads all of them, which takes 0.15 s per GB in main memory."""
+        self.stop()
+        self._samples = self._of(whole=False).digest
+        weights = self._of()
+        self._known = weights.in_memory
+        return weights
+
+    def seem_equal(self) -> int:
+        """The number of a check, which reads all of them in the background (``take_verdict``); 0:
+        samples differ from those of the last ``read``."""
+        self.stop()
+        try:
+            if self._of(whole=False).digest != self._samples:
+                return 0
+        except Exception:  # of model code; the next ``read`` tells
+            log.exception("weights_not_sampled")
+            return 0
+        self._number += 1
+        self._verdict, self._stopping = None, threading.Event()
+        self._thread = start_thread("kvstore-weights", self._check)
+        return self._number
+
+    def take_verdict(self) -> tuple[int, bool] | None:
+        """The number of the check that has ended since the last call, and whether the weights are
+        those of the last ``read``."""
+        verdict, self._verdict = self._verdict, None
+        return None if verdict is None else (self._number, verdict)
+
+    def stop(self) -> None:
+        """Ends the check that is under way, which then has no verdict."""
+        self._stopping.set()
+        if self._thread is not None:
+            join_all([self._thread], CLOSE_S)
+        self._thread, self._verdict = None, None
+
+    def _check(self) -> None:
+        stopping = self._stopping
+        try:
+            same = self._of(stopped=stopping.is_set, beside=True).in_memory == self._known
+        except Exception:
+            log.exception("weights_not_read")
+            same = False
+        if not stopping.is_set():
+            self._verdict = same
+
+    def _of(self, *, beside: bool = False, **how: Any) -> WorkerWeights:
+        """
+        Args:
+            beside: whether the engine computes meanwhile. Then nothing is multiplied: kernels may
+                have memory of their own, for one call at a time.
+        """
+        parallel = self.vllm_config.parallel_config
         # In a mixture of experts, engines of a data-parallel group may have different experts.
         experts = parallel.data_parallel_size == 1 and not parallel.enable_eplb
-        draft = getattr(worker.model_runner, "get_draft_model", lambda: None)()
-        models = {"model": worker.get_model(), "draft": draft}
-        weights = weights_of(
-            {name: model for name, model in models.items() if isinstance(model, nn.Module)},
-            experts=experts,
-        )
+        draft = getattr(self._worker.model_runner, "get_draft_model", lambda: None)()
+        both = {"model": self._worker.get_model(), "draft": draft}
+        models = {name: each for name, each in both.items() if isinstance(each, nn.Module)}
+        with _stream_apart(models["model"]) if beside else nullcontext():
+            return weights_of(models, experts=experts, multiplies=not beside, **how)
+
+
+def _stream_apart(model: nn.Module) -> AbstractContextManager[Any]:
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))
+
+
+def identify(
+    hello: WorkerIdentity, live: LiveWeights, adapters: Adapters | None = None
+) -> WorkerIdentity:
+    """Completes ``hello`` with the live weights, adapters and KV formats of a worker. If model code
+    raises, ``hello`` gets the error instead, and the engine goes on without the store."""
+    vllm_config = live.vllm_config
+    try:
+        weights = live.read()
         hello.weights = weights.digest
         if weights.unseen:
             log.info("weights_unseen count=%s first=%s", len(weights.unseen), weights.unseen[0])
@@ -98,38 +181,55 @@ def identify(
     return hello
 
 
-def weights_of(models: Mapping[str, nn.Module], *, experts: bool) -> WorkerWeights:
+def weights_of(
+    models: Mapping[str, nn.Module],
+    *,
+    experts: bool,
+    whole: bool = True,
+    multiplies: bool = True,
+    stopped: Callable[[], bool] = lambda: False,
+) -> WorkerWeights:
     """The digest of the current weights of these models.
 
     Args:
         models: by the name that a model's tensors get in the digest.
         experts: whether to include the experts of a mixture. False if they are spread over engines,
             or move while engines run: each worker then has different ones.
+        whole: False: only samples of the weights.
+        multiplies: whether to read columns of weights that are in no tensor.
+        stopped: asked before each tensor; once it is true, the result means nothing.
     """
     pending: list[tuple[str, torch.Tensor | None]] = []
+    columns: set[int] = set()
     unseen: list[str] = []
     for model_name, model in sorted(models.items()):
         seen: set[int] = set()
         for name, tensor, module in _tensors(model, unseen, experts=experts):
+            if stopped():
+                return WorkerWeights("", "", [])
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
             # Leaves out the wrapper that an engine with adapters puts around a layer.
             full = f"{model_name}.{name}".replace(".base_layer", "")
             told = f"{full} {tensor.dtype} {tuple(tensor.shape)}"
-            words = summary(tensor) if tensor.numel() else getattr(module, PACKED, None)
+            packed = getattr(module, PACKED, None)
+            words = summary(tensor, whole=whole) if tensor.numel() else packed
             if words is None:
                 unseen.append(full)
-                words = _columns(module, tensor.device)
+                columns.add(len(pending))
+                words = _columns(module, tensor.device) if multiplies else None
             pending.append((told, words))
         for name, module in model.named_modules():
             if _is_rotary(module):  # its factors may be chosen by a plain attribute
                 pending.append((f"{model_name}.{name} {_attributes(module)}", None))
-    digest = hashlib.sha256()
-    for (told, _), data in zip(pending, _fetched([words for _, words in pending]), strict=True):
-        digest.update(f"{told}\0{len(data)}\0".encode())
-        digest.update(data)
-    return WorkerWeights(digest.hexdigest()[:32], sorted(unseen))
+    digest, in_memory = hashlib.sha256(), hashlib.sha256()
+    for index, data in enumerate(_fetched([words for _, words in pending])):
+        row = f"{pending[index][0]}\0{len(data)}\0".encode() + data
+        digest.update(row)
+        if index not in columns:
+            in_memory.update(row)
+    return WorkerWeights(digest.hexdigest()[:32], in_memory.hexdigest()[:32], sorted(unseen))
 
 
 def attention_of(layers: Mapping[str, Any]) -> list[list[str]]:
@@ -250,38 +350,50 @@ def _attributes(module: nn.Module) -> str:
     return f"{type(module).__name__} {plain}"
 
 
-def summary(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A summary of the tensor's contents, as words on its device; None: they cannot be read."""
+def summary(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor | None:
+    """A summary of the tensor's contents, as words on its device; None: they cannot be read.
+
+    Args:
+        whole: False: only samples of its contents.
+    """
     try:
         inner, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = [summary(getattr(tensor, name)) for name in inner]
+        parts = [summary(getattr(tensor, name), whole=whole) for name in inner]
         return None if None in parts else torch.cat(parts)  # type: ignore[arg-type]
     except AttributeError:  # not a tensor that wraps others
         pass
     if tensor.is_meta or tensor.layout is not torch.strided:
         return None
     flat = _dense(tensor.detach()).view(torch.uint8)
+    if not whole:
+        return _sampled(flat, whole=False)
     if flat.device.type == "cpu":
         hashed = xxhash.xxh3_128_digest(flat.numpy())  # type: ignore[arg-type]
         return torch.frombuffer(bytearray(hashed), dtype=torch.int64)
     return _sampled(flat)
 
 
-def _sampled(flat: torch.Tensor) -> torch.Tensor:
-    """Samples of a flat tensor, its bytes after the last whole word, and a sum of all words. The
-    factors of the sum are odd, so that modulo 2^64 no change of a word leaves it as it was."""
-    whole = len(flat) // 8 * 8
+def _sampled(flat: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
+    """Samples of a flat tensor, its bytes after the last whole word and, with ``whole``, a sum of
+    all words. The factors of the sum are odd, so that modulo 2^64 no change of a word leaves it as
+    it was."""
+    end = len(flat) // 8 * 8
     aligned = flat.storage_offset() % 8 == 0
-    words = (flat if aligned else flat.clone())[:whole].view(torch.int64)
-    total = torch.zeros(1, dtype=torch.int64, device=flat.device)
-    factors = _factors(flat.device)
+    words = (flat if aligned else flat.clone())[:end].view(torch.int64)
+    total = _total(words) if whole else words[:0]
+    step = max(1, len(words) // SAMPLES)
+    rest = torch.zeros(8, dtype=torch.uint8, device=flat.device)
+    rest[: len(flat) - end] = flat[end:]
+    return torch.cat([words[::step][:SAMPLES], rest.view(torch.int64), total])
+
+
+def _total(words: torch.Tensor) -> torch.Tensor:
+    factors = _factors(words.device)
+    total = torch.zeros(1, dtype=torch.int64, device=words.device)
     for start in range(0, len(words), CHUNK_WORDS):
         some = words[start : start + CHUNK_WORDS]
         total = total * BETWEEN_CHUNKS + (some * factors[: len(some)]).sum()
-    step = max(1, len(words) // SAMPLES)
-    rest = torch.zeros(8, dtype=torch.uint8, device=flat.device)
-    rest[: len(flat) - whole] = flat[whole:]
-    return torch.cat([words[::step][:SAMPLES], rest.view(torch.int64), total])
+    return total
 
 
 @cache

@@ -17,7 +17,7 @@ from kvstore.client.sync import Client
 from kvstore.connectors.vllm import fingerprint, identity
 from kvstore.connectors.vllm.core import Core, callers
 from kvstore.connectors.vllm.messages import WorkerIdentity
-from kvstore.connectors.vllm.weights import identify
+from kvstore.connectors.vllm.weights import LiveWeights, identify
 from kvstore.fingerprint import digest
 from kvstore.fleet import Record
 from kvstore.network.host import host_id
@@ -48,9 +48,8 @@ NOT_RESET: Final = (
 
 def hello(worker: Any) -> WorkerIdentity:
     """A worker's identity. vLLM calls this function on each worker, and pickles it by name."""
-    return identify(
-        WorkerIdentity("", [], [""], rank=worker.rank, host=host_id()), worker, worker.vllm_config
-    )
+    hello = WorkerIdentity("", [], [""], rank=worker.rank, host=host_id())
+    return identify(hello, LiveWeights(worker, worker.vllm_config))
 
 
 class TierIdentity(identity.Identity):

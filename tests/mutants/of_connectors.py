@@ -39,6 +39,7 @@ WORKER: Final = (
     ALL,
 )
 FINGERPRINT: Final = ("tests/unit/connectors/test_fingerprint.py", ALL)
+IDENTITY: Final = ("tests/unit/connectors/test_identity.py", ALL)
 WEIGHTS: Final = ("tests/unit/connectors/test_weights.py", ALL)
 LISTENING: Final = ("tests/unit/connectors/test_listening.py", ALL)
 EVENTS: Final = (
@@ -390,7 +391,31 @@ MUTANTS: Final = (
     Mutant("packed-weights-are-not-seen", "connectors/vllm_plugin.py",
         "setattr(layer, PACKED, summary(layer.weight))", "pass", WEIGHTS),
     Mutant("samples-lack-the-last-bytes", VLLM + "weights.py",
-        "    rest[: len(flat) - whole] = flat[whole:]\n", "", WEIGHTS),
+        "    rest[: len(flat) - end] = flat[end:]\n", "", WEIGHTS),
+    Mutant("a-check-of-weights-agrees-by-itself", VLLM + "weights.py",
+        "beside=True).in_memory == self._known\n", "beside=True).in_memory != ''\n", WEIGHTS),
+    Mutant("a-check-that-failed-agrees", VLLM + "weights.py",
+        '            log.exception("weights_not_read")\n            same = False\n',
+        '            log.exception("weights_not_read")\n            same = True\n', WEIGHTS),
+    Mutant("a-check-multiplies-beside-the-engine", VLLM + "weights.py",
+        "multiplies=not beside", "multiplies=True", WEIGHTS),
+    Mutant("an-old-verdict-counts", VLLM + "identity.py",
+        "            if self._checks.get(rank) == number:\n", "            if rank in self._checks:\n",
+        IDENTITY),
+    Mutant("samples-that-differ-are-used", VLLM + "identity.py",
+        "        if not all(self._checks.values()):\n            self.outdate()\n", "",
+        IDENTITY),
+    Mutant("one-verdict-is-enough", VLLM + "identity.py",
+        "not self.is_doubted and not self._checks", "not self.is_doubted",
+        IDENTITY),
+    Mutant("saves-do-not-wait-for-certainty", VLLM + "decisions.py",
+        "        if not self._identity.is_certain:\n            return []\n", "", SCHEDULER),
+    Mutant("held-saves-of-other-weights-are-made", VLLM + "decisions.py",
+        "            if self._pinned[save.number].fingerprint != fingerprint:\n"
+        "                self._drop(save)\n", "            pass\n", SCHEDULER),
+    Mutant("held-saves-survive-a-drain", VLLM + "decisions.py",
+        "        for save in list(self._held):\n            self._drop(save)\n"
+        "        for number, pinned", "        for number, pinned", SCHEDULER),
     Mutant("missed-events-are-forgotten", VLLM + "listening.py",
         "            missed, self._missed = self._missed, False\n",
         "            missed, self._missed = False, False\n", LISTENING),

@@ -347,3 +347,50 @@ def make_adapter(directory: Path, seed: int) -> None:
         "bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny",
     }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+IN_PLACE = """
+    runner = core.model_executor.driver_worker.worker.model_runner
+    embedded = runner.model.model.embed_tokens.weight.data
+    CHANGE
+"""
+
+
+@pytest.mark.parametrize(
+    "change", ["embedded.mul_(-1)", "embedded[-1, 1] += 1"], ids=["all", "one element"]
+)
+def test_weights_that_change_without_a_call_are_found_after_a_reset(
+    store: Cluster, llama: Path, engine: StartEngine, change: str
+) -> None:
+    """As a training loop in the same process does it: no call to the workers says so. A change that
+    no sample shows is found while the first request runs, whose blocks are not saved before."""
+    one = engine(llama, transfer_config(store.address))
+    one.generate([prompt(1)])
+    one.saved()
+    (first,) = objects(store)
+    one.run(IN_PLACE.replace("CHANGE", change))
+    assert one.reset()
+    one.generate([prompt(2)], tokens=8)
+    assert one.generate([prompt(1)])[0].cached in ((0,) if "mul" in change else (0, WHOLE))
+    one.generate([prompt(3)])
+    one.saved()
+    stored = objects(store)
+    assert stored.pop(first) == len(prompt(1)) // BLOCK_TOKENS, "nothing of the new weights"
+    assert stored, "the new weights have blocks of their own"
+
+
+def test_a_reset_alone_costs_no_hit_and_no_reading_of_all_weights(
+    store: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    one = engine(llama, transfer_config(store.address))
+    (before,) = one.generate([prompt(1)])
+    one.saved()
+    assert one.reset()
+    asked = "result = core.scheduler.connector._scheduler_side._identity"
+    (again,) = one.generate([prompt(1)])
+    assert (again.cached, again.tokens) == (WHOLE, before.tokens)
+    one.generate([prompt(2)])
+    one.saved()
+    assert one.run(f"{asked}.is_certain")
+    assert sum(objects(store).values()) == 2 * (len(prompt(1)) // BLOCK_TOKENS)
+    assert len(objects(store)) == 1

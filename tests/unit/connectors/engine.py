@@ -171,7 +171,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.asked = Asked()
-        self.identity = SimpleNamespace(fingerprint="f")
+        self.identity = SimpleNamespace(fingerprint="f", is_certain=True)
         self.events = BlockEvents(self.groups, wanted=self.events_wanted)
         self.side = Decisions(
             self.config, self.groups, self.identity, self.asked, self.events,  # type: ignore[arg-type]
@@ -312,14 +312,16 @@ class Engine:
 
     def check(self) -> None:
         self.side.check_invariants()
-        assert self.side.has_pinned == bool(self.saving)
+        held = [Saving(save, 0) for save in self.side._held]
+        saves = [*self.saving.values(), *held]
+        assert self.side.has_pinned == bool(saves)
         expected = [0] * self.pool.num_gpu_blocks
         expected[NULL_BLOCK] = 1
         for tables in self.tables.values():
             for table in tables.tables.values():
                 for block_id in table:
                     expected[block_id] += block_id != NULL_BLOCK
-        for saving in self.saving.values():
+        for saving in saves:
             blocks = [block_id for _, _, block_id in saving.blocks()]
             assert len(set(blocks)) == len(blocks)
             for block_id in blocks:

@@ -443,6 +443,45 @@ def test_a_save_under_the_old_weights_is_no_event() -> None:
 # --- adapters -------------------------------------------------------------------------------------
 
 
+def test_saves_wait_until_it_is_certain_with_which_weights_their_blocks_were_computed() -> None:
+    engine = Engine()
+    request = engine.add("r", 13)
+    engine.identity.is_certain = False
+    assert engine.step({"r": 8}).saves == []
+    assert engine.side.pinned_blocks == 2
+    assert engine.side.finished(request) == {"stored_tokens": 8}, "promised, as it will be stored"
+    engine.identity.is_certain = True
+    orders = engine.step({"r": 5})
+    assert saved(orders) == {0: [0, 1, 2]}
+    assert len(orders.saves) == 2
+    engine.report_all()
+    assert not engine.side.has_pinned
+
+
+@pytest.mark.parametrize("fingerprint", ["g", ""], ids=["others", "unknown"])
+def test_saves_that_wait_are_dropped_when_the_weights_are_others(fingerprint: str) -> None:
+    engine = Engine()
+    engine.add("r", 13)
+    engine.identity.is_certain = False
+    engine.step({"r": 8})
+    engine.identity.is_certain = bool(fingerprint)
+    engine.move(fingerprint)
+    assert engine.step().saves == []
+    assert not engine.side.has_pinned
+
+
+def test_saves_that_wait_are_dropped_when_blocks_have_to_be_free() -> None:
+    engine = Engine()
+    request = engine.add("r", 13)
+    engine.identity.is_certain = False
+    engine.step({"r": 8})
+    engine.side.drained(set())
+    assert not engine.side.has_pinned
+    assert engine.side.finished(request) is None
+    engine.identity.is_certain = True
+    assert saved(engine.step({"r": 5})) == {0: [0, 1, 2]}, "made again"
+
+
 def lora(number: int = 1) -> Any:
     return SimpleNamespace(lora_int_id=number, lora_name="adapter")
 
@@ -864,12 +903,18 @@ class Scheduling(RuleBasedStateMachine):
     def reset(self) -> None:
         self.engine.side.reset()
 
+    @rule(certain=st.booleans())
+    def doubt(self, certain: bool) -> None:
+        self.engine.identity.is_certain = certain
+
     @invariant()
     def the_books_agree(self) -> None:
         self.engine.check()
         assert self.engine.side.pinned_blocks <= 0.2 * 120
 
     def teardown(self) -> None:
+        self.engine.identity.is_certain = True
+        self.engine.step()
         for request in list(self.engine.requests.values()):
             self.engine.finish(request)
         self.engine.report_all()

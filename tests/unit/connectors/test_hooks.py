@@ -50,7 +50,7 @@ def seen() -> list[str]:
 def connector(seen: list[str], monkeypatch: pytest.MonkeyPatch) -> KVStoreConnector:
     made: Any = object.__new__(KVStoreConnector)
     made._worker = Worker(seen)
-    made._scheduler = made._adapters = None
+    made._scheduler = made._adapters = made._live = None
     made._kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
     made.register_kv_caches = lambda caches: None
     for runner in (first_runner, second_runner):

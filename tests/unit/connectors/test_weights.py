@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,15 @@ from torch import nn
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from kvstore.connectors.vllm import weights
-from kvstore.connectors.vllm.weights import Adapters, attention_of, weights_of
+from kvstore.connectors.vllm.weights import (
+    Adapters,
+    LiveWeights,
+    WorkerWeights,
+    attention_of,
+    weights_of,
+)
 from kvstore.connectors.vllm_plugin import register
+from tests.support.waiting import until
 
 
 class Rotary(nn.Module):
@@ -114,6 +122,85 @@ def test_on_other_devices_every_element_counts(monkeypatch: pytest.MonkeyPatch) 
     rows = tensor[:96_000].view(12, 1_000, 8)
     for swapped in (rows[:, [1, 0, *range(2, 1_000)]], rows[[1, 0, *range(2, 12)]]):
         assert words(swapped.contiguous().view(-1))[-1] != words(rows.view(-1))[-1], "another order"
+
+
+def live(model: nn.Module) -> LiveWeights:
+    parallel = SimpleNamespace(data_parallel_size=1, enable_eplb=False)
+    worker = SimpleNamespace(rank=0, model_runner=None, get_model=lambda: model)
+    return LiveWeights(worker, SimpleNamespace(parallel_config=parallel))
+
+
+def test_weights_that_stayed_are_found_equal_in_the_background() -> None:
+    """And kernels, which may be computing, are not called there."""
+    model = Model()
+    weights = live(model)
+    weights.read()
+    callers: list[int] = []
+
+    class Told(Kernel):
+        def apply(self, *given: Any) -> torch.Tensor:
+            callers.append(threading.get_ident())
+            return super().apply(*given)
+
+    model.hidden.quant_method = Told(model.hidden.quant_method.weight)
+    number = weights.seem_equal()
+    assert until(weights.take_verdict) == (number, True)
+    assert set(callers) == {threading.get_ident()}
+    assert weights.take_verdict() is None, "told once"
+    assert weights.seem_equal() == number + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.linear.weight.data.mul_(1.01),
+        lambda model: model.hidden.quant_method.weight.mul_(1.01),
+        lambda model: setattr(model.rotary, "uses_long", True),
+        lambda model: delattr(model, "small"),
+    ],
+    ids=["all of a tensor", "hidden", "factors", "gone"],
+)
+def test_samples_show_at_once_that_weights_were_replaced(change: Any) -> None:
+    model = Model()
+    weights = live(model)
+    before = weights.read()
+    change(model)
+    assert not weights.seem_equal()
+    assert weights.read() != before
+    assert weights.seem_equal()
+    weights.stop()
+
+
+def test_one_element_that_no_sample_shows_is_seen_in_the_background() -> None:
+    model = nn.Linear(100, 1_000)
+    weights = live(model)
+    weights.read()
+    model.weight.data[500, 3] += 1e-3
+    number = weights.seem_equal()
+    assert until(weights.take_verdict) == (number, False)
+
+
+def test_a_check_that_fails_or_ends_early_does_not_say_that_weights_are_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = threading.Event()
+
+    def beside(*given: Any, multiplies: bool, stopped: Any = None, **how: Any) -> WorkerWeights:
+        if multiplies:
+            return weights_of(*given, **how)
+        until(lambda: stopped() or go_on.is_set())
+        raise RuntimeError("model code")
+
+    monkeypatch.setattr(weights, "weights_of", beside)
+    one = live(Model())
+    one.read()
+    assert one.seem_equal()
+    one.stop()
+    assert one.take_verdict() is None
+
+    number = one.seem_equal()
+    go_on.set()
+    assert until(one.take_verdict) == (number, False)
 
 
 def test_a_wrapper_for_adapters_means_nothing() -> None:
