@@ -25,6 +25,7 @@ from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.identity import Identity
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, TransferReport
+from kvstore.limits import TTL_MS_MAX
 
 if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalFeatureSpec
@@ -89,6 +90,8 @@ class PinnedBlocks:
     plain: dict[bytes, bytes] = field(default_factory=dict)
     """vLLM's hash for each salted key, which differs from the hash; for events."""
     fingerprint: str = ""
+    keep_ms: int = 0
+    """How long the store is to pin the blocks; 0: not at all."""
 
 
 class Decisions:
@@ -114,6 +117,8 @@ class Decisions:
         """
         self.salt: Callable[[Request], bytes | None] = lambda _: b""
         """The salt that a request's keys contain besides vLLM's hash; None: not known."""
+        self.keep: Callable[[dict[int, bytes], int], object] = lambda tips, milliseconds: None
+        """Pins the blocks that end with these keys, by group, in the store."""
         self.counters: dict[str, int] = {}
         self._config = config
         self._groups = groups
@@ -426,12 +431,16 @@ class Decisions:
         self._last_pinned = time.monotonic()
         pinned = PinnedBlocks(request.request_id, block_ids, self._workers, runs)
         pinned.fingerprint = self._identity.fingerprint
+        pinned.keep_ms = self._keep_ms(request)
         if self._events.wanted:
             pinned.tokens = self._events.tokens_of(request, runs)
             pinned.plain = dict(zip(self._tracked[request.request_id].salted, request.block_hashes))
             pinned.lora = request.lora_request.lora_name if request.lora_request else None
         self._pinned[self._next_save] = pinned
-        return Save(self._next_save, runs)
+        return Save(self._next_save, runs, _milliseconds(request, "ttl_ms", TTL_MS_MAX))
+
+    def _keep_ms(self, request: Request) -> int:
+        return _milliseconds(request, "pin_ms", self._config.request_pin_max_ms)
 
     def reported(self, report: TransferReport) -> None:
         """Handles the transfers that workers report as ended."""
@@ -446,6 +455,8 @@ class Decisions:
             del self._pinned[number]
             self._unpin(pinned)
             if pinned.stored and pinned.fingerprint == self._identity.fingerprint:
+                if pinned.keep_ms:
+                    self.keep({run.group: run.keys[-1] for run in pinned.runs}, pinned.keep_ms)
                 chains = [run for run in pinned.runs if run.group in self._groups.chains]
                 self._events.stored(chains, pinned.tokens, pinned.lora, pinned.plain)
             elif not pinned.stored:
@@ -530,15 +541,24 @@ class Decisions:
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """The parameters to return with the request, which say how many of its tokens the store
-        has, or will have; None: no tokens."""
+        has, or will have; None: no tokens. Pins those blocks if the request asks for that; blocks
+        that are still being saved are pinned when their save has ended."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or not self._does_save:
+        if tracked is None:
             return None
+        tokens = self._stored_tokens(tracked)
+        keep_ms, hashes = self._keep_ms(request), self._hashes(tracked)
+        if tokens and keep_ms and hashes and self._identity.fingerprint:
+            self.keep(self._groups.tips(hashes, tokens), keep_ms)
+        return {"stored_tokens": tokens} if tokens and self._does_save else None
+
+    def _stored_tokens(self, tracked: Tracked) -> int:
+        """How many leading tokens the store has or will have, as far as this engine knows."""
         ends = [tracked.saved.get(each, 0) * size for each, size in self._groups.chains.items()]
         tokens = min([*ends, tracked.state_tokens] if self._groups.recurrent else ends)
         if tracked.promised is not None:
             tokens = min(tokens, tracked.promised)
-        return {"stored_tokens": self._groups.aligned(tokens)} if tokens else None
+        return self._groups.aligned(tokens)
 
     def moved(self) -> None:
         """Called when the engine has a new fingerprint. Blocks that were computed before are
@@ -596,3 +616,9 @@ def _is_hashed(item: MultiModalFeatureSpec) -> bool:
 
 def _params(request: Request) -> dict[str, Any]:
     return request.kv_transfer_params or {}
+
+
+def _milliseconds(request: Request, name: str, most: int) -> int:
+    """A time that the request asks for, at most ``most``; 0: it asks for none."""
+    wanted = _params(request).get(name)
+    return min(wanted, most) if type(wanted) is int and wanted > 0 else 0

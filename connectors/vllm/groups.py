@@ -57,6 +57,14 @@ class Groups:
         step = self.scheduler_block_tokens // self.hash_block_tokens
         return [bytes(each) for each in hashes[step - 1 :: step]]
 
+    def tips(self, hashes: Sequence[bytes], tokens: int) -> dict[int, bytes]:
+        """By group: the key of the last block of the first ``tokens`` tokens, or the state's.
+
+        Args:
+            tokens: a positive multiple of the scheduler block.
+        """
+        return dict.fromkeys(self.block_tokens, bytes(hashes[tokens // self.hash_block_tokens - 1]))
+
     def aligned(self, tokens: int) -> int:
         """``tokens``, rounded down to whole scheduler blocks."""
         return tokens - tokens % self.scheduler_block_tokens

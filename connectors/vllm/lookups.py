@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from kvstore.breaker import Breaker
 from kvstore.client.flows.asking import Reach
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.errors import ClosedError, KVStoreError
+from kvstore.errors import ClosedError, KVStoreError, UnavailableError
 from kvstore.limits import NAMESPACES_MAX
 from kvstore.process.background import CLOSE_S, join_all, start_thread
 from kvstore.process.stopping import Latch
@@ -41,7 +41,7 @@ FRESH_S: Final = 5.0
 """How long an answer is used: half of a master's default lease, which protects the blocks."""
 
 PENDING_MAX: Final = 4_096
-"""Lookups under way; beyond this number the answer is "nothing"."""
+"""Lookups, or errands, under way; beyond this number the answer is "nothing"."""
 
 Ask = Callable[[Sequence[bytes], Sequence[str], Sequence[str]], Reach]
 """Asks how many leading keys all namespaces of the first list hold, and where all of the second
@@ -188,11 +188,14 @@ class Lookups:
             self.forget(request_id)
 
     def errand(self, work: Callable[[], T]) -> Future[T]:
-        """Runs ``work`` on the lookup thread, between two lookups."""
+        """Runs ``work`` on the lookup thread, between two lookups. Not, if too many errands wait
+        already: the future then has a KVStoreError."""
         future: Future[T] = Future()
         with self._lock:
             if self._closing:
                 future.set_exception(ClosedError("closed"))
+            elif len(self._errands) >= PENDING_MAX:
+                future.set_exception(UnavailableError("the store answers too slowly"))
             else:
                 self._errands.append((future, work))
                 self._changed.notify()

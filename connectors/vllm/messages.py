@@ -48,6 +48,8 @@ class Save(NamedTuple):
 
     number: int
     runs: list[Run]
+    ttl_ms: int = 0
+    """After this time the store forgets those blocks that it did not have yet; 0: never."""
 
 
 @dataclass

@@ -36,6 +36,7 @@ COUNTERS: Final = {
     "save_failures": "Saves that the store did not accept, counted by each worker",
     "saves_failed": "Saves that the store did not accept from some worker",
     "saves_refused": "Saves postponed, in part or whole, because too many blocks were waiting",
+    "pins_failed": "Requests whose blocks could not be pinned as they asked (pin_ms)",
     "load_bytes": "Bytes loaded",
     "save_bytes": "Bytes saved",
     "breaker_opened": "How often a breaker has opened",

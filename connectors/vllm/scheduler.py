@@ -82,6 +82,9 @@ class Scheduler:
         change before it is loaded, they are not there again."""
         self._of_files: dict[tuple[int, str], tuple[Files, bytes]] = {}
         """By id and path of an adapter: the files that the workers have loaded, and its salt."""
+        self._unpinned = 0
+        """Errands since the start that could not pin what a request asked for."""
+        self._unpinned_told = 0
         self._asked_for: set[str] = set()
         """Requests for which the workers have been asked for adapters."""
         self._client = Client(config=client_config(config, 5_000))
@@ -109,6 +112,7 @@ class Scheduler:
             workers=parallel.world_size,
         )  # fmt: skip
         self.decisions.salt = self._salt
+        self.decisions.keep = self._keep
         self._auditing: Future[list[Block]] | None = None
         self._audited: list[Block] = []
         self._listeners: list[Listener] = []
@@ -285,6 +289,23 @@ class Scheduler:
             keys, namespaces=chains, states=states, timeout_ms=self._lookup_ms
         )
 
+    def _keep(self, tips: dict[int, bytes], milliseconds: int) -> None:
+        """Pins the blocks that end with these keys, by group, in the background."""
+        places = [(name, key) for group, key in tips.items() for name in self._namespaces[group]]
+
+        def pin() -> None:
+            for name, key in places:
+                self._client.pin(
+                    [key], milliseconds / 1000, namespace=name, timeout_ms=self._lookup_ms
+                )
+
+        def pinned(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                self._unpinned += 1
+                log.debug("not_pinned reason=%s", error)
+
+        self._lookups.errand(pin).add_done_callback(pinned)
+
     def _listen(self) -> None:
         """Starts to listen to events of the current namespaces."""
         groups = {name: group for group, names in self._namespaces.items() for name in names}
@@ -354,6 +375,9 @@ class Scheduler:
         stats.count("lookups", len(times))
         for microseconds in times:
             stats.time("lookup_us", microseconds)
+        unpinned, told = self._unpinned, self._unpinned_told
+        stats.count("pins_failed", unpinned - told)
+        self._unpinned_told = unpinned
         stats.gauge("pinned_blocks", self.decisions.pinned_blocks)
         stats.gauge("breaker_open", int(self._lookups.breaker.is_open(time.monotonic())))
         return stats

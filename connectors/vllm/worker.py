@@ -122,7 +122,7 @@ class WorkerSide:
         """Called before the step's forward pass is queued. Loads of the step wait for the work that
         is queued now, which may still read or write their blocks for requests that had them before,
         zero them, or copy them. They do not wait for the step, which touches no block that is being
-        loaded.
+        loaded. Where the pass blocks, as on a CPU, they are ordered now.
 
         Raises:
             DeviceError: copies of an earlier step did not end.
@@ -130,14 +130,20 @@ class WorkerSide:
         self._check()
         if orders.loads:
             self._begun = self._pages.mark()
+            if self._begun is None:
+                self._order_loads(orders)
 
     def load(self, orders: Orders) -> None:
-        """Orders the loads of a step that has begun."""
-        if orders.loads:
-            with self._lock:
-                self._loads_left.update(each.request_id for each in orders.loads)
-            for each in orders.loads:
-                self._loads.put(_Order(each, orders.fingerprint, self._begun, time.monotonic()))
+        """Orders the loads of a step that has begun. vLLM calls this after it has queued the pass,
+        so that the pass does not wait for it."""
+        if orders.loads and self._begun is not None:
+            self._order_loads(orders)
+
+    def _order_loads(self, orders: Orders) -> None:
+        with self._lock:
+            self._loads_left.update(each.request_id for each in orders.loads)
+        for each in orders.loads:
+            self._loads.put(_Order(each, orders.fingerprint, self._begun, time.monotonic()))
 
     def save(self, orders: Orders) -> None:
         """Orders the saves of a step whose forward pass, and that of a draft model, has been
@@ -388,6 +394,8 @@ class WorkerSide:
         some of them; None: it does not take them."""
         stored = True
         outcomes: list[PutOutcome] = []
+        assert isinstance(order.what, Save)
+        ttl = order.what.ttl_ms / 1000 or None
         for part, pages in self._parts.items():
             left_ms = _left_ms(deadline)
 
@@ -397,6 +405,7 @@ class WorkerSide:
                     pages.blocks(piece.group, piece.block_ids, order.after),
                     namespace=namespace(order.fingerprint, piece.group, part),
                     parent=piece.parent,
+                    ttl=ttl,
                     timeout_ms=left_ms,
                 )
 

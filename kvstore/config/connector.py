@@ -12,6 +12,7 @@ from kvstore.config.values import (
     Share,
     Text,
 )
+from kvstore.limits import PIN_MS_MAX
 
 
 class ConnectorConfig(StoreSettings):
@@ -24,9 +25,9 @@ class ConnectorConfig(StoreSettings):
         description="Memory that each worker pools (4GiB), served by a child process; 0: none.",
     )
     save_decode: bool = Field(
-        default=False,
-        description="Store the blocks of generated tokens, too: the next turn of a conversation "
-        "finds them, on whichever engine it lands.",
+        default=True,
+        description="Store the blocks of generated tokens, too, and on engines of kv_role "
+        "kv_consumer: the next turn of a conversation finds them, on whichever engine it lands.",
     )
     model_id: Text = Field(
         default="",
@@ -67,6 +68,13 @@ class ConnectorConfig(StoreSettings):
         le=1.0,
         description="Share of the engine's blocks that may be waiting to be saved; further "
         "blocks wait for a later step.",
+    )
+    request_pin_max_ms: Milliseconds = Field(
+        default=600_000,
+        ge=0,
+        le=PIN_MS_MAX,
+        description="The longest pin that a request may ask for (pin_ms in kv_transfer_params); "
+        "0: requests pin nothing.",
     )
     shares_named_media: bool = Field(
         default=False,

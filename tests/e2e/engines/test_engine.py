@@ -93,7 +93,8 @@ def test_roles_and_what_a_request_may_ask_for(
     store: Cluster, llama: Path, engine: StartEngine
 ) -> None:
     producer = engine(llama, transfer_config(store.address, "kv_producer"))
-    consumer = engine(llama, transfer_config(store.address, "kv_consumer"))
+    quiet = transfer_config(store.address, "kv_consumer", save_decode=False)
+    consumer = engine(llama, quiet)
     first, second, third = prompt(1), prompt(2), prompt(3)
 
     put = producer.generate([first])
@@ -119,12 +120,26 @@ def test_roles_and_what_a_request_may_ask_for(
     assert cached(producer.generate([third])) == [0]
     assert consumer.metrics()["save_blocks"] == 0
 
+    def objects(field: str = "objects") -> int:
+        return sum(getattr(each, field) for each in store.status().namespaces)
+
+    blocks = WHOLE // BLOCK_TOKENS
+    kept = producer.generate([prompt(4)], params={"pin_ms": 60_000})
+    assert kept[0].params == {"stored_tokens": WHOLE}
+    producer.saved()
+    until(lambda: objects("pinned_objects") == blocks)
+    before, saved = objects(), producer.metrics()["save_blocks"]
+    producer.generate([prompt(5)], params={"ttl_ms": 500})
+    producer.saved()
+    assert producer.metrics()["save_blocks"] == saved + blocks
+    until(lambda: objects() == before)
+
 
 def test_what_was_generated_is_found_on_another_engine(
     store: Cluster, llama: Path, engine: StartEngine
 ) -> None:
     """The next turn of a conversation."""
-    one = engine(llama, transfer_config(store.address, save_decode=True))
+    one = engine(llama, transfer_config(store.address))
     other = engine(llama, transfer_config(store.address))
     turn = prompt(1, BLOCK_TOKENS + 60)
     (said,) = one.generate([turn], tokens=2 * BLOCK_TOKENS)

@@ -50,15 +50,15 @@ def test_nothing_has_to_be_said() -> None:
     config = read_config({}, NO_FILE)
     assert config.master == "127.0.0.1:50001"
     assert config.memory == 0
-    assert not config.save_decode
+    assert config.save_decode
 
 
 def test_extra_config_is_read() -> None:
-    extra = {"master": "store", "memory": "4GiB", "save_decode": True, "pinned_max": 0.25}
+    extra = {"master": "store", "memory": "4GiB", "save_decode": False, "pinned_max": 0.25}
     config = read_config(extra, NO_FILE)
     assert config.master == "store:50001"
     assert config.memory == 4 << 30
-    assert config.save_decode
+    assert not config.save_decode
     assert config.pinned_max == 0.25
     assert extra["memory"] == "4GiB"
 
@@ -252,9 +252,9 @@ def test_options_of_vllms_own_connectors_are_told_and_others_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "vllm.kvstore")
-    extra = {"num_workers": 8, "load_async": False, "save_decode_cache": True}
-    assert read_config(extra, NO_FILE).save_decode
-    assert not read_config({**extra, "save_decode": False}, NO_FILE).save_decode
+    extra = {"num_workers": 8, "load_async": False, "save_decode_cache": False}
+    assert not read_config(extra, NO_FILE).save_decode
+    assert read_config({**extra, "save_decode": True}, NO_FILE).save_decode
     assert "key=num_workers reason=" in caplog.text
     with pytest.raises(ConfigError, match="num_worker "):
         read_config({"num_worker": 8}, NO_FILE)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, SaveEnd, TransferReport
+from kvstore.limits import TTL_MS_MAX
 from tests.unit.connectors.engine import HYBRID, PLAIN, Engine, Request, saved
 
 # --- offers ---------------------------------------------------------------------------------------
@@ -389,6 +390,72 @@ def test_a_reset_forgets_what_is_stored() -> None:
 
 
 # --- all of it in any order -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "ttl_ms"),
+    [
+        ({"ttl_ms": 5_000}, 5_000), ({"ttl_ms": TTL_MS_MAX + 1}, TTL_MS_MAX), ({"ttl_ms": 0}, 0),
+        ({"ttl_ms": -1}, 0), ({"ttl_ms": "5"}, 0), ({"ttl_ms": True}, 0), ({}, 0),
+    ],
+)  # fmt: skip
+def test_a_request_may_say_how_long_its_blocks_are_kept_at_most(
+    params: dict[str, Any], ttl_ms: int
+) -> None:
+    engine = Engine()
+    engine.add("r", 9, **params)
+    assert [save.ttl_ms for save in engine.step({"r": 9}).saves] == [ttl_ms]
+
+
+def kept(engine: Engine) -> list[tuple[dict[int, bytes], int]]:
+    told: list[tuple[dict[int, bytes], int]] = []
+    engine.side.keep = lambda tips, milliseconds: told.append((tips, milliseconds))
+    return told
+
+
+def test_what_a_request_wants_pinned_is_pinned_as_it_is_stored_and_when_it_has_finished() -> None:
+    engine = Engine(HYBRID)
+    told = kept(engine)
+    request = engine.add("r", 17, pin_ms=7_000)
+    engine.step({"r": 17})
+    assert told == []
+    engine.report_all()
+    tips = {group: HYBRID.keys(group, request.block_hashes)[:16 // size][-1]
+            for group, size in HYBRID.block_tokens.items()}  # fmt: skip
+    assert told == [(tips, 7_000)]
+    engine.finish(request)
+    assert told == [(tips, 7_000)] * 2
+
+
+def test_what_was_found_is_pinned_although_this_engine_saves_nothing() -> None:
+    engine = Engine(saves=False)
+    told = kept(engine)
+    request = engine.add("r", 9, there=8, pin_ms=7_000)
+    engine.load(request)
+    assert engine.finish(request) is None
+    assert told == [({0: engine.groups.keys(0, request.block_hashes)[1]}, 7_000)]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_is_not_stored_or_of_other_weights_is_not_pinned(stored: bool) -> None:
+    engine = Engine()
+    told = kept(engine)
+    request = engine.add("r", 9, pin_ms=7_000)
+    (save,) = engine.step({"r": 9}).saves
+    if stored:
+        engine.move("g")
+    engine.report(save.number, stored=stored)
+    engine.finish(request)
+    assert told == []
+
+
+def test_a_request_pins_no_longer_than_it_may() -> None:
+    engine = Engine(config=ConnectorConfig(request_pin_max_ms=1_000))
+    told = kept(engine)
+    engine.finish(engine.add("r", 9, there=8, pin_ms=7_000))
+    engine.load(asked := engine.add("s", 9, there=8, pin_ms=7_000))
+    engine.finish(asked)
+    assert [milliseconds for _, milliseconds in told] == [1_000]
 
 
 # --- other weights --------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def save(worker: WorkerSide, *runs: Run) -> bool:
 
 def load(worker: WorkerSide, *runs: Run) -> tuple[TransferReport | None, set[int]]:
     """What is reported beyond its arrival, and the bad blocks."""
-    worker.load(Orders("f", [Load("r", list(runs))], []))
+    worker.begin(Orders("f", [Load("r", list(runs))], []))
     arrived: set[str] = set()
     failed: set[str] = set()
 
@@ -151,6 +151,20 @@ def load(worker: WorkerSide, *runs: Run) -> tuple[TransferReport | None, set[int
 
 
 # --- there and back -------------------------------------------------------------------------------
+
+
+def test_where_the_pass_blocks_loads_begin_before_it_and_once(
+    start: Start, store: kvstore.Client
+) -> None:
+    cache = Cache(1)
+    worker = start(cache.pages)
+    assert save(worker, run(0, [1]))
+    orders = Orders("f", [Load("r", [run(0, [2])])], [])
+    worker.begin(orders)
+    until(lambda: worker.take_arrived()[0] == {"r"})
+    worker.load(orders)
+    worker.drain()
+    assert worker.take_arrived() == (set(), set())
 
 
 def test_what_one_engine_saves_another_loads_byte_by_byte(
@@ -209,7 +223,7 @@ def test_other_fingerprints_and_parts_see_nothing(start: Start, store: kvstore.C
     cache = Cache(1)
     worker = start(cache.pages)
     assert save(worker, run(0, [1]))
-    worker.load(Orders("g", [Load("r", [run(0, [2])])], []))
+    worker.begin(Orders("g", [Load("r", [run(0, [2])])], []))
     until(lambda: bool(worker.take_bad_blocks()))
 
 
@@ -310,7 +324,7 @@ def test_without_a_master_every_order_is_reported(start: Start) -> None:
     orders = Orders("f", [], [])
     orders.loads = [Load(f"r{index}", [run(0, [index + 1])]) for index in range(8)]
     orders.saves = [Save(index, [run(0, [index + 1])]) for index in range(8)]
-    worker.load(orders)
+    worker.begin(orders)
     worker.save(orders)
     arrived: set[str] = set()
     failed: set[str] = set()
@@ -360,7 +374,7 @@ def test_a_rank_with_the_bytes_of_another_reports_at_once(
 
 def test_nothing_ordered_is_nothing_reported(start: Start) -> None:
     worker = start(Cache(1).pages)
-    worker.load(Orders("f"))
+    worker.begin(Orders("f"))
     worker.save(Orders("f"))
     assert worker.take_report() is None
     assert worker.take_arrived() == (set(), set())
@@ -426,7 +440,7 @@ def test_draining_waits_for_loads_that_have_begun_and_gives_up_the_others(
     held.go_on.clear()
     held.asked.clear()
     begun = [Load(f"begun{index}", [run(1, [2 + index])]) for index in range(module.LOAD_THREADS)]
-    worker.load(Orders("f", [*begun, Load("waits", [run(0, [2])])], []))
+    worker.begin(Orders("f", [*begun, Load("waits", [run(0, [2])])], []))
     assert held.asked.wait(LONG_S)
     releasing = threading.Timer(0.2, held.go_on.set)
     releasing.start()
@@ -471,7 +485,7 @@ def test_what_does_not_end_is_told_to_whoever_drains(
     monkeypatch.setattr(module, "DRAIN_S", 0.01)
     pages = Held(Cache(1), group=1)
     worker = start(pages, transfer_timeout_ms=50)
-    worker.load(Orders("f", [Load("r", [run(1, [2])])], []))
+    worker.begin(Orders("f", [Load("r", [run(1, [2])])], []))
     assert worker.drain() == StillUnderWay(None, set(), {"r"})
     pages.go_on.set()
     until(lambda: "r" in worker._arrived)
@@ -556,9 +570,9 @@ def test_one_load_that_is_held_up_does_not_hold_up_others(
     assert save(worker, run(0, [1]), run(1, [1]))
     held.go_on.clear()
     held.asked.clear()
-    worker.load(Orders("f", [Load("slow", [run(1, [2])])], []))
+    worker.begin(Orders("f", [Load("slow", [run(1, [2])])], []))
     assert held.asked.wait(LONG_S)
-    worker.load(Orders("f", [Load("quick", [run(0, [2])])], []))
+    worker.begin(Orders("f", [Load("quick", [run(0, [2])])], []))
     until(lambda: "quick" in worker._arrived)
     held.go_on.set()
     until(lambda: "slow" in worker._arrived)
