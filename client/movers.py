@@ -92,6 +92,8 @@ class Movers:
         self.registered = RegisteredMemory()
         self.moved: dict[str, int] = {}
         """Number of transfers, by transport."""
+        self.read_bytes: dict[str, int] = {}
+        """Bytes read, by transport."""
         self._workers = Workers("kvstore-move", SEGMENTS_AT_ONCE)
         self._lock = threading.Lock()
         self._closing = Latch()
@@ -227,6 +229,9 @@ class Movers:
                 if transport.reaches(segment):
                     self.moved[transport.name] = self.moved.get(transport.name, 0) + 1
                     transfer.run(transport, deadline)
+                    if not transfer.write:
+                        before = self.read_bytes.get(transport.name, 0)
+                        self.read_bytes[transport.name] = before + transfer.size()
                     return None
         except KVStoreError as error:
             stop = current()

@@ -55,6 +55,8 @@ class ClientStats(NamedTuple):
     """The epoch of the master that was last joined; 0 before."""
     transports: Mapping[str, int]
     """Transfers (of a batch of objects, from or to one segment) by transport."""
+    read_bytes: Mapping[str, int]
+    """Bytes of objects, or of ranges of them, that were read, by transport."""
     reached: bool = False
     """Whether a master has answered."""
 
@@ -179,6 +181,7 @@ class ClientState:
             len(self.views),
             epoch,
             dict(self.movers.moved),
+            dict(self.movers.read_bytes),
             reached,
         )
 

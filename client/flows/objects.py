@@ -52,6 +52,10 @@ class ObjectReads(Transfer):
         views = cast("list[memoryview]", room)  # ``DeviceReads`` have memory of a device there
         self.rows.append((offset, placed.size, placed.epoch, placed.counter, target.key, views))
 
+    def size(self) -> int:
+        """As ``Transfer.size``, without headers."""
+        return sum([size for _, size, *_ in self.rows])
+
     def run(self, transport: Transport, deadline: float) -> None:
         """As ``Transfer.run``."""
         self.outcomes = transport.read_objects(

@@ -12,7 +12,7 @@ from kvstore.calls import SegmentInfo
 from kvstore.client.flows.objects import ObjectReads, Sought
 from kvstore.client.flows.placements import Placed
 from kvstore.client.flows.reading import Target, read
-from kvstore.client.flows.steps import Context, Flow
+from kvstore.client.flows.steps import Context, Flow, Transfer
 from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES
@@ -57,6 +57,10 @@ class PartReads(ObjectReads):
             self.moves.append(Move(offset + HEADER_BYTES + start, view))
         self.rows.append((offset, placed.size, placed.epoch, placed.counter, target.key, None))
         self.heads.append(target.head)
+
+    def size(self) -> int:
+        """As ``Transfer.size``."""
+        return Transfer.size(self)
 
     def run(self, transport: Transport, deadline: float) -> None:
         """As ``Transfer.run``."""

@@ -62,6 +62,10 @@ class Transfer:
         self.deadline = deadline
         self.moves = moves
 
+    def size(self) -> int:
+        """Bytes that it moves."""
+        return sum(len(move.buffer) for move in self.moves)
+
     def run(self, transport: Transport, deadline: float) -> None:
         """Have ``transport`` carry it out.
 

@@ -38,6 +38,10 @@ COUNTERS: Final = {
     "saves_refused": "Saves postponed, in part or whole, because too many blocks were waiting",
     "pins_failed": "Requests whose blocks could not be pinned as they asked (pin_ms)",
     "load_bytes": "Bytes loaded",
+    "load_bytes_shm": "Bytes read from memory of nodes on the worker's host",
+    "load_bytes_device": "Bytes read from nodes' memory of a GPU on the worker's host",
+    "load_bytes_tcp": "Bytes read from other nodes by TCP",
+    "load_bytes_mooncake": "Bytes read from other nodes by Mooncake's transfer engine",
     "save_bytes": "Bytes saved",
     "breaker_opened": "How often a breaker has opened",
 }

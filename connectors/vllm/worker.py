@@ -88,6 +88,8 @@ class WorkerSide:
         self._lock = threading.Lock()
         self._report = TransferReport()
         self._stats = StoreStats()
+        self._read_bytes: Mapping[str, int] = {}
+        """Of the client, by transport, when the numbers were taken last."""
         self._arrived: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -228,7 +230,12 @@ class WorkerSide:
     def take_stats(self) -> StoreStats | None:
         with self._lock:
             stats, self._stats = self._stats, StoreStats()
-        return None if stats.is_empty() else stats
+        if stats.is_empty():
+            return None
+        before, self._read_bytes = self._read_bytes, self._client.stats().read_bytes
+        for name, size in self._read_bytes.items():
+            stats.count(f"load_bytes_{name}", size - before.get(name, 0))
+        return stats
 
     def close(self) -> None:
         """Gives up queued transfers, and waits until those under way have ended."""

@@ -130,6 +130,16 @@ def test_the_first_transport_that_reaches_a_segment_moves_it(
     assert tcp.calls == [("write", 2, 5.0)]
 
 
+def test_what_was_read_is_counted_by_transport(movers: Movers) -> None:
+    def moves(number: int, size: int, *, write: bool = False) -> Transfer:
+        return Transfer(segment(number), [Move(0, memoryview(bytearray(size)))] * 2, write)
+
+    movers.move([moves(1, 10)], 5.0)
+    movers.move([moves(2, 7)], 5.0)
+    movers.move([moves(2, 5), moves(3, 3, write=True)], 5.0)
+    assert movers.read_bytes == {"shm": 20, "tcp": 24}
+
+
 def test_the_earlier_deadline_counts(movers: Movers, shm: FakeTransport) -> None:
     movers.move([transfer(1, deadline=3.0)], 5.0)
     movers.move([transfer(1, deadline=7.0)], 5.0)

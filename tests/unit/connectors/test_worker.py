@@ -237,8 +237,13 @@ def test_what_was_done_is_counted(start: Start, store: kvstore.Client) -> None:
     assert stats.data["save_blocks"] == stats.data["load_blocks"] == 2
     assert stats.data["save_bytes"] == stats.data["load_bytes"] == 2 * 2 * 16
     assert len(stats.data["save_us"]) == len(stats.data["load_us"]) == 1
+    assert stats.data["load_bytes_shm"] == stats.data["load_bytes"], "where they came from"
     assert "save_failures" not in stats.data
     assert worker.take_stats() is None
+    load(worker, run(0, [3]))
+    again = worker.take_stats()
+    assert again is not None
+    assert again.data["load_bytes_shm"] == again.data["load_bytes"] == 2 * 16
 
 
 # --- what is missing ------------------------------------------------------------------------------
