@@ -13,6 +13,7 @@ from kvstore.client.flows.asking import Match, Reach
 from kvstore.connectors.vllm import lookups as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.lookups import (
+    BUSY_PATIENCE_S,
     FRESH_S,
     PENDING_MAX,
     STEP_PATIENCE_S,
@@ -323,9 +324,10 @@ def test_one_step_waits_only_so_long_for_all_its_requests(
     assert waits[0] == STEP_PATIENCE_S
     assert waits == sorted(waits, reverse=True)
     assert now <= STEP_PATIENCE_S
-    lookups.new_step()
-    lookups.tokens(wanted[0])
-    assert waits[-1] == STEP_PATIENCE_S
+    for busy, patience in ((False, STEP_PATIENCE_S), (True, BUSY_PATIENCE_S)):
+        lookups.new_step(busy=busy)
+        lookups.tokens(wanted[0])
+        assert waits[-1] == patience
 
 
 def test_no_more_than_so_many_questions_wait(start: Start, store: Store) -> None:
