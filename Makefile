@@ -36,10 +36,10 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check size imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-vllm proto reference constraints clean clean-all
+.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check size imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-vllm bench-vllm-miss proto reference constraints clean clean-all
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  JOBS=1 runs the tests one after the other, ARGS=--random-order in another order each time."
 	@echo "  PYTHON=python3.12 chooses the interpreter, ARGS='...' is handed to the command,"
@@ -137,6 +137,9 @@ demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller comp
 
 bench-vllm: $(VENV)/.vllm ## Measure vLLM without a store, with this one, with its own on Mooncake
 	$(BIN)/python -m bench.vllm $(ARGS)
+
+bench-vllm-miss: $(VENV)/.vllm ## Measure what the store costs prompts that nobody has computed
+	$(BIN)/python -m bench.vllm_miss $(ARGS)
 
 proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 	$(BIN)/python proto/generate.py

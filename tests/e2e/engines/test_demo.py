@@ -112,6 +112,16 @@ def test_the_benchmark_measures_hits_and_misses(demonstrate: Demonstrate, tmp_pa
     ]  # fmt: skip
 
 
+@pytest.mark.timeout(SECONDS)
+def test_what_a_miss_costs_is_measured_within_one_engine(demonstrate: Demonstrate) -> None:
+    options = ("--rounds=1", "--prompts=1", "--prompt-tokens=300")
+    status, lines, errors = demonstrate(*options, module="bench.vllm_miss").output()
+    assert status == 0, (lines, errors)
+    assert lines[-1] == "bench: 1 rounds"
+    for turn in ("with the store", "without", "without again"):
+        assert any(re.match(rf"{turn} +[\d.]+ ms", line) for line in lines), lines
+
+
 def family_of(demo: Demonstration) -> list[int]:
     """Everything below it. An engine's process renames itself, and loses its environment."""
     found = [demo.process.pid]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bench import vllm_miss
 from bench.page import ResultsTable
 from bench.vllm import as_json, comparisons, find_problems, parts_of
 from bench.vllm_rounds import (
@@ -119,3 +120,14 @@ def test_p90() -> None:
     values = [float(number) for number in range(1, 11)]
     assert p90(values) == 9
     assert p90([3.0]) == 3
+
+
+def test_a_cost_is_a_ratio_within_a_round() -> None:
+    seconds = {"with the store": [1.0, 3.3], "without": [1.0, 3.0], "without again": [2.0, 3.0]}
+    plan = {"rounds": 2, "prompts": 3, "prompt_tokens": 300}
+    told, table = vllm_miss.parts_of({"plan": plan, "seconds": seconds})
+    assert told == "2 rounds of 3 prompts of 300 tokens, all to one engine"
+    assert isinstance(table, ResultsTable)
+    assert [row[2] for row in table.lines] == [
+        "1.0500 (1.000 to 1.100)", "1.0000 (1.000 to 1.000)", "1.5000 (1.000 to 2.000)"
+    ]  # fmt: skip
