@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -21,13 +22,15 @@ from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from kvstore.client.sync import Client
 from kvstore.connectors.vllm.config import read_config
 from kvstore.connectors.vllm.core import is_part_of_several
+from kvstore.connectors.vllm.cuts import Cutter, cut_pages
 from kvstore.connectors.vllm.decisions import Decisions
 from kvstore.connectors.vllm.fingerprint import weights_id
 from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.hashes import BlockHashes, block_hashes
 from kvstore.connectors.vllm.layout import split_of, wanted_layout
 from kvstore.connectors.vllm.messages import Orders, StillUnderWay, TransferReport, WorkerIdentity
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
-from kvstore.connectors.vllm.pages import pages_of, survey
+from kvstore.connectors.vllm.pages import Geometry, pages_of, survey
 from kvstore.connectors.vllm.scheduler import Scheduler
 from kvstore.connectors.vllm.weights import Adapters, LiveWeights, identify
 from kvstore.connectors.vllm.worker import WorkerSide, client_config
@@ -71,11 +74,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.options: dict[str, Any] = dict(transfer.kv_connector_extra_config)
         self._config = read_config(self.options)
         _check_executor(vllm_config)
-        self._groups = _groups_of(vllm_config, kv_cache_config)
-        parallel = vllm_config.parallel_config
         self._split = split_of(
-            self._config.tp_shards, kv_cache_config, parallel.tensor_parallel_size
-        )
+            self._config.tp_shards, kv_cache_config,
+            vllm_config.parallel_config.tensor_parallel_size, self._config.block_tokens,
+        )  # fmt: skip
+        self._groups, hashes = _groups_of(vllm_config, kv_cache_config, self._split.block_tokens)
         self._loaded = ""
         """The digest of the weights that were loaded; "": not known yet."""
         self._scheduler: Scheduler | None = None
@@ -87,7 +90,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 log.warning(FAIL_POLICY)
             self._scheduler = Scheduler(
                 vllm_config, kv_cache_config, self._config, self._groups, self._split,
-                self.options, _on_worker,
+                hashes, self.options, _on_worker,
             )  # fmt: skip
 
     @classmethod
@@ -179,17 +182,30 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         replicas = max(1, self._kv_cache_config.kv_tp_replicas)
         rank, stage = get_tp_group().rank_in_group, get_pp_group().rank_in_group
         names, each = self._split.parts(stage, rank // replicas), self._split.each
-        shards = [survey(kv_caches, self._kv_cache_config, n, each) for n in range(each)]
-        self._layout = (shards[0].layout, sorted(shards[0].pages), names)
+        shards = [self._pieces(kv_caches, shard) for shard in range(each)]
+        self._layout = (shards[0][0].layout, sorted(shards[0][0].pages), names)
         is_producer = self._kv_transfer_config.is_kv_producer
         saves = (is_producer or self._config.save_decode) and rank % replicas == 0
         with ExitStack() as failing:
             config = client_config(self._config, self._config.transfer_timeout_ms)
             client = failing.enter_context(Client(config=config))
-            pages = [pages_of(shard, client.device) for shard in shards]
+            pages = [cut_pages([pages_of(each, client.device) for each in of]) for of in shards]
             parts = dict(zip(names, pages, strict=True))
             self._worker = WorkerSide(self._config, self._groups, client, parts, saves=saves)
             failing.pop_all()
+
+    def _pieces(self, caches: dict[str, torch.Tensor], shard: int) -> list[Geometry]:
+        """Where one shard of all pages is, once for each piece that blocks are cut into."""
+        config, split = self._kv_cache_config, self._split
+        if not split.block_tokens:
+            return [survey(caches, config, shard, split.each)]
+        layers = self._vllm_config.compilation_config.static_forward_context
+        cutter = Cutter(split.block_tokens, layers, self._vllm_config.model_config.dtype)
+        count = max(map(self._groups.cuts, self._groups.block_tokens))
+        return [
+            survey(caches, config, shard, split.each, partial(cutter.piece, index))
+            for index in range(count)
+        ]
 
     def hello(self, worker: Any) -> WorkerIdentity:
         """The worker's identity now; the scheduler side asks for it between two steps.
@@ -373,8 +389,17 @@ def _on_worker(worker: Any, options: dict[str, Any], method: str) -> Any:
     return None
 
 
-def _groups_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Groups:
-    """Raises ConfigError for models whose blocks cannot be kept by hash."""
+def _groups_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, object_tokens: int
+) -> tuple[Groups, BlockHashes]:
+    """The groups, and the hashes of which their keys are made.
+
+    Args:
+        object_tokens: of blocks that are cut; 0: blocks are objects.
+
+    Raises:
+        ConfigError: a model whose blocks cannot be kept by hash.
+    """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.kv_cache_interface import (
         AttentionSpec,
@@ -384,6 +409,13 @@ def _groups_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Group
     )
 
     scheduler_block, hashed = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    if object_tokens and hashed % object_tokens:
+        raise ConfigError(
+            f"block_tokens={object_tokens}: vLLM hashes blocks of {hashed} tokens, which cannot be "
+            "cut into such objects",
+            advice="Leave vLLM's prefix_match_unit out.",
+            key="block_tokens",
+        )
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("context parallelism is not supported", advice="Use tensor parallelism.")
@@ -407,12 +439,15 @@ def _groups_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Group
         sizes[group_id] = spec.block_size
     if not sizes:
         raise ConfigError("this model has no KV cache whose blocks can be shared by hash")
-    return Groups(
-        hash_block_tokens=hashed,
+    groups = Groups(
+        hash_block_tokens=object_tokens or hashed,
         scheduler_block_tokens=scheduler_block,
         block_tokens=sizes,
         recurrent=frozenset(recurrent),
+        object_tokens=object_tokens,
     )
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    return groups, block_hashes(groups.hash_block_tokens, hashed, algorithm)
 
 
 def _check_states(spec: MambaSpec) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.events import BlockEvents
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
+from kvstore.connectors.vllm.hashes import BlockHashes, Derived
 from kvstore.connectors.vllm.identity import Identity
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, TransferReport
@@ -53,7 +54,7 @@ class Tracked:
 
     request: Request
     saved: dict[int, int] = field(default_factory=dict)
-    """By group with chains: blocks before this index are in the store, or being saved."""
+    """By group with chains: objects before this index are in the store, or being saved."""
     state_tokens: int = 0
     """The last place at which the store has, or will have, a state of each recurrent group."""
     external_tokens: int = 0
@@ -68,11 +69,11 @@ class Tracked:
     """Tokens before the first block that can no longer be saved; None: all blocks can be."""
     is_stale: bool = False
     """Whether some of its blocks were computed with weights that have been replaced."""
+    smaller: Derived = field(default_factory=Derived)
+    """Hashes of smaller blocks than vLLM's, if objects are smaller."""
     salt: bytes = b""
-    salted: list[bytes] = field(default_factory=list)
+    salted: Derived = field(default_factory=Derived)
     """The keys of its hash blocks, salted, if the request uses an adapter."""
-    salted_from: list[bytes] = field(default_factory=list)
-    """The hash of each salted key."""
 
 
 @dataclass
@@ -119,6 +120,7 @@ class Decisions:
         """The salt that a request's keys contain besides vLLM's hash; None: not known."""
         self.keep: Callable[[dict[int, bytes], int], object] = lambda tips, milliseconds: None
         """Pins the blocks that end with these keys, by group, in the store."""
+        self.hashes = BlockHashes(groups.hash_block_tokens)
         self.counters: dict[str, int] = {}
         self._config = config
         self._groups = groups
@@ -189,22 +191,19 @@ class Decisions:
     def _hashes(self, tracked: Tracked) -> Sequence[bytes] | None:
         """The hash of each hash block, from which keys are made; None: not known."""
         request = tracked.request
-        hashes: Sequence[bytes] = request.block_hashes
+        hashes = self.hashes.of(request, tracked.smaller)
         if request.lora_request is None:
             return hashes
         salt = self.salt(request)
         if salt is None or (tracked.salt and tracked.salt != salt):
             return None
         tracked.salt = salt
-        known = tracked.salted_from
-        # A session's next input replaces the last tokens. Each hash covers those before it.
-        while known and (len(known) > len(hashes) or known[-1] != hashes[len(known) - 1]):
-            known.pop()
-        news = hashes[len(known) :]
-        del tracked.salted[len(known) :]
-        tracked.salted += (hashlib.sha256(salt + each).digest() for each in news)
-        known += news
-        return tracked.salted
+        salted = tracked.salted
+        salted.keep(hashes)
+        news = hashes[len(salted.source) :]
+        salted.made += (hashlib.sha256(salt + each).digest() for each in news)
+        salted.source += news
+        return salted.made
 
     def _limit(self, tracked: Tracked) -> int:
         """The most tokens that may be loaded: vLLM must compute at least one."""
@@ -368,8 +367,9 @@ class Decisions:
     def _note_holes(self, tracked: Tracked, table: Sequence[Sequence[int]], tokens: int) -> None:
         """Notes blocks that a sliding window passed before they were saved. Engines must not be
         told to wait for the tokens after them."""
-        for group, size in self._groups.chains.items():
-            first = tracked.saved.get(group, 0)
+        for group, objects in self._groups.chains.items():
+            size = self._groups.block_tokens[group]
+            first = tracked.saved.get(group, 0) * objects // size
             if NULL_BLOCK in table[group][first : tokens // size]:
                 hole = table[group].index(NULL_BLOCK, first) * size
                 known = tracked.promised
@@ -384,10 +384,7 @@ class Decisions:
     def _tokens_to_save(self, request: Request, scheduled: int) -> int:
         """Tokens whose blocks are full after this step. Only confirmed tokens have a hash;
         speculative ones have none."""
-        tokens: int = min(
-            request.num_computed_tokens + scheduled,
-            len(request.block_hashes) * self._groups.hash_block_tokens,
-        )
+        tokens: int = min(request.num_computed_tokens + scheduled, self.hashes.covered(request))
         if not self._config.save_decode:
             tokens = min(tokens, request.num_prompt_tokens)
         return tokens
@@ -397,10 +394,12 @@ class Decisions:
         room = self._room()
 
         def blocks(tokens: int) -> int:
-            return sum(
-                max(0, tokens // size - tracked.saved.get(group, 0))
-                for group, size in self._groups.chains.items()
-            )
+            count = 0
+            for group, size in self._groups.chains.items():
+                first, end = tracked.saved.get(group, 0), tokens // size
+                cuts = self._groups.cuts(group)
+                count += -(-end // cuts) - first // cuts if end > first else 0
+            return count
 
         if blocks(tokens) <= room:
             return tokens
@@ -434,7 +433,8 @@ class Decisions:
         pinned.keep_ms = self._keep_ms(request)
         if self._events.wanted:
             pinned.tokens = self._events.tokens_of(request, runs)
-            pinned.plain = dict(zip(self._tracked[request.request_id].salted, request.block_hashes))
+            salted = self._tracked[request.request_id].salted
+            pinned.plain = dict(zip(salted.made, salted.source))
             pinned.lora = request.lora_request.lora_name if request.lora_request else None
         self._pinned[self._next_save] = pinned
         return Save(self._next_save, runs, _milliseconds(request, "ttl_ms", TTL_MS_MAX))
@@ -558,7 +558,7 @@ class Decisions:
         tokens = min([*ends, tracked.state_tokens] if self._groups.recurrent else ends)
         if tracked.promised is not None:
             tokens = min(tokens, tracked.promised)
-        return self._groups.aligned(tokens)
+        return self._groups.whole(tokens)
 
     def moved(self) -> None:
         """Called when the engine has a new fingerprint. Blocks that were computed before are

@@ -62,7 +62,7 @@ class BlockEvents:
         ids = request.all_token_ids
         tokens = {}
         for index, run in enumerate(runs):
-            size = self._groups.block_tokens[run.group]
+            size = self._groups.tokens_of(run.group)
             tokens[index] = list(ids[run.first * size : (run.first + len(run.keys)) * size])
         return tokens
 
@@ -88,7 +88,7 @@ class BlockEvents:
                 BlockStored(
                     block_hashes=hashes, parent_block_hash=parent,
                     token_ids=tokens.get(index, []),
-                    block_size=self._groups.block_tokens[run.group],
+                    block_size=self._groups.tokens_of(run.group),
                     lora_id=None, lora_name=lora, medium=MEDIUM, group_idx=run.group,
                 )
             )  # fmt: skip

@@ -48,12 +48,16 @@ PROCESSOR_FILES: Final = (
 
 
 def describe(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, split: Split = NOT_SPLIT
-) -> dict[str, Any]:
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, split: Split = NOT_SPLIT,
+    hash_tokens: int = 0,
+) -> dict[str, Any]:  # fmt: skip
     """All settings on which the bytes and hashes of blocks depend, as plain JSON values.
 
     Args:
-        split: how pages are split for engines of other tensor-parallel sizes.
+        split: how pages are split and cut for engines of other sizes: those of the same objects
+            have the same description.
+        hash_tokens: tokens per hash if an operator has chosen them (``prefix_match_unit``); 0: they
+            follow from the groups.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
@@ -77,8 +81,9 @@ def describe(
         "groups": [
             {
                 "kind": type(group.kv_cache_spec).__name__,
-                "block_tokens": group.kv_cache_spec.block_size,
-                "page_bytes": group.kv_cache_spec.page_size_bytes // split.each,
+                "block_tokens": split.block_tokens or group.kv_cache_spec.block_size,
+                "page_bytes": group.kv_cache_spec.page_size_bytes // split.each
+                // split.cuts(group.kv_cache_spec.block_size),
                 "layers": len(group.layer_names),
                 **_state(group.kv_cache_spec),
             }
@@ -86,6 +91,7 @@ def describe(
         ],
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "none_hash": none_hash(cache.prefix_caching_hash_algo),
+        **({"hash_tokens": hash_tokens} if hash_tokens else {}),
         "speculative": _speculative(vllm_config),
         **_media(model),
     }  # fmt: skip

@@ -5,6 +5,9 @@ size, a multiple of the *hash block* for which request hashes are computed. A bl
 hash at its end, which covers everything before it as well. All full blocks of attention groups are
 stored, as chains.
 
+With ``block_tokens`` a block is *cut* into several objects, each of which is what an engine with
+smaller blocks stores. Objects are counted like blocks then, also those of a block that is not full.
+
 A block of a *recurrent* group (Mamba, gated delta nets and their like) is the layers' *state* after
 its last token. To go on from a prefix of n tokens an engine needs the state at n, and none before
 it. vLLM keeps few states and offers each once, when a request reaches it. So a prefix of n tokens
@@ -16,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
 from kvstore.connectors.vllm.messages import Run
 
@@ -35,21 +39,41 @@ class Groups:
     """Tokens per block, by id of the KV cache group."""
     recurrent: frozenset[int] = frozenset()
     """Ids of the recurrent groups."""
+    object_tokens: int = 0
+    """Tokens per object of blocks that are cut; 0: blocks are objects."""
 
     def __post_init__(self) -> None:
         for group, tokens in self.block_tokens.items():
             assert tokens % self.hash_block_tokens == 0, f"group {group}: {tokens}"
             assert self.scheduler_block_tokens % tokens == 0, f"group {group}: {tokens}"
+            assert not self.object_tokens or tokens % self.object_tokens == 0, f"group {group}"
+        assert not (self.object_tokens and self.recurrent), "states are not cut"
 
     @cached_property
     def chains(self) -> dict[int, int]:
-        """Tokens per block of the groups whose blocks are chains."""
+        """Tokens per object of the groups whose blocks are chains."""
         sizes = self.block_tokens.items()
-        return {group: size for group, size in sizes if group not in self.recurrent}
+        chains = {group: size for group, size in sizes if group not in self.recurrent}
+        return dict.fromkeys(chains, self.object_tokens) if self.object_tokens else chains
+
+    def tokens_of(self, group: int) -> int:
+        """Tokens per object of any group."""
+        return self.object_tokens or self.block_tokens[group]
+
+    def cuts(self, group: int) -> int:
+        """Objects per block."""
+        return self.block_tokens[group] // self.tokens_of(group)
+
+    def places(self, run: Run) -> list[int]:
+        """Where a run's objects are: with N objects per block, object i of block b has N * b + i.
+        Without cuts these are the numbers of the blocks."""
+        cuts = self.cuts(run.group)
+        numbered = enumerate(run.block_ids, run.first)
+        return [block * cuts + index % cuts for index, block in numbered]
 
     def keys(self, group: int, hashes: Sequence[bytes]) -> list[bytes]:
-        """The keys of a group's full blocks, from the hashes of all hash blocks."""
-        step = self.block_tokens[group] // self.hash_block_tokens
+        """The keys of a group's full objects, from the hashes of all hash blocks."""
+        step = self.tokens_of(group) // self.hash_block_tokens
         return [bytes(each) for each in hashes[step - 1 :: step]]
 
     def state_keys(self, hashes: Sequence[bytes]) -> list[bytes]:
@@ -69,22 +93,38 @@ class Groups:
         """``tokens``, rounded down to whole scheduler blocks."""
         return tokens - tokens % self.scheduler_block_tokens
 
+    def whole(self, tokens: int) -> int:
+        """``tokens``, rounded down to where objects of all groups end."""
+        return tokens - tokens % self.shared_tokens
+
+    @property
+    def shared_tokens(self) -> int:
+        """The scheduler block of the engines that store such objects without cutting blocks."""
+        return self.object_tokens or self.scheduler_block_tokens
+
+    @property
+    def usual_hash_tokens(self) -> int:
+        """The hash block that vLLM chooses for such objects if it is not told another one."""
+        return gcd(*map(self.tokens_of, self.block_tokens))
+
     def runs(
         self, hashes: Sequence[bytes], block_ids: Sequence[Sequence[int]],
         first: dict[int, int], tokens: int,
     ) -> Iterator[Run]:  # fmt: skip
-        """The blocks of chains of the first ``tokens`` tokens, in contiguous runs, without null
-        blocks.
+        """The objects of chains of the first ``tokens`` tokens, in contiguous runs, without those
+        of null blocks.
 
         Args:
             hashes: the request's hashes.
             block_ids: the request's block table, by group id.
-            first: index of the first wanted block, by group id.
+            first: index of the first wanted object, by group id.
         """
-        for group, block_tokens in self.chains.items():
+        for group, object_tokens in self.chains.items():
             keys = self.keys(group, hashes[: tokens // self.hash_block_tokens])
-            table = block_ids[group]
-            end = min(tokens // block_tokens, len(keys), len(table))
+            table, cuts = block_ids[group], self.cuts(group)
+            if cuts > 1:
+                table = [block_id for block_id in table for _ in range(cuts)]
+            end = min(tokens // object_tokens, len(keys), len(table))
             start = first.get(group, 0)
             while start < end:
                 if table[start] == NULL_BLOCK:

@@ -12,6 +12,7 @@ the model support that order. Otherwise it logs a warning and takes its own. The
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.connectors.vllm.core import is_part_of_several
@@ -30,12 +31,19 @@ _HEADS_FIRST_CAPABILITY: Final = 10
 
 
 class Split(NamedTuple):
-    """How the pages of an engine are split by heads, for engines of other tensor-parallel sizes."""
+    """How the pages of an engine are split by heads, for engines of other tensor-parallel sizes,
+    and cut by tokens, for those of other block sizes."""
 
     shards: int
     """Of a whole page; 0: engines of one tensor-parallel size share pages as they are."""
     each: int
     """Shards of one worker."""
+    block_tokens: int = 0
+    """Tokens of each object; 0: blocks are not cut."""
+
+    def cuts(self, block_tokens: int) -> int:
+        """How many objects a block of so many tokens is."""
+        return block_tokens // self.block_tokens if self.block_tokens else 1
 
     def parts(self, stage: int, place: int) -> list[str]:
         """The names of a worker's parts of each block: its shards, or what it holds as a whole.
@@ -53,24 +61,69 @@ class Split(NamedTuple):
 NOT_SPLIT: Final = Split(0, 1)
 
 
-def split_of(shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int) -> Split:
-    """How to split the pages into ``shards`` (``tp_shards``); 0: not.
+def split_of(
+    shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int, block_tokens: int = 0
+) -> Split:
+    """How to split the pages into ``shards`` (``tp_shards``; 0: not), and to cut them into objects
+    of ``block_tokens`` (0: not).
 
     Ranks that hold identical bytes count once: with latent attention all of them do, and nothing
     needs to be split.
 
     Raises:
-        ConfigError: the ranks cannot hold equal numbers of shards, or a layer's cache has no heads.
+        ConfigError: the ranks cannot hold equal numbers of shards, a layer's cache has no heads, or
+            a group's blocks cannot be cut.
     """
-    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
+    specs = _specs(kv_cache_config)
+    return Split(
+        *_shards(shards, specs, kv_cache_config, tensor_parallel), _cut(block_tokens, specs)
+    )
 
-    if not shards:
-        return NOT_SPLIT
+
+def _specs(kv_cache_config: KVCacheConfig) -> list[Any]:
+    """Those of the layers, not of groups of several kinds."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
     specs: list[Any] = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
         many = isinstance(spec, UniformTypeKVCacheSpecs)
         specs += spec.kv_cache_specs.values() if many else [spec]
+    return specs
+
+
+def _cut(block_tokens: int, specs: Sequence[Any]) -> int:
+    """``Split.block_tokens`` for these layers."""
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
+
+    sizes = sorted({spec.block_size for spec in specs})
+    if not block_tokens or sizes == [block_tokens]:
+        return 0
+    told = f"block_tokens={block_tokens}: "
+    if any(isinstance(spec, MambaSpec | MLAAttentionSpec) for spec in specs):
+        raise ConfigError(
+            f"{told}states of recurrent layers and blocks of latent attention cannot be cut",
+            advice="Leave block_tokens out: engines of one block size share this model.",
+            key="block_tokens",
+        )
+    if any(size % block_tokens for size in sizes):
+        raise ConfigError(
+            f"{told}blocks of {' and '.join(map(str, sizes))} tokens cannot be cut into such "
+            "objects",
+            advice="Choose a number that divides the block sizes of all engines (--block-size).",
+            key="block_tokens",
+        )
+    return block_tokens
+
+
+def _shards(
+    shards: int, specs: Sequence[Any], kv_cache_config: KVCacheConfig, tensor_parallel: int
+) -> tuple[int, int]:
+    """``Split.shards`` and ``Split.each``."""
+    from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec
+
+    if not shards:
+        return 0, 1
     if any(isinstance(spec, MambaSpec) for spec in specs):
         raise ConfigError(
             f"tp_shards={shards}: the states of recurrent layers cannot be split",
@@ -78,7 +131,7 @@ def split_of(shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int) 
             key="tp_shards",
         )
     if all(isinstance(spec, MLAAttentionSpec) for spec in specs):
-        return Split(1, 1)
+        return 1, 1
     places = tensor_parallel // max(1, kv_cache_config.kv_tp_replicas)
     if shards % places:
         raise ConfigError(
@@ -87,7 +140,7 @@ def split_of(shards: int, kv_cache_config: KVCacheConfig, tensor_parallel: int) 
             advice="Choose a number that the tensor-parallel sizes of all engines divide.",
             key="tp_shards",
         )
-    return Split(shards, shards // places)
+    return shards, shards // places
 
 
 def wanted_layout(vllm_config: VllmConfig) -> str | None:

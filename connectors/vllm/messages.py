@@ -23,17 +23,17 @@ from kvstore.limits import Namespace
 
 
 class Run(NamedTuple):
-    """Consecutive blocks of one cache group in a request."""
+    """Consecutive objects of one cache group in a request: blocks, or what blocks are cut into."""
 
     group: int
     keys: list[bytes]
-    """Hash of each block."""
+    """Hash at the end of each object."""
     block_ids: list[int]
-    """Each block's number in the paged cache."""
+    """The number of each object's block in the paged cache."""
     first: int
-    """Index of the first block in its request."""
+    """Index of the first object in its request."""
     parent: bytes | None
-    """Hash of the block before the first; None: the run starts the prompt."""
+    """Hash at the end of the object before the first; None: the run starts the prompt."""
 
 
 class Load(NamedTuple):

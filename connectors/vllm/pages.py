@@ -7,6 +7,7 @@ blocks, wherever the pages are in memory.
 
 Pages can be split by heads into *shards* of equal size. A shard has the bytes of the page of a
 worker that has only these heads, so engines of other tensor-parallel sizes read each other's.
+Pages can also be cut by tokens, for engines of other block sizes (``cuts``).
 
 This module copies nothing: the client copies between the pages and the pool, on a GPU by its driver
 (``kvstore.device``).
@@ -47,7 +48,8 @@ class Pages(Protocol):
         ...
 
     def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> Sequence[Payload]:
-        """The memory of these blocks, which may be read or filled from the moment ``after`` on."""
+        """The memory of these blocks, which may be read or filled from the moment ``after`` on. Of
+        blocks that are cut: of these objects (``Groups.places``)."""
         ...
 
 
@@ -78,15 +80,17 @@ class Geometry(NamedTuple):
 
 
 def survey(
-    caches: Mapping[str, torch.Tensor], config: KVCacheConfig, shard: int = 0, shards: int = 1
-) -> Geometry:
-    """Finds where all pages are, or one shard of each.
+    caches: Mapping[str, torch.Tensor], config: KVCacheConfig, shard: int = 0, shards: int = 1,
+    piece: Piece | None = None,
+) -> Geometry:  # fmt: skip
+    """Finds where all pages are, or one shard or piece of each.
 
     Args:
         caches: by layer name: a tensor whose first dimension counts blocks, or equal parts of
             blocks, as some attention kernels want them; its other dimensions are dense. With
             shards the second dimension counts heads.
         shards: into how many shards the pages of this worker are split.
+        piece: cuts a piece out of a page, or of a shard; None: pages are not cut.
 
     Raises:
         ConfigError: a layout that this connector does not understand, or cannot split.
@@ -107,6 +111,10 @@ def survey(
             runs = [page]
             if shards > 1:
                 runs, shape = _shard(name, cache, page, shape, shard, shards)
+            if piece is not None:
+                runs, shape = piece(name, cache, runs, shape)
+                if not runs:
+                    continue
             address = cache.untyped_storage().data_ptr()
             if address not in storages:
                 storages[address] = len(tensors)
@@ -122,6 +130,9 @@ def survey(
 
 Shape = tuple[str, tuple[int, ...], tuple[int, ...], int]
 """The dtype of a page, its dimensions and their strides, and the number of its equal parts."""
+
+Piece = Callable[[str, torch.Tensor, list[Page], Shape], tuple[list[Page], Shape]]
+"""Args: a layer's name and cache, the runs of its page, their shape. See ``cuts``."""
 
 
 def _shard(

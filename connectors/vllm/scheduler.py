@@ -20,6 +20,7 @@ from kvstore.connectors.vllm.core import Core, before_reset
 from kvstore.connectors.vllm.decisions import Decisions
 from kvstore.connectors.vllm.events import Block, BlockEvents, audit
 from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.hashes import BlockHashes
 from kvstore.connectors.vllm.identity import NO_PREFIX_CACHING, Identity
 from kvstore.connectors.vllm.layout import Split
 from kvstore.connectors.vllm.listening import NOTHING, Listener
@@ -58,12 +59,14 @@ class Scheduler:
         config: ConnectorConfig,
         groups: Groups,
         split: Split,
+        hashes: BlockHashes,
         options: dict[str, Any],
         on_worker: Callable[[Any, dict[str, Any], str], Any],
     ) -> None:
         """
         Args:
-            split: how pages are split for engines of other tensor-parallel sizes.
+            split: how pages are split and cut for engines of other sizes.
+            hashes: of the requests' hash blocks.
             options: this connector's options, by which its sides on the workers are found.
             on_worker: called on each worker as ``on_worker(worker, options, method)``. It must be a
                 function of a module, because it is pickled by name.
@@ -90,10 +93,14 @@ class Scheduler:
         self._client = Client(config=client_config(config, 5_000))
         self._lookup_ms = max(LOOKUP_TIMEOUT_MS, config.lookup_deadline_ms)
         self._core = Core.above()
-        described = fingerprint.describe(vllm_config, kv_cache_config, split=split)
+        is_usual = groups.hash_block_tokens == groups.usual_hash_tokens
+        described = fingerprint.describe(
+            vllm_config, kv_cache_config, split=split,
+            hash_tokens=0 if is_usual else groups.hash_block_tokens,
+        )  # fmt: skip
         engine = Record(
             "vllm", fingerprint.models_of(vllm_config), "", (), described,
-            groups.scheduler_block_tokens,
+            groups.shared_tokens,
         )  # fmt: skip
         self._identity = Identity(
             self._client, self._core, engine, model_id=config.model_id, what="blocks"
@@ -113,6 +120,7 @@ class Scheduler:
         )  # fmt: skip
         self.decisions.salt = self._salt
         self.decisions.keep = self._keep
+        self.decisions.hashes = hashes
         self._auditing: Future[list[Block]] | None = None
         self._audited: list[Block] = []
         self._listeners: list[Listener] = []

@@ -150,8 +150,8 @@ class WorkerSide:
     def save(self, orders: Orders) -> None:
         """Orders the saves of a step whose forward pass, and that of a draft model, has been
         queued. Saves wait for the pass, which computes their last tokens. Later steps do not write
-        to these blocks: all their tokens are computed, and the scheduler side holds them until
-        their save has been reported."""
+        to these objects: all their tokens are computed, and the scheduler side holds their blocks
+        until the save has been reported."""
         if not orders.saves:
             return
         if not self._does_save:
@@ -335,7 +335,7 @@ class WorkerSide:
                     size += len(piece.keys) * self._block_bytes(piece.group)
                     continue
                 bad.update(run.block_ids[piece.first - run.first + first :])
-                tokens = (piece.first + first) * self._groups.block_tokens[run.group]
+                tokens = (piece.first + first) * self._groups.tokens_of(run.group)
                 good_tokens = tokens if good_tokens is None else min(tokens, good_tokens)
                 break
         with self._lock:
@@ -359,7 +359,7 @@ class WorkerSide:
             def get(part: str = part, pages: Pages = pages, left_ms: int = left_ms) -> None:
                 sizes[:] = self._client.get_into(
                     piece.keys,
-                    pages.blocks(piece.group, piece.block_ids, order.after),
+                    pages.blocks(piece.group, self._groups.places(piece), order.after),
                     namespace=namespace(order.fingerprint, piece.group, part),
                     timeout_ms=left_ms,
                 )
@@ -409,7 +409,7 @@ class WorkerSide:
             def put(part: str = part, pages: Pages = pages, left_ms: int = left_ms) -> None:
                 outcomes[:] = self._client.put_chain(
                     piece.keys,
-                    pages.blocks(piece.group, piece.block_ids, order.after),
+                    pages.blocks(piece.group, self._groups.places(piece), order.after),
                     namespace=namespace(order.fingerprint, piece.group, part),
                     parent=piece.parent,
                     ttl=ttl,

@@ -90,3 +90,11 @@ class ConnectorConfig(StoreSettings):
         "tensor-parallel sizes find them: a number that all their sizes divide, the same in all. "
         "0: engines of one size share.",
     )
+    block_tokens: Count = Field(
+        default=0,
+        ge=0,
+        le=65_536,
+        description="Store each block as objects of so many tokens, under the keys of an engine "
+        "with such blocks, so that engines of other block sizes find them: a number that divides "
+        "all their block sizes. 0: one object each.",
+    )

@@ -21,6 +21,10 @@ from kvstore.connectors.vllm.metrics import COUNTERS
 HASH_TOKENS = 4
 PLAIN = Groups(hash_block_tokens=4, scheduler_block_tokens=4, block_tokens={0: 4})
 HYBRID = Groups(hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 4, 1: 8})
+CUT = Groups(
+    hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 4, 1: 8}, object_tokens=4
+)
+"""As ``HYBRID``, but the larger blocks are two objects each."""
 
 
 @dataclass(eq=False)
@@ -153,10 +157,11 @@ class Saving:
     workers_left: int
     stored: bool = True
 
-    def blocks(self) -> Iterator[tuple[int, bytes, int]]:
+    def objects(self, groups: Groups) -> Iterator[tuple[int, bytes, int, int]]:
+        """Group, key, block and place of each."""
         for run in self.save.runs:
-            for key, block_id in zip(run.keys, run.block_ids, strict=True):
-                yield run.group, key, block_id
+            for each in zip(run.keys, run.block_ids, groups.places(run), strict=True):
+                yield run.group, *each
 
 
 @dataclass
@@ -183,8 +188,8 @@ class Engine:
         self.tables: dict[str, Tables] = {}
         self.finished: set[str] = set()
         self.saving: dict[int, Saving] = {}
-        self.content: dict[int, tuple[int, bytes]] = {}
-        """Of each block that is whole: its group and key."""
+        self.content: dict[tuple[int, int], bytes] = {}
+        """The key of each object that is whole, by its group and place."""
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -211,8 +216,12 @@ class Engine:
         tables = self.tables[request.request_id]
         for group, size in self.groups.block_tokens.items():
             while len(tables.tables[group]) * size < tokens:
-                tables.tables[group].append(self.pool.take())
-                self.content.pop(tables.tables[group][-1], None)
+                block = self.pool.take()
+                tables.tables[group].append(block)
+                for each in self.groups.block_tokens:
+                    cuts = self.groups.cuts(each)
+                    for place in range(block * cuts, (block + 1) * cuts):
+                        self.content.pop((each, place), None)
         return tables
 
     def load(self, request: Request, computed: int = 0) -> int:
@@ -226,11 +235,13 @@ class Engine:
     def fill(self, request: Request, tokens: int) -> None:
         """The first ``tokens`` tokens are in their blocks now."""
         tables = self.tables[request.request_id].tables
-        for group, size in self.groups.block_tokens.items():
+        for group in self.groups.block_tokens:
             keys = self.groups.keys(group, request.block_hashes)
-            for index in range(min(tokens // size, len(keys))):
-                if tables[group][index] != NULL_BLOCK:
-                    self.content[tables[group][index]] = (group, keys[index])
+            cuts = self.groups.cuts(group)
+            for index in range(min(tokens // self.groups.tokens_of(group), len(keys))):
+                block, cut = tables[group][index // cuts], index % cuts
+                if block != NULL_BLOCK:
+                    self.content[group, block * cuts + cut] = keys[index]
 
     def move(self, fingerprint: str) -> None:
         """The weights are others from now on."""
@@ -307,8 +318,8 @@ class Engine:
 
     def check_content(self, saving: Saving) -> None:
         """What is being saved is still where the workers read it."""
-        for group, key, block_id in saving.blocks():
-            assert self.content.get(block_id) == (group, key)
+        for group, key, _, place in saving.objects(self.groups):
+            assert self.content.get((group, place)) == key
 
     def check(self) -> None:
         self.side.check_invariants()
@@ -322,9 +333,9 @@ class Engine:
                 for block_id in table:
                     expected[block_id] += block_id != NULL_BLOCK
         for saving in saves:
-            blocks = [block_id for _, _, block_id in saving.blocks()]
-            assert len(set(blocks)) == len(blocks)
-            for block_id in blocks:
+            objects = [(group, place) for group, _, _, place in saving.objects(self.groups)]
+            assert len(set(objects)) == len(objects)
+            for block_id in {block_id for _, _, block_id, _ in saving.objects(self.groups)}:
                 expected[block_id] += 1
         assert [block.references for block in self.pool.blocks] == expected
         assert self.side.counters.keys() <= COUNTERS.keys()

@@ -15,7 +15,7 @@ from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, SaveEnd, TransferReport
 from kvstore.limits import TTL_MS_MAX
-from tests.unit.connectors.engine import HYBRID, PLAIN, Engine, Request, saved
+from tests.unit.connectors.engine import CUT, HYBRID, PLAIN, Engine, Request, saved
 
 # --- offers ---------------------------------------------------------------------------------------
 
@@ -860,10 +860,12 @@ def test_a_load_is_under_way_until_all_workers_have_reported_it() -> None:
 class Scheduling(RuleBasedStateMachine):
     """Requests come, run, are preempted, fail and go; workers report when they like."""
 
+    groups = HYBRID
+
     def __init__(self) -> None:
         super().__init__()
         config = ConnectorConfig(save_decode=True, pinned_max=0.2)
-        self.engine = Engine(HYBRID, config, blocks=120, workers=2, events_wanted=True)
+        self.engine = Engine(self.groups, config, blocks=120, workers=2, events_wanted=True)
         self.waiting: list[Request] = []
         self.loading: dict[str, int] = {}
         self.running: list[Request] = []
@@ -879,7 +881,7 @@ class Scheduling(RuleBasedStateMachine):
     )
     def new_request(self, tokens: int, there: int, seed: int, params: dict[str, Any]) -> None:
         self.number += 1
-        there = min(there * 8, tokens // 8 * 8)
+        there = self.groups.whole(min(there * 8, tokens))
         name = f"r{self.number}"
         self.waiting.append(self.engine.add(name, tokens, there=there, seed=seed, **params))
 
@@ -915,12 +917,12 @@ class Scheduling(RuleBasedStateMachine):
             request = self.engine.requests[load.request_id]
             hashes = request.block_hashes
             for run in load.runs:
-                size = HYBRID.block_tokens[run.group]
+                count = ordered[load.request_id] // self.groups.tokens_of(run.group)
                 assert run.first == 0
-                assert (
-                    run.keys == HYBRID.keys(run.group, hashes)[: ordered[load.request_id] // size]
-                )
-                assert run.block_ids == self.engine.tables[load.request_id].tables[run.group]
+                assert run.keys == self.groups.keys(run.group, hashes)[:count]
+                table = self.engine.tables[load.request_id].tables[run.group]
+                cuts = self.groups.cuts(run.group)
+                assert run.block_ids == [block for block in table for _ in range(cuts)]
 
     @precondition(lambda self: self.engine.saving)
     @rule(which=st.integers(0, 100), workers=st.integers(1, 2), stored=st.booleans())
@@ -1001,6 +1003,13 @@ class Scheduling(RuleBasedStateMachine):
 
 
 TestScheduling = Scheduling.TestCase
+
+
+class SchedulingOfCutBlocks(Scheduling):
+    groups = CUT
+
+
+TestSchedulingOfCutBlocks = SchedulingOfCutBlocks.TestCase
 
 
 def test_the_groups_of_the_tests_are_as_the_connector_makes_them() -> None:

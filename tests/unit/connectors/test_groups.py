@@ -81,6 +81,41 @@ def test_each_group_has_its_own_table_and_keys() -> None:
     ]
 
 
+CUT = Groups(
+    hash_block_tokens=16, scheduler_block_tokens=48, block_tokens={0: 16, 1: 48}, object_tokens=16
+)
+
+
+def test_blocks_that_are_cut_are_as_many_objects_with_one_key_each() -> None:
+    assert CUT.keys(1, hashes(4)) == [b"h0", b"h1", b"h2", b"h3"]
+    tables = [[1, 2, 3, 4], [8, 9]]
+    assert runs(CUT, tables, 70, first={0: 4, 1: 1}) == [
+        Run(1, [b"h1", b"h2", b"h3"], [8, 8, 9], 1, b"h0")
+    ], "also of a block that is not full"
+    assert runs(CUT, [[], [NULL_BLOCK, 9]], 96) == [
+        Run(1, [b"h3", b"h4", b"h5"], [9, 9, 9], 3, b"h2")
+    ]
+
+
+def test_objects_are_numbered_by_their_place_in_a_block() -> None:
+    assert CUT.places(Run(1, [b""] * 4, [8, 8, 9, 9], 1, None)) == [25, 26, 27, 28]
+    assert CUT.places(Run(0, [b""] * 2, [8, 5], 1, None)) == [8, 5]
+
+
+def test_hits_end_with_blocks_and_promises_with_objects() -> None:
+    assert (CUT.aligned(95), CUT.whole(95), HYBRID.whole(95)) == (48, 80, 0)
+    assert (CUT.shared_tokens, HYBRID.shared_tokens) == (16, 96)
+    assert CUT.usual_hash_tokens == HYBRID.usual_hash_tokens == 16
+
+
+def test_states_are_not_cut() -> None:
+    with pytest.raises(AssertionError, match="states"):
+        Groups(
+            hash_block_tokens=16, scheduler_block_tokens=32, block_tokens={0: 32, 1: 32},
+            recurrent=frozenset({1}), object_tokens=16,
+        )  # fmt: skip
+
+
 @given(
     steps=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     tables=st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=3, max_size=3),

@@ -1,0 +1,97 @@
+"""The hashes of a request's tokens, from which keys are made.
+
+vLLM 0.32 hashes the blocks of a model with one cache group, or parts of blocks of equal size. For
+objects of another size (``block_tokens``) this module has vLLM's function hash parts of that size:
+the hashes are those of an engine with such blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+Hasher = Callable[[Any], list[bytes]]
+"""vLLM's function: the hashes that a request's ``block_hashes`` lacks."""
+
+
+@dataclass
+class Derived:
+    """Hashes that are made from those of vLLM."""
+
+    made: list[bytes] = field(default_factory=list)
+    source: list[bytes] = field(default_factory=list)
+
+    def keep(self, hashes: Sequence[bytes], each: int = 1) -> None:
+        """Drops what was made from other hashes than these, or ahead of them. A session's next
+        input replaces its last tokens; each hash covers the tokens before it.
+
+        Args:
+            each: how many hashes are made from one.
+        """
+        source = self.source
+        while source and (len(source) > len(hashes) or source[-1] != hashes[len(source) - 1]):
+            source.pop()
+        del self.made[len(source) * each :]
+
+
+class BlockHashes:
+    """The hashes of all full parts of ``tokens`` tokens of a request: vLLM's own."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def of(self, request: Request, known: Derived) -> Sequence[bytes]:
+        """``known``: what was made for this request before."""
+        del known
+        hashes: Sequence[bytes] = request.block_hashes
+        return hashes
+
+    def covered(self, request: Request) -> int:
+        """How many tokens have hashes."""
+        return len(request.block_hashes) * self.tokens
+
+
+class SmallerHashes(BlockHashes):
+    """The same, where vLLM hashes larger blocks, of ``vllm_tokens`` tokens."""
+
+    def __init__(self, tokens: int, vllm_tokens: int, hasher: Hasher) -> None:
+        super().__init__(tokens)
+        self._each = vllm_tokens // tokens
+        self._hasher = hasher
+
+    def of(self, request: Request, known: Derived) -> Sequence[bytes]:
+        hashes = request.block_hashes
+        known.keep(hashes, self._each)
+        known.made += self._hasher(_Hashed(request, known.made))
+        known.source += hashes[len(known.source) :]
+        return known.made
+
+    def covered(self, request: Request) -> int:
+        return int(request.num_tokens) // self.tokens * self.tokens
+
+
+def block_hashes(tokens: int, vllm_tokens: int, algorithm: str) -> BlockHashes:
+    """The hashes of parts of ``tokens`` tokens, by vLLM's function of this name, where vLLM hashes
+    ``vllm_tokens`` at a time."""
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+    if tokens == vllm_tokens:
+        return BlockHashes(tokens)
+    hasher = get_request_block_hasher(tokens, get_hash_fn_by_name(algorithm))
+    return SmallerHashes(tokens, vllm_tokens, hasher)
+
+
+class _Hashed:
+    """A request that has these hashes instead of vLLM's."""
+
+    def __init__(self, request: Request, hashes: list[bytes]) -> None:
+        self.block_hashes = hashes
+        self._request = request
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
