@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
+from math import gcd, lcm
 from typing import Any, Final, NamedTuple
 
 from kvstore.calls import ObjectRow
@@ -54,6 +55,9 @@ FIELDS_MAX: Final = 256
 
 BLOCK_TOKENS_MAX: Final = 1 << 31
 """Tokens per block: far more than any engine uses, and a number that every format can hold."""
+
+RANKS_MAX: Final = 1_024
+"""The greatest ``tp_shards``."""
 
 LEVELS_MAX: Final = 32
 """Levels of nesting in a description; deeper values are cut off. With a stranger's thousand levels
@@ -121,6 +125,39 @@ class Difference(NamedTuple):
     field: str
     ours: object
     theirs: object
+
+
+class Cut(NamedTuple):
+    """Something by which two engines only cut the same bytes in other pieces."""
+
+    what: str
+    ours: object
+    theirs: object
+    setting: str
+    """With this, both find the pieces of the other one."""
+    flag: str
+    """The option of the engine that chooses this cut."""
+    provided: str = ""
+    """What else it needs, which the descriptions do not say."""
+
+    def text(self, here: str, there: str) -> str:
+        both = f"{self.ours} {here}, {self.theirs} {there}"
+        return f"{self.what}: {both} ({self.setting} would let them share{self.provided})"
+
+
+class Contrast(NamedTuple):
+    """What keeps two engines of one kind and model from sharing blocks."""
+
+    must: list[Difference]
+    """What must be equal, and is not."""
+    cuts: list[Cut]
+
+    def text(self) -> str:
+        """For the engine whose description is ``ours``."""
+        must = "; ".join(f"{f}: {ours!r} here, {theirs!r} there" for f, ours, theirs in self.must)
+        cuts = "; ".join(cut.text("here", "there") for cut in self.cuts)
+        parts = [must and f"must be equal: {must}", cuts and f"only another cut: {cuts}"]
+        return "; ".join(filter(None, parts)) or "only the layout of the cache differs"
 
 
 def short_name(model: str) -> str:
@@ -227,6 +264,101 @@ def _differences(
         else:
             found.append(Difference(f"{above}{key}", mine, other))
     return found
+
+
+def contrast(engine: str, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Contrast:
+    """Tells what must be equal from what is only another cut of the same bytes.
+
+    Args:
+        engine: the kind of both. Only the connector for vLLM has settings that let engines with
+            other cuts share.
+        ours, theirs: as for ``differences``.
+    """
+    cuts: list[Cut] = []
+    if engine == _DEFAULTS["engine"]:
+        ranks, blocks = _ranks(ours, theirs), _blocks(ours, theirs)
+        if ranks:
+            is_told = "shards" in ours and "shards" in theirs  # otherwise each rank has its own
+            gone = {"tensor_parallel", "shards", *(() if is_told else ("weights", "files"))}
+            ours, theirs = (_without(each, gone, {"page_bytes"}) for each in (ours, theirs))
+        if blocks:
+            gone_of_groups = {"block_tokens", "page_bytes"}
+            ours, theirs = (_without(each, set(), gone_of_groups) for each in (ours, theirs))
+        cuts = [cut for cut in (ranks, blocks) if cut]
+    return Contrast(differences(ours, theirs), cuts)
+
+
+def _ranks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Cut | None:
+    """The cut between ranks; None: it is the same, or no setting helps."""
+    mine, other = (
+        f"tp_shards={each['shards']}" if "shards" in each else each.get("tensor_parallel")
+        for each in (ours, theirs)
+    )
+    sizes = _counts(each.get("shards", each.get("tensor_parallel")) for each in (ours, theirs))
+    if mine == other or not sizes or _has_kind("Mamba", ours, theirs):
+        return None
+    number = lcm(*sizes)
+    is_told = "shards" in ours and "shards" in theirs
+    return None if number > RANKS_MAX else Cut(
+        "tensor-parallel size", mine, other, f'"tp_shards": {number} in both',
+        "--tensor-parallel-size",
+        "" if is_told else ", if their weights are the same",
+    )  # fmt: skip
+
+
+def _blocks(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> Cut | None:
+    """The cut between blocks; None: it is the same, or no setting helps."""
+    mine, other = (
+        _counts(each.get("block_tokens") for each in _groups(side)) for side in (ours, theirs)
+    )
+    uncut = any(_has_kind(kind, ours, theirs) for kind in ("Mamba", "MLA"))
+    number = gcd(*mine, *other)
+    if uncut or mine == other or len(mine) != len(other) or number == 1:
+        return None
+    names = [" and ".join(map(str, sorted(set(each)))) for each in (mine, other)]
+    larger = [name for name in names if name != str(number)]
+    where = f"the one with blocks of {larger[0]}" if len(larger) == 1 else "both"
+    setting = f'"block_tokens": {number} in {where}'
+    return Cut("block size", names[0], names[1], setting, "--block-size")
+
+
+def _without(
+    description: Mapping[str, Any], fields: Collection[str], of_groups: Collection[str]
+) -> dict[str, Any]:
+    """The description without what follows from a cut."""
+    left = {name: value for name, value in description.items() if name not in fields}
+    groups = _groups(description)
+    if groups:
+        left["groups"] = [
+            {name: value for name, value in group.items() if name not in of_groups}
+            for group in groups
+        ]
+    if "tensor_parallel" in fields and isinstance(left.get("attention"), list):
+        left["attention"] = [
+            [each for each in manner if not str(each).startswith("num_kv_heads=")]
+            if isinstance(manner, list) else manner
+            for manner in left["attention"]
+        ]  # fmt: skip
+    return left
+
+
+def _groups(description: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Empty: the description has none, or they are not described in this way."""
+    groups = description.get("groups")
+    is_list = isinstance(groups, list) and all(isinstance(each, dict) for each in groups)
+    return list(groups or ()) if is_list else []
+
+
+def _has_kind(kind: str, *descriptions: Mapping[str, Any]) -> bool:
+    groups = [group for each in descriptions for group in _groups(each)]
+    return any(kind in str(group.get("kind")) for group in groups)
+
+
+def _counts(values: Iterable[object]) -> list[int]:
+    """The values, if all of them are counts; otherwise none."""
+    found = list(values)
+    counts = [each for each in found if type(each) is int and 0 < each <= BLOCK_TOKENS_MAX]
+    return counts if len(counts) == len(found) else []
 
 
 def as_read(description: Mapping[str, object]) -> dict[str, Any]:

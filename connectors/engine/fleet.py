@@ -26,7 +26,7 @@ from kvstore.fleet import (
     LIFETIME_S,
     Record,
     as_read,
-    differences,
+    contrast,
     parse,
     short_name,
     worth_reading,
@@ -168,12 +168,8 @@ def _warnings(ours: Record, raw: bytes) -> list[str]:
     # Different kinds of engines never share blocks, so this needs no warning.
     if theirs is None or theirs.engine != ours.engine or theirs.has_ended(time.time()):
         return []
-    differing = "; ".join(
-        f"{each.field}: {each.ours!r} here, {each.theirs!r} there"
-        for each in differences(as_read(ours.description), theirs.description)
-    )
-    told = differing or "only the layout of the cache"
-    return [f"another engine serves {ours.models[0]}, and shares no block with this one. {told}"]
+    told = contrast(ours.engine, as_read(ours.description), theirs.description).text()
+    return [f"another engine serves {ours.models[0]}, and shares no block with this one: {told}"]
 
 
 def _prefix(models: Sequence[str]) -> bytes:

@@ -195,9 +195,11 @@ def _client(row: ClientTraffic) -> str:
 def _reasons(causes: Sequence[Cause]) -> Iterator[str]:
     for number, cause in enumerate(causes[:CAUSES_SHOWN], 1):
         text = shown_text(cause.text, 600)
-        yield from _wrapped(f"{number}. ", text + (":" if cause.fields else "."))
+        yield from _wrapped(f"{number}. ", text + (":" if cause.fields or cause.cuts else "."))
         for line in cause.fields:
             yield f"     {shown_text(line, 200)}"
+        for line in cause.cuts:
+            yield from _wrapped("     ", shown_text(f"only another cut: {line}", 200))
         if cause.remedy:
             yield from _wrapped("   -> ", cause.remedy)
     if len(causes) > CAUSES_SHOWN:

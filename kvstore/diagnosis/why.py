@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
-from kvstore.fleet import Record, differences
+from kvstore.fleet import Cut, Difference, Record, contrast
 from kvstore.limits import FLEET_NAMESPACE
 
 FEW: Final = 0.5
@@ -39,10 +39,14 @@ class Cause(NamedTuple):
     text: str
     remedy: str = ""
     fields: tuple[str, ...] = ()
-    """The fields in which the descriptions of two fingerprints differ, a line each."""
+    """The fields in which the descriptions of two fingerprints differ and must be equal, a line
+    each."""
     namespaces: tuple[str, ...] = ()
     """The namespaces that the cause is about."""
     is_problem: bool = True
+    cuts: tuple[str, ...] = ()
+    """In which the two only cut the same bytes differently, and the setting that lets them share; a
+    line each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +193,11 @@ def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Part
             if cause is not None:
                 causes.append(cause._replace(namespaces=cause.namespaces or party.namespaces))
                 break
-    return sorted(dict.fromkeys(causes), key=lambda cause: (not cause.is_problem, not cause.fields))
+    return sorted(dict.fromkeys(causes), key=_urgency)
+
+
+def _urgency(cause: Cause) -> tuple[bool, bool]:
+    return not cause.is_problem, not (cause.fields or cause.cuts)
 
 
 # --- rules: the first rule that knows a cause for a party gives it -------------------------------
@@ -459,12 +467,12 @@ def _nearest(party: Party, others: Sequence[Party]) -> Party | None:
     if ours is None:
         return None
 
-    def distance(other: Party) -> tuple[bool, int, int]:
+    def distance(other: Party) -> tuple[bool, int, int, int]:
         theirs = other.record
         assert theirs is not None
-        fields = len(differences(ours.description, theirs.description))
+        must, cuts = contrast(ours.engine, ours.description, theirs.description)
         idle_ms = min((row.idle_ms for row in [*other.putters, *other.askers]), default=1 << 62)
-        return ours.engine != theirs.engine, fields, idle_ms
+        return ours.engine != theirs.engine, len(must), len(cuts), idle_ms
 
     same = [each for each in others if each.record is not None and ours.serves(each.record.model)]
     return min(same, key=distance, default=None)
@@ -485,28 +493,38 @@ def _differ(writer: Party, asker: Party) -> Cause:
             "Blocks are shared between engines of one kind only; let one of this kind write.",
             namespaces=spaces,
         )
-    differing = differences(ours.description, theirs.description)
+    must, cuts = contrast(ours.engine, ours.description, theirs.description)
     lines = [
         f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} asks"
-        for each in differing[:FIELDS_SHOWN]
+        for each in must[:FIELDS_SHOWN]
     ]
-    if len(differing) > FIELDS_SHOWN:
-        lines.append(f"and {len(differing) - FIELDS_SHOWN} more fields")
+    if len(must) > FIELDS_SHOWN:
+        lines.append(f"and {len(must) - FIELDS_SHOWN} more fields")
+    if must:
+        told = "These fields must be equal"
+    elif cuts:
+        told = "They hold the same bytes, only in another cut"
+    else:
+        told = "They differ in nothing that was described: only the cache's layout does"
     return Cause(
         "other_fingerprint",
-        f"{writing}, {asking}: other fingerprints never share a block. They differ in "
-        + ("these fields" if lines else "nothing that was described: only the cache's layout does"),
-        _remedy([each.field for each in differing]),
+        f"{writing}, {asking}: other fingerprints never share a block. {told}",
+        _remedy(must, cuts),
         tuple(lines),
         spaces,
+        cuts=tuple(cut.text("writes", "asks") for cut in cuts),
     )
 
 
-def _remedy(fields: Iterable[str]) -> str:
-    """What to do about fields in which descriptions differ; each advice once."""
+def _remedy(must: Sequence[Difference], cuts: Sequence[Cut]) -> str:
+    """What to do about two descriptions; each advice once."""
+    if cuts and not must:
+        settings = " and ".join(cut.setting for cut in cuts)
+        flags = " and ".join(cut.flag for cut in cuts)
+        return f"Set {settings} (kv_connector_extra_config), or start both with the same {flags}."
     advice = [
         next((_REMEDIES[part] for part in field.split(".") if part in _REMEDIES), "")
-        for field in fields
+        for field, _, _ in must
     ]
     known = [text for text in dict.fromkeys(advice) if text]
     return " ".join(known[:REMEDIES_SHOWN]) or _SAME_SETTINGS

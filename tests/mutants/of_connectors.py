@@ -31,6 +31,8 @@ PAGES: Final = (
     "tests/unit/connectors/test_worker_on_a_gpu.py",
     ALL,
 )
+CUTS: Final = ("tests/unit/connectors/test_cuts.py",)
+HASHES: Final = ("tests/unit/connectors/test_hashes.py",)
 LOOKUPS: Final = ("tests/unit/connectors/test_lookups.py", ALL)
 SCHEDULER: Final = ("tests/unit/connectors/test_decisions.py", ALL)
 WORKER: Final = (
@@ -66,9 +68,9 @@ MUTANTS: Final = (
     Mutant("no-token-is-left-to-compute", VLLM + "decisions.py",
         "limit = self._groups.aligned(max(request.num_tokens - 1, 0))",
         "limit = self._groups.aligned(max(request.num_tokens, 0))", SCHEDULER),
-    Mutant("guessed-tokens-are-saved", VLLM + "decisions.py",
-        "            len(request.block_hashes) * self._groups.hash_block_tokens,\n",
-        "            1 << 30,\n", SCHEDULER),
+    Mutant("guessed-tokens-are-saved", VLLM + "hashes.py",
+        "return len(request.block_hashes) * self.tokens",
+        "return 1 << 30", SCHEDULER),
     Mutant("missing-block-counts-as-loaded", VLLM + "worker.py",
         "arrived = min(arrived, sizes.index(None) if None in sizes else arrived)",
         "pass", WORKER),
@@ -86,9 +88,9 @@ MUTANTS: Final = (
         "parent = run.keys[start - 1] if start else run.parent",
         "parent = run.parent", WORKER),
     Mutant("keys-of-the-first-hash-block", VLLM + "groups.py",
-        "        step = self.block_tokens[group] // self.hash_block_tokens\n"
+        "        step = self.tokens_of(group) // self.hash_block_tokens\n"
         "        return [bytes(each) for each in hashes[step - 1 :: step]]",
-        "        step = self.block_tokens[group] // self.hash_block_tokens\n"
+        "        step = self.tokens_of(group) // self.hash_block_tokens\n"
         "        return [bytes(each) for each in hashes[::step]]", GROUPS),
     Mutant("states-of-the-first-hash-block", VLLM + "groups.py",
         "        step = self.scheduler_block_tokens // self.hash_block_tokens\n"
@@ -111,8 +113,26 @@ MUTANTS: Final = (
         "parent = keys[start - 1] if start else None",
         "parent = None", GROUPS),
     Mutant("a-run-beyond-the-table", VLLM + "groups.py",
-        "end = min(tokens // block_tokens, len(keys), len(table))",
-        "end = min(tokens // block_tokens, len(keys))", GROUPS),
+        "end = min(tokens // object_tokens, len(keys), len(table))",
+        "end = min(tokens // object_tokens, len(keys))", GROUPS),
+    Mutant("an-object-is-at-the-start-of-its-block", VLLM + "groups.py",
+        "return [block * cuts + index % cuts for", "return [block * cuts for", GROUPS),
+    Mutant("half-a-block-is-promised", VLLM + "groups.py",
+        "return tokens - tokens % self.shared_tokens", "return tokens", GROUPS),
+    Mutant("pieces-are-cut-by-their-place", VLLM + "cuts.py",
+        "order = np.argsort(self._places(name, cache, small), axis=None)",
+        "order = np.arange(places.size)", CUTS),
+    Mutant("a-piece-begins-at-the-first-token", VLLM + "cuts.py",
+        "[cut * self._tokens : (cut + 1) * self._tokens]", "[: self._tokens]", CUTS),
+    Mutant("a-kernel-may-write-elsewhere", VLLM + "cuts.py",
+        "if not np.array_equal(found[at], np.arange(1, len(found) + 1)):", "if False:", CUTS),
+    Mutant("pieces-of-all-kinds-of-layers-are-alike", VLLM + "cuts.py",
+        "        if kind not in self._known:\n", "        if not self._known:\n", CUTS),
+    Mutant("small-hashes-outlive-large-ones", VLLM + "hashes.py",
+        "del self.made[len(source) * each :]", "pass", HASHES),
+    Mutant("small-blocks-count-as-their-engines-own", VLLM + "fingerprint.py",
+        "split.block_tokens or group.kv_cache_spec.block_size",
+        "group.kv_cache_spec.block_size", FINGERPRINT),
     Mutant("heads-first-is-another-order", VLLM + "layout.py",
         'return f"LB{layout[2:]}" if layout.startswith("BL") else layout',
         "return layout", LAYOUT),
@@ -279,8 +299,8 @@ MUTANTS: Final = (
     Mutant("mixed-embeddings-are-shared", VLLM + "decisions.py",
         "        if request.prompt_embeds is not None and request.prompt_is_token_ids is not None:",
         "        if False:", SCHEDULER),
-    Mutant("a-session-keeps-the-keys-of-dropped-tokens", VLLM + "decisions.py",
-        "while known and (len(known) > len(hashes) or known[-1] != hashes[len(known) - 1]):",
+    Mutant("a-session-keeps-the-keys-of-dropped-tokens", VLLM + "hashes.py",
+        "while source and (len(source) > len(hashes) or source[-1] != hashes[len(source) - 1]):",
         "while False:", SCHEDULER),
     Mutant("adapters-of-other-files-are-remembered", VLLM + "scheduler.py",
         "return before if files and files == loaded else None",

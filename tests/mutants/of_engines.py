@@ -231,6 +231,12 @@ MUTANTS: Final = (
     Mutant("any-number-of-differences-is-told", FLEET,
         "return _differences(ours, theirs)[:FIELDS_MAX]",
         "return _differences(ours, theirs)", RECORDS),
+    Mutant("weights-of-ranks-must-be-equal", FLEET,
+        '*(() if is_told else ("weights", "files"))', "", RECORDS),
+    Mutant("weights-of-shards-are-passed-over", FLEET,
+        '(() if is_told else ("weights", "files"))', '("weights", "files")', RECORDS),
+    Mutant("states-are-cut", FLEET,
+        'for kind in ("Mamba", "MLA"))', 'for kind in ("MLA",))', RECORDS),
     Mutant("any-number-of-warnings-is-told", "connectors/engine/fleet.py",
         "            if len(warnings) >= WARNINGS_MAX:\n                break\n", "", RECORDS),
 )  # fmt: skip

@@ -113,7 +113,7 @@ def test_engines_that_differ_are_told_in_what() -> None:
     announce(board)
     (warning,) = announce(board, dtype="torch.bfloat16", tensor_parallel=2)
     assert "dtype: 'torch.bfloat16' here, 'torch.float16' there" in warning
-    assert "tensor_parallel: 2 here, 1 there" in warning
+    assert "tensor-parallel size: 2 here, 1 there" in warning
     assert "quantization" not in warning
     assert len(board.objects) == 2
 
@@ -198,7 +198,7 @@ def test_records_of_the_release_before_name_no_engine_and_are_vllms() -> None:
     board.objects = {key: json.dumps(record).encode()}
     assert parse(board.objects[key]) is not None
     (warning,) = announce(board, tensor_parallel=2)
-    assert "tensor_parallel" in warning
+    assert "tensor-parallel size" in warning
 
 
 @pytest.mark.parametrize("value", ["org/m", "/models/org/m/", "m"])
@@ -265,6 +265,107 @@ def test_what_is_nested_too_deeply_is_cut_off(opens: str, closes: str) -> None:
     assert len(json.dumps(ours.description)) < 600
     ours, theirs = record("1", 20), record("2", 20)
     assert len(fleet.differences(ours.description, theirs.description)) == 1
+
+
+ENGINE: dict[str, Any] = {
+    "dtype": "torch.float16", "weights": "1a", "files": [], "tensor_parallel": 1,
+    "hash_algorithm": "sha256", "none_hash": "00",
+    "attention": [["backend=FLASH_ATTN", "num_kv_heads=8"]],
+    "groups": [{"kind": "FullAttentionSpec", "block_tokens": 16, "page_bytes": 4_096}],
+}  # fmt: skip
+"""A description of an engine, as the connector for vLLM makes it."""
+
+
+def of_blocks(*sizes: int, kind: str = "FullAttentionSpec") -> dict[str, Any]:
+    groups = [{"kind": kind, "block_tokens": size, "page_bytes": 256 * size} for size in sizes]
+    return {**ENGINE, "groups": groups}
+
+
+RANKS: dict[str, Any] = {
+    **ENGINE, "tensor_parallel": 2, "weights": "2b",
+    "attention": [["backend=FLASH_ATTN", "num_kv_heads=4"]],
+    "groups": [{"kind": "FullAttentionSpec", "block_tokens": 16, "page_bytes": 2_048}],
+}  # fmt: skip
+"""The same model on two ranks: each has other weights and heads."""
+
+
+def shards(number: int, **changes: object) -> dict[str, Any]:
+    left = {name: value for name, value in ENGINE.items() if name != "tensor_parallel"}
+    return {
+        **left,
+        "shards": number,
+        "weights": "of files",
+        "attention": [["backend=FLASH_ATTN"]],
+        **changes,
+    }
+
+
+def test_another_cut_is_told_from_what_must_be_equal() -> None:
+    contrast = fleet.contrast("vllm", ENGINE, {**of_blocks(32), "dtype": "torch.bfloat16"})
+    assert contrast.text() == (
+        "must be equal: dtype: 'torch.float16' here, 'torch.bfloat16' there; only another cut: "
+        'block size: 16 here, 32 there ("block_tokens": 16 in the one with blocks of 32 would let '
+        "them share)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "setting"),
+    [
+        (of_blocks(32), of_blocks(48), '"block_tokens": 16 in both'),
+        (of_blocks(32, 64), of_blocks(32, 32), '"block_tokens": 32 in the one with blocks of 32 a'),
+        (ENGINE, RANKS, '"tp_shards": 2 in both would let them share, if their weights'),
+        (shards(2), {**RANKS, "tensor_parallel": 4}, '"tp_shards": 4 in both would let them sha'),
+        (shards(4), shards(6), '"tp_shards": 12 in both would let them share)'),
+    ],
+)  # fmt: skip
+def test_what_follows_from_a_cut_need_not_be_equal(
+    ours: dict[str, Any], theirs: dict[str, Any], setting: str
+) -> None:
+    contrast = fleet.contrast("vllm", ours, theirs)
+    assert not contrast.must
+    assert setting in contrast.text()
+
+
+def test_two_cuts_at_once() -> None:
+    contrast = fleet.contrast("vllm", of_blocks(32), RANKS)
+    assert [cut.what for cut in contrast.cuts] == ["tensor-parallel size", "block size"]
+    assert not contrast.must
+
+
+def test_weights_of_files_are_compared_whatever_the_shards_are() -> None:
+    contrast = fleet.contrast("vllm", shards(2), shards(4, weights="of other files"))
+    assert [each.field for each in contrast.must] == ["weights"]
+    assert len(contrast.cuts) == 1
+
+
+@pytest.mark.parametrize(
+    ("theirs", "field"),
+    [
+        (of_blocks(17), "groups.0.block_tokens"),
+        (of_blocks(16, 32), "groups"),
+        (of_blocks(32, kind="MambaSpec"), "groups.0.block_tokens"),
+        (of_blocks(32, kind="MLAAttentionSpec"), "groups.0.block_tokens"),
+        ({**ENGINE, "tensor_parallel": "2"}, "tensor_parallel"),
+        ({**ENGINE, "tensor_parallel": 1_025}, "tensor_parallel"),
+        ({**ENGINE, "groups": [{"block_tokens": True}]}, "groups.0.block_tokens"),
+        ({**ENGINE, "groups": [7]}, "groups.0"),
+        ({**ENGINE, "pipeline_parallel": 2}, "pipeline_parallel"),
+        ({**ENGINE, "hash_algorithm": "xxhash"}, "hash_algorithm"),
+        ({**ENGINE, "none_hash": "01"}, "none_hash"),
+        ({**ENGINE, "hash_tokens": 8}, "hash_tokens"),
+    ],
+)
+def test_where_no_setting_helps_it_must_be_equal(theirs: dict[str, Any], field: str) -> None:
+    contrast = fleet.contrast("vllm", ENGINE, theirs)
+    assert not contrast.cuts
+    assert field in [each.field for each in contrast.must]
+
+
+def test_other_engines_have_no_such_settings() -> None:
+    contrast = fleet.contrast("sglang", ENGINE, RANKS)
+    assert not contrast.cuts
+    assert contrast.must == fleet.differences(ENGINE, RANKS)
 
 
 def listed(key: bytes, size: int, state: str = "complete") -> ObjectRow:

@@ -11,6 +11,7 @@ import pytest
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import Engine, transfer_config
+from tests.e2e.engines.test_shapes import THREADS
 from tests.support.cluster import Cluster
 from tests.support.waiting import until
 
@@ -110,11 +111,12 @@ def test_two_engines_on_one_host_never_meet_but_in_the_store(
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ({"dtype": "bfloat16"}, "dtype"),
-        ({"block_size": 64}, "groups"),
-        ({"environ": {"PYTHONHASHSEED": "7"}}, "none_hash"),
+        ({"dtype": "bfloat16"}, "dtype: 'torch.bfloat16' here, 'torch.float32' there"),
+        ({"block_size": 64}, ': only another cut: block size: 64 here, 128 there ("block_tokens"'),
+        ({"tensor_parallel_size": 2, "environ": THREADS}, ": only another cut: tensor-parallel"),
+        ({"environ": {"PYTHONHASHSEED": "7"}}, "must be equal: none_hash"),
     ],
-    ids=["dtypes", "block-sizes", "hash-seeds"],
+    ids=["dtypes", "block-sizes", "ranks", "hash-seeds"],
 )
 def test_engines_that_differ_share_no_block_and_are_told_so(
     store: Cluster, llama: Path, engine: StartEngine, what: dict[str, Any], told: str

@@ -102,10 +102,13 @@ def test_engines_of_one_model_with_other_fingerprints_are_told_the_fields() -> N
     assert cause.code == "other_fingerprint"
     assert "prefill writes m under vllm aaaaaaaa" in cause.text
     assert "decode asks under vllm bbbbbbbb" in cause.text
-    assert cause.fields == (
-        "dtype: bfloat16 writes, float16 asks",
-        "groups.0.block_tokens: 16 writes, 32 asks",
+    assert cause.text.endswith("These fields must be equal")
+    assert cause.fields == ("dtype: bfloat16 writes, float16 asks",)
+    assert cause.cuts == (
+        'block size: 16 writes, 32 asks ("block_tokens": 16 in the one with blocks of 32 would let '
+        "them share)",
     )
+    assert "--dtype" in cause.remedy
     assert cause.namespaces == ("vllm/a", "vllm/b")
 
 
@@ -233,6 +236,29 @@ def test_the_nearest_writer_is_compared_not_the_last_one() -> None:
     )
     assert cause.fields == ("dtype: float16 writes, bfloat16 asks",)
     assert "near writes" in cause.text
+
+
+def test_the_same_bytes_in_another_cut_are_told_with_the_setting() -> None:
+    other = record("b", groups=[{"block_tokens": 32}], tensor_parallel=2)
+    cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a", tensor_parallel=1), other])
+    assert cause.text.endswith("They hold the same bytes, only in another cut")
+    assert not cause.fields
+    assert [cut.partition(":")[0] for cut in cause.cuts] == ["tensor-parallel size", "block size"]
+    assert cause.remedy == (
+        'Set "tp_shards": 2 in both and "block_tokens": 16 in the one with blocks of 32 '
+        "(kv_connector_extra_config), or start both with the same --tensor-parallel-size and "
+        "--block-size."
+    )
+
+
+def test_the_writer_with_another_cut_is_nearer_than_one_with_other_weights() -> None:
+    records = [
+        record("a", weights="files 2b", tensor_parallel=1),
+        record("b", tensor_parallel=1),
+        record("c", groups=[{"block_tokens": 32}], tensor_parallel=2),
+    ]
+    spaces = [writes("vllm/a"), writes("vllm/c"), asks("vllm/b")]
+    assert only(*spaces, records=records, namespace="vllm/b").namespaces == ("vllm/c", "vllm/b")
 
 
 @pytest.mark.parametrize(
