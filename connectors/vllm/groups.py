@@ -85,7 +85,7 @@ class Groups:
         """By group: the key of the last block of the first ``tokens`` tokens, or the state's.
 
         Args:
-            tokens: a positive multiple of the scheduler block.
+            tokens: more than 0, as ``whole`` gives them.
         """
         return dict.fromkeys(self.block_tokens, bytes(hashes[tokens // self.hash_block_tokens - 1]))
 
