@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import signal
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import click
@@ -20,53 +21,68 @@ from kvstore.demo_vllm.requests import RequestError, complete, counters, forget
 from kvstore.demo_vllm.scenario import (
     HIDDEN,
     LAYERS,
+    MODELS,
     NEW_TOKENS,
     PROMPT_TOKENS_MAX,
     TIMED_RUNS,
+    Model,
     PromptOutcome,
     memory_mib,
     prompt,
 )
-from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 
+PROMPT_TOKENS_MIN = max(model.block_tokens for model in MODELS.values()) + 1
 STOP_SECONDS = 20.0
 """How long an engine may take for a clean end."""
 
 EXAMPLE = """\b
 Example:
-  python -m kvstore.demo_vllm --prompts 6 --prompt-tokens 1000
+  python -m kvstore.demo_vllm --kind recurrent --prompts 6 --prompt-tokens 1000
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class RunningFleet:
-    """The addresses of the running servers that the demonstration talks to."""
+    """The model, and the addresses of the running servers that the demonstration talks to."""
 
+    model: Model
     proxy: str
     decoder: str
 
 
 @click.command(epilog=EXAMPLE)
 @click.option(
-    "--prompts", type=click.IntRange(1, 50), default=4, show_default=True, help="Number of prompts."
+    "--kind",
+    type=click.Choice([*MODELS, "both"]),
+    default="both",
+    show_default=True,
+    help="A Llama (plain), a Qwen3-Next, whose layers are recurrent in part, or both in turn.",
+)
+@click.option(
+    "--prompts",
+    type=click.IntRange(1, 50),
+    default=4,
+    show_default=True,
+    help="Prompts of each model.",
 )
 @click.option(
     "--prompt-tokens",
-    type=click.IntRange(BLOCK_TOKENS + 1, PROMPT_TOKENS_MAX),
+    type=click.IntRange(PROMPT_TOKENS_MIN, PROMPT_TOKENS_MAX),
     default=1500,
     show_default=True,
     help="Tokens in each prompt.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of weights and prompts.")
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON instead of text.")
-def main(prompts: int, prompt_tokens: int, seed: int, as_json: bool) -> None:
+def main(kind: str, prompts: int, prompt_tokens: int, seed: int, as_json: bool) -> None:
     """Watch a vLLM decoder find blocks in the store that a vLLM prefiller computed.
 
     Starts a master, a node, two vLLM servers (a prefiller, kv_producer, and a decoder, kv_consumer)
     and kvstore-proxy in front of them. Sends each prompt three ways: the prefiller computes it for
     the decoder, the decoder computes it alone, the decoder finds it in the store. The decoder's own
-    prefix cache is emptied in between. The model is a small Llama with random weights, created
-    locally: no download. All servers listen on the loopback interface.
+    prefix cache is emptied in between. All of this with a small Llama, then with a small
+    Qwen3-Next, whose recurrent layers go on from a state that the store keeps. Both have random
+    weights and are created locally: no download. All servers listen on the loopback interface.
 
     The last line begins with "demo:". The exit status is 0 only if all tokens were identical and
     every full block came from the store.
@@ -75,12 +91,10 @@ def main(prompts: int, prompt_tokens: int, seed: int, as_json: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # cleans up, as Ctrl-C does
     outcomes: list[PromptOutcome] = []
+    asked = [prompt(seed, number, prompt_tokens) for number in range(prompts + 1)]
     try:
-        with Children(servers.environment(), stop_seconds=STOP_SECONDS) as children:
-            fleet = start(children, console, prompts, prompt_tokens, seed)
-            run(fleet, console, [prompt(seed, i, prompt_tokens) for i in range(prompts + 1)],
-                outcomes)  # fmt: skip
-            show(outcomes, counters(fleet.decoder), console)
+        for model in MODELS.values() if kind == "both" else [MODELS[kind]]:
+            act(model, console, asked, seed, outcomes)
         problems = [problem for outcome in outcomes for problem in outcome.problems()]
         summary, status = summarize(outcomes, problems), 1 if problems else 0
     except (ChildError, RequestError) as error:
@@ -102,8 +116,26 @@ def main(prompts: int, prompt_tokens: int, seed: int, as_json: bool) -> None:
     sys.exit(status)
 
 
+def act(
+    model: Model, console: Console, prompts: list[list[int]], seed: int,
+    outcomes: list[PromptOutcome],
+) -> None:  # fmt: skip
+    """Starts a store and engines with this model, sends the prompts, and ends all of them.
+
+    Args:
+        outcomes: the outcomes of the prompts are added to it, one by one.
+    """
+    found: list[PromptOutcome] = []
+    with Children(servers.environment(), stop_seconds=STOP_SECONDS) as children:
+        fleet = start(children, console, model, len(prompts), len(prompts[0]), seed)
+        for outcome in run(fleet, console, prompts):
+            found.append(outcome)
+            outcomes.append(outcome)
+        show(found, counters(fleet.decoder), console)
+
+
 def start(
-    children: Children, console: Console, prompts: int, prompt_tokens: int, seed: int
+    children: Children, console: Console, model: Model, prompts: int, prompt_tokens: int, seed: int
 ) -> RunningFleet:
     """Start all processes, and print a line about each.
 
@@ -112,16 +144,19 @@ def start(
     """
     servers.require("vllm", "aiohttp", "transformers")
     with _step(console, "making a model"):
-        model = servers.make_model(children, seed=seed, hidden=HIDDEN, layers=LAYERS)
-    console.print(f"model      Llama, random weights, {LAYERS} layers of {HIDDEN}")
-    memory = memory_mib(prompts + 1, prompt_tokens)
+        directory = servers.make_model(
+            children, seed=seed, hidden=HIDDEN, layers=LAYERS, kind=model.kind
+        )
+    console.print(f"model      {model.name}, random weights, {model.layers}")
+    memory = memory_mib(prompts, prompt_tokens)
     with _step(console, "starting master and node"):
         master = servers.start_store(children, memory)
     console.print(f"store      master {master}, a node with {memory} MiB of memory")
     with _step(console, "starting two vLLM servers (a minute on two cores)"):
         prefiller, decoder = (
             servers.start_engine(
-                children, name, model, servers.transfer_config(master, role)
+                children, name, directory, servers.transfer_config(master, role),
+                options=model.options,
             )
             for name, role in (("prefiller", "kv_producer"), ("decoder", "kv_consumer"))
         )  # fmt: skip
@@ -132,13 +167,11 @@ def start(
     with _step(console, "starting the proxy"):
         proxy = servers.start_proxy(children, master, [prefiller], [decoder])
     console.print(f"proxy      {proxy.address}\n")
-    return RunningFleet(proxy=proxy.address, decoder=decoder.address)
+    return RunningFleet(model, proxy=proxy.address, decoder=decoder.address)
 
 
-def run(
-    fleet: RunningFleet, console: Console, prompts: list[list[int]], outcomes: list[PromptOutcome]
-) -> None:
-    """Send each prompt three ways, and add its outcome to ``outcomes``.
+def run(fleet: RunningFleet, console: Console, prompts: list[list[int]]) -> Iterator[PromptOutcome]:
+    """Send each prompt three ways, and yield its outcome.
 
     The first prompt warms up engines and connections, and is not counted.
     """
@@ -146,7 +179,7 @@ def run(
         with _step(console, f"prompt {number} of {len(prompts) - 1}" if number else "warming up"):
             outcome = ask_three_ways(fleet, number, each)
         if number:
-            outcomes.append(outcome)
+            yield outcome
 
 
 def ask_three_ways(fleet: RunningFleet, number: int, ids: list[int]) -> PromptOutcome:
@@ -162,10 +195,13 @@ def ask_three_ways(fleet: RunningFleet, number: int, ids: list[int]) -> PromptOu
         computed.append(complete(fleet.proxy, ids, NEW_TOKENS, params={"no_load": True}))
         forget(fleet.decoder)
         found.append(complete(fleet.proxy, ids, NEW_TOKENS))
+    block_tokens = fleet.model.block_tokens
     return PromptOutcome(
+        model=fleet.model.name,
         number=number,
         prompt_tokens=len(ids),
-        blocks_found=min(each.cached_tokens for each in (first, *found)) // BLOCK_TOKENS,
+        block_tokens=block_tokens,
+        blocks_found=min(each.cached_tokens for each in (first, *found)) // block_tokens,
         tokens_computed=[each.tokens for each in computed],
         tokens_found=[each.tokens for each in (first, *found)],
         computed_ms=[each.first_token_ms for each in computed],
@@ -176,7 +212,8 @@ def ask_three_ways(fleet: RunningFleet, number: int, ids: list[int]) -> PromptOu
 
 def show(outcomes: list[PromptOutcome], counted: dict[str, float], console: Console) -> None:
     """Print a table with a row per prompt."""
-    table = Table(title="Time to first token", title_justify="left")
+    title = f"{outcomes[0].model}: time to first token"
+    table = Table(title=title, title_justify="left")
     headings = ("", "tokens", "blocks", "identical", "prefilled", "computed", "found", "ratio")
     for column in headings:
         table.add_column(column, justify="right")
@@ -194,24 +231,31 @@ def show(outcomes: list[PromptOutcome], counted: dict[str, float], console: Cons
         )
     console.print(table)
     console.print(
-        f"blocks     full blocks of {BLOCK_TOKENS} tokens that the decoder found in the store\n"
+        f"blocks     full blocks of {outcomes[0].block_tokens} tokens that the decoder found\n"
         f"identical  the {NEW_TOKENS} tokens generated each time, with and without the store\n"
         "prefilled  the prefiller computes the prompt, the decoder finds it (once)\n"
         f"computed   the decoder computes the prompt (median of {TIMED_RUNS})\n"
         f"found      the prompt is in the store (median of {TIMED_RUNS})\n\n"
         f"The decoder's connector counts {counted.get('loaded_requests', 0):.0f} requests that"
-        f" loaded {counted.get('hit_tokens', 0):.0f} tokens,\nwarm-up included.\n"
+        f" loaded {counted.get('hit_tokens', 0):.0f} tokens\nand"
+        f" {counted.get('hit_states', 0):.0f} states of recurrent layers, warm-up included.\n"
     )
 
 
 def summarize(outcomes: list[PromptOutcome], problems: list[str]) -> str:
     if problems:
         return f"demo: FAILED: {', '.join(problems)}"
+    acts = itertools.groupby(outcomes, lambda each: each.model)
+    return f"demo: {'; '.join(_summary_of(model, list(found)) for model, found in acts)}"
+
+
+def _summary_of(model: str, outcomes: Sequence[PromptOutcome]) -> str:
     computed_ms = statistics.median(ms for each in outcomes for ms in each.computed_ms)
     found_ms = statistics.median(ms for each in outcomes for ms in each.found_ms)
+    found = sum(each.blocks_found * each.block_tokens for each in outcomes)
     return (
-        f"demo: {len(outcomes)} prompts, tokens identical, all"
-        f" {sum(each.blocks for each in outcomes)} full blocks found, time to first token"
+        f"{model}: answers identical, {found} of"
+        f" {sum(each.prompt_tokens for each in outcomes)} prompt tokens found, time to first token"
         f" {computed_ms:.0f} ms -> {found_ms:.0f} ms ({computed_ms / found_ms:.1f}x)"
     )
 

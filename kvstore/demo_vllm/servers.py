@@ -91,10 +91,12 @@ def transfer_config(master: str, role: str, **extra: object) -> dict[str, object
     }  # fmt: skip
 
 
-def make_model(children: Children, *, seed: int, hidden: int, layers: int) -> Path:
+def make_model(
+    children: Children, *, seed: int, hidden: int, layers: int, kind: str = "plain"
+) -> Path:
     """Creates a random model in the directory of the children; returns its directory."""
     directory = children.directory / "model"
-    sizes = {"--seed": seed, "--hidden": hidden, "--layers": layers}
+    sizes = {"--seed": seed, "--hidden": hidden, "--layers": layers, "--kind": kind}
     options = [word for name, value in sizes.items() for word in (name, str(value))]
     job = children.start("model", "kvstore.demo_vllm.tiny", str(directory), *options)
     children.result(job, MODEL_SECONDS)
@@ -123,16 +125,18 @@ def start_engine(
     model: Path,
     transfer: Mapping[str, object] | None,
     *,
+    options: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> Server:
     """Starts a vLLM server; ``engine_ready`` waits for it.
 
     Args:
         transfer: value of ``--kv-transfer-config``; None: without a connector.
+        options: more options of the server; they win over those of ``engine_arguments``.
         environ: variables that are added to the environment of the children.
     """
     port = free_port()
-    arguments = [*engine_arguments(model, transfer), "--port", str(port)]
+    arguments = [*engine_arguments(model, transfer), *options, "--port", str(port)]
     child = children.start(name, SERVE, *arguments, environment=environ)
     return Server(child, f"{HOST}:{port}")
 

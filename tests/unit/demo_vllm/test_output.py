@@ -13,27 +13,36 @@ from click.testing import CliRunner
 from kvstore.demo.processes import ChildError
 from kvstore.demo_vllm import __main__ as demo
 from kvstore.demo_vllm.requests import Completion
+from kvstore.demo_vllm.scenario import LLAMA, QWEN, Model
 
 TOKENS = 600
-BLOCKS = 4
 PROMPTS = 2
+BLOCKS = {LLAMA.name: 4, QWEN.name: 2}
 
 
 class Fleet:
     """Answers as a prefiller and a decoder that share a store."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cached_tokens = BLOCKS * 128
+        self.cached_tokens = 4 * 128
         self.other_tokens: list[int] = []
         """Where not empty: what is generated with the prompt from the store."""
+        self.started: list[tuple[str, int]] = []
+        """The models of the acts, and for how many prompts."""
         self.handlers: dict[int, Any] = {}
         monkeypatch.setattr(signal, "signal", self.handlers.__setitem__)
         monkeypatch.setattr(demo, "Children", lambda *args, **named: FakeChildren())
-        monkeypatch.setattr(demo, "start", lambda *args: demo.RunningFleet("proxy", "decoder"))
+        monkeypatch.setattr(demo, "start", self.start)
         monkeypatch.setattr(demo, "forget", lambda address: None)
         monkeypatch.setattr(demo, "complete", self.complete)
-        counted = {"loaded_requests": 11.0, "hit_tokens": 5632.0}
+        counted = {"loaded_requests": 11.0, "hit_tokens": 5632.0, "hit_states": 7.0}
         monkeypatch.setattr(demo, "counters", lambda address: counted)
+
+    def start(
+        self, children: object, console: object, model: Model, prompts: int, *sizes: int
+    ) -> demo.RunningFleet:
+        self.started.append((model.name, prompts))
+        return demo.RunningFleet(model, "proxy", "decoder")
 
     def complete(
         self, address: str, ids: list[int], tokens: int, *, params: object = None
@@ -66,19 +75,29 @@ def output(*arguments: str) -> tuple[int, list[str]]:
     return result.exit_code, result.stdout.splitlines()
 
 
-@pytest.mark.usefixtures("fleet")
-def test_a_row_for_each_prompt_and_what_it_comes_to() -> None:
+def test_a_row_for_each_prompt_of_both_models_and_what_it_comes_to(fleet: Fleet) -> None:
     status, lines = output()
     assert status == 0
+    assert fleet.started == [(name, PROMPTS + 1) for name in BLOCKS], "one more, to warm up"
     table = "\n".join(lines)
-    for number in range(1, PROMPTS + 1):
-        row = rf"│ {number} │ +{TOKENS} │ +{BLOCKS} of {BLOCKS} │ +yes │ +20 ms │ +80 ms │ +20 ms │"
-        assert re.search(row, table), table
-    assert "11 requests that loaded 5632 tokens" in table
-    assert lines[-1] == (
-        f"demo: {PROMPTS} prompts, tokens identical, all {PROMPTS * BLOCKS} full blocks found,"
-        " time to first token 80 ms -> 20 ms (4.0x)"
-    )
+    for name, blocks in BLOCKS.items():
+        assert f"{name}: time to first token" in table
+        for number in range(1, PROMPTS + 1):
+            row = (
+                rf"│ {number} │ +{TOKENS} │ +{blocks} of {blocks} │ +yes │ +20 ms │ +80 ms │ +20 ms"
+            )
+            assert re.search(row, table), table
+    assert "11 requests that loaded 5632 tokens\nand 7 states" in table
+    said = "answers identical, 1024 of 1200 prompt tokens found, time to first token 80 ms -> 20 ms"
+    assert lines[-1] == f"demo: Llama: {said} (4.0x); Qwen3-Next: {said} (4.0x)"
+
+
+@pytest.mark.parametrize("model", [LLAMA, QWEN], ids=lambda model: model.kind)
+def test_one_model_alone(fleet: Fleet, model: Model) -> None:
+    status, lines = output(f"--kind={model.kind}")
+    assert status == 0
+    assert fleet.started == [(model.name, PROMPTS + 1)]
+    assert re.fullmatch(rf"demo: {model.name}: answers [^;]*", lines[-1])
 
 
 @pytest.mark.usefixtures("fleet")
@@ -87,23 +106,29 @@ def test_one_line_of_json() -> None:
     (line,) = lines
     report = json.loads(line)
     assert (status, report["ok"]) == (0, True)
-    assert [each["blocks_found"] for each in report["prompts"]] == [BLOCKS] * PROMPTS
+    assert [(each["model"], each["blocks_found"]) for each in report["prompts"]] == [
+        (name, blocks) for name, blocks in BLOCKS.items() for _ in range(PROMPTS)
+    ]
 
 
 def test_blocks_that_were_not_found_fail_it(fleet: Fleet) -> None:
     fleet.cached_tokens = 3 * 128
     status, lines = output()
     assert status == 1
-    assert lines[-1] == (
-        "demo: FAILED: prompt 1: 3 of 4 blocks found, prompt 2: 3 of 4 blocks found"
-    )
+    found = {LLAMA.name: "3 of 4", QWEN.name: "1 of 2"}
+    said = [
+        f"{name} prompt {number}: {blocks} blocks found"
+        for name, blocks in found.items()
+        for number in (1, 2)
+    ]
+    assert lines[-1] == f"demo: FAILED: {', '.join(said)}"
 
 
 def test_other_tokens_fail_it(fleet: Fleet) -> None:
     fleet.other_tokens = [7] * 16
-    status, lines = output()
+    status, lines = output("--kind=plain")
     assert status == 1
-    assert lines[-1] == "demo: FAILED: prompt 1: tokens differ, prompt 2: tokens differ"
+    assert lines[-1] == "demo: FAILED: Llama prompt 1: tokens differ, Llama prompt 2: tokens differ"
     assert "NO" in "\n".join(lines)
 
 
