@@ -102,7 +102,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield cluster
 
 
-def prompt(seed: int, tokens: int = 600) -> list[int]:
+def prompt(seed: int | str, tokens: int = 600) -> list[int]:
     """Token ids of ordinary bytes."""
     rng = random.Random(seed)
     return [rng.randrange(2, 258) for _ in range(tokens)]

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,12 +165,19 @@ class Fleet:
             path.unlink(missing_ok=True)
 
 
-def ask(address: str, method: str, path: str, body: object = None) -> tuple[int, str]:
+def ask(
+    address: str,
+    method: str,
+    path: str,
+    body: object = None,
+    headers: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
     """Status and text."""
     connection = http.client.HTTPConnection(address, timeout=REQUEST_S)
     try:
         data = None if body is None else json.dumps(body)
-        connection.request(method, path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", **(headers or {})}
+        connection.request(method, path, data, headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode(errors="replace")
     finally:
