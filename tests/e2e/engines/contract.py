@@ -43,7 +43,7 @@ OTHERS = (
     "test_remote_decode_lifecycle.py::test_prefix_cache_lifecycle",
     "test_remote_decode_lifecycle.py::test_abort_during_kv_transfer",
     "test_remote_prefill_lifecycle.py::test_async_load_reserves_blocks_for_promotion_margin",
-    # Recurrent layers, which this connector refuses.
+    # Recurrent layers in a mode in which vLLM hands out no states, so this connector refuses them.
     "test_remote_prefill_lifecycle.py::test_p_side_chunked_prefill_mamba",
     "test_remote_prefill_lifecycle.py::test_async_load_does_not_double_reserve_mamba_spec_blocks",
 )
