@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check size imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-vllm bench-vllm-miss proto reference constraints clean clean-all
+.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check size imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-serving bench-vllm bench-vllm-miss proto reference constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -140,6 +140,9 @@ bench-vllm: $(VENV)/.vllm ## Measure vLLM without a store, with this one, with i
 
 bench-vllm-miss: $(VENV)/.vllm ## Measure what the store costs prompts that nobody has computed
 	$(BIN)/python -m bench.vllm_miss $(ARGS)
+
+bench-serving: $(VENV)/.vllm $(VENV)/.bench ## Measure pairs of vLLM engines by `vllm bench serve`, into docs/benchmarks
+	$(BIN)/python -m bench.serving --out docs/benchmarks $(ARGS)
 
 proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 	$(BIN)/python proto/generate.py

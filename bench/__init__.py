@@ -6,6 +6,8 @@
 * ``python -m bench.growth`` (``make bench-growth``): this store with more clients, objects, blocks
 * ``python -m bench.gpu`` (``make bench-gpu``): saves from a GPU and loads to it, and plain copies
 * ``python -m bench.vllm`` (``make bench-vllm``): vLLM without a store and with several
+* ``python -m bench.serving`` (``make bench-serving``): two vLLM engines by ``vllm bench serve``,
+  1P1D and behind a round robin, and by sessions that grow
 * ``python -m bench.restarts``, ``bench.events``, ``bench.memory``: a killed store, the cost of
   events, ways to allocate memory
 """

@@ -36,14 +36,6 @@ Examples:
 """
 
 
-def _systems(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
-    names = list(dict.fromkeys(name.strip() for name in value.split(",")))
-    for name in names:
-        if name not in systems.SYSTEMS:
-            raise click.BadParameter(f"{name!r} is not one of {', '.join(systems.SYSTEMS)}")
-    return names
-
-
 @click.command(epilog=EXAMPLE)
 @click.option(
     "--prompts", type=click.IntRange(1, 100), default=8, show_default=True,
@@ -68,7 +60,7 @@ def _systems(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option("--seed", default=0, show_default=True, help="Seed of weights and prompts.")
 @click.option(
     "--systems", "names", default=",".join(systems.DEFAULT_SYSTEMS), show_default=True,
-    callback=_systems, help=f"Some of {', '.join(systems.SYSTEMS)}.",
+    callback=systems.named, help=f"Some of {', '.join(systems.SYSTEMS)}.",
 )  # fmt: skip
 @click.option(
     "--json", "json_file", type=click.File("w", lazy=False), metavar="FILE",
@@ -87,10 +79,7 @@ def main(names: list[str], json_file: IO[str] | None, **sizes: int) -> None:
     tokens and every full block was found on a hit.
     """
     plan = RoundsPlan(**sizes)
-    for name in list(names):
-        if reason := systems.missing(name):
-            click.echo(f"{name} is left out: {reason}")
-            names.remove(name)
+    names = systems.present(names)
     steps = (plan.rounds + 1) * len(KINDS) * len(MANNERS) * len(names)
     found = page.measured(lambda progress: run(names, plan, progress), steps, PACKAGES)
     page.show(parts_of(found))

@@ -1,22 +1,25 @@
 """Starts the compared systems: vLLM without a store, with this one, and with Mooncake Store.
 
-Each system is one engine (``kv_both``) and, if it has one, a store in processes of its own. All
-systems run at the same time and get requests in turns.
+Each system is engines (``kv_both``; one, unless more are asked for) and, if it has one, a store in
+processes of its own that they share. All systems run at the same time and get requests in turns.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import click
 
 from bench import mooncake
 from bench.client import ClientProcess, Settings
 from kvstore.bench.session import WARM_PIECE
 from kvstore.demo.processes import Children
 from kvstore.demo_vllm import servers
-from kvstore.demo_vllm.servers import Server
 
 NONE = "none"
 KVSTORE = "kvstore"
@@ -41,51 +44,104 @@ class System:
     """A running system, one of ``SYSTEMS``."""
 
     name: str
-    address: str
+    addresses: list[str]
+    """Of its engines."""
+    master: str = ""
+    """Address of kvstore's master; empty: the system has none."""
+
+    @property
+    def address(self) -> str:
+        """Of its first engine."""
+        return self.addresses[0]
 
 
-def missing(name: str) -> str | None:
-    """Why this system cannot be started here; None: it can."""
-    if name not in (MOONCAKE, MOONCAKE_EMBEDDED):
-        return None
-    return mooncake.missing()
+class _Store(NamedTuple):
+    """What an engine of a system is started with, and the address of the store's master."""
+
+    transfer: dict[str, object] | None = None
+    environ: dict[str, str] | None = None
+    kvstore: str = ""
+    mooncake: str = ""
 
 
-def start(children: Children, names: Sequence[str], model: Path, memory_mib: int) -> list[System]:
+def named(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
+    """Callback of a click option: the names in a list with commas.
+
+    Raises:
+        click.BadParameter: a name is not one of ``SYSTEMS``.
+    """
+    names = list(dict.fromkeys(name.strip() for name in value.split(",")))
+    for name in names:
+        if name not in SYSTEMS:
+            raise click.BadParameter(f"{name!r} is not one of {', '.join(SYSTEMS)}")
+    return names
+
+
+def present(names: Sequence[str]) -> list[str]:
+    """The systems that can be started here; prints a line about each of the others."""
+    theirs = {MOONCAKE, MOONCAKE_EMBEDDED}
+    reason = mooncake.missing() if theirs.intersection(names) else None
+    left_out = [name for name in names if reason and name in theirs]
+    for name in left_out:
+        click.echo(f"{name} is left out: {reason}")
+    return [name for name in names if name not in left_out]
+
+
+def start(
+    children: Children,
+    names: Sequence[str],
+    model: Path,
+    memory_mib: int,
+    *,
+    engines: int = 1,
+    options: Sequence[str] = (),
+) -> list[System]:
     """Start stores and engines, and wait until all of them serve.
 
     Args:
         memory_mib: memory of each store.
+        engines: how many each system has.
+        options: more arguments of each engine.
 
     Raises:
         ChildError: a process did not start.
     """
-    masters: dict[str, str] = {}
-    engines = {name: _start(children, name, model, memory_mib, masters) for name in names}
-    for engine in engines.values():
+    stores = {name: _store(children, name, memory_mib) for name in names}
+    started = {
+        name: [
+            servers.start_engine(
+                children, f"{name}-{number}", model, store.transfer,
+                environ=store.environ, options=options,
+            )
+            for number in range(engines)
+        ]
+        for name, store in stores.items()
+    }  # fmt: skip
+    for engine in itertools.chain(*started.values()):
         servers.engine_ready(children, engine)
     # Now that no starting engine uses the whole CPU: write Mooncake's memory through once, as
     # kvstore's node does when it starts. The first touch of a page costs ten times a copy.
-    for name, master in masters.items():
-        settings = Settings(MOONCAKE, "tcp", master, memory_mib << 20, WARM_PIECE)
-        ClientProcess(children, f"{name}-touch", settings).close()
-    return [System(name, engine.address) for name, engine in engines.items()]
+    for name, store in stores.items():
+        if store.mooncake:
+            settings = Settings(MOONCAKE, "tcp", store.mooncake, memory_mib << 20, WARM_PIECE)
+            ClientProcess(children, f"{name}-touch", settings).close()
+    return [
+        System(name, [engine.address for engine in some], stores[name].kvstore)
+        for name, some in started.items()
+    ]
 
 
-def _start(
-    children: Children, name: str, model: Path, memory_mib: int, masters: dict[str, str]
-) -> Server:
-    """Starts one system. If it has a Mooncake master, adds its address to ``masters``."""
+def _store(children: Children, name: str, memory_mib: int) -> _Store:
+    """Starts a system's store."""
     if name == NONE:
-        return servers.start_engine(children, name, model, None)
+        return _Store()
     if name in (KVSTORE, KVSTORE_TCP):
         master = servers.start_store(children, memory_mib, name=f"{name}-")
         transports = ["tcp"] if name == KVSTORE_TCP else ["shm", "tcp"]
         transfer = servers.transfer_config(master, "kv_both", transports=transports)
-        return servers.start_engine(children, name, model, transfer)
+        return _Store(transfer, kvstore=master)
     embedded = name == MOONCAKE_EMBEDDED
     master = mooncake.start(children, 0 if embedded else memory_mib << 20, name=name).master
-    masters[name] = master
     settings = {
         "metadata_server": mooncake.METADATA, "master_server_address": master, "protocol": "tcp",
         "mode": "embedded" if embedded else "standalone-store",
@@ -95,5 +151,4 @@ def _start(
     config = children.directory / f"{name}.json"
     config.write_text(json.dumps(settings))
     transfer = {"kv_connector": servers.CONNECTOR, "kv_role": "kv_both"}
-    environ = {"MOONCAKE_CONFIG_PATH": str(config)}
-    return servers.start_engine(children, name, model, transfer, environ=environ)
+    return _Store(transfer, {"MOONCAKE_CONFIG_PATH": str(config)}, mooncake=master)

@@ -165,7 +165,7 @@ def start(
     console.print(f"prefiller  vLLM {prefiller.address}, kv_producer")
     console.print(f"decoder    vLLM {decoder.address}, kv_consumer")
     with _step(console, "starting the proxy"):
-        proxy = servers.start_proxy(children, master, [prefiller], [decoder])
+        proxy = servers.start_proxy(children, master, [prefiller.address], [decoder.address])
     console.print(f"proxy      {proxy.address}\n")
     return RunningFleet(model, proxy=proxy.address, decoder=decoder.address)
 

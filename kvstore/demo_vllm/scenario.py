@@ -49,9 +49,9 @@ QWEN = Model(
 MODELS = {model.kind: model for model in (LLAMA, QWEN)}
 
 
-def prompt(seed: int, number: int, tokens: int) -> list[int]:
-    """Token ids of random bytes: the same for equal arguments; other seeds or numbers differ."""
-    chance = random.Random(f"{seed} {number}")  # noqa: S311  reproducible, no secret
+def prompt(seed: int, name: object, tokens: int) -> list[int]:
+    """Token ids of random bytes: the same for equal arguments; other seeds or names differ."""
+    chance = random.Random(f"{seed} {name}")  # noqa: S311  reproducible, no secret
     return chance.choices(TEXT_TOKENS, k=tokens)
 
 

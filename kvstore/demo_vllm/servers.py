@@ -164,12 +164,22 @@ def engine_ready(children: Children, engine: Server) -> None:
 
 
 def start_proxy(
-    children: Children, master: str, prefill: Sequence[Server], decode: Sequence[Server]
+    children: Children,
+    master: str,
+    prefill: Sequence[str],
+    decode: Sequence[str],
+    *,
+    name: str = "proxy",
 ) -> Server:
-    """Starts a proxy, and waits until it serves."""
+    """Starts a proxy, and waits until it serves.
+
+    Args:
+        master: empty: the proxy does not ask a store.
+        prefill: addresses; empty: the decoders do all the work, in turn.
+        decode: addresses.
+    """
     port = free_port()
-    addresses = [[engine.address for engine in engines] for engines in (prefill, decode)]
-    arguments = [*proxy_arguments(master, *addresses), "--port", str(port)]
-    child = children.start("proxy", "kvstore.cli.proxy", *arguments)
+    arguments = [*proxy_arguments(master, prefill, decode), "--port", str(port)]
+    child = children.start(name, "kvstore.cli.proxy", *arguments)
     children.ready(child, r"^kvstore-proxy .*listening on", READY_SECONDS)
     return Server(child, f"{HOST}:{port}")
