@@ -26,7 +26,7 @@ from kvstore.config import ClientConfig, Config, settings
 ROOT: Final = Path(__file__).resolve().parents[2]
 HERE: Final = Path(__file__).parent
 PAGES: Final = (
-    "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE",
+    "README.md", "README.zh.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE",
     "proto/README.md", "tests/README.md", "tests/track-record.md", "docs", "deploy",
 )  # fmt: skip
 EVERYWHERE: Final = {"--help", "--debug", "--json", "--config", "--strict-config"}

@@ -35,6 +35,7 @@ from tests.support.processes import run_python
 
 ROOT: Final = Path(__file__).parents[2]
 PAGES: Final = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/*.md")])
+CHINESE: Final = [page for page in PAGES if page.name.endswith(".zh.md")]
 KINDS: Final[dict[str, type[Config]]] = {kind.section: kind for kind in config.KINDS}
 COMMANDS: Final = {
     "kvstore": main.cli,
@@ -127,6 +128,20 @@ def test_links_lead_to_a_file_and_a_heading() -> None:
         if "://" not in target and leads_nowhere(page, target)
     ]
     assert broken == []
+
+
+def targets_of(page: Path) -> set[str]:
+    return {target.partition("#")[0] for target in links(page)}
+
+
+@pytest.mark.parametrize("page", CHINESE, ids=lambda page: page.name)
+def test_a_page_in_chinese_has_what_the_english_one_has(page: Path) -> None:
+    english = page.with_name(page.name.replace(".zh", ""))
+    assert [each.text for each in blocks(page)] == [each.text for each in blocks(english)]
+    one, other = ([token.type for token in tokens(each)] for each in (page, english))
+    assert one.count("tr_open") == other.count("tr_open")
+    assert targets_of(english) - targets_of(page) <= {page.name}
+    assert english.name in targets_of(page)
 
 
 # --- commands ---------------------------------------------------------------------------------
