@@ -69,6 +69,9 @@ DEPTH_MAX: Final = 4
 _KEY: Final = re.compile(rb"/[0-9a-f]{8,64}\Z")
 """The end of a record's key: the fingerprint (``kvstore.connectors.engine.fleet``)."""
 
+_GROUP: Final = re.compile(r"vllm/[^/]*/g([0-9]+)/")
+"""The cache group of a namespace (``kvstore.connectors.vllm.messages``)."""
+
 _DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0, "format": FORMAT}
 _PARTIAL: Final = {**_DEFAULTS, "fingerprint": "", "description": {}}
 
@@ -105,6 +108,15 @@ class Record(NamedTuple):
     def model(self) -> str:
         """The last part of the model's name or path: the same wherever it was loaded from."""
         return short_name(self.models[0])
+
+    @property
+    def states(self) -> frozenset[str]:
+        """The namespaces whose objects are states of recurrent layers, not blocks of attention: as
+        far as the record of a connector for vLLM says it."""
+        groups = _groups(self.description)
+        recurrent = {str(group) for group, told in enumerate(groups) if "state" in told}
+        found = {name: _GROUP.match(name) for name in self.namespaces}
+        return frozenset(name for name, of in found.items() if of and of[1] in recurrent)
 
     def has_ended(self, now: float) -> bool:
         """Whether the engines of this record have ended, as far as it says.

@@ -163,9 +163,16 @@ def _last_used(party: Party) -> int:
 def _people(parties: Sequence[Party]) -> Iterator[str]:
     for party in parties[:PARTIES_SHOWN]:
         model = f"{party.record.model}  " if party.record is not None else ""
-        size = sum(space.size for space in party.spaces)
+        size = _amount(party.spaces)[1]
         head = f"{model}{party.name}"
         yield f"{shown_text(head)}: {counted(party.objects, 'object')}, {size_text(size)}"
+        if party.states:
+            count, bytes_ = _amount(party.states)
+            blocks = f"{counted(party.objects - count, 'block')} of attention"
+            yield (
+                f"  holds   {counted(count, 'state')} of recurrent layers, {size_text(bytes_)}; "
+                f"{blocks}, {size_text(size - bytes_)}"
+            )
         for row in party.putters[:CLIENTS_SHOWN]:
             there = f", {row.found} were there" if row.found else ""
             yield f"  writes  {_client(row)}: {row.stored} of {row.keys} keys stored{there}"
@@ -186,6 +193,11 @@ def _people(parties: Sequence[Party]) -> Iterator[str]:
         yield f"and {len(parties) - PARTIES_SHOWN} more: name one, or use --json\n"
 
 
+def _amount(spaces: Sequence[NamespaceTraffic]) -> tuple[int, int]:
+    """Objects and bytes."""
+    return sum(space.objects for space in spaces), sum(space.size for space in spaces)
+
+
 def _client(row: ClientTraffic) -> str:
     name = shown_text(row.client or "a client without a name", 40)
     address = f" ({shown_text(row.address, 40)})" if row.address else ""
@@ -195,11 +207,9 @@ def _client(row: ClientTraffic) -> str:
 def _reasons(causes: Sequence[Cause]) -> Iterator[str]:
     for number, cause in enumerate(causes[:CAUSES_SHOWN], 1):
         text = shown_text(cause.text, 600)
-        yield from _wrapped(f"{number}. ", text + (":" if cause.fields or cause.cuts else "."))
-        for line in cause.fields:
-            yield f"     {shown_text(line, 200)}"
-        for line in cause.cuts:
-            yield from _wrapped("     ", shown_text(f"only another cut: {line}", 200))
+        yield from _wrapped(f"{number}. ", text + (":" if cause.lines else "."))
+        for line in cause.lines:
+            yield from _wrapped("     ", shown_text(line, 200))
         if cause.remedy:
             yield from _wrapped("   -> ", cause.remedy)
     if len(causes) > CAUSES_SHOWN:
@@ -221,6 +231,7 @@ def _party_json(party: Party) -> dict[str, Any]:
         "models": record.models if record else [],
         "fingerprint": record.fingerprint if record else None,
         "objects": party.objects,
+        "states": dict(zip(("objects", "size"), _amount(party.states), strict=True)),
         "asked": party.asked,
         "found": party.found,
         "namespaces": party.spaces,

@@ -48,6 +48,11 @@ class Cause(NamedTuple):
     """In which the two only cut the same bytes differently, and the setting that lets them share; a
     line each."""
 
+    @property
+    def lines(self) -> list[str]:
+        """In what two descriptions differ, for people."""
+        return [*self.fields, *(f"only another cut: {cut}" for cut in self.cuts)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
@@ -77,6 +82,12 @@ class Party:
     @property
     def objects(self) -> int:
         return sum(space.objects for space in self.spaces)
+
+    @property
+    def states(self) -> list[NamespaceTraffic]:
+        """The namespaces whose objects are states of recurrent layers."""
+        names = frozenset() if self.record is None else self.record.states
+        return [space for space in self.spaces if space.name in names]
 
     @property
     def evicted(self) -> int:
@@ -197,7 +208,7 @@ def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Part
 
 
 def _urgency(cause: Cause) -> tuple[bool, bool]:
-    return not cause.is_problem, not (cause.fields or cause.cuts)
+    return not cause.is_problem, not cause.lines
 
 
 # --- rules: the first rule that knows a cause for a party gives it -------------------------------

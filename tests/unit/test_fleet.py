@@ -368,6 +368,15 @@ def test_other_engines_have_no_such_settings() -> None:
     assert contrast.must == fleet.differences(ENGINE, RANKS)
 
 
+def test_namespaces_of_states_are_told_from_those_of_blocks() -> None:
+    names = ("vllm/f/g0/p0t0", "vllm/f/g1/p0t0", "vllm/f/g1/p0t1", "vllm/f/g7/p0t0", "other/g1/x")
+    groups: list[Any] = [{"kind": "FullAttentionSpec"}, {"kind": "MambaSpec", "state": []}]
+    record = Record("vllm", ("m",), "f", names, {"groups": groups})
+    assert record.states == {"vllm/f/g1/p0t0", "vllm/f/g1/p0t1"}
+    for strange in ({}, {"groups": 7}, {"groups": [7, {"state": 1}]}):
+        assert record._replace(description=strange).states == frozenset()
+
+
 def listed(key: bytes, size: int, state: str = "complete") -> ObjectRow:
     return ObjectRow(FLEET_NAMESPACE, Key(key), size, 1, 1, 0, state)
 

@@ -67,7 +67,7 @@ def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) ->
     found = []
     for cause in causes[:NODES_NAMED]:
         if cause.code in KEPT_APART:
-            fields = f": {'; '.join(cause.fields)}" if cause.fields else ""
+            fields = f": {'; '.join(cause.lines)}" if cause.lines else ""
             text = shown_text(f"{cause.text}{fields}. {cause.remedy}", 600)
             found.append(FoundProblem("warning", f"{text} (kvstore why)"))
     return found

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from kvstore import Client
+from kvstore.fleet import parse
+from kvstore.limits import FLEET_NAMESPACE
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
 from tests.e2e.engines.engine import Engine, Result, transfer_config
 from tests.e2e.engines.preloaded import Preloaded
 from tests.support.cluster import Cluster
+from tests.support.waiting import until
 
 BLOCK = 256
 """Tokens of a block of this model, which vLLM chooses so that a state fills no more than one."""
@@ -68,6 +71,20 @@ def test_an_engine_goes_on_from_the_states_of_another(pair: tuple[Engine, Engine
     again = one.generate(asked)
     assert cached(again) == [1280, 768]
     assert tokens(again) == right(one, asked)
+
+
+def test_the_record_of_the_engines_says_which_objects_are_states(
+    pair: tuple[Engine, Engine], shared: Cluster
+) -> None:
+    del pair
+    with Client(shared.address) as client:
+        [row] = until(lambda: list(client.list_objects(namespace=FLEET_NAMESPACE)))
+        record = parse(client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes"))  # type: ignore[arg-type]
+    assert record is not None
+    assert 0 < len(record.states) < len(record.namespaces)
+    groups = [group["kind"] for group in record.description["groups"]]
+    assert [kind for kind in groups if "Mamba" in kind]
+    assert len(record.states) == sum("Mamba" in kind for kind in groups)
 
 
 def test_the_next_turn_goes_on_from_the_end_of_the_one_before(pair: tuple[Engine, Engine]) -> None:

@@ -141,6 +141,32 @@ def test_a_program_gets_the_same(why: KV) -> None:
     assert found["parties"][0]["namespaces"][0]["misses"][0]["key"] == "01" * 32
 
 
+def test_states_of_recurrent_layers_are_counted_apart(why: KV, store: FakeClient) -> None:
+    names = [f"vllm/aa/g{group}/p0t0" for group in range(2)]
+    value = json.loads(record("a", groups=[{"kind": "FullAttentionSpec"}, {"state": []}]))
+    store.records = {b"m/a": json.dumps({**value, "namespaces": names}).encode()}
+    store.spaces = [space(names[0], 8, [writer()]), space(names[1], 3, [writer()])]
+    told = "holds   3 states of recurrent layers, 3.00 MiB; 8 blocks of attention, 8.00 MiB"
+    assert told in why().out
+    (party,) = json.loads(why("--json").out)["parties"]
+    assert party["objects"] == 11
+    assert party["states"] == {"objects": 3, "size": 3 << 20}
+
+
+@pytest.mark.usefixtures("two_engines")
+def test_the_setting_for_another_cut_is_on_the_screen(why: KV, store: FakeClient) -> None:
+    assert "states" not in why().out
+    groups = [[{"block_tokens": size}] for size in (16, 32)]
+    store.records = {
+        b"m/a": record("a", groups=groups[0]), b"m/b": record("b", groups=groups[1])
+    }  # fmt: skip
+    shown = why().out
+    assert 'only another cut: block size: 16 writes, 32 asks ("block_tokens": 16' in shown
+    assert max(map(len, shown.splitlines())) <= 100
+    (cause,) = json.loads(why("--json", "--model", "m").out)["causes"]
+    assert (cause["fields"], len(cause["cuts"])) == ([], 1)
+
+
 def test_what_works_is_no_failure(why: KV, store: FakeClient) -> None:
     store.spaces = [space("n", 8, [writer()], [reader(found=8)])]
     result = why("n")
