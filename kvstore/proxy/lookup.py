@@ -97,9 +97,11 @@ class StoreLookup:
         return Held(blocks, record.block_size)
 
     async def _blocks(self, record: Record, keys: list[bytes]) -> int:
+        states = record.states
+        chains = [name for name in record.namespaces if name not in states]
         async with asyncio.timeout(self._timeout_s):
-            matched = await self._client.match_prefixes(keys, namespaces=record.namespaces)
-        return min(matched)
+            reach = await self._client.match_all(keys, namespaces=chains, states=sorted(states))
+        return reach.state if states else reach.matched
 
     # --- the fleet's records ------------------------------------------------------------------
 
