@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from bench import agentic
@@ -58,6 +59,18 @@ OF_SESSIONS: Final = (
     " divided by 59. At most {possible:.0%} of the prompts are in full blocks that were computed"
     " before. A ratio is taken within a turn."
 )
+REASONS: Final = (
+    "By more than 5 % in the median. Where the range has both sides of 1, the rounds do not agree:"
+    " a load above the number of cores says that other programs computed, too.\n\n"
+    "* 1P1D, to `none`: one engine, on one thread, computes all prompts and then the answer waits"
+    " for the store; without a store both engines compute prompts. What 1P1D is for shows in the"
+    " time per token of long prompts, which no other prompt interrupts.\n"
+    "* 1P1D, to Mooncake, at the higher rate: likely, and not tested, that the decoder waits for"
+    " blocks that the prefiller is writing, while on Mooncake it does not wait and computes them"
+    " again, on a core that is free here."
+)
+BEHIND: Final = 1.05
+"""Less is no difference: rounds of the same system differ by more."""
 
 
 def page_of(found: Found) -> ResultsPage:
@@ -69,6 +82,7 @@ def page_of(found: Found) -> ResultsPage:
     sessions = found["sessions"]
     about = OF_SESSIONS.format(*agentic.TOKENS, **sessions)
     parts += ["## Sessions that grow", about, *_sessions(sessions["systems"])]
+    parts += ["## Where kvstore is behind", REASONS, _behind(found["rows"])]
     title = "vLLM's serving benchmark, with and without a store"
     return ResultsPage(NAME, title, "make bench-serving", parts)
 
@@ -100,23 +114,43 @@ def _figures(rows: Sequence[Found]) -> ResultsTable:
 
 
 def _ratios(rows: Sequence[Found]) -> ResultsTable:
-    kinds = dict.fromkeys((row["tokens"], row["rate"]) for row in rows)
-    lines = []
-    for tokens, rate in kinds:
-        runs = {
-            row["system"]: row["runs"]
-            for row in rows
-            if (row["tokens"], row["rate"]) == (tokens, rate)
-        }
-        for above, below in comparisons(list(runs)):
-            spreads = [ratio(runs[above], runs[below], figure) for figure in COMPARED]
-            lines.append((f"{tokens}", f"{rate:g}/s", f"{above} / {below}", *map(_shown, spreads)))
+    lines = [
+        (f"{row['tokens']}", f"{row['rate']:g}/s", f"{row['system']} / {below}",
+         *map(_shown, ratios.values()))
+        for row, below, ratios in _compared(rows)
+    ]  # fmt: skip
     return ResultsTable(("tokens", "rate", "", *COMPARED.values()), lines, (2,))
 
 
-def ratio(above: Sequence[Found], below: Sequence[Found], figure: str) -> Spread:
-    """``above / below`` of one figure, within each round."""
-    return Spread.of_ratios([run[figure] for run in above], [run[figure] for run in below])
+def _compared(rows: Sequence[Found]) -> Iterator[tuple[Found, str, dict[str, Spread]]]:
+    """For each kind of run and pair of systems: the row of the first, the name of the second, and
+    the ratios of their figures within each round."""
+    for _, some in itertools.groupby(rows, lambda row: (row["shape"], row["tokens"], row["rate"])):
+        of = {row["system"]: row for row in some}
+        for above, below in comparisons(list(of)):
+            runs, others = of[above]["runs"], of[below]["runs"]
+            yield (
+                of[above],
+                below,
+                {
+                    name: Spread.of_ratios(
+                        [run[name] for run in runs], [run[name] for run in others]
+                    )
+                    for name in COMPARED
+                },
+            )
+
+
+def _behind(rows: Sequence[Found]) -> ResultsTable:
+    """The ratios in which kvstore is behind another system by more than ``BEHIND``."""
+    lines = [
+        (row["shape"], f"{row['tokens']}", f"{row['rate']:g}/s", below,
+         COMPARED[name], _shown(each))
+        for row, below, ratios in _compared(rows) if row["system"] == systems.KVSTORE
+        for name, each in ratios.items()
+        if (1 / each.median if name == "request_throughput" else each.median) > BEHIND
+    ]  # fmt: skip
+    return ResultsTable(("", "tokens", "rate", "behind", "in", "ratio"), lines, (0, 3, 4))
 
 
 def comparisons(names: Sequence[str]) -> list[tuple[str, str]]:

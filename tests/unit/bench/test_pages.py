@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import growth_page, side_by_side
+from bench import growth_page, serving_page, side_by_side
 from bench.client import MOONCAKE, OURS
 from bench.page import Found, markdown, show
 from bench.rows import ROWS, Row, chosen
@@ -25,10 +25,11 @@ SHARES = {"client": 8.0, "master": 2.0, "storage": 0.0}
 THEIR_SHARES = {"client": 5.0, "master": 5.0, "storage": 5.0}
 
 
-@pytest.mark.parametrize("name", ["mooncake", "hicache", "growth"])
+@pytest.mark.parametrize("name", ["mooncake", "hicache", "growth", "serving"])
 def test_what_is_published_is_written_again_from_its_numbers(name: str) -> None:
     found = json.loads((PUBLISHED / f"{name}.json").read_text())
-    page = growth_page.page_of(found) if name == "growth" else side_by_side.page_of(found)
+    pages = {"growth": growth_page, "serving": serving_page}
+    page = pages.get(name, side_by_side).page_of(found)
     assert markdown(page, found) == (PUBLISHED / f"{name}.md").read_text()
 
 

@@ -44,13 +44,15 @@ def measured(cached_tokens: int = 500, differing: int = 0) -> Found:
 
 def test_the_tables_have_medians_and_ratios_within_a_round() -> None:
     tables = [part for part in page_of(measured()).parts if isinstance(part, ResultsTable)]
-    figures, ratios, *_, sessions, of_turns = tables
+    figures, ratios, *_, sessions, of_turns, behind = tables
     assert [line[2] for line in figures.lines] == [NONE, KVSTORE]
     assert figures.columns[3:6] == ("requests", "duration, s", "req/s")
     assert figures.lines[1][3:6] == ("6", "5.50", "5.50")
     assert figures.lines[1][8] == "6 / 6 / 6"
     assert ratios.lines == [("512", "2/s", f"{KVSTORE} / {NONE}", *["2.50 (2.00 to 3.00)"] * 4)]
     assert sessions.lines[1] == (KVSTORE, "50.0%", "20", "30")
+    assert behind.lines[2] == (SHAPES[0], "512", "2/s", NONE, "median TPOT", "2.50 (2.00 to 3.00)")
+    assert len(behind.lines) == len(SHAPES) * 3, "more req/s is better"
     assert of_turns.lines == [(f"{KVSTORE} / {NONE}", "1.00 (1.00 to 1.00)")]
 
 
