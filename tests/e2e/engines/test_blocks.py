@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvstore import Client
-from tests.e2e.engines.conftest import StartEngine, prompt
+from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.engine import Engine, transfer_config
 from tests.e2e.engines.preloaded import Preloaded
-from tests.e2e.engines.test_shapes import THREADS, spaces
+from tests.e2e.engines.test_shapes import spaces
 from tests.support.cluster import Cluster
 
 SMALL, LARGE = 32, 64
@@ -156,26 +156,3 @@ def test_what_is_not_there_when_it_is_loaded_is_computed(
     [found] = large.generate([prompt(5, TOKENS)])
     assert large.metrics()["load_failures"] == 1
     assert found.tokens == computed(large, 5)
-
-
-def test_sizes_that_do_not_fit_are_refused_by_name(
-    store: Cluster, llama: Path, engine: StartEngine
-) -> None:
-    cut = transfer_config(store.address, block_tokens=24)
-    with pytest.raises(AssertionError, match=r"block_tokens=24: blocks of 64 tokens cannot be cut"):
-        engine(llama, cut, block_size=LARGE)
-
-
-def test_blocks_are_cut_and_split_at_once(store: Cluster, llama: Path, engine: StartEngine) -> None:
-    """One rank with large blocks, and two with small ones."""
-    transfer = transfer_config(store.address, tp_shards=2, block_tokens=SMALL)
-    one = engine(llama, transfer, block_size=LARGE)
-    two = engine(llama, transfer, block_size=SMALL, tensor_parallel_size=2, environ=THREADS)
-    [told] = one.generate([prompt(6, TOKENS)])
-    one.saved()
-    [found] = two.generate([prompt(6, TOKENS)], params=told.params)
-    assert (found.cached, found.tokens) == (ENDS, told.tokens)
-    [told] = two.generate([prompt(7, TOKENS)])
-    two.saved()
-    [found] = one.generate([prompt(7, TOKENS)], params=told.params)
-    assert (found.cached, found.tokens) == (WHOLE, told.tokens)

@@ -98,6 +98,23 @@ def test_the_bytes_of_a_shard_are_those_that_the_other_engine_computes(
                 assert np.allclose(left, right, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.timeout(400)
+def test_blocks_are_cut_and_split_at_once(
+    pair: tuple[Engine, Engine], shared: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    """One rank with larger blocks, and two ranks."""
+    _, two = pair
+    transfer = transfer_config(shared.address, tp_shards=2, block_tokens=BLOCK_TOKENS)
+    large = engine(llama, transfer, block_size=2 * BLOCK_TOKENS)
+    asked = [prompt(5, 1_000), prompt(6, 1_000)]
+    for writer, reader, cached in ((two, large, 6), (large, two, 7)):
+        first = writer.generate([asked[0]])
+        writer.saved()
+        [found] = reader.generate([asked.pop(0)], params=first[0].params)
+        assert found.cached == cached * BLOCK_TOKENS
+        assert found.tokens == first[0].tokens
+
+
 def test_shards_that_do_not_fit_are_refused_by_name(
     store: Cluster, llama: Path, engine: StartEngine
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
+from kvstore.connectors.vllm.hashes import SmallerHashes
 from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, SaveEnd, TransferReport
 from kvstore.limits import TTL_MS_MAX
 from tests.unit.connectors.engine import CUT, HYBRID, PLAIN, Engine, Request, saved
@@ -855,6 +856,52 @@ def test_a_load_is_under_way_until_all_workers_have_reported_it() -> None:
     assert engine.side.loading == {"r"}, "also when it was aborted"
     engine.side.arrived({"r", "another connector's"})
     assert engine.side.loading == set()
+
+
+# --- blocks that are cut --------------------------------------------------------------------------
+
+
+HALVES = Groups(hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 8}, object_tokens=4)
+
+
+def test_half_a_block_is_saved_promised_and_told_but_not_loaded() -> None:
+    engine = Engine(HALVES, events_wanted=True)
+    request = engine.add("r", 22, there=12)
+    assert engine.matched(request) == 8
+    engine.allocate(request, 8)
+    (save,) = engine.step({"r": 22}).saves
+    assert [run.first for run in save.runs] == [3]
+    assert len(save.runs[0].keys) == 2
+    engine.report_all()
+    (event,) = engine.side._events.take()
+    assert (event.block_size, len(event.block_hashes)) == (4, 2)
+    assert event.token_ids == request.all_token_ids[12:20]
+    assert engine.finish(request) == {"stored_tokens": 20}
+
+
+def test_wishes_and_failures_are_rounded_to_whole_blocks() -> None:
+    engine = Engine(HALVES)
+    assert engine.matched(engine.add("few", 40, there=32, max_load_tokens=15)) == 8
+    request = engine.add("r", 40, there=32)
+    assert engine.load(request) == 32
+    engine.fail_load(request, 20)
+    assert engine.matched(request) == 16
+
+
+def test_hashes_of_small_blocks_are_salted_as_those_of_vllm() -> None:
+    engine = Engine(HALVES)
+
+    def smaller(request: Any) -> list[bytes]:
+        hashes: list[bytes] = engine.requests["r"].block_hashes[len(request.block_hashes) :]
+        return hashes
+
+    engine.side.hashes = SmallerHashes(4, 8, smaller)
+    engine.side.salt = lambda request: b"adapter"
+    request = engine.add("r", 22, lora=lora())
+    engine.allocate(request, 22)
+    (save,) = engine.side.orders(engine.scheduled({"r": 22})).saves
+    plain = request.block_hashes
+    assert save.runs[0].keys == [sha256(b"adapter" + each).digest() for each in plain]
 
 
 class Scheduling(RuleBasedStateMachine):
