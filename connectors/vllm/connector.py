@@ -413,7 +413,7 @@ def _groups_of(
         raise ConfigError(
             f"block_tokens={object_tokens}: vLLM hashes blocks of {hashed} tokens, which cannot be "
             "cut into such objects",
-            advice="Leave vLLM's prefix_match_unit out.",
+            advice="Start vLLM without --prefix-match-unit.",
             key="block_tokens",
         )
     parallel = vllm_config.parallel_config

@@ -156,6 +156,20 @@ def test_a_state_that_is_gone_is_not_found_and_computed_again(
 
 
 @pytest.mark.timeout(400)
+def test_an_engine_that_hashes_smaller_parts_shares_nothing_and_says_so(
+    pair: tuple[Engine, Engine], shared: Cluster, recurrent: Path, engine: StartEngine
+) -> None:
+    one, _ = pair
+    one.generate([prompt(9, 900)])
+    one.saved()
+    other: Engine = engine(
+        recurrent, transfer_config(shared.address), dtype="bfloat16", prefix_match_unit=BLOCK // 2
+    )
+    assert cached(other.generate([prompt(9, 900)])) == [0]
+    told = f"must be equal: hash_tokens: {BLOCK // 2} here, None there"
+    until(lambda: any("FLEET" in line and told in line for line in other.log))
+
+
 def test_a_node_that_dies_between_lookup_and_load(
     store: Cluster, recurrent: Path, engine: StartEngine
 ) -> None:
