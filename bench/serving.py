@@ -35,6 +35,7 @@ from bench.serving_page import FIGURES, PAIR, ROUND_ROBIN, SHAPES
 from bench.vllm import PACKAGES, STOP_SECONDS
 from bench.vllm_rounds import SETTLE_SECONDS
 from bench.vllm_systems import System
+from kvstore.config import ConnectorConfig
 from kvstore.demo.processes import ChildError, Children
 from kvstore.demo_vllm import servers
 from kvstore.demo_vllm.requests import MODEL, RequestError, forget
@@ -51,6 +52,11 @@ CACHE_BLOCKS: Final = 40
 sessions, as the memory of a GPU holds a part of the conversations of a day."""
 ENGINE_OPTIONS: Final = ("--enable-scale-out", "--num-gpu-blocks-override", str(CACHE_BLOCKS))
 """The first: engines answer ``/render``, by which the proxy learns a prompt's token ids."""
+AS_SHIPPED: Final = {
+    name: ConnectorConfig.model_fields[name].default
+    for name in ("lookup_deadline_ms", "writers_wait_ms")
+}
+"""Instead of the demonstration's patience: a user would have these."""
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
 """Of engines: two that compute at once on two cores would wait for each other's threads."""
 SYSTEMS: Final = (systems.NONE, systems.KVSTORE, systems.MOONCAKE)
@@ -148,7 +154,8 @@ def run(names: Sequence[str], plan: ServingPlan, progress: Advance) -> Found:
         model = servers.make_model(children, seed=plan.seed, hidden=HIDDEN, layers=LAYERS)
         progress(f"starting {2 * len(names)} engines, stores of {plan.memory_mib} MiB (minutes)", 0)
         started = systems.start(
-            children, names, model, plan.memory_mib, engines=2, options=ENGINE_OPTIONS
+            children, names, model, plan.memory_mib, engines=2, options=ENGINE_OPTIONS,
+            settings=AS_SHIPPED,
         )  # fmt: skip
         try:
             return measure(children, started, model, plan, progress)

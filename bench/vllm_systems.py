@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import click
@@ -95,6 +96,7 @@ def start(
     *,
     engines: int = 1,
     options: Sequence[str] = (),
+    settings: Mapping[str, object] = MappingProxyType({}),
 ) -> list[System]:
     """Start stores and engines, and wait until all of them serve.
 
@@ -102,11 +104,12 @@ def start(
         memory_mib: memory of each store.
         engines: how many each system has.
         options: more arguments of each engine.
+        settings: of this store's connector, besides those of ``servers.transfer_config``.
 
     Raises:
         ChildError: a process did not start.
     """
-    stores = {name: _store(children, name, memory_mib) for name in names}
+    stores = {name: _store(children, name, memory_mib, settings) for name in names}
     started = {
         name: [
             servers.start_engine(
@@ -123,32 +126,36 @@ def start(
     # kvstore's node does when it starts. The first touch of a page costs ten times a copy.
     for name, store in stores.items():
         if store.mooncake:
-            settings = Settings(MOONCAKE, "tcp", store.mooncake, memory_mib << 20, WARM_PIECE)
-            ClientProcess(children, f"{name}-touch", settings).close()
+            whole = Settings(MOONCAKE, "tcp", store.mooncake, memory_mib << 20, WARM_PIECE)
+            ClientProcess(children, f"{name}-touch", whole).close()
     return [
         System(name, [engine.address for engine in some], stores[name].kvstore)
         for name, some in started.items()
     ]
 
 
-def _store(children: Children, name: str, memory_mib: int) -> _Store:
+def _store(
+    children: Children, name: str, memory_mib: int, settings: Mapping[str, object]
+) -> _Store:
     """Starts a system's store."""
     if name == NONE:
         return _Store()
     if name in (KVSTORE, KVSTORE_TCP):
         master = servers.start_store(children, memory_mib, name=f"{name}-")
         transports = ["tcp"] if name == KVSTORE_TCP else ["shm", "tcp"]
-        transfer = servers.transfer_config(master, "kv_both", transports=transports)
+        transfer = servers.transfer_config(
+            master, "kv_both", transports=transports, **settings
+        )  # fmt: skip
         return _Store(transfer, kvstore=master)
     embedded = name == MOONCAKE_EMBEDDED
     master = mooncake.start(children, 0 if embedded else memory_mib << 20, name=name).master
-    settings = {
+    theirs = {
         "metadata_server": mooncake.METADATA, "master_server_address": master, "protocol": "tcp",
         "mode": "embedded" if embedded else "standalone-store",
         "global_segment_size": f"{memory_mib}MB" if embedded else 0,
         "local_buffer_size": f"{BUFFER_MIB}MB",
     }  # fmt: skip
     config = children.directory / f"{name}.json"
-    config.write_text(json.dumps(settings))
+    config.write_text(json.dumps(theirs))
     transfer = {"kv_connector": servers.CONNECTOR, "kv_role": "kv_both"}
     return _Store(transfer, {"MOONCAKE_CONFIG_PATH": str(config)}, mooncake=master)

@@ -238,6 +238,18 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         assert self._live is not None, "hello comes first"
         return worker.rank, self._live.seem_equal()
 
+    def finish_check(self, worker: Any) -> tuple[int, tuple[int, bool]] | None:
+        """Waits for the check that is under way: this rank, and ``LiveWeights.take_verdict``."""
+        assert self._live is not None, "hello comes first"
+        self._live.finish()
+        verdict = self._live.take_verdict()
+        return None if verdict is None else (worker.rank, verdict)
+
+    def order_saves(self, worker: Any, orders: Orders) -> None:
+        """Orders saves between two steps."""
+        del worker
+        self._worker_side.save(orders)
+
     def adapters(self, worker: Any) -> dict[int, dict[int, str]]:
         """Digests of this worker's loaded adapters, by its rank."""
         assert self._adapters is not None, "hello comes first"
@@ -379,13 +391,13 @@ def _check_executor(vllm_config: VllmConfig) -> None:
         )
 
 
-def _on_worker(worker: Any, options: dict[str, Any], method: str) -> Any:
+def _on_worker(worker: Any, options: dict[str, Any], method: str, *arguments: Any) -> Any:
     """Calls a method of the worker's connector that has these options. The options identify it,
     because a worker may have several connectors."""
     found = get_kv_transfer_group()
     for each in getattr(found, "sub_connectors", [found]):
         if isinstance(each, KVStoreConnector) and each.options == options:
-            return getattr(each, method)(worker)
+            return getattr(each, method)(worker, *arguments)
     return None
 
 

@@ -254,18 +254,18 @@ class Decisions:
 
     def orders(self, output: SchedulerOutput) -> Orders:
         """The answer to vLLM's ``build_connector_meta``: the orders of this step."""
-        self._lookups.new_step(busy=bool(output.num_scheduled_tokens))
+        self._lookups.new_step()
         orders = Orders(self._identity.fingerprint, self._loads)
         self._loads = []
         if self._does_save and self._identity.fingerprint:
             self._held += self._saves(output)
-        orders.saves = self._released()
+        orders.saves = self.released()
         for request_id in output.finished_req_ids:
             self._tracked.pop(request_id, None)
             self._lookups.forget(request_id)
         return orders
 
-    def _released(self) -> list[Save]:
+    def released(self) -> list[Save]:
         """The saves to order now. Drops those of blocks that may have other weights."""
         fingerprint = self._identity.fingerprint
         for save in list(self._held):
@@ -515,6 +515,11 @@ class Decisions:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         self._pool = pool
+
+    @property
+    def has_held(self) -> bool:
+        """Whether saves wait until the weights are certain."""
+        return bool(self._held)
 
     @property
     def has_pinned(self) -> bool:

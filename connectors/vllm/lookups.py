@@ -98,6 +98,8 @@ class Lookups:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.breaker = Breaker.of_a_store()
+        self.is_busy: Callable[[], bool] = lambda: False
+        """Whether requests run, which wait while the scheduler does."""
         self._counters: dict[str, int] = {}
         self._latencies_us: list[int] = []
         self._ask = ask
@@ -107,7 +109,8 @@ class Lookups:
         self._clock = clock
         self._namespaces: dict[int, list[str]] = {}
         self._lookups: dict[str, PendingLookup] = {}
-        self._patience_s = STEP_PATIENCE_S
+        self._waited_s = 0.0
+        """In this step."""
         # Take the lock itself, in one step of the interpreter. In the condition's ``__enter__`` a
         # signal handler that raises, such as an engine's on SIGTERM, would leave the lock taken.
         self._lock = threading.RLock()
@@ -157,10 +160,12 @@ class Lookups:
     def tokens(self, lookup: PendingLookup, *, patient: bool = True) -> int | None:
         """How many leading tokens the store has; None: not known yet, call again in the next step.
         Waits for the answer, within the patience of this step, only with ``patient``."""
-        if patient and not lookup.done.is_set() and self._patience_s > 0:
-            before = time.monotonic()
-            lookup.done.wait(self._patience_s)
-            self._patience_s -= time.monotonic() - before
+        if patient and not lookup.done.is_set():
+            left_s = (BUSY_PATIENCE_S if self.is_busy() else STEP_PATIENCE_S) - self._waited_s
+            if left_s > 0:
+                before = time.monotonic()
+                lookup.done.wait(left_s)
+                self._waited_s += time.monotonic() - before
         if lookup.done.is_set():
             return lookup.tokens
         if not patient:
@@ -178,9 +183,8 @@ class Lookups:
                 self._answer(lookup, tokens=lookup.tokens)
         return lookup.tokens
 
-    def new_step(self, *, busy: bool) -> None:
-        """``busy``: whether other requests run."""
-        self._patience_s = BUSY_PATIENCE_S if busy else STEP_PATIENCE_S
+    def new_step(self) -> None:
+        self._waited_s = 0.0
 
     def forget(self, request_id: str) -> None:
         lookup = self._lookups.pop(request_id, None)

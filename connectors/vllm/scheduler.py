@@ -25,7 +25,7 @@ from kvstore.connectors.vllm.identity import NO_PREFIX_CACHING, Identity
 from kvstore.connectors.vllm.layout import Split
 from kvstore.connectors.vllm.listening import NOTHING, Listener
 from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.messages import TransferReport, namespace, under_of
+from kvstore.connectors.vllm.messages import Orders, TransferReport, namespace, under_of
 from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.worker import client_config
 from kvstore.errors import ConfigError, KVStoreError
@@ -61,15 +61,15 @@ class Scheduler:
         split: Split,
         hashes: BlockHashes,
         options: dict[str, Any],
-        on_worker: Callable[[Any, dict[str, Any], str], Any],
+        on_worker: Callable[..., Any],
     ) -> None:
         """
         Args:
             split: how pages are split and cut for engines of other sizes.
             hashes: of the requests' hash blocks.
             options: this connector's options, by which its sides on the workers are found.
-            on_worker: called on each worker as ``on_worker(worker, options, method)``. It must be a
-                function of a module, because it is pickled by name.
+            on_worker: called on each worker as ``on_worker(worker, options, method, *arguments)``.
+                It must be a function of a module, because it is pickled by name.
         """
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._vllm_config = vllm_config
@@ -133,6 +133,8 @@ class Scheduler:
         elif not vllm_config.cache_config.enable_prefix_caching:
             self._identity.switch_off(NO_PREFIX_CACHING)
         else:
+            core = self._core
+            self._lookups.is_busy = lambda: core.is_running
             self._core.watch(weights=self._identity.outdate, adapters=self._outdate_adapters)
             self.prepare()
 
@@ -275,6 +277,11 @@ class Scheduler:
         """Frees the blocks of saves, and of loads that are under way or have arrived. Requests that
         wait for those loads begin anew."""
         loading = self.decisions.loading
+        if self.decisions.has_held:
+            told = core.ask(self._on_worker, self._options, "finish_check")
+            self._identity.take_verdicts(dict(each for each in told if each))
+            orders = Orders(self._identity.fingerprint, saves=self.decisions.released())
+            core.ask(self._on_worker, self._options, "order_saves", orders)
         if self.decisions.has_pinned or loading:
             drained = [each for each in core.ask(self._on_worker, self._options, "drain") if each]
             for each in drained:

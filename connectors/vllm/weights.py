@@ -54,6 +54,9 @@ CHUNK_WORDS: Final = 1 << 18
 BETWEEN_CHUNKS: Final = 0x5851F42D4C957F2D
 """An odd factor, by which chunks in another order give another sum."""
 
+FINISH_S: Final = 30.0
+"""How long a reset waits for a check."""
+
 PACKED: Final = "kvstore_packed"
 """Attribute of a layer whose weights vLLM has packed: their ``summary`` before that."""
 
@@ -119,6 +122,11 @@ class LiveWeights:
         those of the last ``read``."""
         verdict, self._verdict = self._verdict, None
         return None if verdict is None else (self._number, verdict)
+
+    def finish(self) -> None:
+        """Waits for the check that is under way, ``FINISH_S`` at most."""
+        if self._thread is not None:
+            self._thread.join(FINISH_S)
 
     def stop(self) -> None:
         """Ends the check that is under way, which then has no verdict."""

@@ -389,7 +389,11 @@ def test_a_reset_alone_costs_no_hit_and_no_reading_of_all_weights(
     asked = "result = core.scheduler.connector._scheduler_side._identity"
     (again,) = one.generate([prompt(1)])
     assert (again.cached, again.tokens) == (WHOLE, before.tokens)
-    one.generate([prompt(2)])
+    one.saved()
+    assert one.reset()
+    one.generate([prompt(2)], tokens=1)
+    assert one.reset(), "which waits for what waits to be saved"
+    assert cached(one.generate([prompt(2)])) == [WHOLE]
     one.saved()
     assert one.run(f"{asked}.is_certain")
     assert sum(objects(store).values()) == 2 * (len(prompt(1)) // BLOCK_TOKENS)

@@ -110,8 +110,8 @@ class Asked:
         del patient
         return self.there.get(lookup, 0)
 
-    def new_step(self, *, busy: bool) -> None:
-        self.busy = busy
+    def new_step(self) -> None:
+        pass
 
     def forget(self, request_id: str) -> None:
         self.known.discard(request_id)

@@ -115,14 +115,6 @@ def test_a_load_is_ordered_once_although_blocks_are_allocated_again_when_it_has_
     assert engine.step({"r": 5}).loads == []
 
 
-def test_lookups_know_whether_others_run() -> None:
-    engine = Engine()
-    engine.add("r", 21)
-    for tokens in ({"r": 8}, {}):
-        engine.step(tokens)
-        assert engine.asked.busy == bool(tokens)
-
-
 def test_orders_carry_the_fingerprint() -> None:
     engine = Engine()
     engine.identity.fingerprint = "abc"
