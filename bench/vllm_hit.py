@@ -119,7 +119,7 @@ def engine(system: str, model: str, master: str, transport: str, prompts: str) -
     )  # fmt: skip
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
+    llm: Any = LLM(
         model=model, kv_transfer_config=transfer, dtype="float32", max_model_len=2048,
         enforce_eager=True, distributed_executor_backend="uni",
     )  # fmt: skip
