@@ -157,5 +157,5 @@ def _store(
     }  # fmt: skip
     config = children.directory / f"{name}.json"
     config.write_text(json.dumps(theirs))
-    transfer: dict[str, object] = {"kv_connector": servers.CONNECTOR, "kv_role": "kv_both"}
-    return _Store(transfer, {"MOONCAKE_CONFIG_PATH": str(config)}, mooncake=master)
+    built_in: dict[str, object] = {"kv_connector": servers.CONNECTOR, "kv_role": "kv_both"}
+    return _Store(built_in, {"MOONCAKE_CONFIG_PATH": str(config)}, mooncake=master)
