@@ -4,7 +4,9 @@ shared one is another one in each run.
 
 ``make test`` runs the cases that are not marked ``slow``, and stays quick by itself: where
 ``CI=true``, a case without the mark that costs more than ``QUICK_S`` fails. The clock plays no
-part, so a busy machine changes little. ``--record-costs`` writes ``costs.json``, which says what a
+part, but a virtual machine counts the time that others take from its processors: equal cases have
+cost up to three times as much. So a case that was recorded as cheap may cost twice the bound in one
+run. ``--record-costs`` writes ``costs.json``, which says what a
 case cost when it was recorded.
 """
 
@@ -21,6 +23,8 @@ import pytest
 QUICK_S: Final = 1.5
 OF_SUITE_S: Final = {"model": 4.0, "stories": 5.0}
 """Fifty examples of a rule machine; a story starts a store of its own, half a second a process."""
+UNSTEADY: Final = 2.0
+"""How many times its bound a case may cost in one run, unless it was recorded above the bound."""
 RECORDED_S: Final = 0.5
 """Cheaper cases are not in the file."""
 SHOWN: Final = 10
@@ -101,6 +105,8 @@ def too_dear(item: pytest.Item, cost: float) -> str:
     if cost <= bound or "slow" in marks:
         return ""
     was = recorded().get(item.nodeid, RECORDED_S)
+    if was <= bound and cost <= UNSTEADY * bound:
+        return ""
     return (
         f"{item.nodeid} cost {cost:.1f} s of processor time ({was} s when it was recorded), and "
         f"one that is not marked slow may cost {bound} s: see tests/support/costs.py"
