@@ -22,16 +22,16 @@ def spends(seconds):
 
 def test_cheap(): pass
 
-def test_unsteady(): spends(0.6)
+def test_unsteady(): spends(0.12)
 
-def test_dear(): spends(1.2)
+def test_dear(): spends(0.3)
 
 @pytest.mark.slow
-def test_slow(): spends(1.2)
+def test_slow(): spends(0.3)
 """
 
 PROGRAM = (
-    "import sys, pytest; from tests.support import costs; costs.QUICK_S = 0.5;"
+    "import sys, pytest; from tests.support import costs; costs.QUICK_S = 0.1; costs.RECORDED_S = 0.05;"
     "sys.exit(pytest.main(sys.argv[2:],"
     " plugins=[costs.Costs(strict=sys.argv[1] == 'CI', record=False)]))"
 )
