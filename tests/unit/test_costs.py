@@ -31,7 +31,8 @@ def test_slow(): spends(0.3)
 """
 
 PROGRAM = (
-    "import sys, pytest; from tests.support import costs; costs.QUICK_S = 0.1; costs.RECORDED_S = 0.05;"
+    "import sys, pytest; from tests.support import costs;"
+    "costs.QUICK_S = 0.1; costs.RECORDED_S = 0.05;"
     "sys.exit(pytest.main(sys.argv[2:],"
     " plugins=[costs.Costs(strict=sys.argv[1] == 'CI', record=False)]))"
 )
