@@ -13,6 +13,7 @@ Every engine ends before the next one starts; they take turns.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ from kvstore.demo_vllm.scenario import HIDDEN, LAYERS, full_blocks, memory_mib, 
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 
 OURS, BUILT_IN = SYSTEMS = ("kvstore", "built-in")
+BUILT_IN_WORKER: Final = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker"
 PROMPT_TOKENS: Final = 1_500
 ENGINE_SECONDS: Final = 300.0
 EXAMPLE = """\b
@@ -117,15 +119,14 @@ def engine(system: str, model: str, master: str, transport: str, prompts: str) -
     transfer = _built_in(master, transport) if system == BUILT_IN else servers.transfer_config(
         master, "kv_both", transports=[transport]
     )  # fmt: skip
-    from vllm import LLM, SamplingParams
-
-    llm: Any = LLM(
+    vllm: Any = importlib.import_module("vllm")
+    llm = vllm.LLM(
         model=model, kv_transfer_config=transfer, dtype="float32", max_model_len=2048,
         enforce_eager=True, distributed_executor_backend="uni",
     )  # fmt: skip
     hits = _watch(llm.llm_engine.engine_core.engine_core.scheduler.connector, system)
     asked = [{"prompt_token_ids": prompt(0, n, PROMPT_TOKENS)} for n in range(int(prompts))]
-    one = SamplingParams(temperature=0, max_tokens=1)
+    one = vllm.SamplingParams(temperature=0, max_tokens=1)
     stored = full_blocks(PROMPT_TOKENS) * BLOCK_TOKENS
     for round_number in range(12):  # the first stores, the second warms up
         for each in asked:
@@ -185,9 +186,8 @@ def _watch(connector: Any, system: str) -> list[float]:
 
     connector.get_num_new_matched_tokens = asks
     if system == BUILT_IN:
-        from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker
-
-        thread: Any = worker.KVCacheStoreRecvingThread
+        worker: Any = importlib.import_module(BUILT_IN_WORKER)
+        thread = worker.KVCacheStoreRecvingThread
         thread.set_finished_request = _after(ended, thread.set_finished_request, lambda name: name)
     else:
         from kvstore.connectors.vllm.worker import WorkerSide
