@@ -33,10 +33,11 @@ Name = tuple[str, str]
 class Reader:
     """Follows in a thread, and applies all in order."""
 
-    def __init__(self, *ports: int, namespace: str = "", since: str = "") -> None:
-        self.objects: dict[Name, int] = {}
+    def __init__(self, *ports: int, namespace: str = "", after: Reader | None = None) -> None:
+        """``after``: goes on where this one has stopped."""
+        self.objects: dict[Name, int] = {} if after is None else dict(after.objects)
         self.parents: dict[Name, str | None] = {}
-        self.place = since
+        self.place: str = "" if after is None else after.place
         self.seen: list[str] = []
         self.is_whole = False
         self.gate = threading.Event()
@@ -168,8 +169,7 @@ def test_a_reader_that_comes_back_resumes_where_it_was(
             until(lambda: reader.is_whole)
         client.put(b"b", b"2")
         client.remove(b"a")
-        again = Reader(port, since=reader.place)
-        again.objects = dict(reader.objects)
+        again = Reader(port, after=reader)
         agree(again, client)
         assert again.seen == []
         again.stop(client)
