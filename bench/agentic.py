@@ -74,8 +74,8 @@ def _ids(seed: int, what: str, tokens: int) -> list[int]:
 
 
 def _possible(sessions: int, turns: int) -> float:
-    """The part of all prompts that is in full blocks of prompts that came before. Both stores keep
-    blocks of what was generated only where they are told to."""
+    """The part of all prompts that is in full blocks of prompts that came before. A store that
+    keeps blocks of what was generated, too, can have more."""
     lengths = [COMMON + FIRST + turn * (SAID + TOOL) for turn in range(turns)]
     known = sum(full_blocks(length + 1) for length in lengths[:-1])
     common = (sessions - 1) * full_blocks(COMMON + 1)
