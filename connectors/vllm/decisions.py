@@ -552,8 +552,8 @@ class Decisions:
         if tracked is None:
             return None
         tokens = self._stored_tokens(tracked)
-        keep_ms, hashes = self._keep_ms(request), self._hashes(tracked)
-        if tokens and keep_ms and hashes and self._identity.fingerprint:
+        keep_ms = self._keep_ms(request)
+        if tokens and keep_ms and self._identity.fingerprint and (hashes := self._hashes(tracked)):
             self.keep(self._groups.tips(hashes, tokens), keep_ms)
         return {"stored_tokens": tokens} if tokens and self._does_save else None
 

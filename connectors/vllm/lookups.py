@@ -210,6 +210,11 @@ class Lookups:
                 self._changed.notify()
         return future
 
+    def count(self, what: str) -> None:
+        """Adds 1 to a counter. Threads: any."""
+        with self._lock:
+            self._count(what)
+
     def take_counters(self) -> dict[str, int]:
         """The counters since the last call."""
         with self._lock:

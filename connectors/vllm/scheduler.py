@@ -85,9 +85,6 @@ class Scheduler:
         change before it is loaded, they are not there again."""
         self._of_files: dict[tuple[int, str], tuple[Files, bytes]] = {}
         """By id and path of an adapter: the files that the workers have loaded, and its salt."""
-        self._unpinned = 0
-        """Errands since the start that could not pin what a request asked for."""
-        self._unpinned_told = 0
         self._asked_for: set[str] = set()
         """Requests for which the workers have been asked for adapters."""
         self._client = Client(config=client_config(config, 5_000))
@@ -316,7 +313,7 @@ class Scheduler:
 
         def pinned(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
-                self._unpinned += 1
+                self._lookups.count("pins_failed")
                 log.debug("not_pinned reason=%s", error)
 
         self._lookups.errand(pin).add_done_callback(pinned)
@@ -390,9 +387,6 @@ class Scheduler:
         stats.count("lookups", len(times))
         for microseconds in times:
             stats.time("lookup_us", microseconds)
-        unpinned, told = self._unpinned, self._unpinned_told
-        stats.count("pins_failed", unpinned - told)
-        self._unpinned_told = unpinned
         stats.gauge("pinned_blocks", self.decisions.pinned_blocks)
         stats.gauge("breaker_open", int(self._lookups.breaker.is_open(time.monotonic())))
         return stats
