@@ -2,7 +2,7 @@
 
 Every public call, of both clients, over both carriers and both transports, from clients that were
 connected before the fault and from new ones, against each fault of the master and of the node. All
-calls of one fault run at the same time: each test takes little more than one deadline.
+calls of one kind of client run at the same time: each test takes little more than one deadline.
 
 A call may return anything that is true, or raise a typed error that may be tried again. What it may
 not do is take longer than ``TIMEOUT_MS`` and ``SLACK_S``.
@@ -88,7 +88,11 @@ NO_CALLS = {
 """Public names that ask nobody, or are tested apart."""
 
 
-@pytest.mark.parametrize("kind", [Client, AsyncClient])
+either = pytest.mark.parametrize("kind", [Client, AsyncClient])
+"""One after the other: the loop of the one does not wait for hundreds of threads of the other."""
+
+
+@either
 def test_every_public_call_is_in_the_table(kind: type) -> None:
     public = {name for name in dir(kind) if not name.startswith("_")} | {"config"}
     called = {name.split()[0] for name in CALLS}
@@ -155,8 +159,9 @@ class Took:
 class Clients:
     """One client per way, each connected and warm or new; ``run`` makes every call of each."""
 
-    def __init__(self, address: str, *, per_call: bool = False) -> None:
+    def __init__(self, kind: type, address: str, *, per_call: bool = False) -> None:
         """``per_call``: clients that have more time by themselves are told with each call."""
+        self._kind = kind
         self._address = address
         self._per_call = per_call
         self._clients: list[tuple[str, Any]] = []
@@ -165,21 +170,19 @@ class Clients:
         self._thread.start()
 
     def add(self, age: str) -> None:
-        for kind in (Client, AsyncClient):
-            for transport in ("shm", "tcp"):
-                for lane in (True, False):
-                    name = f"{kind.__name__} {transport} {'lane' if lane else 'grpc'} {age}"
-                    longest_ms = 60_000 if self._per_call else TIMEOUT_MS
-                    settings: dict[str, Any] = {"timeout_ms": longest_ms, "lane": lane}
-                    client = kind(self._address, transports=(transport,), **settings)
-                    self._clients.append((name, client))
+        for transport in ("shm", "tcp"):
+            for lane in (True, False):
+                name = f"{transport} {'lane' if lane else 'grpc'} {age}"
+                longest_ms = 60_000 if self._per_call else TIMEOUT_MS
+                settings: dict[str, Any] = {"timeout_ms": longest_ms, "lane": lane}
+                client = self._kind(self._address, transports=(transport,), **settings)
+                self._clients.append((name, client))
 
     def warm(self) -> None:
         """Every client has joined, is connected to the node and knows some placements."""
-        first = self._clients[0][1]
-        for key in KEYS:
-            first.put(key, VALUE)
-        first.put("removed", VALUE)
+        with Client(self._address) as first:
+            for key in [*KEYS, "removed"]:
+                first.put(key, VALUE)
         for _, client in self._clients:
             for verb in (lambda c: c.get_many(KEYS), lambda c: c.status()):
                 self._now(verb, client)
@@ -279,9 +282,11 @@ def _within(verb: Verb, client: Any) -> Any:
     return verb(_Within(client))
 
 
-def check(cluster: Cluster, fault: Callable[[], object], *, per_call: bool = False) -> None:
+def check(
+    cluster: Cluster, kind: type, fault: Callable[[], object], *, per_call: bool = False
+) -> None:
     """No call of old and new clients takes longer than it may, after ``fault``."""
-    clients = Clients(cluster.address, per_call=per_call)
+    clients = Clients(kind, cluster.address, per_call=per_call)
     try:
         clients.add("old")
         clients.warm()
@@ -297,14 +302,15 @@ def check(cluster: Cluster, fault: Callable[[], object], *, per_call: bool = Fal
 # --- what dies and what stops ------------------------------------------------------------------
 
 
+@either
 @pytest.mark.parametrize("who", ["master", "node"])
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-def test_after_a_signal(cluster: Cluster, who: str, fault: str) -> None:
+def test_after_a_signal(cluster: Cluster, who: str, fault: str, kind: type) -> None:
     cluster.start(2, memory="256MiB")
     master = cluster.master_server
     server = master if who == "master" else cluster.nodes[0]
     try:
-        check(cluster, getattr(server, fault))
+        check(cluster, kind, getattr(server, fault))
     finally:
         if fault == "freeze":
             server.resume()
@@ -312,8 +318,9 @@ def test_after_a_signal(cluster: Cluster, who: str, fault: str) -> None:
         cluster.master()
 
 
+@either
 @pytest.mark.parametrize("per_call", [False, True], ids=["of clients", "of calls"])
-def test_both_stop(cluster: Cluster, per_call: bool) -> None:
+def test_both_stop(cluster: Cluster, per_call: bool, kind: type) -> None:
     """What clients hold and know is of no use then, and costs them no second deadline."""
     cluster.start(2, memory="256MiB")
     servers = (cluster.master_server, *cluster.nodes)
@@ -323,7 +330,7 @@ def test_both_stop(cluster: Cluster, per_call: bool) -> None:
             server.freeze()
 
     try:
-        check(cluster, freeze, per_call=per_call)
+        check(cluster, kind, freeze, per_call=per_call)
     finally:
         for server in servers:
             server.resume()
@@ -346,13 +353,14 @@ def test_memory_is_not_given_to_a_master_that_does_not_answer(cluster: Cluster) 
 
 
 @pytest.mark.netns
+@either
 @pytest.mark.parametrize("who", ["master", "node"])
-def test_after_the_network_is_cut(island: Island, tmp_path: Path, who: str) -> None:
+def test_after_the_network_is_cut(island: Island, tmp_path: Path, who: str, kind: type) -> None:
     with island.cluster(tmp_path) as cluster:
         cluster.master()
         master = f"{OF_MASTER}.1:{cluster.settings['port']}"
         cluster.node(host=f"{OF_NODE}.1", master=master, memory="256MiB")
         try:
-            check(cluster, lambda: island.cut(OF_MASTER if who == "master" else OF_NODE))
+            check(cluster, kind, lambda: island.cut(OF_MASTER if who == "master" else OF_NODE))
         finally:
             island.mend()
