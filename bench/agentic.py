@@ -74,10 +74,9 @@ def _ids(seed: int, what: str, tokens: int) -> list[int]:
 
 
 def _possible(sessions: int, turns: int) -> float:
-    """The part of all prompts that is in full blocks of prompts that came before. A store that
-    keeps blocks of what was generated, too, can have more."""
+    """The part of all prompts that is in full blocks of prompts and answers that came before."""
     lengths = [COMMON + FIRST + turn * (SAID + TOOL) for turn in range(turns)]
-    known = sum(full_blocks(length + 1) for length in lengths[:-1])
+    known = sum(full_blocks(length + SAID) for length in lengths[:-1])
     common = (sessions - 1) * full_blocks(COMMON + 1)
     return (common + sessions * known) * BLOCK_TOKENS / (sessions * sum(lengths))
 

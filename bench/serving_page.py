@@ -56,18 +56,15 @@ OF_SESSIONS: Final = (
     " the engine that computes a turn did not compute the one before. Tokens: {0} that all"
     " begin with, {1} of the session, and from turn to turn {3} that the model said and"
     " {2} of a tool. That is the published workload (20,000, 10,000, 900, 2,048; 30 turns)"
-    " divided by 59. At most {possible:.0%} of the prompts are in full blocks that were computed"
-    " before. A ratio is taken within a turn."
+    " divided by 59. At most {possible:.1%} of the prompts are in full blocks that were computed"
+    " before, as prompts or as answers. A ratio is taken within a turn."
 )
 REASONS: Final = (
     "By more than 5 % in the median. Where the range has both sides of 1, the rounds do not agree:"
     " a load above the number of cores says that other programs computed, too.\n\n"
     "* 1P1D, to `none`: one engine, on one thread, computes all prompts and then the answer waits"
     " for the store; without a store both engines compute prompts. What 1P1D is for shows in the"
-    " time per token of long prompts, which no other prompt interrupts.\n"
-    "* 1P1D, to Mooncake, at the higher rate: likely, and not tested, that the decoder waits for"
-    " blocks that the prefiller is writing, while on Mooncake it does not wait and computes them"
-    " again, on a core that is free here."
+    " time per token of long prompts, which no other prompt interrupts."
 )
 BEHIND: Final = 1.05
 """Less is no difference: rounds of the same system differ by more."""

@@ -160,7 +160,7 @@ def _built_in(master: str, transport: str) -> dict[str, object]:
     """Puts this store in the place of Mooncake's; the settings of vLLM's connector for it."""
     import kvstore.mooncake
 
-    os.environ["KVSTORE_TRANSPORTS"] = transport
+    os.environ["KVSTORE_CLIENT_TRANSPORTS"] = transport
     kvstore.mooncake.install()
     config = Path(os.environ["TMPDIR"]) / "mooncake.json"
     config.write_text(json.dumps({
