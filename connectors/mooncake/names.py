@@ -98,6 +98,7 @@ class ReplicateConfig:
     prefer_alloc_in_same_node: bool = False
     data_type: ObjectDataType = ObjectDataType.UNKNOWN
     group_ids: list[str] | None = None
+    session_ids: list[str] | None = None
 
 
 @dataclass

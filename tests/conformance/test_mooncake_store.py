@@ -840,6 +840,14 @@ def test_ranges_of_a_snapshot(ours: Place) -> None:
     assert uneven == [[[INVALID]]]
 
 
+def test_a_put_may_name_sessions(ours: Place) -> None:
+    config = ours.config()
+    assert hasattr(config, "session_ids"), "engines look for it"
+    config.session_ids = ["talk", "talk"]
+    assert ours.store.batch_put_from(["s1", "s2"], [ours.start] * 2, [8, 8], config) == [0, 0]
+    assert ours.bytes_at(0, 8) == ours.store.get("s2")
+
+
 @pytest.mark.parametrize("how", ["argument", "dictionary", "variable"])
 def test_a_master_of_its_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, other = MooncakeDistributedStore(), MooncakeDistributedStore()
