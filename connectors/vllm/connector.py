@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,17 +21,22 @@ from vllm.distributed.kv_transfer.kv_transfer_state import get_kv_transfer_group
 from kvstore.client.sync import Client
 from kvstore.connectors.vllm.config import read_config
 from kvstore.connectors.vllm.core import is_part_of_several
-from kvstore.connectors.vllm.cuts import Cutter, cut_pages
 from kvstore.connectors.vllm.decisions import Decisions
-from kvstore.connectors.vllm.fingerprint import weights_id
+from kvstore.connectors.vllm.fingerprint import speculation, weights_id
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.hashes import BlockHashes, block_hashes
 from kvstore.connectors.vllm.layout import split_of, wanted_layout
-from kvstore.connectors.vllm.messages import Orders, StillUnderWay, TransferReport, WorkerIdentity
+from kvstore.connectors.vllm.messages import (
+    DraftIdentity,
+    Orders,
+    StillUnderWay,
+    TransferReport,
+    WorkerIdentity,
+)
 from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
-from kvstore.connectors.vllm.pages import Geometry, pages_of, survey
+from kvstore.connectors.vllm.parts import Parts
 from kvstore.connectors.vllm.scheduler import Scheduler
-from kvstore.connectors.vllm.weights import Adapters, LiveWeights, identify
+from kvstore.connectors.vllm.weights import Adapters, LiveWeights, draft_layers, identify
 from kvstore.connectors.vllm.worker import WorkerSide, client_config
 from kvstore.errors import ConfigError
 
@@ -79,8 +83,8 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             vllm_config.parallel_config.tensor_parallel_size, self._config.block_tokens,
         )  # fmt: skip
         self._groups, hashes = _groups_of(vllm_config, kv_cache_config, self._split.block_tokens)
-        self._loaded = ""
-        """The digest of the weights that were loaded; "": not known yet."""
+        self._loaded: dict[tuple[str, ...], str] = {}
+        """The digest of the weights that were loaded, by models."""
         self._scheduler: Scheduler | None = None
         self._worker: WorkerSide | None = None
         self._adapters: Adapters | None = None
@@ -181,31 +185,20 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         replicas = max(1, self._kv_cache_config.kv_tp_replicas)
         rank, stage = get_tp_group().rank_in_group, get_pp_group().rank_in_group
-        names, each = self._split.parts(stage, rank // replicas), self._split.each
-        shards = [self._pieces(kv_caches, shard) for shard in range(each)]
-        self._layout = (shards[0][0].layout, sorted(shards[0][0].pages), names)
         is_producer = self._kv_transfer_config.is_kv_producer
         saves = (is_producer or self._config.save_decode) and rank % replicas == 0
         with ExitStack() as failing:
             config = client_config(self._config, self._config.transfer_timeout_ms)
             client = failing.enter_context(Client(config=config))
-            pages = [cut_pages([pages_of(each, client.device) for each in of]) for of in shards]
-            parts = dict(zip(names, pages, strict=True))
-            self._worker = WorkerSide(self._config, self._groups, client, parts, saves=saves)
+            parts = Parts(
+                kv_caches, self._split.parts(stage, rank // replicas), self._vllm_config,
+                self._kv_cache_config, self._groups, self._split, client.device,
+            )  # fmt: skip
+            self._parts = parts
+            self._worker = WorkerSide(
+                self._config, self._groups, client, parts.of_model, saves=saves
+            )
             failing.pop_all()
-
-    def _pieces(self, caches: dict[str, torch.Tensor], shard: int) -> list[Geometry]:
-        """Where one shard of all pages is, once for each piece that blocks are cut into."""
-        config, split = self._kv_cache_config, self._split
-        if not split.block_tokens:
-            return [survey(caches, config, shard, split.each)]
-        layers = self._vllm_config.compilation_config.static_forward_context
-        cutter = Cutter(split.block_tokens, layers, self._vllm_config.model_config.dtype)
-        count = max(map(self._groups.cuts, self._groups.block_tokens))
-        return [
-            survey(caches, config, shard, split.each, partial(cutter.piece, index))
-            for index in range(count)
-        ]
 
     def hello(self, worker: Any) -> WorkerIdentity:
         """The worker's identity now; the scheduler side asks for it between two steps.
@@ -213,25 +206,39 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         Args:
             worker: vLLM's worker.
         """
-        layout, groups, parts = self._layout
+        parts = self._parts
         if self._adapters is None or self._live is None:
             self._adapters, self._live = Adapters(worker), LiveWeights(worker, self._vllm_config)
-        hello = WorkerIdentity(layout, groups, parts, rank=worker.rank)
+            if (layers := draft_layers(self._live)) is not None:
+                parts.divide(layers)
+        pages = next(iter(parts.of_model.values()))
+        groups = sorted(pages.block_bytes)
+        hello = WorkerIdentity(pages.layout, groups, parts.names, rank=worker.rank)
+        if parts.draft_layers is not None:
+            layouts = [each.layout for each in parts.of_drafts.values()]
+            method = speculation(self._vllm_config)
+            hello.draft = DraftIdentity(sorted(parts.draft_layers), layouts, method)
         identify(hello, self._live, self._adapters)
-        return self._of_files(hello) if self._split.shards else hello
-
-    def _of_files(self, hello: WorkerIdentity) -> WorkerIdentity:
-        """The identity without what differs between ranks: while the weights are those that were
-        loaded, they are told by their files."""
-        self._loaded = self._loaded or hello.weights
-        is_dummy = self._vllm_config.load_config.load_format == "dummy"  # each rank has its own
-        if not hello.error and hello.weights == self._loaded and not is_dummy:
-            hello.weights, hello.files = "as loaded", weights_id(self._vllm_config)
-        hello.attention = [
-            [each for each in manner if not each.startswith("num_kv_heads=")]
-            for manner in hello.attention
-        ]
+        if self._split.shards and not hello.error:
+            self._of_files(hello, ("model", "draft") if hello.draft is None else ("model",))
+            if hello.draft is not None:
+                self._of_files(hello.draft, ("draft",))
+        if hello.draft is not None:
+            named = {f"{name}{hello.draft.part}": of for name, of in parts.of_drafts.items()}
+            self._worker_side.divide(parts.of_model, named)
         return hello
+
+    def _of_files(self, told: WorkerIdentity | DraftIdentity, of: tuple[str, ...]) -> None:
+        """Leaves out what differs between ranks: while the weights are those that were loaded, they
+        are told by their files."""
+        loaded = self._loaded.setdefault(of, told.weights)
+        is_dummy = self._vllm_config.load_config.load_format == "dummy"  # each rank has its own
+        if told.weights == loaded and not is_dummy:
+            told.weights, told.files = "as loaded", weights_id(self._vllm_config, of)
+        told.attention = [
+            [each for each in manner if not each.startswith("num_kv_heads=")]
+            for manner in told.attention
+        ]
 
     def recheck(self, worker: Any) -> tuple[int, int]:
         """This rank, and the number of a check of its weights that has begun; 0: they differ."""

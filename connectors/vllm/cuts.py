@@ -8,7 +8,7 @@ blocks and once with the smaller ones, and a cut is the bytes that have the same
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -191,11 +191,21 @@ class CutPages:
         return self._mark()
 
     def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> Sequence[Payload]:
+        found: dict[int, Payload] = {}
+        for pages, mine, blocks in self._of_each(group, block_ids):
+            found.update(zip(mine, pages.blocks(group, blocks, after), strict=True))
+        return [found[place] for place in block_ids]
+
+    def zero(self, group: int, block_ids: Sequence[int], after: Mark, deadline: float) -> None:
+        for pages, _, blocks in self._of_each(group, block_ids):
+            pages.zero(group, blocks, after, deadline)
+
+    def _of_each(
+        self, group: int, places: Sequence[int]
+    ) -> Iterator[tuple[Pages, list[int], list[int]]]:
+        """Pages of one piece, the places of its objects, and the numbers of their blocks."""
         pieces = self._pieces[group]
         count = len(pieces)
-        found: dict[int, Payload] = {}
         for cut, pages in enumerate(pieces):
-            mine = [place for place in block_ids if place % count == cut]
-            blocks = pages.blocks(group, [place // count for place in mine], after)
-            found.update(zip(mine, blocks, strict=True))
-        return [found[place] for place in block_ids]
+            mine = [place for place in places if place % count == cut]
+            yield pages, mine, [place // count for place in mine]

@@ -9,10 +9,11 @@ engines whose descriptions differ never see each other's blocks.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -78,23 +79,43 @@ def describe(
         ],
         "layout": stored_order(str(getattr(kv_cache_config, "kv_cache_layout", None))),
         "packing": {name: os.environ[name] for name in PACKING if name in os.environ},
-        "groups": [
-            {
-                "kind": type(group.kv_cache_spec).__name__,
-                "block_tokens": split.block_tokens or group.kv_cache_spec.block_size,
-                "page_bytes": group.kv_cache_spec.page_size_bytes // split.each
-                // split.cuts(group.kv_cache_spec.block_size),
-                "layers": len(group.layer_names),
-                **_state(group.kv_cache_spec),
-            }
-            for group in kv_cache_config.kv_cache_groups
-        ],
+        "groups": [_group(group, split) for group in kv_cache_config.kv_cache_groups],
         "hash_algorithm": cache.prefix_caching_hash_algo,
         "none_hash": none_hash(cache.prefix_caching_hash_algo),
         **({"hash_tokens": hash_tokens} if hash_tokens else {}),
-        "speculative": _speculative(vllm_config),
+        "speculative": speculation(vllm_config),
         **_media(model),
     }  # fmt: skip
+
+
+def without_draft(
+    description: Mapping[str, Any], kv_cache_config: KVCacheConfig, split: Split,
+    layers: Collection[str],
+) -> dict[str, Any]:  # fmt: skip
+    """The description of an engine that stores the pages of these layers, a draft model's, apart:
+    it is that of an engine without them."""
+    groups = [_group(group, split, layers) for group in kv_cache_config.kv_cache_groups]
+    return {**description, "groups": groups, "speculative": ""}
+
+
+def _group(group: Any, split: Split, drafts: Collection[str] = ()) -> dict[str, Any]:
+    """A cache group without these layers."""
+    names = [name for name in group.layer_names if name not in drafts]
+    spec = group.kv_cache_spec
+    of_layers = getattr(spec, "kv_cache_specs", None)
+    if of_layers and len(names) < len(group.layer_names):
+        # Layers of one kind, if these are all, and a draft model's layer has pages of its own size.
+        mine = {name: of_layers[name] for name in names}
+        first = next(iter(mine.values()))
+        is_one = all(each == first for each in mine.values())
+        spec = first if is_one else dataclasses.replace(spec, kv_cache_specs=mine)
+    return {
+        "kind": type(spec).__name__,
+        "block_tokens": split.block_tokens or spec.block_size,
+        "page_bytes": spec.page_size_bytes // split.each // split.cuts(spec.block_size),
+        "layers": len(names),
+        **_state(spec),
+    }
 
 
 def identified(
@@ -144,18 +165,22 @@ def fingerprint(description: Mapping[str, Any], workers: Sequence[WorkerIdentity
     return digest({**description, "layouts": layouts})[:32]
 
 
-def weights_id(vllm_config: VllmConfig) -> str:
-    """Where the weights come from, those of a draft model as well: for files a digest of their
-    content, whatever their path; otherwise the model's name and commit.
+def weights_id(vllm_config: VllmConfig, of: Collection[str] = ("model", "draft")) -> str:
+    """Where the weights come from: for files a digest of their content, whatever their path;
+    otherwise the model's name and commit.
 
     Used for weights that cannot be read in memory; see ``weights``. Files are read whole
     (``kvstore.contents``).
+
+    Args:
+        of: the "model" itself, a "draft" model that guesses tokens for it, or both.
     """
-    models = [vllm_config.model_config]
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
-    if draft is not None and draft.model != models[0].model:
-        models.append(draft)
-    return "; ".join(_origin(model, vllm_config.load_config.load_format) for model in models)
+    configs = {"model": vllm_config.model_config, "draft": draft}
+    chosen = [configs[name] for name in of if configs[name] is not None]
+    models = {each.model: each for each in chosen}
+    load_format = vllm_config.load_config.load_format
+    return "; ".join(_origin(model, load_format) for model in models.values())
 
 
 def _origin(model: Any, load_format: str) -> str:
@@ -203,7 +228,7 @@ def _state(spec: Any) -> dict[str, Any]:
     }
 
 
-def _speculative(vllm_config: VllmConfig) -> str:
+def speculation(vllm_config: VllmConfig) -> str:
     """The manner in which a draft model guesses tokens; "": there is none."""
     speculative = vllm_config.speculative_config
     method = "" if speculative is None else str(speculative.method)

@@ -15,8 +15,9 @@ the blocks that the engine holds allow it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
 
 from kvstore.client.sync import Client
 from kvstore.connectors.engine.fleet import Announcer
@@ -41,11 +42,14 @@ class Identity:
     """See the module. For the scheduler's thread; any thread may read ``fingerprint``."""
 
     def __init__(
-        self, client: Client, core: Core | None, engine: Record, *, model_id: str, what: str
-    ) -> None:
+        self, client: Client, core: Core | None, engine: Record, *, model_id: str, what: str,
+        without_draft: Callable[[Collection[str]], Mapping[str, Any]] | None = None,
+    ) -> None:  # fmt: skip
         """
         Args:
             engine: this engine's fleet record, without the fields that depend on the workers.
+            without_draft: the record's description without these layers of a draft model; None:
+                the pages of such layers are never stored apart.
             model_id: the operator's name for the weights; "": use their digest.
             what: the word for what is loaded and saved, in the log: blocks or chunks.
         """
@@ -61,6 +65,7 @@ class Identity:
         self.announcer = Announcer(client, log, every_s=ANNOUNCE_EVERY_S)
         self._core = core
         self._engine = engine
+        self._without_draft = without_draft
         self._model_id = model_id
         self._what = what
         self._first_weights = ""
@@ -128,6 +133,9 @@ class Identity:
         """The fleet record that follows from ``hellos`` (in the order of ranks), if its fingerprint
         differs from the last one; None: it is the same, and is used again."""
         described = self._engine.description
+        apart = [hello.draft.layers for hello in hellos if hello.draft is not None]
+        if apart and self._without_draft is not None:
+            described = self._without_draft(set(chain.from_iterable(apart)))
         weights = fingerprints.identified(described, hellos)["weights"]
         self._first_weights = self._first_weights or weights
         name = self._model_id

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from kvstore.fingerprint import digest
 from kvstore.limits import Namespace
 
 
@@ -132,6 +133,31 @@ class WorkerIdentity:
     """The host on which the worker runs (``kvstore.network.host``), for the tier."""
     error: str = ""
     """Why the worker could not be identified."""
+    draft: DraftIdentity | None = None
+    """The draft model whose pages are stored apart; None: there is none, or its weights and layers
+    are among those above."""
+
+
+@dataclass
+class DraftIdentity:
+    """A worker's draft model, which guesses tokens for the model to check. Nothing that the model
+    computes depends on it, so its pages have namespaces of their own."""
+
+    layers: list[str]
+    """Names of its attention layers; empty if it has none of its own."""
+    layouts: list[str]
+    """Of the worker's parts; see ``pages``."""
+    method: str
+    """The manner in which it guesses."""
+    weights: str = ""
+    files: str = ""
+    attention: list[list[str]] = field(default_factory=list)
+
+    @property
+    def part(self) -> str:
+        """What is added to the names of the worker's parts."""
+        told = [self.method, self.layouts, self.weights, self.files, self.attention]
+        return f".draft-{digest(told)[:16]}"
 
 
 def namespace(fingerprint: str, group: int, part: str) -> Namespace:

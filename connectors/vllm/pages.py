@@ -16,7 +16,8 @@ This module copies nothing: the client copies between the pages and the pool, on
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -50,6 +51,15 @@ class Pages(Protocol):
     def blocks(self, group: int, block_ids: Sequence[int], after: Mark) -> Sequence[Payload]:
         """The memory of these blocks, which may be read or filled from the moment ``after`` on. Of
         blocks that are cut: of these objects (``Groups.places``)."""
+        ...
+
+    def zero(self, group: int, block_ids: Sequence[int], after: Mark, deadline: float) -> None:
+        """Fills the memory of these blocks with zeros, from the moment ``after`` on; returns when
+        that has ended. Args as for ``blocks``.
+
+        Raises:
+            KVStoreError: the moment had not passed by ``deadline`` (monotonic seconds).
+        """
         ...
 
 
@@ -221,6 +231,11 @@ class CPUPages:
             for block in block_ids
         ]
 
+    def zero(self, group: int, block_ids: Sequence[int], after: Mark, deadline: float) -> None:
+        for pages in self.blocks(group, block_ids, after):
+            for page in pages:
+                np.frombuffer(page, np.uint8)[:] = 0
+
 
 class _Table(NamedTuple):
     """The pages of one group, in the order of the layers."""
@@ -245,6 +260,7 @@ class CUDAPages:
         self.block_bytes = geometry.block_bytes
         self._device = device
         self._storages = geometry.storages
+        self._pages = geometry.pages
         starts = [storage.data_ptr() for storage in geometry.storages]
         ends = [start + len(each) for start, each in zip(starts, geometry.storages, strict=True)]
         self._tables = {
@@ -271,6 +287,30 @@ class CUDAPages:
             DeviceMemory(self._device, addresses, lengths, events, self._storages, size)
             for addresses in firsts + numbers * strides
         ]
+
+    def zero(self, group: int, block_ids: Sequence[int], after: Mark, deadline: float) -> None:
+        assert after is not None, "the stream of this thread says nothing about the cache"
+        self._device.wait((after,), deadline)
+        for storage, offset, stride, length in self._pages[group]:
+            whole = self._storages[storage]
+            blocks = (len(whole) - offset - length) // stride + 1
+            pages = whole.as_strided((blocks, length), (stride, 1), offset)
+            with stream_apart(whole.device) as stream:
+                pages.index_fill_(0, torch.tensor(block_ids, device=whole.device), 0)
+                if stream is not None:
+                    stream.synchronize()
+
+
+@contextmanager
+def stream_apart(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
+    """What the calling thread computes meanwhile does not wait for the engine's own work; None on
+    a CPU."""
+    if device.type != "cuda":
+        yield None
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        yield stream
 
 
 def pages_of(geometry: Geometry, device_of: Callable[[str], Device]) -> Pages:

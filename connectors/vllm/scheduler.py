@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -78,6 +79,8 @@ class Scheduler:
         self._options = options
         self._on_worker = on_worker
         self._namespaces: dict[int, list[str]] = {}
+        self._of_drafts: set[str] = set()
+        """The namespaces of a draft model's pages, which are stored apart."""
         self._adapters: dict[int, dict[int, str]] = {}
         self._known_adapters: dict[int, bytes] = {}
         self._before_loading: dict[tuple[int, str], Files] = {}
@@ -100,8 +103,9 @@ class Scheduler:
             groups.shared_tokens,
         )  # fmt: skip
         self._identity = Identity(
-            self._client, self._core, engine, model_id=config.model_id, what="blocks"
-        )
+            self._client, self._core, engine, model_id=config.model_id, what="blocks",
+            without_draft=partial(fingerprint.without_draft, described, kv_cache_config, split),
+        )  # fmt: skip
         events = vllm_config.kv_events_config
         self.events = BlockEvents(groups, wanted=bool(events and events.enable_kv_cache_events))
         self._lookups = Lookups(
@@ -163,6 +167,12 @@ class Scheduler:
             return False
         self._take_adapters({hello.rank: hello.adapters for hello in hellos})
         record = self._identity.take(hellos)
+        last = self._identity.last if record is None else record.fingerprint
+        self._of_drafts = {
+            namespace(last, group, f"{part}{hello.draft.part}")
+            for hello in hellos if hello.draft is not None
+            for group in hello.groups for part in hello.parts
+        }  # fmt: skip
         if record is None:
             return False
         namespaces: dict[int, list[str]] = {}
@@ -363,7 +373,7 @@ class Scheduler:
         if self._core.is_paused:
             return True
         self.prepare()
-        names = list(chain.from_iterable(self._namespaces.values()))
+        names = [*chain.from_iterable(self._namespaces.values()), *self._of_drafts]
 
         def clear() -> None:
             for name in names:

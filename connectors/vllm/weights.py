@@ -25,7 +25,6 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -34,7 +33,9 @@ import xxhash
 from torch import nn
 
 from kvstore.connectors.vllm.fingerprint import weights_id
-from kvstore.connectors.vllm.messages import WorkerIdentity
+from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity
+from kvstore.connectors.vllm.pages import stream_apart
+from kvstore.fingerprint import digest
 from kvstore.process.background import CLOSE_S, join_all, start_thread
 
 if TYPE_CHECKING:
@@ -88,18 +89,23 @@ class LiveWeights:
         self.rank: int = worker.rank
         self.vllm_config = vllm_config
         self._worker = worker
-        self._known = self._samples = ""
+        self._known: list[str] = []
+        self._samples: list[str] = []
         self._number = 0
         self._verdict: bool | None = None
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def read(self) -> WorkerWeights:
-        """Reads all of them, which takes 0.15 s per GB in main memory."""
+    def read(self) -> dict[str, WorkerWeights]:
+        """Reads all of them, which takes 0.15 s per GB in main memory.
+
+        Returns:
+            Those of the "model", and those of a "draft" model if there is one.
+        """
         self.stop()
-        self._samples = self._of(whole=False).digest
+        self._samples = _digests(self._of(whole=False))
         weights = self._of()
-        self._known = weights.in_memory
+        self._known = _in_memory(weights)
         return weights
 
     def seem_equal(self) -> int:
@@ -107,7 +113,7 @@ class LiveWeights:
         samples differ from those of the last ``read``."""
         self.stop()
         try:
-            if self._of(whole=False).digest != self._samples:
+            if _digests(self._of(whole=False)) != self._samples:
                 return 0
         except Exception:  # of model code; the next ``read`` tells
             log.exception("weights_not_sampled")
@@ -138,14 +144,21 @@ class LiveWeights:
     def _check(self) -> None:
         stopping = self._stopping
         try:
-            same = self._of(stopped=stopping.is_set, beside=True).in_memory == self._known
+            now = self._of(stopped=stopping.is_set, beside=True)
+            same = _in_memory(now) == self._known
         except Exception:
             log.exception("weights_not_read")
             same = False
         if not stopping.is_set():
             self._verdict = same
 
-    def _of(self, *, beside: bool = False, **how: Any) -> WorkerWeights:
+    def models(self) -> dict[str, nn.Module]:
+        """The "model", and the "draft" model if there is one: what guesses tokens for it."""
+        draft = getattr(self._worker.model_runner, "get_draft_model", lambda: None)()
+        both = {"model": self._worker.get_model(), "draft": draft}
+        return {name: each for name, each in both.items() if isinstance(each, nn.Module)}
+
+    def _of(self, *, beside: bool = False, **how: Any) -> dict[str, WorkerWeights]:
         """
         Args:
             beside: whether the engine computes meanwhile. Then nothing is multiplied: kernels may
@@ -154,18 +167,21 @@ class LiveWeights:
         parallel = self.vllm_config.parallel_config
         # In a mixture of experts, engines of a data-parallel group may have different experts.
         experts = parallel.data_parallel_size == 1 and not parallel.enable_eplb
-        draft = getattr(self._worker.model_runner, "get_draft_model", lambda: None)()
-        both = {"model": self._worker.get_model(), "draft": draft}
-        models = {name: each for name, each in both.items() if isinstance(each, nn.Module)}
-        with _stream_apart(models["model"]) if beside else nullcontext():
-            return weights_of(models, experts=experts, multiplies=not beside, **how)
+        models = self.models()
+        first = next(models["model"].parameters(), None)
+        with stream_apart(torch.device("cpu") if first is None or not beside else first.device):
+            return {
+                name: weights_of({name: each}, experts=experts, multiplies=not beside, **how)
+                for name, each in models.items()
+            }
 
 
-def _stream_apart(model: nn.Module) -> AbstractContextManager[Any]:
-    device = next((each.device for each in model.parameters()), torch.device("cpu"))
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))
+def _digests(weights: Mapping[str, WorkerWeights]) -> list[str]:
+    return [each.digest for each in weights.values()]
+
+
+def _in_memory(weights: Mapping[str, WorkerWeights]) -> list[str]:
+    return [each.in_memory for each in weights.values()]
 
 
 def identify(
@@ -176,17 +192,43 @@ def identify(
     vllm_config = live.vllm_config
     try:
         weights = live.read()
-        hello.weights = weights.digest
-        if weights.unseen:
-            log.info("weights_unseen count=%s first=%s", len(weights.unseen), weights.unseen[0])
-            hello.files = weights_id(vllm_config)
-        hello.attention = attention_of(vllm_config.compilation_config.static_forward_context)
+        layers = dict(vllm_config.compilation_config.static_forward_context)
+        if hello.draft is not None:
+            its = {name: layers.pop(name) for name in hello.draft.layers}
+            _tell(hello.draft, {"draft": weights.pop("draft")}, its, vllm_config)
+        _tell(hello, weights, layers, vllm_config)
         hello.prefix_caching = bool(vllm_config.cache_config.enable_prefix_caching)
         hello.adapters = {} if adapters is None else adapters.digests()
     except Exception as error:
         log.exception("weights_not_identified")
         hello.error = repr(error)
     return hello
+
+
+def _tell(
+    told: WorkerIdentity | DraftIdentity, weights: Mapping[str, WorkerWeights],
+    layers: Mapping[str, Any], vllm_config: VllmConfig,
+) -> None:  # fmt: skip
+    """Completes ``told`` with these weights, by model, and the formats of these layers."""
+    digests = _digests(weights)
+    told.weights = digests[0] if len(digests) == 1 else digest(digests)[:32]
+    unseen = [name for each in weights.values() for name in each.unseen]
+    if unseen:
+        log.info("weights_unseen count=%s first=%s", len(unseen), unseen[0])
+        told.files = weights_id(vllm_config, of=tuple(weights))
+    told.attention = attention_of(layers)
+
+
+def draft_layers(live: LiveWeights) -> set[str] | None:
+    """The names of the attention layers that a draft model does not share with the model; None:
+    there is no draft model."""
+    models = live.models()
+    if "draft" not in models:
+        return None
+    shared = {id(each) for each in models["model"].modules()}
+    own = {id(each) for each in models["draft"].modules()} - shared
+    layers = live.vllm_config.compilation_config.static_forward_context
+    return {name for name, layer in layers.items() if id(layer) in own}
 
 
 def weights_of(

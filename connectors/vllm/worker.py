@@ -14,8 +14,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from kvstore.breaker import Breaker
@@ -56,6 +58,11 @@ LOAD_THREADS = 4
 DRAIN_S = 1.0
 """How long ``drain`` waits before it gives up transfers that have not begun."""
 
+ZERO_S = 1.0
+"""How long a load waits, after its time-out, to fill a draft model's pages with zeros."""
+
+UNDRAFTED_MAX = 1 << 16
+
 CONTRIBUTE_PAUSE_S = 2.0
 """Pause between two attempts to contribute memory while there is no master."""
 
@@ -65,6 +72,7 @@ class _Order(NamedTuple):
     fingerprint: str
     after: Mark
     at: float
+    drafts: Mapping[str, Pages]
 
 
 class WorkerSide:
@@ -84,6 +92,10 @@ class WorkerSide:
         self._groups = groups
         self._parts = parts
         self._pages = next(iter(parts.values()))
+        self._drafts: Mapping[str, Pages] = {}
+        self._undrafted: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        """By group and key: the last blocks of which a draft model's pages were not in the store,
+        and are not what it would compute."""
         self._does_save = saves
         self._lock = threading.Lock()
         self._report = TransferReport()
@@ -118,6 +130,19 @@ class WorkerSide:
         if config.memory:
             self._threads.append(start_thread("kvstore-contribute", self._contribute))
 
+    def divide(self, parts: Mapping[str, Pages], drafts: Mapping[str, Pages]) -> None:
+        """Takes the pages of a draft model out of the parts. Called before the first order, and
+        whenever the draft model may have changed.
+
+        A block is loaded and saved whatever becomes of those pages: they are filled with zeros if
+        the store does not have them, and the draft model then guesses worse.
+
+        Args:
+            drafts: by name, which tells the draft model, its pages of the blocks.
+        """
+        self._parts, self._drafts = parts, drafts
+        self._pages = next(iter(parts.values()))
+
     # --- the thread that computes -------------------------------------------------------------
 
     def begin(self, orders: Orders) -> None:
@@ -145,7 +170,10 @@ class WorkerSide:
         with self._lock:
             self._loads_left.update(each.request_id for each in orders.loads)
         for each in orders.loads:
-            self._loads.put(_Order(each, orders.fingerprint, self._begun, time.monotonic()))
+            self._loads.put(self._order(each, orders, self._begun))
+
+    def _order(self, what: Load | Save, orders: Orders, after: Mark) -> _Order:
+        return _Order(what, orders.fingerprint, after, time.monotonic(), self._drafts)
 
     def save(self, orders: Orders) -> None:
         """Orders the saves of a step whose forward pass, and that of a draft model, has been
@@ -163,7 +191,7 @@ class WorkerSide:
         with self._lock:
             self._saves_left.update(each.number for each in orders.saves)
         for save in orders.saves:
-            self._saves.put(_Order(save, orders.fingerprint, after, time.monotonic()))
+            self._saves.put(self._order(save, orders, after))
 
     def take_arrived(self) -> tuple[set[str], set[str]]:
         """Requests whose load has ended, and those among them with missing blocks. Raises
@@ -352,22 +380,56 @@ class WorkerSide:
     def _get(self, piece: Run, order: _Order, deadline: float) -> int:
         """How many leading blocks have arrived, with all of their parts."""
         arrived = len(piece.keys)
-        sizes: list[int | None] = []
         for part, pages in self._parts.items():
-            left_ms = _left_ms(deadline)
-
-            def get(part: str = part, pages: Pages = pages, left_ms: int = left_ms) -> None:
-                sizes[:] = self._client.get_into(
-                    piece.keys,
-                    pages.blocks(piece.group, self._groups.places(piece), order.after),
-                    namespace=namespace(order.fingerprint, piece.group, part),
-                    timeout_ms=left_ms,
-                )
-
-            if self._drops or not left_ms or not self._guarded("load", get, left_ms):
+            sizes = self._fetch(piece, part, pages, order, deadline)
+            if sizes is None:
                 return 0
             arrived = min(arrived, sizes.index(None) if None in sizes else arrived)
+        self._get_drafts(_slice(piece, 0, arrived), order, deadline)
         return arrived
+
+    def _get_drafts(self, piece: Run, order: _Order, deadline: float) -> None:
+        """Fills a draft model's pages of these blocks."""
+        places = self._groups.places(piece)
+        for part, pages in _of_group(order.drafts, piece):
+            sizes = self._fetch(piece, part, pages, order, deadline) or [None] * len(places)
+            missing = [index for index, size in enumerate(sizes) if size is None]
+            if not missing:
+                continue
+            self._forget_drafts(piece.group, [piece.keys[index] for index in missing])
+            where = [places[index] for index in missing]
+            try:
+                pages.zero(piece.group, where, order.after, time.monotonic() + ZERO_S)
+            except KVStoreError as error:
+                log.warning("draft_pages_not_zeroed error=%s", error)
+
+    def _fetch(
+        self, piece: Run, part: str, pages: Pages, order: _Order, deadline: float
+    ) -> list[int | None] | None:
+        """The bytes of each of these parts that have arrived, None for one that the store does not
+        have; None for all: the store does not do it."""
+        sizes: list[int | None] = []
+        left_ms = _left_ms(deadline)
+
+        def get() -> None:
+            sizes[:] = self._client.get_into(
+                piece.keys,
+                pages.blocks(piece.group, self._groups.places(piece), order.after),
+                namespace=namespace(order.fingerprint, piece.group, part),
+                timeout_ms=left_ms,
+            )
+
+        if self._drops or not left_ms or not self._guarded("load", get, left_ms):
+            return None
+        return sizes
+
+    def _forget_drafts(self, group: int, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._undrafted[group, key] = None
+                self._undrafted.move_to_end((group, key))
+            while len(self._undrafted) > UNDRAFTED_MAX:
+                self._undrafted.popitem(last=False)
 
     def _block_bytes(self, group: int) -> int:
         """Bytes of one block, all parts together."""
@@ -400,26 +462,45 @@ class WorkerSide:
         """Whether the store has all parts of these blocks now; False: others are still writing
         some of them; None: it does not take them."""
         stored = True
-        outcomes: list[PutOutcome] = []
-        assert isinstance(order.what, Save)
-        ttl = order.what.ttl_ms / 1000 or None
         for part, pages in self._parts.items():
-            left_ms = _left_ms(deadline)
-
-            def put(part: str = part, pages: Pages = pages, left_ms: int = left_ms) -> None:
-                outcomes[:] = self._client.put_chain(
-                    piece.keys,
-                    pages.blocks(piece.group, self._groups.places(piece), order.after),
-                    namespace=namespace(order.fingerprint, piece.group, part),
-                    parent=piece.parent,
-                    ttl=ttl,
-                    timeout_ms=left_ms,
-                )
-
-            if not left_ms or not self._guarded("save", put, left_ms):
+            outcomes = self._store(piece, part, pages, order, deadline)
+            if outcomes is None:
                 return None
             stored &= PutOutcome.BEING_WRITTEN not in outcomes
+        for part, pages in _of_group(order.drafts, piece):
+            for run in self._drafted(piece):
+                self._store(run, part, pages, order, deadline)
         return stored
+
+    def _store(
+        self, piece: Run, part: str, pages: Pages, order: _Order, deadline: float
+    ) -> list[PutOutcome] | None:
+        """What became of each of these parts; None: the store does not take them."""
+        assert isinstance(order.what, Save)
+        ttl = order.what.ttl_ms / 1000 or None
+        outcomes: list[PutOutcome] = []
+        left_ms = _left_ms(deadline)
+
+        def put() -> None:
+            outcomes[:] = self._client.put_chain(
+                piece.keys,
+                pages.blocks(piece.group, self._groups.places(piece), order.after),
+                namespace=namespace(order.fingerprint, piece.group, part),
+                parent=piece.parent,
+                ttl=ttl,
+                timeout_ms=left_ms,
+            )
+
+        return outcomes if left_ms and self._guarded("save", put, left_ms) else None
+
+    def _drafted(self, piece: Run) -> Iterator[Run]:
+        """The runs of these blocks of which the draft model has computed its pages."""
+        with self._lock:
+            has = [(piece.group, key) not in self._undrafted for key in piece.keys]
+        for is_drafted, indices in groupby(range(len(has)), key=has.__getitem__):
+            if is_drafted:
+                run = list(indices)
+                yield _slice(piece, run[0], run[-1] + 1)
 
     @property
     def _drops(self) -> bool:
@@ -446,19 +527,22 @@ def _left_ms(deadline: float) -> int:
     return max(0, int((deadline - time.monotonic()) * 1000))
 
 
+def _of_group(parts: Mapping[str, Pages], piece: Run) -> list[tuple[str, Pages]]:
+    """The parts that have pages of this piece's group."""
+    return [(part, pages) for part, pages in parts.items() if piece.group in pages.block_bytes]
+
+
 def _pieces(run: Run) -> list[Run]:
     """Splits the run into runs of at most ``RUN_BLOCKS_MAX`` blocks."""
-    pieces = []
-    for start in range(0, len(run.keys), RUN_BLOCKS_MAX):
-        stop = start + RUN_BLOCKS_MAX
-        parent = run.keys[start - 1] if start else run.parent
-        pieces.append(
-            Run(
-                run.group, run.keys[start:stop], run.block_ids[start:stop],
-                run.first + start, parent,
-            )
-        )  # fmt: skip
-    return pieces
+    starts = range(0, len(run.keys), RUN_BLOCKS_MAX)
+    return [_slice(run, start, start + RUN_BLOCKS_MAX) for start in starts]
+
+
+def _slice(run: Run, start: int, stop: int) -> Run:
+    """The run of some of its objects."""
+    parent = run.keys[start - 1] if start else run.parent
+    keys, blocks = run.keys[start:stop], run.block_ids[start:stop]
+    return Run(run.group, keys, blocks, run.first + start, parent)
 
 
 def client_config(config: ConnectorConfig, timeout_ms: int, *, memory: int = 0) -> ClientConfig:

@@ -69,6 +69,43 @@ def test_a_block_without_one_of_its_shards_is_none(
     assert [each.cached for each in one.generate([prompt(3)])] == [WHOLE], "stored again"
 
 
+def test_an_engine_that_dies_between_two_shards_leaves_no_block(
+    pair: tuple[Engine, Engine], shared: Cluster, llama: Path, engine: StartEngine
+) -> None:
+    """And the blocks are complete as soon as another engine has computed them."""
+    one, two = pair
+    dies = engine(llama, transfer_config(shared.address, tp_shards=2))
+    dies.run("""
+        import os
+        from kvstore import Client
+
+        put_chain = Client.put_chain
+
+        def put_one(*given, **named):
+            put_chain(*given, **named)
+            os.kill(os.getpid(), 9)
+
+        Client.put_chain = put_one
+    """)
+
+    def ask() -> None:
+        dies.generate([prompt(7)])
+        dies.saved()
+
+    with pytest.raises(AssertionError, match="has died"):
+        ask()
+    with Client(shared.address) as client:
+        first, second = ([row.key for row in client.list_objects(namespace=space)]
+                         for space in spaces(client))  # fmt: skip
+        half = set(first) ^ set(second)
+        assert len(half) == WHOLE // BLOCK_TOKENS
+        assert [each.cached for each in two.generate([prompt(7)])] == [0]
+        two.saved()
+        [found] = one.generate([prompt(7)])
+        assert found.cached == WHOLE
+        assert {row.key for row in client.list_objects(namespace=spaces(client)[1])} >= half
+
+
 @pytest.mark.timeout(400)
 def test_the_bytes_of_a_shard_are_those_that_the_other_engine_computes(
     pair: tuple[Engine, Engine], shared: Cluster, llama: Path, engine: StartEngine, store: Cluster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,10 @@ from kvstore.connectors.vllm.fingerprint import (
     identified,
     none_hash,
     weights_id,
+    without_draft,
 )
-from kvstore.connectors.vllm.layout import Split
-from kvstore.connectors.vllm.messages import WorkerIdentity
+from kvstore.connectors.vllm.layout import NOT_SPLIT, Split
+from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity
 
 HELLO = WorkerIdentity("layout", [0], ["p0t0"], weights="w")
 
@@ -91,8 +93,74 @@ def test_a_draft_model_s_weights_count_beside_the_model_s() -> None:
     guessing = config("org/name")
     guessing.speculative_config = SimpleNamespace(draft_model_config=config("org/d").model_config)
     assert weights_id(guessing) == "org/name@main; org/d@main"
+    assert weights_id(guessing, ("model",)) == "org/name@main"
+    assert weights_id(guessing, ("draft",)) == "org/d@main"
     guessing.speculative_config.draft_model_config = guessing.model_config  # a layer of its own
     assert weights_id(guessing) == "org/name@main"
+    assert weights_id(guessing, ("draft",)) == "org/name@main"
+
+
+# --- a draft model --------------------------------------------------------------------------------
+
+
+class Layer(SimpleNamespace):
+    """``KVCacheSpec``."""
+
+
+@dataclass
+class Several:
+    """``UniformTypeKVCacheSpecs``."""
+
+    kv_cache_specs: dict[str, Layer]
+    block_size: int = 16
+
+    @property
+    def page_size_bytes(self) -> int:
+        return sum(each.page_size_bytes for each in self.kv_cache_specs.values())
+
+
+def layer(size: int) -> Layer:
+    return Layer(block_size=16, page_size_bytes=size)
+
+
+def caches(spec: Any, *layers: str) -> Any:
+    return SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec, layer_names=layers)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("bare", "drafted"),
+    [
+        (layer(8), layer(8)),
+        (layer(8), Several({"a": layer(8), "b": layer(8), "draft": layer(4)})),
+        (
+            Several({"a": layer(8), "b": layer(16)}),
+            Several({"a": layer(8), "b": layer(16), "draft": layer(4)}),
+        ),
+    ],
+    ids=["equal layers", "a draft of another size", "all of other sizes"],
+)
+def test_an_engine_whose_draft_model_is_apart_is_described_like_one_without(
+    bare: Any, drafted: Any
+) -> None:
+    guessing = config()
+    guessing.speculative_config = SimpleNamespace(method="eagle")
+    pages = caches(drafted, "a", "b", "draft")
+    plain = describe(config(), caches(bare, "a", "b"))
+    described = describe(guessing, pages)
+    assert described != plain
+    assert without_draft(described, pages, NOT_SPLIT, {"draft"}) == plain
+
+
+def test_the_name_of_a_draft_models_parts_tells_all_on_which_its_pages_depend() -> None:
+    draft = DraftIdentity(["d"], ["layout"], "eagle", "w", "f", [["a"]])
+    changes: dict[str, Any] = {
+        "layouts": ["other"], "method": "mtp", "weights": "v", "files": "", "attention": [],
+    }  # fmt: skip
+    names = {replace(draft, **{name: value}).part for name, value in changes.items()}
+    assert len({draft.part, *names}) == 1 + len(changes)
+    assert replace(draft).part == draft.part
 
 
 # --- fingerprints ---------------------------------------------------------------------------------

@@ -319,3 +319,14 @@ def test_a_block_beyond_the_cache_is_no_memory() -> None:
     assert len(pages.blocks(0, [BLOCKS - 1], None)) == 1
     with pytest.raises(AssertionError, match=f"block {BLOCKS}"):
         pages.blocks(0, [0, BLOCKS], None)
+
+
+@pytest.mark.parametrize("caches", [layer_by_layer(3), block_by_block(3), permuted(3)])
+def test_zeros_are_written_to_these_blocks_alone(caches: dict[str, torch.Tensor]) -> None:
+    fill(caches, 1)
+    before = {name: cache.clone() for name, cache in caches.items()}
+    pages = CPUPages(survey({name: caches[name] for name in ("l0", "l2")}, config(["l0", "l2"])))
+    pages.zero(0, [1, 3], None, 0.0)
+    for name in ("l0", "l2"):
+        before[name][[1, 3]] = 0
+    assert all(torch.equal(cache, before[name]) for name, cache in caches.items())

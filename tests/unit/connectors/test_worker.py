@@ -184,6 +184,89 @@ def test_what_one_engine_saves_another_loads_byte_by_byte(
     assert store.match_prefixes(keys, namespaces=names) == [4, 2]
 
 
+def drafted(start: Start, cache: Cache, name: str = "p0t0.draft-1") -> WorkerSide:
+    """A worker whose layers "b" and "c" are a draft model's: a half of the first group, and all
+    that it has of the second."""
+    split: list[CPUPages] = []
+    for names in (["a"], ["b", "c"]):
+        config: Any = Config([Group(["a", "b"]), Group(["c"])], BLOCKS)
+        split.append(CPUPages(survey({each: cache.layers[each] for each in names}, config)))
+    worker = start(split[0])
+    worker.divide({"p0t0": split[0]}, {name: split[1]})
+    return worker
+
+
+def halves(cache: Cache, *block_ids: int) -> list[tuple[bytes, bytes]]:
+    """What the model and its draft model have of these blocks."""
+    a, b = cache.layers["a"].numpy(), cache.layers["b"].numpy()
+    return [(a[each].tobytes(), b[each].tobytes()) for each in block_ids]
+
+
+def test_blocks_are_loaded_without_a_draft_models_pages_if_the_store_has_none(
+    start: Start, store: kvstore.Client
+) -> None:
+    ours, theirs, others = Cache(1, second=False), Cache(2), Cache(3)
+    config: Any = Config([Group(["a"])], BLOCKS)
+    bare = start(CPUPages(survey({"a": ours.layers["a"]}, config)))
+    assert save(bare, run(0, [1, 2]))
+
+    zeros = bytes(16)
+    before = halves(theirs, 1, 8)
+    worker = drafted(start, theirs)
+    assert load(worker, run(0, [6, 7])) == (None, set())
+    model = [mine for mine, _ in halves(ours, 1, 2)]
+    assert halves(theirs, 6, 7) == [(each, zeros) for each in model]
+    assert halves(theirs, 1, 8) == before
+
+    assert save(worker, run(0, [6, 7, 8]))
+    name = namespace("f", 0, "p0t0.draft-1")
+    assert store.exists_many([b"k0", b"k1", b"k2"], namespace=name) == [False, False, True]
+    again = drafted(start, others)
+    assert load(again, run(0, [3, 4, 5])) == (None, set())
+    assert halves(others, 3, 4, 5) == [*halves(theirs, 6, 7), *before[1:]]
+    store.clear(name)
+
+
+def test_the_pages_of_another_draft_model_are_not_loaded(
+    start: Start, store: kvstore.Client
+) -> None:
+    ours, theirs = Cache(1), Cache(2)
+    assert save(drafted(start, ours), run(0, [1]))
+    other = drafted(start, theirs, "p0t0.draft-2")
+    assert load(other, run(0, [4])) == (None, set())
+    [(mine, _)] = halves(ours, 1)
+    assert halves(theirs, 4) == [(mine, bytes(16))]
+    store.clear(namespace("f", 0, "p0t0.draft-1"))
+
+
+def test_what_a_failed_load_did_not_fill_is_the_models_and_the_draft_models_to_compute(
+    start: Start, store: kvstore.Client
+) -> None:
+    ours, theirs = Cache(1), Cache(2)
+    worker = drafted(start, ours)
+    assert save(worker, run(0, [1]))
+    before = halves(theirs, 5)
+    reader = drafted(start, theirs)
+    assert load(reader, run(0, [4, 5])) == (TransferReport(failed_loads={"r": 4}), {5})
+    assert halves(theirs, 4) == halves(ours, 1)
+    assert halves(theirs, 5) == before
+    assert save(reader, run(0, [4, 5]))
+    name = namespace("f", 0, "p0t0.draft-1")
+    assert store.exists_many([b"k0", b"k1"], namespace=name) == [True, True]
+    store.clear(name)
+
+
+def test_few_blocks_without_a_draft_models_pages_are_remembered(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UNDRAFTED_MAX", 2)
+    config: Any = Config([Group(["a"])], BLOCKS)
+    assert save(start(CPUPages(survey({"a": Cache(1).layers["a"]}, config))), run(0, [1, 2, 3]))
+    worker = drafted(start, Cache(2))
+    assert load(worker, run(0, [1, 2, 3])) == (None, set())
+    assert list(worker._undrafted) == [(0, b"k1"), (0, b"k2")]
+
+
 def test_a_prompt_may_be_saved_in_pieces_and_loaded_at_once(
     start: Start, store: kvstore.Client
 ) -> None:
@@ -576,7 +659,7 @@ def test_a_load_that_has_waited_too_long_is_not_begun(start: Start, store: kvsto
     worker = start(Cache(1).pages)
     assert save(worker, run(0, [1]))
     ordered = time.monotonic() - 6
-    worker._loads.put(module._Order(Load("r", [run(0, [1])]), "f", None, ordered))
+    worker._loads.put(module._Order(Load("r", [run(0, [1])]), "f", None, ordered, {}))
     until(lambda: bool(worker._arrived))
     assert worker.take_arrived() == ({"r"}, {"r"})
     assert worker.take_bad_blocks() == {1}

@@ -32,7 +32,7 @@ from kvstore.device import device as device_module
 from kvstore.device.device import Device
 from kvstore.device.driver import Way
 from kvstore.device.drivers import use
-from kvstore.errors import DeviceError
+from kvstore.errors import DeadlineExceededError, DeviceError
 from tests.support.fake_device import COMPUTE, FakeDriver
 from tests.support.waiting import until
 from tests.unit.connectors.vllm_caches import MODELS, Model
@@ -370,6 +370,25 @@ def test_copies_that_do_not_end_end_the_engine(
     engine.fake.finish()
     engine.device._failed = False  # which keeps page-locked memory for ever
     engine.device.locks._is_kept = False
+
+
+def test_zeros_are_written_after_what_was_queued_and_to_these_pages_alone(start: Start) -> None:
+    engine = start()
+    for block in (1, 2, 3):
+        engine.kernel(0, block)
+    engine.fake.finish()
+    kept = engine.block(0, 2)
+    engine.kernel(0, 3)
+    after = engine.pages.mark()
+    with pytest.raises(DeadlineExceededError):
+        engine.pages.zero(0, [1, 3], after, time.monotonic())
+    assert any(engine.block(0, 1))
+    engine.fake.finish()
+    engine.pages.zero(0, [1, 3], after, time.monotonic() + LONG_S)
+    assert not any(engine.block(0, 1) + engine.block(0, 3))
+    assert engine.block(0, 2) == kept
+    with pytest.raises(AssertionError, match="says nothing"):
+        engine.pages.zero(0, [1], None, 0.0)
 
 
 def test_a_block_beyond_the_cache_is_a_bug(start: Start) -> None:

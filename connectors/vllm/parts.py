@@ -1,0 +1,81 @@
+"""What one worker holds of each block, by name: one part, or one for each shard. The pages of a
+draft model, which guesses tokens for the model to check, are parts of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvstore.connectors.vllm.cuts import Cutter, cut_pages
+from kvstore.connectors.vllm.groups import Groups
+from kvstore.connectors.vllm.layout import Split
+from kvstore.connectors.vllm.pages import Geometry, Pages, pages_of, survey
+from kvstore.device.device import Device
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+Caches = Mapping[str, "torch.Tensor"]
+"""The paged caches, by layer."""
+
+
+class Parts:
+    """See the module."""
+
+    def __init__(
+        self, caches: Caches, names: Sequence[str], vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig, groups: Groups, split: Split,
+        device_of: Callable[[str], Device],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            names: as ``Split.parts`` gives them.
+            device_of: ``Client.device`` of the client that will copy.
+
+        Raises:
+            ConfigError: a layout that this connector does not understand, or cannot split.
+        """
+        self.names = list(names)
+        self.draft_layers: frozenset[str] | None = None
+        """Layers whose pages are apart; None: there is no draft model, or its pages are not."""
+        self.of_drafts: dict[str, Pages] = {}
+        self._caches = caches
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._groups = groups
+        self._split = split
+        self._device_of = device_of
+        self.of_model = self._of(caches)
+
+    def divide(self, layers: Collection[str]) -> None:
+        """Takes these layers of a draft model apart, unless a cache group has no others: a block of
+        such a group would have no part left that tells whether it is stored."""
+        groups = [set(group.layer_names) for group in self._kv_cache_config.kv_cache_groups]
+        if any(names and names <= set(layers) for names in groups):
+            return
+        self.draft_layers = frozenset(layers)
+        of_drafts = {name: cache for name, cache in self._caches.items() if name in layers}
+        of_model = {name: cache for name, cache in self._caches.items() if name not in layers}
+        self.of_model = self._of(of_model)
+        self.of_drafts = self._of(of_drafts) if of_drafts else {}
+
+    def _of(self, caches: Caches) -> dict[str, Pages]:
+        shards = [self._pieces(caches, shard) for shard in range(self._split.each)]
+        pages = [cut_pages([pages_of(each, self._device_of) for each in of]) for of in shards]
+        return dict(zip(self.names, pages, strict=True))
+
+    def _pieces(self, caches: Caches, shard: int) -> list[Geometry]:
+        """Where one shard of all pages is, once for each piece that blocks are cut into."""
+        config, split = self._kv_cache_config, self._split
+        if not split.block_tokens:
+            return [survey(caches, config, shard, split.each)]
+        layers = self._vllm_config.compilation_config.static_forward_context
+        cutter = Cutter(split.block_tokens, layers, self._vllm_config.model_config.dtype)
+        count = max(map(self._groups.cuts, self._groups.block_tokens))
+        return [
+            survey(caches, config, shard, split.each, partial(cutter.piece, index))
+            for index in range(count)
+        ]
