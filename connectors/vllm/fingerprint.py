@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.connectors.vllm.layout import NOT_SPLIT, Split, stored_order
 from kvstore.connectors.vllm.messages import WorkerIdentity
+from kvstore.connectors.vllm.states import is_state, shard_shapes
 from kvstore.fingerprint import digest, files_digest, meaningful
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _group(group: Any, split: Split, drafts: Collection[str] = ()) -> dict[str, 
         "block_tokens": split.block_tokens or spec.block_size,
         "page_bytes": spec.page_size_bytes // split.each // split.cuts(spec.block_size),
         "layers": len(names),
-        **_state(spec),
+        **_state(spec, split.each),
     }
 
 
@@ -218,12 +219,14 @@ def _is_random(algorithm: str) -> bool:
     return algorithm.startswith("xxhash") and os.environ.get("PYTHONHASHSEED") is None
 
 
-def _state(spec: Any) -> dict[str, Any]:
-    """What the parts of a recurrent layer's state are; empty for attention."""
-    if not hasattr(spec, "mamba_cache_mode"):
+def _state(spec: Any, shards: int) -> dict[str, Any]:
+    """What the parts of one of so many shards of a recurrent layer's state are; empty for
+    attention."""
+    if not is_state(spec):
         return {}
+    shapes = shard_shapes(spec, shards)
     return {
-        "state": [[str(dtype), *shape] for shape, dtype in zip(spec.shapes, spec.dtypes)],
+        "state": [[str(dtype), *shape] for shape, dtype in zip(shapes, spec.dtypes)],
         "state_kind": str(spec.mamba_type),
     }
 

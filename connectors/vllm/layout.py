@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.connectors.vllm.core import is_part_of_several
+from kvstore.connectors.vllm.states import check_split
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -124,12 +125,9 @@ def _shards(
 
     if not shards:
         return 0, 1
-    if any(isinstance(spec, MambaSpec) for spec in specs):
-        raise ConfigError(
-            f"tp_shards={shards}: the states of recurrent layers cannot be split",
-            advice="Leave tp_shards out: engines of one tensor-parallel size share this model.",
-            key="tp_shards",
-        )
+    for spec in specs:
+        if isinstance(spec, MambaSpec):
+            check_split(spec, shards)
     if all(isinstance(spec, MLAAttentionSpec) for spec in specs):
         return 1, 1
     places = tensor_parallel // max(1, kv_cache_config.kv_tp_replicas)

@@ -18,19 +18,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from kvstore.client.values import Payload
+from kvstore.connectors.vllm.states import is_state, shard_runs
 from kvstore.device.device import Device
 from kvstore.device.driver import Event, Numbers
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 Mark = Event | None
 """A moment of the compute stream; None on a CPU, where work has ended when its call returns."""
@@ -91,7 +92,7 @@ class Geometry(NamedTuple):
 
 def survey(
     caches: Mapping[str, torch.Tensor], config: KVCacheConfig, shard: int = 0, shards: int = 1,
-    piece: Piece | None = None,
+    piece: Piece | None = None, layers: Mapping[str, Any] | None = None,
 ) -> Geometry:  # fmt: skip
     """Finds where all pages are, or one shard or piece of each.
 
@@ -101,6 +102,7 @@ def survey(
             shards the second dimension counts heads.
         shards: into how many shards the pages of this worker are split.
         piece: cuts a piece out of a page, or of a shard; None: pages are not cut.
+        layers: vLLM's by name (``static_forward_context``), for shards of states.
 
     Raises:
         ConfigError: a layout that this connector does not understand, or cannot split.
@@ -119,7 +121,9 @@ def survey(
             seen.add(cache.data_ptr())
             page, shape = _page(name, cache, config.num_blocks)
             runs = [page]
-            if shards > 1:
+            if shards > 1 and is_state(spec.kv_cache_spec):
+                runs, shape = _state(page, shape, spec.kv_cache_spec, name, layers, shard, shards)
+            elif shards > 1:
                 runs, shape = _shard(name, cache, page, shape, shard, shards)
             if piece is not None:
                 runs, shape = piece(name, cache, runs, shape)
@@ -164,6 +168,17 @@ def _shard(
     runs = [page._replace(offset=first, length=size) for first in firsts]
     left = heads // shards
     return runs, (dtype, (left, *inner), (step if left > 1 else 0, *strides), parts)
+
+
+def _state(
+    page: Page, shape: Shape, spec: MambaSpec, name: str, layers: Mapping[str, Any] | None,
+    shard: int, shards: int,
+) -> tuple[list[Page], Shape]:  # fmt: skip
+    """As ``_shard``, of a state, which is one row of content."""
+    found = shard_runs(name, (layers or {}).get(name), spec, shard, shards)
+    runs = [page._replace(offset=page.offset + at, length=length) for at, length in found]
+    dtype, (*ones, content), strides, parts = shape
+    return runs, (dtype, (*ones, content // shards), strides, parts)
 
 
 def _page(name: str, cache: torch.Tensor, blocks: int) -> tuple[Page, Shape]:

@@ -70,9 +70,9 @@ class Parts:
     def _pieces(self, caches: Caches, shard: int) -> list[Geometry]:
         """Where one shard of all pages is, once for each piece that blocks are cut into."""
         config, split = self._kv_cache_config, self._split
-        if not split.block_tokens:
-            return [survey(caches, config, shard, split.each)]
         layers = self._vllm_config.compilation_config.static_forward_context
+        if not split.block_tokens:
+            return [survey(caches, config, shard, split.each, layers=layers)]
         cutter = Cutter(split.block_tokens, layers, self._vllm_config.model_config.dtype)
         count = max(map(self._groups.cuts, self._groups.block_tokens))
         return [

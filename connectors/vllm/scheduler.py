@@ -44,6 +44,12 @@ LOOKUP_TIMEOUT_MS: Final = 200
 """The least time-out of one lookup's call to the master. The scheduler does not wait that long; the
 breaker counts a call that times out as failed."""
 
+UNALIGNED: Final = (
+    "vLLM cuts prompts into multiples of %d tokens, and keeps states of recurrent layers at "
+    "multiples of %d: most prompts leave no state, and are not found. Start vLLM with "
+    "--block-size %d."
+)
+
 RESET_TIMEOUT_S: Final = 30.0
 
 Files = tuple[tuple[str, int, int, int], ...]
@@ -88,6 +94,7 @@ class Scheduler:
         change before it is loaded, they are not there again."""
         self._of_files: dict[tuple[int, str], tuple[Files, bytes]] = {}
         """By id and path of an adapter: the files that the workers have loaded, and its salt."""
+        self._is_misaligned = False
         self._asked_for: set[str] = set()
         """Requests for which the workers have been asked for adapters."""
         self._client = Client(config=client_config(config, 5_000))
@@ -159,6 +166,15 @@ class Scheduler:
         a paused engine, which has reset that cache and may not have its weights in memory."""
         if self._core is not None and not self._core.is_paused:
             self.prepare()
+        self._check_alignment()
+
+    def _check_alignment(self) -> None:
+        """Says once if vLLM's scheduler cuts prompts where no state is kept. vLLM 0.32 for CPUs
+        lengthens the blocks of models with recurrent layers, and then forgets it."""
+        cuts, keeps = self._vllm_config.cache_config.block_size, self._groups.scheduler_block_tokens
+        if self._groups.recurrent and cuts < keeps and not self._is_misaligned:
+            self._is_misaligned = True
+            log.warning(UNALIGNED, cuts, keeps, keeps)
 
     def _identify(self) -> bool:
         """Asks the workers for their identity; returns whether it has changed."""

@@ -40,6 +40,7 @@ WORKER: Final = (
     "tests/unit/connectors/test_worker_on_a_gpu.py",
     ALL,
 )
+STATES: Final = ("tests/unit/connectors/test_states.py", ALL)
 FINGERPRINT: Final = ("tests/unit/connectors/test_fingerprint.py", ALL)
 IDENTITY: Final = ("tests/unit/connectors/test_identity.py", ALL)
 WEIGHTS: Final = ("tests/unit/connectors/test_weights.py", ALL)
@@ -84,6 +85,14 @@ MUTANTS: Final = (
         "        first = place * self.each\n", "        first = 0\n", LAYOUT),
     Mutant("ranks-with-shards-count-one-by-one", VLLM + "fingerprint.py",
         "return told[:1] if len(set(told)) == 1 else told", "return told", FINGERPRINT),
+    Mutant("a-shard-of-a-state-has-the-first-heads", VLLM + "states.py",
+        "yield np.arange(first + shard * each, first + (shard + 1) * each)",
+        "yield np.arange(first, first + each)", STATES),
+    Mutant("channels-of-a-state-are-split-as-one-section", VLLM + "states.py",
+        "sections = [of_rank, [whole[1]]]", "sections = [[sum(of_rank)], [whole[1]]]", STATES),
+    Mutant("states-of-any-kind-are-split", VLLM + "states.py",
+        "if kind != SPLIT or spec.tp_replicated or len(spec.shapes) != 2:",
+        "if spec.tp_replicated or len(spec.shapes) != 2:", STATES),
     Mutant("zeros-of-a-draft-model-are-stored", VLLM + "worker.py",
         "            has = [(piece.group, key) not in self._undrafted for key in piece.keys]",
         "            has = [True for key in piece.keys]", WORKER),

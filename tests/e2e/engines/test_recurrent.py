@@ -156,6 +156,27 @@ def test_a_state_that_is_gone_is_not_found_and_computed_again(
 
 
 @pytest.mark.timeout(400)
+def test_engines_of_other_tensor_parallel_sizes_go_on_from_shards_of_states(
+    shared: Cluster, recurrent: Path, engine: StartEngine
+) -> None:
+    """Each chooses the tokens that it chooses alone, which are not the other's."""
+    transfer = transfer_config(shared.address, tp_shards=2)
+    settings: dict[str, Any] = {"dtype": "bfloat16", "block_size": BLOCK}
+    one = engine(recurrent, transfer, **settings)
+    two = engine(
+        recurrent, transfer, tensor_parallel_size=2,
+        environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, **settings,
+    )  # fmt: skip
+    for number, writer, reader in ((20, one, two), (21, two, one)):
+        asked = [prompt(number, 1500)]
+        writer.generate(asked)
+        writer.saved()
+        found = reader.generate(asked)
+        assert cached(found) == [1280]
+        assert tokens(found) == right(reader, asked)
+
+
+@pytest.mark.timeout(400)
 def test_an_engine_that_hashes_smaller_parts_shares_nothing_and_says_so(
     pair: tuple[Engine, Engine], shared: Cluster, recurrent: Path, engine: StartEngine
 ) -> None:
@@ -168,6 +189,19 @@ def test_an_engine_that_hashes_smaller_parts_shares_nothing_and_says_so(
     assert cached(other.generate([prompt(9, 900)])) == [0]
     told = f"must be equal: hash_tokens: {BLOCK // 2} here, None there"
     until(lambda: any("FLEET" in line and told in line for line in other.log))
+
+
+def test_an_engine_that_keeps_few_states_says_what_to_type(pair: tuple[Engine, Engine]) -> None:
+    """As vLLM for CPUs does in processes of its own: it forgets that it has lengthened blocks."""
+    one, _ = pair
+    forget = "cache = core.vllm_config.cache_config; cache.block_size = {}"
+    one.run(forget.format(BLOCK // 2))
+    for seed in (12, 13):
+        one.generate([prompt(seed, 700)])
+    one.saved()
+    one.run(forget.format(BLOCK))
+    told = [line for line in one.log if f"Start vLLM with --block-size {BLOCK}" in line]
+    assert len(told) == 1
 
 
 def test_a_node_that_dies_between_lookup_and_load(

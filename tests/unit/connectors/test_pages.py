@@ -22,6 +22,7 @@ PAGE = HEADS * TOKENS * CONTENT * 2  # bytes, of float16
 @dataclass
 class Group:
     layer_names: list[str]
+    kv_cache_spec: Any = None
 
 
 @dataclass
