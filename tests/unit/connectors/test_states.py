@@ -48,8 +48,8 @@ def state(rank: int, ranks: int, *, channels_first: bool) -> bytes:
     conv = torch.cat(convolved).repeat(KEPT, 1) + 200 * torch.arange(KEPT).view(-1, 1)
     if channels_first:
         conv = conv.T.contiguous()
-    heads = torch.arange(V_HEADS).view(ranks, -1)[rank]
-    matrix = heads.view(-1, 1, 1) + torch.zeros(V_DIM, K_DIM)
+    of_rank = torch.arange(V_HEADS).view(ranks, -1)[rank]
+    matrix = of_rank.view(-1, 1, 1) + torch.zeros(V_DIM, K_DIM)
     parts = (conv.to(torch.bfloat16).view(torch.int16), matrix.to(torch.float32))
     return b"".join(each.contiguous().numpy().tobytes() for each in parts)
 
