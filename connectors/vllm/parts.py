@@ -52,17 +52,24 @@ class Parts:
 
     def divide(self, layers: Collection[str]) -> None:
         """Takes these layers of a draft model apart, unless a cache group has no others: a block of
-        such a group would have no part left that tells whether it is stored."""
+        such a group would have no part left that tells whether it is stored. The pages of a layer
+        that reads the model's (Gemma 4 MTP) stay the model's."""
+        drafts, caches = frozenset(layers), self._caches
         groups = [set(group.layer_names) for group in self._kv_cache_config.kv_cache_groups]
-        if any(names and names <= set(layers) for names in groups):
+        if any(names and names <= drafts for names in groups):
             return
-        self.draft_layers = frozenset(layers)
-        of_drafts = {name: cache for name, cache in self._caches.items() if name in layers}
-        of_model = {name: cache for name, cache in self._caches.items() if name not in layers}
-        self.of_model = self._of(of_model)
-        self.of_drafts = self._of(of_drafts) if of_drafts else {}
+        self.draft_layers = drafts
+        own: set[str] = set()
+        for names in groups:
+            models = {caches[name].data_ptr() for name in names - drafts if name in caches}
+            mine = names & drafts & caches.keys()
+            own |= {name for name in mine if caches[name].data_ptr() not in models}
+        self.of_model = self._of({name: caches[name] for name in caches if name not in drafts})
+        self.of_drafts = self._of({name: caches[name] for name in caches if name in own})
 
     def _of(self, caches: Caches) -> dict[str, Pages]:
+        if not caches:
+            return {}
         shards = [self._pieces(caches, shard) for shard in range(self._split.each)]
         pages = [cut_pages([pages_of(each, self._device_of) for each in of]) for of in shards]
         return dict(zip(self.names, pages, strict=True))
