@@ -211,6 +211,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._adapters, self._live = Adapters(worker), LiveWeights(worker, self._vllm_config)
             if (layers := draft_layers(self._live)) is not None:
                 parts.divide(layers)
+                self._worker_side.divide(parts.of_model, parts.of_drafts)
         pages = next(iter(parts.of_model.values()))
         groups = sorted(pages.block_bytes)
         hello = WorkerIdentity(pages.layout, groups, parts.names, rank=worker.rank)
@@ -223,9 +224,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._of_files(hello, ("model", "draft") if hello.draft is None else ("model",))
             if hello.draft is not None:
                 self._of_files(hello.draft, ("draft",))
-        if hello.draft is not None:
-            named = {f"{name}{hello.draft.part}": of for name, of in parts.of_drafts.items()}
-            self._worker_side.divide(parts.of_model, named)
         return hello
 
     def _of_files(self, told: WorkerIdentity | DraftIdentity, of: tuple[str, ...]) -> None:

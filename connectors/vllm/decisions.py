@@ -255,7 +255,7 @@ class Decisions:
     def orders(self, output: SchedulerOutput) -> Orders:
         """The answer to vLLM's ``build_connector_meta``: the orders of this step."""
         self._lookups.new_step()
-        orders = Orders(self._identity.fingerprint, self._loads)
+        orders = Orders(self._identity.fingerprint, self._loads, draft=self._identity.draft)
         self._loads = []
         if self._does_save and self._identity.fingerprint:
             self._held += self._saves(output)

@@ -11,6 +11,7 @@ and part (``namespace``). All messages are plain values that can be pickled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,6 +61,8 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
     fingerprint: str = ""
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    draft: str = ""
+    """Which draft model the engine has (``draft_of``)."""
 
 
 class SaveEnd(NamedTuple):
@@ -153,11 +156,24 @@ class DraftIdentity:
     files: str = ""
     attention: list[list[str]] = field(default_factory=list)
 
-    @property
-    def part(self) -> str:
-        """What is added to the names of the worker's parts."""
-        told = [self.method, self.layouts, self.weights, self.files, self.attention]
-        return f".draft-{digest(told)[:16]}"
+
+def draft_of(hellos: Sequence[WorkerIdentity]) -> str:
+    """A digest of the draft models of all workers (in the order of ranks), which hold different
+    shares of one; "": no pages of a draft model are apart.
+
+    It is the same for all workers, because those that hold identical pages store them once.
+    """
+    told = [
+        [each.method, each.layouts, each.weights, each.files, each.attention]
+        for each in (hello.draft for hello in hellos) if each is not None
+    ]  # fmt: skip
+    shares = [each for index, each in enumerate(told) if each not in told[:index]]
+    return digest(shares)[:16] if shares else ""
+
+
+def draft_part(part: str, draft: str) -> str:
+    """The name of the pages of this draft model that belong to a part."""
+    return f"{part}.draft-{draft}"
 
 
 def namespace(fingerprint: str, group: int, part: str) -> Namespace:

@@ -26,7 +26,13 @@ from kvstore.connectors.vllm.identity import NO_PREFIX_CACHING, Identity
 from kvstore.connectors.vllm.layout import Split
 from kvstore.connectors.vllm.listening import NOTHING, Listener
 from kvstore.connectors.vllm.lookups import Lookups
-from kvstore.connectors.vllm.messages import Orders, TransferReport, namespace, under_of
+from kvstore.connectors.vllm.messages import (
+    Orders,
+    TransferReport,
+    draft_part,
+    namespace,
+    under_of,
+)
 from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.worker import client_config
 from kvstore.errors import ConfigError, KVStoreError
@@ -185,7 +191,7 @@ class Scheduler:
         record = self._identity.take(hellos)
         last = self._identity.last if record is None else record.fingerprint
         self._of_drafts = {
-            namespace(last, group, f"{part}{hello.draft.part}")
+            namespace(last, group, draft_part(part, self._identity.draft))
             for hello in hellos if hello.draft is not None
             for group in hello.groups for part in hello.parts
         }  # fmt: skip
@@ -303,7 +309,10 @@ class Scheduler:
         if self.decisions.has_held:
             told = core.ask(self._on_worker, self._options, "finish_check")
             self._identity.take_verdicts(dict(each for each in told if each))
-            orders = Orders(self._identity.fingerprint, saves=self.decisions.released())
+            orders = Orders(
+                self._identity.fingerprint, saves=self.decisions.released(),
+                draft=self._identity.draft,
+            )  # fmt: skip
             core.ask(self._on_worker, self._options, "order_saves", orders)
         if self.decisions.has_pinned or loading:
             drained = [each for each in core.ask(self._on_worker, self._options, "drain") if each]

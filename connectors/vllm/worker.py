@@ -34,6 +34,7 @@ from kvstore.connectors.vllm.messages import (
     SaveEnd,
     StillUnderWay,
     TransferReport,
+    draft_part,
     namespace,
 )
 from kvstore.connectors.vllm.metrics import StoreStats
@@ -72,7 +73,7 @@ class _Order(NamedTuple):
     fingerprint: str
     after: Mark
     at: float
-    drafts: Mapping[str, Pages]
+    draft: str
 
 
 class WorkerSide:
@@ -131,14 +132,13 @@ class WorkerSide:
             self._threads.append(start_thread("kvstore-contribute", self._contribute))
 
     def divide(self, parts: Mapping[str, Pages], drafts: Mapping[str, Pages]) -> None:
-        """Takes the pages of a draft model out of the parts. Called before the first order, and
-        whenever the draft model may have changed.
+        """Takes the pages of a draft model out of the parts. Called before the first order.
 
         A block is loaded and saved whatever becomes of those pages: they are filled with zeros if
         the store does not have them, and the draft model then guesses worse.
 
         Args:
-            drafts: by name, which tells the draft model, its pages of the blocks.
+            drafts: by the name of a part, the draft model's pages of it; a part may have none.
         """
         self._parts, self._drafts = parts, drafts
         self._pages = next(iter(parts.values()))
@@ -173,7 +173,7 @@ class WorkerSide:
             self._loads.put(self._order(each, orders, self._begun))
 
     def _order(self, what: Load | Save, orders: Orders, after: Mark) -> _Order:
-        return _Order(what, orders.fingerprint, after, time.monotonic(), self._drafts)
+        return _Order(what, orders.fingerprint, after, time.monotonic(), orders.draft)
 
     def save(self, orders: Orders) -> None:
         """Orders the saves of a step whose forward pass, and that of a draft model, has been
@@ -391,7 +391,7 @@ class WorkerSide:
     def _get_drafts(self, piece: Run, order: _Order, deadline: float) -> None:
         """Fills a draft model's pages of these blocks."""
         places = self._groups.places(piece)
-        for part, pages in _of_group(order.drafts, piece):
+        for part, pages in self._drafts_of(piece, order):
             sizes = self._fetch(piece, part, pages, order, deadline) or [None] * len(places)
             missing = [index for index, size in enumerate(sizes) if size is None]
             if not missing:
@@ -422,6 +422,14 @@ class WorkerSide:
         if self._drops or not left_ms or not self._guarded("load", get, left_ms):
             return None
         return sizes
+
+    def _drafts_of(self, piece: Run, order: _Order) -> list[tuple[str, Pages]]:
+        """The draft model's pages of this piece's group, by the names of their parts."""
+        return [
+            (draft_part(part, order.draft), pages)
+            for part, pages in self._drafts.items()
+            if piece.group in pages.block_bytes
+        ]
 
     def _forget_drafts(self, group: int, keys: Sequence[bytes]) -> None:
         with self._lock:
@@ -467,7 +475,7 @@ class WorkerSide:
             if outcomes is None:
                 return None
             stored &= PutOutcome.BEING_WRITTEN not in outcomes
-        for part, pages in _of_group(order.drafts, piece):
+        for part, pages in self._drafts_of(piece, order):
             for run in self._drafted(piece):
                 self._store(run, part, pages, order, deadline)
         return stored
@@ -525,11 +533,6 @@ class WorkerSide:
 def _left_ms(deadline: float) -> int:
     """Milliseconds until ``deadline``; 0: it has passed."""
     return max(0, int((deadline - time.monotonic()) * 1000))
-
-
-def _of_group(parts: Mapping[str, Pages], piece: Run) -> list[tuple[str, Pages]]:
-    """The parts that have pages of this piece's group."""
-    return [(part, pages) for part, pages in parts.items() if piece.group in pages.block_bytes]
 
 
 def _pieces(run: Run) -> list[Run]:

@@ -176,7 +176,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.asked = Asked()
-        self.identity = SimpleNamespace(fingerprint="f", is_certain=True)
+        self.identity = SimpleNamespace(fingerprint="f", draft="d", is_certain=True)
         self.events = BlockEvents(self.groups, wanted=self.events_wanted)
         self.side = Decisions(
             self.config, self.groups, self.identity, self.asked, self.events,  # type: ignore[arg-type]

@@ -115,10 +115,11 @@ def test_a_load_is_ordered_once_although_blocks_are_allocated_again_when_it_has_
     assert engine.step({"r": 5}).loads == []
 
 
-def test_orders_carry_the_fingerprint() -> None:
+def test_orders_carry_the_fingerprint_and_the_draft_model() -> None:
     engine = Engine()
-    engine.identity.fingerprint = "abc"
-    assert engine.step().fingerprint == "abc"
+    engine.identity.fingerprint, engine.identity.draft = "abc", "def"
+    orders = engine.step()
+    assert (orders.fingerprint, orders.draft) == ("abc", "def")
 
 
 # --- saves ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from kvstore.connectors.vllm.fingerprint import (
     without_draft,
 )
 from kvstore.connectors.vllm.layout import NOT_SPLIT, Split
-from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity
+from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity, draft_of
 
 HELLO = WorkerIdentity("layout", [0], ["p0t0"], weights="w")
 
@@ -153,14 +153,20 @@ def test_an_engine_whose_draft_model_is_apart_is_described_like_one_without(
     assert without_draft(described, pages, NOT_SPLIT, {"draft"}) == plain
 
 
-def test_the_name_of_a_draft_models_parts_tells_all_on_which_its_pages_depend() -> None:
+def test_a_draft_model_is_told_by_all_on_which_its_pages_depend() -> None:
+    def of(*drafts: DraftIdentity | None) -> str:
+        return draft_of([replace(HELLO, rank=rank, draft=each) for rank, each in enumerate(drafts)])
+
     draft = DraftIdentity(["d"], ["layout"], "eagle", "w", "f", [["a"]])
     changes: dict[str, Any] = {
         "layouts": ["other"], "method": "mtp", "weights": "v", "files": "", "attention": [],
     }  # fmt: skip
-    names = {replace(draft, **{name: value}).part for name, value in changes.items()}
-    assert len({draft.part, *names}) == 1 + len(changes)
-    assert replace(draft).part == draft.part
+    others = [replace(draft, **{name: value}) for name, value in changes.items()]
+    assert len({of(draft), of(), *map(of, others)}) == 2 + len(changes)
+    assert of(replace(draft)) == of(draft)
+    assert of(None, draft) == of(draft), "of the last stage of a pipeline"
+    assert of(draft, draft) == of(draft), "told by its files"
+    assert of(draft, others[2]) not in (of(draft), of(others[2]))
 
 
 # --- fingerprints ---------------------------------------------------------------------------------

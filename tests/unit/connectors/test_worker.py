@@ -127,13 +127,15 @@ def reports(worker: WorkerSide, number: int) -> dict[int, SaveEnd]:
 
 
 def save(worker: WorkerSide, *runs: Run) -> bool:
-    worker.save(Orders("f", [], [Save(1, list(runs))]))
+    worker.save(Orders("f", [], [Save(1, list(runs))], "1"))
     return reports(worker, 1) == {1: SaveEnd(1, 1)}
 
 
-def load(worker: WorkerSide, *runs: Run) -> tuple[TransferReport | None, set[int]]:
+def load(
+    worker: WorkerSide, *runs: Run, draft: str = "1"
+) -> tuple[TransferReport | None, set[int]]:
     """What is reported beyond its arrival, and the bad blocks."""
-    worker.begin(Orders("f", [Load("r", list(runs))], []))
+    worker.begin(Orders("f", [Load("r", list(runs))], [], draft))
     arrived: set[str] = set()
     failed: set[str] = set()
 
@@ -184,7 +186,7 @@ def test_what_one_engine_saves_another_loads_byte_by_byte(
     assert store.match_prefixes(keys, namespaces=names) == [4, 2]
 
 
-def drafted(start: Start, cache: Cache, name: str = "p0t0.draft-1") -> WorkerSide:
+def drafted(start: Start, cache: Cache) -> WorkerSide:
     """A worker whose layers "b" and "c" are a draft model's: a half of the first group, and all
     that it has of the second."""
     split: list[CPUPages] = []
@@ -192,7 +194,7 @@ def drafted(start: Start, cache: Cache, name: str = "p0t0.draft-1") -> WorkerSid
         config: Any = Config([Group(["a", "b"]), Group(["c"])], BLOCKS)
         split.append(CPUPages(survey({each: cache.layers[each] for each in names}, config)))
     worker = start(split[0])
-    worker.divide({"p0t0": split[0]}, {name: split[1]})
+    worker.divide({"p0t0": split[0]}, {"p0t0": split[1]})
     return worker
 
 
@@ -232,8 +234,7 @@ def test_the_pages_of_another_draft_model_are_not_loaded(
 ) -> None:
     ours, theirs = Cache(1), Cache(2)
     assert save(drafted(start, ours), run(0, [1]))
-    other = drafted(start, theirs, "p0t0.draft-2")
-    assert load(other, run(0, [4])) == (None, set())
+    assert load(drafted(start, theirs), run(0, [4]), draft="2") == (None, set())
     [(mine, _)] = halves(ours, 1)
     assert halves(theirs, 4) == [(mine, bytes(16))]
     store.clear(namespace("f", 0, "p0t0.draft-1"))
@@ -659,7 +660,7 @@ def test_a_load_that_has_waited_too_long_is_not_begun(start: Start, store: kvsto
     worker = start(Cache(1).pages)
     assert save(worker, run(0, [1]))
     ordered = time.monotonic() - 6
-    worker._loads.put(module._Order(Load("r", [run(0, [1])]), "f", None, ordered, {}))
+    worker._loads.put(module._Order(Load("r", [run(0, [1])]), "f", None, ordered, ""))
     until(lambda: bool(worker._arrived))
     assert worker.take_arrived() == ({"r"}, {"r"})
     assert worker.take_bad_blocks() == {1}
