@@ -83,9 +83,10 @@ def test_the_workload_keeps_its_proportions() -> None:
 
 
 def test_what_can_be_found_of_two_sessions_of_two_turns() -> None:
-    """The second session finds two blocks of the common part; each second turn the three of its
-    first prompt."""
-    blocks = 2 + 2 * 3
+    """The second session finds two blocks of the common part; each second turn the four of its
+    first prompt and of the answer, of which the last token was not computed."""
+    assert 510 < 4 * BLOCK_TOKENS <= 510 + 15 - 1
+    blocks = 2 + 2 * 4
     assert agentic._possible(2, 2) == pytest.approx(blocks * BLOCK_TOKENS / (2 * (510 + 560)))
 
 
