@@ -4,7 +4,7 @@ side in the engine core, the worker side in a worker. See ``kvstore.connectors.v
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,7 +38,7 @@ from kvstore.connectors.vllm.parts import Parts
 from kvstore.connectors.vllm.scheduler import Scheduler
 from kvstore.connectors.vllm.weights import Adapters, LiveWeights, draft_layers, identify
 from kvstore.connectors.vllm.worker import WorkerSide, client_config
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, KVStoreError
 
 if TYPE_CHECKING:
     import torch
@@ -209,22 +209,32 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         parts = self._parts
         if self._adapters is None or self._live is None:
             self._adapters, self._live = Adapters(worker), LiveWeights(worker, self._vllm_config)
-            if (layers := draft_layers(self._live)) is not None:
-                parts.divide(layers)
-                self._worker_side.divide(parts.of_model, parts.of_drafts)
+            self._divide(draft_layers(self._live))
         pages = next(iter(parts.of_model.values()))
         groups = sorted(pages.block_bytes)
         hello = WorkerIdentity(pages.layout, groups, parts.names, rank=worker.rank)
         if parts.draft_layers is not None:
-            layouts = [each.layout for each in parts.of_drafts.values()]
+            layouts = sorted({each.layout for each in parts.of_drafts.values()})
             method = speculation(self._vllm_config)
             hello.draft = DraftIdentity(sorted(parts.draft_layers), layouts, method)
         identify(hello, self._live, self._adapters)
         if self._split.shards and not hello.error:
-            self._of_files(hello, ("model", "draft") if hello.draft is None else ("model",))
+            of = [*self._live.models()]
             if hello.draft is not None:
+                of.remove("draft")
                 self._of_files(hello.draft, ("draft",))
+            self._of_files(hello, tuple(of))
         return hello
+
+    def _divide(self, layers: Collection[str] | None) -> None:
+        """Takes a draft model's layers out of this worker's parts, if that can be done."""
+        parts = self._parts
+        try:
+            if layers is not None:
+                parts.divide(layers)
+        except KVStoreError as error:
+            log.warning("draft_pages_not_apart error=%s", error)
+        self._worker_side.divide(parts.of_model, parts.of_drafts)
 
     def _of_files(self, told: WorkerIdentity | DraftIdentity, of: tuple[str, ...]) -> None:
         """Leaves out what differs between ranks: while the weights are those that were loaded, they

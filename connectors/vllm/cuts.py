@@ -207,5 +207,5 @@ class CutPages:
         pieces = self._pieces[group]
         count = len(pieces)
         for cut, pages in enumerate(pieces):
-            mine = [place for place in places if place % count == cut]
-            yield pages, mine, [place // count for place in mine]
+            if mine := [place for place in places if place % count == cut]:
+                yield pages, mine, [place // count for place in mine]

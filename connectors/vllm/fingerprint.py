@@ -9,7 +9,6 @@ engines whose descriptions differ never see each other's blocks.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import platform
@@ -36,6 +35,12 @@ PACKING: Final = ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "VLLM_KV_CACHE_LAYOUT")
 
 WITHOUT_DRAFT: Final = ("ngram", "ngram_gpu", "suffix")
 """Speculation that guesses from the tokens themselves: no weights, and no layer of its own."""
+
+GUESSES: Final = (
+    "eagle", "eagle3", "mtp", "dflash", "dspark", "draft_model", "medusa", "mlp_speculator",
+)  # fmt: skip
+"""Speculation whose layers compute guesses and nothing else. Not so ``extract_hidden_states``: what
+its layer keeps of the model is its user's result."""
 
 OF_MEDIA: Final = (
     "mm_processor_kwargs", "media_io_kwargs", "mm_hasher_algorithm", "mm_device_do_normalize",
@@ -101,20 +106,12 @@ def without_draft(
 
 def _group(group: Any, split: Split, drafts: Collection[str] = ()) -> dict[str, Any]:
     """A cache group without these layers."""
-    names = [name for name in group.layer_names if name not in drafts]
-    spec = group.kv_cache_spec
-    of_layers = getattr(spec, "kv_cache_specs", None)
-    if of_layers and len(names) < len(group.layer_names):
-        # Layers of one kind, if these are all, and a draft model's layer has pages of its own size.
-        mine = {name: of_layers[name] for name in names}
-        first = next(iter(mine.values()))
-        is_one = all(each == first for each in mine.values())
-        spec = first if is_one else dataclasses.replace(spec, kv_cache_specs=mine)
+    spec = group.kv_cache_spec  # of the first layer, where layers have pages of several sizes
     return {
         "kind": type(spec).__name__,
         "block_tokens": split.block_tokens or spec.block_size,
         "page_bytes": spec.page_size_bytes // split.each // split.cuts(spec.block_size),
-        "layers": len(names),
+        "layers": len([name for name in group.layer_names if name not in drafts]),
         **_state(spec, split.each),
     }
 

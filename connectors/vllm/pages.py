@@ -311,7 +311,8 @@ class CUDAPages:
             blocks = (len(whole) - offset - length) // stride + 1
             pages = whole.as_strided((blocks, length), (stride, 1), offset)
             with stream_apart(whole.device) as stream:
-                pages.index_fill_(0, torch.tensor(block_ids, device=whole.device), 0)
+                numbers = torch.tensor(block_ids, dtype=torch.int64, device=whole.device)
+                pages.index_fill_(0, numbers, 0)
                 if stream is not None:
                     stream.synchronize()
 

@@ -11,6 +11,7 @@ from kvstore.connectors.vllm.cuts import Cutter, cut_pages
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.layout import Split
 from kvstore.connectors.vllm.pages import Geometry, Pages, pages_of, survey
+from kvstore.connectors.vllm.states import is_state, shard_runs
 from kvstore.device.device import Device
 
 if TYPE_CHECKING:
@@ -48,30 +49,47 @@ class Parts:
         self._groups = groups
         self._split = split
         self._device_of = device_of
+        if split.shards:
+            self._check_states()
         self.of_model = self._of(caches)
 
     def divide(self, layers: Collection[str]) -> None:
         """Takes these layers of a draft model apart, unless a cache group has no others: a block of
         such a group would have no part left that tells whether it is stored. The pages of a layer
-        that reads the model's (Gemma 4 MTP) stay the model's."""
+        that reads the model's (Gemma 4 MTP) stay the model's.
+
+        Raises:
+            ConfigError: nothing is taken apart.
+        """
         drafts, caches = frozenset(layers), self._caches
         groups = [set(group.layer_names) for group in self._kv_cache_config.kv_cache_groups]
         if any(names and names <= drafts for names in groups):
             return
-        self.draft_layers = drafts
         own: set[str] = set()
         for names in groups:
             models = {caches[name].data_ptr() for name in names - drafts if name in caches}
             mine = names & drafts & caches.keys()
             own |= {name for name in mine if caches[name].data_ptr() not in models}
-        self.of_model = self._of({name: caches[name] for name in caches if name not in drafts})
+        of_model = self._of({name: caches[name] for name in caches if name not in drafts})
         self.of_drafts = self._of({name: caches[name] for name in caches if name in own})
+        self.of_model, self.draft_layers = of_model, drafts
+
+    def _check_states(self) -> None:
+        """Also a worker that holds one shard must hold one that others understand."""
+        layers = self._vllm_config.compilation_config.static_forward_context
+        for group in self._kv_cache_config.kv_cache_groups:
+            if is_state(group.kv_cache_spec):
+                for name in self._caches.keys() & set(group.layer_names):
+                    shard_runs(name, layers.get(name), group.kv_cache_spec, 0, self._split.each)
 
     def _of(self, caches: Caches) -> dict[str, Pages]:
         if not caches:
             return {}
         shards = [self._pieces(caches, shard) for shard in range(self._split.each)]
-        pages = [cut_pages([pages_of(each, self._device_of) for each in of]) for of in shards]
+        pages = [
+            cut_pages([pages_of(each, self._device_of) for each in of if each.pages])
+            for of in shards
+        ]
         return dict(zip(self.names, pages, strict=True))
 
     def _pieces(self, caches: Caches, shard: int) -> list[Geometry]:

@@ -63,15 +63,18 @@ def shard_runs(
     Raises:
         ConfigError: the layer's heads cannot be divided so.
     """
-    keys, values, ranks = (getattr(layer, each, 0) for each in ("key_dim", "value_dim", "tp_size"))
-    heads = (getattr(layer, "num_k_heads", 1), getattr(layer, "num_v_heads", 1))
-    of_rank = [size // max(ranks, 1) for size in (keys, keys, values)]
     axes = _axes(spec)
     whole = [shape[axis] for shape, axis in zip(spec.shapes, axes)]
-    if [sum(of_rank), heads[1] // max(ranks, 1)] != whole or any(
-        each % (max(ranks, 1) * shards) for each in heads
-    ):
-        raise _unsplit(f"{heads[0]} and {heads[1]} heads of layer {name}", shards)
+    try:
+        ranks = layer.tp_size
+        of_rank = [layer.key_dim // ranks, layer.key_dim // ranks, layer.value_dim // ranks]
+        heads = (layer.num_k_heads // ranks, layer.num_v_heads // ranks)
+    except AttributeError:
+        of_rank, heads = [], (0, 0)
+    if [sum(of_rank), heads[1]] != whole:
+        raise _unsplit(f"states of layer {name} ({type(layer).__name__})", shards)
+    if any(each % shards for each in heads):
+        raise _unsplit(f"a rank's {heads[0]} and {heads[1]} heads of layer {name}", shards)
     sections = [of_rank, [whole[1]]]
     runs: list[tuple[int, int]] = []
     start = 0
@@ -103,5 +106,5 @@ def _rows(sizes: Sequence[int], shard: int, shards: int) -> Iterator[np.ndarray[
 
 def _unsplit(what: str, shards: int) -> ConfigError:
     return ConfigError(
-        f"tp_shards={shards}: {what} cannot be split", advice=ADVICE, key="tp_shards"
+        f"tp_shards: {what} cannot be split into {shards} shards", advice=ADVICE, key="tp_shards"
     )

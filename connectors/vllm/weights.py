@@ -32,7 +32,7 @@ import torch
 import xxhash
 from torch import nn
 
-from kvstore.connectors.vllm.fingerprint import weights_id
+from kvstore.connectors.vllm.fingerprint import GUESSES, speculation, weights_id
 from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity
 from kvstore.connectors.vllm.pages import stream_apart
 from kvstore.fingerprint import digest
@@ -221,9 +221,9 @@ def _tell(
 
 def draft_layers(live: LiveWeights) -> set[str] | None:
     """The names of the attention layers that a draft model does not share with the model; None:
-    there is no draft model."""
+    there is no draft model, or its layers do more than guess."""
     models = live.models()
-    if "draft" not in models:
+    if "draft" not in models or speculation(live.vllm_config) not in GUESSES:
         return None
     shared = {id(each) for each in models["model"].modules()}
     own = {id(each) for each in models["draft"].modules()} - shared

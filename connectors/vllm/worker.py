@@ -385,7 +385,8 @@ class WorkerSide:
             if sizes is None:
                 return 0
             arrived = min(arrived, sizes.index(None) if None in sizes else arrived)
-        self._get_drafts(_slice(piece, 0, arrived), order, deadline)
+        if arrived:
+            self._get_drafts(_slice(piece, 0, arrived), order, deadline)
         return arrived
 
     def _get_drafts(self, piece: Run, order: _Order, deadline: float) -> None:
@@ -400,8 +401,8 @@ class WorkerSide:
             where = [places[index] for index in missing]
             try:
                 pages.zero(piece.group, where, order.after, time.monotonic() + ZERO_S)
-            except KVStoreError as error:
-                log.warning("draft_pages_not_zeroed error=%s", error)
+            except Exception:  # the model's pages have arrived, whatever becomes of these
+                log.exception("draft_pages_not_zeroed")
 
     def _fetch(
         self, piece: Run, part: str, pages: Pages, order: _Order, deadline: float
@@ -502,7 +503,8 @@ class WorkerSide:
         return outcomes if left_ms and self._guarded("save", put, left_ms) else None
 
     def _drafted(self, piece: Run) -> Iterator[Run]:
-        """The runs of these blocks of which the draft model has computed its pages."""
+        """The runs of these blocks of which a load has not filled the draft model's pages with
+        zeros."""
         with self._lock:
             has = [(piece.group, key) not in self._undrafted for key in piece.keys]
         for is_drafted, indices in groupby(range(len(has)), key=has.__getitem__):

@@ -178,3 +178,17 @@ def test_groups_with_smaller_blocks_have_fewer_pieces() -> None:
     pages: Any = cut_pages([CPUPages(each) for each in pieces])
     assert stored(pages, 0, [2, 3]) == large.objects(4)[1][:2]
     assert stored(pages, 1, [1, 2]) == small.objects()[1][:2]
+
+
+def test_zeros_are_written_to_pieces_that_have_such_objects() -> None:
+    """The others are not asked: of no blocks, nothing says on which device they are."""
+    told: list[tuple[str, list[int]]] = []
+
+    def piece(name: str) -> Any:
+        return SimpleNamespace(
+            layout="", block_bytes={0: 8}, mark=None,
+            zero=lambda group, blocks, after, deadline: told.append((name, list(blocks))),
+        )  # fmt: skip
+
+    cut_pages([piece("a"), piece("b")]).zero(0, [3, 5], None, 0.0)
+    assert told == [("b", [1, 2])]

@@ -82,14 +82,19 @@ def test_a_shard_has_the_bytes_of_a_rank_with_its_heads_alone(
 
 
 def test_heads_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(ConfigError, match="4 and 8 heads of layer a cannot be split"):
+    with pytest.raises(ConfigError, match="4 and 8 heads of layer a cannot be split into 3"):
         shard_runs("a", layer(1), spec(1), 0, 3)
-    with pytest.raises(ConfigError, match="heads of layer a"):
-        shard_runs("a", SimpleNamespace(), spec(1), 0, 2)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_layer_that_lays_its_state_out_otherwise_is_refused(shards: int) -> None:
+    """Also where a rank holds one shard."""
+    with pytest.raises(ConfigError, match=r"states of layer a \(SimpleNamespace\)"):
+        shard_runs("a", SimpleNamespace(), spec(1), 0, shards)
     odd = layer(1)
-    odd.key_dim += 1  # not the layout that is known
-    with pytest.raises(ConfigError, match="heads of layer a"):
-        shard_runs("a", odd, spec(1), 0, 2)
+    odd.key_dim += 1
+    with pytest.raises(ConfigError, match="states of layer a"):
+        shard_runs("a", odd, spec(1), 0, shards)
 
 
 def test_other_kinds_of_states_are_refused_by_name() -> None:

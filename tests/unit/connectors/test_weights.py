@@ -18,6 +18,7 @@ from kvstore.connectors.vllm.weights import (
     LiveWeights,
     WorkerWeights,
     attention_of,
+    draft_layers,
     weights_of,
 )
 from kvstore.connectors.vllm_plugin import register
@@ -202,6 +203,25 @@ def test_a_check_that_fails_or_ends_early_does_not_say_that_weights_are_equal(
     go_on.set()
     one.finish()
     assert one.take_verdict() == (number, False)
+
+
+@pytest.mark.parametrize(
+    ("method", "apart"),
+    [("eagle", {"own"}), ("mtp", {"own"}), ("extract_hidden_states", None), ("custom_class", None)],
+)
+def test_layers_that_do_more_than_guess_are_not_a_draft_models(
+    method: str, apart: set[str] | None
+) -> None:
+    """What vLLM keeps in them for its user would be filled with zeros."""
+    model, draft = nn.Linear(2, 2), nn.Linear(2, 2)
+    weights = live(nn.Sequential(model))
+    assert draft_layers(weights) is None
+    runner = SimpleNamespace(get_draft_model=lambda: nn.Sequential(model, draft))
+    weights._worker.model_runner = runner
+    weights.vllm_config.speculative_config = SimpleNamespace(method=method)
+    layers = {"own": draft, "shared": model}
+    weights.vllm_config.compilation_config = SimpleNamespace(static_forward_context=layers)
+    assert draft_layers(weights) == apart
 
 
 def test_a_wrapper_for_adapters_means_nothing() -> None:
