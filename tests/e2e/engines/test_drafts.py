@@ -17,12 +17,13 @@ from safetensors.torch import save_file
 
 from kvstore import Client
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
-from tests.e2e.engines.conftest import prompt
+from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import Engine, transfer_config
 from tests.e2e.engines.preloaded import Preloaded
 from tests.support.cluster import Cluster
 
 WHOLE = 4 * BLOCK_TOKENS
+ALONE = {"no_load": True, "no_store": True}
 
 
 def make_draft(folder: Path, llama: Path, seed: int) -> Path:
@@ -51,6 +52,11 @@ class Fleet(NamedTuple):
     """With another one than ``one``."""
 
 
+def speculative(folder: Path, llama: Path, seed: int = 1) -> dict[str, object]:
+    model = str(make_draft(folder / f"eagle-{seed}", llama, seed))
+    return {"method": "eagle", "model": model, "num_speculative_tokens": 2}
+
+
 @pytest.fixture(scope="module")
 def fleet(
     preloaded: Preloaded, llama: Path, shared: Cluster, tmp_path_factory: pytest.TempPathFactory
@@ -59,9 +65,8 @@ def fleet(
     transfer = transfer_config(shared.address)
 
     def drafted(seed: int) -> Engine:
-        model = str(make_draft(folder / f"eagle-{seed}", llama, seed))
-        speculative = {"method": "eagle", "model": model, "num_speculative_tokens": 2}
-        return Engine(preloaded, llama, transfer, speculative_config=speculative)
+        guessing = speculative(folder, llama, seed)
+        return Engine(preloaded, llama, transfer, speculative_config=guessing)
 
     with Engine(preloaded, llama, transfer) as bare, drafted(1) as one, drafted(2) as other:
         yield Fleet(bare, one, other)
@@ -121,3 +126,66 @@ def test_engines_share_the_pages_of_equal_draft_models_alone(fleet: Fleet, share
     left = of_drafts(shared)
     assert name not in left
     assert len(left) == 1, "the other's are not its to remove"
+
+
+@pytest.mark.timeout(400)
+def test_ranks_share_a_draft_models_pages_by_shards(
+    store: Cluster, llama: Path, engine: StartEngine, tmp_path: Path
+) -> None:
+    settings = {"speculative_config": speculative(tmp_path, llama)}
+    transfer = transfer_config(store.address, tp_shards=2)
+    one = engine(llama, transfer, **settings)
+    two = engine(
+        llama, transfer, tensor_parallel_size=2,
+        environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, **settings,
+    )  # fmt: skip
+    for seed, writer, reader in ((1, one, two), (2, two, one)):
+        writer.generate([prompt(seed)])
+        writer.saved()
+        (found,) = reader.generate([prompt(seed)])
+        assert found.cached == WHOLE
+        reader.saved()
+        assert reader.reset()
+        (right,) = reader.generate([prompt(seed)], params=ALONE)
+        assert found.tokens == right.tokens
+    assert list(of_drafts(store).values()) == [2 * WHOLE // BLOCK_TOKENS] * 2
+
+
+@pytest.mark.timeout(400)
+def test_blocks_with_a_draft_models_pages_are_cut(
+    store: Cluster, llama: Path, engine: StartEngine, tmp_path: Path
+) -> None:
+    settings = {"speculative_config": speculative(tmp_path, llama)}
+    small = engine(llama, transfer_config(store.address), **settings)
+    transfer = transfer_config(store.address, block_tokens=BLOCK_TOKENS)
+    large = engine(llama, transfer, block_size=2 * BLOCK_TOKENS, **settings)
+    for seed, writer, reader, blocks in ((1, small, large, 6), (2, large, small, 7)):
+        (first,) = writer.generate([prompt(seed, 1_000)])
+        writer.saved()
+        (found,) = reader.generate([prompt(seed, 1_000)], params=first.params)
+        assert (found.cached, found.tokens) == (blocks * BLOCK_TOKENS, first.tokens)
+    assert len(of_drafts(store)) == 1
+
+
+@pytest.mark.timeout(400)
+def test_requests_that_are_preempted_have_the_tokens_of_an_engine_without_a_draft_model(
+    store: Cluster, llama: Path, engine: StartEngine, tmp_path: Path
+) -> None:
+    """Of half of the prompts the store has blocks without a draft model's pages."""
+    transfer = transfer_config(store.address)
+    bare = engine(llama, transfer)
+    one = engine(
+        llama, transfer, speculative_config=speculative(tmp_path, llama),
+        num_gpu_blocks_override=40, max_num_seqs=12,
+    )  # fmt: skip
+    asked = [prompt(100 + number, 700 + 50 * number) for number in range(12)]
+    right = [each.tokens for each in bare.generate(asked, tokens=60, params=ALONE)]
+    assert bare.reset()
+    bare.generate(asked[::2], tokens=1)
+    bare.saved()
+    for least in (0, WHOLE):
+        found = one.generate(asked, tokens=60)
+        one.saved()
+        assert [each.tokens for each in found] == right
+        assert all(each.cached >= least for each in found)
+        assert one.reset()
