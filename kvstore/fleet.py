@@ -72,8 +72,16 @@ _KEY: Final = re.compile(rb"/[0-9a-f]{8,64}\Z")
 _GROUP: Final = re.compile(r"vllm/[^/]*/g([0-9]+)/")
 """The cache group of a namespace (``kvstore.connectors.vllm.messages``)."""
 
+_GUESSES: Final = re.compile(r"vllm/[^/]*/g[0-9]+/[^/]*\.draft-[0-9a-f]+\Z")
+
 _DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0, "format": FORMAT}
 _PARTIAL: Final = {**_DEFAULTS, "fingerprint": "", "description": {}}
+
+
+def are_guesses(namespace: str) -> bool:
+    """Whether the objects of this namespace are pages of a draft model: no hit depends on them
+    (``kvstore.connectors.vllm.messages.draft_part``)."""
+    return _GUESSES.match(namespace) is not None
 
 
 class Hashes(NamedTuple):

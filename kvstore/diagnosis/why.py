@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
-from kvstore.fleet import Cut, Difference, Record, contrast
+from kvstore.fleet import Cut, Difference, Record, are_guesses, contrast
 from kvstore.limits import FLEET_NAMESPACE
 
 FEW: Final = 0.5
@@ -216,6 +216,19 @@ def _urgency(cause: Cause) -> tuple[bool, bool]:
 Rule = Callable[[Evidence, Party, Sequence[Party]], Cause | None]
 
 
+def _guesses(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
+    """Pages of a draft model are not a reason why nothing is found, whatever becomes of them."""
+    del evidence, others
+    if not party.spaces or not all(map(are_guesses, party.namespaces)):
+        return None
+    return Cause(
+        "guesses",
+        f"{party.found} of {counted(party.asked, 'asked page')} of a draft model were found "
+        f"({party.name}); no hit depends on them",
+        is_problem=False,
+    )
+
+
 def _other_fingerprint(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
     """The party finds next to nothing, and a party with another fingerprint writes its model."""
     del evidence
@@ -411,7 +424,7 @@ _REMEDIES: Final[dict[str, str]] = {
 part of the name (``groups.0.block_tokens``)."""
 
 _RULES: Final[tuple[Rule, ...]] = (
-    _other_fingerprint, _not_asked, _not_written, _gone, _none_found, _some_found,
+    _guesses, _other_fingerprint, _not_asked, _not_written, _gone, _none_found, _some_found,
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 from kvstore.connectors.vllm.messages import (
+    DraftIdentity,
     Load,
     Orders,
     Run,
@@ -12,8 +13,11 @@ from kvstore.connectors.vllm.messages import (
     SaveEnd,
     TransferReport,
     WorkerIdentity,
+    draft_of,
+    draft_part,
     namespace,
 )
+from kvstore.fleet import are_guesses
 from kvstore.limits import NAMESPACE_BYTES_MAX, check_namespace
 
 
@@ -53,3 +57,10 @@ def test_namespaces_are_apart_and_allowed() -> None:
     for name in names:
         assert check_namespace(name) == name
         assert len(name.encode()) <= NAMESPACE_BYTES_MAX
+
+
+def test_the_names_of_a_draft_models_pages_are_known_to_those_who_explain_misses() -> None:
+    draft = DraftIdentity(["d"], ["layout"], "eagle", "w")
+    part = draft_part("p0s1", draft_of([WorkerIdentity("", [0], ["p0s1"], draft=draft)]))
+    assert are_guesses(namespace("abc", 3, part))
+    assert not are_guesses(namespace("abc", 3, "p0s1"))

@@ -165,6 +165,18 @@ def test_another_model_is_no_partner() -> None:
     assert by_code == {"only_writers", "only_readers"}
 
 
+def test_pages_of_a_draft_model_are_no_reason() -> None:
+    """An engine with one, beside prefill engines without: it asks where nobody writes."""
+    name = "vllm/a/g0/p0t0.draft-0123456789abcdef"
+    cause = only(asks(name))
+    assert (cause.code, cause.is_problem) == ("guesses", False)
+    assert "0 of 8 asked pages" in cause.text
+    one = record("a")._replace(namespaces=("vllm/a/g0/p0t0",))
+    found = causes(both("vllm/a/g0/p0t0", found=90), asks(name), records=[one])
+    assert {each.code for each in found} == {"fine", "guesses"}
+    assert only(asks("vllm/a/g0/draft-0123")).code == "only_readers", "another namespace"
+
+
 def test_only_readers() -> None:
     cause = only(asks("n"))
     assert cause.code == "only_readers"
