@@ -116,8 +116,8 @@ def parts_of(found: Found) -> list[str | ResultsTable]:
     rows = []
     for turn in TURNS:
         ms = Spread.of([each * 1e3 for each in seconds[turn]])
-        ratio = Spread.of_ratios(seconds[turn], seconds[WITHOUT])
-        low, high = within([mine / its for mine, its in zip(seconds[turn], seconds[WITHOUT])])
+        ratios = [mine / its for mine, its in zip(seconds[turn], seconds[WITHOUT], strict=True)]
+        ratio, (low, high) = Spread.of(ratios), within(ratios)
         rows.append((
             turn, f"{ms.median:.1f} ms ({ms.smallest:.1f} to {ms.largest:.1f})",
             f"{ratio.median:.4f} ({ratio.smallest:.3f} to {ratio.largest:.3f})",

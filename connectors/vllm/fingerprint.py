@@ -14,7 +14,7 @@ import os
 import platform
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvstore.connectors.vllm.layout import NOT_SPLIT, Split, stored_order
 from kvstore.connectors.vllm.messages import WorkerIdentity
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 log = logging.getLogger("vllm.kvstore")
+
+ToldT = TypeVar("ToldT")
 
 FORMAT: Final = 3
 """Version of keys, namespaces and the order of bytes in a block. Each change increments it."""
@@ -135,10 +137,23 @@ def identified(
     }
 
 
-def _once(told: list[tuple[str, str]]) -> list[tuple[str, str]]:
+def draft_of(workers: Sequence[WorkerIdentity]) -> str:
+    """A digest of the draft models of all workers (in the order of ranks), which hold different
+    shares of one; "": no pages of a draft model are apart.
+
+    It is the same for all workers, because those that hold identical pages store them once.
+    """
+    told = [
+        (each.method, each.layouts, each.weights, each.files, each.attention)
+        for each in (hello.draft for hello in workers) if each is not None
+    ]  # fmt: skip
+    return digest(_once(told))[:16] if told else ""
+
+
+def _once(told: list[ToldT]) -> list[ToldT]:
     """One for all workers, if they say the same: those of an engine with shards, which loaded the
     same files."""
-    return told[:1] if len(set(told)) == 1 else told
+    return told[:1] if all(each == told[0] for each in told) else told
 
 
 def none_hash(algorithm: str) -> str:

@@ -23,7 +23,7 @@ from kvstore.client.sync import Client
 from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.vllm import fingerprint as fingerprints
 from kvstore.connectors.vllm.core import Core
-from kvstore.connectors.vllm.messages import WorkerIdentity, draft_of
+from kvstore.connectors.vllm.messages import WorkerIdentity
 from kvstore.fleet import Record
 
 log = logging.getLogger("vllm.kvstore")
@@ -58,7 +58,7 @@ class Identity:
         self.last = ""
         """The fingerprint that was used last; "": none so far."""
         self.draft = ""
-        """Which draft model the workers have; see ``draft_of``."""
+        """Which draft model the workers have; see ``fingerprint.draft_of``."""
         self.is_outdated = True
         """Whether the workers have to be asked for their weights."""
         self.is_doubted = False
@@ -134,7 +134,7 @@ class Identity:
     def take(self, hellos: Sequence[WorkerIdentity]) -> Record | None:
         """The fleet record that follows from ``hellos`` (in the order of ranks), if its fingerprint
         differs from the last one; None: it is the same, and is used again."""
-        self.draft = draft_of(hellos)
+        self.draft = fingerprints.draft_of(hellos)
         described = self._engine.description
         apart = [hello.draft.layers for hello in hellos if hello.draft is not None]
         if apart and self._without_draft is not None:

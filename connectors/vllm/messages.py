@@ -11,7 +11,6 @@ and part (``namespace``). All messages are plain values that can be pickled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvstore.fingerprint import digest
 from kvstore.limits import Namespace
 
 
@@ -62,7 +60,7 @@ class Orders(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     draft: str = ""
-    """Which draft model the engine has (``draft_of``)."""
+    """Which draft model the engine has (``fingerprint.draft_of``)."""
 
 
 class SaveEnd(NamedTuple):
@@ -155,20 +153,6 @@ class DraftIdentity:
     weights: str = ""
     files: str = ""
     attention: list[list[str]] = field(default_factory=list)
-
-
-def draft_of(hellos: Sequence[WorkerIdentity]) -> str:
-    """A digest of the draft models of all workers (in the order of ranks), which hold different
-    shares of one; "": no pages of a draft model are apart.
-
-    It is the same for all workers, because those that hold identical pages store them once.
-    """
-    told = [
-        [each.method, each.layouts, each.weights, each.files, each.attention]
-        for each in (hello.draft for hello in hellos) if each is not None
-    ]  # fmt: skip
-    shares = [each for index, each in enumerate(told) if each not in told[:index]]
-    return digest(shares)[:16] if shares else ""
 
 
 def draft_part(part: str, draft: str) -> str:

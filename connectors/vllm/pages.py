@@ -31,7 +31,7 @@ from kvstore.device.memory import DeviceMemory
 from kvstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 Mark = Event | None
 """A moment of the compute stream; None on a CPU, where work has ended when its call returns."""
@@ -102,7 +102,8 @@ def survey(
             shards the second dimension counts heads.
         shards: into how many shards the pages of this worker are split.
         piece: cuts a piece out of a page, or of a shard; None: pages are not cut.
-        layers: vLLM's by name (``static_forward_context``), for shards of states.
+        layers: vLLM's by name (``static_forward_context``), if states are split, also into one
+            shard; None: they are stored as they are.
 
     Raises:
         ConfigError: a layout that this connector does not understand, or cannot split.
@@ -121,8 +122,9 @@ def survey(
             seen.add(cache.data_ptr())
             page, shape = _page(name, cache, config.num_blocks)
             runs = [page]
-            if shards > 1 and is_state(spec.kv_cache_spec):
-                runs, shape = _state(page, shape, spec.kv_cache_spec, name, layers, shard, shards)
+            if layers is not None and is_state(spec.kv_cache_spec):
+                found = shard_runs(name, layers.get(name), spec.kv_cache_spec, shard, shards)
+                runs, shape = _state(page, shape, found, shards)
             elif shards > 1:
                 runs, shape = _shard(name, cache, page, shape, shard, shards)
             if piece is not None:
@@ -171,11 +173,9 @@ def _shard(
 
 
 def _state(
-    page: Page, shape: Shape, spec: MambaSpec, name: str, layers: Mapping[str, Any] | None,
-    shard: int, shards: int,
-) -> tuple[list[Page], Shape]:  # fmt: skip
-    """As ``_shard``, of a state, which is one row of content."""
-    found = shard_runs(name, (layers or {}).get(name), spec, shard, shards)
+    page: Page, shape: Shape, found: Sequence[tuple[int, int]], shards: int
+) -> tuple[list[Page], Shape]:
+    """As ``_shard``, of a state, which is one row of content, of which the runs are known."""
     runs = [page._replace(offset=page.offset + at, length=length) for at, length in found]
     dtype, (*ones, content), strides, parts = shape
     return runs, (dtype, (*ones, content // shards), strides, parts)
@@ -306,27 +306,27 @@ class CUDAPages:
     def zero(self, group: int, block_ids: Sequence[int], after: Mark, deadline: float) -> None:
         assert after is not None, "the stream of this thread says nothing about the cache"
         self._device.wait((after,), deadline)
-        for storage, offset, stride, length in self._pages[group]:
-            whole = self._storages[storage]
-            blocks = (len(whole) - offset - length) // stride + 1
-            pages = whole.as_strided((blocks, length), (stride, 1), offset)
-            with stream_apart(whole.device) as stream:
-                numbers = torch.tensor(block_ids, dtype=torch.int64, device=whole.device)
+        device = self._storages[0].device
+        with stream_apart(device):
+            numbers = torch.tensor(block_ids, dtype=torch.int64, device=device)
+            for storage, offset, stride, length in self._pages[group]:
+                whole = self._storages[storage]
+                blocks = (len(whole) - offset - length) // stride + 1
+                pages = whole.as_strided((blocks, length), (stride, 1), offset)
                 pages.index_fill_(0, numbers, 0)
-                if stream is not None:
-                    stream.synchronize()
 
 
 @contextmanager
-def stream_apart(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """What the calling thread computes meanwhile does not wait for the engine's own work; None on
-    a CPU."""
+def stream_apart(device: torch.device) -> Iterator[None]:
+    """What the calling thread computes meanwhile does not wait for the engine's own work, and has
+    ended afterwards."""
     if device.type != "cuda":
-        yield None
+        yield
         return
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        yield stream
+        yield
+    stream.synchronize()
 
 
 def pages_of(geometry: Geometry, device_of: Callable[[str], Device]) -> Pages:

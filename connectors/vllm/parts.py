@@ -11,7 +11,6 @@ from kvstore.connectors.vllm.cuts import Cutter, cut_pages
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.layout import Split
 from kvstore.connectors.vllm.pages import Geometry, Pages, pages_of, survey
-from kvstore.connectors.vllm.states import is_state, shard_runs
 from kvstore.device.device import Device
 
 if TYPE_CHECKING:
@@ -49,8 +48,6 @@ class Parts:
         self._groups = groups
         self._split = split
         self._device_of = device_of
-        if split.shards:
-            self._check_states()
         self.of_model = self._of(caches)
 
     def divide(self, layers: Collection[str]) -> None:
@@ -74,14 +71,6 @@ class Parts:
         self.of_drafts = self._of({name: caches[name] for name in caches if name in own})
         self.of_model, self.draft_layers = of_model, drafts
 
-    def _check_states(self) -> None:
-        """Also a worker that holds one shard must hold one that others understand."""
-        layers = self._vllm_config.compilation_config.static_forward_context
-        for group in self._kv_cache_config.kv_cache_groups:
-            if is_state(group.kv_cache_spec):
-                for name in self._caches.keys() & set(group.layer_names):
-                    shard_runs(name, layers.get(name), group.kv_cache_spec, 0, self._split.each)
-
     def _of(self, caches: Caches) -> dict[str, Pages]:
         if not caches:
             return {}
@@ -97,7 +86,8 @@ class Parts:
         config, split = self._kv_cache_config, self._split
         layers = self._vllm_config.compilation_config.static_forward_context
         if not split.block_tokens:
-            return [survey(caches, config, shard, split.each, layers=layers)]
+            of_states = layers if split.shards else None
+            return [survey(caches, config, shard, split.each, layers=of_states)]
         cutter = Cutter(split.block_tokens, layers, self._vllm_config.model_config.dtype)
         count = max(map(self._groups.cuts, self._groups.block_tokens))
         return [

@@ -63,6 +63,7 @@ ZERO_S = 1.0
 """How long a load waits, after its time-out, to fill a draft model's pages with zeros."""
 
 UNDRAFTED_MAX = 1 << 16
+"""How many blocks without a draft model's pages are remembered."""
 
 CONTRIBUTE_PAUSE_S = 2.0
 """Pause between two attempts to contribute memory while there is no master."""
@@ -397,7 +398,7 @@ class WorkerSide:
             missing = [index for index, size in enumerate(sizes) if size is None]
             if not missing:
                 continue
-            self._forget_drafts(piece.group, [piece.keys[index] for index in missing])
+            self._note_undrafted(piece.group, [piece.keys[index] for index in missing])
             where = [places[index] for index in missing]
             try:
                 pages.zero(piece.group, where, order.after, time.monotonic() + ZERO_S)
@@ -432,7 +433,7 @@ class WorkerSide:
             if piece.group in pages.block_bytes
         ]
 
-    def _forget_drafts(self, group: int, keys: Sequence[bytes]) -> None:
+    def _note_undrafted(self, group: int, keys: Sequence[bytes]) -> None:
         with self._lock:
             for key in keys:
                 self._undrafted[group, key] = None

@@ -131,3 +131,10 @@ def test_a_cost_is_a_ratio_within_a_round() -> None:
     assert [row[2] for row in table.lines] == [
         "1.0500 (1.000 to 1.100)", "1.0000 (1.000 to 1.000)", "1.5000 (1.000 to 2.000)"
     ]  # fmt: skip
+
+
+def test_where_a_median_lies() -> None:
+    """Between the 41st and the 61st of 100 values, and between all of a few."""
+    assert vllm_miss.within([float(n) for n in range(99, -1, -1)]) == (40.0, 60.0)
+    assert vllm_miss.within([2.0, 1.0, 3.0]) == (1.0, 3.0)
+    assert vllm_miss.within([1.0]) == (1.0, 1.0)

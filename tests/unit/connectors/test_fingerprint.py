@@ -12,6 +12,7 @@ import pytest
 
 from kvstore.connectors.vllm.fingerprint import (
     describe,
+    draft_of,
     fingerprint,
     hash_warnings,
     identified,
@@ -20,7 +21,7 @@ from kvstore.connectors.vllm.fingerprint import (
     without_draft,
 )
 from kvstore.connectors.vllm.layout import NOT_SPLIT, Split
-from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity, draft_of
+from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity
 
 HELLO = WorkerIdentity("layout", [0], ["p0t0"], weights="w")
 

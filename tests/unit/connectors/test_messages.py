@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+from kvstore.connectors.vllm.fingerprint import draft_of
 from kvstore.connectors.vllm.messages import (
     DraftIdentity,
     Load,
@@ -13,7 +14,6 @@ from kvstore.connectors.vllm.messages import (
     SaveEnd,
     TransferReport,
     WorkerIdentity,
-    draft_of,
     draft_part,
     namespace,
 )
