@@ -1,0 +1,232 @@
+"""The file that proves an identity: a key, its certificate, and the authorities to trust.
+
+``KVSTORE_AUTH`` names one file of PEM (``kvstore auth issue`` writes it: the key, the chain of the
+certificate, and behind the line ``Authorities:`` the certificates of the authorities), or a folder
+with ``tls.key``, ``tls.crt`` and ``ca.crt``, as cert-manager writes them. It is read again when it
+has changed: new connections use what is there then. Nothing is written, logged or shown of a key.
+
+A peer proves its role by a name in its certificate, not by its address: masters have the name
+``master.kvstore``, nodes ``node.kvstore``, as ``kvstore auth issue`` writes them. So a node or an
+engine cannot pass for a master, wherever it runs, and certificates need no addresses.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import ssl
+import stat
+import threading
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import grpc
+
+from kvstore.errors import ConfigError
+
+log = logging.getLogger("kvstore.auth")
+
+MASTER_NAME: Final = "master.kvstore"
+NODE_NAME: Final = "node.kvstore"
+
+AUTHORITIES: Final = "Authorities:"
+"""The line in a file of ``kvstore auth issue`` behind which the authorities stand."""
+
+FILE_BYTES_MAX: Final = 1 << 20
+
+_KEY: Final = re.compile(
+    rb"-----BEGIN (?:EC |RSA )?PRIVATE KEY-----.+?-----END (?:EC |RSA )?PRIVATE KEY-----\s*",
+    re.DOTALL,
+)
+_CERTIFICATE: Final = re.compile(
+    rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\s*", re.DOTALL
+)
+
+
+class Pems(NamedTuple):
+    """What the file holds, as PEM."""
+
+    key: bytes
+    chain: bytes
+    authorities: bytes
+
+    def __repr__(self) -> str:
+        return "Pems(...)"  # it has a key
+
+
+class Credentials:
+    """The identity of this process, for its connections. Threads: any."""
+
+    def __init__(self, path: str) -> None:
+        """
+        Raises:
+            ConfigError: the file cannot be read, others may read it, or it is not complete.
+        """
+        self.path = path
+        self._lock = threading.Lock()
+        self._seen = _seen(path)
+        self._pems = _read(path)
+        self._contexts: dict[bool, ssl.SSLContext] = {}
+        self._context(server_side=False)  # finds out whether key and certificate belong together
+
+    def pems(self) -> Pems:
+        """What the file holds now; what it held before, if it cannot be used now."""
+        with self._lock:
+            if (found := _seen(self.path)) != self._seen:
+                self._seen = found
+                try:
+                    pems = _read(self.path)
+                    _loaded(pems, server_side=False)
+                except ConfigError as error:
+                    log.warning("auth_not_renewed reason=%s", error)
+                else:
+                    self._pems = pems
+                    self._contexts.clear()
+                    log.info("auth_renewed file=%s", self.path)
+            return self._pems
+
+    def client(self) -> ssl.SSLContext:
+        """For connections that this process makes. The name to check is ``MASTER_NAME`` or
+        ``NODE_NAME``."""
+        return self._context(server_side=False)
+
+    def server(self) -> ssl.SSLContext:
+        """For a port of this process, whose peers must show a certificate."""
+        serving = _loaded(self._pems, server_side=True)
+
+        def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            del name, context
+            connection.context = self._context(server_side=True)
+
+        serving.sni_callback = choose  # is called even if the client sends no server name
+        return serving
+
+    def channel(self) -> grpc.ChannelCredentials:
+        """For a gRPC channel. The channel needs ``channel_options``, too."""
+        pems = self.pems()
+        return grpc.ssl_channel_credentials(pems.authorities, pems.key, pems.chain)
+
+    def grpc_server(self) -> grpc.ServerCredentials:
+        """For a gRPC server, whose peers must show a certificate."""
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            pems = self.pems()
+            return grpc.ssl_server_certificate_configuration(
+                [(pems.key, pems.chain)], pems.authorities
+            )
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(), configuration, require_client_authentication=True
+        )
+
+    def _context(self, *, server_side: bool) -> ssl.SSLContext:
+        pems = self.pems()
+        with self._lock:
+            context = self._contexts.get(server_side)
+            if context is None:
+                context = self._contexts[server_side] = _loaded(pems, server_side=server_side)
+            return context
+
+
+def channel_options(name: str = MASTER_NAME) -> tuple[tuple[str, str], ...]:
+    """Options of a gRPC channel whose server must have this name in its certificate."""
+    return (("grpc.ssl_target_name_override", name),)
+
+
+def alternative_names(certificate: object) -> list[str]:
+    """The URIs of a peer's certificate, as ``ssl`` describes it (``getpeercert``)."""
+    names = certificate.get("subjectAltName", ()) if isinstance(certificate, dict) else ()
+    return [value for kind, value in names if kind == "URI"]
+
+
+def _loaded(pems: Pems, *, server_side: bool) -> ssl.SSLContext:
+    """Raises ConfigError: key and certificate do not belong together, or are none."""
+    protocol = ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_verify_locations(cadata=pems.authorities.decode("ascii"))
+        _load_chain(context, pems)
+    except (ssl.SSLError, OSError, ValueError) as error:
+        mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
+        what = "do not belong together" if mismatch else f"cannot be used: {error}"
+        raise ConfigError(f"the key and the certificate of auth {what}", key="auth") from None
+    return context
+
+
+def _load_chain(context: ssl.SSLContext, pems: Pems) -> None:
+    """``ssl`` loads keys from files only: this one is in memory, and nobody else's."""
+    descriptor = os.memfd_create("kvstore-auth", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, pems.key + pems.chain)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=_no_passphrase)
+    finally:
+        os.close(descriptor)
+
+
+def _no_passphrase() -> str:
+    raise ValueError("the key has a passphrase")
+
+
+def _read(path: str) -> Pems:
+    """Raises ConfigError."""
+    place = Path(path)
+    if place.is_dir():
+        key, chain, authorities = (
+            _bytes(place / name) for name in ("tls.key", "tls.crt", "ca.crt")
+        )
+        _check_mode(place / "tls.key")
+    else:
+        whole = _bytes(place)
+        _check_mode(place)
+        chain, _, authorities = whole.partition(AUTHORITIES.encode())
+        key = chain
+    pems = Pems(
+        b"".join(_KEY.findall(key)),
+        b"".join(_CERTIFICATE.findall(chain)),
+        b"".join(_CERTIFICATE.findall(authorities)),
+    )
+    for what, found in zip(("key", "certificate", "authority's certificate"), pems, strict=True):
+        if not found:
+            raise ConfigError(
+                f"auth {path} has no {what}",
+                advice="kvstore auth issue writes such files; a folder needs tls.key, tls.crt and "
+                "ca.crt.",
+                key="auth",
+            )
+    return pems
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(FILE_BYTES_MAX)
+    except OSError as error:
+        raise ConfigError(f"auth {path} cannot be read: {error.strerror}", key="auth") from None
+
+
+def _check_mode(path: Path) -> None:
+    """Raises ConfigError: other users may read the key. Its group may: Kubernetes mounts secrets
+    of mode 440 for the group of a pod."""
+    if stat.S_IMODE(path.stat().st_mode) & stat.S_IRWXO:
+        raise ConfigError(
+            f"every user of this host may read {path}, which has a key",
+            advice=f"chmod 600 {path}; if others have used this host meanwhile, issue it anew.",
+            key="auth",
+        )
+
+
+def _seen(path: str) -> tuple[object, ...]:
+    place = Path(path)
+    files = [place / "tls.key", place / "tls.crt", place / "ca.crt"] if place.is_dir() else [place]
+    found: list[object] = []
+    for file in files:
+        try:
+            state = file.stat()  # follows links, as those by which Kubernetes replaces secrets
+        except OSError:
+            found.append(None)
+        else:
+            found.append((state.st_mtime_ns, state.st_ino, state.st_size))
+    return tuple(found)

@@ -1,0 +1,168 @@
+"""An ``Identity``: the name, roles and namespaces of one process, as its certificate says them.
+
+A certificate of a cluster's authority carries them as one URI among its subject's alternative
+names, so any authority can make such certificates (``kvstore auth issue``, cert-manager, openssl):
+
+    kvstore:engine/decode-7?id=3f0a&read=llama/*&write=llama/*
+
+Several roles are joined by ``+``; ``read``, ``write`` and ``node`` may be repeated. A pattern is a
+name, or the beginning of names and ``*``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+from urllib.parse import parse_qsl, quote, unquote, urlencode
+
+from kvstore.errors import InvalidArgumentError
+from kvstore.limits import NAMESPACE_BYTES_MAX
+
+SCHEME: Final = "kvstore:"
+
+ADMIN: Final = "admin"
+MASTER: Final = "master"
+NODE: Final = "node"
+ENGINE: Final = "engine"
+OBSERVER: Final = "observer"
+ROLES: Final = (ADMIN, MASTER, NODE, ENGINE, OBSERVER)
+
+URI_BYTES_MAX: Final = 4_096
+PATTERNS_MAX: Final = 64
+
+ALL: Final = ("*",)
+
+
+class Identity(NamedTuple):
+    """Who a peer is. Hashable; equal to another one only if all of it is equal."""
+
+    name: str
+    roles: frozenset[str]
+    reads: tuple[str, ...] = ()
+    """Patterns of the namespaces that it may read."""
+    writes: tuple[str, ...] = ()
+    """Patterns of the namespaces that it may write, remove from and pin in."""
+    nodes: tuple[str, ...] = ALL
+    """Patterns of the names that it may have as a node."""
+    number: str = ""
+    """Names this certificate among those of one name, for its revocation; empty: not known."""
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether it may do everything. A master may: it is the one that decides."""
+        return not self.roles.isdisjoint((ADMIN, MASTER))
+
+    @property
+    def shown(self) -> str:
+        """For logs and errors: ``engine decode-7``."""
+        return f"{'+'.join(sorted(self.roles))} {self.name}"
+
+    @property
+    def uri(self) -> str:
+        fields = [("id", self.number)] if self.number else []
+        fields += [("read", each) for each in self.reads]
+        fields += [("write", each) for each in self.writes]
+        if NODE in self.roles and self.nodes != ALL:
+            fields += [("node", each) for each in self.nodes]
+        query = urlencode(fields, safe="*/", quote_via=quote)
+        roles = "+".join(sorted(self.roles))
+        return f"{SCHEME}{roles}/{quote(self.name, safe='')}" + (f"?{query}" if query else "")
+
+    def may_read(self, namespace: str) -> bool:
+        return self.is_admin or NODE in self.roles or matches(self.reads, namespace)
+
+    def may_write(self, namespace: str) -> bool:
+        return self.is_admin or matches(self.writes, namespace)
+
+    def may_be_node(self, name: str) -> bool:
+        return NODE in self.roles and matches(self.nodes, name)
+
+
+def identity(
+    name: str,
+    roles: Iterable[str],
+    *,
+    reads: Sequence[str] = (),
+    writes: Sequence[str] = (),
+    nodes: Sequence[str] = ALL,
+    number: str = "",
+) -> Identity:
+    """A checked identity.
+
+    Raises:
+        InvalidArgumentError: an unknown role, a name or a pattern that is none.
+    """
+    known = frozenset(roles)
+    if not known or not known <= set(ROLES):
+        wrong = ", ".join(sorted(known - set(ROLES))) or "none"
+        raise InvalidArgumentError(
+            f"{wrong}: no role of an identity", advice=f"The roles are {', '.join(ROLES)}."
+        )
+    if not name or len(name) > 64 or not name.isprintable() or " " in name:
+        raise InvalidArgumentError(
+            f"{name[:80]!r} is no name of an identity",
+            advice="Use 1 to 64 printable characters without spaces.",
+        )
+    for pattern in (*reads, *writes, *nodes):
+        check_pattern(pattern)
+    if max(len(reads), len(writes), len(nodes)) > PATTERNS_MAX:
+        raise InvalidArgumentError(f"an identity has at most {PATTERNS_MAX} patterns of a kind")
+    return Identity(name, known, tuple(reads), tuple(writes), tuple(nodes), number)
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises InvalidArgumentError: a star that is not the last character, or no text."""
+    if not pattern or "*" in pattern[:-1] or len(pattern.encode()) > NAMESPACE_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"{pattern[:80]!r} is no pattern of names",
+            advice="Give a name, or the beginning of names and a star: 'llama/*'.",
+        )
+
+
+def matches(patterns: Sequence[str], name: str) -> bool:
+    for pattern in patterns:
+        if name.startswith(pattern[:-1]) if pattern.endswith("*") else name == pattern:
+            return True
+    return False
+
+
+def parse(uri: str) -> Identity:
+    """The identity that a URI of a certificate names.
+
+    Raises:
+        InvalidArgumentError: it is not such a URI.
+    """
+    if not uri.startswith(SCHEME) or len(uri) > URI_BYTES_MAX:
+        raise InvalidArgumentError(f"{uri[:80]!r} names no identity")
+    path, _, query = uri.removeprefix(SCHEME).partition("?")
+    roles, _, name = path.partition("/")
+    found: dict[str, list[str]] = {"id": [], "read": [], "write": [], "node": []}
+    try:
+        for key, value in parse_qsl(query, strict_parsing=bool(query), max_num_fields=256):
+            found[key].append(value)
+    except (KeyError, ValueError):
+        raise InvalidArgumentError(f"{uri[:80]!r} has fields that no identity has") from None
+    return identity(
+        unquote(name),
+        roles.split("+"),
+        reads=found["read"],
+        writes=found["write"],
+        nodes=found["node"] or ALL,
+        number=found["id"][-1] if found["id"] else "",
+    )
+
+
+def identity_of(names: Iterable[str]) -> Identity:
+    """The identity among the alternative names of a certificate's subject.
+
+    Raises:
+        InvalidArgumentError: none of them names one, or several do.
+    """
+    ours = [name for name in names if name.startswith(SCHEME)]
+    if len(ours) != 1:
+        raise InvalidArgumentError(
+            f"the certificate names {len(ours)} identities",
+            advice="kvstore auth issue writes certificates that name one; a certificate of another "
+            "authority needs a URI such as kvstore:engine/NAME?read=*&write=* among its names.",
+        )
+    return parse(ours[0])

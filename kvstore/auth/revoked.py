@@ -1,0 +1,51 @@
+"""The identities that are revoked: a file with a number per line, which ``kvstore auth revoke``
+writes. Masters look at it once a second."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Final
+
+from kvstore.auth.identity import Identity
+from kvstore.clocks import uptime
+
+log = logging.getLogger("kvstore.auth")
+
+LOOK_S: Final = 1.0
+FILE_BYTES_MAX: Final = 16 << 20
+
+
+class Revoked:
+    """Numbers of revoked certificates. Threads: one."""
+
+    def __init__(self, path: str) -> None:
+        """``path``: the file; it may come later. Empty: nothing is ever revoked."""
+        self._path = path
+        self._numbers: frozenset[str] = frozenset()
+        self._seen: object = None
+        self._look_at = 0.0
+
+    def has(self, who: Identity) -> bool:
+        if self._path and uptime() >= self._look_at:
+            self._look()
+        return who.number in self._numbers
+
+    def _look(self) -> None:
+        self._look_at = uptime() + LOOK_S
+        try:
+            state = os.stat(self._path)
+            seen = state.st_mtime_ns, state.st_ino, state.st_size
+            if seen == self._seen:
+                return
+            with open(self._path, encoding="ascii") as file:
+                lines = file.read(FILE_BYTES_MAX).split("\n")
+        except FileNotFoundError:
+            return  # nobody was revoked so far; and who was stays so
+        except (OSError, ValueError) as error:
+            log.warning("revoked_not_read file=%s reason=%s", self._path, error)
+            return
+        self._seen = seen
+        numbers = frozenset(line.split("#")[0].strip() for line in lines) - {""}
+        log.info("revoked_read file=%s numbers=%d", self._path, len(numbers))
+        self._numbers = numbers

@@ -1,0 +1,154 @@
+"""The table of rights: which call needs which right, and in which namespaces.
+
+``RULES`` has one row per call; a call without a row stops the import, and so every process.
+``kvstore.auth.identity`` says what a role has. ``docs/security.md`` shows the table.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Final, NamedTuple, get_args
+
+from kvstore import calls
+from kvstore.auth.identity import ADMIN, ENGINE, MASTER, NODE, OBSERVER, Identity
+from kvstore.calls import Request
+from kvstore.errors import PermissionDeniedError
+from kvstore.limits import Namespace
+
+
+class Right(enum.Enum):
+    """What a call needs."""
+
+    ENTER = "enter"
+    """An identity, whatever its role."""
+    HOLD = "hold"
+    """To be one of those that move bytes: an admin, a node or an engine."""
+    READ = "read"
+    """To read in each namespace that the call names; a node may, since it holds the bytes."""
+    WRITE = "write"
+    """To write in each namespace that the call names."""
+    PUT = "put"
+    """To write in some namespace, or to copy objects as a node: the call names a token, which
+    belongs to its put."""
+    NODE = "node"
+    """To be the node that the call names, or an admin."""
+    ADMIN = "admin"
+
+
+class Rule(NamedTuple):
+    right: Right
+    fields: tuple[str, ...] = ()
+    """The fields of the request that name namespaces. An empty namespace means all of them, which
+    only an admin may."""
+
+
+_SPACE: Final = ("namespace",)
+
+RULES: Final[dict[type, Rule]] = {
+    calls.Join: Rule(Right.ENTER),
+    calls.MatchPrefix: Rule(Right.READ, ("namespaces", "states")),
+    calls.Lookup: Rule(Right.READ, _SPACE),
+    calls.Exists: Rule(Right.READ, _SPACE),
+    calls.PutStart: Rule(Right.WRITE, _SPACE),
+    calls.PutEnd: Rule(Right.PUT),
+    calls.PutRevoke: Rule(Right.PUT),
+    calls.Allocate: Rule(Right.PUT),
+    calls.Commit: Rule(Right.WRITE, _SPACE),
+    calls.Renew: Rule(Right.READ, _SPACE),
+    calls.Pin: Rule(Right.WRITE, _SPACE),
+    calls.Unpin: Rule(Right.WRITE, _SPACE),
+    calls.Remove: Rule(Right.WRITE, _SPACE),
+    calls.Clear: Rule(Right.WRITE, _SPACE),
+    calls.DescribeSegments: Rule(Right.HOLD),
+    calls.ReportFailure: Rule(Right.HOLD),
+    calls.ReportCorrupt: Rule(Right.READ, _SPACE),
+    calls.Status: Rule(Right.ENTER),
+    calls.ListObjects: Rule(Right.READ, _SPACE),
+    calls.StatObject: Rule(Right.READ, _SPACE),
+    calls.Traffic: Rule(Right.READ, _SPACE),
+    calls.Chains: Rule(Right.READ, _SPACE),
+    calls.Blocks: Rule(Right.READ, _SPACE),
+    calls.Drain: Rule(Right.NODE),
+    calls.StartMoves: Rule(Right.NODE),
+}
+
+_WITHOUT: Final = set(get_args(calls.Request)) - RULES.keys()
+if _WITHOUT:
+    raise RuntimeError(f"calls without a row in the table of rights: {_WITHOUT}")
+
+_HOLDERS: Final = frozenset((ADMIN, MASTER, NODE, ENGINE))
+
+
+def check(who: Identity, request: Request) -> None:
+    """
+    Raises:
+        PermissionDeniedError: this identity may not make this call.
+    """
+    if who.is_admin:
+        return
+    rule = RULES[type(request)]
+    right = rule.right
+    if right is Right.READ or right is Right.WRITE:
+        may = who.may_read if right is Right.READ else who.may_write
+        for namespace in _spaces(rule, request):
+            if not namespace or not may(namespace):
+                raise refused(who, request, f"may not {right.value} namespace {namespace or '*'!r}")
+        return
+    if not _has(who, right, request):
+        raise refused(who, request, "may not make this call")
+
+
+def _has(who: Identity, right: Right, request: Request) -> bool:
+    match right:
+        case Right.ENTER:
+            return True
+        case Right.HOLD:
+            return not who.roles.isdisjoint(_HOLDERS)
+        case Right.PUT:
+            return bool(who.writes) or NODE in who.roles
+        case Right.NODE:
+            return who.may_be_node(str(getattr(request, "node", "")))
+        case _:
+            return False
+
+
+def _spaces(rule: Rule, request: Request) -> Iterable[Namespace]:
+    for field in rule.fields:
+        value = getattr(request, field)
+        if isinstance(value, str):
+            yield Namespace(value)
+        else:
+            yield from value
+
+
+def refused(who: Identity, request: Request, why: str) -> PermissionDeniedError:
+    call = type(request).__name__
+    return PermissionDeniedError(
+        f"{call}: {who.shown} {why}",
+        advice="kvstore auth issue says which roles and namespaces an identity has.",
+        call=call,
+        identity=who.name,
+    )
+
+
+def check_node(who: Identity, name: str) -> None:
+    """
+    Raises:
+        PermissionDeniedError: this identity may not join as the node of this name.
+    """
+    if not who.may_be_node(name):
+        raise PermissionDeniedError(
+            f"{who.shown} may not join as node {name}",
+            advice="A node's identity has the role node, and a pattern that its name fits: "
+            "kvstore auth issue --role node --node 'PATTERN' NAME.",
+            identity=who.name,
+        )
+
+
+def shown_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterStatus:
+    """What this identity may see of it: an engine sees its own namespaces only."""
+    if who.is_admin or NODE in who.roles or OBSERVER in who.roles:
+        return status
+    mine = [each for each in status.namespaces if who.may_read(each.name)]
+    return status._replace(namespaces=mine)
