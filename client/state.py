@@ -136,6 +136,7 @@ class ClientState:
             spin_us=config.spin_us,
             lane=config.lane,
             cluster=config.cluster,
+            auth=config.auth,
         )
 
     def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
@@ -170,6 +171,7 @@ class ClientState:
                 protocol=self.config.protocol,
                 device_name=self.config.device_name,
                 metadata_server=self.config.metadata_server,
+                auth=self.config.auth,
             )
             self.children.append(node)
 

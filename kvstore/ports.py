@@ -7,6 +7,7 @@ that is given the wrong one gets an error of gRPC that names none of them.
 from __future__ import annotations
 
 import contextlib
+import ssl
 from collections.abc import Iterable
 from typing import Final
 
@@ -18,6 +19,7 @@ from kvstore.network.addresses import ETCD_SCHEME, parse_etcd, split_address
 from kvstore.network.host import is_loopback
 from kvstore.network.tcp_protocol import HELLO_BYTES, STATUS_BYTES, unpack_status
 from kvstore.wire.frames import ERROR, FrameReader
+from kvstore.wire.status import NO_TLS
 
 ASK_S: Final = 0.5
 """How long a port may take to answer."""
@@ -54,11 +56,27 @@ def what_answers(address: str, timeout_s: float = ASK_S) -> str:
     until = uptime() + timeout_s
     host, port = split_address(address, default_port=DEFAULT_PORT)
     answer = b""
+    is_there = False
     with contextlib.suppress(OSError), names.connect(host, port, until) as asked:
+        is_there = True
         asked.settimeout(max(until - uptime(), 0.001))
         asked.sendall(_QUESTION)
         answer = asked.recv(_ANSWER_BYTES)
-    return _read(answer)
+    found = _read(answer)
+    return TLS if not found and is_there and _has_tls(host, port, until) else found
+
+
+def _has_tls(host: str, port: int, until: float) -> bool:
+    """Whether the port answers a greeting of TLS, whoever it is; a port of gRPC says no word to
+    those who speak without."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with contextlib.suppress(OSError), names.connect(host, port, until) as asked:
+        asked.settimeout(max(until - uptime(), 0.001))
+        with context.wrap_socket(asked):
+            return True
+    return False
 
 
 def is_strange(details: str) -> bool:
@@ -69,6 +87,16 @@ def is_strange(details: str) -> bool:
 def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
     """What to do about ``masters`` (as a user gives them), each of which failed for a reason."""
     reasons = list(reasons)
+    if NO_MASTER + TLS in reasons:
+        return (
+            "A master with authentication asks for an identity of its authority: KVSTORE_AUTH=FILE "
+            "(kvstore auth issue writes it)"
+        )
+    if NO_TLS in reasons:
+        return (
+            "No call was sent to it. Start it with an identity, too (KVSTORE_AUTH=FILE), or drop "
+            "KVSTORE_AUTH here"
+        )
     if any(reason.startswith(NO_MASTER) for reason in reasons):
         return (
             "Clients and nodes need the gRPC port of a master, which it prints when it starts "

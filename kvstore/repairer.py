@@ -43,6 +43,7 @@ class Repairer:
         client_config = ClientConfig(
             master=config.master,
             cluster=config.cluster,
+            auth=config.auth,
             transports=("shm", "tcp"),
             name=f"{node}-repair",
         )

@@ -25,6 +25,7 @@ from kvstore.limits import highest_believed
 from kvstore.master import web
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
+from kvstore.master.gate import Gate
 from kvstore.master.lane import LaneSettings
 from kvstore.master.notices import NoticeLog
 from kvstore.master.outruns import Outruns
@@ -164,7 +165,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
             serving = web.keep_serving(
                 listener, answers, master=at, cluster=config.cluster,
                 feed=master.feed, events_at=config.events_at, names=_names(config),
-                secured=secured,
+                secured=secured, auth=config.auth,
             )  # fmt: skip
             tasks.append(start_task("http", serving, died=broken))
         if temporary is None:
@@ -250,8 +251,10 @@ class _Serving:
         )
         self._standby = Standby()
         each = _connections_each(config.connections_max)
+        self.gate = Gate(config) if config.auth else None
         self.carriers = Carriers(
             self._standby,
+            gate=self.gate,
             lane_settings=LaneSettings(connections_max=each),
             grpc_connections_max=each,
         )
@@ -295,6 +298,7 @@ class _Serving:
         )
         service = self._service = MasterService(state, died=self._died)
         service.leads_until = until
+        service.gate = self.gate
         if self._address:
             service.role, service.address = "leader", self._address
         service.counters_elsewhere = self._counters
@@ -495,6 +499,8 @@ def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool, pre
         cluster=config.cluster,
         keep=config.keep,
         keep_orphaned=is_own,
+        auth=config.auth,
+        auth_mode=config.auth_mode,
     )
 
 

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+from kvstore.auth.identity import Identity
 from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
 from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
 from kvstore.histograms import Histogram
@@ -51,8 +52,12 @@ class Service(Protocol):
         """
         ...
 
-    def node_session(self, incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
+    def node_session(
+        self, incoming: AsyncIterator[NodeMessage], who: Identity | None = None
+    ) -> AsyncIterator[MasterMessage]:
         """Serves one node's stream, as an asynchronous generator of the master's messages.
+
+        ``who``: the node's identity; None: without authentication.
 
         ``incoming`` ends when the node closed its side, and raises a ``KVStoreError`` at a message
         that is malformed. When the stream breaks the generator is cancelled where it waits, and in
@@ -180,8 +185,10 @@ class Dispatcher:
             del waiting
         return encoded
 
-    def node_session(self, incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
-        return self.service.node_session(incoming)
+    def node_session(
+        self, incoming: AsyncIterator[NodeMessage], who: Identity | None = None
+    ) -> AsyncIterator[MasterMessage]:
+        return self.service.node_session(incoming, who)
 
 
 def _mapped(call: Call[Any, Any], stats: CallStats, error: Exception) -> KVStoreError:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from kvstore.errors import StartupError
 from kvstore.master.carrier_base import CallStats, Dispatcher, Service
+from kvstore.master.gate import Gate
 from kvstore.master.grpc_server import CALLS_MAX, CONNECTIONS_MAX, GrpcServer, startup_error
 from kvstore.master.lane import LaneServer, LaneSettings, LaneStats
 from kvstore.network.addresses import join_address
@@ -41,13 +42,16 @@ class Carriers:
         lane_settings: LaneSettings | None = None,
         calls_max: int = CALLS_MAX,
         grpc_connections_max: int = CONNECTIONS_MAX,
+        gate: Gate | None = None,
     ) -> None:
+        """``gate``: who gets in; None: everybody, without authentication."""
         self._dispatcher = Dispatcher(service)
         token = secrets.token_bytes(16)
-        self._lane = LaneServer(self._dispatcher, token, lane_settings)
+        self._lane = LaneServer(self._dispatcher, token, lane_settings, gate)
         self._grpc = GrpcServer(
-            self._dispatcher, token, calls_max=calls_max, connections_max=grpc_connections_max
-        )
+            self._dispatcher, token, calls_max=calls_max, connections_max=grpc_connections_max,
+            gate=gate,
+        )  # fmt: skip
 
     async def bind(
         self, host: str, port: int, lane_port: int = 0, *, lane: bool = True, unix: bool = True

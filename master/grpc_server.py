@@ -23,6 +23,7 @@ from kvstore.errors import (
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
+from kvstore.master.gate import Gate
 from kvstore.master.state.traffic import Caller
 from kvstore.network.addresses import join_address
 from kvstore.ports import what_answers
@@ -69,9 +70,12 @@ class GrpcServer:
         *,
         calls_max: int = CALLS_MAX,
         connections_max: int = CONNECTIONS_MAX,
+        gate: Gate | None = None,
     ) -> None:
-        """``connections_max``: gRPC closes further ones at once, without a notice."""
+        """``connections_max``: gRPC closes further ones at once, without a notice. ``gate``: None:
+        without authentication."""
         self.token = token
+        self._gate = gate
         self._dispatcher = dispatcher
         self._calls_max = calls_max
         self._connections_max = connections_max
@@ -91,7 +95,10 @@ class GrpcServer:
         _add_reflection(server)
         address = join_address(host or "::", port)
         with contextlib.suppress(RuntimeError):  # the code below finds out why
-            self.port = server.add_insecure_port(address)
+            if self._gate is None:
+                self.port = server.add_insecure_port(address)
+            else:
+                self.port = server.add_secure_port(address, self._gate.credentials.grpc_server())
             self._server = server
         if self._server is None:
             raise why_not_bound(host, port)
@@ -137,16 +144,20 @@ class GrpcServer:
         return answer
 
     def _caller(self, context: Context) -> Caller | None:
-        """The client that calls; None: a client without a token.
+        """The client that calls; None: a client without a token and without an identity.
 
         Raises:
-            PermissionDeniedError: this master did not give out the client's token.
+            PermissionDeniedError: this master did not give out the client's token, or the peer has
+                no identity, and needs one.
         """
+        gate = self._gate
+        who = None if gate is None else gate.of_grpc(context.auth_context())
         for key, value in context.invocation_metadata() or ():
             if key == JOIN_METADATA:
                 known = None
                 if isinstance(value, bytes):
-                    known = caller_of(value, self.token, address_of(context.peer()))
+                    address = address_of(context.peer())
+                    known = caller_of(value, self.token, address, gate, who)
                 if known is None:
                     raise PermissionDeniedError(
                         "this master does not know this client; the master may have been restarted",
@@ -154,14 +165,16 @@ class GrpcServer:
                         join=1,
                     )
                 return known
-        return None
+        return None if who is None else Caller(identity=who)
 
     async def _session(self, _: object, context: Context) -> None:
         """One node's stream. This is a coroutine, not a generator, so that the cancellation of a
         broken stream arrives here, and the service's generator is closed at once rather than when
         it is collected."""
         try:
-            outgoing = self._dispatcher.node_session(_messages(context))
+            gate = self._gate
+            who = None if gate is None else gate.of_grpc(context.auth_context())
+            outgoing = self._dispatcher.node_session(_messages(context), who)
             async with contextlib.AsyncExitStack() as stack:
                 if isinstance(outgoing, AsyncGenerator):
                     stack.push_async_callback(outgoing.aclose)

@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from kvstore.errors import (
     BusyError,
@@ -25,6 +25,7 @@ from kvstore.errors import (
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
+from kvstore.master.gate import Gate
 from kvstore.master.state.traffic import Caller
 from kvstore.network.listening import listen
 from kvstore.wire import frames
@@ -76,8 +77,13 @@ class LaneServer:
     """Serves the lane between ``bind`` and ``stop``."""
 
     def __init__(
-        self, dispatcher: Dispatcher, token: bytes, settings: LaneSettings | None = None
+        self,
+        dispatcher: Dispatcher,
+        token: bytes,
+        settings: LaneSettings | None = None,
+        gate: Gate | None = None,
     ) -> None:
+        """``gate``: None: without authentication."""
         self.settings = settings or LaneSettings()
         self.stats = LaneStats()
         self.token = token
@@ -88,6 +94,7 @@ class LaneServer:
         self.connections: set[_LaneClient] = set()
         self.silent: dict[_LaneClient, None] = {}
         """Connections that have sent no good HELLO so far, oldest first."""
+        self.gate = gate
         self._dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
 
@@ -100,7 +107,13 @@ class LaneServer:
         loop = asyncio.get_running_loop()
         factory = self._connection
         listener = await asyncio.to_thread(listen, host, port)
-        server = await loop.create_server(factory, sock=listener, start_serving=False)
+        tls: dict[str, Any] = {}
+        if self.gate is not None:
+            tls = {
+                "ssl": self.gate.credentials.server(),
+                "ssl_handshake_timeout": self.settings.hello_timeout_s,
+            }
+        server = await loop.create_server(factory, sock=listener, start_serving=False, **tls)
         self._servers.append(server)
         self.port = server.sockets[0].getsockname()[1]
         if unix:
@@ -264,8 +277,11 @@ class _LaneClient(asyncio.BufferedProtocol):
         self._write(replies)
 
     def _greet(self, received: frames.Frame) -> bytes:
-        token = frames.read_hello(received)
-        caller = caller_of(token, self._server.token, self._address)
+        token, server = frames.read_hello(received), self._server
+        who = None
+        if server.gate is not None and self._address != LOCAL and self._transport is not None:
+            who = server.gate.of_tls(self._transport.get_extra_info("ssl_object"))
+        caller = caller_of(token, server.token, self._address, server.gate, who)
         if caller is None:
             raise PermissionDeniedError(
                 "the client's token is not valid for this master's lane",

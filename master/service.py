@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any, Final
 
 from kvstore import calls
+from kvstore.auth.identity import Identity
 from kvstore.clocks import uptime
 from kvstore.errors import (
     BusyError,
@@ -38,6 +39,7 @@ from kvstore.histograms import Histogram
 from kvstore.limits import agreed_protocol, check_cluster
 from kvstore.master.callers import token_for
 from kvstore.master.carriers import Endpoints
+from kvstore.master.gate import Gate
 from kvstore.master.pieces import CUTS, Cut
 from kvstore.master.reaching import AGAIN_S, Reach
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
@@ -86,7 +88,7 @@ class Standby:
         raise not_leader(self.leader)
 
     def node_session(
-        self, incoming: AsyncIterator[calls.NodeMessage]
+        self, incoming: AsyncIterator[calls.NodeMessage], who: Identity | None = None
     ) -> AsyncIterator[calls.MasterMessage]:
         raise not_leader(self.leader)
 
@@ -130,6 +132,8 @@ class MasterService:
         self.late_us = Histogram()
         """How much later than planned the timer ran. A call that came meanwhile waited as long."""
         self._longest_step_us = 0
+        self.gate: Gate | None = None
+        """Decides who may call what; None: without authentication."""
         self._clock = clock
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._outboxes: dict[int, Outbox] = {}
@@ -198,8 +202,10 @@ class MasterService:
     def call(
         self, request: calls.Request, caller: Caller | None = None
     ) -> calls.Reply | Awaitable[calls.Reply]:
+        if self.gate is not None:
+            self.gate.check(None if caller is None else caller.identity, request)
         if isinstance(request, calls.Join):
-            return self._joined(request)
+            return self._joined(request, caller)
         kind = type(request)
         step = self.state.steps.get(kind)
         if step is None:
@@ -227,7 +233,9 @@ class MasterService:
             self._check_time(ended)
         if isinstance(answer, calls.ClusterStatus):
             counters = self._counters(answer.counters)
-            return answer._replace(counters=counters, role=self.role, leader=self.address)
+            answer = answer._replace(counters=counters, role=self.role, leader=self.address)
+            if self.gate is not None:
+                answer = self.gate.shown(None if caller is None else caller.identity, answer)
         return answer
 
     async def _in_pieces(
@@ -261,18 +269,22 @@ class MasterService:
         own = {"longest_step_us": self._longest_step_us, **self.counters_elsewhere()}
         return sorted([*counted, *(calls.Counter(*each) for each in own.items())])
 
-    def _joined(self, request: calls.Join) -> calls.Joined:
+    def _joined(self, request: calls.Join, caller: Caller | None) -> calls.Joined:
         protocol = agreed_protocol(request.protocol_min, request.protocol, "the client")
         check_cluster(self.state.cluster, request.cluster, "the client")
         self._check_time(uptime())
         self.state.nodes.client_joined(self._clock(), request)
         log.debug("client_joined client=%s host=%s", request.client, request.host)
         state, endpoints = self.state, self.endpoints
+        who = None if caller is None else caller.identity
+        token = b""
+        if endpoints is not None:
+            token = token_for(endpoints.lane_token, request.client, who, self.gate)
         return calls.Joined(
             epoch=state.epoch,
             lane_port=endpoints.lane_port if endpoints else 0,
             lane_unix=endpoints.lane_unix if endpoints else "",
-            lane_token=token_for(endpoints.lane_token, request.client) if endpoints else b"",
+            lane_token=token,
             lease_ms=state.rules.lease_ms,
             put_deadline_ms=state.rules.put_deadline_ms,
             version=state.version,
@@ -280,6 +292,7 @@ class MasterService:
             cluster=state.cluster,
             http_port=endpoints.http_port if endpoints else 0,
             has_events=endpoints is not None and endpoints.has_events,
+            identity="" if who is None else who.uri,
         )
 
     def _wait_for(self, ticket: int) -> Awaitable[calls.Reply]:
@@ -298,7 +311,7 @@ class MasterService:
     # --- nodes --------------------------------------------------------------------------------
 
     async def node_session(
-        self, incoming: AsyncIterator[calls.NodeMessage]
+        self, incoming: AsyncIterator[calls.NodeMessage], who: Identity | None = None
     ) -> AsyncIterator[calls.MasterMessage]:
         try:
             first = await asyncio.wait_for(anext(incoming), JOIN_TIMEOUT_S)
@@ -306,6 +319,8 @@ class MasterService:
             raise ProtocolError("a node's stream begins with its join") from None
         if not isinstance(first, calls.NodeJoin):
             raise ProtocolError(f"a node's stream begins with NodeJoin, not {first!r:.80}")
+        if self.gate is not None:
+            self.gate.check_node(who, first.name)
         self._check_time(uptime())
         self._next_session += 1
         session = self._next_session
@@ -316,7 +331,7 @@ class MasterService:
             outbox.put_nowait(accepted)
         reader = start_task(
             f"node {first.name}",
-            self._read_node(session, incoming, outbox),
+            self._read_node(session, self._allowed(incoming, who, first.name), outbox),
             died=lambda error: self._put(outbox, InternalError(f"unexpected {error!r:.200}")),
         )
         reaching = start_task(f"reach {first.name}", self._reach_node(session))
@@ -344,6 +359,16 @@ class MasterService:
             self._put(outbox, None)
         except KVStoreError as error:
             self._put(outbox, error)
+
+    async def _allowed(
+        self, incoming: AsyncIterator[calls.NodeMessage], who: Identity | None, name: str
+    ) -> AsyncIterator[calls.NodeMessage]:
+        """The messages of a node; raises PermissionDeniedError once its identity is revoked."""
+        gate = self.gate
+        async for message in incoming:
+            if gate is not None:
+                gate.check_node(who, name)
+            yield message
 
     async def _reach_node(self, session: int) -> None:
         """Connects to the node's memory until that has succeeded once."""

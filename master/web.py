@@ -42,15 +42,17 @@ async def keep_serving(
     events_at: str = "",
     names: Sequence[str] = (),
     secured: Secured = NOT_SECURED,
+    auth: str = "",
 ) -> None:
     """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
 
     ``feed`` gives the child its events; ``events_at``: where it publishes them by ZeroMQ, too;
-    ``names``: by which names browsers may reach it; ``secured``: how its port is protected.
+    ``names``: by which names browsers may reach it; ``secured``: how its port is protected;
+    ``auth``: the file that proves the master's identity, if there is authentication.
     """
     flags = ["--master", master, "--cluster", cluster, "--events-at", events_at]
     flags += ["--names", ",".join(names), "--reads", secured.reads]
-    flags += ["--cert", secured.cert, "--key", secured.key]
+    flags += ["--cert", secured.cert, "--key", secured.key, "--auth", auth]
     flags += ["--events"] if feed is not None else []
     environ = {HTTP_TOKEN_VARIABLE: secured.token}  # every user of the host can read the flags
     channel = feed or MasterEnd()

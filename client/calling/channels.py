@@ -15,6 +15,7 @@ from typing import Final
 
 import grpc
 
+from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
 from kvstore.client.calling.retries import CarrierBrokenError
 from kvstore.errors import ClosedError
 from kvstore.limits import FRAME_BYTES_MAX
@@ -50,7 +51,9 @@ class BusyChannel:
 class Channels:
     """The channels of one stub, by address. Threads: any."""
 
-    def __init__(self) -> None:
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        """``credentials``: the identity to show to masters; None: no authentication."""
+        self._credentials = credentials
         self._lock = threading.Lock()
         self._by_address: dict[str, BusyChannel] = {}
         self._retired: set[BusyChannel] = set()
@@ -76,9 +79,7 @@ class Channels:
                 raise ClosedError("the client is closed")
             lent = self._by_address.get(address)
             if lent is None:
-                lent = self._by_address[address] = BusyChannel(
-                    grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-                )
+                lent = self._by_address[address] = BusyChannel(self._channel(target))
             lent.calls.add(me)
         try:
             yield lent
@@ -92,6 +93,12 @@ class Channels:
                 self._retired.difference_update(over)
             for each in over:
                 each.channel.close()
+
+    def _channel(self, target: str) -> grpc.Channel:
+        if self._credentials is None:
+            return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        options = (*CHANNEL_OPTIONS, *channel_options(MASTER_NAME))
+        return grpc.secure_channel(target, self._credentials.channel(), options=options)
 
     def close(self) -> None:
         """Cancels the calls under way. Idempotent."""

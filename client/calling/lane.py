@@ -6,8 +6,10 @@ import contextlib
 import errno
 import os
 import socket
+import ssl
 import time
 
+from kvstore.auth.credentials import MASTER_NAME, Credentials
 from kvstore.calls import Joined
 from kvstore.client.calling.retries import (
     CarrierBrokenError,
@@ -17,7 +19,7 @@ from kvstore.client.calling.retries import (
 from kvstore.clocks import uptime
 from kvstore.errors import PermissionDeniedError, ProtocolError
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.native import steps
+from kvstore.native import slow, steps
 from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED
 from kvstore.network import names
 from kvstore.network.addresses import join_address
@@ -82,10 +84,11 @@ class LaneConnection:
         """
         self._call_id += 1
         request = frame(self._call_id, CALL, name, payload)
+        exchange = slow.exchange if isinstance(self._sock, ssl.SSLSocket) else steps.exchange
         gauge = self._gauge
         spinning = spin and self._spin_s > 0 and gauge.pays()
         spin_s = self._spin_s if spinning else 0.0
-        status, number, kind, data = steps.exchange(
+        status, number, kind, data = exchange(
             self._sock, request, self._call_id, spin_s, deadline, FRAME_BYTES_MAX
         )
         if status == ANSWERED and data is not None:
@@ -122,9 +125,17 @@ class LaneConnection:
 
 
 def connect(
-    joined: Joined, host: str, until: float, spin_s: float, generation: int
+    joined: Joined,
+    host: str,
+    until: float,
+    spin_s: float,
+    generation: int,
+    credentials: Credentials | None = None,
 ) -> LaneConnection:
     """Connects by the Unix socket that the master names, if this host has it, else by TCP.
+
+    ``credentials``: the identity to show over TCP, by TLS; None: no TLS. Bytes in a Unix socket do
+    not leave the host's kernel, and the token of the join, which came by TLS, says who we are.
 
     Raises:
         LaneUnreachableError
@@ -139,10 +150,24 @@ def connect(
         try:
             sock = names.connect(host, joined.lane_port, until)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if credentials is not None:
+                sock = _with_tls(sock, credentials, until)
+        except TimeoutError:
+            raise LaneUnreachableError(f"{address}: no answer in time", silent=True) from None
         except OSError as error:
             raise LaneUnreachableError(f"{address}: {_reason(error)}") from None
     sock.setblocking(False)
     return LaneConnection(sock, spin_s, generation)
+
+
+def _with_tls(sock: socket.socket, credentials: Credentials, until: float) -> ssl.SSLSocket:
+    """Takes over ``sock``. Raises OSError (``ssl.SSLError`` is one)."""
+    try:
+        sock.settimeout(max(until - uptime(), 0.001))
+        return credentials.client().wrap_socket(sock, server_hostname=MASTER_NAME)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _connect_unix(name: str, until: float) -> socket.socket | None:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import grpc
 
+from kvstore.auth.credentials import Credentials
 from kvstore.calls import Join, Joined, Reply, Request
 from kvstore.client import forks
 from kvstore.client.calling.channels import Channels
@@ -42,7 +43,7 @@ from kvstore.errors import ClosedError, NotLeaderError, without_frames
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.network.addresses import split_address
-from kvstore.ports import what_answers
+from kvstore.ports import GRPC, TLS, what_answers
 from kvstore.process.background import in_one_piece
 from kvstore.process.stopping import DeadlineLock, Known, Latch, NotOurTurnError, Stop, current
 from kvstore.wire.frames import ERROR
@@ -78,6 +79,7 @@ class MasterStub:
         cluster: str = "",
         on_join: Callable[[Joined], None] | None = None,
         rng: random.Random | None = None,
+        auth: str = "",
     ) -> None:
         """
         Args:
@@ -90,9 +92,11 @@ class MasterStub:
             on_join: called after every join, before any call uses it, in the thread that joined.
                 It must not call the stub.
             rng: source of the backoff's jitter.
+            auth: the file that proves our identity; empty: no authentication.
 
         Raises:
             InvalidArgumentError: ``address`` is not an address.
+            ConfigError: the file cannot be used.
         """
         self._link = MasterLink(address, lane=lane, rng=rng)
         self._join = Join(name, host, PROTOCOL_VERSION, PROTOCOL_MIN, cluster)
@@ -106,7 +110,8 @@ class MasterStub:
         self._connections: Known[LaneConnection] = Known()
         """All open connections. If a signal handler raises in a call, the connection of the call is
         closed once its frames are gone."""
-        self._channels = Channels()
+        self._credentials = Credentials(auth) if auth else None
+        self._channels = Channels(self._credentials)
 
     @property
     def joined(self) -> Joined | None:
@@ -241,7 +246,8 @@ class MasterStub:
             self._join_at(action, deadline)
             return None
         if isinstance(action, Identify):
-            return what_answers(action.address, action.timeout_s)
+            what = what_answers(action.address, action.timeout_s)
+            return GRPC if what == TLS and self._credentials is not None else what
         if isinstance(action, WaitStep):
             self._tell_waiting(action.reason, deadline)
             if self._closed.wait(action.seconds):
@@ -424,7 +430,7 @@ class MasterStub:
         if until <= now:
             raise late(self._link, "lane")
         host, _ = split_address(self._link.address)
-        connection = connect(joined, host, until, self._spin_s, generation)
+        connection = connect(joined, host, until, self._spin_s, generation, self._credentials)
         with self._lock:
             self._connections.add(connection)
         try:

@@ -75,7 +75,7 @@ class Identity(NamedTuple):
         return self.is_admin or matches(self.writes, namespace)
 
     def may_be_node(self, name: str) -> bool:
-        return NODE in self.roles and matches(self.nodes, name)
+        return self.is_admin or (NODE in self.roles and matches(self.nodes, name))
 
 
 def identity(

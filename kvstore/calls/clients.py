@@ -96,6 +96,8 @@ class Joined(NamedTuple):
     that does not say."""
     has_events: bool = False
     """Whether events are served there."""
+    identity: str = ""
+    """Who the client is to the master (``kvstore.auth.identity``); empty: no authentication."""
 
 
 class MatchPrefix(NamedTuple):

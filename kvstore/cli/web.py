@@ -26,6 +26,7 @@ from kvstore.process.children import ParentLink
 @click.option("--cert", default="")
 @click.option("--key", default="")
 @click.option("--cluster", default="")
+@click.option("--auth", default="")
 @click.option("--config", default="")
 @click.option("--log-level", default="warning")
 def command(
@@ -40,6 +41,7 @@ def command(
     cert: str,
     key: str,
     cluster: str,
+    auth: str,
     config: str,
     log_level: str,
 ) -> None:
@@ -58,6 +60,7 @@ def command(
                     pid=os.getppid(),
                     master=master,
                     cluster=cluster,
+                    auth=auth,
                     has_events=events,
                     events_at=events_at,
                     names=tuple(names.split(",")) if names else (),

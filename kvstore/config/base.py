@@ -13,6 +13,7 @@ PREFIX = "KVSTORE_"
 CONFIG_VARIABLE = "KVSTORE_CONFIG"
 MASTER_VARIABLE = "KVSTORE_MASTER"
 CLUSTER_VARIABLE = "KVSTORE_CLUSTER"
+AUTH_VARIABLE = "KVSTORE_AUTH"
 HTTP_TOKEN_VARIABLE = "KVSTORE_HTTP_TOKEN"  # noqa: S105 - the name of a variable
 STRICT_VARIABLE = "KVSTORE_STRICT_CONFIG"
 """If it is not empty, unknown settings are refused; ``--strict-config`` sets it."""
@@ -22,6 +23,7 @@ NATIVE_VARIABLE = "KVSTORE_NATIVE"
 _SHARED = {
     "master": MASTER_VARIABLE,
     "cluster": CLUSTER_VARIABLE,
+    "auth": AUTH_VARIABLE,
     "http_token": HTTP_TOKEN_VARIABLE,
 }
 """Variables that several kinds of process read."""

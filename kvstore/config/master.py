@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -12,6 +13,9 @@ from kvstore.config.values import (
     DEFAULT_PORT,
     HTTP_PORT,
     Advertise,
+    As,
+    AuthFile,
+    AuthMode,
     Bytes,
     Cluster,
     Count,
@@ -49,6 +53,13 @@ class MasterConfig(HttpConfig):
         default=DEFAULT_PORT, description="TCP port of the gRPC service; 0 takes any."
     )
     cluster: Cluster = ""
+    auth: AuthFile = ""
+    auth_mode: AuthMode = "require"
+    auth_revoked: Annotated[str, As("FILE")] = Field(
+        default="",
+        description="File with the numbers of revoked identities, which kvstore auth revoke "
+        "writes. It is looked at once a second.",
+    )
     lane_port: Port = Field(
         default=0,
         description="TCP port of the lane, the fast carrier of the hot calls; 0 takes the port "

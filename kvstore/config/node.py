@@ -18,6 +18,8 @@ from kvstore.config.values import (
     P2P,
     Advertise,
     As,
+    AuthFile,
+    AuthMode,
     Bytes,
     Cluster,
     Count,
@@ -53,6 +55,8 @@ class NodeConfig(HttpConfig):
         description=MASTER_HELP,
     )
     cluster: Cluster = ""
+    auth: AuthFile = ""
+    auth_mode: AuthMode = "require"
     name: Name = Field(
         default="",
         description="The node's name, unique in the cluster; empty takes the host's name, and "

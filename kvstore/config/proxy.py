@@ -11,6 +11,7 @@ from kvstore.config.values import (
     DEFAULT_PORT,
     Addresses,
     Affinity,
+    AuthFile,
     Cluster,
     Count,
     Host,
@@ -50,6 +51,7 @@ class ProxyConfig(Config):
         "is given.",
     )
     cluster: Cluster = ""
+    auth: AuthFile = ""
     prefill_threshold: Count = Field(
         default=256,
         ge=0,

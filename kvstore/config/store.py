@@ -10,6 +10,7 @@ from kvstore.config.values import (
     MASTER_HELP,
     P2P,
     TRANSPORTS_KNOWN,
+    AuthFile,
     Bytes,
     Cluster,
     Count,
@@ -35,6 +36,7 @@ class StoreSettings(Config):
         description=MASTER_HELP,
     )
     cluster: Cluster = ""
+    auth: AuthFile = ""
     transports: Transports = Field(
         default=TRANSPORTS_KNOWN,
         description="Ways to move bytes, the best first; the first that reaches a segment is "

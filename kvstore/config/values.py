@@ -312,6 +312,23 @@ HttpToken = Annotated[
     As("TEXT", is_secret=True, has_flag=False),
     AfterValidator(lambda value: check_token(value) if value else value),
 ]
+AuthFile = Annotated[
+    str,
+    As("FILE"),
+    Field(
+        description="File that proves this process's identity (kvstore auth issue writes it), or a "
+        "folder with tls.key, tls.crt and ca.crt. With it all connections are authenticated, and "
+        "encrypted where they leave the host. Empty: no authentication."
+    ),
+]
+AuthMode = Annotated[
+    Literal["require", "prefer"],
+    BeforeValidator(_lower),
+    Field(
+        description="With --auth: require refuses peers without an identity; prefer still serves "
+        "them as before, while a cluster is switched on host by host."
+    ),
+]
 HttpReads = Annotated[Literal["all", "token"], BeforeValidator(_lower)]
 EngineProtocol = Annotated[Literal["", "tcp", "rdma"], As("tcp|rdma"), BeforeValidator(_lower)]
 Devices = Annotated[

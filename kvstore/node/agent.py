@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Final
 
 from kvstore._version import __version__
+from kvstore.auth.credentials import Credentials
 from kvstore.calls import (
     MasterAccepted,
     MasterBeat,
@@ -94,6 +95,7 @@ class NodeAgent:
         joined: Callable[[MasterAccepted], None] = lambda accepted: None,
         waiting: Callable[[KVStoreError], None] = lambda error: None,
         repair: Callable[[], None] = lambda: None,
+        credentials: Credentials | None = None,
     ) -> None:
         """
         Args:
@@ -109,6 +111,7 @@ class NodeAgent:
             joined: called at each join that is not a resumption.
             waiting: called when the master is not reachable, once per outage.
             repair: called when the master wants more replicas of objects in this node's memory.
+            credentials: the node's identity; None: no authentication.
         """
         self._name = name
         self._host = host
@@ -121,6 +124,7 @@ class NodeAgent:
         self._joined = joined
         self._waiting = waiting
         self._repair = repair
+        self._credentials = credentials
         self._epoch = 0
         """The epoch of the master to resume with; 0: join anew."""
         self._epoch_max = 0
@@ -227,7 +231,7 @@ class NodeAgent:
             KVStoreError: the stream broke, or the master refused the node.
         """
         segment = self._segment
-        async with NodeStream(master) as link:
+        async with NodeStream(master, self._credentials) as link:
             await link.connect(CONNECT_SEVERAL_S if self._masters.several else JOIN_TIMEOUT_S)
             offer = SegmentOffer(
                 size=segment.size,

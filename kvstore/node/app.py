@@ -24,6 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from kvstore.auth.credentials import Credentials
 from kvstore.calls import MasterAccepted
 from kvstore.clocks import uptime
 from kvstore.config import DATA_PORTS, NodeConfig
@@ -109,6 +110,8 @@ def run(
     try:
         with ExitStack() as stack:
             secured = secured_by(config)
+            if config.auth:
+                Credentials(config.auth)  # tells of a wrong file before memory is taken
             if config.numa_node >= 0:
                 numa.check_node(config.numa_node)
                 numa.run_on(config.numa_node)  # before threads start: they inherit it
@@ -217,6 +220,7 @@ async def _serve(
         joined=joined,
         waiting=waiting,
         repair=(lambda: None) if copying is None else copying.wake,
+        credentials=Credentials(config.auth) if config.auth else None,
     )
     loop = asyncio.get_running_loop()
     background.watch_loop(loop)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Self
 import grpc
 import grpc.aio
 
+from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
 from kvstore.calls import MasterMessage, NodeMessage
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError
@@ -62,8 +63,10 @@ class NodeStream:
     another receives.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
+        """``credentials``: the node's identity; None: no authentication."""
         self._address = address
+        self._credentials = credentials
         self._received: asyncio.Queue[MasterMessage | KVStoreError] = asyncio.Queue(RECEIVED_MAX)
         self._ended: KVStoreError | None = None
         self._channel: grpc.aio.Channel | None = None
@@ -79,7 +82,13 @@ class NodeStream:
                 advice="Check the address, and this host's name service.",
                 address=self._address,
             ) from None
-        self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        if self._credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
+        else:
+            options = [*_OPTIONS, *channel_options(MASTER_NAME)]
+            self._channel = grpc.aio.secure_channel(
+                target, self._credentials.channel(), options=options
+            )
         session: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
         session = self._channel.stream_stream(SESSION_PATH)
         self._call = session()

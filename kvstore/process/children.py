@@ -197,6 +197,7 @@ def start_node(
     name: str = "",
     cluster: str = "",
     keep_orphaned: bool = False,
+    auth: str = "",
     **settings: str,
 ) -> Child:
     """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is its name.
@@ -208,7 +209,7 @@ def start_node(
     flags = [text for key, value in settings.items() for text in (_flag(key), value)]
     return Child.start(
         "kvstore.cli.node", "--memory", str(memory), "--host", host,
-        "--name", name, "--cluster", cluster,
+        "--name", name, "--cluster", cluster, "--auth", auth,
         *([] if port is None else ["--port", str(port)]), "--advertise", advertise,
         "--keep" if keep else "--no-keep", *(["--keep-orphaned"] if keep_orphaned else []), *flags,
         environ={f"KVSTORE_NODE_{key.upper()}": value for key, value in told.items()},

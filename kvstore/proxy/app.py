@@ -129,6 +129,7 @@ async def _parts(
             timeout_ms=config.lookup_timeout_ms,
             metrics=numbers,
             cluster=config.cluster,
+            auth=config.auth,
         )
         stack.push_async_callback(lookup.close)
         lookup.start()

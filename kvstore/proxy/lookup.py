@@ -41,13 +41,15 @@ class StoreLookup:
     """Lookups in the store. Usable between ``start`` and ``close``, in one event loop."""
 
     def __init__(
-        self, master: str, *, timeout_ms: int, metrics: Metrics, cluster: str = ""
+        self, master: str, *, timeout_ms: int, metrics: Metrics, cluster: str = "", auth: str = ""
     ) -> None:
         self._timeout_s = timeout_ms / 1000
         self._metrics = metrics
         # Does not read the user's client settings: with them the client may contribute memory.
         self._client = AsyncClient(
-            config=ClientConfig(master=master, cluster=cluster, timeout_ms=CLIENT_TIMEOUT_MS)
+            config=ClientConfig(
+                master=master, cluster=cluster, timeout_ms=CLIENT_TIMEOUT_MS, auth=auth
+            )
         )
         self._breaker = Breaker(failures_max=FAILURES_MAX, open_for=REST_MS)
         self._records: dict[bytes, Record] = {}

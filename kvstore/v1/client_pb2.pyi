@@ -79,6 +79,7 @@ class JoinReply(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     HTTP_PORT_FIELD_NUMBER: _builtins.int
     HAS_EVENTS_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lane_port: _builtins.int
     """TCP port of the lane, on the address that the client already used; 0: no lane."""
@@ -101,6 +102,8 @@ class JoinReply(_message.Message):
     """TCP port of HTTP, on the address that the client already used; 0: none, or an older release."""
     has_events: _builtins.bool
     """Whether events are served there: GET /api/v1/events."""
+    identity: _builtins.str
+    """Who the client is to the master, as a URI of its certificate; empty: without authentication."""
     def __init__(
         self,
         *,
@@ -115,10 +118,11 @@ class JoinReply(_message.Message):
         cluster: _builtins.str = ...,
         http_port: _builtins.int = ...,
         has_events: _builtins.bool = ...,
+        identity: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "has_events", b"has_events", "http_port", b"http_port", "lane_port", b"lane_port", "lane_token", b"lane_token", "lane_unix", b"lane_unix", "lease_ms", b"lease_ms", "protocol", b"protocol", "put_deadline_ms", b"put_deadline_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "has_events", b"has_events", "http_port", b"http_port", "identity", b"identity", "lane_port", b"lane_port", "lane_token", b"lane_token", "lane_unix", b"lane_unix", "lease_ms", b"lease_ms", "protocol", b"protocol", "put_deadline_ms", b"put_deadline_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

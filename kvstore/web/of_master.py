@@ -49,6 +49,8 @@ class Served(NamedTuple):
     names: Sequence[str] = ()
     """Names by which browsers may reach this port, beside addresses and ``localhost``."""
     secured: Secured = NOT_SECURED
+    auth: str = ""
+    """The file that proves the master's identity; empty: no authentication."""
 
 
 async def serve(served: Served) -> None:
@@ -65,7 +67,9 @@ async def serve(served: Served) -> None:
     journal = Journal()
     channel = ChildEnd(served.channel, journal.took)
     reading = start_task("channel", channel.run())
-    master = ParentMaster(served.master, cluster=served.cluster, pid=served.pid, channel=channel)
+    master = ParentMaster(
+        served.master, cluster=served.cluster, pid=served.pid, channel=channel, auth=served.auth
+    )
     answers = Answers(master.readiness, master.metrics)
     events = EventsAPI(journal, channel, master.readiness) if served.has_events else None
     secured = served.secured

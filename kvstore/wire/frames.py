@@ -26,8 +26,9 @@ from kvstore.errors import PermissionDeniedError, ProtocolError
 from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION, agreed_protocol
 
 MAGIC = b"kvs-lane"
-TOKEN_BYTES_MAX = 64
-"""A secret of the master, and behind it the name of the client (``kvstore.master.callers``)."""
+TOKEN_BYTES_MAX = 96
+"""A secret of the master, or a signature, and behind it who the client is
+(``kvstore.master.callers``)."""
 
 _HEAD = struct.Struct("<IQBB")
 HEAD_BYTES = _HEAD.size

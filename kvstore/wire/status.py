@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import cast
+from typing import Final, cast
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -149,9 +149,26 @@ def detail_of(error: grpc.RpcError) -> bytes | None:
     return None
 
 
+NO_TLS: Final = "it does not speak TLS"
+
+_TLS_FAILURES: Final = (
+    ("WRONG_VERSION_NUMBER", NO_TLS),
+    ("Hostname Verification", "its certificate is not that of a master"),
+    ("EXPIRED", "its certificate has expired"),
+    ("NOT_YET_VALID", "its certificate is not valid yet"),
+    ("has expired", "its certificate has expired"),
+    ("not yet valid", "its certificate is not valid yet"),
+    ("SSL_ERROR_SSL", "its certificate is not of our authority"),
+)
+"""What gRPC says of failed handshakes, and what that means."""
+
+
 def brief(details: str | None) -> str:
     """The end of gRPC's long explanations, which says what happened: ``connection refused``."""
     said = (details or "no details").partition("\n")[0]  # it may go on with a binary address
+    for sign, meaning in _TLS_FAILURES:
+        if sign in said:
+            return meaning
     return _printable(said.rpartition(": ")[2]).partition(" (")[0].lower()
 
 

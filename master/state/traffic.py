@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvstore.auth.identity import Identity
 from kvstore.limits import Key, Namespace
 
 SPACES_MAX = 512
@@ -113,11 +114,15 @@ class ClientRow:
 class Caller:
     """Where a call comes from. The lane makes one per connection, gRPC one per call."""
 
-    __slots__ = ("asks", "name", "puts")
+    __slots__ = ("asks", "holder", "identity", "name", "puts")
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", identity: Identity | None = None, holder: int = 0) -> None:
         self.name = name
         """The client's name, a space, and its address, which has no spaces; empty: not known."""
+        self.identity = identity
+        """Who the client has proved to be; None: without authentication."""
+        self.holder = holder
+        """The number of the client, to whom capabilities are given; 0: to nobody."""
         self.asks: ClientRow | None = None
         """The client's row for its last question."""
         self.puts: ClientRow | None = None

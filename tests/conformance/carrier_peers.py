@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvstore import calls
+from kvstore.auth.identity import Identity
 from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
 from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
@@ -166,7 +167,7 @@ class ScriptedService:
             self._changed.notify_all()
 
     async def node_session(
-        self, incoming: AsyncIterator[NodeMessage]
+        self, incoming: AsyncIterator[NodeMessage], who: Identity | None = None
     ) -> AsyncIterator[MasterMessage]:
         try:
             async for message in self.script(incoming):

@@ -100,14 +100,17 @@ class Shared(Generic[ValueT]):
 class ParentMaster:
     """The parent, as its child sees it. Methods raise UnavailableError if it does not answer."""
 
-    def __init__(self, address: str, *, cluster: str, pid: int, channel: ChildEnd) -> None:
+    def __init__(
+        self, address: str, *, cluster: str, pid: int, channel: ChildEnd, auth: str = ""
+    ) -> None:
         self._address = address
         self._cluster = cluster
+        self._auth = auth
         self._pid = pid
         self._channel = channel
         self._lives = start_task("lives", channel.ask_forever("role", ANSWER_S))
         self.client = AsyncClient(
-            address, cluster=cluster, name="kvstore-web", timeout_ms=STATUS_MS
+            address, cluster=cluster, name="kvstore-web", timeout_ms=STATUS_MS, auth=auth
         )
         self._status: ClusterStatus | None = None
         self._fresh_until = 0.0
@@ -128,7 +131,9 @@ class ParentMaster:
 
     def connect(self) -> Client:
         """Another client, for a thread of its own."""
-        return Client(self._address, cluster=self._cluster, name="kvstore-web-drain")
+        return Client(
+            self._address, cluster=self._cluster, name="kvstore-web-drain", auth=self._auth
+        )
 
     async def readiness(self) -> Readiness:
         """Whether clients may be sent to this master: it leads, or knows who does."""

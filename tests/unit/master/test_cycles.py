@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from kvstore import calls
+from kvstore.auth.identity import Identity
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.carrier_base import Dispatcher
@@ -32,7 +33,7 @@ class Waits:
         return self.replies[-1]
 
     def node_session(
-        self, incoming: AsyncIterator[calls.NodeMessage]
+        self, incoming: AsyncIterator[calls.NodeMessage], who: Identity | None = None
     ) -> AsyncIterator[calls.MasterMessage]:
         raise NotImplementedError
 

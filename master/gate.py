@@ -1,0 +1,190 @@
+"""The gate of a master with authentication: who a peer is, and whether it may make a call.
+
+A peer shows its certificate on gRPC and on the lane over TCP. The lane's Unix socket has no TLS:
+there the token that its client got when it joined, over TLS, stands for the certificate. Such a
+token is signed, names the identity, and is of no use with the certificate of another.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import logging
+import secrets
+import ssl
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from kvstore.auth import rights
+from kvstore.auth.credentials import Credentials, alternative_names
+from kvstore.auth.identity import Identity, identity_of
+from kvstore.auth.revoked import Revoked
+from kvstore.calls import ClusterStatus, Request
+from kvstore.clocks import uptime
+from kvstore.config import MasterConfig
+from kvstore.errors import InvalidArgumentError, PermissionDeniedError
+
+log = logging.getLogger("kvstore.auth")
+
+IDENTITIES_MAX: Final = 65_536
+"""Identities that have joined and whose tokens are known. Who is forgotten joins again."""
+
+REFUSALS_PER_S: Final = 5
+"""Refusals that are logged in a second; all are counted."""
+
+DIGEST_BYTES: Final = 16
+MAC_BYTES: Final = 16
+
+_TLS: Final = b"TLSv1.3"
+
+
+class Gate:
+    """See the module. Threads: the loop's."""
+
+    def __init__(self, config: MasterConfig) -> None:
+        """
+        Raises:
+            ConfigError: the file of ``auth`` cannot be used.
+        """
+        self.credentials = Credentials(config.auth)
+        self.required = config.auth_mode == "require"
+        """Whether a peer without an identity is refused."""
+        self.refused = 0
+        """Connections and calls that were refused since the start."""
+        self._revoked = Revoked(config.auth_revoked)
+        self._key = secrets.token_bytes(32)
+        self._identities: OrderedDict[bytes, Identity] = OrderedDict()
+        self._known: dict[tuple[str, ...], Identity] = {}
+        self._holders = itertools.count(1 + secrets.randbits(62))
+        self._logged: list[float] = []
+
+    # --- who a peer is ------------------------------------------------------------------------
+
+    def of_grpc(self, context: Mapping[str, Iterable[bytes]]) -> Identity | None:
+        """Who makes a gRPC call, by its ``auth_context``; None: a peer without TLS, where those are
+        served.
+
+        Raises:
+            PermissionDeniedError
+        """
+        names = context.get("x509_subject_alternative_name")
+        if names is None:
+            self._without()
+            return None
+        version = next(iter(context.get("ssl_tls_version", ())), _TLS)
+        if version != _TLS:
+            raise self.refusal(f"a connection of {version.decode()!r}: TLS 1.3 is the lowest")
+        return self._identity(tuple(name.decode(errors="replace") for name in names))
+
+    def of_tls(self, connection: object) -> Identity | None:
+        """Who has opened a connection, by its ``ssl_object``; None as above.
+
+        Raises:
+            PermissionDeniedError
+        """
+        if not isinstance(connection, ssl.SSLObject):
+            self._without()
+            return None
+        return self._identity(tuple(alternative_names(connection.getpeercert())))
+
+    def _identity(self, names: tuple[str, ...]) -> Identity:
+        who = self._known.get(names)
+        if who is None:
+            try:
+                who = identity_of(names)
+            except InvalidArgumentError as error:
+                raise self.refusal(error.message, error.advice) from None
+            if len(self._known) >= IDENTITIES_MAX:
+                self._known.clear()
+            self._known[names] = who
+        self._check_revoked(who)
+        return who
+
+    def _without(self) -> None:
+        if self.required:
+            raise self.refusal("a peer without an identity")
+
+    def _check_revoked(self, who: Identity) -> None:
+        if self._revoked.has(who):
+            raise self.refusal(f"{who.shown} was revoked", "Issue it a new identity.")
+
+    # --- tokens -------------------------------------------------------------------------------
+
+    def token(self, secret: bytes, who: Identity, name: bytes) -> bytes:
+        """The token of a client that has joined with this identity. ``secret``: that of the term,
+        at whose end the token is over."""
+        digest = _digest(who)
+        self._identities[digest] = who
+        self._identities.move_to_end(digest)
+        if len(self._identities) > IDENTITIES_MAX:
+            self._identities.popitem(last=False)
+        holder = next(self._holders)
+        body = holder.to_bytes(8, "little") + digest + name
+        return self._mac(secret, body) + body
+
+    def read_token(self, token: bytes, secret: bytes) -> tuple[Identity, int, bytes] | None:
+        """The identity, the number as a holder and the name in a token; None: it is none of ours,
+        or its identity is forgotten."""
+        mac, body = token[:MAC_BYTES], token[MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(secret, body)) or len(body) < 8 + DIGEST_BYTES:
+            return None
+        who = self._identities.get(body[8 : 8 + DIGEST_BYTES])
+        return who and (who, int.from_bytes(body[:8], "little"), body[8 + DIGEST_BYTES :])
+
+    def _mac(self, secret: bytes, body: bytes) -> bytes:
+        return hmac.digest(self._key + secret, body, "sha256")[:MAC_BYTES]
+
+    # --- what it may do -----------------------------------------------------------------------
+
+    def check(self, who: Identity | None, request: Request) -> None:
+        """
+        Raises:
+            PermissionDeniedError: it may not make this call, or was revoked.
+        """
+        if who is None:
+            self._without()
+            return
+        self._check_revoked(who)
+        try:
+            rights.check(who, request)
+        except PermissionDeniedError as error:
+            self._note(error.message)
+            raise
+
+    def check_node(self, who: Identity | None, name: str) -> None:
+        """As ``check``, for a stream of the node of this name."""
+        if who is None:
+            self._without()
+            return
+        self._check_revoked(who)
+        try:
+            rights.check_node(who, name)
+        except PermissionDeniedError as error:
+            self._note(error.message)
+            raise
+
+    def shown(self, who: Identity | None, status: ClusterStatus) -> ClusterStatus:
+        """What this identity may see of it."""
+        return status if who is None else rights.shown_status(who, status)
+
+    def refusal(self, why: str, advice: str = "") -> PermissionDeniedError:
+        """The error for a peer that does not get in; counted, and logged within the bound."""
+        self._note(why)
+        return PermissionDeniedError(
+            f"refused: {why}",
+            advice=advice
+            or "Give this process a file of kvstore auth issue: KVSTORE_AUTH, or --auth.",
+        )
+
+    def _note(self, why: str) -> None:
+        self.refused += 1
+        now = uptime()
+        self._logged = [each for each in self._logged if each > now - 1]
+        if len(self._logged) < REFUSALS_PER_S:
+            self._logged.append(now)
+            log.warning("refused count=%d reason=%r", self.refused, why)
+
+
+def _digest(who: Identity) -> bytes:
+    return hmac.digest(b"identity", who.uri.encode(), "sha256")[:DIGEST_BYTES]
