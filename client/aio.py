@@ -200,6 +200,10 @@ class AsyncClient:
         """As ``Client.stats``."""
         return self._client.stats()
 
+    def _check_calls(self, check: Callable[[calls.Request], None]) -> None:
+        """As ``Client._check_calls``."""
+        self._client._check_calls(check)
+
     async def close(self) -> None:
         """As ``Client.close``."""
         await asyncio.to_thread(self._close)

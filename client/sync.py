@@ -132,6 +132,11 @@ class Client:
     def _stub(self) -> MasterStub:
         return self._state.stub
 
+    def _check_calls(self, check: Callable[[calls.Request], None]) -> None:
+        """Has ``check`` called before each call to the master, in the calling thread. It may refuse
+        the call by raising a ``KVStoreError``."""
+        self._stub.check = check
+
     def _begin_anew(self) -> None:
         """Called automatically in the child of a fork; see the class."""
         self._state.begin_anew()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import importlib.util
 import os
+import secrets
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING, Any
@@ -24,8 +26,10 @@ from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.gate import Gate
+from kvstore.master.sniffing import Sniffing, splice
 from kvstore.master.state.traffic import Caller
 from kvstore.network.addresses import join_address
+from kvstore.network.listening import listen
 from kvstore.ports import what_answers
 from kvstore.wire import traces
 from kvstore.wire.messages import CALLS, JOIN_METADATA, Call
@@ -81,6 +85,7 @@ class GrpcServer:
         self._connections_max = connections_max
         self._server: grpc.aio.Server | None = None
         self._started = False
+        self._sniffing: Sniffing | None = None
         self.port = 0
 
     async def bind(self, host: str, port: int) -> None:
@@ -95,21 +100,45 @@ class GrpcServer:
         _add_reflection(server)
         address = join_address(host or "::", port)
         with contextlib.suppress(RuntimeError):  # the code below finds out why
-            if self._gate is None:
+            gate = self._gate
+            if gate is None:
                 self.port = server.add_insecure_port(address)
+            elif gate.required:
+                self.port = server.add_secure_port(address, gate.credentials.grpc_server())
             else:
-                self.port = server.add_secure_port(address, self._gate.credentials.grpc_server())
+                await self._bind_both(server, gate, host, port)
             self._server = server
         if self._server is None:
             raise why_not_bound(host, port)
+
+    async def _bind_both(self, server: grpc.aio.Server, gate: Gate, host: str, port: int) -> None:
+        """Serves peers with and without TLS on one port: gRPC itself can do either."""
+        try:
+            listener = await asyncio.to_thread(listen, host, port)
+        except OSError:
+            raise RuntimeError from None
+        self.port = listener.getsockname()[1]
+        name = f"kvstore-grpc-{self.port}-{secrets.token_hex(8)}"
+        server.add_insecure_port(f"unix-abstract:{name}-plain")
+        server.add_secure_port(f"unix-abstract:{name}-tls", gate.credentials.grpc_server())
+
+        async def serve(sock: socket.socket, has_tls: bool) -> None:
+            await splice(sock.dup(), f"{name}-{'tls' if has_tls else 'plain'}")
+
+        self._sniffing = Sniffing(listener, serve)
 
     async def start(self) -> None:
         assert self._server is not None, "bind first"
         self._started = True
         await self._server.start()
+        if self._sniffing is not None:
+            self._sniffing.start()
 
     async def stop(self, grace_s: float) -> None:
         """Accepts no more calls, and cuts those that last longer than ``grace_s``. Idempotent."""
+        if self._sniffing is not None:
+            await self._sniffing.stop()
+            self._sniffing = None
         server, self._server = self._server, None
         if server is not None:
             if not self._started:  # else gRPC leaves the port bound until the process ends

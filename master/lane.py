@@ -11,9 +11,10 @@ import asyncio
 import functools
 import secrets
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from kvstore.errors import (
     BusyError,
@@ -26,6 +27,7 @@ from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.gate import Gate
+from kvstore.master.sniffing import Sniffing
 from kvstore.master.state.traffic import Caller
 from kvstore.network.listening import listen
 from kvstore.wire import frames
@@ -97,6 +99,9 @@ class LaneServer:
         self.gate = gate
         self._dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
+        self._sniffing: Sniffing | None = None
+        """Accepts connections by TCP, with authentication."""
+        self._tls: ssl.SSLContext | None = None
 
     async def bind(self, host: str, port: int, *, unix: bool = True) -> None:
         """Listens on ``host:port`` (0: any) and, where ``unix``, on a fresh abstract Unix socket.
@@ -107,15 +112,13 @@ class LaneServer:
         loop = asyncio.get_running_loop()
         factory = self._connection
         listener = await asyncio.to_thread(listen, host, port)
-        tls: dict[str, Any] = {}
-        if self.gate is not None:
-            tls = {
-                "ssl": self.gate.credentials.server(),
-                "ssl_handshake_timeout": self.settings.hello_timeout_s,
-            }
-        server = await loop.create_server(factory, sock=listener, start_serving=False, **tls)
-        self._servers.append(server)
-        self.port = server.sockets[0].getsockname()[1]
+        self.port = listener.getsockname()[1]
+        if self.gate is None:
+            server = await loop.create_server(factory, sock=listener, start_serving=False)
+            self._servers.append(server)
+        else:
+            self._sniffing = Sniffing(listener, self._serve_tcp)
+            self._tls = self.gate.credentials.server()
         if unix:
             # The random name prevents connections by accident; the token keeps strangers out.
             self.unix = f"kvstore-lane-{self.port}-{secrets.token_hex(8)}"
@@ -128,11 +131,16 @@ class LaneServer:
     async def start(self) -> None:
         for server in self._servers:
             await server.start_serving()
+        if self._sniffing is not None:
+            self._sniffing.start()
 
     async def stop(self) -> None:
         """Stops listening and cuts every connection. Idempotent."""
         for server in self._servers:
             server.close()
+        if self._sniffing is not None:
+            await self._sniffing.stop()
+            self._sniffing = None
         self.cut()
         await asyncio.sleep(0)  # lets ``connection_lost`` of each connection run
         self._servers.clear()
@@ -153,6 +161,27 @@ class LaneServer:
         """Cuts every connection, and goes on listening."""
         for connection in list(self.connections):
             connection.cut()
+
+    async def _serve_tcp(self, sock: socket.socket, has_tls: bool) -> None:
+        """Serves a connection of a peer whose identity matters: by TLS, or without where that is
+        allowed."""
+        assert self.gate is not None
+        if not has_tls and self.gate.required:
+            self.stats.refused += 1
+            self.gate.refusal("a connection to the lane without TLS")
+            return
+        loop = asyncio.get_running_loop()
+        timeout_s = self.settings.hello_timeout_s
+        try:
+            await loop.connect_accepted_socket(
+                self._connection,
+                sock.dup(),
+                ssl=self._tls if has_tls else None,
+                ssl_handshake_timeout=timeout_s if has_tls else None,
+            )
+        except ssl.SSLError as error:
+            self.stats.refused += 1
+            self.gate.refusal(f"a connection to the lane: {error.reason or error}")
 
     def _connection(self) -> _LaneClient:
         return _LaneClient(self, self._dispatcher)

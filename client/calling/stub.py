@@ -104,6 +104,8 @@ class MasterStub:
         self._on_join = on_join
         self._joining = DeadlineLock()
         self._closed = Latch()
+        self.check: Callable[[Request], None] | None = None
+        """Called before each call; may refuse it by raising a ``KVStoreError``."""
         self._answered = self._told_waiting = False
         self._idle: deque[LaneConnection] = deque()
         self._lock = threading.Lock()  # guards ``_connections``
@@ -163,6 +165,8 @@ class MasterStub:
         """
         if self._closed.is_set():
             raise ClosedError("the client is closed")
+        if self.check is not None:
+            self.check(request)
         call = CALLS[type(request)]
         payload = encode_request(request)
         if trace:

@@ -51,14 +51,18 @@ NOTHING: Final = Heard(listening=False, missed=False, blocks=[])
 class Listener:
     """Follows the events of some namespaces, in a thread of its own. One other thread calls it."""
 
-    def __init__(self, find: Callable[[], str], under: str, groups: Mapping[str, int]) -> None:
+    def __init__(
+        self, find: Callable[[], str], under: str, groups: Mapping[str, int], auth: str = ""
+    ) -> None:
         """
         Args:
             find: returns ``host:port`` where the leading master serves events, or "": it serves
                 none. The thread calls it; it may block, and raise KVStoreError: no master answers.
             under: the prefix of all these namespaces.
             groups: the cache group of each namespace.
+            auth: the file that proves our identity; empty: no authentication.
         """
+        self._auth = auth
         self._find = find
         self._under = under
         self._groups = groups
@@ -104,7 +108,8 @@ class Listener:
                 try:
                     for told in follow(
                         self._places(), under=self._under, whole=False, since=self._place,
-                        token=http_token_given(), heard=self._heard, failed=self._failed,
+                        token=http_token_given(), auth=self._auth, heard=self._heard,
+                        failed=self._failed,
                     ):  # fmt: skip
                         self._took(told)
                 except ClosedError:  # ``stop`` was called

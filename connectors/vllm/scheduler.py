@@ -359,7 +359,8 @@ class Scheduler:
         for each in self._listeners:
             each.stop()
         self._listeners = [each for each in self._listeners if each.is_alive]
-        self._listeners.append(Listener(self._find_events, under_of(self._identity.last), groups))
+        under, auth = under_of(self._identity.last), self._client.config.auth
+        self._listeners.append(Listener(self._find_events, under, groups, auth))
 
     def _find_events(self) -> str:
         http = self._client.http()

@@ -67,8 +67,7 @@ class Credentials:
         self._lock = threading.Lock()
         self._seen = _seen(path)
         self._pems = _read(path)
-        self._contexts: dict[bool, ssl.SSLContext] = {}
-        self._context(server_side=False)  # finds out whether key and certificate belong together
+        self._client = self._pems, _loaded(self._pems)
 
     def pems(self) -> Pems:
         """What the file holds now; what it held before, if it cannot be used now."""
@@ -77,30 +76,62 @@ class Credentials:
                 self._seen = found
                 try:
                     pems = _read(self.path)
-                    _loaded(pems, server_side=False)
+                    _loaded(pems)
                 except ConfigError as error:
                     log.warning("auth_not_renewed reason=%s", error)
                 else:
                     self._pems = pems
-                    self._contexts.clear()
                     log.info("auth_renewed file=%s", self.path)
             return self._pems
 
     def client(self) -> ssl.SSLContext:
         """For connections that this process makes. The name to check is ``MASTER_NAME`` or
         ``NODE_NAME``."""
-        return self._context(server_side=False)
+        pems = self.pems()
+        with self._lock:
+            if self._client[0] is not pems:
+                self._client = pems, _loaded(pems)
+            return self._client[1]
 
-    def server(self) -> ssl.SSLContext:
-        """For a port of this process, whose peers must show a certificate."""
-        serving = _loaded(self._pems, server_side=True)
+    def server(self, *, is_optional: bool = False, cert: str = "", key: str = "") -> ssl.SSLContext:
+        """For a port of this process. Each handshake uses what the files hold then.
 
-        def choose(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
-            del name, context
-            connection.context = self._context(server_side=True)
+        Args:
+            is_optional: whether peers may show no certificate.
+            cert, key: PEM files with what the port itself shows instead, for browsers that trust
+                another authority.
 
-        serving.sni_callback = choose  # is called even if the client sends no server name
-        return serving
+        Raises:
+            ConfigError: ``cert`` or ``key`` cannot be used.
+        """
+
+        def load(pems: Pems) -> ssl.SSLContext:
+            context = _loaded(pems, is_server=True, cert=cert, key=key)
+            if is_optional:
+                context.verify_mode = ssl.CERT_OPTIONAL
+            return context
+
+        def seen(pems: Pems) -> object:
+            return pems, *(_seen(path) for path in (cert, key) if path)
+
+        pems = self.pems()
+        now = seen(pems), load(pems)
+
+        def choose(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+            del name, first
+            nonlocal now
+            pems = self.pems()
+            if (found := seen(pems)) != now[0]:
+                try:
+                    now = found, load(pems)
+                except ConfigError as error:
+                    now = found, now[1]
+                    log.warning("certificate_not_renewed reason=%s", error)
+            connection.context = now[1]
+
+        context = load(pems)
+        context.sni_callback = choose  # is called even if the client sends no server name
+        return context
 
     def channel(self) -> grpc.ChannelCredentials:
         """For a gRPC channel. The channel needs ``channel_options``, too."""
@@ -120,14 +151,6 @@ class Credentials:
             configuration(), configuration, require_client_authentication=True
         )
 
-    def _context(self, *, server_side: bool) -> ssl.SSLContext:
-        pems = self.pems()
-        with self._lock:
-            context = self._contexts.get(server_side)
-            if context is None:
-                context = self._contexts[server_side] = _loaded(pems, server_side=server_side)
-            return context
-
 
 def channel_options(name: str = MASTER_NAME) -> tuple[tuple[str, str], ...]:
     """Options of a gRPC channel whose server must have this name in its certificate."""
@@ -140,19 +163,24 @@ def alternative_names(certificate: object) -> list[str]:
     return [value for kind, value in names if kind == "URI"]
 
 
-def _loaded(pems: Pems, *, server_side: bool) -> ssl.SSLContext:
+def _loaded(
+    pems: Pems, *, is_server: bool = False, cert: str = "", key: str = ""
+) -> ssl.SSLContext:
     """Raises ConfigError: key and certificate do not belong together, or are none."""
-    protocol = ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT
-    context = ssl.SSLContext(protocol)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
     try:
         context.load_verify_locations(cadata=pems.authorities.decode("ascii"))
-        _load_chain(context, pems)
+        if cert:
+            context.load_cert_chain(cert, key, password=_no_passphrase)
+        else:
+            _load_chain(context, pems)
     except (ssl.SSLError, OSError, ValueError) as error:
         mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
         what = "do not belong together" if mismatch else f"cannot be used: {error}"
-        raise ConfigError(f"the key and the certificate of auth {what}", key="auth") from None
+        of = f"{key} and the certificate {cert}" if cert else "and the certificate of auth"
+        raise ConfigError(f"the key {of} {what}", key="http_cert" if cert else "auth") from None
     return context
 
 

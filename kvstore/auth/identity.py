@@ -71,6 +71,14 @@ class Identity(NamedTuple):
     def may_read(self, namespace: str) -> bool:
         return self.is_admin or NODE in self.roles or matches(self.reads, namespace)
 
+    def may_read_under(self, beginning: str) -> bool:
+        """Whether it may read in all namespaces whose names begin so."""
+        return (
+            self.is_admin
+            or NODE in self.roles
+            or any(each.endswith("*") and beginning.startswith(each[:-1]) for each in self.reads)
+        )
+
     def may_write(self, namespace: str) -> bool:
         return self.is_admin or matches(self.writes, namespace)
 

@@ -146,6 +146,34 @@ def check_node(who: Identity, name: str) -> None:
         )
 
 
+def check_numbers(who: Identity) -> None:
+    """
+    Raises:
+        PermissionDeniedError: this identity may not see numbers of all namespaces.
+    """
+    if not (who.is_admin or NODE in who.roles or OBSERVER in who.roles):
+        raise PermissionDeniedError(
+            f"{who.shown} may not see numbers of all namespaces",
+            advice="The role observer may: kvstore auth issue --role observer NAME.",
+            identity=who.name,
+        )
+
+
+def check_events(who: Identity, namespace: str, under: str) -> None:
+    """For events of one namespace, of those whose names begin so, or (both are empty) of all.
+
+    Raises:
+        PermissionDeniedError
+    """
+    may = who.may_read(namespace) if namespace else who.may_read_under(under)
+    if not may:
+        raise PermissionDeniedError(
+            f"{who.shown} may not read events of {namespace or under + '*'!r}",
+            advice="Ask for a namespace that it may read.",
+            identity=who.name,
+        )
+
+
 def shown_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterStatus:
     """What this identity may see of it: an engine sees its own namespaces only."""
     if who.is_admin or NODE in who.roles or OBSERVER in who.roles:

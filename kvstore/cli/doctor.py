@@ -102,7 +102,10 @@ def _checks(
     yield "transfer engine", engine
     yield "GPU", _check("software.graphics", IMPORTS_TIMEOUT_S)
     masters = client.master
-    yield "cluster", _check("cluster.reached", master, masters, timeout_s, is_named=named)
+    yield (
+        "cluster",
+        _check("cluster.reached", master, masters, timeout_s, is_named=named, auth=client.auth),
+    )
 
 
 def _check(place: str, *arguments: object, **named: object) -> Check:

@@ -72,7 +72,7 @@ def events(
 
     for told in follow(
         places, namespace=namespace, whole=snapshot, since=since, token=token, cacert=cacert,
-        failed=failed,
+        auth=invocation.config.auth, failed=failed,
     ):  # fmt: skip
         said = ""
         if invocation.as_json:

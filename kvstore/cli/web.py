@@ -26,7 +26,9 @@ from kvstore.process.children import ParentLink
 @click.option("--cert", default="")
 @click.option("--key", default="")
 @click.option("--cluster", default="")
-@click.option("--auth", default="")
+@click.option("--auth", default="", help="The file of the parent's identity.")
+@click.option("--guarded", is_flag=True, help="Requests need an identity.")
+@click.option("--revoked", default="")
 @click.option("--config", default="")
 @click.option("--log-level", default="warning")
 def command(
@@ -42,6 +44,8 @@ def command(
     key: str,
     cluster: str,
     auth: str,
+    guarded: bool,
+    revoked: str,
     config: str,
     log_level: str,
 ) -> None:
@@ -64,7 +68,14 @@ def command(
                     has_events=events,
                     events_at=events_at,
                     names=tuple(names.split(",")) if names else (),
-                    secured=Secured(os.environ.pop(HTTP_TOKEN_VARIABLE, ""), reads, cert, key),
+                    secured=Secured(
+                        os.environ.pop(HTTP_TOKEN_VARIABLE, ""),
+                        reads,
+                        cert,
+                        key,
+                        auth if guarded else "",
+                        revoked,
+                    ),
                 )
             )
         )

@@ -7,11 +7,19 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from kvstore.config.base import HTTP_TOKEN_VARIABLE, Config
-from kvstore.config.values import As, HttpReads, HttpToken, RefusedValueError
+from kvstore.config.values import As, AuthFile, AuthMode, HttpReads, HttpToken, RefusedValueError
 
 
 class HttpConfig(Config):
-    """The settings of a server with a port for HTTP."""
+    """The settings of a server: its port for HTTP, and who may use it and its other ports."""
+
+    auth: AuthFile = ""
+    auth_mode: AuthMode = "require"
+    auth_revoked: Annotated[str, As("FILE")] = Field(
+        default="",
+        description="File with the numbers of revoked identities, which kvstore auth revoke "
+        "writes. It is looked at once a second.",
+    )
 
     http_token: HttpToken = Field(
         default="",

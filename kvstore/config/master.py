@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -13,9 +12,6 @@ from kvstore.config.values import (
     DEFAULT_PORT,
     HTTP_PORT,
     Advertise,
-    As,
-    AuthFile,
-    AuthMode,
     Bytes,
     Cluster,
     Count,
@@ -53,13 +49,6 @@ class MasterConfig(HttpConfig):
         default=DEFAULT_PORT, description="TCP port of the gRPC service; 0 takes any."
     )
     cluster: Cluster = ""
-    auth: AuthFile = ""
-    auth_mode: AuthMode = "require"
-    auth_revoked: Annotated[str, As("FILE")] = Field(
-        default="",
-        description="File with the numbers of revoked identities, which kvstore auth revoke "
-        "writes. It is looked at once a second.",
-    )
     lane_port: Port = Field(
         default=0,
         description="TCP port of the lane, the fast carrier of the hot calls; 0 takes the port "
@@ -305,6 +294,12 @@ class MasterConfig(HttpConfig):
             "bytes on their way to a stopped node land before it counts as dead, "
             "and must not land in memory that has been given to someone else",
         )
+        if self.auth and self.events_at:
+            raise RefusedValueError(
+                f"is {self.events!r}, and ZeroMQ authenticates nobody",
+                "With --auth give 'on': events over HTTP.",
+                key="events",
+            )
         if self.events and not self.http_port:
             raise RefusedValueError("needs a port for HTTP", "Drop --http-port 0.", key="events")
         addresses = self.events_at.split(",") if self.events_at else []

@@ -18,8 +18,6 @@ from kvstore.config.values import (
     P2P,
     Advertise,
     As,
-    AuthFile,
-    AuthMode,
     Bytes,
     Cluster,
     Count,
@@ -36,6 +34,8 @@ from kvstore.config.values import (
     OptionalHost,
     Port,
     RefusedValueError,
+    Unauthenticated,
+    check_engine,
 )
 
 
@@ -55,8 +55,6 @@ class NodeConfig(HttpConfig):
         description=MASTER_HELP,
     )
     cluster: Cluster = ""
-    auth: AuthFile = ""
-    auth_mode: AuthMode = "require"
     name: Name = Field(
         default="",
         description="The node's name, unique in the cluster; empty takes the host's name, and "
@@ -147,10 +145,12 @@ class NodeConfig(HttpConfig):
     )
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P
+    transfer_engine_unauthenticated: Unauthenticated = False
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
 
     @model_validator(mode="after")
     def _rules(self) -> NodeConfig:
+        check_engine(self.auth, self.protocol, unauthenticated=self.transfer_engine_unauthenticated)
         if self.device:
             for key, why in (
                 ("keep", "memory of a device cannot be kept"),

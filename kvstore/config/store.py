@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from kvstore.config.base import Config
 from kvstore.config.values import (
@@ -23,7 +25,9 @@ from kvstore.config.values import (
     MetadataServer,
     MoversProtocol,
     Transports,
+    Unauthenticated,
     Verify,
+    check_engine,
 )
 from kvstore.limits import REPLICAS_MAX
 
@@ -45,6 +49,7 @@ class StoreSettings(Config):
     protocol: MoversProtocol = ""
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P
+    transfer_engine_unauthenticated: Unauthenticated = False
     engine_buffer: EngineBuffer = 64 << 20
     device_ring: DeviceRing = 64 << 20
     device_locked: DeviceLocked = 1 << 40
@@ -65,3 +70,8 @@ class StoreSettings(Config):
     memory: Bytes = Field(
         default=0, description="Memory that this process also pools (2GiB); 0 contributes none."
     )
+
+    @model_validator(mode="after")
+    def _store_rules(self) -> Self:
+        check_engine(self.auth, self.protocol, unauthenticated=self.transfer_engine_unauthenticated)
+        return self

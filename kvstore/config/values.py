@@ -329,6 +329,25 @@ AuthMode = Annotated[
         "them as before, while a cluster is switched on host by host."
     ),
 ]
+Unauthenticated = Annotated[
+    bool,
+    Field(
+        description="With --auth, use the transfer engine all the same: whoever reaches its ports "
+        "may read and write the memory that is registered with it."
+    ),
+]
+
+
+def check_engine(auth: str, protocol: str, *, unauthenticated: bool) -> None:
+    """Raises RefusedValueError: the transfer engine would serve everybody."""
+    if auth and protocol and not unauthenticated:
+        raise RefusedValueError(
+            "does not go with --auth: the transfer engine authenticates nobody",
+            "Drop it, or give --transfer-engine-unauthenticated where its network is trusted.",
+            key="protocol",
+        )
+
+
 HttpReads = Annotated[Literal["all", "token"], BeforeValidator(_lower)]
 EngineProtocol = Annotated[Literal["", "tcp", "rdma"], As("tcp|rdma"), BeforeValidator(_lower)]
 Devices = Annotated[

@@ -14,6 +14,8 @@ import grpc
 
 from kvstore import calls
 from kvstore._version import __version__
+from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
+from kvstore.auth.identity import parse
 from kvstore.calls import ClusterStatus, Joined, NodeStatus, SegmentInfo, Segments, TrafficReport
 from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
@@ -60,23 +62,24 @@ Deadline = float
 
 
 def reached(
-    master: MasterConfig, masters: str, timeout_s: float, *, is_named: bool
+    master: MasterConfig, masters: str, timeout_s: float, *, is_named: bool, auth: str = ""
 ) -> Iterator[Finding]:
-    """Checks the ports for a master here, and the cluster if ``is_named`` or a master is here."""
-    found = list(under("ports", ports(master, timeout_s)))
+    """Checks the ports for a master here, and the cluster if ``is_named`` or a master is here.
+    ``auth``: the file that proves who asks; empty: no authentication."""
+    found = list(under("ports", ports(master, timeout_s, auth)))
     yield from found
     if is_named or any("a master answers" in each.found for each in found):
-        yield from cluster(masters, timeout_s)
+        yield from cluster(masters, timeout_s, auth)
 
 
-def ports(config: MasterConfig, timeout_s: float) -> Iterator[Finding]:
+def ports(config: MasterConfig, timeout_s: float, auth: str = "") -> Iterator[Finding]:
     """Checks the ports that a master on this host would listen on. A port that a running master
     already has is fine."""
     for name, port in (("gRPC", config.port), ("lane", config.lane_port_wanted)):
         why = port_taken(config.host, port)
         if why is None:
             yield ok(f"{port} ({name}) is free")
-        elif why == errno.EADDRINUSE and master_at(config.host, config.port, timeout_s):
+        elif why == errno.EADDRINUSE and master_at(config.host, config.port, timeout_s, auth):
             yield ok(f"{port} ({name}) is taken, and a master answers here")
         elif why == errno.EADDRINUSE:
             advice = f"ss -ltnp 'sport = :{port}' shows the process; or choose another --port"
@@ -97,10 +100,8 @@ def port_taken(host: str, port: int) -> int | None:
         return error.errno or errno.EIO
 
 
-def master_at(host: str, port: int, timeout_s: float) -> bool:
-    stub = MasterStub(
-        join_address(reached_at(host), port), host=host_id(), name="doctor", lane=False
-    )
+def master_at(host: str, port: int, timeout_s: float, auth: str = "") -> bool:
+    stub = _stub(join_address(reached_at(host), port), auth)
     try:
         stub.join(uptime() + min(1.0, timeout_s / 3))
         return True
@@ -110,14 +111,18 @@ def master_at(host: str, port: int, timeout_s: float) -> bool:
         stub.close()
 
 
-def cluster(masters: str, timeout_s: float) -> list[Finding]:
+def _stub(place: str, auth: str) -> MasterStub:
+    return MasterStub(place, host=host_id(), name="doctor", lane=False, auth=auth)
+
+
+def cluster(masters: str, timeout_s: float, auth: str = "") -> list[Finding]:
     """Checks the masters of a list, and through the leader the nodes; for an etcd, its members and
     the leader that they name. Slow checks run in parallel, each with the whole ``timeout_s``."""
     if masters.startswith(ETCD_SCHEME):
-        return by_etcd(parse_etcd(masters), timeout_s)
+        return by_etcd(parse_etcd(masters), timeout_s, auth)
     places = [place.strip() for place in masters.split(",")]
     with ThreadPoolExecutor(AT_ONCE_MAX) as pool:
-        seen = list(pool.map(lambda place: master(place, timeout_s), places))
+        seen = list(pool.map(lambda place: master(place, timeout_s, auth), places))
         found = [finding for each in seen for finding in each.found]
         leader = next((place for place, each in zip(places, seen) if each.serves), None)
         if leader is None:
@@ -125,15 +130,15 @@ def cluster(masters: str, timeout_s: float) -> list[Finding]:
             leader = next((each.leader for each in seen if each.leader), None)
             if leader is None:
                 return found
-            found += master(leader, timeout_s).found
-        stub = MasterStub(leader, host=host_id(), name="doctor", lane=False)
+            found += master(leader, timeout_s, auth).found
+        stub = _stub(leader, auth)
         try:
             return found + nodes(stub, timeout_s, pool) + hits(stub, leader, timeout_s)
         finally:
             stub.close()
 
 
-def by_etcd(place: EtcdPlace, timeout_s: float) -> list[Finding]:
+def by_etcd(place: EtcdPlace, timeout_s: float, auth: str = "") -> list[Finding]:
     """Checks the members of an etcd, and the master that they name as leader."""
     found: list[Finding] = []
     leaders: set[str] = set()
@@ -168,7 +173,7 @@ def by_etcd(place: EtcdPlace, timeout_s: float) -> list[Finding]:
         advice = f"kvstore-master --etcd {','.join(place.endpoints)} on two hosts or more"
         return [*found, problem(what, advice, "leader")]
     found += [ok(f"{leader} leads the masters", subject="leader") for leader in sorted(leaders)]
-    return found + cluster(",".join(sorted(leaders)), timeout_s)
+    return found + cluster(",".join(sorted(leaders)), timeout_s, auth)
 
 
 class _MasterAnswer(NamedTuple):
@@ -180,12 +185,12 @@ class _MasterAnswer(NamedTuple):
     """The leader's address, as a standby names it."""
 
 
-def master(place: str, timeout_s: float) -> _MasterAnswer:
+def master(place: str, timeout_s: float, auth: str = "") -> _MasterAnswer:
     deadline = uptime() + timeout_s
     subject = f"master {place}"
-    stub = MasterStub(place, host=host_id(), name="doctor", lane=False)
+    stub = _stub(place, auth)
     try:
-        _ask_only(place, deadline)
+        _ask_only(place, deadline, auth)
         joined = stub.join(deadline)
     except NotLeaderError as error:
         leader = str(error.fields.get("leader", ""))
@@ -220,11 +225,23 @@ def master(place: str, timeout_s: float) -> _MasterAnswer:
         )
         what = f"its epoch is {ahead_s / 60:.0f} min ahead of this host's clock"
         found.append(warning(what, advice, subject))
+    if joined.identity:
+        found.append(ok(f"knows this process as {_described(joined.identity)}", subject=subject))
     host, _ = split_address(place, default_port=DEFAULT_PORT)
-    return _MasterAnswer([*found, lane(host, joined, deadline)], serves=True)
+    return _MasterAnswer([*found, lane(host, joined, deadline, auth)], serves=True)
 
 
-def _ask_only(place: str, deadline: float) -> None:
+def _described(uri: str) -> str:
+    who = parse(uri)
+    rights = [
+        f"{verb} {', '.join(patterns)}"
+        for verb, patterns in (("reads", who.reads), ("writes", who.writes))
+        if patterns
+    ]
+    return "; ".join([who.shown, *rights])
+
+
+def _ask_only(place: str, deadline: float, auth: str) -> None:
     """Asks exactly this master; the client would go on to the leader.
 
     Raises:
@@ -233,7 +250,12 @@ def _ask_only(place: str, deadline: float) -> None:
     """
     address = join_address(*split_address(place, default_port=DEFAULT_PORT))
     call = CALLS[calls.Status]
-    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+    options = [("grpc.enable_http_proxy", 0)]
+    with (
+        grpc.secure_channel(address, Credentials(auth).channel(), [*options, *channel_options()])
+        if auth
+        else grpc.insecure_channel(address, options)
+    ) as channel:
         ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
         try:
             ask(encode_request(calls.Status()), timeout=max(0.1, deadline - uptime()) / 2)
@@ -244,7 +266,7 @@ def _ask_only(place: str, deadline: float) -> None:
                 raise failure from None
 
 
-def lane(host: str, joined: Joined, deadline: Deadline) -> Finding:
+def lane(host: str, joined: Joined, deadline: Deadline, auth: str = "") -> Finding:
     """Checks the lane by its TCP port, which clients on other hosts use."""
     subject = "lane"
     if not joined.lane_port:
@@ -253,7 +275,12 @@ def lane(host: str, joined: Joined, deadline: Deadline) -> Finding:
     address = join_address(host, joined.lane_port)
     try:
         by = max(deadline, uptime() + 0.1)
-        with names.connect(host, joined.lane_port, by) as sock:
+        with (
+            names.connect(host, joined.lane_port, by) as raw,
+            Credentials(auth).client().wrap_socket(raw, server_hostname=MASTER_NAME)
+            if auth
+            else contextlib.nullcontext(raw) as sock,
+        ):
             sock.sendall(hello(joined.lane_token))
             reader = FrameReader()
             while (answer := reader.next()) is None:

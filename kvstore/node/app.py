@@ -126,7 +126,9 @@ def run(
                 stack.callback(listener.close)
                 at = join_address(config.host, listener.getsockname()[1])
                 log.info("http_served address=%s://%s", secured.scheme, at)
-            access = Access(None, token=secured.token, reads=secured.reads)
+            access = Access(
+                None, token=secured.token, reads=secured.reads, identities=secured.identities()
+            )
             starting = Starting(config.memory)
             with starting_served(starting, listener, access, secured.tls()):
                 segment = _mount(config, kind, starting)

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvstore.auth.credentials import MASTER_NAME
 from kvstore.process import background
 from kvstore.process.background import start_task
 from kvstore.process.children import ParentLink
@@ -80,7 +81,10 @@ async def serve(served: Served) -> None:
     try:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
-        access = Access(Hosts(served.names), token=secured.token, reads=secured.reads)
+        access = Access(
+            Hosts([*served.names, MASTER_NAME]), token=secured.token, reads=secured.reads,
+            identities=secured.identities(),
+        )  # fmt: skip
         routes = _routes(access, master, dashboard, events, nodes)
         async with serving(served.listener, answers, routes, access=access, tls=secured.tls()):
             served.parent.tell(ready=1)
@@ -113,6 +117,8 @@ def _routes(
     routes = [Route("GET", path, access.named(way)) for path, way in dashboard.page().items()]
     for each in endpoints:
         guard = access.trusted if each.is_trusted else access.reading
+        if each.is_of_all:
+            guard = access.of_all
         routes.append(Route(each.method, each.path, guard(each.handle)))
     return routes
 

@@ -174,13 +174,17 @@ class NodesAPI:
                 await asyncio.to_thread(drain.client.close)
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    @endpoint("GET", NODES_PATH, {200: "All of them."})
+    @endpoint("GET", NODES_PATH, {200: "All of them."}, is_of_all=True)
     async def _nodes(self) -> NodesAnswer:
         """The nodes."""
         nodes = (await self._status()).nodes
         return NodesAnswer(nodes=[_answer(each, self._drains.get(each.name)) for each in nodes])
 
-    @endpoint("GET", DRAIN_PATH, {200: "The last drain of this node.", 404: "There was none."})
+    @endpoint(
+        "GET", DRAIN_PATH,
+        {200: "The last drain of this node.", 404: "There was none."},
+        is_of_all=True,
+    )  # fmt: skip
     async def _progress(self, asked: NodeQuestion) -> DrainAnswer:
         """How far a drain is."""
         drain = self._drains.get(asked.node)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
+from kvstore.auth.acting import acting_for, check_acting
 from kvstore.calls import ClusterStatus
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
@@ -92,7 +93,8 @@ class Shared(Generic[ValueT]):
 
     async def _answer(self) -> ValueT:
         self._fresh_until = 0.0
-        answer = await self._ask()
+        with acting_for(None):  # the answer is for all who ask
+            answer = await self._ask()
         self._fresh_until = time.monotonic() + self._fresh_s
         return answer
 
@@ -110,8 +112,11 @@ class ParentMaster:
         self._channel = channel
         self._lives = start_task("lives", channel.ask_forever("role", ANSWER_S))
         self.client = AsyncClient(
-            address, cluster=cluster, name="kvstore-web", timeout_ms=STATUS_MS, auth=auth
-        )
+            address, cluster=cluster, name="kvstore-web", timeout_ms=STATUS_MS, auth=auth,
+            # With identities each request needs a call, which is checked by the request's rights.
+            placements_max=0 if auth else None,
+        )  # fmt: skip
+        self.client._check_calls(check_acting)
         self._status: ClusterStatus | None = None
         self._fresh_until = 0.0
         self._noticed = Noticed(0, 0, deque(maxlen=NOTICES_MAX))

@@ -89,7 +89,7 @@ class Dashboard:
         report = await self._master.client.traffic()
         return problems.of_engines(report.namespaces, await self._master.fleet_records())
 
-    @endpoint("GET", "/api/v1/status", {200: "At a glance."}, has_own_bounds=True)
+    @endpoint("GET", "/api/v1/status", {200: "At a glance."}, is_of_all=True, has_own_bounds=True)
     async def _answer_status(self) -> Annotated[dict[str, Any], shapes.Status]:
         """The cluster."""
         seen = await self._master.seen()
@@ -106,12 +106,18 @@ class Dashboard:
             "problems": [each._asdict() for each in problems.of_a_standby(seen.leader)],
         }
 
-    @endpoint("GET", "/api/v1/history", {200: "In columns."}, has_own_bounds=True)
+    @endpoint("GET", "/api/v1/history", {200: "In columns."}, is_of_all=True, has_own_bounds=True)
     async def _answer_history(self) -> Annotated[dict[str, Any], shapes.History]:
         """The last hour."""
         return self._history.as_columns(time.time_ns() // 1_000_000)
 
-    @endpoint("GET", "/api/v1/notices", {200: "Those after a number."}, has_own_bounds=True)
+    @endpoint(
+        "GET",
+        "/api/v1/notices",
+        {200: "Those after a number."},
+        is_of_all=True,
+        has_own_bounds=True,
+    )
     async def _answer_notices(
         self, asked: NoticesQuestion
     ) -> Annotated[dict[str, Any], shapes.Notices]:
@@ -120,7 +126,7 @@ class Dashboard:
         new = [each for each in kept if each[0] > asked.after]
         return {"run": run, "last": last, "notices": new}
 
-    @endpoint("GET", "/api/v1/fleet", {200: "By model."}, has_own_bounds=True)
+    @endpoint("GET", "/api/v1/fleet", {200: "By model."}, is_of_all=True, has_own_bounds=True)
     async def _answer_fleet(self) -> Annotated[dict[str, Any], shapes.Fleet]:
         """The engines."""
         return {"models": compared(await self._master.fleet_records())}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlencode
 
+from kvstore.auth.credentials import MASTER_NAME, Credentials
 from kvstore.config import HTTP_TOKEN_VARIABLE
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError, UnavailableError
 from kvstore.network.addresses import join_address, split_address
@@ -57,6 +58,7 @@ def follow(
     patience_s: float | None = None,
     token: str = "",
     cacert: str = "",
+    auth: str = "",
     heard: Callable[[], None] = lambda: None,
     failed: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Told]:
@@ -76,6 +78,8 @@ def follow(
         token: the token of these ports, if they want one.
         cacert: file with the certificates (PEM) that the masters' certificates are checked against;
             empty: those of the system.
+        auth: the file that proves our identity to masters with authentication, whose addresses are
+            ``https`` then; their certificates must be of its authority. Empty: none.
         heard: called when a connection shows that it lives: every 2 s, or more often.
         failed: called with the reason when a connection fails or ends, before the next attempt.
 
@@ -83,9 +87,19 @@ def follow(
         UnavailableError: ``patience_s`` is over, or a master has no events;
         PermissionDeniedError: the token is missing or wrong;
         InvalidArgumentError: ``since``, ``cacert`` or an address is wrong;
+        ConfigError: ``auth`` cannot be used;
         ClosedError: the thread's ``Stop`` is set.
     """
-    tls = functools.cache(lambda: _tls(cacert))
+    credentials = Credentials(auth) if auth else None
+
+    @functools.cache
+    def tls_once() -> ssl.SSLContext:
+        return _tls(cacert)
+
+    def tls() -> ssl.SSLContext:
+        return tls_once() if credentials is None else credentials.client()
+
+    name = "" if credentials is None else MASTER_NAME
     query = {"snapshot": int(whole), "namespace": namespace, "under": under}
     path = f"/api/v1/events?{urlencode({name: value for name, value in query.items() if value})}"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -94,7 +108,7 @@ def follow(
     why = "no master answers"
     for address in itertools.cycle(addresses) if isinstance(addresses, Sequence) else addresses:
         try:
-            for told, after in _read(address, path, place, headers, tls):
+            for told, after in _read(address, path, place, headers, tls, name):
                 place = after
                 heard()
                 if told is not None:
@@ -122,9 +136,11 @@ def _read(
     since: str,
     headers: dict[str, str],
     tls: Callable[[], ssl.SSLContext],
+    name: str,
 ) -> Iterator[tuple[Told | None, str]]:
-    """Reads one connection. Yields each event (None: a heartbeat), and the place after it."""
-    connection = _connect(address, tls)
+    """Reads one connection. Yields each event (None: a heartbeat), and the place after it.
+    ``name``: the name in the master's certificate; empty: that in ``address``."""
+    connection = _connect(address, tls, name)
     with contextlib.closing(connection), _cut_by_stop(connection.sock):
         host, port = connection.sock.getpeername()[:2]
         headers = headers | ({"Last-Event-ID": since} if since else {})
@@ -137,6 +153,8 @@ def _read(
             said = answer.read(1_000).decode(errors="replace").strip()
             if answer.status == _UNAVAILABLE:
                 raise OSError(said)
+            if answer.status == http.client.FORBIDDEN:
+                raise PermissionDeniedError(f"{address}: {said}")
             if answer.status == http.client.UNAUTHORIZED:
                 raise PermissionDeniedError(
                     f"{address}: the token is missing or wrong",
@@ -160,11 +178,28 @@ def _read(
                 yield told, since
 
 
-def _connect(address: str, tls: Callable[[], ssl.SSLContext]) -> http.client.HTTPConnection:
+class _NamedConnection(http.client.HTTPSConnection):
+    """A connection to a server that has a name of its own in its certificate."""
+
+    def __init__(self, host: str, port: int, name: str, context: ssl.SSLContext) -> None:
+        super().__init__(host, port, timeout=CONNECT_S, context=context)
+        self._named = name, context
+
+    def connect(self) -> None:
+        name, context = self._named
+        http.client.HTTPConnection.connect(self)
+        self.sock = context.wrap_socket(self.sock, server_hostname=name)
+
+
+def _connect(
+    address: str, tls: Callable[[], ssl.SSLContext], name: str
+) -> http.client.HTTPConnection:
     scheme, _, place = address.rpartition("://")
     host, port = split_address(place.rstrip("/"))
     made: http.client.HTTPConnection
-    if scheme == "https":
+    if name and scheme in ("", "https"):
+        made = _NamedConnection(host, port, name, tls())
+    elif scheme == "https":
         made = http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=tls())
     elif scheme in ("", "http"):
         made = http.client.HTTPConnection(host, port, timeout=CONNECT_S)

@@ -10,6 +10,8 @@ from typing import Annotated, Final
 from aiohttp import web
 from pydantic import BeforeValidator, ConfigDict, Field
 
+from kvstore.auth.acting import acting
+from kvstore.auth.rights import check_events
 from kvstore.errors import UnavailableError
 from kvstore.limits import check_namespace
 from kvstore.web.channel import ChildEnd
@@ -105,6 +107,8 @@ class EventsAPI:
         since = request.headers.get("Last-Event-ID") or asked.since
         place = EventPosition.parse(since) if since else None
         _check(asked.namespace, asked.under)
+        if (who := acting()) is not None:
+            check_events(who, asked.namespace, asked.under)
         with self._subscriber(request):
             await self._check_leads()
             texts = self.streams.events(
@@ -119,6 +123,8 @@ class EventsAPI:
     async def _snapshot(self, request: web.Request, asked: SnapshotQuestion) -> web.StreamResponse:
         """What is in the store."""
         _check(asked.namespace)
+        if (who := acting()) is not None:
+            check_events(who, asked.namespace, "")
         with self._subscriber(request):
             await self._check_leads()
             texts = self.streams.snapshot(asked.namespace)

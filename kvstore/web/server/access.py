@@ -23,8 +23,13 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from kvstore.auth.acting import acting_for
+from kvstore.auth.credentials import Credentials, alternative_names
+from kvstore.auth.identity import ADMIN, Identity, identity, identity_of
+from kvstore.auth.revoked import Revoked
+from kvstore.auth.rights import check_numbers
 from kvstore.config import HttpConfig, read_token
-from kvstore.errors import InvalidArgumentError
+from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.network.addresses import split_address
 from kvstore.web.server.certificates import tls_of
 from kvstore.web.server.doors import Handler
@@ -41,6 +46,10 @@ HEADERS: Final = {
 """Headers that every answer gets."""
 
 FORGED: Final = "A page of another site has made this request.\n"
+UNKNOWN: Final = (
+    "This needs an identity: a certificate of this cluster (curl --cert FILE --cacert FILE), or "
+    "the token of this port.\n"
+)
 LOCKED: Final = "This needs the token of this port: Authorization: Bearer TOKEN\n"
 
 
@@ -73,14 +82,24 @@ class Secured(NamedTuple):
     reads: str = "all"
     cert: str = ""
     key: str = ""
+    auth: str = ""
+    """The file of this process's identity, if requests need one."""
+    revoked: str = ""
+    """File with the numbers of revoked identities."""
 
     @property
     def scheme(self) -> str:
-        return "https" if self.cert else "http"
+        return "https" if self.cert or self.auth else "http"
 
     def tls(self) -> ssl.SSLContext | None:
         """The TLS context; None: plain HTTP. Raises ConfigError, as ``tls_of``."""
+        if self.auth:
+            own = {"cert": self.cert, "key": self.key} if self.cert else {}
+            return Credentials(self.auth).server(is_optional=True, **own)
         return tls_of(self.cert, self.key) if self.cert else None
+
+    def identities(self) -> Identities | None:
+        return Identities(Revoked(self.revoked)) if self.auth else None
 
 
 NOT_SECURED: Final = Secured()
@@ -92,7 +111,10 @@ def secured_by(config: HttpConfig) -> Secured:
     Raises:
         ConfigError: a file cannot be read, or is of no use.
     """
-    secured = Secured(token_of(config), config.http_reads, config.http_cert, config.http_key)
+    secured = Secured(
+        token_of(config), config.http_reads, config.http_cert, config.http_key,
+        config.auth if config.auth_mode == "require" else "", config.auth_revoked,
+    )  # fmt: skip
     secured.tls()
     return secured
 
@@ -121,8 +143,35 @@ class Hosts:
         return host in self._names or _is_address(host)
 
 
+HTTP_TOKEN: Final = identity("http-token", [ADMIN])
+"""Who shows the token of a port, where there are identities."""
+
+
+class Identities:
+    """Who sends a request, on a port with authentication: the certificate of its connection says
+    it. Use it in one event loop."""
+
+    def __init__(self, revoked: Revoked) -> None:
+        self._revoked = revoked
+
+    def of(self, request: web.Request) -> Identity | None:
+        """None: it has shown no identity, or one that is revoked."""
+        transport = request.transport
+        shown = None if transport is None else transport.get_extra_info("peercert")
+        try:
+            who = identity_of(alternative_names(shown))
+        except InvalidArgumentError:
+            return None
+        return None if self._revoked.has(who) else who
+
+
 class Access:
-    """The rules of one port. Threads: any."""
+    """The rules of one port. Threads: any.
+
+    Where requests have identities, neither loopback nor the settings of reads count: every request
+    but those for health and for the page itself needs an identity, or the token, and its handler
+    runs for that identity (``kvstore.auth.acting``).
+    """
 
     def __init__(
         self,
@@ -131,6 +180,7 @@ class Access:
         token: str = "",
         reads: str = "all",
         advice: Advice = OF_MASTER,
+        identities: Identities | None = None,
     ) -> None:
         """
         Args:
@@ -139,7 +189,9 @@ class Access:
             token: the token of this port; empty: there is none.
             reads: who may read: ``all``, or those who have the ``token``.
             advice: advice for those who are refused.
+            identities: who sends a request; None: without authentication.
         """
+        self._identities = identities
         self._hosts = hosts
         self._token = token.encode()
         self._reads_need_token = reads == "token"
@@ -151,11 +203,15 @@ class Access:
 
     def reading(self, handler: Handler) -> Handler:
         """Guards reads: the request comes by a known name, and may read."""
-        return _guarded(handler, self._misdirected, self._unread)
+        return _guarded(self._acting(handler), self._misdirected, self._unread)
 
     def trusted(self, handler: Handler) -> Handler:
         """Guards changes, and fetching bytes of objects: the request is trusted."""
-        return _guarded(handler, self.distrusts)
+        return _guarded(self._acting(handler), self.distrusts)
+
+    def of_all(self, handler: Handler) -> Handler:
+        """Guards what is about all namespaces: as ``reading``, by an identity that may see that."""
+        return _guarded(self._acting(handler), self._misdirected, self._unread, self._blind)
 
     def distrusts(self, request: web.Request) -> web.Response | None:
         """The refusal of a request that is not trusted; None: it is."""
@@ -163,7 +219,32 @@ class Access:
 
     def measuring(self, handler: Handler) -> Handler:
         """Guards metrics: the request may read, by whatever name it comes."""
-        return _guarded(handler, self._unread)
+        return _guarded(handler, self._unread, self._blind)
+
+    def _acting(self, handler: Handler) -> Handler:
+        if self._identities is None:
+            return handler
+
+        async def acting(request: web.Request) -> web.StreamResponse:
+            with acting_for(self._who(request)):
+                return await handler(request)
+
+        return acting
+
+    def _who(self, request: web.Request) -> Identity | None:
+        """Who sends the request; None: it has shown neither an identity nor the token."""
+        if self._has_token(request):
+            return HTTP_TOKEN
+        return None if self._identities is None else self._identities.of(request)
+
+    def _blind(self, request: web.Request) -> web.Response | None:
+        if self._identities is None or (who := self._who(request)) is None:
+            return None
+        try:
+            check_numbers(who)
+        except PermissionDeniedError as error:
+            return _refusal(403, f"{error}\n")
+        return None
 
     def _misdirected(self, request: web.Request) -> web.Response | None:
         if self._hosts is None or self._hosts.allow(request.headers.getall("Host", [])):
@@ -171,11 +252,15 @@ class Access:
         return _refusal(421, f"This name is not known here. Use an address, {self._advice.names}\n")
 
     def _unread(self, request: web.Request) -> web.Response | None:
+        if self._identities is not None:
+            return None if self._who(request) is not None else _unauthorized(UNKNOWN)
         if not self._reads_need_token or self._has_token(request):
             return None
         return _unauthorized()
 
     def _untrusted(self, request: web.Request) -> web.Response | None:
+        if self._identities is not None:
+            return self._unread(request)
         if self._token:
             return None if self._has_token(request) else _unauthorized()
         if is_loopback(request):
@@ -239,9 +324,9 @@ def _refusal(status: int, text: str) -> web.Response:
     return web.Response(status=status, text=text, headers=HEADERS)
 
 
-def _unauthorized() -> web.Response:
+def _unauthorized(text: str = LOCKED) -> web.Response:
     headers = {**HEADERS, "WWW-Authenticate": 'Bearer realm="kvstore"'}
-    return web.Response(status=401, text=LOCKED, headers=headers)
+    return web.Response(status=401, text=text, headers=headers)
 
 
 def _is_address(host: str) -> bool:

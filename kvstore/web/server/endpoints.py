@@ -21,6 +21,7 @@ from kvstore.errors import (
     InvalidArgumentError,
     KVStoreError,
     NoSpaceError,
+    PermissionDeniedError,
     PutRefusedError,
     StaleReadError,
     UnavailableError,
@@ -42,6 +43,7 @@ BYTES: Final = "application/octet-stream"
 
 STATUSES: Final[Mapping[type[KVStoreError], int]] = {
     UsageError: 400,
+    PermissionDeniedError: 403,
     ValueTooLargeError: 413,
     BatchTooLargeError: 413,
     UnavailableError: 503,
@@ -154,6 +156,9 @@ class Endpoint(NamedTuple):
     """Content of an answer that is no refusal: JSON of this shape, or a content type, or none."""
     is_trusted: bool
     """Whether requests need the token, or to come from loopback."""
+    is_of_all: bool
+    """Whether the answer is about all namespaces, whoever asks. All other answers come from calls
+    that are checked by the rights of the request."""
     has_own_bounds: bool
     """Whether the method has bounds and deadlines of its own, because it waits for its client, or
     answers from what this process already knows."""
@@ -204,6 +209,7 @@ def endpoint(
     *,
     content: str | None = None,
     is_trusted: bool = False,
+    is_of_all: bool = False,
     has_own_bounds: bool = False,
 ) -> Callable[[AnswerT], AnswerT]:
     """Makes a method an endpoint. The method may take the ``request``, and a ``Question`` after it;
@@ -220,7 +226,8 @@ def endpoint(
         answer.__dict__["endpoint"] = Endpoint(
             method, path, " ".join((answer.__doc__ or "").split()), answers, answer,
             next(filter(_is_model, taken), None), web.Request in taken,
-            content or next(filter(_is_model, told), None), is_trusted, has_own_bounds,
+            content or next(filter(_is_model, told), None), is_trusted, is_of_all,
+            has_own_bounds,
         )  # fmt: skip
         return answer
 
