@@ -11,6 +11,7 @@ import time
 
 from kvstore.auth.credentials import MASTER_NAME, Credentials
 from kvstore.calls import Joined
+from kvstore.client.calling import tls
 from kvstore.client.calling.retries import (
     CarrierBrokenError,
     LaneUnreachableError,
@@ -19,7 +20,7 @@ from kvstore.client.calling.retries import (
 from kvstore.clocks import uptime
 from kvstore.errors import PermissionDeniedError, ProtocolError
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.native import slow, steps
+from kvstore.native import steps
 from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED
 from kvstore.network import names
 from kvstore.network.addresses import join_address
@@ -84,13 +85,14 @@ class LaneConnection:
         """
         self._call_id += 1
         request = frame(self._call_id, CALL, name, payload)
-        exchange = slow.exchange if isinstance(self._sock, ssl.SSLSocket) else steps.exchange
         gauge = self._gauge
         spinning = spin and self._spin_s > 0 and gauge.pays()
         spin_s = self._spin_s if spinning else 0.0
-        status, number, kind, data = exchange(
-            self._sock, request, self._call_id, spin_s, deadline, FRAME_BYTES_MAX
-        )
+        how = request, self._call_id, spin_s, deadline, FRAME_BYTES_MAX
+        if isinstance(self._sock, ssl.SSLSocket):
+            status, number, kind, data = tls.exchange(self._sock, *how)
+        else:
+            status, number, kind, data = steps.exchange(self._sock, *how)
         if status == ANSWERED and data is not None:
             if spinning:
                 gauge.hit() if number else gauge.missed()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import socket
-import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -188,9 +187,9 @@ def exchange(
         return kinds.TIMED_OUT, 0, 0, None
     try:
         sock.setblocking(False)
-        sock.recv(1, 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_PEEK)
+        sock.recv(1, socket.MSG_PEEK)
         return kinds.UNASKED, 0, 0, None
-    except (BlockingIOError, ssl.SSLWantReadError):
+    except BlockingIOError:
         pass
     except OSError:
         return kinds.UNASKED, 0, 0, None
@@ -239,8 +238,6 @@ def _how(error: OSError | RefusedTransferError) -> tuple[int, int]:
         return kinds.TIMED_OUT, 0
     if isinstance(error, EndedError):
         return kinds.ENDED, 0
-    if isinstance(error, ssl.SSLError):
-        return kinds.BROKEN, errno.EPROTO
     return kinds.BROKEN, error.errno or 0
 
 
