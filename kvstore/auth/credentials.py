@@ -13,6 +13,7 @@ engine cannot pass for a master, wherever it runs, and certificates need no addr
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import ssl
@@ -23,6 +24,7 @@ from typing import Final, NamedTuple
 
 import grpc
 
+from kvstore.clocks import uptime
 from kvstore.errors import ConfigError
 
 log = logging.getLogger("kvstore.auth")
@@ -35,6 +37,10 @@ AUTHORITIES: Final = "Authorities:"
 
 FILE_BYTES_MAX: Final = 1 << 20
 
+RETRY_S: Final = 10.0
+"""After which a file that could not be used is tried again, even if it looks as before: a disk that
+was away, a process out of descriptors."""
+
 _KEY: Final = re.compile(
     rb"-----BEGIN (?:EC |RSA )?PRIVATE KEY-----.+?-----END (?:EC |RSA )?PRIVATE KEY-----\s*",
     re.DOTALL,
@@ -42,6 +48,7 @@ _KEY: Final = re.compile(
 _CERTIFICATE: Final = re.compile(
     rb"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\s*", re.DOTALL
 )
+_AUTHORITIES: Final = re.compile(rb"^%b[ \t\r]*$" % AUTHORITIES.encode(), re.MULTILINE)
 
 
 class Pems(NamedTuple):
@@ -66,20 +73,23 @@ class Credentials:
         self.path = path
         self._lock = threading.Lock()
         self._seen = _seen(path)
-        self._pems = _read(path)
+        self._again_at = math.inf
+        self._pems = read(path)
         self._client = self._pems, _loaded(self._pems)
 
     def pems(self) -> Pems:
         """What the file holds now; what it held before, if it cannot be used now."""
         with self._lock:
-            if (found := _seen(self.path)) != self._seen:
+            if (found := _seen(self.path)) != self._seen or uptime() >= self._again_at:
                 self._seen = found
                 try:
-                    pems = _read(self.path)
+                    pems = read(self.path)
                     _loaded(pems)
                 except ConfigError as error:
+                    self._again_at = uptime() + RETRY_S
                     log.warning("auth_not_renewed reason=%s", error)
                 else:
+                    self._again_at = math.inf
                     self._pems = pems
                     log.info("auth_renewed file=%s", self.path)
             return self._pems
@@ -170,6 +180,10 @@ def _loaded(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
+    # A name of an identity is free text, and may be "master.kvstore".
+    context.hostname_checks_common_name = False
+    if is_server:
+        context.num_tickets = 0  # who resumes shows no certificate, so it may have expired since
     try:
         context.load_verify_locations(cadata=pems.authorities.decode("ascii"))
         if cert:
@@ -198,19 +212,27 @@ def _no_passphrase() -> str:
     raise ValueError("the key has a passphrase")
 
 
-def _read(path: str) -> Pems:
-    """Raises ConfigError."""
+def key_file(path: str) -> Path:
+    """The file that holds the key."""
+    return Path(path, "tls.key") if os.path.isdir(path) else Path(path)
+
+
+def read(path: str, *, check_mode: bool = True) -> Pems:
+    """What a file or a folder holds.
+
+    Raises:
+        ConfigError: it cannot be read, others may read it, or it is not complete.
+    """
     place = Path(path)
-    if place.is_dir():
+    if os.path.isdir(path):
         key, chain, authorities = (
             _bytes(place / name) for name in ("tls.key", "tls.crt", "ca.crt")
         )
-        _check_mode(place / "tls.key")
     else:
-        whole = _bytes(place)
-        _check_mode(place)
-        chain, _, authorities = whole.partition(AUTHORITIES.encode())
-        key = chain
+        chain, *after = _AUTHORITIES.split(_bytes(place), maxsplit=1)
+        key, authorities = chain, b"".join(after)
+    if check_mode:
+        check_mode_of(key_file(path))
     pems = Pems(
         b"".join(_KEY.findall(key)),
         b"".join(_CERTIFICATE.findall(chain)),
@@ -235,10 +257,14 @@ def _bytes(path: Path) -> bytes:
         raise ConfigError(f"auth {path} cannot be read: {error.strerror}", key="auth") from None
 
 
-def _check_mode(path: Path) -> None:
+def check_mode_of(path: Path) -> None:
     """Raises ConfigError: other users may read the key. Its group may: Kubernetes mounts secrets
     of mode 440 for the group of a pod."""
-    if stat.S_IMODE(path.stat().st_mode) & stat.S_IRWXO:
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise ConfigError(f"auth {path} cannot be read: {error.strerror}", key="auth") from None
+    if mode & stat.S_IRWXO:
         raise ConfigError(
             f"every user of this host may read {path}, which has a key",
             advice=f"chmod 600 {path}; if others have used this host meanwhile, issue it anew.",
@@ -248,7 +274,8 @@ def _check_mode(path: Path) -> None:
 
 def _seen(path: str) -> tuple[object, ...]:
     place = Path(path)
-    files = [place / "tls.key", place / "tls.crt", place / "ca.crt"] if place.is_dir() else [place]
+    names = ("tls.key", "tls.crt", "ca.crt")
+    files = [place / name for name in names] if os.path.isdir(path) else [place]
     found: list[object] = []
     for file in files:
         try:
@@ -256,5 +283,5 @@ def _seen(path: str) -> tuple[object, ...]:
         except OSError:
             found.append(None)
         else:
-            found.append((state.st_mtime_ns, state.st_ino, state.st_size))
+            found.append((state.st_mtime_ns, state.st_ino, state.st_size, state.st_mode))
     return tuple(found)

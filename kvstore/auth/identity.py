@@ -69,21 +69,24 @@ class Identity(NamedTuple):
         return f"{SCHEME}{roles}/{quote(self.name, safe='')}" + (f"?{query}" if query else "")
 
     def may_read(self, namespace: str) -> bool:
-        return self.is_admin or NODE in self.roles or matches(self.reads, namespace)
+        return self.is_admin or NODE in self.roles or self._is_engine(self.reads, namespace)
 
     def may_read_under(self, beginning: str) -> bool:
         """Whether it may read in all namespaces whose names begin so."""
-        return (
-            self.is_admin
-            or NODE in self.roles
-            or any(each.endswith("*") and beginning.startswith(each[:-1]) for each in self.reads)
-        )
+        patterns = self.reads if ENGINE in self.roles else ()
+        covers = any(each.endswith("*") and beginning.startswith(each[:-1]) for each in patterns)
+        return self.is_admin or NODE in self.roles or covers
 
     def may_write(self, namespace: str) -> bool:
-        return self.is_admin or matches(self.writes, namespace)
+        return self.is_admin or self._is_engine(self.writes, namespace)
+
+    def _is_engine(self, patterns: Sequence[str], namespace: str) -> bool:
+        """Patterns give no rights to other roles: an observer sees numbers, and no names."""
+        return ENGINE in self.roles and matches(patterns, namespace)
 
     def may_be_node(self, name: str) -> bool:
-        return self.is_admin or (NODE in self.roles and matches(self.nodes, name))
+        """A master may: it starts a node of its own."""
+        return MASTER in self.roles or (NODE in self.roles and matches(self.nodes, name))
 
 
 def identity(
@@ -146,12 +149,22 @@ def parse(uri: str) -> Identity:
     roles, _, name = path.partition("/")
     found: dict[str, list[str]] = {"id": [], "read": [], "write": [], "node": []}
     try:
-        for key, value in parse_qsl(query, strict_parsing=bool(query), max_num_fields=256):
+        # A blank field counts: "node=" is no pattern, and must not mean all nodes.
+        for key, value in parse_qsl(
+            query,
+            keep_blank_values=True,
+            strict_parsing=bool(query),
+            errors="strict",
+            max_num_fields=256,
+        ):
             found[key].append(value)
+        name = unquote(name, errors="strict")
+        if len(found["id"]) > 1:
+            raise ValueError("a certificate has one number")
     except (KeyError, ValueError):
         raise InvalidArgumentError(f"{uri[:80]!r} has fields that no identity has") from None
     return identity(
-        unquote(name),
+        name,
         roles.split("+"),
         reads=found["read"],
         writes=found["write"],

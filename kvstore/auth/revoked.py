@@ -25,11 +25,12 @@ class Revoked:
         self._numbers: frozenset[str] = frozenset()
         self._seen: object = None
         self._look_at = 0.0
+        self._wrong = ""
 
     def has(self, who: Identity) -> bool:
         if self._path and uptime() >= self._look_at:
             self._look()
-        return who.number in self._numbers
+        return bool(self._numbers) and _plain(who.number) in self._numbers
 
     def _look(self) -> None:
         self._look_at = uptime() + LOOK_S
@@ -38,14 +39,22 @@ class Revoked:
             seen = state.st_mtime_ns, state.st_ino, state.st_size
             if seen == self._seen:
                 return
-            with open(self._path, encoding="ascii") as file:
-                lines = file.read(FILE_BYTES_MAX).split("\n")
+            with open(self._path, encoding="utf-8", errors="replace") as file:
+                lines = file.read(FILE_BYTES_MAX).splitlines()
         except FileNotFoundError:
             return  # nobody was revoked so far; and who was stays so
-        except (OSError, ValueError) as error:
-            log.warning("revoked_not_read file=%s reason=%s", self._path, error)
+        except OSError as error:
+            if self._wrong != (wrong := str(error)):  # once, and not each second
+                self._wrong = wrong
+                log.warning("revoked_not_read file=%s reason=%s", self._path, wrong)
             return
         self._seen = seen
-        numbers = frozenset(line.split("#")[0].strip() for line in lines) - {""}
+        self._wrong = ""
+        numbers = frozenset(_plain(line.split("#")[0]) for line in lines) - {""}
         log.info("revoked_read file=%s numbers=%d", self._path, len(numbers))
         self._numbers = numbers
+
+
+def _plain(number: str) -> str:
+    """One form of what tools write differently: ``0A:1B`` (openssl), ``0xa1b``, ``a1b``."""
+    return number.strip().lower().removeprefix("0x").replace(":", "").lstrip("0")

@@ -106,7 +106,7 @@ def _has(who: Identity, right: Right, request: Request) -> bool:
         case Right.HOLD:
             return not who.roles.isdisjoint(_HOLDERS)
         case Right.PUT:
-            return bool(who.writes) or NODE in who.roles
+            return NODE in who.roles or (ENGINE in who.roles and bool(who.writes))
         case Right.NODE:
             return who.may_be_node(str(getattr(request, "node", "")))
         case _:

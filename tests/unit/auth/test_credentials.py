@@ -1,0 +1,220 @@
+"""Files that prove an identity: what is read, what is refused, what happens while they change."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvstore.auth import certificates, credentials
+from kvstore.auth.credentials import Credentials, read
+from kvstore.auth.identity import identity_of
+from kvstore.errors import ConfigError
+from tests.support import identities
+from tests.support.identities import ENGINE, MASTER, NOW, content, write
+
+
+@pytest.fixture(scope="module")
+def signer() -> certificates.Signer:
+    return identities.authority()
+
+
+@pytest.fixture
+def path(tmp_path: Path, signer: certificates.Signer) -> Path:
+    return write(tmp_path / "e.auth", content(signer, ENGINE))
+
+
+def test_a_file_and_a_folder_say_the_same(tmp_path: Path, path: Path) -> None:
+    pems = Credentials(str(path)).pems()
+    assert pems.key.count(b"BEGIN PRIVATE KEY") == 1
+    assert pems.chain.count(b"BEGIN CERTIFICATE") == 1
+    folder = identities.folder(tmp_path / "tls", pems)
+    assert tuple(Credentials(str(folder)).pems()) == tuple(pems)
+    assert "PRIVATE" not in repr(pems) + str(pems) + repr(Credentials(str(path)))
+
+
+def test_a_folder_as_kubernetes_mounts_it(tmp_path: Path, signer: certificates.Signer) -> None:
+    """Each file is a link to ..data, which is a link to a folder that is replaced."""
+    mount = tmp_path / "mount"
+    mount.mkdir()
+
+    def publish(name: str) -> credentials.Pems:
+        pems = certificates.issue(signer, ENGINE, NOW).pems
+        identities.folder(mount / name, pems)
+        (mount / "..new").symlink_to(name)
+        os.replace(mount / "..new", mount / "..data")
+        return pems
+
+    first = publish("..1")
+    for name in ("tls.key", "tls.crt", "ca.crt"):
+        (mount / name).symlink_to(f"..data/{name}")
+        (mount / "..1" / name).chmod(0o440)
+    found = Credentials(str(mount))
+    assert tuple(found.pems()) == tuple(first)
+    second = publish("..2")
+    assert tuple(found.pems()) == tuple(second)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o601, 0o666])
+def test_a_key_that_others_can_reach_is_refused(path: Path, mode: int) -> None:
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"every user.*chmod 600 {path}"):
+        Credentials(str(path))
+    path.chmod(0o640)
+    Credentials(str(path))
+
+
+def test_the_mode_of_a_folders_key_counts(tmp_path: Path, path: Path) -> None:
+    folder = identities.folder(tmp_path / "tls", read(str(path)))
+    (folder / "ca.crt").chmod(0o644)
+    (folder / "tls.crt").chmod(0o644)
+    Credentials(str(folder))
+    (folder / "tls.key").chmod(0o644)
+    with pytest.raises(ConfigError, match=r"tls\.key"):
+        Credentials(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("begin", "missing"),
+    [("PRIVATE KEY", "key"), ("Authorities:", "authority's certificate")],
+)
+def test_what_lacks_a_part_is_refused(path: Path, begin: str, missing: str) -> None:
+    path.write_text(path.read_text().replace(begin, "NOTHING"))
+    with pytest.raises(ConfigError, match=f"has no {missing}"):
+        Credentials(str(path))
+
+
+def test_what_is_not_there_or_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    for place in (tmp_path / "none", tmp_path, tmp_path / "x" / "y", Path("/dev/null")):
+        with pytest.raises(ConfigError):
+            Credentials(str(place))
+
+
+def test_a_path_below_a_file_is_refused_as_any_other(path: Path) -> None:
+    with pytest.raises(ConfigError, match="Not a directory"):
+        Credentials(f"{path}/tls.key")
+
+
+def test_the_key_of_another_certificate_is_refused(path: Path, signer: certificates.Signer) -> None:
+    own, other = read(str(path)), certificates.issue(signer, ENGINE, NOW).pems
+    path.write_bytes(path.read_bytes().replace(own.key, other.key))
+    with pytest.raises(ConfigError, match="do not belong together") as refused:
+        Credentials(str(path))
+    assert "PRIVATE" not in str(refused.value)
+
+
+def test_garbage_between_the_lines_is_refused(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"M", b"N"))
+    with pytest.raises(ConfigError, match="cannot be used"):
+        Credentials(str(path))
+
+
+def test_a_name_cannot_end_the_part_before_the_authorities(
+    tmp_path: Path, signer: certificates.Signer
+) -> None:
+    """The word was looked for anywhere, also in the text before the key."""
+    whole = b"Authorities: see below; " + content(signer, ENGINE)
+    assert Credentials(str(write(tmp_path / "x", whole))).pems().key
+
+
+# --- while it is in use ---------------------------------------------------------------------------
+
+
+def replace(path: Path, whole: bytes) -> None:
+    write(path.with_name("new"), whole)
+    os.replace(path.with_name("new"), path)
+
+
+def name_of(found: Credentials) -> str:
+    return identity_of(certificates.uris_of(certificates.loaded(found.pems().chain)[0])).name
+
+
+def test_a_replaced_file_counts_from_then_on(
+    path: Path, signer: certificates.Signer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvstore.auth")
+    found = Credentials(str(path))
+    assert name_of(found) == "e"
+    context = found.client()
+    assert found.client() is context
+    replace(path, content(signer, ENGINE._replace(name="other")))
+    assert name_of(found) == "other"
+    assert found.client() is not context
+    assert [record.message for record in caplog.records] == [f"auth_renewed file={path}"]
+
+
+@pytest.mark.parametrize("kept", [0.1, 0.5, 0.9, 0.0])
+def test_a_half_written_file_keeps_the_old_one(
+    path: Path, signer: certificates.Signer, kept: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Credentials(str(path))
+    new = content(signer, ENGINE._replace(name="other"))
+    path.write_bytes(new[: int(len(new) * kept)])
+    for _ in range(3):
+        assert name_of(found) == "e"
+    assert [record.levelname for record in caplog.records] == ["WARNING"], "told once"
+    assert "PRIVATE" not in caplog.text
+    path.write_bytes(new)
+    assert name_of(found) == "other"
+
+
+def test_a_file_that_is_gone_for_a_while_keeps_the_old_one(
+    path: Path, signer: certificates.Signer
+) -> None:
+    found = Credentials(str(path))
+    path.unlink()
+    assert name_of(found) == "e"
+    write(path, content(signer, ENGINE._replace(name="other")))
+    assert name_of(found) == "other"
+
+
+def test_a_mode_that_is_put_right_counts(path: Path, signer: certificates.Signer) -> None:
+    """chmod changes neither time, size nor inode, so the new file was not looked at again."""
+    found = Credentials(str(path))
+    write(path.with_name("new"), content(signer, ENGINE._replace(name="other"))).chmod(0o644)
+    os.replace(path.with_name("new"), path)
+    assert name_of(found) == "e"
+    path.chmod(0o600)
+    assert name_of(found) == "other"
+
+
+def test_a_file_that_could_not_be_read_for_a_moment_is_tried_again(
+    path: Path, signer: certificates.Signer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many open files, a disk that hangs: the file itself does not change after that."""
+    now = 100.0
+    monkeypatch.setattr(credentials, "uptime", lambda: now)
+    found = Credentials(str(path))
+    replace(path, content(signer, ENGINE._replace(name="other")))
+
+    def failing(_: Path) -> bytes:
+        raise ConfigError("Too many open files")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(credentials, "_bytes", failing)
+        assert name_of(found) == "e"
+    assert name_of(found) == "e"
+    now += credentials.RETRY_S
+    assert name_of(found) == "other"
+
+
+def test_a_server_serves_with_what_is_there_now(
+    tmp_path: Path, path: Path, signer: certificates.Signer
+) -> None:
+    """Certificate and authorities: those of the moment of the handshake."""
+    master = write(tmp_path / "m.auth", content(signer, MASTER))
+    serving = Credentials(str(master)).server()
+    peer = Credentials(str(path)).client()
+    client, server = identities.shake(peer, serving)
+    assert identities.uris(client)[0].startswith("kvstore:master/m?")
+    assert identities.uris(server)[0].startswith("kvstore:engine/e?")
+
+    another = identities.authority()
+    replace(master, content(another, MASTER._replace(name="m2")))
+    shutil.copy(write(tmp_path / "e2", content(another, ENGINE._replace(name="e2"))), path)
+    client, server = identities.shake(Credentials(str(path)).client(), serving)
+    assert identities.uris(client)[0].startswith("kvstore:master/m2?")
+    assert identities.uris(server)[0].startswith("kvstore:engine/e2?")

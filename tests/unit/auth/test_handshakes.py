@@ -1,0 +1,260 @@
+"""Real handshakes of TLS: who accepts whom, by Python's ssl and by gRPC."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvstore.auth import certificates
+from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, Credentials, channel_options
+from kvstore.auth.ledger import Wanted
+from tests.support import identities
+from tests.support.identities import ENGINE, MASTER, NODE, NOW, credentials, shake, write
+
+WITHIN_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def signer() -> certificates.Signer:
+    return identities.authority()
+
+
+@contextlib.contextmanager
+def serving(server: Credentials) -> Iterator[str]:
+    """A gRPC server, which answers with the peer's URI and the version of TLS."""
+
+    def answer(_: bytes, context: grpc.ServicerContext) -> bytes:
+        seen: bytes = context.auth_context()["peer_uri"][0]  # type: ignore[assignment]
+        return seen
+
+    handler = grpc.method_handlers_generic_handler(
+        "a", {"B": grpc.unary_unary_rpc_method_handler(answer)}
+    )
+    with ThreadPoolExecutor(2) as pool:
+        at = grpc.server(pool, handlers=[handler])
+        port = at.add_secure_port("127.0.0.1:0", server.grpc_server())
+        at.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            at.stop(None).wait()
+
+
+def call(address: str, client: Credentials, name: str = MASTER_NAME) -> str:
+    """The URI that the server has seen; raises ssl.SSLError if one refuses the other."""
+    return ask(address, client.channel(), name)
+
+
+def ask(address: str, trusts: grpc.ChannelCredentials, name: str = MASTER_NAME) -> str:
+    with grpc.secure_channel(address, trusts, channel_options(name)) as channel:
+        function: Any = channel.unary_unary("/a/B")
+        try:
+            answer: bytes = function(b"", timeout=WITHIN_S)
+        except grpc.RpcError as error:
+            failed: Any = error
+            if failed.code() is grpc.StatusCode.UNAVAILABLE:
+                raise ssl.SSLError(failed.details()) from None
+            raise
+    return answer.decode()
+
+
+def both(client: Credentials, server: Credentials, name: str = MASTER_NAME) -> None:
+    """Connects by ssl and by gRPC; raises ssl.SSLError if both refuse."""
+    refused = []
+    try:
+        shake(client.client(), server.server(), name)
+    except ssl.SSLError as error:
+        refused.append(error)
+    with serving(server) as address:
+        try:
+            call(address, client, name)
+        except ssl.SSLError as error:
+            refused.append(error)
+    assert len(refused) != 1, f"one refuses, the other does not: {refused}"
+    if refused:
+        raise refused[0]
+
+
+def test_peers_of_one_authority_accept_each_other(
+    tmp_path: Path, signer: certificates.Signer
+) -> None:
+    master, node, engine = (credentials(tmp_path, signer, w) for w in (MASTER, NODE, ENGINE))
+    for client in (master, node, engine):
+        both(client, master)
+    both(engine, node, NODE_NAME)
+    ends = shake(engine.client(), master.server())
+    assert {end.version() for end in ends} == {"TLSv1.3"}
+
+
+def test_grpc_hands_on_who_the_peer_is(tmp_path: Path, signer: certificates.Signer) -> None:
+    with serving(credentials(tmp_path, signer, MASTER)) as address:
+        found = call(address, credentials(tmp_path, signer, ENGINE))
+    assert found.startswith("kvstore:engine/e?id=")
+
+
+@pytest.mark.parametrize("wanted", [NODE, ENGINE], ids=["node", "engine"])
+def test_others_cannot_pass_for_a_master(
+    tmp_path: Path, signer: certificates.Signer, wanted: Wanted
+) -> None:
+    client, posing = credentials(tmp_path, signer, ENGINE), credentials(tmp_path, signer, wanted)
+    with pytest.raises(ssl.SSLError):
+        both(client, posing)
+
+
+def test_an_engine_cannot_pass_for_a_node(tmp_path: Path, signer: certificates.Signer) -> None:
+    client = credentials(tmp_path, signer, ENGINE)
+    with pytest.raises(ssl.SSLError):
+        both(client, credentials(tmp_path, signer, ENGINE), NODE_NAME)
+    with pytest.raises(ssl.SSLError):
+        both(client, credentials(tmp_path, signer, MASTER), NODE_NAME)
+
+
+def test_the_name_of_an_identity_is_no_name_of_a_server(
+    tmp_path: Path, signer: certificates.Signer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenSSL and gRPC look at the common name of certificates without a name of DNS.
+
+    Such a certificate may not serve, and kvstore auth issue refuses that name. Another authority
+    could issue it without that bound: ssl can be told to refuse it, gRPC cannot.
+    """
+    client = credentials(tmp_path, signer, ENGINE)
+    named = ENGINE._replace(name=MASTER_NAME)
+    with pytest.raises(ssl.SSLError):
+        both(client, credentials(tmp_path, signer, named))
+    monkeypatch.setattr(Wanted, "serves", property(lambda _: True))
+    with pytest.raises(ssl.SSLError, match="Hostname mismatch"):
+        shake(client.client(), credentials(tmp_path, signer, named).server())
+
+
+def test_another_authority_is_refused_by_both_ends(
+    tmp_path: Path, signer: certificates.Signer
+) -> None:
+    other = identities.authority()
+    with pytest.raises(ssl.SSLError):
+        both(credentials(tmp_path, signer, ENGINE), credentials(tmp_path, other, MASTER))
+    # A stranger that would accept the server, and shows a certificate of its own.
+    stranger = certificates.issue(other, ENGINE, NOW).pems
+    stranger = stranger._replace(authorities=certificates.pem(signer.authorities))
+    client = Credentials(str(identities.folder(tmp_path / "stranger", stranger)))
+    with pytest.raises(ssl.SSLError):
+        both(client, credentials(tmp_path, signer, MASTER))
+
+
+@pytest.mark.parametrize("days_ago", [366, -1], ids=["expired", "not_yet"])
+def test_certificates_count_in_their_time(
+    tmp_path: Path, signer: certificates.Signer, days_ago: float
+) -> None:
+    good = [credentials(tmp_path, signer, each) for each in (ENGINE, MASTER)]
+    wrong = [credentials(tmp_path, signer, w, days_ago=days_ago) for w in (ENGINE, MASTER)]
+    with pytest.raises(ssl.SSLError):
+        both(wrong[0], good[1])
+    with pytest.raises(ssl.SSLError):
+        both(good[0], wrong[1])
+
+
+def test_a_leaf_is_no_authority(tmp_path: Path, signer: certificates.Signer) -> None:
+    """An engine signs a certificate of a master with its own key."""
+    leaf = certificates.issue(signer, ENGINE, NOW).pems
+    posing = certificates.signer_of(leaf)
+    forged = certificates.issue(posing, MASTER, NOW).pems
+    forged = forged._replace(
+        chain=forged.chain + leaf.chain, authorities=certificates.pem(signer.authorities)
+    )
+    server = Credentials(str(identities.folder(tmp_path / "posing", forged)))
+    with pytest.raises(ssl.SSLError):
+        both(credentials(tmp_path, signer, ENGINE), server)
+
+
+def test_tls_1_2_is_refused(tmp_path: Path, signer: certificates.Signer) -> None:
+    master, engine = (credentials(tmp_path, signer, each) for each in (MASTER, ENGINE))
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.maximum_version = ssl.TLSVersion.TLSv1_2
+    old.load_verify_locations(cadata=engine.pems().authorities.decode())
+    old.load_cert_chain(engine.path)
+    with pytest.raises(ssl.SSLError, match=r"(?i)protocol"):
+        shake(old, master.server())
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.maximum_version = ssl.TLSVersion.TLSv1_2
+    server.load_cert_chain(master.path)
+    with pytest.raises(ssl.SSLError, match=r"(?i)protocol"):
+        shake(engine.client(), server)
+
+
+def test_a_client_without_a_certificate_is_refused(
+    tmp_path: Path, signer: certificates.Signer
+) -> None:
+    master = credentials(tmp_path, signer, MASTER)
+    bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    bare.load_verify_locations(cadata=master.pems().authorities.decode())
+    with pytest.raises(ssl.SSLError, match=r"(?i)certificate"):
+        shake(bare, master.server())
+    with serving(master) as address, pytest.raises(ssl.SSLError):
+        ask(address, grpc.ssl_channel_credentials(master.pems().authorities))
+
+
+def test_no_session_is_resumed(tmp_path: Path, signer: certificates.Signer) -> None:
+    """Who resumes shows no certificate: it may have expired since."""
+    master, engine = (credentials(tmp_path, signer, each) for each in (MASTER, ENGINE))
+    client, _ = shake(engine.client(), master.server())
+    assert client.session is None or not client.session.has_ticket
+
+
+# --- rotation of the authority --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ages(
+    tmp_path_factory: pytest.TempPathFactory, signer: certificates.Signer
+) -> dict[str, dict[str, Credentials]]:
+    """Files from before the rotation, from while both are trusted, and after the old one went."""
+    path = tmp_path_factory.mktemp("ages")
+    new = certificates.next_authority(signer, NOW)
+    after = new._replace(crossed=(), authorities=new.authorities[:1])
+    return {
+        age: {wanted.name: credentials(path, of, wanted) for wanted in (MASTER, ENGINE)}
+        for age, of in {"before": signer, "between": new, "after": after}.items()
+    }
+
+
+@pytest.mark.parametrize("server", ["before", "between", "after"])
+@pytest.mark.parametrize("client", ["before", "between", "after"])
+def test_files_of_two_authorities_accept_each_other(
+    ages: dict[str, dict[str, Credentials]], client: str, server: str
+) -> None:
+    one, other = ages[client]["e"], ages[server]["m"]
+    if {client, server} == {"before", "after"}:
+        with pytest.raises(ssl.SSLError):
+            both(one, other)
+    else:
+        both(one, other)
+
+
+def test_a_crossed_authority_signs_no_further_one(
+    tmp_path: Path, signer: certificates.Signer
+) -> None:
+    """So old files trust one authority below theirs, and not whatever comes after it."""
+    second = certificates.next_authority(signer, NOW)
+    third = certificates.next_authority(second, NOW)
+    third = third._replace(crossed=(*third.crossed, *second.crossed))
+    with pytest.raises(ssl.SSLError):
+        both(credentials(tmp_path, signer, ENGINE), credentials(tmp_path, third, MASTER))
+
+
+def test_the_same_file_serves_curl(tmp_path: Path, signer: certificates.Signer) -> None:
+    """``curl --cacert FILE --cert FILE``: ssl loads key, chain and authorities from it."""
+    path = write(tmp_path / "e.auth", identities.content(signer, ENGINE))
+    plain = ssl.create_default_context(cafile=str(path))
+    plain.load_cert_chain(str(path))
+    master = credentials(tmp_path, signer, MASTER._replace(hosts=("cache.example", "10.0.0.7")))
+    for name in ("cache.example", "10.0.0.7"):
+        _, server = shake(plain, master.server(), name)
+        assert identities.uris(server)[0].startswith("kvstore:engine/e?")
+    with pytest.raises(ssl.SSLError):
+        shake(plain, master.server(), "10.0.0.8")

@@ -1,0 +1,195 @@
+"""The table of rights, cell by cell: each call, each role, each kind of namespace."""
+
+from __future__ import annotations
+
+from typing import Final, get_args
+
+import pytest
+
+from kvstore import calls
+from kvstore.auth.identity import ALL, ENGINE, NODE, ROLES, Identity, identity
+from kvstore.auth.rights import RULES, check, check_node, shown_status
+from kvstore.calls import Request
+from kvstore.errors import PermissionDeniedError
+from kvstore.limits import Key, Namespace
+
+OWN, READ_ONLY, WRITE_ONLY, FOREIGN, EMPTY = "mine/a", "shown/a", "log/a", "theirs/a", ""
+
+WHO: Final[dict[str, Identity]] = {
+    "admin": identity("a", ["admin"]),
+    "master": identity("m", ["master"]),
+    "node": identity("n", ["node"], nodes=["host-7"]),
+    "engine": identity("e", ["engine"], reads=["mine/*", "shown/*"], writes=["mine/*", "log/*"]),
+    # May read alone.
+    "reader": identity("r", ["engine"], reads=["mine/*"]),
+    # Patterns give it nothing: it is no engine.
+    "observer": identity("o", ["observer"], reads=ALL, writes=ALL),
+}
+
+# Columns: own, read only, write only, foreign, empty namespace; of calls without a namespace one.
+# y: may, n: may not. A call that names a node: the own name, another one.
+ALWAYS: Final = {"admin": "yyyyy", "master": "yyyyy"}
+READS: Final = ALWAYS | {
+    "node": "yyyyn", "engine": "yynnn", "reader": "ynnnn", "observer": "nnnnn",
+}  # fmt: skip
+WRITES: Final = ALWAYS | {
+    "node": "nnnnn", "engine": "ynynn", "reader": "nnnnn", "observer": "nnnnn",
+}  # fmt: skip
+ENTERS: Final = dict.fromkeys(WHO, "y")
+HOLDS: Final = ENTERS | {"observer": "n"}
+PUTS: Final = ENTERS | {"reader": "n", "observer": "n"}
+NODES: Final = {
+    "admin": "yy", "master": "yy", "node": "yn", "engine": "nn", "reader": "nn", "observer": "nn",
+}  # fmt: skip
+
+EXPECTED: Final[dict[type, dict[str, str]]] = {
+    calls.Join: ENTERS,
+    calls.MatchPrefix: READS,
+    calls.Lookup: READS,
+    calls.Exists: READS,
+    calls.PutStart: WRITES,
+    calls.PutEnd: PUTS,
+    calls.PutRevoke: PUTS,
+    calls.Allocate: PUTS,
+    calls.Commit: WRITES,
+    calls.Renew: READS,
+    calls.Pin: WRITES,
+    calls.Unpin: WRITES,
+    calls.Remove: WRITES,
+    calls.Clear: WRITES,
+    calls.DescribeSegments: HOLDS,
+    calls.ReportFailure: HOLDS,
+    calls.ReportCorrupt: READS,
+    calls.Status: ENTERS,
+    calls.ListObjects: READS,
+    calls.StatObject: READS,
+    calls.Traffic: READS,
+    calls.Chains: READS,
+    calls.Blocks: READS,
+    calls.Drain: NODES,
+    calls.StartMoves: NODES,
+}
+
+KEY = Key(b"k")
+
+
+def request(kind: type, space: str) -> Request:
+    """A call that names this namespace, or this node."""
+    n = Namespace(space)
+    made: dict[type, Request] = {
+        calls.Join: calls.Join("c", "h", 1),
+        calls.MatchPrefix: calls.MatchPrefix([n], [KEY], False),
+        calls.Lookup: calls.Lookup(n, [KEY]),
+        calls.Exists: calls.Exists(n, [KEY]),
+        calls.PutStart: calls.PutStart(n, [KEY], [1], None, True, 1, False, 0, ""),
+        calls.PutEnd: calls.PutEnd(1, [1]),
+        calls.PutRevoke: calls.PutRevoke(1, [1], False),
+        calls.Allocate: calls.Allocate(1, 0, ""),
+        calls.Commit: calls.Commit(1, 1, n, KEY, None, 1, False),
+        calls.Renew: calls.Renew(n, [KEY], [1], [1], 1, []),
+        calls.Pin: calls.Pin(n, [KEY], 1),
+        calls.Unpin: calls.Unpin(n, [KEY]),
+        calls.Remove: calls.Remove(n, [KEY]),
+        calls.Clear: calls.Clear(n, 1),
+        calls.DescribeSegments: calls.DescribeSegments([1]),
+        calls.ReportFailure: calls.ReportFailure([1]),
+        calls.ReportCorrupt: calls.ReportCorrupt(n, [KEY], [1], [1], [bytes(16)]),
+        calls.Status: calls.Status(),
+        calls.ListObjects: calls.ListObjects(n, b"", 0, 1),
+        calls.StatObject: calls.StatObject(n, KEY),
+        calls.Traffic: calls.Traffic(n),
+        calls.Chains: calls.Chains(n),
+        calls.Blocks: calls.Blocks(n, [KEY]),
+        calls.Drain: calls.Drain(space, calls.DrainStep.BEGIN),
+        calls.StartMoves: calls.StartMoves(space, 0, 1, 1),
+    }
+    return made[kind]
+
+
+def may(who: Identity, asked: Request) -> bool:
+    try:
+        check(who, asked)
+    except PermissionDeniedError:
+        return False
+    return True
+
+
+def test_every_call_and_every_role_is_in_the_table() -> None:
+    assert EXPECTED.keys() == RULES.keys() == set(get_args(calls.Request))
+    assert {role for who in WHO.values() for role in who.roles} == set(ROLES)
+    assert all(row.keys() == WHO.keys() for row in EXPECTED.values())
+
+
+@pytest.mark.parametrize("kind", EXPECTED, ids=lambda kind: kind.__name__)
+def test_each_cell(kind: type) -> None:
+    spaces = {
+        5: [OWN, READ_ONLY, WRITE_ONLY, FOREIGN, EMPTY],
+        2: ["host-7", "host-8"],
+        1: [OWN],
+    }
+    found = {
+        role: "".join(
+            "y" if may(who, request(kind, space)) else "n"
+            for space in spaces[len(EXPECTED[kind][role])]
+        )
+        for role, who in WHO.items()
+    }
+    assert found == EXPECTED[kind]
+
+
+def test_a_match_names_many_namespaces_and_needs_all() -> None:
+    def match(spaces: list[str], states: list[str]) -> bool:
+        names = [list(map(Namespace, each)) for each in (spaces, states)]
+        return may(WHO["engine"], calls.MatchPrefix(names[0], [KEY], True, names[1]))
+
+    assert match([OWN, READ_ONLY], [OWN])
+    assert not match([OWN, FOREIGN], [])
+    assert not match([FOREIGN, OWN], [])
+    assert not match([OWN], [FOREIGN])
+    assert not match([OWN], [EMPTY])
+
+
+def test_roles_add_up() -> None:
+    both = identity("x", [NODE, ENGINE], writes=["a"], nodes=["host-7"])
+    assert may(both, request(calls.Remove, "a"))
+    assert not may(both, request(calls.Remove, "b"))
+    assert may(both, request(calls.Drain, "host-7"))
+    assert may(both, request(calls.Lookup, "b")), "as a node"
+
+
+def test_a_refusal_says_who_and_what() -> None:
+    with pytest.raises(PermissionDeniedError) as refused:
+        check(WHO["engine"], request(calls.Remove, FOREIGN))
+    assert refused.value.message == "Remove: engine e may not write namespace 'theirs/a'"
+    assert refused.value.fields == {"call": "Remove", "identity": "e"}
+    with pytest.raises(PermissionDeniedError, match=r"may not write namespace '\*'"):
+        check(WHO["engine"], request(calls.Clear, EMPTY))
+    with pytest.raises(PermissionDeniedError, match="observer o may not make this call"):
+        check(WHO["observer"], calls.DescribeSegments([1]))
+
+
+def test_who_may_join_as_which_node() -> None:
+    check_node(WHO["node"], "host-7")
+    check_node(WHO["master"], "host-7")  # whose own node has no identity of its own
+    others = [WHO[role] for role in WHO if role not in ("node", "master")]
+    for who, name in [(WHO["node"], "host-8"), *((who, "host-7") for who in others)]:
+        with pytest.raises(PermissionDeniedError, match="may not join as node"):
+            check_node(who, name)
+
+
+def test_an_engine_sees_its_own_namespaces_in_the_status() -> None:
+    rows = [calls.NamespaceStatus(name, 1, 1) for name in (OWN, READ_ONLY, WRITE_ONLY, FOREIGN)]
+    status = calls.ClusterStatus(1, "", 0, [], rows, [])
+    seen = {
+        role: [each.name for each in shown_status(who, status).namespaces]
+        for role, who in WHO.items()
+    }
+    everything = [row.name for row in rows]
+    assert seen == {
+        "admin": everything,
+        "master": everything,
+        "node": everything,
+        "engine": [OWN, READ_ONLY],
+        "reader": [OWN],
+        "observer": everything,
+    }
