@@ -56,6 +56,9 @@ logger = logging.getLogger("kvstore.client")
 
 JOIN = CALLS[Join]
 
+REFUSED_US = {"socket closed": "it has closed the connection: it may refuse our certificate"}
+"""What gRPC says of a master that does not accept a client's certificate, and what that means."""
+
 LANE_CONNECTIONS_MAX = 32
 """Connections to the lane at once, one call each; more calls at once go over gRPC."""
 
@@ -338,6 +341,8 @@ class MasterStub:
                     return self._result(calling, call, deadline)
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
+                if self._credentials is not None and isinstance(failure, CarrierBrokenError):
+                    failure.reason = REFUSED_US.get(failure.reason, failure.reason)
                 lent.in_doubt = detail_of(error) is None
                 without_frames(error)  # the error is the call itself, and frames refer to it
             except grpc.FutureCancelledError as error:  # stopped, or the channel was closed

@@ -157,7 +157,7 @@ _TLS_FAILURES: Final = (
     ("EXPIRED", "its certificate has expired"),
     ("NOT_YET_VALID", "its certificate is not valid yet"),
     ("has expired", "its certificate has expired"),
-    ("not yet valid", "its certificate is not valid yet"),
+    ("is not yet valid", "its certificate is not valid yet"),
     ("SSL_ERROR_SSL", "its certificate is not of our authority"),
 )
 """What gRPC says of failed handshakes, and what that means."""

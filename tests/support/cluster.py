@@ -20,6 +20,7 @@ from kvstore import Client
 from kvstore.calls import ClusterStatus
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
+from tests.support.issuing import Identities
 from tests.support.processes import Server, flags_of, let_others_leave
 
 SHORT: Final = {
@@ -70,6 +71,7 @@ class Cluster:
         settings: Mapping[str, Any] | None = None,
         prefix: Sequence[str] = (),
         reached_at: str = "127.0.0.1",
+        identities: Identities | None = None,
     ) -> None:
         """
         Args:
@@ -77,12 +79,17 @@ class Cluster:
             settings: of the master.
             prefix: what the commands of all processes begin with.
             reached_at: the master's host, as we see it.
+            identities: with them all processes have one; clients are admins unless they say else.
         """
+        self._identities = identities
         self.reached_at = reached_at
         self.directory = directory
         self.prefix = list(prefix)
         usual = {"host": "127.0.0.1", "port": 0, "http_port": 0}
         self.settings: dict[str, Any] = usual | dict(settings or {})
+        if identities is not None:
+            self.settings.setdefault("auth", identities.file("master"))
+            self.settings.setdefault("auth_revoked", identities.revoked_file)
         self._master: Server | None = None
         self.nodes: list[Node] = []
         self._servers: list[Server] = []
@@ -134,7 +141,7 @@ class Cluster:
         self.settings["port"] = int(ready[1])
         self.settings["lane_port"] = self.lane_port = int(ready[2])
         if self._asker is None:
-            self._asker = Client(self.address, timeout_ms=5_000)
+            self._asker = Client(self.address, timeout_ms=5_000, auth=self._auth("admin"))
         self._asker.exists("connect now")
         return server
 
@@ -150,7 +157,7 @@ class Cluster:
             "memory": "32MiB",
             "http_port": 0,
         }
-        given |= settings
+        given |= {"auth": self._auth("node")} | settings
         keep = "--keep" if given.pop("keep", False) else "--no-keep"
         is_fake = str(given.get("device", "")).startswith("fake:")
         module = FAKE_NODE if is_fake else NODE
@@ -174,7 +181,7 @@ class Cluster:
 
     def client(self, **settings: Any) -> Client:
         """A client that ``finish`` closes."""
-        client = Client(self.address, **settings)
+        client = Client(self.address, **{"auth": self._auth("admin")} | settings)
         self._clients.append(client)
         return client
 
@@ -249,6 +256,9 @@ class Cluster:
     def _stop_asking(self) -> None:
         if self._asker is not None:
             self._asker.close()
+
+    def _auth(self, role: str) -> str:
+        return "" if self._identities is None else self._identities.file(role)
 
     def _new_log(self, kind: str) -> Path:
         return self.directory / f"{kind}-{len(self._servers)}.log"

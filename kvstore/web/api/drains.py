@@ -15,6 +15,8 @@ from typing import Final
 
 from pydantic import BaseModel, Field
 
+from kvstore import calls
+from kvstore.auth.acting import check_acting
 from kvstore.calls import ClusterStatus, NodeStatus
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
@@ -201,6 +203,7 @@ class NodesAPI:
     async def _drain(self, asked: DrainQuestion) -> DrainAnswer:
         """Move the objects of a node to others, and let the node leave when it is empty. Asked
         again, it says how far that is; other options than the first time change nothing then."""
+        check_acting(calls.Drain(asked.node, calls.DrainStep.BEGIN))
         async with self._beginning:
             if asked.node not in self._tasks:
                 await self._begin(asked)
@@ -221,6 +224,7 @@ class NodesAPI:
     @endpoint("POST", UNDRAIN_PATH, {204: "Done."}, is_trusted=True)
     async def _undrain(self, asked: NodeQuestion) -> None:
         """Stop draining a node: it takes new objects again."""
+        check_acting(calls.Drain(asked.node, calls.DrainStep.UNDO))
         if (task := self._tasks.get(asked.node)) is not None:
             self._drains[asked.node].stopping.set()
             await asyncio.wait([task])

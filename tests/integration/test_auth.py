@@ -1,0 +1,423 @@
+"""Identities on every door, with real processes: who gets in, as what, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlencode
+
+import grpc
+import pytest
+
+from kvstore import Client
+from kvstore.auth.credentials import MASTER_NAME, Credentials
+from kvstore.auth.ledger import Wanted
+from kvstore.calls import Clear, Join, Joined
+from kvstore.client.calling import lane
+from kvstore.client.calling.retries import TokenRefusedError
+from kvstore.errors import KVStoreError, MasterUnreachableError, PermissionDeniedError
+from kvstore.limits import PROTOCOL_VERSION
+from kvstore.web.events.following import follow
+from kvstore.wire.messages import CALLS
+from tests.support.cluster import Cluster
+from tests.support.http import request
+from tests.support.issuing import Identities, utc_now
+from tests.support.processes import free_port, run_python
+from tests.support.traffic import content
+from tests.support.waiting import until
+
+OURS, THEIRS = "ours", "theirs"
+WITHIN_MS = 3_000
+
+
+@pytest.fixture
+def identities(tmp_path: Path) -> Identities:
+    return Identities(tmp_path)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, identities: Identities) -> Iterator[Cluster]:
+    settings = {"http_port": free_port(), "events": "on"}
+    with Cluster(tmp_path, settings=settings, identities=identities) as cluster:
+        yield cluster
+
+
+def engine(identities: Identities, name: str = "engine", space: str = OURS) -> str:
+    return identities.file(name, "engine", reads=[space], writes=[space])
+
+
+@pytest.fixture(params=["unix", "tcp", "grpc"])
+def carrier(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """How calls of this process go to the master: settings of a client."""
+    if request.param == "tcp":
+        monkeypatch.setattr(lane, "_connect_unix", lambda *_: None)
+    return {"lane": request.param != "grpc"}
+
+
+# --- who may do what -----------------------------------------------------------------------------
+
+
+def test_an_engine_has_its_namespaces_and_no_others(
+    cluster: Cluster, identities: Identities, carrier: dict[str, bool]
+) -> None:
+    cluster.start()
+    admin = cluster.client()
+    admin.put("k", content("theirs"), namespace=THEIRS)
+    client = cluster.client(auth=engine(identities), namespace=OURS, **carrier)
+    client.put_chain([b"b0", b"b1"], [content("b0"), content("b1")])
+    assert client.match_prefix([b"b0", b"b1", b"b2"]) == 2
+    assert client.get(b"b1") == content("b1")
+    assert client.pin([b"b0"], 1.0)
+    for refused in (
+        lambda: client.get("k", namespace=THEIRS),
+        lambda: client.exists("k", namespace=THEIRS),
+        lambda: client.put("k", b"v", namespace=THEIRS),
+        lambda: client.remove("k", namespace=THEIRS),
+        lambda: client.match_prefix([b"k"], namespace=THEIRS),
+        lambda: client.clear(namespace=THEIRS),
+        client.clear,
+        lambda: list(client.list_objects(namespace=THEIRS)),
+        lambda: client.drain(cluster.nodes[0].name),
+    ):
+        with pytest.raises(PermissionDeniedError, match="engine"):
+            refused()
+    assert [each.name for each in client.status().namespaces] == [OURS]
+    assert admin.get("k", namespace=THEIRS) == content("theirs")
+    assert client.remove(b"b1")
+    assert any(client._stub._connections) == carrier["lane"]
+
+
+def test_who_may_only_read_or_see_numbers(cluster: Cluster, identities: Identities) -> None:
+    cluster.start()
+    cluster.client(namespace=OURS).put("k", content("k"))
+    reader = cluster.client(auth=identities.file("r", "engine", reads=[OURS]), namespace=OURS)
+    assert reader.get("k") == content("k")
+    for refused in (lambda: reader.put("n", b"v"), lambda: reader.remove("k")):
+        with pytest.raises(PermissionDeniedError, match="may not write namespace 'ours'"):
+            refused()
+    with pytest.raises(PermissionDeniedError):
+        reader.allocate(100)
+    observer = cluster.client(auth=identities.file("observer"), namespace=OURS)
+    assert [each.name for each in observer.status().namespaces] == [OURS]
+    for blind in (lambda: observer.exists("k"), lambda: list(observer.list_objects())):
+        with pytest.raises(PermissionDeniedError, match="may not read namespace"):
+            blind()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("roles", "nodes", "says"),
+    [
+        (("engine", "observer"), ["*"], "engine\\+observer n may not join as node"),
+        (("node",), ["others-*"], "node n may not join as node"),
+    ],
+)
+def test_who_is_no_node_does_not_join_as_one(
+    cluster: Cluster, identities: Identities, roles: tuple[str, ...], nodes: list[str], says: str
+) -> None:
+    cluster.master()
+    spaces = ["*"] if "engine" in roles else []
+    auth = identities.file("n", *roles, reads=spaces, writes=spaces, nodes=nodes)
+    node = cluster.launch_node(auth=auth)
+    assert node.wait() == 1
+    assert re.search(says, node.errors)
+    assert cluster.state_of(node) == "gone"
+    assert "refused count=" in cluster.master_server.errors
+
+
+# --- who does not get in -------------------------------------------------------------------------
+
+
+def why_not(cluster: Cluster, auth: str) -> str:
+    with (
+        pytest.raises(KVStoreError) as caught,
+        Client(cluster.address, auth=auth, timeout_ms=WITHIN_MS) as client,
+    ):
+        client.exists("k")
+    return str(caught.value)
+
+
+def test_strangers_are_told_what_is_missing(
+    cluster: Cluster, identities: Identities, tmp_path: Path
+) -> None:
+    cluster.master()
+    assert "KVSTORE_AUTH=FILE" in why_not(cluster, "")
+    (tmp_path / "other").mkdir()
+    other = Identities(tmp_path / "other")
+    assert "its certificate is not of our authority" in why_not(cluster, other.file("admin"))
+    for name, days in (("expired", -30), ("early", 30)):
+        identities.clock = partial(_days_from_now, days)
+        assert "certificate" in why_not(cluster, identities.file(name, "admin", days=1)), name
+    identities.clock = utc_now
+    with Cluster(tmp_path / "other", settings={"auth": identities.file("node")}) as false:
+        # Its certificate is of the right authority, and not that of a master.
+        server = false.launch("kvstore.cli.master", false.settings)
+        found = server.line(r"listening on \S*?:(\d+) \(gRPC\)")
+        with pytest.raises(MasterUnreachableError, match="not that of a master"):
+            Client(
+                f"127.0.0.1:{found[1]}", auth=identities.file("admin"), timeout_ms=WITHIN_MS
+            ).exists("k")
+
+
+def _days_from_now(days: int) -> datetime:
+    return datetime.now(UTC) + timedelta(days=days)
+
+
+def test_without_tls_nothing_is_served(cluster: Cluster) -> None:
+    cluster.start()
+    with grpc.insecure_channel(cluster.address) as channel:
+        for call in (CALLS[Join], CALLS[Clear]):
+            ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
+            with pytest.raises(grpc.RpcError) as caught:
+                ask(b"", timeout=2)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    with socket.create_connection(("127.0.0.1", cluster.lane_port), timeout=5) as sock:
+        sock.sendall(b"\x10\0\0\0" + b"\0" * 16)
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+    with pytest.raises(ConnectionError):
+        request(cluster.settings["http_port"], "GET", "/metrics")
+
+
+def test_silent_and_noisy_strangers_do_not_keep_others_out(
+    cluster: Cluster, identities: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.start()
+    monkeypatch.setattr(lane, "_connect_unix", lambda *_: None)
+    with contextlib.ExitStack() as stack:
+        for index in range(600):
+            place = ("127.0.0.1", cluster.lane_port)
+            sock = stack.enter_context(socket.create_connection(place, timeout=5))
+            if index % 3:
+                sock.sendall(b"\x16\x03\x01" if index % 3 == 1 else os.urandom(300))
+        client = cluster.client(auth=engine(identities), namespace=OURS)
+        assert client.put("k", content("k"))
+        assert any(client._stub._connections), "the lane lets it in"
+
+
+def test_a_token_of_another_identity_is_of_no_use(cluster: Cluster, identities: Identities) -> None:
+    """The thief has an identity of its own, and the token of an admin's join."""
+    cluster.start()
+    admin = cluster.client()
+    admin.put("k", b"v", namespace=THEIRS)
+    joined = admin._stub.joined
+    assert joined is not None
+    thief = Credentials(engine(identities))
+    by_tcp = joined._replace(lane_unix="")
+    connection = lane.connect(by_tcp, "127.0.0.1", time.monotonic() + 5, 0, 0, thief)
+    with pytest.raises(TokenRefusedError):
+        connection.greet(by_tcp, time.monotonic() + 5)
+    forged = _altered(joined)
+    local = lane.connect(forged, "127.0.0.1", time.monotonic() + 5, 0, 0, thief)
+    with pytest.raises(TokenRefusedError):
+        local.greet(forged, time.monotonic() + 5)
+
+
+def _altered(joined: Joined) -> Joined:
+    token = bytearray(joined.lane_token)
+    token[20] ^= 1
+    assert joined.protocol == PROTOCOL_VERSION
+    return joined._replace(lane_token=bytes(token))
+
+
+# --- changes while all runs ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_who_is_revoked_is_out_within_seconds(cluster: Cluster, identities: Identities) -> None:
+    cluster.start()
+    client = cluster.client(auth=engine(identities), namespace=OURS)
+    client.put("k", content("k"))
+    tls = Credentials(engine(identities)).client()
+    path = f"/api/v1/objects?{urlencode({'namespace': OURS, 'key': b'k'.hex()})}"
+    port = cluster.settings["http_port"]
+    assert request(port, "GET", path, tls=tls).status == 200
+    identities.revoke("engine")
+    started = time.monotonic()
+
+    def is_out() -> bool:
+        try:
+            client.put("again", b"v")
+        except PermissionDeniedError as error:
+            return "was revoked" in str(error)
+        return False
+
+    until(is_out)
+    until(lambda: request(port, "GET", path, tls=tls).status == 401)
+    assert time.monotonic() - started < 5
+    assert cluster.client(namespace=OURS).get("k") == content("k"), "others go on"
+    node = cluster.nodes[0]
+    identities.revoke("node")
+    until(lambda: cluster.state_of(node) in ("suspect", "dead", "gone"))
+
+
+@pytest.mark.slow
+def test_files_are_replaced_while_all_work(cluster: Cluster, identities: Identities) -> None:
+    cluster.start()
+    client = cluster.client(auth=engine(identities), namespace=OURS)
+    client.put("k", content("k"))
+    first = client._stub._credentials
+    assert first is not None
+    before = first.pems()
+    for name, wanted in (
+        ("master", Wanted("master", ("master",), hosts=("127.0.0.1",))),
+        ("node", Wanted("node", ("node",))),
+        ("engine", Wanted("engine", ("engine",), (OURS,), (OURS, "more"))),
+    ):
+        identities.replace(Path(identities.file(name)), wanted)
+    assert client.get("k") == content("k")
+    assert first.pems() != before
+    fresh = cluster.client(auth=engine(identities), namespace="more")
+    assert fresh.put("k", b"v"), "the new certificate gives the new rights"
+    cluster.master_server.kill()
+    cluster.master()
+    until(lambda: cluster.state_of(cluster.nodes[0]) == "alive", within_s=20)
+    until(lambda: cluster.client(namespace=OURS).get("k") == content("k"))
+
+
+@pytest.mark.slow
+def test_a_cluster_with_traffic_is_switched_on_host_by_host(
+    tmp_path: Path, identities: Identities
+) -> None:
+    """From no authentication to required: masters first, which still serve all, then nodes and
+    clients, then masters once more. No object is lost, and no client has an error that lasts."""
+    with Cluster(tmp_path) as cluster:
+        cluster.start()
+        plain = cluster.client()
+        plain.put_many([(f"k{n}", content(f"k{n}")) for n in range(50)])
+        wrong: list[str] = []
+        over = threading.Event()
+
+        def ask(client: Client) -> None:
+            while not over.is_set():
+                value = client.get_many(["k7"])[0]
+                if value is not None and value != content("k7"):
+                    wrong.append("other bytes")
+                over.wait(0.02)
+
+        asking = threading.Thread(target=ask, args=(plain,))
+        asking.start()
+        try:
+            auth = {"auth": identities.file("master")}
+            cluster.master_server.terminate()
+            cluster.master_server.wait()
+            cluster.master(**auth, auth_mode="prefer")
+            node = cluster.nodes[0]
+            until(lambda: cluster.state_of(node) == "alive", within_s=20)
+            with_identity = cluster.client(auth=engine(identities, space="default"))
+            until(lambda: with_identity.get_many(["k7"])[0] == content("k7"))
+            until(lambda: plain.get_many(["k7"])[0] == content("k7"))
+            node.kill()
+            again = cluster.node(name=node.name, auth=identities.file("node"))
+            until(lambda: "inventory_told" in again.errors)
+            until(lambda: plain.get_many(["k7"])[0] == content("k7"), within_s=20)
+        finally:
+            over.set()
+            asking.join()
+        assert not wrong
+        cluster._stop_asking()
+        cluster._asker = Client(cluster.address, auth=identities.file("admin"), timeout_ms=5_000)
+        cluster.master_server.terminate()
+        cluster.master_server.wait()
+        cluster.master(**auth)
+        until(lambda: cluster.state_of(again) == "alive", within_s=20)
+        assert "KVSTORE_AUTH" in why_not(cluster, "")
+        values = with_identity.get_many([f"k{n}" for n in range(50)])
+        assert values == [content(f"k{n}") for n in range(50)]
+
+
+# --- HTTP and events -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_http_acts_with_the_rights_of_the_request(cluster: Cluster, identities: Identities) -> None:
+    cluster.start()
+    port = cluster.settings["http_port"]
+
+    def ask(method: str, path: str, who: str, body: object = None, **query: str) -> int:
+        tls = Credentials(who).client()
+        place = f"{path}?{urlencode(query)}" if query else path
+        return request(port, method, place, body, tls=tls).status
+
+    admin, mine = identities.file("admin"), engine(identities)
+    observer = identities.file("observer")
+    k = b"k".hex()
+    objects = "/api/v1/objects"
+    assert ask("PUT", objects, admin, b"v", namespace=THEIRS, key=k) == 201
+    assert ask("GET", objects, admin, namespace=THEIRS, key=k) == 200
+    # Also when the child has just read it for somebody else, and knows where it is.
+    assert ask("GET", objects, mine, namespace=THEIRS, key=k) == 403
+    assert ask("DELETE", objects, mine, namespace=THEIRS, key=k) == 403
+    assert ask("PUT", objects, mine, b"v", namespace=THEIRS, key=b"l".hex()) == 403
+    assert ask("PUT", objects, mine, b"v", namespace=OURS, key=k) == 201
+    assert ask("GET", objects, mine, namespace=OURS, key=k) == 200
+    assert ask("GET", objects, observer, namespace=OURS, key=k) == 403
+    node = {"node": cluster.nodes[0].name}
+    for who in (mine, observer):
+        assert ask("POST", "/api/v1/nodes/drain", who, node) == 403
+    for path in ("/api/v1/status", "/api/v1/nodes", "/api/v1/history", "/metrics"):
+        assert ask("GET", path, observer) == 200, path
+        assert ask("GET", path, mine) == 403, path
+    without = ssl.create_default_context()
+    without.check_hostname = False
+    without.verify_mode = ssl.CERT_NONE
+    assert request(port, "GET", "/healthz", tls=without).status == 200
+    for path in ("/metrics", "/api/v1/status", "/api/v1/openapi.json"):
+        assert request(port, "GET", path, tls=without).status == 401, path
+
+
+@pytest.mark.slow
+def test_events_of_namespaces_that_one_may_read(cluster: Cluster, identities: Identities) -> None:
+    cluster.start()
+    cluster.client(namespace=OURS).put("k", b"v")
+    at = [f"127.0.0.1:{cluster.settings['http_port']}"]
+    auth = engine(identities)
+    told = follow(at, namespace=OURS, auth=auth, patience_s=10)
+    assert next(each.data["key"] for each in told if each.name == "stored") == b"k".hex()
+    for namespace, under in ((THEIRS, ""), ("", "our"), ("", "")):
+        with pytest.raises(PermissionDeniedError, match="may not read events"):
+            next(follow(at, namespace=namespace, under=under, auth=auth, patience_s=10))
+
+
+# --- secrets -------------------------------------------------------------------------------------
+
+
+def test_no_key_is_seen_in_processes_and_logs(cluster: Cluster, identities: Identities) -> None:
+    cluster.start()
+    cluster.client(auth=engine(identities), namespace=OURS).put("k", b"v")
+    servers = [cluster.master_server, *cluster.nodes]
+    seen = "".join(server.errors for server in servers)
+    for server in servers:
+        for pid in (server.process.pid, *children_of(server.process.pid)):
+            for file in ("environ", "cmdline"):
+                seen += Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace")
+    for name in ("master", "node"):
+        text = Path(identities.file(name)).read_text()
+        body = text.split("PRIVATE KEY-----\n")[1].split("\n")[0]
+        assert len(body) > 40
+        assert body not in seen
+    assert "PRIVATE KEY" not in seen
+
+
+def children_of(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(each) for each in file.read().split()]
+
+
+def test_the_doctor_says_who_one_is(cluster: Cluster, identities: Identities) -> None:
+    cluster.start()
+    said = run_python(
+        "-m", "kvstore.cli.main", "doctor", "--master", cluster.address,
+        variables={"KVSTORE_AUTH": engine(identities)},
+    ).stdout  # fmt: skip
+    assert "knows this process as engine engine; reads ours; writes ours" in " ".join(said.split())
+    assert MASTER_NAME not in said

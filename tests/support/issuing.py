@@ -1,0 +1,63 @@
+"""Identities for tests: an authority in a folder, and files that it issues."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from kvstore.auth import authority
+from kvstore.auth.identity import ALL
+from kvstore.auth.ledger import Wanted
+
+
+def utc_now() -> datetime:
+    return datetime.now(UTC)
+
+
+class Identities:
+    """See the module. The same name and rights give the same file."""
+
+    def __init__(self, folder: Path, clock: Callable[[], datetime] = utc_now) -> None:
+        """``clock``: the time at which the authority thinks it is."""
+        self._folder = folder / "authority"
+        self._files = folder
+        self.clock = clock
+        authority.create(self._folder, "", clock)
+
+    @property
+    def revoked_file(self) -> Path:
+        return self._folder / authority.REVOKED_NAME
+
+    def file(
+        self,
+        name: str,
+        *roles: str,
+        reads: Sequence[str] = (),
+        writes: Sequence[str] = (),
+        nodes: Sequence[str] = ALL,
+        days: int = 365,
+    ) -> str:
+        """The path of a file for ``KVSTORE_AUTH``."""
+        path = self._files / f"{name}.auth"
+        if not path.exists():
+            hosts = ("127.0.0.1",) if "master" in (roles or (name,)) else ()
+            wanted = Wanted(
+                name, roles or (name,), tuple(reads), tuple(writes), tuple(nodes), hosts, days
+            )
+            self.replace(path, wanted)
+        return str(path)
+
+    def replace(self, path: Path, wanted: Wanted) -> None:
+        """Issues anew, into a file that may be in use."""
+        with authority.opened(self._folder, self.clock) as opened:
+            row, pems = opened.issue(wanted)
+        fresh = path.with_suffix(".new")
+        fresh.touch(mode=0o600)
+        fresh.write_bytes(authority.content_of(row, pems, "a test"))
+        os.replace(fresh, path)
+
+    def revoke(self, name: str) -> None:
+        with authority.opened(self._folder, self.clock) as opened:
+            opened.revoke(opened.valid([name]))
