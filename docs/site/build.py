@@ -76,6 +76,7 @@ def of_commands() -> Iterator[str]:
 
 
 def of_command(name: str, command: click.Command, kind: type[Config]) -> Iterator[str]:
+    """The command, and those below it."""
     context = click.Context(command, info_name=name)
     usage = " ".join(command.collect_usage_pieces(context))
     yield f"## {name}\n\n{cell(command.help or '')}\n\n    {name} {usage}\n"
@@ -107,6 +108,10 @@ def of_command(name: str, command: click.Command, kind: type[Config]) -> Iterato
     if examples.strip().startswith("Example"):
         _, _, lines = examples.partition("\n")
         yield f"```console\n{inspect.cleandoc(lines)}\n```\n"
+    for below in command.list_commands(context) if isinstance(command, click.Group) else ():
+        found = command.get_command(context, below)
+        assert found is not None
+        yield from of_command(f"{name} {below}", found, kind)
 
 
 def of_client() -> Iterator[str]:

@@ -78,6 +78,7 @@ class Commands(click.Group):
 
 LATE: Final = {
     "as-mooncake": "Run a command whose mooncake.store is this store.",
+    "auth": "Write the files by which processes prove who they are, and revoke them.",
     "bench": "Measure this machine.",
     "clean": "Remove memory that dead nodes left on this host.",
     "doctor": "Check this host, its programs and the connection to the cluster.",

@@ -196,10 +196,11 @@ def checked(words: list[str]) -> None:
     command: click.Command = COMMANDS[name]
     context = command.make_context(name, given)
     if isinstance(command, click.Group):
-        rest = [*context._protected_args, *context.args]
-        _, below, rest = command.resolve_command(context, rest)
-        assert below is not None
-        below.make_context(below.name, rest, parent=context)
+        while isinstance(command, click.Group):  # kvstore auth issue
+            rest = [*context._protected_args, *context.args]
+            _, below, rest = command.resolve_command(context, rest)
+            assert below is not None
+            command, context = below, below.make_context(below.name, rest, parent=context)
     else:
         given_values = {key: value for key, value in context.params.items() if value is not None}
         kind = SERVERS[words[0]]
@@ -267,6 +268,8 @@ def test_enough_commands_are_found_to_trust_this_test() -> None:
         "kvstore statsu",
         "kvstore status --all",
         "kvstore drain",
+        "kvstore auth isue x",
+        "kvstore auth issue x --rle node",
         "kvstore-master --lease 5",
         "kvstore-node --memory 2G",
         "kvstore-master --lease-ms 1",
@@ -301,8 +304,8 @@ def has_all(code: str) -> bool:
     command: click.Command | None = COMMANDS.get(name)
     if command is None:
         return True
-    if isinstance(command, click.Group) and words and not words[0].startswith("-"):
-        command = command.get_command(click.Context(command), words[0])
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        command = command.get_command(click.Context(command), words.pop(0))
     flags = {word.partition("=")[0] for word in words if word.startswith("--") and word != "--"}
     return command is not None and flags <= options_of(command)
 
