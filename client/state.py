@@ -172,7 +172,7 @@ class ClientState:
                 device_name=self.config.device_name,
                 metadata_server=self.config.metadata_server,
                 auth=self.config.auth,
-                transfer_engine_unauthenticated=self.config.transfer_engine_unauthenticated,
+                engine_unauthenticated=self.config.engine_unauthenticated,
             )
             self.children.append(node)
 

@@ -419,6 +419,7 @@ class _Serving:
             "connections": {"lane": carriers.lane_connections, "grpc": self._grpc_connections},
             "counters": {
                 "connections_refused": carriers.lane_stats.refused,
+                "refused": 0 if self.gate is None else self.gate.refused,
                 "connections_stalled": carriers.lane_stats.stalled,
                 **({} if self._election is None else self._election.counters()),
                 **({} if self.feed is None else self.feed.counters()),

@@ -20,18 +20,22 @@ from kvstore.auth import rights
 from kvstore.auth.credentials import Credentials, alternative_names
 from kvstore.auth.identity import Identity, identity_of
 from kvstore.auth.revoked import Revoked
-from kvstore.calls import ClusterStatus, Request
+from kvstore.calls import Clear, ClusterStatus, Drain, Remove, Request
 from kvstore.clocks import uptime
 from kvstore.config import MasterConfig
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
+from kvstore.texts import name_text
 
 log = logging.getLogger("kvstore.auth")
 
 IDENTITIES_MAX: Final = 65_536
 """Identities that have joined and whose tokens are known. Who is forgotten joins again."""
 
-REFUSALS_PER_S: Final = 5
-"""Refusals that are logged in a second; all are counted."""
+LINES_PER_S: Final = 5
+"""Lines of the log of one kind in a second; all are counted."""
+
+AUDITED: Final = (Remove, Clear, Drain)
+"""Calls that are logged with who has made them: they take something away from others."""
 
 DIGEST_BYTES: Final = 16
 MAC_BYTES: Final = 16
@@ -57,7 +61,8 @@ class Gate:
         self._identities: OrderedDict[bytes, Identity] = OrderedDict()
         self._known: dict[tuple[str, ...], Identity] = {}
         self._holders = itertools.count(1 + secrets.randbits(62))
-        self._logged: list[float] = []
+        self._refusals = Lines()
+        self._audits = Lines()
 
     # --- who a peer is ------------------------------------------------------------------------
 
@@ -151,6 +156,17 @@ class Gate:
         except PermissionDeniedError as error:
             self._note(error.message)
             raise
+        if isinstance(request, AUDITED):
+            self._audit(who, request)
+
+    def _audit(self, who: Identity, request: Request) -> None:
+        if self._audits.has_room():
+            on = getattr(request, "namespace", None) or getattr(request, "node", "") or "*"
+            log.info(
+                "audit call=%s identity=%s on=%s left_out=%d",
+                type(request).__name__, name_text(who.name), name_text(on),
+                self._audits.left_out,
+            )  # fmt: skip
 
     def check_node(self, who: Identity | None, name: str) -> None:
         """As ``check``, for a stream of the node of this name."""
@@ -179,11 +195,28 @@ class Gate:
 
     def _note(self, why: str) -> None:
         self.refused += 1
-        now = uptime()
-        self._logged = [each for each in self._logged if each > now - 1]
-        if len(self._logged) < REFUSALS_PER_S:
-            self._logged.append(now)
+        if self._refusals.has_room():
             log.warning("refused count=%d reason=%r", self.refused, why)
+
+
+class Lines:
+    """Bounds the lines of one kind in the log. Threads: one."""
+
+    def __init__(self) -> None:
+        self.left_out = 0
+        """Lines since the start that were not written."""
+        self._second = 0
+        self._count = 0
+
+    def has_room(self) -> bool:
+        """Whether to write one more line now."""
+        second = int(uptime())
+        if second != self._second:
+            self._second, self._count = second, 0
+        self._count += 1
+        has_room = self._count <= LINES_PER_S
+        self.left_out += not has_room
+        return has_room
 
 
 def _digest(who: Identity) -> bytes:

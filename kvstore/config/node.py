@@ -145,12 +145,12 @@ class NodeConfig(HttpConfig):
     )
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P
-    transfer_engine_unauthenticated: Unauthenticated = False
+    engine_unauthenticated: Unauthenticated = False
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
 
     @model_validator(mode="after")
     def _rules(self) -> NodeConfig:
-        check_engine(self.auth, self.protocol, unauthenticated=self.transfer_engine_unauthenticated)
+        check_engine(self.auth, self.protocol, unauthenticated=self.engine_unauthenticated)
         if self.device:
             for key, why in (
                 ("keep", "memory of a device cannot be kept"),

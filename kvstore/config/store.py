@@ -49,7 +49,7 @@ class StoreSettings(Config):
     protocol: MoversProtocol = ""
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P
-    transfer_engine_unauthenticated: Unauthenticated = False
+    engine_unauthenticated: Unauthenticated = False
     engine_buffer: EngineBuffer = 64 << 20
     device_ring: DeviceRing = 64 << 20
     device_locked: DeviceLocked = 1 << 40
@@ -73,5 +73,5 @@ class StoreSettings(Config):
 
     @model_validator(mode="after")
     def _store_rules(self) -> Self:
-        check_engine(self.auth, self.protocol, unauthenticated=self.transfer_engine_unauthenticated)
+        check_engine(self.auth, self.protocol, unauthenticated=self.engine_unauthenticated)
         return self

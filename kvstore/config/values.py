@@ -343,7 +343,7 @@ def check_engine(auth: str, protocol: str, *, unauthenticated: bool) -> None:
     if auth and protocol and not unauthenticated:
         raise RefusedValueError(
             "does not go with --auth: the transfer engine authenticates nobody",
-            "Drop it, or give --transfer-engine-unauthenticated where its network is trusted.",
+            "Drop it, or give --engine-unauthenticated where its network is trusted.",
             key="protocol",
         )
 

@@ -28,6 +28,7 @@ MASTER: Final = (
     Family("kvstore_master_step_seconds", "histogram", (), "For how long the loop did one thing: a call, or a slice of background work."),
     Family("kvstore_master_loop_late_seconds", "histogram", (), "How long the loop lets things wait: how much later than planned its timer runs, 20 times a second."),
     Family("kvstore_master_connections", "gauge", ("carrier",), "Open connections of clients and nodes: lane, grpc."),
+    Family("kvstore_master_refused_total", "counter", (), "Connections and calls that authentication refused: no identity, a revoked one, or one without the right."),
     Family("kvstore_master_connections_refused_total", "counter", (), "Connections to the lane that were refused: no token, too many, broken protocol."),
     Family("kvstore_master_connections_stalled_total", "counter", (), "Connections to the lane that were cut because the client did not read."),
     Family("kvstore_master_events_total", "counter", (), "Events of this term, if asked for: objects that became visible, or are gone."),

@@ -198,7 +198,7 @@ def start_node(
     cluster: str = "",
     keep_orphaned: bool = False,
     auth: str = "",
-    transfer_engine_unauthenticated: bool = False,
+    engine_unauthenticated: bool = False,
     **settings: str,
 ) -> Child:
     """A node of ``memory`` bytes, joined to ``master``; ``said["name"]`` is its name.
@@ -207,8 +207,8 @@ def start_node(
     leaves its memory when we are killed. ``settings``: other fields of ``NodeConfig``.
     """
     told = {"master": master} | {key: settings.pop(key) for key in _MAY_BE_SECRET & settings.keys()}
-    if transfer_engine_unauthenticated:
-        told["transfer_engine_unauthenticated"] = "true"
+    if engine_unauthenticated:
+        told["engine_unauthenticated"] = "true"
     flags = [text for key, value in settings.items() for text in (_flag(key), value)]
     return Child.start(
         "kvstore.cli.node", "--memory", str(memory), "--host", host,
