@@ -653,6 +653,38 @@ def test_the_authority_is_rotated_without_a_restart(there: Shell) -> None:
     connect()
 
 
+def test_a_lost_authority_is_replaced_without_a_restart(there: Shell) -> None:
+    """As docs/auth.md says: certificates of the other authority are appended by hand."""
+    there.done("issue", "m", "--role", "master")
+    there.done("issue", "e", *ENGINE)
+    master, engine = Credentials("m.auth"), Credentials("e.auth")
+    serving = master.server()
+
+    def connect() -> None:
+        shake(engine.client(), serving, MASTER_NAME)
+
+    def append(name: str, folder: Path) -> None:
+        with open(name, "ab") as file:
+            file.write((folder / "authority.pem").read_bytes())
+
+    (FOLDER / "authority.key").unlink()
+    other = Path("other")
+    there.done("init", "--authority", "other")
+    for name, words in (("m", ["--role", "master"]), ("e", [*ENGINE])):
+        there.done("issue", name, *words, "--authority", "other", "--out", f"{name}.new")
+        append(f"{name}.new", FOLDER)
+    for name in ("m", "e"):
+        append(f"{name}.auth", other)
+        connect()
+    for name in ("m", "e"):
+        os.replace(f"{name}.new", f"{name}.auth")
+        connect()
+        there.done("show", f"{name}.auth")
+    there.done("rotate", "--authority", "other")
+    connect()
+    assert len(trusted("m.auth")) == len(trusted("e.auth")) == 1
+
+
 def test_an_old_authority_is_dropped_by_force(there: Shell) -> None:
     there.done("issue", "e", *ENGINE)
     there.done("rotate", "--new-authority")
