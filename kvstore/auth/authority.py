@@ -79,12 +79,12 @@ class Authority:
         """Whether the authority before this one is still trusted."""
         return len(self._signer.authorities) > 1
 
-    def issue(self, wanted: Wanted) -> tuple[Row, Pems]:
-        """
+    def issue(self, wanted: Iterable[Wanted]) -> list[tuple[Row, Pems]]:
+        """A certificate for each of them.
+
         Raises:
-            UsageError: there can be no such certificate.
+            UsageError: there can be no such certificate; none was issued.
         """
-        check(wanted)
         now = self._clock()
         if now >= self.until:
             raise UsageError(
@@ -92,11 +92,15 @@ class Authority:
                 advice="Write another authority (kvstore auth init --authority DIR) and issue all "
                 "anew.",
             )
-        leaf: Leaf = certificates().issue(self._signer, wanted, now)
-        row = Row(leaf.number, wanted, self._number(), leaf.since, leaf.until)
-        # First the ledger: what exists can be revoked.
-        self._save([*self.rows, row])
-        return row, leaf.pems
+        found: list[tuple[Row, Pems]] = []
+        for each in wanted:
+            check(each)
+            leaf: Leaf = certificates().issue(self._signer, each, now)
+            row = Row(leaf.number, each, self._number(), leaf.since, leaf.until)
+            found.append((row, leaf.pems))
+        # Before any of them is written: what exists can be revoked.
+        self._save([*self.rows, *(row for row, _ in found)])
+        return found
 
     def valid(self, names: Iterable[str]) -> list[Row]:
         """The valid certificates of these names or numbers."""

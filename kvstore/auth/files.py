@@ -28,7 +28,7 @@ def write_whole(path: Path, content: bytes, mode: int) -> None:
         OSError: the old file is still there.
     """
     # Is made with mode 600, so that a key can never be read by others.
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".kvstore-auth.")
     try:
         with open(descriptor, "wb") as file:
             file.write(content)

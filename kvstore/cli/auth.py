@@ -211,7 +211,7 @@ def issue(
     with opened(folder, _now) as authority:
         if not force:
             _check_free(place, is_folder=into is not None)
-        row, pems = authority.issue(wanted)
+        ((row, pems),) = authority.issue([wanted])
         _write(place, row, pems, is_folder=into is not None)
         _tell_issued(row, place, as_json=_is_json(context, as_json))
         _warn_of_end(row, authority)
@@ -221,8 +221,12 @@ def _distinct(values: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def _file_name(name: str) -> str:
-    return name.replace("/", "%2F") + SUFFIX
+def _file_name(name: str, *, is_folder: bool = False) -> str:
+    """In this folder, whatever the name."""
+    plain = name.replace("/", "%2F")
+    if is_folder:
+        return plain.replace(".", "%2E") if plain in (".", "..") else plain
+    return plain + SUFFIX
 
 
 FOLDER_FILES: Final = ("tls.key", "tls.crt", "ca.crt")
@@ -473,6 +477,8 @@ Copy the new files over the old ones. Processes read them by themselves: no rest
 @click.option("--out-dir", metavar="DIR", type=click.Path(path_type=Path, file_okay=False),
               default=".", help="Where to write NAME.auth; replaces old files.  [default: .]"
               )  # fmt: skip
+@click.option("--folders", is_flag=True,
+              help="Write DIR/NAME/ with tls.key, tls.crt and ca.crt instead.")  # fmt: skip
 @click.option("--revoke-old", is_flag=True,
               help="Revoke the older certificates at once: processes are refused until they have "
               "the new files. kvstore auth revoke --old does it later.")  # fmt: skip
@@ -498,6 +504,7 @@ def rotate(
     /,
     names: tuple[str, ...],
     out_dir: Path,
+    folders: bool,
     revoke_old: bool,
     days: int | None,
     renew: bool,
@@ -509,7 +516,7 @@ def rotate(
     from kvstore.auth.authority import opened
 
     as_json = _is_json(context, as_json)
-    if renew + drop_old + bool(names or revoke_old or days) > 1:
+    if renew + drop_old + bool(names or folders or revoke_old or days) > 1:
         raise click.UsageError(
             "--new-authority and --drop-old stand alone: each is a step of its own"
         )
@@ -524,7 +531,10 @@ def rotate(
             authority.drop_old()
             _tell_authority(authority, DROPPED, as_json=as_json)
         else:
-            return _issue_anew(authority, names, out_dir, revoke_old, days, as_json=as_json)
+            return _issue_anew(
+                authority, names, out_dir, days, folders=folders, revoke_old=revoke_old,
+                as_json=as_json,
+            )  # fmt: skip
     return 0
 
 
@@ -554,9 +564,10 @@ def _issue_anew(
     authority: Authority,
     names: Sequence[str],
     out_dir: Path,
-    revoke_old: bool,
     days: int | None,
     *,
+    folders: bool,
+    revoke_old: bool,
     as_json: bool,
 ) -> int:
     from kvstore.auth.ledger import newest
@@ -570,11 +581,10 @@ def _issue_anew(
         return NOT_THERE
     out_dir.mkdir(parents=True, exist_ok=True)
     old = authority.valid(row.wanted.name for row in rows)
-    for row in {row.wanted.name: row for row in rows}.values():
-        wanted = row.wanted._replace(days=days or row.wanted.days)
-        place = out_dir / _file_name(wanted.name)
-        new, pems = authority.issue(wanted)
-        _write(place, new, pems)
+    wanted = {row.wanted.name: row.wanted for row in rows}.values()
+    for new, pems in authority.issue(each._replace(days=days or each.days) for each in wanted):
+        place = out_dir / _file_name(new.wanted.name, is_folder=folders)
+        _write(place, new, pems, is_folder=folders)
         _tell_issued(new, place, as_json=as_json)
         _warn_of_end(new, authority)
     if revoke_old and old:

@@ -296,7 +296,7 @@ def test_hosts_are_checked_in_linear_time(there: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a/b", "../x", "Authorities:", "-----BEGIN", "日本", "ü" * 64, ".x"]
+    "name", ["a/b", "../x", "Authorities:", "-----BEGIN", "日本", "ü" * 64, "日" * 40, ".x"]
 )
 def test_any_name_has_a_file_in_this_folder(there: Shell, name: str) -> None:
     there.done(
@@ -379,7 +379,7 @@ def test_a_command_waits_for_another_one(there: Shell, monkeypatch: pytest.Monke
 
 def _issue(folder: str, number: int) -> None:
     with authority.opened(Path(folder), lambda: datetime.now(UTC)) as found:
-        found.issue(Wanted(f"e{number}", ("admin",)))
+        found.issue([Wanted(f"e{number}", ("admin",))])
 
 
 def test_commands_at_once_lose_nothing(there: Shell) -> None:
@@ -578,6 +578,14 @@ def test_rotate_takes_names_a_folder_and_days(there: Shell) -> None:
     assert file.has(before)
     assert not file.has(identity_in("new/files/e.auth"))
     assert there.done("ls", "--json").rows[-1]["days"] == 7
+
+
+def test_rotate_writes_folders_as_for_kubernetes(there: Shell) -> None:
+    for name in ("e", "..", "a/b"):
+        there.done("issue", name, *ENGINE)
+    there.done("rotate", "--folders", "--out-dir", "new")
+    assert set(os.listdir("new")) == {"e", "%2E%2E", "a%2Fb"}
+    assert {identity_in(f"new/{each}").name for each in os.listdir("new")} == {"e", "..", "a/b"}
 
 
 def test_rotate_has_the_rights_of_the_newest_certificate(there: Shell) -> None:
