@@ -28,6 +28,9 @@ class Right(enum.Enum):
     """To read in each namespace that the call names; a node may, since it holds the bytes."""
     WRITE = "write"
     """To write in each namespace that the call names."""
+    DOUBT = "doubt"
+    """To write in each namespace that the call names, or to be a node: who may only read must not
+    have objects removed by saying that they are damaged."""
     PUT = "put"
     """To write in some namespace, or to copy objects as a node: the call names a token, which
     belongs to its put."""
@@ -62,7 +65,7 @@ RULES: Final[dict[type, Rule]] = {
     calls.Clear: Rule(Right.WRITE, _SPACE),
     calls.DescribeSegments: Rule(Right.HOLD),
     calls.ReportFailure: Rule(Right.HOLD),
-    calls.ReportCorrupt: Rule(Right.READ, _SPACE),
+    calls.ReportCorrupt: Rule(Right.DOUBT, _SPACE),
     calls.Status: Rule(Right.ENTER),
     calls.ListObjects: Rule(Right.READ, _SPACE),
     calls.StatObject: Rule(Right.READ, _SPACE),
@@ -89,11 +92,13 @@ def check(who: Identity, request: Request) -> None:
         return
     rule = RULES[type(request)]
     right = rule.right
-    if right is Right.READ or right is Right.WRITE:
-        may = who.may_read if right is Right.READ else who.may_write
+    if rule.fields:
+        if right is Right.DOUBT and NODE in who.roles:
+            return
+        verb, may = ("read", who.may_read) if right is Right.READ else ("write", who.may_write)
         for namespace in _spaces(rule, request):
             if not namespace or not may(namespace):
-                raise refused(who, request, f"may not {right.value} namespace {namespace or '*'!r}")
+                raise refused(who, request, f"may not {verb} namespace {namespace or '*'!r}")
         return
     if not _has(who, right, request):
         raise refused(who, request, "may not make this call")

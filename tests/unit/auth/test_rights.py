@@ -35,6 +35,7 @@ READS: Final = ALWAYS | {
 WRITES: Final = ALWAYS | {
     "node": "nnnnn", "engine": "ynynn", "reader": "nnnnn", "observer": "nnnnn",
 }  # fmt: skip
+DOUBTS: Final = WRITES | {"node": "yyyyy"}
 ENTERS: Final = dict.fromkeys(WHO, "y")
 HOLDS: Final = ENTERS | {"observer": "n"}
 PUTS: Final = ENTERS | {"reader": "n", "observer": "n"}
@@ -59,7 +60,7 @@ EXPECTED: Final[dict[type, dict[str, str]]] = {
     calls.Clear: WRITES,
     calls.DescribeSegments: HOLDS,
     calls.ReportFailure: HOLDS,
-    calls.ReportCorrupt: READS,
+    calls.ReportCorrupt: DOUBTS,
     calls.Status: ENTERS,
     calls.ListObjects: READS,
     calls.StatObject: READS,
