@@ -229,8 +229,7 @@ def cluster_of(certificate: x509.Certificate) -> str:
 
 def shown_name(certificate: x509.Certificate) -> str:
     """The name of an authority for people: ``kvstore authority 3f0a91c2 (prod)``."""
-    found = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    name = str(found[0].value) if found else certificate.subject.rfc4514_string()
+    name = common_name(certificate) or certificate.subject.rfc4514_string()
     cluster = cluster_of(certificate)
     return f"{name} ({cluster})" if cluster else name
 
@@ -269,6 +268,29 @@ def _names(
     except (x509.ExtensionNotFound, ValueError):
         return []
     return [str(each) for each in names.get_values_for_type(kind)]
+
+
+def common_name(certificate: x509.Certificate) -> str:
+    found = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if found else ""
+
+
+def may_connect(certificate: x509.Certificate) -> bool:
+    """Whether its uses allow to show it as a client. Without any all are allowed."""
+    return _may(certificate, ExtendedKeyUsageOID.CLIENT_AUTH)
+
+
+def may_serve(certificate: x509.Certificate) -> bool:
+    """Whether its uses allow to show it as a server. Without any all are allowed."""
+    return _may(certificate, ExtendedKeyUsageOID.SERVER_AUTH)
+
+
+def _may(certificate: x509.Certificate, use: x509.ObjectIdentifier) -> bool:
+    try:
+        uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except (x509.ExtensionNotFound, ValueError):
+        return True
+    return use in uses or ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE in uses
 
 
 def belongs(key: bytes, certificate: x509.Certificate) -> bool:

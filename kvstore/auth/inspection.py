@@ -57,10 +57,19 @@ def inspect(path: str, now: datetime) -> Shown:
             for role, name in SERVED.items()
             if role in who.roles and name not in hosts
         ]
+        problems += [
+            f"its common name {name} is that of a {role}, and clients would take it for one"
+            for role, name in SERVED.items()
+            if role not in who.roles and of.common_name(leaf) == name
+        ]
+        if not SERVED.keys().isdisjoint(who.roles) and not of.may_serve(leaf):
+            problems.append("its uses do not allow it to serve: it needs server auth")
         if who.number and who.number != of.number_of(leaf):
             problems.append(
                 f"its identity has the number {who.number}, and the certificate another one"
             )
+    if not of.may_connect(leaf):
+        problems.append("its uses do not allow it to connect: it needs client auth")
     since, until = of.since_of(leaf), of.until_of(leaf)
     if now < since:
         problems.append(f"is not valid before {since:%Y-%m-%d %H:%M} UTC")

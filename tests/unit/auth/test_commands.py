@@ -13,6 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvstore.auth import authority, certificates, files
 from kvstore.auth.credentials import MASTER_NAME, Credentials
@@ -22,6 +26,7 @@ from kvstore.auth.revoked import Revoked
 from kvstore.cli import auth as commands
 from kvstore.cli.main import cli
 from kvstore.cli.options import run
+from tests.support import identities
 from tests.support.identities import shake
 from tests.support.processes import ROOT
 
@@ -486,6 +491,48 @@ def test_show_says_what_is_wrong(there: Shell) -> None:
 
     assert "the key is not the certificate's" in changed(one.key, other.key)
     assert "not signed by an authority in this file" in changed(one.authorities, other.authorities)
+
+
+ENGINE_URI = "kvstore:engine/e?id=ab12&read=a"
+CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
+
+
+@pytest.mark.parametrize(
+    ("uri", "name", "use", "says"),
+    [
+        ("kvstore:master/e", "e", CLIENT, "the role master, and not its name master.kvstore"),
+        ("kvstore:node/e", "e", CLIENT, "it needs server auth"),
+        ("kvstore:root/e", "e", CLIENT, "root: no role of an identity"),
+        ("https://example.org", "e", CLIENT, "names 0 identities"),
+        ("kvstore:engine/e?id=fab12&read=a", "e", CLIENT, "and the certificate another one"),
+        (ENGINE_URI, "e", SERVER, "it needs client auth"),
+        (ENGINE_URI, "node.kvstore", CLIENT, "is that of a node"),
+    ],
+)
+def test_show_says_what_is_wrong_with_certificates_of_others(
+    kv: Shell, uri: str, name: str, use: x509.ObjectIdentifier, says: str
+) -> None:
+    """As another authority may write them."""
+    signer, key = identities.authority(), ec.generate_private_key(ec.SECP256R1())
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(signer.certificate.subject)
+        .public_key(key.public_key())
+        .serial_number(0xAB12)
+        .not_valid_before(kv.now() - timedelta(days=1))
+        .not_valid_after(kv.now() + timedelta(days=1))
+        .add_extension(
+            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False
+        )
+        .add_extension(x509.ExtendedKeyUsage([use]), critical=False)
+        .sign(signer.key, SHA256())
+    )
+    pems = certificates.pems_of(certificates.Signer(key, certificate, (), signer.authorities))
+    identities.folder(Path("tls"), pems)
+    result = kv("show", "tls")
+    assert result.code == 1
+    assert says in result.err
 
 
 @pytest.mark.parametrize(
