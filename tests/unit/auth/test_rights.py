@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Final, get_args
 
 import pytest
 
 from kvstore import calls
 from kvstore.auth.identity import ALL, ENGINE, NODE, ROLES, Identity, identity
-from kvstore.auth.rights import RULES, check, check_node, shown_status
+from kvstore.auth.rights import (
+    RULES,
+    check,
+    check_events,
+    check_node,
+    check_numbers,
+    shown_status,
+)
 from kvstore.calls import Request
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import Key, Namespace
@@ -176,6 +185,40 @@ def test_who_may_join_as_which_node() -> None:
     for who, name in [(WHO["node"], "host-8"), *((who, "host-7") for who in others)]:
         with pytest.raises(PermissionDeniedError, match="may not join as node"):
             check_node(who, name)
+
+
+def roles_for(check: Callable[[Identity], None]) -> set[str]:
+    """Who may."""
+    found = set()
+    for role, who in WHO.items():
+        with contextlib.suppress(PermissionDeniedError):
+            check(who)
+            found.add(role)
+    return found
+
+
+def test_who_may_see_numbers_of_all() -> None:
+    assert roles_for(check_numbers) == {"admin", "master", "node", "observer"}
+
+
+@pytest.mark.parametrize(
+    ("namespace", "under", "also"),
+    [
+        (OWN, "", {"engine", "reader"}),
+        (READ_ONLY, "", {"engine"}),
+        (WRITE_ONLY, "", set()),
+        (FOREIGN, "", set()),
+        ("", "", set()),
+        ("", "mine/", {"engine", "reader"}),
+        ("", "mine/a", {"engine", "reader"}),
+        ("", "mine", set()),
+        ("", "theirs/", set()),
+        ("", "log/", set()),
+    ],
+)
+def test_who_may_follow_which_events(namespace: str, under: str, also: set[str]) -> None:
+    found = roles_for(lambda who: check_events(who, namespace, under))
+    assert found == {"admin", "master", "node"} | also
 
 
 def test_an_engine_sees_its_own_namespaces_in_the_status() -> None:
