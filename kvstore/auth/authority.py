@@ -79,7 +79,11 @@ class Authority:
         """Whether the authority before this one is still trusted."""
         return len(self._signer.authorities) > 1
 
-    def issue(self, wanted: Iterable[Wanted]) -> list[tuple[Row, Pems]]:
+    def issue(self, wanted: Wanted) -> tuple[Row, Pems]:
+        """Raises UsageError: there can be no such certificate."""
+        return self.issue_all([wanted])[0]
+
+    def issue_all(self, wanted: Iterable[Wanted]) -> list[tuple[Row, Pems]]:
         """A certificate for each of them.
 
         Raises:

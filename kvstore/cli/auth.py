@@ -211,7 +211,7 @@ def issue(
     with opened(folder, _now) as authority:
         if not force:
             _check_free(place, is_folder=into is not None)
-        ((row, pems),) = authority.issue([wanted])
+        row, pems = authority.issue(wanted)
         _write(place, row, pems, is_folder=into is not None)
         _tell_issued(row, place, as_json=_is_json(context, as_json))
         _warn_of_end(row, authority)
@@ -582,7 +582,7 @@ def _issue_anew(
     out_dir.mkdir(parents=True, exist_ok=True)
     old = authority.valid(row.wanted.name for row in rows)
     wanted = {row.wanted.name: row.wanted for row in rows}.values()
-    for new, pems in authority.issue(each._replace(days=days or each.days) for each in wanted):
+    for new, pems in authority.issue_all(each._replace(days=days or each.days) for each in wanted):
         place = out_dir / _file_name(new.wanted.name, is_folder=folders)
         _write(place, new, pems, is_folder=folders)
         _tell_issued(new, place, as_json=as_json)

@@ -384,7 +384,7 @@ def test_a_command_waits_for_another_one(there: Shell, monkeypatch: pytest.Monke
 
 def _issue(folder: str, number: int) -> None:
     with authority.opened(Path(folder), lambda: datetime.now(UTC)) as found:
-        found.issue([Wanted(f"e{number}", ("admin",))])
+        found.issue(Wanted(f"e{number}", ("admin",)))
 
 
 def test_commands_at_once_lose_nothing(there: Shell) -> None:
