@@ -69,11 +69,11 @@ class ClientState:
         self.config = config
         self.host = host_id()
         self.name = self._new_name()
-        self.stub = self._new_stub()
+        client_number = _new_number()
+        self.stub = self._new_stub(client_number)
         self.closed = Latch()
         """Set once calls are refused."""
         self._closing = Job(self._close)
-        client_number = _new_number()
         self.movers = Movers(
             config.transports,
             self._engine if config.protocol else None,
@@ -111,13 +111,14 @@ class ClientState:
         self.children = []
         self.name = self._new_name()
         self.stub.abandon()
-        self.stub = self._new_stub()
+        client_number = _new_number()
+        self.stub = self._new_stub(client_number)
         is_closed, self.closed, self._closing = self.closed.is_set(), Latch(), Job(self._close)
         if is_closed:
             self.closed.set()
         context = self.context
         context.client = self.name
-        context.client_number = _new_number()
+        context.client_number = client_number
         context.segments = SegmentTable()
         context.placements = PlacementCache(self.config.placements_max)
         context.counters = {}
@@ -127,7 +128,7 @@ class ClientState:
     def _new_name(self) -> str:
         return self.config.name or f"{socket.gethostname()}-{os.getpid()}"
 
-    def _new_stub(self) -> MasterStub:
+    def _new_stub(self, client_number: int) -> MasterStub:
         config = self.config
         return MasterStub(
             config.master,
@@ -137,6 +138,7 @@ class ClientState:
             lane=config.lane,
             cluster=config.cluster,
             auth=config.auth,
+            client_number=client_number,
         )
 
     def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:

@@ -29,7 +29,11 @@ SIGNED_NAME_BYTES: Final = TOKEN_BYTES_MAX - MAC_BYTES - 8 - DIGEST_BYTES
 
 
 def token_for(
-    secret: bytes, client: str, who: Identity | None = None, gate: Gate | None = None
+    secret: bytes,
+    client: str,
+    who: Identity | None = None,
+    gate: Gate | None = None,
+    number: int = 0,
 ) -> bytes:
     """The token of one client, from the ``secret`` that all tokens of a master begin with; signed,
     if the client has an identity.
@@ -42,7 +46,7 @@ def token_for(
         half = (room - len(CUT.encode())) // 2
         begin, end = (part.decode(errors="ignore") for part in (name[:half], name[-half:]))
         name = f"{begin}{CUT}{end}".encode()
-    return gate.token(secret, who, name) if gate and who else secret + name
+    return gate.token(secret, who, name, number) if gate and who else secret + name
 
 
 def caller_of(

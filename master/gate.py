@@ -13,17 +13,32 @@ import logging
 import secrets
 import ssl
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from kvstore.auth import rights
 from kvstore.auth.credentials import Credentials, alternative_names
 from kvstore.auth.identity import Identity, identity_of
 from kvstore.auth.revoked import Revoked
-from kvstore.calls import Clear, ClusterStatus, Drain, Remove, Request
+from kvstore.calls import (
+    Allocate,
+    Clear,
+    ClusterStatus,
+    Commit,
+    Drain,
+    PutEnd,
+    PutRevoke,
+    PutStart,
+    Remove,
+    Renew,
+    Request,
+    StartMoves,
+)
 from kvstore.clocks import uptime
 from kvstore.config import MasterConfig
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
+from kvstore.master.state.puts import Pending
+from kvstore.master.state.traffic import Caller
 from kvstore.texts import name_text
 
 log = logging.getLogger("kvstore.auth")
@@ -33,6 +48,9 @@ IDENTITIES_MAX: Final = 65_536
 
 LINES_PER_S: Final = 5
 """Lines of the log of one kind in a second; all are counted."""
+
+PUTTING: Final = (PutStart, Allocate, StartMoves)
+"""Calls that get memory to write to."""
 
 AUDITED: Final = (Remove, Clear, Drain)
 """Calls that are logged with who has made them: they take something away from others."""
@@ -60,6 +78,8 @@ class Gate:
         self._key = secrets.token_bytes(32)
         self._identities: OrderedDict[bytes, Identity] = OrderedDict()
         self._known: dict[tuple[str, ...], Identity] = {}
+        self._numbers: OrderedDict[int, str] = OrderedDict()
+        """The name of the identity that has joined with a number."""
         self._holders = itertools.count(1 + secrets.randbits(62))
         self._refusals = Lines()
         self._audits = Lines()
@@ -116,15 +136,27 @@ class Gate:
 
     # --- tokens -------------------------------------------------------------------------------
 
-    def token(self, secret: bytes, who: Identity, name: bytes) -> bytes:
-        """The token of a client that has joined with this identity. ``secret``: that of the term,
-        at whose end the token is over."""
+    def token(self, secret: bytes, who: Identity, name: bytes, number: int) -> bytes:
+        """The token of a client that has joined with this identity.
+
+        Args:
+            secret: that of the term, at whose end the token is over.
+            number: the one that the client has chosen for itself; 0: it gets one.
+
+        Raises:
+            PermissionDeniedError: another identity has chosen this number.
+        """
         digest = _digest(who)
         self._identities[digest] = who
         self._identities.move_to_end(digest)
         if len(self._identities) > IDENTITIES_MAX:
             self._identities.popitem(last=False)
-        holder = next(self._holders)
+        holder = number or next(self._holders)
+        if self._numbers.setdefault(holder, who.name) != who.name:
+            raise self.refusal(f"{who.shown} shows the number of another client")
+        self._numbers.move_to_end(holder)
+        if len(self._numbers) > IDENTITIES_MAX:
+            self._numbers.popitem(last=False)
         body = holder.to_bytes(8, "little") + digest + name
         return self._mac(secret, body) + body
 
@@ -158,6 +190,30 @@ class Gate:
             raise
         if isinstance(request, AUDITED):
             self._audit(who, request)
+
+    def own(self, caller: Caller | None, request: Request, pending: Pending) -> Request:
+        """The request as its caller may make it: its puts are of its own number, and the tokens
+        that it names are of such puts.
+
+        Raises:
+            PermissionDeniedError: a token belongs to a put of another client.
+        """
+        if caller is None or caller.identity is None:
+            return request
+        if isinstance(request, PUTTING):
+            return request._replace(client_number=caller.holder)
+        if isinstance(request, Commit):
+            tokens: Sequence[int] = (request.token,)
+        elif isinstance(request, PutEnd | PutRevoke | Renew):
+            tokens = request.tokens
+        else:
+            return request
+        for token in tokens:
+            put = pending.get(token)
+            if put is not None and put.client_number != caller.holder:
+                self._note(f"{caller.identity.shown} names a put of another client")
+                raise rights.refused(caller.identity, request, "names a put of another client")
+        return request
 
     def _audit(self, who: Identity, request: Request) -> None:
         if self._audits.has_room():

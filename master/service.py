@@ -204,6 +204,7 @@ class MasterService:
     ) -> calls.Reply | Awaitable[calls.Reply]:
         if self.gate is not None:
             self.gate.check(None if caller is None else caller.identity, request)
+            request = self.gate.own(caller, request, self.state.common.pending)
         if isinstance(request, calls.Join):
             return self._joined(request, caller)
         kind = type(request)
@@ -279,7 +280,9 @@ class MasterService:
         who = None if caller is None else caller.identity
         token = b""
         if endpoints is not None:
-            token = token_for(endpoints.lane_token, request.client, who, self.gate)
+            token = token_for(
+                endpoints.lane_token, request.client, who, self.gate, request.client_number
+            )
         return calls.Joined(
             epoch=state.epoch,
             lane_port=endpoints.lane_port if endpoints else 0,

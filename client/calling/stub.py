@@ -83,6 +83,7 @@ class MasterStub:
         on_join: Callable[[Joined], None] | None = None,
         rng: random.Random | None = None,
         auth: str = "",
+        client_number: int = 0,
     ) -> None:
         """
         Args:
@@ -96,13 +97,16 @@ class MasterStub:
                 It must not call the stub.
             rng: source of the backoff's jitter.
             auth: the file that proves our identity; empty: no authentication.
+            client_number: as in ``Join``.
 
         Raises:
             InvalidArgumentError: ``address`` is not an address.
             ConfigError: the file cannot be used.
         """
         self._link = MasterLink(address, lane=lane, rng=rng)
-        self._join = Join(name, host, PROTOCOL_VERSION, PROTOCOL_MIN, cluster)
+        self._join = Join(
+            name, host, PROTOCOL_VERSION, PROTOCOL_MIN, cluster, client_number=client_number
+        )
         self._spin_s = spin_us / 1e6
         self._on_join = on_join
         self._joining = DeadlineLock()

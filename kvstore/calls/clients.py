@@ -74,6 +74,9 @@ class Join(NamedTuple):
     highest_epoch: int = 0
     """The highest epoch that the client has joined. A master of a lower one refuses the client
     until its nodes have had time to join it; the word of a client ends no term."""
+    client_number: int = 0
+    """The number that the client shows to data servers and in its puts; 0: it chooses none. With
+    authentication it belongs to the first identity that joins with it."""
 
 
 class Joined(NamedTuple):

@@ -34,6 +34,7 @@ class JoinRequest(_message.Message):
     PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
+    CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
     client: _builtins.str
     """Who asks, for logs and statistics."""
     host: _builtins.str
@@ -46,6 +47,10 @@ class JoinRequest(_message.Message):
     """Name of the cluster that the client means; empty: whichever the master belongs to."""
     highest_epoch: _builtins.int
     """The highest epoch that the client has joined; as NodeJoin.highest_epoch."""
+    client_number: _builtins.int
+    """The number that the client shows to data servers and in its puts; 0: it chooses none. With
+    authentication it belongs to the first identity that joins with it.
+    """
     def __init__(
         self,
         *,
@@ -55,10 +60,11 @@ class JoinRequest(_message.Message):
         protocol_min: _builtins.int = ...,
         cluster: _builtins.str = ...,
         highest_epoch: _builtins.int = ...,
+        client_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "protocol", b"protocol", "protocol_min", b"protocol_min"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "client_number", b"client_number", "cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "protocol", b"protocol", "protocol_min", b"protocol_min"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

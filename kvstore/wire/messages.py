@@ -142,7 +142,8 @@ _TABLE: tuple[Call[Any, Any], ...] = (
     Call(calls.Chains, calls.ChainsFound, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.Blocks, calls.BlocksFound, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.Drain, calls.Drained, idempotent=True, lane=False, proto=admin_pb2),
-    Call(calls.StartMoves, calls.MovesStarted, idempotent=False, lane=False, proto=admin_pb2),
+    # Of copies, whose puts end on the lane: a token belongs to the client that has joined.
+    Call(calls.StartMoves, calls.MovesStarted, idempotent=False, proto=admin_pb2),
 )
 
 CALLS: dict[type, Call[Any, Any]] = {call.request: call for call in _TABLE}

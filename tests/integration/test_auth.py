@@ -18,14 +18,15 @@ from urllib.parse import urlencode
 import grpc
 import pytest
 
-from kvstore import Client
+from kvstore import Client, calls
 from kvstore.auth.credentials import MASTER_NAME, Credentials
 from kvstore.auth.ledger import Wanted
 from kvstore.calls import Clear, Join, Joined
 from kvstore.client.calling import lane
 from kvstore.client.calling.retries import TokenRefusedError
+from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError, PermissionDeniedError
-from kvstore.limits import PROTOCOL_VERSION
+from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.web.events.following import follow
 from kvstore.wire.messages import CALLS
 from tests.support.cluster import Cluster
@@ -220,6 +221,48 @@ def test_a_token_of_another_identity_is_of_no_use(cluster: Cluster, identities: 
     local = lane.connect(forged, "127.0.0.1", time.monotonic() + 5, 0, 0, thief)
     with pytest.raises(TokenRefusedError):
         local.greet(forged, time.monotonic() + 5)
+
+
+def test_a_put_belongs_to_the_client_that_began_it(
+    cluster: Cluster, identities: Identities
+) -> None:
+    """Both may write in the namespace; tokens are counters, so one guesses those of the other."""
+    cluster.start()
+    writer, thief = (
+        cluster.client(auth=engine(identities, name), namespace=OURS) for name in ("w", "t")
+    )
+    deadline = uptime() + 10
+    begun = writer._stub.call(
+        calls.PutStart(Namespace(OURS), [Key(b"k")], [10], None, True, 1, False, 0, ""), deadline
+    )
+    assert isinstance(begun, calls.Grants)
+    for ending in (
+        calls.PutEnd(begun.epoch, begun.tokens),
+        calls.PutRevoke(begun.epoch, begun.tokens, True),
+        calls.Renew(Namespace(OURS), [], [], [], begun.epoch, begun.tokens),
+        calls.Commit(begun.epoch, begun.tokens[0], Namespace(OURS), Key(b"x"), None, 10, False),
+    ):
+        with pytest.raises(PermissionDeniedError, match="a put of another client"):
+            thief._stub.call(ending, deadline)
+    ended = writer._stub.call(calls.PutRevoke(begun.epoch, begun.tokens, True), deadline)
+    assert ended == calls.Revoked(1)
+
+
+@pytest.mark.slow
+def test_a_node_is_drained_and_a_replica_restored(cluster: Cluster, identities: Identities) -> None:
+    cluster.start(nodes=2)
+    client = cluster.client(auth=engine(identities), namespace=OURS)
+    client.put_many([(f"k{n}", content(f"k{n}")) for n in range(20)], replicas=2)
+    leaving = cluster.nodes[0].name
+    said = run_python(
+        "-m", "kvstore.cli.main", "drain", leaving, "--evict", "--master", cluster.address,
+        variables={"KVSTORE_AUTH": identities.file("admin")},
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    fresh = cluster.node()
+    until(lambda: fresh.name in {each.name for each in cluster.status().nodes})
+    values = client.get_many([f"k{n}" for n in range(20)])
+    assert values == [content(f"k{n}") for n in range(20)]
 
 
 def _altered(joined: Joined) -> Joined:

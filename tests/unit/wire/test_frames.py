@@ -121,7 +121,7 @@ def test_a_hello_carries_the_token() -> None:
         (HELLO, MAGIC, ProtocolError),
         (HELLO, MAGIC + struct.pack("<I", 2) + b"token", ProtocolError),
         (HELLO, MAGIC + struct.pack("<I", 1), PermissionDeniedError),
-        (HELLO, MAGIC + struct.pack("<I", 1) + b"t" * 65, PermissionDeniedError),
+        (HELLO, MAGIC + struct.pack("<I", 1) + b"t" * 97, PermissionDeniedError),
     ],
 )
 def test_a_bad_hello_is_refused(kind: int, payload: bytes, error: type[KVStoreError]) -> None:
