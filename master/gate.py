@@ -18,7 +18,8 @@ from typing import Final
 
 from kvstore.auth import rights
 from kvstore.auth.credentials import Credentials, alternative_names
-from kvstore.auth.identity import Identity, identity_of
+from kvstore.auth.identity import Identity
+from kvstore.auth.names import identity_by, load_names
 from kvstore.auth.revoked import Revoked
 from kvstore.calls import (
     Allocate,
@@ -67,7 +68,7 @@ class Gate:
     def __init__(self, config: MasterConfig) -> None:
         """
         Raises:
-            ConfigError: the file of ``auth`` cannot be used.
+            ConfigError: the file of ``auth`` or of ``auth_names`` cannot be used.
         """
         self.credentials = Credentials(config.auth)
         self.required = config.auth_mode == "require"
@@ -75,6 +76,7 @@ class Gate:
         self.refused = 0
         """Connections and calls that were refused since the start."""
         self._revoked = Revoked(config.auth_revoked)
+        self._names = load_names(config.auth_names)
         self._key = secrets.token_bytes(32)
         self._identities: OrderedDict[bytes, Identity] = OrderedDict()
         self._known: dict[tuple[str, ...], Identity] = {}
@@ -117,7 +119,7 @@ class Gate:
         who = self._known.get(names)
         if who is None:
             try:
-                who = identity_of(names)
+                who = identity_by(names, self._names)
             except InvalidArgumentError as error:
                 raise self.refusal(error.message, error.advice) from None
             if len(self._known) >= IDENTITIES_MAX:

@@ -151,14 +151,27 @@ class Credentials:
     def grpc_server(self) -> grpc.ServerCredentials:
         """For a gRPC server, whose peers must show a certificate."""
 
-        def configuration() -> grpc.ServerCertificateConfiguration:
-            pems = self.pems()
+        def configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
             return grpc.ssl_server_certificate_configuration(
                 [(pems.key, pems.chain)], pems.authorities
             )
 
+        used = self.pems()
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            """What to use from now on; None: what is used already. gRPC asks at each handshake, and
+            a process in which it got something new each time was aborted after some thousand."""
+            nonlocal used
+            pems = self.pems()
+            if pems is used:
+                return None
+            used = pems
+            return configuration(pems)
+
         return grpc.dynamic_ssl_server_credentials(
-            configuration(), configuration, require_client_authentication=True
+            configuration(used),
+            changed,  # type: ignore[arg-type]  # its stubs do not know of None
+            require_client_authentication=True,
         )
 
 

@@ -21,16 +21,19 @@ import random
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
 from kvstore import Client
+from kvstore.config.base import AUTH_VARIABLE
 from kvstore.errors import KVStoreError
 from tests.soak.checker import Checker, Violation
 from tests.soak.hands import Settings
@@ -39,6 +42,7 @@ from tests.soak.nemesis import KINDS, Nemesis, filter_reason, schedule, set_cloc
 from tests.soak.processes import Forked, Process, SoakedCluster, clock_reason, need
 from tests.soak.roles import ROLES
 from tests.soak.worker import work
+from tests.support.issuing import Identities, utc_now
 from tests.support.name_server import ADDRESS
 
 INSIDE: Final = "SOAK_INSIDE"
@@ -70,6 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--roles", default=",".join(ROLES), help="workers, by their roles")
     parser.add_argument("--without", default="", help="kinds of faults that are left out; or: all")
     parser.add_argument("--only", default="", help="the only kinds of faults")
+    parser.add_argument("--auth", action="store_true", help="all processes have an identity")
     parser.add_argument("--first", action="store_true", help="end at the first violation")
     parser.add_argument("--keep", action="store_true", help="keep logs and journals of a good run")
     parser.add_argument("--table", type=Path, help="write the table of the run to this file, too")
@@ -114,6 +119,10 @@ class Soak:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.directory = Path(tempfile.mkdtemp(prefix="soak-"))
+        if options.auth:
+            # Clocks are stepped back by hours: the certificates are older than that.
+            identities = Identities(self.directory, lambda: utc_now() - timedelta(days=30))
+            os.environ[AUTH_VARIABLE] = identities.file("soak", "master", "node", "admin")
         self.checker = Checker()
         self.left_out = self._left_out()
         self.clock: Path | None = None
@@ -384,6 +393,9 @@ def serves(master: str) -> int:
 def is_healthy(http_port: int) -> bool:
     """Whether the child of a master serves."""
     connection = http.client.HTTPConnection("127.0.0.1", http_port, timeout=2)
+    if AUTH_VARIABLE in os.environ:
+        anybody = ssl._create_unverified_context()
+        connection = http.client.HTTPSConnection("127.0.0.1", http_port, timeout=2, context=anybody)
     try:
         connection.request("GET", "/healthz")
         return connection.getresponse().status == http.client.OK

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import ssl
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -25,7 +25,8 @@ from aiohttp import web
 
 from kvstore.auth.acting import acting_for
 from kvstore.auth.credentials import Credentials, alternative_names
-from kvstore.auth.identity import ADMIN, Identity, identity, identity_of
+from kvstore.auth.identity import ADMIN, Identity, identity
+from kvstore.auth.names import identity_by, load_names
 from kvstore.auth.revoked import Revoked
 from kvstore.auth.rights import check_numbers
 from kvstore.config import HttpConfig, read_token
@@ -86,6 +87,8 @@ class Secured(NamedTuple):
     """The file of this process's identity, if requests need one."""
     revoked: str = ""
     """File with the numbers of revoked identities."""
+    names: str = ""
+    """As ``HttpConfig.auth_names``."""
 
     @property
     def scheme(self) -> str:
@@ -99,7 +102,10 @@ class Secured(NamedTuple):
         return tls_of(self.cert, self.key) if self.cert else None
 
     def identities(self) -> Identities | None:
-        return Identities(Revoked(self.revoked)) if self.auth else None
+        """Raises ConfigError."""
+        if not self.auth:
+            return None
+        return Identities(Revoked(self.revoked), load_names(self.names))
 
 
 NOT_SECURED: Final = Secured()
@@ -114,8 +120,10 @@ def secured_by(config: HttpConfig) -> Secured:
     secured = Secured(
         token_of(config), config.http_reads, config.http_cert, config.http_key,
         config.auth if config.auth_mode == "require" else "", config.auth_revoked,
+        config.auth_names,
     )  # fmt: skip
     secured.tls()
+    secured.identities()
     return secured
 
 
@@ -151,15 +159,17 @@ class Identities:
     """Who sends a request, on a port with authentication: the certificate of its connection says
     it. Use it in one event loop."""
 
-    def __init__(self, revoked: Revoked) -> None:
+    def __init__(self, revoked: Revoked, names: Mapping[str, Identity]) -> None:
+        """``names``: as ``load_names`` returns."""
         self._revoked = revoked
+        self._names = names
 
     def of(self, request: web.Request) -> Identity | None:
         """None: it has shown no identity, or one that is revoked."""
         transport = request.transport
         shown = None if transport is None else transport.get_extra_info("peercert")
         try:
-            who = identity_of(alternative_names(shown))
+            who = identity_by(alternative_names(shown), self._names)
         except InvalidArgumentError:
             return None
         return None if self._revoked.has(who) else who

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvstore.auth import certificates, credentials
@@ -218,3 +220,21 @@ def test_a_server_serves_with_what_is_there_now(
     client, server = identities.shake(Credentials(str(path)).client(), serving)
     assert identities.uris(client)[0].startswith("kvstore:master/m2?")
     assert identities.uris(server)[0].startswith("kvstore:engine/e2?")
+
+
+def test_grpc_gets_a_new_certificate_only_when_there_is_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC asks at each handshake; a master that answered with something new each time was aborted
+    by gRPC after some thousand."""
+    ask: list[Callable[[], object]] = []
+
+    def dynamic(first: object, fetch: Callable[[], object], **_: object) -> None:
+        ask.append(fetch)
+
+    monkeypatch.setattr(grpc, "dynamic_ssl_server_credentials", dynamic)
+    Credentials(str(path)).grpc_server()
+    assert ask[0]() is None
+    os.utime(path)
+    assert ask[0]() is not None
+    assert ask[0]() is None
