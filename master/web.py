@@ -53,6 +53,7 @@ async def keep_serving(
     flags = ["--master", master, "--cluster", cluster, "--events-at", events_at]
     flags += ["--names", ",".join(names), "--reads", secured.reads]
     flags += ["--cert", secured.cert, "--key", secured.key, "--auth", auth]
+    flags += ["--known", secured.names]
     flags += ["--revoked", secured.revoked, *(["--guarded"] if secured.auth else [])]
     flags += ["--events"] if feed is not None else []
     environ = {HTTP_TOKEN_VARIABLE: secured.token}  # every user of the host can read the flags

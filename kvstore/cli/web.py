@@ -29,6 +29,7 @@ from kvstore.process.children import ParentLink
 @click.option("--auth", default="", help="The file of the parent's identity.")
 @click.option("--guarded", is_flag=True, help="Requests need an identity.")
 @click.option("--revoked", default="")
+@click.option("--known", default="", help="File with names of other authorities.")
 @click.option("--config", default="")
 @click.option("--log-level", default="warning")
 def command(
@@ -46,6 +47,7 @@ def command(
     auth: str,
     guarded: bool,
     revoked: str,
+    known: str,
     config: str,
     log_level: str,
 ) -> None:
@@ -75,6 +77,7 @@ def command(
                         key,
                         auth if guarded else "",
                         revoked,
+                        known,
                     ),
                 )
             )
