@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import socket
 import ssl
@@ -203,6 +204,34 @@ def test_silent_and_noisy_strangers_do_not_keep_others_out(
         client = cluster.client(auth=engine(identities), namespace=OURS)
         assert client.put("k", content("k"))
         assert any(client._stub._connections), "the lane lets it in"
+
+
+@pytest.mark.parametrize("door", ["lane", "gRPC", "HTTP"])
+def test_a_member_that_sends_noise_is_cut(
+    cluster: Cluster, identities: Identities, door: str
+) -> None:
+    """It has a certificate, and says after the handshake what no member says."""
+    cluster.start()
+    ports = {
+        "lane": cluster.lane_port,
+        "gRPC": cluster.settings["port"],
+        "HTTP": cluster.settings["http_port"],
+    }
+    tls = Credentials(engine(identities)).client()
+    if door == "gRPC":
+        tls.set_alpn_protocols(["h2"])
+    noise = random.Random(door)
+    for size in (1, 16, 300, 70_000):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", ports[door]), timeout=8) as raw,
+            tls.wrap_socket(raw, server_hostname=MASTER_NAME) as sock,
+        ):
+            sock.sendall(noise.randbytes(size) + b"\r\n\r\n" * (door == "HTTP"))
+            while sock.recv(1 << 16):
+                pass
+    client = cluster.client(auth=engine(identities), namespace=OURS)
+    assert client.put("k", content("k"))
 
 
 def test_a_token_of_another_identity_is_of_no_use(cluster: Cluster, identities: Identities) -> None:

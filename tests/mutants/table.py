@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutants import of_connectors, of_engines
+from tests.mutants import of_auth, of_connectors, of_engines
 from tests.mutants.mutant import Mutant
 
 MASTER: Final = ("tests/unit/master", "tests/model/test_master_state.py")
@@ -788,6 +788,7 @@ MUTANTS: Final = (
     Mutant("a-refusal-refers-to-its-frame", "kvstore/network/names.py",
         "        del failure  # its traceback refers to this frame\n",
         "        pass\n", ("tests/unit/network/test_names.py",)),
+    *of_auth.MUTANTS,
     *of_connectors.MUTANTS,
     *of_engines.MUTANTS,
 )  # fmt: skip

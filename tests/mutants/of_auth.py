@@ -1,0 +1,52 @@
+"""Faults in what says who may do what."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.mutants.mutant import Mutant
+
+GATE: Final = ("tests/unit/master/test_gate.py",)
+IDENTITY: Final = ("tests/unit/auth/test_identity.py", "tests/unit/auth/test_rights.py")
+RIGHTS: Final = ("tests/unit/auth/test_rights.py",)
+
+MUTANTS: Final = (
+    Mutant("old-tls-is-let-in", "master/gate.py",
+        "        if version != _TLS:\n", "        if not version:\n", GATE),
+    Mutant("a-peer-without-an-identity-is-let-in", "master/gate.py",
+        "        if self.required:\n            raise self.refusal(",
+        "        if not self:\n            raise self.refusal(", GATE),
+    Mutant("the-revoked-get-in", "master/gate.py",
+        "        if self._revoked.has(who):\n", "        if self._revoked is None:\n", GATE),
+    Mutant("any-signature-counts", "master/gate.py",
+        "if not hmac.compare_digest(mac, self._mac(secret, body)) or",
+        "if", GATE),
+    Mutant("a-token-outlives-its-term", "master/gate.py",
+        "hmac.digest(self._key + secret, body", "hmac.digest(self._key, body", GATE),
+    Mutant("a-token-is-good-beside-any-certificate", "master/callers.py",
+        "        if who is not None and who.name != named.name:\n            return None\n",
+        "", GATE),
+    Mutant("a-token-without-a-signature-is-good", "master/callers.py",
+        "    if who is not None or (gate is not None and gate.required):\n        return None\n",
+        "", GATE),
+    Mutant("numbers-belong-to-nobody", "master/gate.py",
+        "        if self._numbers.setdefault(holder, who.name) != who.name:\n",
+        "        if self._numbers.setdefault(holder, who.name) is None:\n", GATE),
+    Mutant("a-put-has-the-number-that-it-says", "master/gate.py",
+        "            return request._replace(client_number=caller.holder)\n",
+        "            return request\n", GATE),
+    Mutant("anybody-ends-a-put", "master/gate.py",
+        "            if put is not None and put.client_number != caller.holder:\n",
+        "            if put is not None and not caller.holder:\n", GATE),
+    Mutant("a-pattern-is-a-beginning", "kvstore/auth/identity.py",
+        "if name.startswith(pattern[:-1]) if pattern.endswith(\"*\") else name == pattern:",
+        "if name.startswith(pattern.rstrip(\"*\")):", IDENTITY),
+    Mutant("patterns-make-an-observer-an-engine", "kvstore/auth/identity.py",
+        "        return ENGINE in self.roles and matches(patterns, namespace)\n",
+        "        return matches(patterns, namespace)\n", IDENTITY),
+    Mutant("all-namespaces-are-one-of-mine", "kvstore/auth/rights.py",
+        "            if not namespace or not may(namespace):\n",
+        "            if namespace and not may(namespace):\n", RIGHTS),
+    Mutant("readers-write", "kvstore/auth/rights.py",
+        "(\"write\", who.may_write)", "(\"write\", who.may_read)", RIGHTS),
+)  # fmt: skip
