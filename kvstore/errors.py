@@ -178,6 +178,13 @@ class SegmentGoneError(UnavailableError):
     code = "segment_gone"
 
 
+class CapabilityRefusedError(UnavailableError):
+    """A node refused a client's capability for a piece of its memory: it has expired, or is for
+    another piece or client. Do: nothing: the client asks the master for another one."""
+
+    code = "capability_refused"
+
+
 class DeadlineExceededError(UnavailableError):
     """The time of the call is over (``timeout_ms``). Do: give it more time; look for the node or
     master that the message names."""

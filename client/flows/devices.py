@@ -150,7 +150,8 @@ class DeviceLooks(ObjectReads):
         """Per row the memory of the object; None: it was not found."""
 
     def look(self, placed: Placed, offset: int, key: Key) -> None:
-        self.rows.append((offset, placed.size, placed.epoch, placed.counter, key, None))
+        size, epoch, counter = placed.size, placed.epoch, placed.counter
+        self.rows.append((offset, size, epoch, counter, key, None, b""))
 
     def run(self, transport: Transport, deadline: float) -> None:
         """As ``Transfer.run``; only a ``DeviceTransport`` finds objects."""

@@ -263,7 +263,7 @@ def _write(
                     segment = segments[segment_id]
                     transfers[place] = ObjectWrites(segment, copy.namespace, deadline)
                 transfers[place].rows.append((
-                    offset, copy.size, *copy.new_version, copy.key, views, parent, descriptor,
+                    offset, copy.size, *copy.new_version, copy.key, views, parent, descriptor, b"",
                 ))  # fmt: skip
     failed = yield from carry_out(context, transfers)
     lost: dict[int, list[KVStoreError]] = {}  # by segment

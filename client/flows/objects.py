@@ -46,11 +46,16 @@ class ObjectReads(Transfer):
         self.outcomes: list[Outcome] = []
         """One per row, once it has run."""
 
-    def add(self, placed: Placed, offset: int, target: Sought) -> None:
-        """Raises BufferMismatchError: as ``Target.make_room``."""
+    def add(self, placed: Placed, offset: int, target: Sought, capability: bytes = b"") -> None:
+        """``capability``: as in ``ReadRow``.
+
+        Raises:
+            BufferMismatchError: as ``Target.make_room``.
+        """
         room = target.make_room(placed.size)
         views = cast("list[memoryview]", room)  # ``DeviceReads`` have memory of a device there
-        self.rows.append((offset, placed.size, placed.epoch, placed.counter, target.key, views))
+        size, epoch, counter = placed.size, placed.epoch, placed.counter
+        self.rows.append((offset, size, epoch, counter, target.key, views, capability))
 
     def size(self) -> int:
         """As ``Transfer.size``, without headers."""

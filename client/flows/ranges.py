@@ -19,6 +19,7 @@ from kvstore.memory.header import HEADER_BYTES
 from kvstore.native.kinds import STALE
 from kvstore.native.rows import header_of
 from kvstore.transport.base import Move, Transport
+from kvstore.transport.pieces import extent_of
 
 
 class ObjectParts(Target):
@@ -42,10 +43,15 @@ class PartReads(ObjectReads):
         super().__init__(segment, namespace, verify=verify)
         self.heads: list[bytearray] = []
 
-    def add(self, placed: Placed, offset: int, target: Sought) -> None:
-        """Raises BufferMismatchError: a range is not within the payload."""
+    def add(self, placed: Placed, offset: int, target: Sought, capability: bytes = b"") -> None:
+        """As ``ObjectReads.add``.
+
+        Raises:
+            BufferMismatchError: a range is not within the payload.
+        """
         assert isinstance(target, ObjectParts)
-        self.moves.append(Move(offset, memoryview(target.head)))
+        extent = extent_of(offset, placed.size, capability)
+        self.moves.append(Move(offset, memoryview(target.head), extent=extent))
         for start, view in target.ranges:
             if start + len(view) > placed.size:
                 raise BufferMismatchError(
@@ -54,8 +60,9 @@ class PartReads(ObjectReads):
                     size_bytes=placed.size,
                     key=target.key.hex(),
                 )
-            self.moves.append(Move(offset + HEADER_BYTES + start, view))
-        self.rows.append((offset, placed.size, placed.epoch, placed.counter, target.key, None))
+            self.moves.append(Move(offset + HEADER_BYTES + start, view, extent=extent))
+        size, epoch, counter = placed.size, placed.epoch, placed.counter
+        self.rows.append((offset, size, epoch, counter, target.key, None, capability))
         self.heads.append(target.head)
 
     def size(self) -> int:

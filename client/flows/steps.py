@@ -24,6 +24,7 @@ from kvstore.client.flows.placements import Placed, PlacementCache, SegmentTable
 from kvstore.client.leases.leases import Lease, Mounted, Watched
 from kvstore.device.driver import Event
 from kvstore.errors import (
+    CapabilityRefusedError,
     DeadlineExceededError,
     InvalidRangeError,
     KVStoreError,
@@ -200,8 +201,8 @@ def unreachable(context: Context, segment: SegmentInfo, error: KVStoreError) -> 
         raise copy(error)  # no frame refers to the copy
     epoch = context.segments.forget(segment)
     context.count("failed_transfers")
-    if isinstance(error, SegmentGoneError):
-        return  # the node has left or joined anew: the master knows that already
+    if isinstance(error, SegmentGoneError | CapabilityRefusedError):
+        return  # the node has left or joined anew, or works: the master knows that already
     if not context.segments.avoided(segment):
         log.warning(
             "node_failed node=%s address=%s error=%s", segment.node, segment.address, str(error)

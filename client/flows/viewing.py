@@ -64,7 +64,7 @@ def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> F
                     looks = here[id(segment)] = _Looks(segment, shown, [], [])
                 if looks is not None:
                     size, epoch, counter, _, _ = known
-                    looks.rows.append((offset, size, epoch, counter, keys[index], None))
+                    looks.rows.append((offset, size, epoch, counter, keys[index], None, b""))
                     looks.of.append((index, known, replica))
                     break
             else:
@@ -126,7 +126,7 @@ def _look(
     held: list[Watched] = []
     now = context.clock()
     for row, (index, placed, replica), descriptor in zip(rows, of, found, strict=True):
-        offset, size, epoch, counter, key, _ = row
+        offset, size, epoch, counter, key, _, _ = row
         if now >= placed.until:
             stale.append(index)
             continue

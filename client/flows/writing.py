@@ -364,7 +364,10 @@ def _rows(
         tokens = [token for token in tokens for _ in range(replicas)]
     keys, sizes, parts, descriptors, _ = items
     epochs = [grants.epoch] * len(keys)
-    columns = grants.offsets, sizes, epochs, tokens, keys, parts, parents, descriptors
+    capabilities = [b""] * len(keys)
+    columns = (
+        grants.offsets, sizes, epochs, tokens, keys, parts, parents, descriptors, capabilities,
+    )  # fmt: skip
     return cast("list[WriteRow]", list(zip(*columns, strict=True)))  # see ``DeviceWrites``
 
 

@@ -59,7 +59,7 @@ class SegmentInfo(NamedTuple):
     address: str
     """``host:port`` of the node's data server; empty when it has none."""
     token: bytes
-    """16 bytes that the data server asks for."""
+    """16 bytes that the data server asks for; if there is a ``holder``, the holder's key."""
     seed: int
     """Seed of the header checksums of this segment (64 bits)."""
     generation: int
@@ -70,6 +70,9 @@ class SegmentInfo(NamedTuple):
     """The highest version of the data protocol that the node's data server speaks."""
     device: DevicePlace | None = None
     """None: the segment is in memory of the host."""
+    holder: int = 0
+    """The number of the client that has this description, if the node takes its capabilities: the
+    client then speaks data protocol 3. 0: it speaks 2."""
 
 
 class Placements(NamedTuple):

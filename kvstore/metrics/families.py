@@ -97,6 +97,7 @@ NODE: Final = (
     Family("kvstore_node_connections_total", "counter", (), "Connections that the data port accepted, refused ones included."),
     Family("kvstore_node_refused_connections_total", "counter", ("reason",), "Connections that were refused: busy (too many), hello (another protocol, token, segment or generation)."),
     Family("kvstore_node_bad_requests_total", "counter", (), "Requests outside the segment, of an older generation, or of another protocol."),
+    Family("kvstore_node_refused_capabilities_total", "counter", (), "Requests with a range for which the client had no valid capability."),
     Family("kvstore_node_stalls_total", "counter", (), "Connections that were cut because the peer stalled within a request."),
     Family("kvstore_node_requests_total", "counter", ("direction",), "Requests over tcp: read, write. What clients of this host move through shared memory passes no process of the node."),
     Family("kvstore_node_moved_bytes_total", "counter", ("direction",), "Bytes of these requests."),

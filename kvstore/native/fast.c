@@ -20,10 +20,13 @@
 #include <sys/uio.h>
 #include <time.h>
 
+#include "siphash.h"
 #include "xxh3.h"
 
 #include "rows.h"
 #include "sockets.h"
+
+#include "capability.h"
 #include "tcp.h"
 
 static void *run_batch(void *argument) {
@@ -374,7 +377,9 @@ static PyMethodDef METHODS[] = {
     {"pack_keys", pack_keys, METH_O, pack_keys_doc},
     {"read_objects", read_objects, METH_VARARGS, read_objects_doc},
     {"write_objects", write_objects, METH_VARARGS, write_objects_doc},
+    {"seal", seal, METH_VARARGS, seal_doc},
     {"serve", serve, METH_VARARGS, serve_doc},
+    {"siphash", siphash_of, METH_VARARGS, siphash_doc},
     {"tcp_read", tcp_read, METH_VARARGS, tcp_read_doc},
     {"tcp_write", tcp_write, METH_VARARGS, tcp_write_doc},
     {"xxh3_64", xxh3_64, METH_VARARGS, xxh3_64_doc},

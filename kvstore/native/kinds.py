@@ -39,14 +39,18 @@ UNASKED: Final = 6
 REFUSED: Final = 8
 """The other end refused, with a ``Status``; -1: it speaks another protocol."""
 
-Buffers = list[memoryview]
-ReadRow = tuple[int, int, int, int, bytes, Buffers | None]
-"""Offset of the extent, payload bytes, epoch and counter of the version, key, and where the payload
-goes (its sizes add up to the payload's); None: it stays where it is, in mapped memory."""
+CAPABILITY_BYTES: Final = 24
+"""Expiry and MAC of a capability (``kvstore.network.tcp_protocol``)."""
 
-WriteRow = tuple[int, int, int, int, bytes, Buffers | None, bytes, bytes]
+Buffers = list[memoryview]
+ReadRow = tuple[int, int, int, int, bytes, Buffers | None, bytes]
+"""Offset of the extent, payload bytes, epoch and counter of the version, key, and where the payload
+goes (its sizes add up to the payload's); None: it stays where it is, in mapped memory. Last the
+capability for the extent; empty: the client has none."""
+
+WriteRow = tuple[int, int, int, int, bytes, Buffers | None, bytes, bytes, bytes]
 """As ``ReadRow``, with the buffers that the payload comes from (None: it is in its place already);
-then the parent's key (empty: a root) and the descriptor."""
+then the parent's key (empty: a root), the descriptor, and the capability."""
 
 
 class Wire(Protocol):
@@ -152,6 +156,7 @@ class Steps(Protocol):
         deadline: float,
         stall_s: float,
         spin_s: float,
+        sealed: bool,
         /,
     ) -> tuple[int, int, int, list[bytes | int] | None]:
         """``read_objects`` over a greeted connection to a data server; one request.
@@ -161,6 +166,7 @@ class Steps(Protocol):
             size: of the segment, bytes.
             rows: at most ``RANGES_MAX``; none without buffers.
             stall_s: also ``TIMED_OUT`` when no byte moved in either direction for so long.
+            sealed: whether the connection is one with capabilities, so that the rows' are shown.
 
         Returns:
             ``ANSWERED``, whether polling was enough, 1, and the outcomes. Or what went wrong, the
@@ -178,6 +184,7 @@ class Steps(Protocol):
         deadline: float,
         stall_s: float,
         spin_s: float,
+        sealed: bool,
         /,
     ) -> tuple[int, int, int, None]:
         """``write_objects`` over such a connection; at most a third of ``RANGES_MAX`` rows."""
@@ -193,6 +200,8 @@ class Steps(Protocol):
         counts: bytearray,
         stall_s: float,
         idle_s: float,
+        key: bytes,
+        holder: int,
         /,
     ) -> tuple[int, int]:
         """Serve the requests of a greeted connection until it ends.
@@ -203,9 +212,40 @@ class Steps(Protocol):
             counts: four numbers of 8 bytes, added to: reads, their bytes, writes, their bytes.
             stall_s: how long the peer may take over one piece.
             idle_s: how long a connection may wait for its next request.
+            key: of the segment, with which capabilities are checked; empty: the connection is one
+                without them.
+            holder: of the capabilities.
 
         Returns:
             How it ended, and the errno or, of ``REFUSED``, the ``Status`` to be told.
+        """
+        ...
+
+    def siphash(self, key: bytes, data: bytes, /) -> bytes:
+        """SipHash-2-4 of 128 bits. Raises ValueError: the key has not 16 bytes."""
+        ...
+
+    def seal(
+        self,
+        mounts: dict[int, bytes],
+        segments: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        holder: int,
+        rights: int,
+        /,
+    ) -> bytes:
+        """Makes the capabilities of a batch, ``CAPABILITY_BYTES`` for each extent.
+
+        Args:
+            mounts: by segment its key (16 bytes), generation and the expiry in ms of its node's
+                clock (8 bytes each, little-endian). The capabilities of other segments are zeros,
+                which no node accepts.
+            segments, offsets, sizes: of each extent; its payload bytes.
+            rights: one bit for each ``Op``.
+
+        Raises:
+            ValueError: columns of different length, or a mount that has not 32 bytes.
         """
         ...
 

@@ -12,6 +12,7 @@
 #define NAMESPACE_MAX 128
 #define KEY_MAX 256
 #define DESCRIPTOR_MAX 320
+#define CAPABILITY_BYTES 24 /* u64 expiry, MAC: capability.h */
 static const uint8_t MAGIC[8] = "KVextnt\x01";
 
 #define PIECE_BYTES (256 << 10) /* before each, a look at clock and generation */
@@ -51,6 +52,8 @@ typedef struct {
     uint64_t offset, size, epoch, counter;
     const uint8_t *key, *parent, *descriptor; /* the last two: writes only */
     size_t key_size, parent_size, descriptor_size;
+    const uint8_t *capability; /* of CAPABILITY_BYTES, or of none */
+    size_t capability_size;
     Part *parts;
     size_t part_count;
     int copied; /* whether buffers hold the payload; otherwise it stays in the segment */
@@ -69,6 +72,7 @@ typedef struct {
     uint64_t generation, seed;
     int64_t deadline_ns;
     int verify, write, streams;
+    int sealed; /* over tcp: whether the request shows the rows' capabilities */
     Row *rows;
     size_t row_count;
     Part *parts;
@@ -242,7 +246,7 @@ static int take_bytes(PyObject *row, Py_ssize_t index, size_t most, const uint8_
     if (PyBytes_AsStringAndSize(PyTuple_GET_ITEM(row, index), &data, &length))
         return -1;
     if ((size_t)length > most) {
-        PyErr_SetString(PyExc_ValueError, "a key, parent or descriptor is too long");
+        PyErr_SetString(PyExc_ValueError, "a key, parent, descriptor or capability is too long");
         return -1;
     }
     *at = (const uint8_t *)data;
@@ -280,14 +284,15 @@ static int take_parts(Batch *batch, Row *row, PyObject *buffers) {
     return 0;
 }
 
-/* Takes rows: (offset, size, epoch, counter, key, buffers or None[, parent, descriptor]). Returns -1 on
- * an exception, OUTSIDE when a row is not within the segment. `*total`: the bytes to copy or hash. */
+/* Takes rows: (offset, size, epoch, counter, key, buffers or None[, parent, descriptor], capability).
+ * Returns -1 on an exception, OUTSIDE when a row is not within the segment. `*total`: the bytes to copy
+ * or hash. */
 static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
-    Py_ssize_t count = PyList_GET_SIZE(rows), width = batch->write ? 8 : 6, buffers = 0;
+    Py_ssize_t count = PyList_GET_SIZE(rows), width = batch->write ? 9 : 7, buffers = 0;
     for (Py_ssize_t index = 0; index < count; index++) {
         PyObject *row = PyList_GET_ITEM(rows, index);
         if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) != width) {
-            PyErr_SetString(PyExc_TypeError, "a row is a tuple of 6 (to read) or 8 (to write)");
+            PyErr_SetString(PyExc_TypeError, "a row is a tuple of 7 (to read) or 9 (to write)");
             return -1;
         }
         PyObject *parts = PyTuple_GET_ITEM(row, 5);
@@ -313,6 +318,7 @@ static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
         if (take_number(source, 0, &row->offset) || take_number(source, 1, &row->size) ||
             take_number(source, 2, &row->epoch) || take_number(source, 3, &row->counter) ||
             take_bytes(source, 4, KEY_MAX, &row->key, &row->key_size) ||
+            take_bytes(source, width - 1, CAPABILITY_BYTES, &row->capability, &row->capability_size) ||
             take_parts(batch, row, PyTuple_GET_ITEM(source, 5)))
             return -1;
         if (batch->write &&

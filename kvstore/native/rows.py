@@ -11,7 +11,7 @@ def header_of(
     head: memoryview | bytearray, seed: int, namespace: str, row: ReadRow
 ) -> Header | None:
     """The header of exactly the row's object; None: another object, or none, is there."""
-    offset, size, epoch, counter, key, _ = row
+    offset, size, epoch, counter, key, _, _ = row
     header = unpack(head, seed, offset)
     if header is None or (
         header.key != key
@@ -28,7 +28,7 @@ def write_header(
     head: memoryview | bytearray, seed: int, namespace: str, row: WriteRow, checksum: int
 ) -> None:
     """Writes the row's header, with the checksum of its payload, to the start of ``head``."""
-    offset, size, epoch, counter, key, _, parent, descriptor = row
+    offset, size, epoch, counter, key, _, parent, descriptor, _ = row
     header = Header(
         Namespace(namespace), Key(key), Key(parent) if parent else None, size, epoch, counter,
         checksum, descriptor,

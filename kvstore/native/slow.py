@@ -7,12 +7,14 @@ what they leave in memory or on a socket, are those of the compiled steps.
 from __future__ import annotations
 
 import errno
+import hmac
+import math
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import xxhash
 
@@ -25,9 +27,16 @@ from kvstore.memory.segment import RangeAccess
 from kvstore.native import kinds
 from kvstore.native.kinds import AnyRecord, BatchEnd, ReadRow, Wire, WriteRow
 from kvstore.native.rows import header_of, write_header
+from kvstore.native.siphash import siphash as siphash  # noqa: PLC0414  # it is a step
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import EndedError, StalledError, Stream
-from kvstore.network.tcp_protocol import Op, RefusedTransferError, TransferStatus
+from kvstore.network.tcp_protocol import (
+    NO_EXTENT,
+    Extent,
+    Op,
+    RefusedTransferError,
+    TransferStatus,
+)
 
 PIECE_BYTES: Final = 64 << 10
 """Copied, hashed, sent or received in one go, after a look at the clock and the generation. xxhash
@@ -39,6 +48,9 @@ SERVED_PARTS: Final = 512
 
 _LANE_HEAD: Final = struct.Struct("<IQBB")
 """As in ``kvstore.wire.frames``: length of what follows, call id, kind, bytes of the name."""
+
+_MOUNT: Final = struct.Struct("<16sQQ")
+"""As ``Steps.seal`` takes them: key, generation, expiry."""
 
 _counting: Final = threading.Lock()
 
@@ -63,7 +75,7 @@ def read_objects(
     try:
         _check(rows, len(memory))
         for row in rows:
-            offset, size, _, _, _, buffers = row
+            offset, size, buffers = row[0], row[1], row[5]
             _go_on(memory, generation, deadline)
             header = header_of(memory[offset : offset + HEADER_BYTES], seed, namespace, row)
             outcomes.append(kinds.STALE if header is None else header.descriptor)
@@ -246,7 +258,7 @@ def _how(error: OSError | RefusedTransferError) -> tuple[int, int]:
 
 def tcp_read(
     stream: Wire, size: int, seed: int, namespace: str, rows: list[ReadRow], verify: bool,
-    deadline: float, stall_s: float, spin_s: float, /,
+    deadline: float, stall_s: float, spin_s: float, sealed: bool, /,
 ) -> tuple[int, int, int, list[bytes | int] | None]:  # fmt: skip
     del stall_s, spin_s
     assert isinstance(stream, Stream)
@@ -274,13 +286,14 @@ def tcp_read(
     except _EndedEarlyError:
         return kinds.REFUSED, TransferStatus.INVALID_RANGE, 1, None
     ranges = [(row[0], HEADER_BYTES + row[1]) for row in rows]
-    how, number, settled = request(stream, Op.READ, ranges, receive, deadline)
+    extents = [_extent(row) for row in rows] if sealed else None
+    how, number, settled = request(stream, Op.READ, ranges, extents, receive, deadline)
     return how, number, settled, outcomes if how == kinds.ANSWERED else None
 
 
 def tcp_write(
     stream: Wire, size: int, seed: int, namespace: str, rows: list[WriteRow], deadline: float,
-    stall_s: float, spin_s: float, /,
+    stall_s: float, spin_s: float, sealed: bool, /,
 ) -> tuple[int, int, int, None]:  # fmt: skip
     del stall_s, spin_s
     assert isinstance(stream, Stream)
@@ -303,15 +316,20 @@ def tcp_write(
     ranges: list[tuple[int, int]] = []
     for offset, length, *_ in rows:
         ranges += [(offset, len(WIPE)), (offset + HEADER_BYTES, length), (offset, HEADER_BYTES)]
-    return *request(stream, Op.WRITE, ranges, send, deadline), None
+    extents = [_extent(row) for row in rows for _ in range(3)] if sealed else None
+    return *request(stream, Op.WRITE, ranges, extents, send, deadline), None
+
+
+def _extent(row: ReadRow | WriteRow) -> Extent:
+    return Extent(row[0], HEADER_BYTES + row[1], row[-1] or NO_EXTENT.capability)
 
 
 def request(
-    stream: Stream, op: Op, ranges: Sequence[tuple[int, int]], move: Callable[[Stream], None],
-    deadline: float,
+    stream: Stream, op: Op, ranges: Sequence[tuple[int, int]], extents: Sequence[Extent] | None,
+    move: Callable[[Stream], None], deadline: float,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """One request on a greeted connection. ``move`` sends, or receives, the bytes of all ranges.
-    Returns as ``Steps.tcp_read``, without outcomes."""
+    """One request on a greeted connection; with ``extents`` on one with capabilities. ``move``
+    sends, or receives, the bytes of all ranges. Returns as ``Steps.tcp_read``, without outcomes."""
     is_read = op is Op.READ
     if not stream.is_quiet():
         return kinds.UNASKED, 0, 1
@@ -319,7 +337,7 @@ def request(
     try:
         # Bytes to write follow at once, so the request travels with the first of them.
         more = 0 if is_read else socket.MSG_MORE
-        stream.send([protocol.pack_request(op, ranges)], deadline, more)
+        stream.send([protocol.pack_request(op, ranges, extents)], deadline, more)
         if is_read:
             receive_status(stream, deadline)
         move(stream)
@@ -346,24 +364,76 @@ def receive_status(stream: Stream, deadline: float) -> None:
         raise RefusedTransferError(status)
 
 
+# --- capabilities --------------------------------------------------------------------------------
+
+
+def seal(
+    mounts: dict[int, bytes], segments: Sequence[int], offsets: Sequence[int], sizes: Sequence[int],
+    holder: int, rights: int, /,
+) -> bytes:  # fmt: skip
+    made: list[bytes] = []
+    for segment, offset, size in zip(segments, offsets, sizes, strict=True):
+        mount = mounts.get(segment)
+        if mount is None:
+            made.append(NO_EXTENT.capability)
+            continue
+        if len(mount) != _MOUNT.size:
+            raise ValueError("a mount has 32 bytes")
+        key, generation, expires_ms = _MOUNT.unpack(mount)
+        length = HEADER_BYTES + size
+        said = protocol.sealed(generation, holder, offset, length, expires_ms, rights)
+        made.append(protocol.pack_capability(expires_ms, siphash(key, said)))
+    return b"".join(made)
+
+
+class Sealed(NamedTuple):
+    """What the capabilities of one connection are checked with."""
+
+    key: bytes
+    """Of the segment."""
+    generation: int
+    holder: int
+    mac: Callable[[bytes, bytes], bytes]
+    """``siphash``, in Python or compiled."""
+
+    def check(self, record: protocol.Record, op: Op) -> None:
+        """Raises RefusedTransferError: it is no capability of this holder for ``op`` on the range
+        now."""
+        place = record.extent_offset, record.extent_length
+        said = protocol.sealed(
+            self.generation, self.holder, *place, record.expires_ms, record.rights
+        )
+        if not hmac.compare_digest(record.mac, self.mac(self.key, said)):
+            raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
+        if record.expires_ms <= int(uptime() * 1000):
+            raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
+        if not record.rights & op:
+            raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
+        if not record.covers():
+            raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
+
+
 # --- the node's end ------------------------------------------------------------------------------
 
 
 def serve(
     stream: Wire, file: int, memory: memoryview, generation: int, cut: bytearray,
-    counts: bytearray, stall_s: float, idle_s: float, /,
+    counts: bytearray, stall_s: float, idle_s: float, key: bytes, holder: int, /,
 ) -> tuple[int, int]:  # fmt: skip
     del file
     assert isinstance(stream, Stream)
-    return serve_ranges(stream, None, len(memory), memory, generation, cut, counts, stall_s, idle_s)
+    sealed = Sealed(key, generation, holder, siphash) if key else None
+    bounds = counts, stall_s, idle_s
+    return serve_ranges(stream, None, len(memory), memory, generation, cut, *bounds, sealed)
 
 
 def serve_ranges(
     stream: Stream, held: RangeAccess | None, size: int, memory: memoryview, generation: int,
-    cut: bytearray, counts: bytearray, stall_s: float, idle_s: float,
+    cut: bytearray, counts: bytearray, stall_s: float, idle_s: float, sealed: Sealed | None,
 ) -> tuple[int, int]:  # fmt: skip
     """As ``serve``, a segment of ``size`` bytes. If ``memory`` has the superblock alone, ``held``
-    reads and writes the extents; compiled steps cannot serve such a segment."""
+    reads and writes the extents; compiled steps cannot serve such a segment. ``sealed``: None: the
+    connection is one without capabilities."""
     words = memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")
     counted = memoryview(counts).cast("Q")
     copied = None if held is None else memoryview(bytearray(SERVED_BYTES))
@@ -376,25 +446,29 @@ def serve_ranges(
             raise RefusedTransferError(TransferStatus.GONE)
 
     try:
-        while (asked := _next_request(stream, soon, idle_s)) is not None:
-            op, ranges = asked
+        while (asked := _next_request(stream, soon, idle_s, sealed)) is not None:
+            op, ranges, until = asked
+
+            def in_time(until: float = until) -> float:
+                return min(soon(), until)
+
             total = _total(ranges, size)
             check()
             ahead: list[bytes | memoryview] = [protocol.pack_status(TransferStatus.OK)]
             for parts in _parts(ranges, memory, copied):
                 if op is Op.READ:
                     if held is not None:
-                        held.read(parts, soon())
-                    stream.send([*ahead, *(part for _, part in parts)], soon())
+                        held.read(parts, in_time())
+                    stream.send([*ahead, *(part for _, part in parts)], in_time())
                     ahead = []
                     continue
                 check()
-                stream.receive([part for _, part in parts], soon())
+                stream.receive([part for _, part in parts], in_time())
                 if held is not None:
                     check()
-                    held.write(parts, soon())
+                    held.write(parts, in_time())
             if ahead:
-                stream.send(ahead, soon())
+                stream.send(ahead, in_time())
             with _counting:
                 at = 0 if op is Op.READ else 2
                 counted[at] += 1
@@ -407,9 +481,14 @@ def serve_ranges(
 
 
 def _next_request(
-    stream: Stream, soon: Callable[[], float], idle_s: float
-) -> tuple[Op, list[tuple[int, int]]] | None:
-    """Op and ranges; None: no request came for ``idle_s``."""
+    stream: Stream, soon: Callable[[], float], idle_s: float, sealed: Sealed | None
+) -> tuple[Op, list[tuple[int, int]], float] | None:
+    """Op and ranges, and until when (``uptime()``) bytes of them may move; None: no request came
+    for ``idle_s``.
+
+    Raises:
+        RefusedTransferError: no such request, or a range without a valid capability.
+    """
     raw = bytearray(protocol.REQUEST_BYTES)
     idle_until = uptime() + idle_s
     while True:
@@ -425,9 +504,15 @@ def _next_request(
     if request is None:
         raise RefusedTransferError(TransferStatus.BAD_REQUEST)
     op, count = request
-    raw = bytearray(count * protocol.RANGE_BYTES)
+    raw = bytearray(count * (protocol.RECORD_BYTES if sealed else protocol.RANGE_BYTES))
     stream.receive([memoryview(raw)], soon())
-    return op, protocol.unpack_ranges(raw)
+    if sealed is None:
+        return op, protocol.unpack_ranges(raw), math.inf
+    records = protocol.unpack_records(raw)
+    for record in records:
+        sealed.check(record, op)
+    ranges = [(record.offset, record.length) for record in records]
+    return op, ranges, min(record.expires_ms for record in records) / 1000
 
 
 def _total(ranges: list[tuple[int, int]], size: int) -> int:

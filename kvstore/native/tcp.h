@@ -4,12 +4,12 @@
 #define KVSTORE_TCP_H
 
 #define REQUEST_HEAD 12 /* magic, u16 op, u16 0, u32 number of ranges */
-#define RANGE_BYTES 16  /* u64 offset, u64 length */
+#define RANGE_BYTES 16  /* u64 offset, u64 length; RECORD_BYTES with a capability */
 #define STATUS_BYTES 8  /* magic, u32 status */
 #define RANGES_MAX 4096
 static const uint8_t TCP_MAGIC[4] = "KVdt";
 enum { OP_READ = 1, OP_WRITE = 2 };
-enum { STATUS_OK = 0, STATUS_GONE = 3, STATUS_INVALID_RANGE = 4, STATUS_BAD_REQUEST = 5 };
+enum { STATUS_OK = 0, STATUS_GONE = 3, STATUS_INVALID_RANGE = 4, STATUS_BAD_REQUEST = 5, STATUS_NOT_ALLOWED = 6 };
 enum { REFUSED = 8 };
 
 #define IOVECS_MAX 512
@@ -188,30 +188,43 @@ static size_t header_size(const Batch *batch, const Row *row) {
     return FIXED_BYTES + (size_t)batch->name_size + row->key_size + row->parent_size + row->descriptor_size;
 }
 
+/* Puts one range of a row, with the row's capability where the request shows them. */
+static void put_range(uint8_t **at, const Batch *batch, const Row *row, uint64_t offset, uint64_t length) {
+    put64(at, offset);
+    put64(at, length);
+    if (!batch->sealed)
+        return;
+    uint8_t capability[CAPABILITY_BYTES] = {0};
+    memcpy(capability, row->capability, row->capability_size);
+    put64(at, row->offset);
+    put64(at, HEADER_BYTES + row->size);
+    put64(at, load64(capability));
+    put64(at, batch->write ? OP_WRITE : OP_READ);
+    memcpy(*at, capability + 8, SIPHASH_BYTES);
+    *at += SIPHASH_BYTES;
+}
+
 /* Makes the request for all rows, of `*size` bytes; NULL: no memory. */
 static uint8_t *make_request(const Batch *batch, size_t *size) {
-    uint8_t *request = malloc(REQUEST_HEAD + 3 * RANGE_BYTES * batch->row_count);
+    size_t width = batch->sealed ? RECORD_BYTES : RANGE_BYTES;
+    uint8_t *request = malloc(REQUEST_HEAD + 3 * width * batch->row_count);
     if (!request)
         return NULL;
     uint8_t *at = request + REQUEST_HEAD;
     for (size_t index = 0; index < batch->row_count; index++) {
         const Row *row = &batch->rows[index];
-        put64(&at, row->offset);
         if (!batch->write) {
-            put64(&at, HEADER_BYTES + row->size);
+            put_range(&at, batch, row, row->offset, HEADER_BYTES + row->size);
             continue;
         }
-        put64(&at, FIXED_BYTES);
-        if (row->size) {
-            put64(&at, row->offset + HEADER_BYTES);
-            put64(&at, row->size);
-        }
-        put64(&at, row->offset);
-        put64(&at, header_size(batch, row));
+        put_range(&at, batch, row, row->offset, FIXED_BYTES);
+        if (row->size)
+            put_range(&at, batch, row, row->offset + HEADER_BYTES, row->size);
+        put_range(&at, batch, row, row->offset, header_size(batch, row));
     }
     *size = (size_t)(at - request);
     uint16_t words[2] = {batch->write ? OP_WRITE : OP_READ, 0};
-    uint32_t count = (uint32_t)((*size - REQUEST_HEAD) / RANGE_BYTES);
+    uint32_t count = (uint32_t)((*size - REQUEST_HEAD) / width);
     memcpy(request, TCP_MAGIC, 4);
     memcpy(request + 4, words, 4);
     memcpy(request + 8, &count, 4);
@@ -425,7 +438,7 @@ done:
     return results;
 }
 
-PyDoc_STRVAR(tcp_read_doc, "tcp_read(stream, size, seed, namespace, rows, verify, deadline, stall, spin)\n"
+PyDoc_STRVAR(tcp_read_doc, "tcp_read(stream, size, seed, namespace, rows, verify, deadline, stall, spin, sealed)\n"
                            "See kvstore.native.kinds.Steps.");
 
 static PyObject *tcp_read(PyObject *self, PyObject *args) {
@@ -434,15 +447,15 @@ static PyObject *tcp_read(PyObject *self, PyObject *args) {
     double deadline, stall, spin;
     PyObject *stream, *rows;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OKKs#Opddd", &stream, &size, &seed, &batch.name, &batch.name_size, &rows,
-                          &batch.verify, &deadline, &stall, &spin))
+    if (!PyArg_ParseTuple(args, "OKKs#Opdddp", &stream, &size, &seed, &batch.name, &batch.name_size, &rows,
+                          &batch.verify, &deadline, &stall, &spin, &batch.sealed))
         return NULL;
     batch.seed = seed;
     int fd;
     return descriptor_of(stream, &fd) ? exchange_rows(&batch, fd, size, rows, deadline, stall, spin) : NULL;
 }
 
-PyDoc_STRVAR(tcp_write_doc, "tcp_write(stream, size, seed, namespace, rows, deadline, stall, spin)\n"
+PyDoc_STRVAR(tcp_write_doc, "tcp_write(stream, size, seed, namespace, rows, deadline, stall, spin, sealed)\n"
                             "See kvstore.native.kinds.Steps.");
 
 static PyObject *tcp_write(PyObject *self, PyObject *args) {
@@ -451,8 +464,8 @@ static PyObject *tcp_write(PyObject *self, PyObject *args) {
     double deadline, stall, spin;
     PyObject *stream, *rows;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OKKs#Oddd", &stream, &size, &seed, &batch.name, &batch.name_size, &rows,
-                          &deadline, &stall, &spin))
+    if (!PyArg_ParseTuple(args, "OKKs#Odddp", &stream, &size, &seed, &batch.name, &batch.name_size, &rows,
+                          &deadline, &stall, &spin, &batch.sealed))
         return NULL;
     batch.seed = seed;
     int fd;
@@ -469,6 +482,9 @@ typedef struct {
     const volatile uint8_t *cut;
     int64_t stall_ns;
     uint64_t *counts; /* reads, bytes of those, writes, bytes of those */
+    const uint8_t *key; /* of the segment: every range needs a capability; NULL: none does */
+    uint64_t holder;    /* of the capabilities */
+    int64_t expires_ns; /* when the first capability of the present request ends */
 } Served;
 
 static int fenced(const Served *served) {
@@ -476,8 +492,10 @@ static int fenced(const Served *served) {
     return *served->cut || __atomic_load_n(word, __ATOMIC_ACQUIRE) != served->generation;
 }
 
+/* Nothing of a request moves after one of its capabilities has ended. */
 static void soon(Served *served) {
-    served->wire.deadline_ns = now_ns() + served->stall_ns;
+    int64_t deadline = now_ns() + served->stall_ns;
+    served->wire.deadline_ns = deadline < served->expires_ns ? deadline : served->expires_ns;
 }
 
 static int send_ranges(Served *served, const uint64_t *ranges, size_t count) {
@@ -573,12 +591,40 @@ static int refused(Served *served, int status) {
     return REFUSED;
 }
 
+/* Whether each record of the request has a valid capability: of this segment, generation and holder, that
+ * has not expired, for an extent around its range, with a right for `op`. Leaves the ranges alone, one
+ * behind the other. */
+static int take_records(Served *served, uint64_t *ranges, size_t count, int op) {
+    uint64_t now_ms = (uint64_t)now_ns() / 1000000, first_ms = UINT64_MAX;
+    for (size_t index = 0; index < count; index++) {
+        uint64_t record[RECORD_BYTES / 8];
+        uint8_t mac[SIPHASH_BYTES];
+        memcpy(record, (const uint8_t *)ranges + RECORD_BYTES * index, RECORD_BYTES);
+        uint64_t offset = record[0], length = record[1];
+        Sealed sealed = {.generation = served->generation, .holder = served->holder, .offset = record[2],
+                         .length = record[3], .expires_ms = record[4], .rights = record[5]};
+        seal_extent(served->key, &sealed, mac);
+        if (!same_mac(mac, (const uint8_t *)&record[6]) || sealed.expires_ms <= now_ms ||
+            !(sealed.rights & (uint64_t)op) || offset < sealed.offset ||
+            offset - sealed.offset > sealed.length || length > sealed.length - (offset - sealed.offset))
+            return 0;
+        first_ms = sealed.expires_ms < first_ms ? sealed.expires_ms : first_ms;
+        ranges[2 * index] = offset;
+        ranges[2 * index + 1] = length;
+    }
+    served->expires_ns = first_ms < INT64_MAX / 1000000 ? (int64_t)first_ms * 1000000 : INT64_MAX;
+    if (served->expires_ns - now_ns() < served->stall_ns) /* sooner than the time-outs that are set */
+        served->wire.armed_ns[0] = served->wire.armed_ns[1] = 0;
+    return 1;
+}
+
 /* Serves one request. Returns TIMED_OUT with `*idle` set when none has begun. A node sleeps until one
  * comes: ADR 2 says who polls. */
 static int serve_request(Served *served, uint64_t *ranges, int *idle) {
     uint8_t head[REQUEST_HEAD];
     size_t have = 0;
     *idle = 0;
+    served->expires_ns = INT64_MAX;
     soon(served);
     while (have < sizeof head) {
         int ended = arm(&served->wire, 0);
@@ -598,9 +644,12 @@ static int serve_request(Served *served, uint64_t *ranges, int *idle) {
         count > RANGES_MAX)
         return refused(served, STATUS_BAD_REQUEST);
     soon(served);
-    int ended = receive_bytes(&served->wire, ranges, RANGE_BYTES * (size_t)count, NULL);
+    size_t width = served->key ? RECORD_BYTES : RANGE_BYTES;
+    int ended = receive_bytes(&served->wire, ranges, width * (size_t)count, NULL);
     if (ended)
         return ended;
+    if (served->key && !take_records(served, ranges, count, op))
+        return refused(served, STATUS_NOT_ALLOWED);
     uint64_t total = 0;
     for (size_t index = 0; index < count; index++) {
         uint64_t offset = ranges[2 * index], length = ranges[2 * index + 1];
@@ -619,21 +668,23 @@ static int serve_request(Served *served, uint64_t *ranges, int *idle) {
     return ended;
 }
 
-PyDoc_STRVAR(serve_doc, "serve(stream, file, memory, generation, cut, counts, stall, idle)\n"
+PyDoc_STRVAR(serve_doc, "serve(stream, file, memory, generation, cut, counts, stall, idle, key, holder)\n"
                         "See kvstore.native.kinds.Steps.");
 
 static PyObject *serve(PyObject *self, PyObject *args) {
     Served served = {0};
     Py_buffer memory, cut, counts;
-    unsigned long long generation;
+    unsigned long long generation, holder;
     double stall, idle;
     PyObject *stream;
+    const char *key;
+    Py_ssize_t key_size;
     (void)self;
-    if (!PyArg_ParseTuple(args, "Oiw*Kw*w*dd", &stream, &served.file, &memory, &generation, &cut, &counts,
-                          &stall, &idle))
+    if (!PyArg_ParseTuple(args, "Oiw*Kw*w*ddy#K", &stream, &served.file, &memory, &generation, &cut, &counts,
+                          &stall, &idle, &key, &key_size, &holder))
         return NULL;
     PyObject *result = NULL;
-    uint64_t *ranges = malloc(RANGE_BYTES * RANGES_MAX);
+    uint64_t *ranges = malloc((key_size ? RECORD_BYTES : RANGE_BYTES) * RANGES_MAX);
     if (!descriptor_of(stream, &served.wire.fd))
         goto done;
     if (!ranges) {
@@ -645,6 +696,12 @@ static PyObject *serve(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "no segment, or too short buffers");
         goto done;
     }
+    if (key_size && key_size != SIPHASH_KEY_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "a key has 16 bytes");
+        goto done;
+    }
+    served.key = key_size ? (const uint8_t *)key : NULL;
+    served.holder = holder;
     served.memory = memory.buf;
     served.size = (uint64_t)memory.len;
     served.generation = generation;

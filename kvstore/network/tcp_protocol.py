@@ -19,32 +19,65 @@ the client of the segment. The client chooses the numbers of client and connecti
 master orders a node to end the connections that may still carry bytes of abandoned puts
 (``DataServer.cut``). Ranges are checked before any byte moves: they lie behind the superblock and
 within the segment, and sum up to no more than its size. Numbers are little-endian.
+
+Version 3, with capabilities, differs in two places (docs/transports.md says what it is for):
+
+    hello   as above; in the token's place 8 bytes
+            with the number of the holder, 8 bytes 0 ->
+                                                     <-  status; if that is OK: nonce, 16 bytes
+    proof   16 bytes, see ``prove``                  ->
+                                                     <-  status
+    request magic, op, count; count x record         ->
+
+A holder is a client whom the master has authenticated. It proves that it has the holder's key of
+the segment (``holder_key``), which the master tells to no other client. A record is a range with
+the capability for it: offset, length; offset and length of its extent; expiry in ms of the node's
+clock (``kvstore.clocks.uptime``); rights; MAC. The MAC is SipHash-2-4, of 128 bits, of what
+``sealed`` packs, under the segment's token. So each capability is for one holder, mount and extent.
 """
 
 from __future__ import annotations
 
 import enum
+import hmac
 import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-DATA_PROTOCOL_VERSION: Final = 2
-"""The highest version that this release speaks, and that its nodes announce."""
+PLAIN: Final = 2
+"""The version without capabilities."""
 
-DATA_PROTOCOL_MIN: Final = 2
+WITH_CAPABILITIES: Final = 3
+
+DATA_PROTOCOL_VERSION: Final = WITH_CAPABILITIES
+"""The highest version that this release speaks. A node that takes no capabilities announces
+``PLAIN``."""
+
+DATA_PROTOCOL_MIN: Final = PLAIN
 """The lowest such version: that of the release before (docs/compatibility.md). The first is 2."""
 
 RANGES_MAX: Final = 4096
-"""Ranges in one request: 64 KiB of them. A client splits longer calls."""
+"""Ranges in one request: 64 KiB of them, or 256 with capabilities. A client splits longer calls."""
+
+NONCE_BYTES: Final = 16
+PROOF_BYTES: Final = 16
 
 _MAGIC: Final = b"KVdt"
 _HELLO: Final = struct.Struct("<4sI16s16sQQQ")
+_HOLDER: Final = struct.Struct("<QQ")
 _REQUEST: Final = struct.Struct("<4sHHI")
 _STATUS: Final = struct.Struct("<4sI")
+_RECORD: Final = struct.Struct("<6Q16s")
+_SEALED: Final = struct.Struct("<8s6Q")
+_CAPABILITY: Final = struct.Struct("<Q16s")
+
+_SEAL_TAG: Final = b"KVcap\0\0\1"
+_HOLDER_TAG: Final = b"holder"
 
 HELLO_BYTES: Final = _HELLO.size
 REQUEST_BYTES: Final = _REQUEST.size
 RANGE_BYTES: Final = 16
+RECORD_BYTES: Final = _RECORD.size
 STATUS_BYTES: Final = _STATUS.size
 
 
@@ -58,12 +91,14 @@ class TransferStatus(enum.IntEnum):
     BUSY = 1
     """More connections than the server takes; try again later."""
     DENIED = 2
-    """Wrong token."""
+    """Wrong token or proof; or a token where capabilities are required."""
     GONE = 3
     """No such segment here, or mounted anew since."""
     INVALID_RANGE = 4
     BAD_REQUEST = 5
     """Not this protocol, or another version of it."""
+    NOT_ALLOWED = 6
+    """A range without a valid capability for it."""
 
 
 class RefusedTransferError(Exception):
@@ -77,17 +112,55 @@ class RefusedTransferError(Exception):
 class Hello(NamedTuple):
     uuid: bytes
     token: bytes
+    """Of the segment; not sent ``WITH_CAPABILITIES``."""
     generation: int
     client: int = 0
     """Number of the client, which it shows to the master, too; 0: it writes nothing."""
     connection: int = 0
     """Number of this connection among those of the client."""
-    protocol: int = DATA_PROTOCOL_VERSION
+    protocol: int = PLAIN
     """The version that both speak from here on."""
+    holder: int = 0
+    """``WITH_CAPABILITIES``: the number that the master has given the client."""
+
+
+class Extent(NamedTuple):
+    """An extent, and a capability for it."""
+
+    offset: int
+    length: int
+    """Bytes, the header included."""
+    capability: bytes
+    """``CAPABILITY_BYTES``: expiry and MAC."""
+
+
+NO_EXTENT: Final = Extent(0, 0, bytes(_CAPABILITY.size))
+"""Stands for the extent of a range for which the client has no capability."""
+
+
+class Record(NamedTuple):
+    """One range of a request, with its capability."""
+
+    offset: int
+    length: int
+    extent_offset: int
+    extent_length: int
+    expires_ms: int
+    rights: int
+    """One bit for each ``Op``, of that value."""
+    mac: bytes
+
+    def covers(self) -> bool:
+        """Whether the range is within the extent."""
+        start = self.offset - self.extent_offset
+        return 0 <= start and start + self.length <= self.extent_length
 
 
 def pack_hello(hello: Hello) -> bytes:
-    return _HELLO.pack(_MAGIC, hello.protocol, *hello[:-1])
+    uuid, token, generation, client, connection, version, holder = hello
+    if version >= WITH_CAPABILITIES:
+        token = _HOLDER.pack(holder, 0)
+    return _HELLO.pack(_MAGIC, version, uuid, token, generation, client, connection)
 
 
 def unpack_hello(raw: bytes | bytearray) -> Hello | None:
@@ -95,13 +168,50 @@ def unpack_hello(raw: bytes | bytearray) -> Hello | None:
     magic, version, uuid, token, generation, client, connection = _HELLO.unpack(raw)
     if magic != _MAGIC or not DATA_PROTOCOL_MIN <= version <= DATA_PROTOCOL_VERSION:
         return None
-    return Hello(uuid, token, generation, client, connection, version)
+    if version < WITH_CAPABILITIES:
+        return Hello(uuid, token, generation, client, connection, version)
+    holder, reserved = _HOLDER.unpack(token)
+    if reserved:
+        return None
+    return Hello(uuid, b"", generation, client, connection, version, holder)
 
 
-def pack_request(op: Op, ranges: Sequence[tuple[int, int]]) -> bytes:
-    """``ranges`` are (offset, length) in bytes, at most ``RANGES_MAX``."""
-    numbers = [number for pair in ranges for number in pair]
-    return _REQUEST.pack(_MAGIC, op, 0, len(ranges)) + struct.pack(f"<{len(numbers)}Q", *numbers)
+def holder_key(token: bytes, uuid: bytes, generation: int, holder: int) -> bytes:
+    """The key of one holder for one mount of a segment, which follows from the segment's token."""
+    said = _HOLDER_TAG + uuid + struct.pack("<QQ", generation, holder)
+    return hmac.digest(token, said, "sha256")[:16]
+
+
+def prove(key: bytes, nonce: bytes, hello: bytes) -> bytes:
+    """Proves that a client has the holder's key, for this hello and nonce alone."""
+    return hmac.digest(key, nonce + hello, "sha256")[:PROOF_BYTES]
+
+
+def sealed(
+    generation: int, holder: int, offset: int, length: int, expires_ms: int, rights: int
+) -> bytes:
+    """What the MAC of a capability is of."""
+    return _SEALED.pack(_SEAL_TAG, generation, holder, offset, length, expires_ms, rights)
+
+
+def pack_capability(expires_ms: int, mac: bytes) -> bytes:
+    return _CAPABILITY.pack(expires_ms, mac)
+
+
+def pack_request(
+    op: Op, ranges: Sequence[tuple[int, int]], extents: Sequence[Extent] | None = None
+) -> bytes:
+    """``ranges`` are (offset, length) in bytes, at most ``RANGES_MAX``; ``extents`` those around
+    them, on a connection with capabilities."""
+    head = _REQUEST.pack(_MAGIC, op, 0, len(ranges))
+    if extents is None:
+        numbers = [number for pair in ranges for number in pair]
+        return head + struct.pack(f"<{len(numbers)}Q", *numbers)
+    return head + b"".join(
+        _RECORD.pack(*pair, offset, length, expires_ms, op, mac)
+        for pair, (offset, length, capability) in zip(ranges, extents, strict=True)
+        for expires_ms, mac in (_CAPABILITY.unpack(capability),)
+    )
 
 
 def unpack_request(raw: bytes | bytearray) -> tuple[Op, int] | None:
@@ -115,6 +225,10 @@ def unpack_request(raw: bytes | bytearray) -> tuple[Op, int] | None:
 def unpack_ranges(raw: bytes | bytearray) -> list[tuple[int, int]]:
     numbers = struct.unpack(f"<{len(raw) // 8}Q", raw)
     return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def unpack_records(raw: bytes | bytearray) -> list[Record]:
+    return [Record(*fields) for fields in _RECORD.iter_unpack(raw)]
 
 
 def pack_status(status: TransferStatus) -> bytes:

@@ -47,7 +47,6 @@ from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.memory.entries import ENTRY_GONE
 from kvstore.memory.header import Owner
 from kvstore.memory.segment import NodeSegment, is_believed
-from kvstore.network.tcp_protocol import DATA_PROTOCOL_VERSION
 from kvstore.node import inventory
 from kvstore.node.masters import Masters
 from kvstore.node.stream import NodeStream
@@ -244,7 +243,7 @@ class NodeAgent:
                 fresh=self._fresh,
                 mark=segment.mark,
                 engine=None if self._engine is None else self._engine.address,
-                data_protocol=DATA_PROTOCOL_VERSION,
+                data_protocol=self._server.data_protocol,
                 device=segment.place,
             )
             join = NodeJoin(

@@ -40,6 +40,7 @@ def _values(agent: NodeAgent, segment: NodeSegment, server: DataServer) -> dict[
             ("hello",): counted.refused_hellos,
         },
         "kvstore_node_bad_requests_total": {(): counted.bad_requests},
+        "kvstore_node_refused_capabilities_total": {(): counted.refused_capabilities},
         "kvstore_node_stalls_total": {(): counted.stalls},
         "kvstore_node_requests_total": {("read",): counted.reads, ("write",): counted.writes},
         "kvstore_node_moved_bytes_total": {

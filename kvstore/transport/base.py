@@ -23,6 +23,7 @@ from typing import Protocol
 from kvstore.calls import SegmentInfo
 from kvstore.errors import SegmentGoneError
 from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.network.tcp_protocol import Extent
 
 PIECE_BYTES = 256 << 10
 """Copied and hashed in one go: well inside a core's L2 cache, long enough to hide call costs."""
@@ -48,6 +49,8 @@ class Move:
     hasher: Hasher | None = None
     """Gets every byte of this move, in order, in the pass that copies it. Several moves in a row
     may share one."""
+    extent: Extent | None = None
+    """The extent around the range, with the client's capability for it; None: it has none."""
 
 
 class Transport(ABC):

@@ -12,8 +12,9 @@ from kvstore.errors import (
     KVStoreError,
     SegmentGoneError,
 )
-from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.native.kinds import GONE, OUTSIDE, BatchEnd
+from kvstore.network.tcp_protocol import Extent
 from kvstore.transport.base import Hasher, Move
 
 HASH_BYTES: Final = 64 << 10
@@ -29,6 +30,11 @@ def check_moves(segment: SegmentInfo, moves: Sequence[Move]) -> None:
         offset = move.offset
         if offset < SUPERBLOCK_BYTES or offset + len(move.buffer) > size:
             raise invalid_range(offset, len(move.buffer), size)
+
+
+def extent_of(offset: int, size: int, capability: bytes) -> Extent | None:
+    """The extent at ``offset`` of a payload of ``size`` bytes; None: there is no capability."""
+    return Extent(offset, HEADER_BYTES + size, capability) if capability else None
 
 
 def invalid_range(offset: int, length: int, size: int) -> InvalidRangeError:

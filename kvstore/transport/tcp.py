@@ -34,7 +34,7 @@ cut short may have given its connection back without a word."""
 ItemT = TypeVar("ItemT")
 RowT = TypeVar("RowT", ReadRow, WriteRow)
 
-_PoolKey = tuple[str, bytes, int]
+_PoolKey = tuple[str, bytes, int, int, bytes]
 
 
 class _Connections:
@@ -154,7 +154,8 @@ class TcpTransport(Transport):
 
     @contextmanager
     def _lend(self, segment: SegmentInfo, deadline: float) -> Iterator[ClientConnection]:
-        key = (segment.address, segment.uuid, segment.generation)
+        # With the holder and its key: a client may get another number from the next master.
+        key = segment.address, segment.uuid, segment.generation, segment.holder, segment.token
         stop = current()
         pool, connection = self._take(key, segment, deadline, stop)
         is_usable = False

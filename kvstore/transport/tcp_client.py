@@ -14,6 +14,7 @@ from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import (
     BusyError,
+    CapabilityRefusedError,
     InvalidRangeError,
     KVStoreError,
     NodeUnreachableError,
@@ -24,7 +25,13 @@ from kvstore.native.kinds import ANSWERED, ENDED, REFUSED, TIMED_OUT, UNASKED, R
 from kvstore.network import names
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import EndedError, StalledError, Stream
-from kvstore.network.tcp_protocol import Hello, Op, RefusedTransferError, TransferStatus
+from kvstore.network.tcp_protocol import (
+    NO_EXTENT,
+    Hello,
+    Op,
+    RefusedTransferError,
+    TransferStatus,
+)
 from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.pieces import deadline_exceeded, feed, segment_gone, windows
 from kvstore.wire.spinning import SpinGauge
@@ -78,6 +85,8 @@ class ClientConnection:
         self._segment = segment
         self._client_number = client_number
         self._stall_s = stall_s
+        self._sealed = bool(segment.holder)
+        """Whether each range is sent with its capability."""
         self._number = 0
         """The number of the present connection, as ``Hello.connection``."""
         self._stream: Stream | None = None
@@ -110,10 +119,11 @@ class ClientConnection:
         self, op: Op, moves: Sequence[Move], move: Callable[[Stream], None], deadline: float
     ) -> None:
         ranges = [(each.offset, len(each.buffer)) for each in moves]
+        extents = [each.extent or NO_EXTENT for each in moves] if self._sealed else None
 
         def request(stream: Stream, spin_s: float) -> _Exchanged:
             del spin_s
-            return *slow.request(stream, op, ranges, move, deadline), None
+            return *slow.request(stream, op, ranges, extents, move, deadline), None
 
         self._exchange(request, deadline)
 
@@ -151,7 +161,7 @@ class ClientConnection:
         def read(stream: Stream, spin_s: float) -> _Exchanged:
             return steps.tcp_read(
                 stream, segment.size, segment.seed, namespace, rows, verify, deadline,
-                self._stall_s, spin_s,
+                self._stall_s, spin_s, self._sealed,
             )  # fmt: skip
 
         outcomes = self._exchange(read, deadline)
@@ -164,8 +174,9 @@ class ClientConnection:
 
         def write(stream: Stream, spin_s: float) -> _Exchanged:
             return steps.tcp_write(
-                stream, segment.size, segment.seed, namespace, rows, deadline, self._stall_s, spin_s
-            )
+                stream, segment.size, segment.seed, namespace, rows, deadline, self._stall_s,
+                spin_s, self._sealed,
+            )  # fmt: skip
 
         self._exchange(write, deadline)
 
@@ -231,21 +242,29 @@ class ClientConnection:
         stream = self._stream = Stream(sock, stall_s=self._stall_s)
         if self._is_interrupted:
             raise ConnectionAbortedError("the transport was closed")
-        version = min(protocol.DATA_PROTOCOL_VERSION, segment.data_protocol)
+        version = min(protocol.PLAIN, segment.data_protocol)
         self._number = 1 + secrets.randbits(63)  # a child of a fork draws another one
-        hello = Hello(
-            segment.uuid,
-            segment.token,
-            segment.generation,
-            self._client_number,
-            self._number,
-            version,
+        hello = protocol.pack_hello(
+            Hello(
+                segment.uuid,
+                segment.token,
+                segment.generation,
+                self._client_number,
+                self._number,
+                protocol.WITH_CAPABILITIES if self._sealed else version,
+                segment.holder,
+            )
         )
         try:
-            stream.send([protocol.pack_hello(hello)], deadline)
+            stream.send([hello], deadline)
         except ConnectionError:
             pass  # a busy server answers without reading the hello
         slow.receive_status(stream, deadline)
+        if self._sealed:
+            nonce = bytearray(protocol.NONCE_BYTES)
+            stream.receive([memoryview(nonce)], deadline)
+            stream.send([protocol.prove(segment.token, bytes(nonce), hello)], deadline)
+            slow.receive_status(stream, deadline)
         return stream
 
     def _explained(self, error: OSError | RefusedTransferError, deadline: float) -> KVStoreError:
@@ -276,11 +295,19 @@ class ClientConnection:
             case TransferStatus.DENIED:
                 return PermissionDeniedError(
                     f"{where} does not accept this client's token",
+                    advice="The node may require capabilities: docs/transports.md.",
                     node=segment.node,
                     settled=settled,
                 )
             case TransferStatus.GONE:
                 return segment_gone(segment, settled=settled)
+            case TransferStatus.NOT_ALLOWED:
+                return CapabilityRefusedError(
+                    f"{where} refused a capability of this client: it has expired, or is for "
+                    "another extent or client",
+                    node=segment.node,
+                    settled=settled,
+                )
             case TransferStatus.INVALID_RANGE:
                 return InvalidRangeError(
                     f"{where} refused a range outside its segment", settled=settled

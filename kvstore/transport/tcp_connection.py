@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import hmac
 import logging
+import secrets
 import socket
 import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final, Literal, Protocol
 
 from kvstore.clocks import uptime
 from kvstore.memory.segment import RangeAccess
 from kvstore.native import steps
 from kvstore.native.kinds import REFUSED, TIMED_OUT
-from kvstore.native.slow import serve_ranges
+from kvstore.native.slow import Sealed, serve_ranges
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import StalledError, Stream
-from kvstore.network.tcp_protocol import RefusedTransferError, TransferStatus
+from kvstore.network.tcp_protocol import Hello, RefusedTransferError, TransferStatus
 
 _READ_BYTES: Final = 256 << 10
 _LINGER_BYTES: Final = 64 << 20
@@ -31,6 +32,9 @@ _LINGER_S: Final = 2.0
 the status: data left unread at ``close`` would reset the connection and lose the status."""
 
 _log = logging.getLogger(__name__)
+
+Capabilities = Literal["off", "prefer", "require"]
+"""As ``DataServer`` takes it."""
 
 
 class ServedSegment(Protocol):
@@ -62,9 +66,12 @@ class DataServerCounters:
     """Accepted, refused ones included."""
     refused_busy: int = 0
     refused_hellos: int = 0
-    """Not this protocol, a wrong token, an unknown segment or generation, or no hello in time."""
+    """Not this protocol, a wrong token or proof, an unknown segment or generation, or no hello in
+    time."""
     bad_requests: int = 0
     """Not this protocol, ranges outside the segment, or of an older generation."""
+    refused_capabilities: int = 0
+    """Requests with a range for which they had no valid capability."""
     stalls: int = 0
     """Connections that were cut because the peer stalled within a request."""
     reads: int = 0
@@ -81,6 +88,7 @@ class ServerContext:
     """By uuid; does not change."""
     stall_s: float
     idle_s: float
+    capabilities: Capabilities = "off"
     moved: bytearray = field(default_factory=lambda: bytearray(32))
     """As ``counts`` of ``Steps.serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
@@ -113,7 +121,7 @@ class Connection:
     ) -> None:
         """Takes over ``stream``. ``ended`` is called last, in this connection's thread."""
         self.is_greeted = False
-        """Whether the peer has shown the token of a segment."""
+        """Whether the peer has shown the token of a segment, or proven to be a holder."""
         self.client = self.number = 0
         """The peer's number as a client, and its number for this connection, once it is greeted."""
         self._stream = stream
@@ -152,7 +160,7 @@ class Connection:
 
     def _serve(self) -> None:
         try:
-            segment, generation = self._greet()
+            segment, sealed = self._greet()
         except (RefusedTransferError, OSError) as error:
             self._context.count(refused_hellos=1)
             if isinstance(error, RefusedTransferError):
@@ -161,49 +169,78 @@ class Connection:
         self.is_greeted = True
         self._reply(TransferStatus.OK)
         try:
-            self._serve_requests(segment, generation)
+            self._serve_requests(segment, sealed)
         except StalledError:
             self._context.count(stalls=1)
         except RefusedTransferError as refused:
-            self._context.count(bad_requests=1)
+            if refused.status is TransferStatus.NOT_ALLOWED:
+                self._context.count(refused_capabilities=1)
+            else:
+                self._context.count(bad_requests=1)
             self._refuse("request", refused)
             self._linger()
 
-    def _serve_requests(self, segment: ServedSegment, generation: int) -> None:
+    def _serve_requests(self, segment: ServedSegment, sealed: Sealed) -> None:
         """
         Raises:
             StalledError, RefusedTransferError
         """
-        context, stream = self._context, self._stream
+        context, stream, generation = self._context, self._stream, sealed.generation
         bounds = context.moved, context.stall_s, context.idle_s
         if segment.ranges is None:
             how, number = steps.serve(
-                stream, segment.fd, segment.memory, generation, self._cut, *bounds
-            )
+                stream, segment.fd, segment.memory, generation, self._cut, *bounds,
+                sealed.key, sealed.holder,
+            )  # fmt: skip
         else:  # bytes of a device, which compiled steps do not reach
             how, number = serve_ranges(
-                stream, segment.ranges, segment.size, segment.memory, generation, self._cut, *bounds
-            )
+                stream, segment.ranges, segment.size, segment.memory, generation, self._cut,
+                *bounds, sealed if sealed.key else None,
+            )  # fmt: skip
         if how == TIMED_OUT:
             raise StalledError(0)
         if how == REFUSED:
             raise RefusedTransferError(TransferStatus(number))
 
-    def _greet(self) -> tuple[ServedSegment, int]:
+    def _greet(self) -> tuple[ServedSegment, Sealed]:
+        """The segment, and what the peer's capabilities are checked with; no key: it has shown the
+        token, and needs none."""
         raw = bytearray(protocol.HELLO_BYTES)
         self._stream.receive([memoryview(raw)], self._soon())
         hello = protocol.unpack_hello(raw)
+        wanted = self._context.capabilities
         if hello is None:
             raise RefusedTransferError(TransferStatus.BAD_REQUEST)
+        if hello.protocol >= protocol.WITH_CAPABILITIES and wanted == "off":
+            raise RefusedTransferError(TransferStatus.BAD_REQUEST)
+        if hello.protocol < protocol.WITH_CAPABILITIES and wanted == "require":
+            raise RefusedTransferError(TransferStatus.DENIED)
         segment = self._context.segments.get(hello.uuid)
         if segment is None:
             raise RefusedTransferError(TransferStatus.GONE)
-        if not hmac.compare_digest(hello.token, segment.token):
+        if hello.protocol >= protocol.WITH_CAPABILITIES:
+            self._check_proof(segment, hello, bytes(raw))
+        elif not hmac.compare_digest(hello.token, segment.token):
             raise RefusedTransferError(TransferStatus.DENIED)
         if hello.generation != segment.generation:
             raise RefusedTransferError(TransferStatus.GONE)
         self.client, self.number = hello.client, hello.connection
-        return segment, hello.generation
+        key = segment.token if hello.protocol >= protocol.WITH_CAPABILITIES else b""
+        return segment, Sealed(key, hello.generation, hello.holder, steps.siphash)
+
+    def _check_proof(self, segment: ServedSegment, hello: Hello, raw: bytes) -> None:
+        """Has the peer prove that it is the holder whose number it has said.
+
+        Raises:
+            RefusedTransferError: it has not the holder's key.
+        """
+        key = protocol.holder_key(segment.token, segment.uuid, hello.generation, hello.holder)
+        nonce = secrets.token_bytes(protocol.NONCE_BYTES)
+        said = bytearray(protocol.PROOF_BYTES)
+        self._stream.send([protocol.pack_status(TransferStatus.OK), nonce], self._soon())
+        self._stream.receive([memoryview(said)], self._soon())
+        if not hmac.compare_digest(said, protocol.prove(key, nonce, raw)):
+            raise RefusedTransferError(TransferStatus.DENIED)
 
     def _reply(self, status: TransferStatus) -> None:
         self._stream.send([protocol.pack_status(status)], self._soon())

@@ -19,8 +19,14 @@ from kvstore.errors import AddressInUseError, InternalError, StartupError
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
 from kvstore.network.stream import Stream
-from kvstore.network.tcp_protocol import TransferStatus, pack_status
+from kvstore.network.tcp_protocol import (
+    PLAIN,
+    WITH_CAPABILITIES,
+    TransferStatus,
+    pack_status,
+)
 from kvstore.transport.tcp_connection import (
+    Capabilities,
     Connection,
     DataServerCounters,
     ServedSegment,
@@ -61,13 +67,17 @@ class DataServer:
         connections_max: int = CONNECTIONS_MAX,
         stall_s: float = STALL_S,
         idle_s: float = IDLE_S,
+        capabilities: Capabilities = "off",
     ) -> None:
+        """``capabilities``: which clients it serves: those that show the segments' tokens
+        (``off``), those that show capabilities (``require``), or both (``prefer``)."""
         self._address = (host, port)
         self._connections_max = connections_max
         self._context = ServerContext(
             segments={segment.uuid: segment for segment in segments},
             stall_s=stall_s,
             idle_s=idle_s,
+            capabilities=capabilities,
         )
         self._connections: dict[Connection, None] = {}
         """In the order of their arrival."""
@@ -105,6 +115,11 @@ class DataServer:
         """Where it listens, after ``start``."""
         assert self._listener is not None, "start() first"
         return int(self._listener.getsockname()[1])
+
+    @property
+    def data_protocol(self) -> int:
+        """The highest version of the data protocol that it speaks."""
+        return PLAIN if self._context.capabilities == "off" else WITH_CAPABILITIES
 
     @property
     def connections(self) -> int:

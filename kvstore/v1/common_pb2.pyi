@@ -218,6 +218,7 @@ class SegmentInfo(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     DATA_PROTOCOL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     """Never used again within an epoch."""
     node: _builtins.str
@@ -231,13 +232,17 @@ class SegmentInfo(_message.Message):
     address: _builtins.str
     """host:port of the node's data server; empty when it has none."""
     token: _builtins.bytes
-    """16 bytes that the data server asks for."""
+    """16 bytes that the data server asks for; with a `holder`, that holder's key."""
     seed: _builtins.int
     """Seed of the header checksums of this segment."""
     generation: _builtins.int
     """Counts mounts; a data connection or mapping of an older one is refused."""
     data_protocol: _builtins.int
     """The highest version of the data protocol that the node's data server speaks; 0: 2."""
+    holder: _builtins.int
+    """The number of the client that asked, where the node takes its capabilities: it speaks data
+    protocol 3 as this holder, and proves that it has the key in `token`. 0: it speaks 2.
+    """
     @_builtins.property
     def engine(self) -> Global___TransferEngine:
         """Absent when the node has no transfer engine."""
@@ -262,10 +267,11 @@ class SegmentInfo(_message.Message):
         engine: Global___TransferEngine | None = ...,
         data_protocol: _builtins.int = ...,
         device: Global___DevicePlace | None = ...,
+        holder: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "generation", b"generation", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "generation", b"generation", "holder", b"holder", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 from kvstore.calls import DevicePlace, EngineAddress, SegmentInfo
 from kvstore.memory.entries import SHM_DIRECTORY
@@ -21,6 +22,7 @@ from kvstore.memory.segment import NodeSegment
 from kvstore.network.host import host_id
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.transport.mooncake.server import EngineServer
+from kvstore.transport.tcp_connection import Capabilities
 from kvstore.transport.tcp_server import DataServer
 from tests.support import fake_device
 from tests.support.programs import ENGINE
@@ -32,17 +34,25 @@ class Peer:
     """Starts the process; ``close`` ends it whatever happened to it and removes what it left."""
 
     def __init__(
-        self, name: str, size: int, *, connections_max: int = 64, engine: str = "", device: str = ""
+        self,
+        name: str,
+        size: int,
+        *,
+        connections_max: int = 64,
+        engine: str = "",
+        device: str = "",
+        capabilities: Capabilities = "off",
     ) -> None:
         """
         Args:
+            capabilities: as of ``DataServer``.
             engine: where its transfer engine meets others; empty: it has none.
             device: in whose memory its segment is; empty: in memory of the host.
         """
         self.name = name
         command = [
             sys.executable, "-m", __spec__.name, name, str(size), str(connections_max), engine,
-            device,
+            device, capabilities,
         ]  # fmt: skip
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -115,8 +125,11 @@ def main() -> None:
     fake_device.add()
     name, size, connections_max = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     metadata_server, device = sys.argv[4:6]
+    capabilities = cast(Capabilities, sys.argv[6])
     segment = DeviceSegment.on(device, name, size) if device else NodeSegment.create(name, size)
-    server = DataServer([segment], "127.0.0.1", connections_max=connections_max)
+    server = DataServer(
+        [segment], "127.0.0.1", connections_max=connections_max, capabilities=capabilities
+    )
     server.start()
     engine = None
     if metadata_server:
@@ -132,7 +145,7 @@ def main() -> None:
             case "restart":
                 port = server.port
                 server.stop()
-                server = DataServer([segment], "127.0.0.1", port)
+                server = DataServer([segment], "127.0.0.1", port, capabilities=capabilities)
                 server.start()
             case "counters":
                 print(json.dumps(asdict(server.counters())), flush=True)

@@ -41,6 +41,7 @@ from kvstore.memory.header import HEADER_BYTES, extent_bytes
 from kvstore.memory.raw import address_of
 from kvstore.native import slow
 from kvstore.native.kinds import CORRUPT, STALE, Steps
+from kvstore.network.tcp_protocol import Op
 from kvstore.transport import shm, tcp_client
 from kvstore.transport.base import Transport
 from kvstore.transport.device import DeviceTransport
@@ -48,6 +49,7 @@ from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
 from tests.support.fake_device import FakeDriver
+from tests.support.sealing import capability, held
 
 MIB = 1 << 20
 SPACE = Namespace("space")
@@ -134,6 +136,19 @@ class SameDeviceWay(DeviceWay):
         drivers.use(POOLED, None)
 
 
+class HolderWay(Way):
+    """A holder, which shows a capability for each extent."""
+
+    def carry(self, transfer: Transfer, seconds: float = 30.0) -> None:
+        assert isinstance(transfer, ObjectReads | ObjectWrites)
+        known, op = transfer.segment, Op.WRITE if transfer.write else Op.READ
+        transfer.rows = [
+            (*row[:-1], capability(known, row[0], row[1], op)) for row in transfer.rows
+        ]
+        transfer.segment = held(known)
+        super().carry(transfer, seconds)
+
+
 WAYS: dict[str, dict[str, Callable[[], Way]]] = {
     "host": {
         "shm-compiled": lambda: Way.compiled(ShmTransport),
@@ -143,6 +158,8 @@ WAYS: dict[str, dict[str, Callable[[], Way]]] = {
         "tcp-compiled": lambda: Way.compiled(TcpTransport),
         "tcp-slow": lambda: Way(TcpTransport(), slow),
         "tcp-device": lambda: DeviceWay(TcpTransport()),
+        "tcp-holder-compiled": lambda: HolderWay.compiled(TcpTransport),
+        "tcp-holder-slow": lambda: HolderWay(TcpTransport(), slow),
     },
     "device": {
         "same-device": SameDeviceWay,
@@ -151,6 +168,7 @@ WAYS: dict[str, dict[str, Callable[[], Way]]] = {
         "tcp-compiled": lambda: Way.compiled(TcpTransport),
         "tcp-slow": lambda: Way(TcpTransport(), slow),
         "tcp-device": lambda: DeviceWay(TcpTransport()),
+        "tcp-holder-compiled": lambda: HolderWay.compiled(TcpTransport),
     },
 }
 """By the memory that the segment is in."""
@@ -165,7 +183,7 @@ def by(ways: list[tuple[str, str]]) -> pytest.MarkDecorator:
 
 def new_peer(memory: str, name: str) -> Peer:
     device = POOLED if memory == "device" else ""
-    return Peer(f"{name}-{os.getpid()}", 64 * MIB, device=device)
+    return Peer(f"{name}-{os.getpid()}", 64 * MIB, device=device, capabilities="prefer")
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +249,17 @@ def writes(
     for index, data in enumerate(some):
         views = cut(memoryview(data), parts)
         transfer.rows.append(
-            (offset, len(data), version, index, b"k%d" % index, views, b"parent", b"descriptor")
+            (
+                offset,
+                len(data),
+                version,
+                index,
+                b"k%d" % index,
+                views,
+                b"parent",
+                b"descriptor",
+                b"",
+            )
         )
         offset += extent_bytes(len(data))
     return transfer
@@ -278,6 +306,7 @@ SIZES: dict[str, dict[str, tuple[list[int], int]]] = {
         for memory, ways in WAYS.items()
         for one in ways
         for two in ways
+        if "holder" not in two or one == "tcp-slow"
         for sizes in SIZES[memory]
     ],
     indirect=["way", "other"],

@@ -436,8 +436,8 @@ def test_a_node_that_moves_no_byte_is_given_up(
         pytest.skip("kvstore.native.fast is not built here")
     transport = TcpTransport(stall_s=1.0)
     payload = [noise(size)]
-    write = (MIB, size, 1, 1, b"key", payload, b"", b"")
-    read = (MIB, size, 1, 1, b"key", [empty(size)])
+    write = (MIB, size, 1, 1, b"key", payload, b"", b"", b"")
+    read = (MIB, size, 1, 1, b"key", [empty(size)], b"")
 
     def move() -> None:
         if way == "moves":
@@ -487,7 +487,7 @@ def test_bytes_that_come_slowly_are_progress(
         info = shared_peer.info._replace(address=f"127.0.0.1:{listener.getsockname()[1]}")
         transport = TcpTransport(stall_s=1.5)
         transport.read(info, [Move(MIB, empty(HEADER_BYTES))], soon())
-        row: ReadRow = (MIB, 0, 1, 1, b"key", [])
+        row: ReadRow = (MIB, 0, 1, 1, b"key", [], b"")
         for each in (native.steps, slow):
             monkeypatch.setattr(tcp_client, "steps", each)
             assert transport.read_objects(info, "n", [row], True, soon()) == [STALE]

@@ -82,9 +82,9 @@ def rows(
         key, parent = f"key-{index}".encode(), f"key-{index - 1}".encode() if index else b""
         views = [memoryview(piece) for piece in pieces]
         place = offset, size, 7, index + 1, key
-        writes.append((*place, views, parent, b'{"kind":"bytes"}'))
+        writes.append((*place, views, parent, b'{"kind":"bytes"}', b""))
         targets.append([bytearray(len(piece)) for piece in pieces])
-        reads.append((*place, [memoryview(target) for target in targets[-1]]))
+        reads.append((*place, [memoryview(target) for target in targets[-1]], b""))
         offset += extent_bytes(size)
     assert offset <= SIZE
     return writes, reads, targets
@@ -117,7 +117,7 @@ def test_what_is_written_can_be_read_by_both(
     sizes = [0, 1, 63, 64, 65, 240, 241, 1_024, 4_096, 300_000, 1 << 20, *more]
     writes, reads, targets = rows(sizes, parts)
     assert write(steps, memory, writes) == 0
-    for offset, size, epoch, counter, key, views, parent, descriptor in writes:
+    for offset, size, epoch, counter, key, views, parent, descriptor, _ in writes:
         data = b"".join(views or ())
         payload = offset + HEADER_BYTES
         assert memory[payload : payload + size] == data
@@ -140,7 +140,7 @@ def test_reads_what_python_has_written(steps: Steps, memory: memoryview) -> None
         pack_into(memory[offset:], header, SEED, offset)
         memory[offset + HEADER_BYTES : offset + HEADER_BYTES + 777] = data
         into = bytearray(777)
-        row = (offset, 777, 1, 2, b"k", [memoryview(into)])
+        row = (offset, 777, 1, 2, b"k", [memoryview(into)], b"")
         assert read(steps, memory, [row]) == [b"d" * 320]
         assert into == data
 
@@ -173,7 +173,7 @@ def test_what_is_verified_is_what_was_copied(steps: Steps, memory: memoryview, s
     for shift in (1, 7, 8, 32, 63, 64, 65, 128, 199):
         assert write(steps, memory, [row]) == 0
         target = memory[start + shift : start + shift + size]
-        read: ReadRow = (*row[:5], [target])
+        read: ReadRow = (*row[:5], [target], b"")
         outcomes = steps.read_objects(memory, GENERATION, SEED, SPACE, [read], True, math.inf, 1)
         assert outcomes == [kinds.CORRUPT] or target == data, f"{size} bytes, {shift} further"
         assert size > 240 or target == data, "short ones are read before any of them is copied"
@@ -183,13 +183,13 @@ def test_what_is_verified_is_what_was_copied(steps: Steps, memory: memoryview, s
 def test_a_row_of_another_object_is_stale(steps: Steps, memory: memoryview, change: int) -> None:
     writes, reads, targets = rows([100])
     write(steps, memory, writes)
-    offset, size, epoch, counter, key, into = reads[0]
+    offset, size, epoch, counter, key, into, none = reads[0]
     row = [
-        (offset + 1024, size, epoch, counter, key, into),
-        (offset, size + 1, epoch, counter, key, [memoryview(bytearray(101))]),
-        (offset, size, epoch + 1, counter, key, into),
-        (offset, size, epoch, counter + 1, key, into),
-        (offset, size, epoch, counter, b"other", into),
+        (offset + 1024, size, epoch, counter, key, into, none),
+        (offset, size + 1, epoch, counter, key, [memoryview(bytearray(101))], none),
+        (offset, size, epoch + 1, counter, key, into, none),
+        (offset, size, epoch, counter + 1, key, into, none),
+        (offset, size, epoch, counter, b"other", into, none),
     ][change]
     assert read(steps, memory, [row]) == [kinds.STALE]
     assert not any(targets[0][0])
@@ -199,7 +199,7 @@ def test_headers_alone(steps: Steps, memory: memoryview) -> None:
     writes, reads, _ = rows([100, 200])
     write(steps, memory, writes)
     memory[SUPERBLOCK_BYTES + HEADER_BYTES] ^= 1
-    looks: list[ReadRow] = [(*row[:5], None) for row in reads]
+    looks: list[ReadRow] = [(*row[:5], None, b"") for row in reads]
     assert read(steps, memory, looks, verify=False) == [b'{"kind":"bytes"}'] * 2
     assert read(steps, memory, reads)[0] == kinds.CORRUPT  # type: ignore[index]
     assert read(steps, memory, reads, verify=False) == [b'{"kind":"bytes"}'] * 2
@@ -218,7 +218,7 @@ def test_payloads_that_are_in_their_places(
     sealed: list[WriteRow] = [(*row[:5], None, *row[6:]) for row in writes]
     assert write(steps, memory, sealed) == 0
     assert bytes(memory) == expected
-    looks: list[ReadRow] = [(*row[:5], None) for row in reads]
+    looks: list[ReadRow] = [(*row[:5], None, b"") for row in reads]
     assert read(steps, memory, looks) == [b'{"kind":"bytes"}'] * len(sizes)
     assert not any(any(part) for parts in targets for part in parts)  # nothing was copied
     if sizes[0]:
@@ -236,8 +236,8 @@ def test_fenced_late_and_outside(steps: Steps, memory: memoryview) -> None:
         assert write(steps, memory, [moved]) == kinds.OUTSIDE
         assert read(steps, memory, [(offset, *reads[0][1:])]) == kinds.OUTSIDE
     with pytest.raises(ValueError, match="differ in size"):
-        read(steps, memory, [(SUPERBLOCK_BYTES, 2, 1, 1, b"k", [memoryview(bytearray(1))])])
-    huge = (SUPERBLOCK_BYTES, 2**64 - 1, 1, 1, b"k", None)
+        read(steps, memory, [(SUPERBLOCK_BYTES, 2, 1, 1, b"k", [memoryview(bytearray(1))], b"")])
+    huge = (SUPERBLOCK_BYTES, 2**64 - 1, 1, 1, b"k", None, b"")
     assert read(steps, memory, [huge]) == kinds.OUTSIDE
     assert memory == before
 
@@ -245,13 +245,14 @@ def test_fenced_late_and_outside(steps: Steps, memory: memoryview) -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        (4096, 1, 1, 1, b"k", [memoryview(b"read-only")[:1]]),
-        (4096, 2, 1, 1, b"k", [memoryview(bytearray(1))]),
-        (4096, -1, 1, 1, b"k", None),
-        (4096, 1, 1, 1, b"k" * 257, None),
-        (4096, 1, 1, 1, "k", None),
-        (4096, 1, 1, 1, b"k", ()),
-        (4096, 1, 1, 1, b"k"),
+        (4096, 1, 1, 1, b"k", [memoryview(b"read-only")[:1]], b""),
+        (4096, 2, 1, 1, b"k", [memoryview(bytearray(1))], b""),
+        (4096, -1, 1, 1, b"k", None, b""),
+        (4096, 1, 1, 1, b"k" * 257, None, b""),
+        (4096, 1, 1, 1, "k", None, b""),
+        (4096, 1, 1, 1, b"k", (), b""),
+        (4096, 1, 1, 1, b"k", None, b"c" * 25),
+        (4096, 1, 1, 1, b"k", None),
         "row",
     ],
 )
@@ -440,11 +441,11 @@ def test_a_signal_is_heard_while_a_transfer_moves_bytes(
 
     def move() -> None:
         if verb == "read":
-            reads: list[ReadRow] = [(4096, size, 1, 1, b"k", views)]
-            steps.tcp_read(stream, 1 << 30, SEED, SPACE, reads, True, deadline, 1.0, 0.0)
+            reads: list[ReadRow] = [(4096, size, 1, 1, b"k", views, b"")]
+            steps.tcp_read(stream, 1 << 30, SEED, SPACE, reads, True, deadline, 1.0, 0.0, False)
         else:
-            writes: list[WriteRow] = [(4096, size, 1, 1, b"k", views, b"", b"")]
-            steps.tcp_write(stream, 1 << 30, SEED, SPACE, writes, deadline, 1.0, 0.0)
+            writes: list[WriteRow] = [(4096, size, 1, 1, b"k", views, b"", b"", b"")]
+            steps.tcp_write(stream, 1 << 30, SEED, SPACE, writes, deadline, 1.0, 0.0, False)
 
     thread = peer(trickle)
     with pytest.raises(Raised):
@@ -482,9 +483,9 @@ def test_a_handler_may_raise_where_the_other_end_has_hung_up(
         ours.shutdown(socket.SHUT_WR)
         timer = threading.Timer(0.1, interrupted)
         timer.start()
-        some: list[WriteRow] = [(4096, 1, 1, 1, b"k", [memoryview(b"z")], b"", b"")]
+        some: list[WriteRow] = [(4096, 1, 1, 1, b"k", [memoryview(b"z")], b"", b"", b"")]
         with pytest.raises(Raised):
-            steps.tcp_write(ours, 1 << 20, SEED, SPACE, some, uptime() + 3, 9.5, 0.0)
+            steps.tcp_write(ours, 1 << 20, SEED, SPACE, some, uptime() + 3, 9.5, 0.0, False)
         timer.join()
 
 
@@ -493,7 +494,9 @@ def test_time_outs_of_whole_seconds(
 ) -> None:
     stream, _ = wire
     serving = peer(
-        lambda: steps.serve(stream, -1, memory, GENERATION, bytearray(1), bytearray(32), 1.0, 1.0)
+        lambda: steps.serve(
+            stream, -1, memory, GENERATION, bytearray(1), bytearray(32), 1.0, 1.0, b"", 0
+        )
     )
     serving.join(10)
     assert not serving.is_alive(), "nobody has asked for anything"
@@ -503,7 +506,7 @@ def test_time_outs_of_whole_seconds(
 def test_too_long_a_namespace_is_refused(steps: Steps, wire: tuple[Stream, socket.socket]) -> None:
     stream, _ = wire
     with pytest.raises(ValueError, match="namespace"):
-        steps.tcp_write(stream, 1 << 30, SEED, "n" * 1_100, [], uptime() + 3, 1.0, 0.0)
+        steps.tcp_write(stream, 1 << 30, SEED, "n" * 1_100, [], uptime() + 3, 1.0, 0.0, False)
 
 
 def test_an_exchange_with_nobody(steps: Steps) -> None:

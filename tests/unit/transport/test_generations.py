@@ -62,9 +62,9 @@ def test_shared_memory_under_an_older_generation_is_gone(segment: NodeSegment) -
     with pytest.raises(SegmentGoneError):
         transport.write(info, [Move(AT, memoryview(b"other"))], soon)
     with pytest.raises(SegmentGoneError):
-        transport.read_objects(info, "ns", [(*row, [data])], True, soon)
+        transport.read_objects(info, "ns", [(*row, [data], b"")], True, soon)
     with pytest.raises(SegmentGoneError):
-        transport.write_objects(info, "ns", [(*row, [data], b"", b"d")], soon)
+        transport.write_objects(info, "ns", [(*row, [data], b"", b"d", b"")], soon)
     with pytest.raises(SegmentGoneError):
         transport.memory(info)
     with pytest.raises(SegmentGoneError):

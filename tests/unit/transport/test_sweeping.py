@@ -88,11 +88,12 @@ def test_connections_that_a_node_has_ended_are_closed() -> None:
         closing(TcpTransport()) as transport,
     ):
         info = segment(1)._replace(address=f"127.0.0.1:{server.getsockname()[1]}")
-        connection = transport._take(("a", info.uuid, 1), info, 1e18, None)[1]
-        pool = transport._pools["a", info.uuid, 1]
+        key = "a", info.uuid, 1, 0, b""
+        connection = transport._take(key, info, 1e18, None)[1]
+        pool = transport._pools[key]
         ours, theirs = socket.create_connection(server.getsockname()), server.accept()[0]
         connection._stream = Stream(ours)
-        transport._give_back(("a", info.uuid, 1), pool, connection, is_usable=True)
+        transport._give_back(key, pool, connection, is_usable=True)
         transport.sweep()
         assert pool.idle == [connection]
         theirs.close()

@@ -31,7 +31,7 @@ def test_a_server_that_speaks_unasked_is_connected_to_twice_at_most() -> None:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         place = segment(1)._replace(address=address)
         connection = ClientConnection(place, 1)
-        row: ReadRow = (4096, 3, 1, 1, b"k", [memoryview(bytearray(3))])
+        row: ReadRow = (4096, 3, 1, 1, b"k", [memoryview(bytearray(3))], b"")
         with pytest.raises(NodeUnreachableError):
             connection.read_objects("ns", [row], True, uptime() + 5)
         connection.close()

@@ -1,0 +1,93 @@
+/* Capabilities, which the master makes and a node checks: kvstore.network.tcp_protocol says what they are. */
+#ifndef KVSTORE_CAPABILITY_H
+#define KVSTORE_CAPABILITY_H
+
+#define RECORD_BYTES 64     /* u64 offset, length, extent's offset, its length, expiry, rights; MAC */
+#define MOUNT_BYTES 32      /* the segment's key, u64 generation, u64 expiry */
+
+/* What the MAC covers. */
+typedef struct {
+    uint8_t tag[8];
+    uint64_t generation, holder, offset, length, expires_ms, rights;
+} Sealed;
+
+static const uint8_t SEAL_TAG[8] = "KVcap\0\0\1";
+
+static void seal_extent(const uint8_t *key, Sealed *sealed, uint8_t mac[SIPHASH_BYTES]) {
+    memcpy(sealed->tag, SEAL_TAG, sizeof SEAL_TAG);
+    siphash(key, (const uint8_t *)sealed, sizeof *sealed, mac);
+}
+
+/* Whether two MACs are equal; takes the same time wherever they differ. */
+static int same_mac(const uint8_t *one, const uint8_t *other) {
+    uint64_t left[2], right[2];
+    memcpy(left, one, sizeof left);
+    memcpy(right, other, sizeof right);
+    return !((left[0] ^ right[0]) | (left[1] ^ right[1]));
+}
+
+PyDoc_STRVAR(siphash_doc, "siphash(key, data)\nSee kvstore.native.kinds.Steps.");
+
+static PyObject *siphash_of(PyObject *self, PyObject *args) {
+    Py_buffer key, data;
+    uint8_t mac[SIPHASH_BYTES];
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*", &key, &data))
+        return NULL;
+    int is_key = key.len == SIPHASH_KEY_BYTES;
+    if (is_key)
+        siphash(key.buf, data.buf, (size_t)data.len, mac);
+    else
+        PyErr_SetString(PyExc_ValueError, "a key has 16 bytes");
+    PyBuffer_Release(&key);
+    PyBuffer_Release(&data);
+    return is_key ? PyBytes_FromStringAndSize((const char *)mac, sizeof mac) : NULL;
+}
+
+PyDoc_STRVAR(seal_doc, "seal(mounts, segments, offsets, sizes, holder, rights)\n"
+                       "See kvstore.native.kinds.Steps.");
+
+static PyObject *seal(PyObject *self, PyObject *args) {
+    PyObject *mounts, *columns[3], *items[3] = {NULL, NULL, NULL}, *result = NULL;
+    unsigned long long holder, rights;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!OOOKK", &PyDict_Type, &mounts, &columns[0], &columns[1], &columns[2],
+                          &holder, &rights))
+        return NULL;
+    for (int index = 0; index < 3; index++)
+        if (!(items[index] = PySequence_Fast(columns[index], "a column is a sequence")))
+            goto done;
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(items[0]);
+    if (PySequence_Fast_GET_SIZE(items[1]) != count || PySequence_Fast_GET_SIZE(items[2]) != count) {
+        PyErr_SetString(PyExc_ValueError, "columns of different length");
+        goto done;
+    }
+    if (!(result = PyBytes_FromStringAndSize(NULL, count * CAPABILITY_BYTES)))
+        goto done;
+    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(result);
+    memset(at, 0, (size_t)count * CAPABILITY_BYTES);
+    for (Py_ssize_t index = 0; index < count; index++, at += CAPABILITY_BYTES) {
+        PyObject *mount = PyDict_GetItemWithError(mounts, PySequence_Fast_GET_ITEM(items[0], index));
+        if (!mount && !PyErr_Occurred())
+            continue;
+        uint64_t offset = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(items[1], index));
+        uint64_t size = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(items[2], index));
+        if (mount && (!PyBytes_Check(mount) || PyBytes_GET_SIZE(mount) != MOUNT_BYTES))
+            PyErr_SetString(PyExc_ValueError, "a mount has 32 bytes");
+        if (PyErr_Occurred()) {
+            Py_CLEAR(result);
+            goto done;
+        }
+        const uint8_t *key = (const uint8_t *)PyBytes_AS_STRING(mount);
+        Sealed sealed = {.generation = load64(key + 16), .holder = holder, .offset = offset,
+                         .length = HEADER_BYTES + size, .expires_ms = load64(key + 24), .rights = rights};
+        memcpy(at, &sealed.expires_ms, 8);
+        seal_extent(key, &sealed, at + 8);
+    }
+done:
+    for (int index = 0; index < 3; index++)
+        Py_XDECREF(items[index]);
+    return result;
+}
+
+#endif
