@@ -24,3 +24,8 @@ uptime: Final[Callable[[], float]] = (
 )
 """Seconds since this host has started, suspended or not. Takes 60 ns (``time.monotonic``: 45), but
 more on kernels before 5.3, where it is a system call."""
+
+
+def uptime_ms() -> int:
+    """``uptime`` in whole milliseconds: a node compares it with the expiry of capabilities."""
+    return int(uptime() * 1000)

@@ -78,8 +78,12 @@ def _matched(replies: list[calls.Matched]) -> calls.Matched:
 
 
 def _found(replies: list[calls.Found]) -> calls.Found:
-    columns = zip(*(reply.placements for reply in replies), strict=True)
-    placements = calls.Placements(*(list(chain.from_iterable(parts)) for parts in columns))
+    *columns, capabilities = zip(*(reply.placements for reply in replies), strict=True)
+    sizes, epochs, counters, replicas, segments, offsets = (
+        list(chain.from_iterable(parts)) for parts in columns
+    )
+    made = b"".join(capabilities)
+    placements = calls.Placements(sizes, epochs, counters, replicas, segments, offsets, made)
     return calls.Found(replies[0].epoch, min(reply.lease_ms for reply in replies), placements)
 
 
@@ -93,7 +97,9 @@ def _renew_pieces(request: calls.Renew) -> list[Request]:
 
 def _renewed(replies: list[calls.Renewed]) -> calls.Renewed:
     return replies[0]._replace(
-        keys_held=_flat(replies, "keys_held"), tokens_held=_flat(replies, "tokens_held")
+        keys_held=_flat(replies, "keys_held"),
+        tokens_held=_flat(replies, "tokens_held"),
+        capabilities=_flat(replies, "capabilities"),
     )
 
 

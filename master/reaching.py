@@ -2,8 +2,8 @@
 
 A node behind a firewall, on an address of another family, or with a wrong ``--advertise`` looks
 alive: its heartbeats come by the stream that it has opened itself. So the master opens a data
-connection as a client does, with the segment's token, and shows the result in the status. That is
-only the master's view of the network, so nothing else depends on it.
+connection as a client does, with the segment's token or as a holder, and shows the result in the
+status. That is only the master's view of the network, so nothing else depends on it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, SegmentGoneError
+from kvstore.master.sealing import MASTER, described
 from kvstore.transport.tcp_client import ClientConnection
 
 REACH_S: Final = 2.0
@@ -47,7 +48,7 @@ def _why_not(segments: Sequence[SegmentInfo]) -> str:
     for segment in segments:
         if not segment.address:
             continue
-        connection = ClientConnection(segment)
+        connection = ClientConnection(described(segment, MASTER))
         try:
             connection.greet(deadline)
         except SegmentGoneError:

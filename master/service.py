@@ -22,7 +22,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvstore import calls
 from kvstore.auth.identity import Identity
@@ -42,6 +42,7 @@ from kvstore.master.carriers import Endpoints
 from kvstore.master.gate import Gate
 from kvstore.master.pieces import CUTS, Cut
 from kvstore.master.reaching import AGAIN_S, Reach
+from kvstore.master.sealing import Sealing
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
@@ -75,6 +76,15 @@ def not_leader(leader: str, what: str = "this master stands by") -> NotLeaderErr
         advice="Ask the leader." if leader else "Try again in some seconds, when a master leads.",
         leader=leader,
     )
+
+
+class _Waiting(NamedTuple):
+    """A call whose reply comes later."""
+
+    future: asyncio.Future[Any]
+    request: calls.Request
+    holder: int
+    """Of its caller."""
 
 
 class Standby:
@@ -135,7 +145,8 @@ class MasterService:
         self.gate: Gate | None = None
         """Decides who may call what; None: without authentication."""
         self._clock = clock
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._answers: dict[int, _Waiting] = {}
+        self._sealing = Sealing(state)
         self._outboxes: dict[int, Outbox] = {}
         self._next_session = 0
         self._working = False
@@ -153,9 +164,9 @@ class MasterService:
         self.leads_until = -math.inf
         self.state.take_effects()
         answers, self._answers = self._answers, {}
-        for future in answers.values():
-            if not future.done():
-                future.set_exception(self._over())
+        for waiting in answers.values():
+            if not waiting.future.done():
+                waiting.future.set_exception(self._over())
         for outbox in self._outboxes.values():
             self._put(outbox, self._over())
 
@@ -218,12 +229,17 @@ class MasterService:
         if started >= self.leads_until:
             self._check_time(started)
         self.state.common.changing = False
-        self._traffic.caller = caller or self._traffic.unknown
+        self._traffic.caller = caller = caller or self._traffic.unknown
         try:
-            result: calls.Reply | Later = step(self._clock(), request)
+            now_ms = self._clock()
+            result: calls.Reply | Later = step(now_ms, request)
             answer: calls.Reply | Awaitable[calls.Reply] = (
-                self._wait_for(result.ticket) if isinstance(result, Later) else result
+                self._wait_for(result.ticket, request, caller.holder)
+                if isinstance(result, Later)
+                else result
             )
+            if caller.holder and not isinstance(result, Later):
+                answer = self._sealing.seal(now_ms, request, result, caller.holder)
         except Exception as error:
             self._check_whole(error)
             raise
@@ -236,7 +252,7 @@ class MasterService:
             counters = self._counters(answer.counters)
             answer = answer._replace(counters=counters, role=self.role, leader=self.address)
             if self.gate is not None:
-                answer = self.gate.shown(None if caller is None else caller.identity, answer)
+                answer = self.gate.shown(caller.identity, answer)
         return answer
 
     async def _in_pieces(
@@ -298,9 +314,9 @@ class MasterService:
             identity="" if who is None else who.uri,
         )
 
-    def _wait_for(self, ticket: int) -> Awaitable[calls.Reply]:
+    def _wait_for(self, ticket: int, request: calls.Request, holder: int) -> Awaitable[calls.Reply]:
         future = asyncio.get_running_loop().create_future()
-        self._answers[ticket] = future
+        self._answers[ticket] = _Waiting(future, request, holder)
 
         def done(answered: asyncio.Future[Any]) -> None:
             if not answered.cancelled():
@@ -441,14 +457,17 @@ class MasterService:
             asyncio.get_running_loop().call_soon(self._work, context=self._no_call)
 
     def _answer(self, ticket: int, result: calls.Reply | KVStoreError) -> None:
-        future = self._answers.pop(ticket, None)
-        if future is None or future.done():
+        waiting = self._answers.pop(ticket, None)
+        if waiting is None or waiting.future.done():
             if isinstance(result, calls.Grants) and result.tokens:  # no client will write there
                 revoke = calls.PutRevoke(result.epoch, result.tokens, True)
                 self.state.putting.put_revoke(self._clock(), revoke)
             return
+        future, request, holder = waiting
         if isinstance(result, KVStoreError):
             future.set_exception(result)
+        elif holder:
+            future.set_result(self._sealing.seal(self._clock(), request, result, holder))
         else:
             future.set_result(result)
 

@@ -74,13 +74,16 @@ def grant(context: Context, size: int, wait_ms: int) -> Flow[tuple[Granted, floa
         yield from revoke(grants.epoch, grants.tokens)
         raise PutRefusedError("the segment went away while it was asked for")
     until = started + grants.deadline_ms / 1000 - context.lease_margin_s
-    offset = grants.offsets[0]
-    errors = yield [Transfer(segment, [Move(offset, memoryview(WIPE))], True, until)]
+    granted = Granted(
+        grants.epoch, grants.tokens[0], segment, grants.offsets[0], size, grants.capabilities
+    )
+    wipe = Move(granted.offset, memoryview(WIPE), extent=granted.extent)
+    errors = yield [Transfer(segment, [wipe], True, until)]
     assert isinstance(errors, list)
     if errors[0] is not None:
         yield from revoke(grants.epoch, grants.tokens, errors)
         raise copy(errors[0])  # no frame refers to the copy
-    return Granted(grants.epoch, grants.tokens[0], segment, offset, size), until
+    return granted, until
 
 
 def refuse_lost(context: Context, items: Items) -> None:
@@ -113,6 +116,8 @@ def put(
     assert isinstance(granted, Granted)
     if not lease.held:
         raise _lost()
+    if lease.capability:
+        granted = granted._replace(capability=lease.capability)
     named = Named(options.namespace, item.keys[0], granted.epoch, granted.token)
     try:
         outcome = yield from commit(context, granted, item, options, until, lease.header)
@@ -149,6 +154,7 @@ def _settle_commit(context: Context, lease: Lease) -> Flow[tuple[Named | None, f
     renew = _renewal(named, lease.what.place, [named.counter])
     renewed = yield from ask(renew, calls.Renewed)
     until = asked + renewed.lease_ms / 1000 - context.lease_margin_s
+    lease.capability = renewed.capabilities
     if renewed.keys_held[0] and lease.held:
         lease.become(named, until)
         return named, until
@@ -174,7 +180,7 @@ def commit(
             An equal header is not written again: the earlier commit may have been executed, and
             its object removed and wiped since.
     """
-    epoch, token, segment, offset, _ = granted
+    epoch, token, segment, offset, _, _ = granted
     (key,), (size,), (parts,), (descriptor,), _ = item
     (data,) = cast("list[memoryview]", parts)
     head = bytearray(HEADER_BYTES)
@@ -186,7 +192,8 @@ def commit(
     if head != written:
         written.clear()  # until the new header is whole
         # ``allocate`` has wiped the old header, and a half-written one is not valid.
-        errors = yield [Transfer(segment, [Move(offset, memoryview(head))], True, deadline)]
+        move = Move(offset, memoryview(head), extent=granted.extent)
+        errors = yield [Transfer(segment, [move], True, deadline)]
         assert isinstance(errors, list)
         if errors[0] is not None:
             raise copy(errors[0])  # no frame refers to the copy

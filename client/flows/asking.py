@@ -13,6 +13,7 @@ from kvstore.errors import UnavailableError
 from kvstore.limits import BATCH_KEYS_MAX, PIN_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.transport.base import Move
+from kvstore.transport.pieces import extent_of
 
 
 class Match(NamedTuple):
@@ -188,9 +189,10 @@ def stat(context: Context, namespace: Namespace, key: Key) -> Flow[ObjectStat | 
     placed = yield from learn(context, epoch, detail.placements, asked + 1.0)
     if not placed or placed[0] is None:
         return ObjectStat(detail, None)
-    segment, offset = placed[0].replicas[0]
+    segment, offset, capability = placed[0].replicas[0]
     head = bytearray(HEADER_BYTES)
-    errors = yield [Transfer(segment, [Move(offset, memoryview(head))], False)]
+    extent = extent_of(offset, placed[0].size, capability)
+    errors = yield [Transfer(segment, [Move(offset, memoryview(head), extent=extent)], False)]
     assert isinstance(errors, list)
     header = None if errors[0] is not None else unpack(head, segment.seed, offset)
     return ObjectStat(detail, header)

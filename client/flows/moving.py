@@ -21,12 +21,14 @@ from xxhash import xxh3_64
 from kvstore import calls
 from kvstore.calls import NO_VERSION, PutOutcome, SegmentInfo, Version
 from kvstore.client.flows.objects import ObjectWrites
+from kvstore.client.flows.placements import capability_of_each
 from kvstore.client.flows.steps import Context, Flow, Transfer, ask, carry_out, describe
 from kvstore.client.flows.writing import revoke
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.transport.base import Hasher, Move
+from kvstore.transport.pieces import extent_of
 
 log = logging.getLogger("kvstore.client")
 
@@ -72,9 +74,9 @@ class _Copy:
     new_version: tuple[int, int]
     """The version of the copy."""
     token: int
-    source: tuple[int, int]
-    """Segment and offset."""
-    targets: list[tuple[int, int]]
+    source: tuple[int, int, bytes]
+    """Segment, offset, and the capability for the extent."""
+    targets: list[tuple[int, int, bytes]]
     head: bytearray
     data: bytearray
     hasher: Hasher
@@ -118,7 +120,7 @@ def _copy(context: Context, request: calls.StartMoves) -> Flow[Moved]:
     grants = reply.grants
     deadline = started + grants.deadline_ms / 1000 - context.lease_margin_s
     copies = _copies(reply)
-    ids = [segment for copy in copies for segment, _ in (copy.source, *copy.targets)]
+    ids = [segment for copy in copies for segment, _, _ in (copy.source, *copy.targets)]
     segments = yield from describe(context, grants.epoch, ids)
     corrupt = yield from _read(context, copies, segments, deadline)
     ready = [copy for copy in copies if copy.header is not None]
@@ -142,12 +144,15 @@ def _copy(context: Context, request: calls.StartMoves) -> Flow[Moved]:
 
 def _copies(reply: calls.MovesStarted) -> list[_Copy]:
     sources, grants = reply.sources, reply.grants
+    readable = capability_of_each(sources.capabilities, len(sources.segments))
+    writable = capability_of_each(grants.capabilities, len(grants.segments))
     copies: list[_Copy] = []
     at = 0
     for row, token in enumerate(grants.tokens):
         width = grants.replicas
         places = slice(row * width, (row + 1) * width)
-        targets = zip(grants.segments[places], grants.offsets[places], strict=True)
+        columns = grants.segments[places], grants.offsets[places], writable[places]
+        targets = zip(*columns, strict=True)
         size = sources.sizes[row]
         version = sources.epochs[row], sources.counters[row]
         copies.append(
@@ -158,7 +163,7 @@ def _copies(reply: calls.MovesStarted) -> list[_Copy]:
                 version=version,
                 new_version=version if reply.keeps_version else (grants.epoch, token),
                 token=token,
-                source=(sources.segments[at], sources.offsets[at]),
+                source=(sources.segments[at], sources.offsets[at], readable[at]),
                 targets=list(targets),
                 head=bytearray(HEADER_BYTES),
                 data=bytearray(size),
@@ -203,21 +208,23 @@ def _reads(
     """The reads of each segment: of every header and, if ``payload``, of the payload after it."""
     transfers: dict[int, Transfer] = {}
     for copy in copies:
-        segment_id, offset = copy.source
+        segment_id, offset, capability = copy.source
         if segment_id not in segments:
             continue
+        extent = extent_of(offset, copy.size, capability)
         transfer = transfers.setdefault(
             segment_id, Transfer(segments[segment_id], [], False, deadline)
         )
-        transfer.moves.append(Move(offset, memoryview(copy.head)))
+        transfer.moves.append(Move(offset, memoryview(copy.head), extent=extent))
         if payload and copy.size:
-            transfer.moves.append(Move(offset + HEADER_BYTES, memoryview(copy.data), copy.hasher))
+            place, data = offset + HEADER_BYTES, memoryview(copy.data)
+            transfer.moves.append(Move(place, data, copy.hasher, extent))
     return transfers
 
 
 def _present_header(copy: _Copy, segments: Mapping[int, SegmentInfo]) -> Header | None:
     """The header that was read, if it is that of the version to copy."""
-    segment_id, offset = copy.source
+    segment_id, offset, _ = copy.source
     header = unpack(copy.head, segments[segment_id].seed, offset)
     if header is None or (header.epoch, header.counter) != copy.version:
         return None
@@ -256,14 +263,15 @@ def _write(
         assert copy.header is not None
         parent, descriptor = copy.header.parent or b"", copy.header.descriptor
         views = [memoryview(copy.data)] if copy.size else []
-        for segment_id, offset in copy.targets:
+        for segment_id, offset, capability in copy.targets:
             if segment_id in segments:
                 place = segment_id, copy.namespace
                 if place not in transfers:
                     segment = segments[segment_id]
                     transfers[place] = ObjectWrites(segment, copy.namespace, deadline)
                 transfers[place].rows.append((
-                    offset, copy.size, *copy.new_version, copy.key, views, parent, descriptor, b"",
+                    offset, copy.size, *copy.new_version, copy.key, views, parent, descriptor,
+                    capability,
                 ))  # fmt: skip
     failed = yield from carry_out(context, transfers)
     lost: dict[int, list[KVStoreError]] = {}  # by segment
@@ -271,7 +279,7 @@ def _write(
         lost.setdefault(segment_id, []).append(error)
     written = []
     for copy in copies:
-        on = {segment_id for segment_id, _ in copy.targets}
+        on = {segment_id for segment_id, _, _ in copy.targets}
         if on <= segments.keys() and not on & lost.keys():
             written.append(copy)
         else:

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
-from kvstore.calls import Placements, SegmentInfo
+from kvstore.calls import CAPABILITY_BYTES, Placements, SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError
 from kvstore.limits import AVOID_MAX, Key, Namespace
@@ -36,6 +36,13 @@ class Replica(NamedTuple):
     segment: SegmentInfo
     offset: int
     """The beginning of the extent: the header's first byte."""
+    capability: bytes = b""
+    """For the extent; empty: the master makes none."""
+
+    @property
+    def place(self) -> tuple[SegmentInfo, int]:
+        """What the replica is told by: each answer of the master has another capability."""
+        return self.segment, self.offset
 
 
 class Placed(NamedTuple):
@@ -53,6 +60,13 @@ class Placed(NamedTuple):
 _REPLICA: Callable[[Iterable[object]], Replica] = partial(tuple.__new__, Replica)
 _PLACED: Callable[[Iterable[object]], Placed] = partial(tuple.__new__, Placed)
 """Make one from a tuple of its fields, at half the cost of a call with the fields."""
+
+
+def capability_of_each(column: bytes, extents: int) -> Sequence[bytes]:
+    """One capability for each extent, cut out of their column; empty ones, if that is empty."""
+    if not column:
+        return [b""] * extents
+    return [column[at : at + CAPABILITY_BYTES] for at in range(0, len(column), CAPABILITY_BYTES)]
 
 
 class PlacementCache:
@@ -221,11 +235,13 @@ class SegmentTable:
         Args:
             known: segments of the epoch that ``placements`` are of.
         """
-        sizes, epochs, counters, replica_counts, segments, offsets = placements
+        sizes, epochs, counters, replica_counts, segments, offsets, column = placements
+        capabilities = capability_of_each(column, len(segments))
         if replica_counts.count(1) == len(replica_counts):  # the usual case: no loop in Python
             infos = list(map(known.get, segments))
             if None not in infos:
-                replicas = zip(map(_REPLICA, zip(infos, offsets, strict=True)), strict=True)
+                each = zip(infos, offsets, capabilities, strict=True)
+                replicas = zip(map(_REPLICA, each), strict=True)
                 columns = zip(sizes, epochs, counters, replicas, repeat(until), strict=False)
                 yield from map(_PLACED, columns)
                 return
@@ -235,7 +251,7 @@ class SegmentTable:
         ):
             if count == 1:
                 segment = known.get(segments[at])
-                one = segment and (Replica(segment, offsets[at]),)
+                one = segment and (Replica(segment, offsets[at], capabilities[at]),)
                 at += 1
                 yield Placed(size, epoch, counter, one, until) if one else None
                 continue
@@ -243,7 +259,7 @@ class SegmentTable:
             for index in range(at, at + count):
                 segment = known.get(segments[index])
                 if segment is not None:
-                    several.append(Replica(segment, offsets[index]))
+                    several.append(Replica(segment, offsets[index], capabilities[index]))
             at += count
             if not several:
                 yield None

@@ -202,12 +202,12 @@ def read(
                         context.count("avoided_reads")
                         continue  # a miss: none of its nodes has answered
                     replica = replicas[0]
-                segment, offset = replica
+                segment, offset, capability = replica
                 group = groups.get(id(segment))
                 if group is None:
                     reads = kind(segment, namespace, verify=context.verify_payload)
                     group = groups[id(segment)] = _SegmentReads(reads, [])
-                group.reads.add(known, offset, target)
+                group.reads.add(known, offset, target, capability)
                 group.targets.append((target, known, replica))
         if not groups:
             todo = []
@@ -276,8 +276,8 @@ def in_order(placed: Placed, bad: Sequence[Bad]) -> Sequence[Replica]:
     """The replicas in the order to try: as listed (those on failed nodes later), bad ones last."""
     if not bad:
         return placed.replicas
-    seen = Counter(each.replica for each in bad)
-    return sorted(placed.replicas, key=lambda replica: seen[replica])
+    seen = Counter(each.replica.place for each in bad)
+    return sorted(placed.replicas, key=lambda replica: seen[replica.place])
 
 
 def report_corrupt(context: Context, namespace: Namespace, bad: Sequence[Bad]) -> Flow[None]:

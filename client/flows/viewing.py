@@ -58,7 +58,7 @@ def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> F
             if index in bad:
                 bad[index] = reading.confirmed(bad[index], known)
             for replica in reading.in_order(known, bad.get(index, ())):
-                segment, offset = replica
+                segment, offset, _ = replica
                 looks = here.get(id(segment))
                 if looks is None and (shown := context.pool.shown(segment)) is not None:
                     looks = here[id(segment)] = _Looks(segment, shown, [], [])
@@ -171,7 +171,7 @@ def view_tensors(context: Context, keys: Sequence[Key], options: GetOptions) -> 
     for index, known in enumerate(placed):
         if known is None or not known.size:
             continue
-        for segment, offset in known.replicas:
+        for segment, offset, _ in known.replicas:
             if context.pool.is_on(segment, device):
                 looks = DeviceLooks(segment, namespace, verify=context.verify_views)
                 looks, of = here.setdefault(id(segment), (looks, []))

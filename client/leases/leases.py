@@ -32,9 +32,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore import calls
-from kvstore.calls import SegmentInfo
+from kvstore.calls import CAPABILITY_BYTES, SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
+from kvstore.network.tcp_protocol import Extent
+from kvstore.transport.pieces import extent_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,6 +85,13 @@ class Granted(NamedTuple):
     """Of the extent."""
     size: int
     """Payload bytes."""
+    capability: bytes = b""
+    """To write the extent; empty: the master makes none."""
+
+    @property
+    def extent(self) -> Extent | None:
+        """The extent, with the capability for it; None: there is none."""
+        return extent_of(self.offset, self.size, self.capability)
 
     @property
     def place(self) -> LeasedPlace:
@@ -112,6 +121,7 @@ class Lease:
         "_kept",
         "_mounted",
         "_until",
+        "capability",
         "header",
         "holders",
         "is_retried",
@@ -145,6 +155,8 @@ class Lease:
         set, so that no member counts twice if a signal handler raises."""
         self.header = bytearray()
         """Of an allocation: the header that a commit has written in front of it."""
+        self.capability = b""
+        """Of an allocation: as it was last renewed; empty: as it was granted."""
         self.unanswered: Named | None = None
         """Of an allocation: the object that it may have become, by a commit without an answer."""
         self.is_retried = False
@@ -385,9 +397,13 @@ class Renewal:
             margin_s: what is taken off each promise.
         """
         held = (*renewed.keys_held, *renewed.tokens_held)
+        extended = renewed.capabilities
         promised_ms = renewed.lease_ms if self.request.keys else renewed.deadline_ms
-        for lease, still in zip(self._leases, held, strict=True):
+        for index, (lease, still) in enumerate(zip(self._leases, held, strict=True)):
             if still:
+                if extended:
+                    at = CAPABILITY_BYTES * index
+                    lease.capability = extended[at : at + CAPABILITY_BYTES]
                 lease.renewed(asked + promised_ms / 1000 - margin_s)
             else:
                 # The object was removed, or a new master does not know it: the bytes stay until

@@ -7,7 +7,8 @@ comes from a stranger (``kvstore.calls.fields``). Batches are columns, one entry
 row object per key would cost more than the call. All values are immutable by agreement: the
 receiver of a list does not change it.
 
-Times are ``*_ms`` durations, never points in time: no two clocks are compared.
+Times are ``*_ms`` durations and not points in time: no two clocks are compared. The one exception
+is the clock that a node tells its master, in which the master writes when capabilities end.
 
 Import the names from here; the modules are for readers.
 """

@@ -199,6 +199,8 @@ class Grants(NamedTuple):
     segments: Sequence[int]
     """``replicas`` entries per granted key."""
     offsets: Sequence[int]
+    capabilities: bytes = b""
+    """``CAPABILITY_BYTES`` for each extent, with which the client may write it; empty: none."""
 
 
 class PutEnd(NamedTuple):
@@ -285,6 +287,8 @@ class Renewed(NamedTuple):
     """1 or 0 per key: whether that version is still promised at its place. A version alone does not
     name the leased memory: it may have ended there, and have come back elsewhere."""
     tokens_held: Sequence[int]
+    capabilities: bytes = b""
+    """``CAPABILITY_BYTES`` per token: the allocation's, extended; empty: none."""
 
 
 class Pin(NamedTuple):

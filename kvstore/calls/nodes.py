@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 
 from kvstore.calls.fields import (
     Between,
+    ClockMs,
     Name,
     NameOrEmpty,
     NumberPerOffset,
@@ -60,6 +61,9 @@ class NodeJoin(NamedTuple):
     """Name of the cluster that the node was given, or that its memory belongs to."""
     version: NameOrEmpty = ""
     """The release of the node's program, for people; empty from older nodes."""
+    clock_ms: ClockMs = 0
+    """The time on the clock with which the node compares expiries of capabilities; 0 from older
+    nodes."""
 
 
 class NodeBeat(NamedTuple):
@@ -68,6 +72,8 @@ class NodeBeat(NamedTuple):
     number: int
     entry_gone: bool = False
     """Somebody has removed the entry of my memory in /dev/shm."""
+    clock_ms: ClockMs = 0
+    """As in ``NodeJoin``."""
 
 
 class NodeWiped(NamedTuple):

@@ -89,6 +89,12 @@ class Placements(NamedTuple):
     replicas: Sequence[int]
     segments: Sequence[int]
     offsets: Sequence[int]
+    capabilities: bytes = b""
+    """``CAPABILITY_BYTES`` for each extent, with which the client may read it; empty: none."""
 
+
+CAPABILITY_BYTES = 24
+"""Expiry and MAC of one capability, which a client shows to the extent's node as it got them
+(``kvstore.network.tcp_protocol``)."""
 
 NO_PLACEMENTS = Placements((), (), (), (), (), ())

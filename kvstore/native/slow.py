@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from kvstore.clocks import uptime
+from kvstore.clocks import uptime, uptime_ms
 from kvstore.errors import DeadlineExceededError
 from kvstore.limits import KEY_BYTES_MAX, Key
 from kvstore.memory.header import GENERATION_OFFSET, HEADER_BYTES, SUPERBLOCK_BYTES, WIPE
@@ -405,7 +405,7 @@ class Sealed(NamedTuple):
         )
         if not hmac.compare_digest(record.mac, self.mac(self.key, said)):
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
-        if record.expires_ms <= int(uptime() * 1000):
+        if record.expires_ms <= uptime_ms():
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
         if not record.rights & op:
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)

@@ -36,6 +36,7 @@ from kvstore.calls import (
     NodeWiped,
     SegmentOffer,
 )
+from kvstore.clocks import uptime_ms
 from kvstore.errors import (
     DrainedError,
     KVStoreError,
@@ -256,6 +257,7 @@ class NodeAgent:
                 highest_epoch=max(self._epoch_max, self._remembered),
                 cluster=self._owner.cluster or segment.owner.cluster,
                 version=__version__,
+                clock_ms=uptime_ms(),
             )
             accepted = await self._answer_to(link, join)
             if not isinstance(accepted, MasterAccepted):
@@ -350,7 +352,7 @@ class NodeAgent:
         number = 0
         while True:
             number += 1
-            await self._send(link, NodeBeat(number, self._entry_is_gone()))
+            await self._send(link, NodeBeat(number, self._entry_is_gone(), uptime_ms()))
             await asyncio.sleep(accepted.beat_ms / 1000)
 
     def _entry_is_gone(self) -> bool:

@@ -408,7 +408,13 @@ def _start_server(config: NodeConfig, segment: NodeSegment) -> DataServer:
     if "port" not in config.model_fields_set:
         ports = [*range(config.port, config.port + DATA_PORTS), 0]
     for port in ports:
-        server = DataServer([segment], config.host, port, connections_max=config.connections_max)
+        server = DataServer(
+            [segment],
+            config.host,
+            port,
+            connections_max=config.connections_max,
+            capabilities=config.auth_mode if config.auth else "off",
+        )
         try:
             server.start()
         except AddressInUseError:

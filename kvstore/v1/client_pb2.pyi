@@ -418,6 +418,7 @@ class PutStartReply(_message.Message):
     OUTCOMES_FIELD_NUMBER: _builtins.int
     REPLICAS_FIELD_NUMBER: _builtins.int
     GRANTS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     deadline_ms: _builtins.int
     """From the moment before the client asked: after it, write no more."""
@@ -429,6 +430,8 @@ class PutStartReply(_message.Message):
     """Per granted key, in the order of the keys: its token, then `replicas` times segment_id and
     offset of an extent. Numbers of 8 bytes, little-endian. The version is (epoch, token).
     """
+    capabilities: _builtins.bytes
+    """As in Placements: what the extents' nodes want to see before they are written."""
     def __init__(
         self,
         *,
@@ -437,10 +440,11 @@ class PutStartReply(_message.Message):
         outcomes: _builtins.bytes = ...,
         replicas: _builtins.int = ...,
         grants: _builtins.bytes = ...,
+        capabilities: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "epoch", b"epoch", "grants", b"grants", "outcomes", b"outcomes", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "deadline_ms", b"deadline_ms", "epoch", b"epoch", "grants", b"grants", "outcomes", b"outcomes", "replicas", b"replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -726,12 +730,15 @@ class RenewReply(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     KEYS_HELD_FIELD_NUMBER: _builtins.int
     TOKENS_HELD_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     deadline_ms: _builtins.int
     keys_held: _builtins.bytes
     """One byte per key, 1 or 0: whether that version is still promised at its place."""
     tokens_held: _builtins.bytes
     """One byte per token, 1 or 0."""
+    capabilities: _builtins.bytes
+    """24 bytes per token, as in PutStartReply, with the new deadline; empty: none."""
     def __init__(
         self,
         *,
@@ -739,10 +746,11 @@ class RenewReply(_message.Message):
         deadline_ms: _builtins.int = ...,
         keys_held: _builtins.bytes = ...,
         tokens_held: _builtins.bytes = ...,
+        capabilities: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "keys_held", b"keys_held", "lease_ms", b"lease_ms", "tokens_held", b"tokens_held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "deadline_ms", b"deadline_ms", "keys_held", b"keys_held", "lease_ms", b"lease_ms", "tokens_held", b"tokens_held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/common.proto\x12\nkvstore.v1\"1\n\x04Keys\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\r\n\x05sizes\x18\x03 \x03(\r\"7\n\x06\x43olumn\x12\x0f\n\x07repeats\x18\x01 \x01(\r\x12\x0c\n\x04same\x18\x02 \x01(\x04\x12\x0e\n\x06values\x18\x03 \x01(\x0c\")\n\x07Version\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\x04\"+\n\nPlacements\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x0f\n\x07\x65xtents\x18\x02 \x01(\x0c\"\xa9\x02\n\x0bSegmentInfo\x12\x12\n\nsegment_id\x18\x01 \x01(\x04\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0c\n\x04uuid\x18\x05 \x01(\x0c\x12\x10\n\x08shm_name\x18\x06 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\x12\r\n\x05token\x18\x08 \x01(\x0c\x12\x0c\n\x04seed\x18\t \x01(\x06\x12\x12\n\ngeneration\x18\n \x01(\x04\x12*\n\x06\x65ngine\x18\x0b \x01(\x0b\x32\x1a.kvstore.v1.TransferEngine\x12\x15\n\rdata_protocol\x18\x0c \x01(\r\x12\'\n\x06\x64\x65vice\x18\r \x01(\x0b\x32\x17.kvstore.v1.DevicePlace\x12\x0e\n\x06holder\x18\x0e \x01(\x06\"<\n\x0b\x44\x65vicePlace\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05\x65ntry\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\t\"W\n\x0eTransferEngine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x10\n\x08protocol\x18\x03 \x01(\t\x12\x17\n\x0fmetadata_server\x18\x04 \x01(\t\"7\n\nFieldValue\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06number\x18\x02 \x01(\x12H\x00\x42\x07\n\x05value\"\xda\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x64vice\x18\x03 \x01(\t\x12\x33\n\x06\x66ields\x18\x04 \x03(\x0b\x32#.kvstore.v1.ErrorDetail.FieldsEntry\x12\r\n\x05kinds\x18\x05 \x03(\t\x12\x11\n\tretriable\x18\x06 \x01(\x08\x1a\x45\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.kvstore.v1.FieldValue:\x02\x38\x01*R\n\x08Presence\x12\x13\n\x0fPRESENCE_ABSENT\x10\x00\x12\x15\n\x11PRESENCE_COMPLETE\x10\x01\x12\x1a\n\x16PRESENCE_BEING_WRITTEN\x10\x02*\xa7\x01\n\nPutOutcome\x12\x1b\n\x17PUT_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11PUT_OUTCOME_WRITE\x10\x01\x12\x15\n\x11PUT_OUTCOME_FOUND\x10\x02\x12\x1d\n\x19PUT_OUTCOME_BEING_WRITTEN\x10\x03\x12\x16\n\x12PUT_OUTCOME_STORED\x10\x04\x12\x17\n\x13PUT_OUTCOME_REFUSED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvstore/v1/common.proto\x12\nkvstore.v1\"1\n\x04Keys\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04size\x18\x02 \x01(\r\x12\r\n\x05sizes\x18\x03 \x03(\r\"7\n\x06\x43olumn\x12\x0f\n\x07repeats\x18\x01 \x01(\r\x12\x0c\n\x04same\x18\x02 \x01(\x04\x12\x0e\n\x06values\x18\x03 \x01(\x0c\")\n\x07Version\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07\x63ounter\x18\x02 \x01(\x04\"A\n\nPlacements\x12\x0c\n\x04rows\x18\x01 \x01(\x0c\x12\x0f\n\x07\x65xtents\x18\x02 \x01(\x0c\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x01(\x0c\"\xa9\x02\n\x0bSegmentInfo\x12\x12\n\nsegment_id\x18\x01 \x01(\x04\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0c\n\x04uuid\x18\x05 \x01(\x0c\x12\x10\n\x08shm_name\x18\x06 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x07 \x01(\t\x12\r\n\x05token\x18\x08 \x01(\x0c\x12\x0c\n\x04seed\x18\t \x01(\x06\x12\x12\n\ngeneration\x18\n \x01(\x04\x12*\n\x06\x65ngine\x18\x0b \x01(\x0b\x32\x1a.kvstore.v1.TransferEngine\x12\x15\n\rdata_protocol\x18\x0c \x01(\r\x12\'\n\x06\x64\x65vice\x18\r \x01(\x0b\x32\x17.kvstore.v1.DevicePlace\x12\x0e\n\x06holder\x18\x0e \x01(\x06\"<\n\x0b\x44\x65vicePlace\x12\x0e\n\x06\x64\x65vice\x18\x01 \x01(\t\x12\r\n\x05\x65ntry\x18\x02 \x01(\t\x12\x0e\n\x06handle\x18\x03 \x01(\t\"W\n\x0eTransferEngine\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x10\n\x08protocol\x18\x03 \x01(\t\x12\x17\n\x0fmetadata_server\x18\x04 \x01(\t\"7\n\nFieldValue\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x10\n\x06number\x18\x02 \x01(\x12H\x00\x42\x07\n\x05value\"\xda\x01\n\x0b\x45rrorDetail\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x61\x64vice\x18\x03 \x01(\t\x12\x33\n\x06\x66ields\x18\x04 \x03(\x0b\x32#.kvstore.v1.ErrorDetail.FieldsEntry\x12\r\n\x05kinds\x18\x05 \x03(\t\x12\x11\n\tretriable\x18\x06 \x01(\x08\x1a\x45\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.kvstore.v1.FieldValue:\x02\x38\x01*R\n\x08Presence\x12\x13\n\x0fPRESENCE_ABSENT\x10\x00\x12\x15\n\x11PRESENCE_COMPLETE\x10\x01\x12\x1a\n\x16PRESENCE_BEING_WRITTEN\x10\x02*\xa7\x01\n\nPutOutcome\x12\x1b\n\x17PUT_OUTCOME_UNSPECIFIED\x10\x00\x12\x15\n\x11PUT_OUTCOME_WRITE\x10\x01\x12\x15\n\x11PUT_OUTCOME_FOUND\x10\x02\x12\x1d\n\x19PUT_OUTCOME_BEING_WRITTEN\x10\x03\x12\x16\n\x12PUT_OUTCOME_STORED\x10\x04\x12\x17\n\x13PUT_OUTCOME_REFUSED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,10 +33,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ERRORDETAIL_FIELDSENTRY']._loaded_options = None
   _globals['_ERRORDETAIL_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_PRESENCE']._serialized_start=964
-  _globals['_PRESENCE']._serialized_end=1046
-  _globals['_PUTOUTCOME']._serialized_start=1049
-  _globals['_PUTOUTCOME']._serialized_end=1216
+  _globals['_PRESENCE']._serialized_start=986
+  _globals['_PRESENCE']._serialized_end=1068
+  _globals['_PUTOUTCOME']._serialized_start=1071
+  _globals['_PUTOUTCOME']._serialized_end=1238
   _globals['_KEYS']._serialized_start=39
   _globals['_KEYS']._serialized_end=88
   _globals['_COLUMN']._serialized_start=90
@@ -44,17 +44,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERSION']._serialized_start=147
   _globals['_VERSION']._serialized_end=188
   _globals['_PLACEMENTS']._serialized_start=190
-  _globals['_PLACEMENTS']._serialized_end=233
-  _globals['_SEGMENTINFO']._serialized_start=236
-  _globals['_SEGMENTINFO']._serialized_end=533
-  _globals['_DEVICEPLACE']._serialized_start=535
-  _globals['_DEVICEPLACE']._serialized_end=595
-  _globals['_TRANSFERENGINE']._serialized_start=597
-  _globals['_TRANSFERENGINE']._serialized_end=684
-  _globals['_FIELDVALUE']._serialized_start=686
-  _globals['_FIELDVALUE']._serialized_end=741
-  _globals['_ERRORDETAIL']._serialized_start=744
-  _globals['_ERRORDETAIL']._serialized_end=962
-  _globals['_ERRORDETAIL_FIELDSENTRY']._serialized_start=893
-  _globals['_ERRORDETAIL_FIELDSENTRY']._serialized_end=962
+  _globals['_PLACEMENTS']._serialized_end=255
+  _globals['_SEGMENTINFO']._serialized_start=258
+  _globals['_SEGMENTINFO']._serialized_end=555
+  _globals['_DEVICEPLACE']._serialized_start=557
+  _globals['_DEVICEPLACE']._serialized_end=617
+  _globals['_TRANSFERENGINE']._serialized_start=619
+  _globals['_TRANSFERENGINE']._serialized_end=706
+  _globals['_FIELDVALUE']._serialized_start=708
+  _globals['_FIELDVALUE']._serialized_end=763
+  _globals['_ERRORDETAIL']._serialized_start=766
+  _globals['_ERRORDETAIL']._serialized_end=984
+  _globals['_ERRORDETAIL_FIELDSENTRY']._serialized_start=915
+  _globals['_ERRORDETAIL_FIELDSENTRY']._serialized_end=984
 # @@protoc_insertion_point(module_scope)

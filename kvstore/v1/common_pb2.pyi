@@ -9,7 +9,8 @@ Bounds that both ends keep (a peer that exceeds one is refused):
   keys in one call   16,384
   one message        16 MiB
 
-Times are durations in milliseconds, never points in time: no two clocks are compared.
+Times are durations in milliseconds, not points in time: no two clocks are compared. Only a node
+tells the master its clock, in which the master writes when capabilities end.
 """
 
 from collections import abc as _abc
@@ -178,6 +179,7 @@ class Placements(_message.Message):
 
     ROWS_FIELD_NUMBER: _builtins.int
     EXTENTS_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     rows: _builtins.bytes
     """Per object: payload bytes, epoch and counter of its version, how many extents it has (0: a miss)."""
     extents: _builtins.bytes
@@ -185,15 +187,20 @@ class Placements(_message.Message):
     ClientService.DescribeSegments), and where in its segment the extent starts: the object's
     header, then its payload.
     """
+    capabilities: _builtins.bytes
+    """Per extent 24 bytes that its node wants to see before it is read: when that ends, in ms of the
+    node's clock (8 bytes), and a MAC. Empty: none.
+    """
     def __init__(
         self,
         *,
         rows: _builtins.bytes = ...,
         extents: _builtins.bytes = ...,
+        capabilities: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["extents", b"extents", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "extents", b"extents", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

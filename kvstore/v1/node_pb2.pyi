@@ -106,6 +106,7 @@ class NodeJoin(_message.Message):
     HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    CLOCK_MS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     protocol: _builtins.int
@@ -124,6 +125,10 @@ class NodeJoin(_message.Message):
     """Name of the cluster that the node was given, or that its memory belongs to; empty: neither."""
     version: _builtins.str
     """Of the node's program, for people."""
+    clock_ms: _builtins.int
+    """What time it is, on the clock with which the node compares when capabilities end (see
+    Placements); 0: not told.
+    """
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentOffer]:
         """At most 1,024."""
@@ -140,10 +145,11 @@ class NodeJoin(_message.Message):
         highest_epoch: _builtins.int = ...,
         cluster: _builtins.str = ...,
         version: _builtins.str = ...,
+        clock_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "name", b"name", "protocol", b"protocol", "protocol_min", b"protocol_min", "resume_epoch", b"resume_epoch", "segments", b"segments", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ms", b"clock_ms", "cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "name", b"name", "protocol", b"protocol", "protocol_min", b"protocol_min", "resume_epoch", b"resume_epoch", "segments", b"segments", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,18 +228,22 @@ class NodeBeat(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     ENTRY_GONE_FIELD_NUMBER: _builtins.int
+    CLOCK_MS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     entry_gone: _builtins.bool
     """The entry of the node's memory in /dev/shm is removed."""
+    clock_ms: _builtins.int
+    """As in NodeJoin."""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         entry_gone: _builtins.bool = ...,
+        clock_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_gone", b"entry_gone", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ms", b"clock_ms", "entry_gone", b"entry_gone", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

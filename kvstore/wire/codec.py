@@ -326,6 +326,13 @@ def _check_renew(renew: calls.Renew) -> calls.Renew:
     return renew
 
 
+def _check_renewed(renewed: calls.Renewed) -> calls.Renewed:
+    wanted = calls.CAPABILITY_BYTES * len(renewed.tokens_held)
+    if len(renewed.capabilities) not in (0, wanted):
+        raise ProtocolError("columns of different length")
+    return renewed
+
+
 def _check_moves(moves: calls.MovesStarted) -> calls.MovesStarted:
     columns = (moves.keys, moves.namespaces, moves.sources.sizes, moves.grants.tokens)
     if len(set(map(len, columns))) > 1:
@@ -337,6 +344,7 @@ CHECKS: Final[dict[type, Callable[[Any], Any]]] = {
     calls.PrefixMatch: _check_match,
     calls.MovesStarted: _check_moves,
     calls.Renew: _check_renew,
+    calls.Renewed: _check_renewed,
 }
 """Checks across the fields of a value, by class; each returns its argument."""
 

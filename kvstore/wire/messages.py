@@ -134,16 +134,16 @@ _TABLE: tuple[Call[Any, Any], ...] = (
     Call(calls.DescribeSegments, calls.Segments, idempotent=True),
     Call(calls.ReportFailure, calls.Reported, idempotent=True),
     Call(calls.ReportCorrupt, calls.Dropped, idempotent=True),
+    # The asker is to be known as the client that reads and writes there: it gets capabilities.
+    Call(calls.StatObject, calls.ObjectDetail, idempotent=True, proto=admin_pb2),
+    Call(calls.StartMoves, calls.MovesStarted, idempotent=False, proto=admin_pb2),
     # Operators ask rarely and need no lane, so they need not join either.
     Call(calls.Status, calls.ClusterStatus, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.ListObjects, calls.Listed, idempotent=True, lane=False, proto=admin_pb2),
-    Call(calls.StatObject, calls.ObjectDetail, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.Traffic, calls.TrafficReport, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.Chains, calls.ChainsFound, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.Blocks, calls.BlocksFound, idempotent=True, lane=False, proto=admin_pb2),
     Call(calls.Drain, calls.Drained, idempotent=True, lane=False, proto=admin_pb2),
-    # Of copies, whose puts end on the lane: a token belongs to the client that has joined.
-    Call(calls.StartMoves, calls.MovesStarted, idempotent=False, proto=admin_pb2),
 )
 
 CALLS: dict[type, Call[Any, Any]] = {call.request: call for call in _TABLE}

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 
 from kvstore import calls
-from kvstore.calls import PutOutcome
+from kvstore.calls import CAPABILITY_BYTES, PutOutcome
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import (
     BATCH_KEYS_MAX,
@@ -50,7 +50,7 @@ def _numbers(data: bytes, what: str, width: int, rows_max: int) -> list[int]:
 
 
 def pack_placements(target: common_pb2.Placements, placements: calls.Placements) -> None:
-    sizes, epochs, counters, replicas, segments, offsets = placements
+    sizes, epochs, counters, replicas, segments, offsets, capabilities = placements
     count = len(sizes)
     if count == 1:
         target.rows = _ROW.pack(sizes[0], epochs[0], counters[0], replicas[0])
@@ -64,6 +64,8 @@ def pack_placements(target: common_pb2.Placements, placements: calls.Placements)
         extents = [0] * (2 * len(segments))
         extents[0::2], extents[1::2] = segments, offsets
         target.extents = struct.pack(f"<{len(extents)}Q", *extents)
+    if capabilities:
+        target.capabilities = capabilities
 
 
 def unpack_placements(packed: common_pb2.Placements) -> calls.Placements:
@@ -74,9 +76,18 @@ def unpack_placements(packed: common_pb2.Placements) -> calls.Placements:
     replicas = rows[3::4]
     if max(replicas) > REPLICAS_MAX or 2 * sum(replicas) != len(extents):
         raise InvalidArgumentError(f"{len(extents) // 2} extents do not belong to the rows")
+    segments, offsets = extents[0::2], extents[1::2]
+    capabilities = _capabilities(packed.capabilities, len(segments))
     return calls.Placements(
-        rows[0::4], rows[1::4], rows[2::4], replicas, extents[0::2], extents[1::2]
+        rows[0::4], rows[1::4], rows[2::4], replicas, segments, offsets, capabilities
     )
+
+
+def _capabilities(column: bytes, extents: int) -> bytes:
+    """Raises InvalidArgumentError: it is neither empty nor one capability for each extent."""
+    if column and len(column) != CAPABILITY_BYTES * extents:
+        raise InvalidArgumentError(f"{len(column)} bytes of capabilities for {extents} extents")
+    return column
 
 
 def pack_grants(target: client_pb2.PutStartReply, reply: calls.Grants) -> None:
@@ -91,6 +102,8 @@ def pack_grants(target: client_pb2.PutStartReply, reply: calls.Grants) -> None:
         numbers[1 + 2 * index :: width] = reply.segments[index::replicas]
         numbers[2 + 2 * index :: width] = reply.offsets[index::replicas]
     target.grants = struct.pack(f"<{len(numbers)}Q", *numbers)
+    if reply.capabilities:
+        target.capabilities = reply.capabilities
 
 
 def unpack_grants(m: client_pb2.PutStartReply) -> calls.Grants:
@@ -107,9 +120,11 @@ def unpack_grants(m: client_pb2.PutStartReply) -> calls.Grants:
         starts = range(0, len(numbers), width)
         segments = [number for at in starts for number in numbers[at + 1 : at + width : 2]]
         offsets = [number for at in starts for number in numbers[at + 2 : at + width : 2]]
+    capabilities = _capabilities(m.capabilities, len(segments))
     return calls.Grants(
-        m.epoch, m.deadline_ms, outcomes, replicas, numbers[0::width], segments, offsets
-    )
+        m.epoch, m.deadline_ms, outcomes, replicas, numbers[0::width], segments, offsets,
+        capabilities,
+    )  # fmt: skip
 
 
 def pack_claims(m: node_pb2.NodeClaims, message: calls.NodeClaims) -> None:

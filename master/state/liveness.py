@@ -68,6 +68,9 @@ class JoinedNode:
     """Whether the node has said that its memory's entry in ``/dev/shm`` was removed."""
     gone: str = ""
     """Why the node has gone; empty: it has not."""
+    ahead_ms: int | None = None
+    """What the node's clock showed when it was last heard, less the master's; None: it does not
+    tell its time."""
     unreachable: str = ""
     """Why the master could not connect to its memory when it last tried; empty: it could."""
 
@@ -78,6 +81,12 @@ class LivenessRules:
     """Silence after which a node is suspect, and how long it stays so after hosts agreed."""
     dead_ms: int
     """Silence after which a node is dead."""
+
+
+def told_time(node: JoinedNode, clock_ms: int, now_ms: int) -> None:
+    """Called with the time on the node's clock; 0: the node is of a release that does not say."""
+    if clock_ms:
+        node.ahead_ms = clock_ms - now_ms
 
 
 def used(node: JoinedNode, host: str, now_ms: int) -> None:

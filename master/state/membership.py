@@ -148,6 +148,7 @@ class Membership:
             changes()
             self._take_over(node, session)
             node.heard_ms = now_ms
+            liveness.told_time(node, join.clock_ms, now_ms)
             self._notice("node_resumed", node)
             return self._accepted(node, join, protocol)
         for uuid in uuids:
@@ -174,6 +175,7 @@ class Membership:
             heard_ms=now_ms,
             version=join.version,
         )
+        liveness.told_time(node, join.clock_ms, now_ms)
         if known is not None and known.draining:
             node.draining, node.drained_from = True, known.drained_from
         gone = dict(self._gone_of(known, uuids))

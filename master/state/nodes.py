@@ -79,7 +79,8 @@ class Nodes:
         self._membership.heard(now_ms, node)
         common.changing = True
         match message:
-            case calls.NodeBeat(number, entry_gone):
+            case calls.NodeBeat(number, entry_gone, clock_ms):
+                liveness.told_time(node, clock_ms, now_ms)
                 self._membership.heard_of_entry(node, is_gone=entry_gone)
                 self._follow(now_ms)
                 repair = self._copying.has_work_for(node, now_ms)

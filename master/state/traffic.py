@@ -122,7 +122,8 @@ class Caller:
         self.identity = identity
         """Who the client has proved to be; None: without authentication."""
         self.holder = holder
-        """The number of the client, to whom capabilities are given; 0: to nobody."""
+        """The number of a client that the master has authenticated, for whom it makes capabilities
+        (``kvstore.master.sealing``); 0: it is none, and gets the segments' tokens."""
         self.asks: ClientRow | None = None
         """The client's row for its last question."""
         self.puts: ClientRow | None = None

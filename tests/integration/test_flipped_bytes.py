@@ -148,7 +148,7 @@ def test_a_bad_replica_is_passed_over_and_offered_last(cluster: Cluster) -> None
         """The replica that is offered first."""
         stat = client.stat(key)
         assert stat is not None
-        _, _, _, _, ids, offsets = stat.detail.placements
+        ids, offsets = stat.detail.placements.segments, stat.detail.placements.offsets
         with mapped(segments[ids[0]]) as memory:
             flip(memory, offsets[0] + HEADER_BYTES + 77, Random(1))
 

@@ -320,7 +320,7 @@ MUTANTS: Final = (
         "if not hmac.compare_digest(record.mac, self.mac(self.key, said)):",
         "if False:", CAPABILITIES, native=False),
     Mutant("capability-that-has-expired", "kvstore/native/slow.py",
-        "if record.expires_ms <= int(uptime() * 1000):",
+        "if record.expires_ms <= uptime_ms():",
         "if False:", CAPABILITIES, native=False),
     Mutant("capability-for-the-other-verb", "kvstore/native/slow.py",
         "if not record.rights & op:", "if False:", CAPABILITIES, native=False),

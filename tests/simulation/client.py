@@ -514,7 +514,7 @@ class Client:
         now = self.clock()
         for placed in self.context.placements._placed.values():
             if placed.until > now:
-                for segment, offset in placed.replicas:
+                for segment, offset, _ in placed.replicas:
                     yield Believed(
                         self.process.name, "leased", segment.uuid, offset,
                         HEADER_BYTES + placed.size, Version(placed.epoch, placed.counter),

@@ -449,7 +449,8 @@ def test_finds_a_master_that_believes_a_client(monkeypatch: pytest.MonkeyPatch) 
             nodes._common.effect(Outrun(join.highest_epoch))
 
     monkeypatch.setattr(Nodes, "client_joined", believes)
-    found(replace(LIARS, faults=("client_lies",)), "believed", within_steps=SOON, each=10_000)
+    options = replace(LIARS, faults=("client_lies",))
+    found(options, "believed", within_steps=2 * SOON, each=10_000)
 
 
 class Boundless(MasterState):

@@ -38,6 +38,9 @@ NODE: Final = "kvstore.cli.node"
 FAKE_NODE: Final = "tests.support.fake_node"
 """A node that knows the tests' fake GPU."""
 
+OVER_TCP_NODE: Final = "tests.support.over_tcp_node"
+"""As ``FAKE_NODE``; it copies objects over tcp alone."""
+
 _numbers = itertools.count(1)
 
 
@@ -82,6 +85,8 @@ class Cluster:
             identities: with them all processes have one; clients are admins unless they say else.
         """
         self._identities = identities
+        self.node_module = NODE
+        """What nodes run that serve memory of the host."""
         self.reached_at = reached_at
         self.directory = directory
         self.prefix = list(prefix)
@@ -160,7 +165,7 @@ class Cluster:
         given |= {"auth": self._auth("node")} | settings
         keep = "--keep" if given.pop("keep", False) else "--no-keep"
         is_fake = str(given.get("device", "")).startswith("fake:")
-        module = FAKE_NODE if is_fake else NODE
+        module = FAKE_NODE if is_fake and self.node_module == NODE else self.node_module
         node = Node(module, [*flags_of(given), keep], log=self._new_log("node"), prefix=self.prefix)
         node.name = given["name"]
         self._servers.append(node)

@@ -140,7 +140,15 @@ def placements(draw: st.DrawFn, rows: int | None = None) -> calls.Placements:
     extents = sum(replicas)
     sizes, epochs, counters = (draw(column(rows)) for _ in range(3))
     segments, offsets = (draw(column(extents)) for _ in range(2))
-    return calls.Placements(sizes, epochs, counters, replicas, segments, offsets)
+    made = draw(capabilities(extents))
+    return calls.Placements(sizes, epochs, counters, replicas, segments, offsets, made)
+
+
+@st.composite
+def capabilities(draw: st.DrawFn, extents: int) -> bytes:
+    """One for each, or none at all."""
+    size = calls.CAPABILITY_BYTES * extents
+    return draw(st.just(b"") | st.binary(min_size=size, max_size=size))
 
 
 @st.composite
@@ -155,8 +163,17 @@ def grants(draw: st.DrawFn) -> calls.Grants:
     outcomes = bytes(draw(st.lists(st.sampled_from((1, 2, 3)), max_size=40)))
     granted = outcomes.count(1)
     replicas = draw(st.integers(0, 8))
-    extents = [draw(column(granted * replicas)) for _ in range(2)]
-    return calls.Grants(draw(U64), draw(U64), outcomes, replicas, draw(column(granted)), *extents)
+    segments, offsets = (draw(column(granted * replicas)) for _ in range(2))
+    made = draw(capabilities(granted * replicas))
+    tokens = draw(column(granted))
+    return calls.Grants(draw(U64), draw(U64), outcomes, replicas, tokens, segments, offsets, made)
+
+
+@st.composite
+def renewed(draw: st.DrawFn) -> calls.Renewed:
+    keys_held, tokens_held = (bytes(draw(st.lists(FLAGS, max_size=40))) for _ in range(2))
+    made = draw(capabilities(len(tokens_held)))
+    return calls.Renewed(draw(U64), draw(U64), keys_held, tokens_held, made)
 
 
 @st.composite
@@ -205,6 +222,7 @@ BY_HAND: dict[type, st.SearchStrategy[Any]] = {
     calls.PrefixMatch: prefix_matches(),
     calls.Grants: grants(),
     calls.Renew: renews(),
+    calls.Renewed: renewed(),
     calls.MovesStarted: moves_started(),
     calls.NodeClaims: claims(),
 }

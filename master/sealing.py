@@ -1,0 +1,183 @@
+"""Adds capabilities to replies: without them a client reads and writes nothing over tcp.
+
+A node checks that whoever asks for a range has a capability for its extent
+(``kvstore.network.tcp_protocol``). The master makes them, for callers that it has authenticated
+(*holders*), and writes the expiry in the clock of the extent's node: a node says in its join and in
+each beat what time it has. What the master knows of that clock is late by the time that the message
+took; so the expiry is early by that much, and ``SLACK_MS`` makes up for it.
+
+The state decides who gets which extent, and knows nothing of this.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+from typing import Any, Final
+
+from kvstore import calls
+from kvstore.calls import Placements, SegmentInfo
+from kvstore.master.state.master_state import MasterState
+from kvstore.native import steps
+from kvstore.network.tcp_protocol import WITH_CAPABILITIES, Op, holder_key
+
+SLACK_MS: Final = 1_000
+"""How much later than the lease or deadline a capability ends. Until then, a client that breaks the
+rules can use an extent which is no longer its own."""
+
+STAT_MS: Final = 1_000
+"""How long a client has to read the header of an object that it has asked about."""
+
+MASTER: Final = (1 << 64) - 1
+"""The master's own number as a holder, with which it tries to connect to nodes."""
+
+_MOUNT: Final = struct.Struct("<16sQQ")
+"""As ``Steps.seal`` takes it."""
+
+
+def described(segment: SegmentInfo, holder: int) -> SegmentInfo:
+    """The segment as it is described to this holder. If its node takes no capabilities, the holder
+    gets the token, as any client."""
+    if segment.data_protocol < WITH_CAPABILITIES:
+        return segment
+    key = holder_key(segment.token, segment.uuid, segment.generation, holder)
+    return segment._replace(token=key, holder=holder)
+
+
+class Sealing:
+    """Makes capabilities of the segments of one master. Use it in the thread of the state."""
+
+    def __init__(self, state: MasterState) -> None:
+        self._common = state.common
+        self._ways: dict[type, Callable[[int, Any, Any, int], calls.Reply]] = {
+            calls.Found: self._found,
+            calls.Matched: self._matched,
+            calls.Grants: self._granted,
+            calls.Renewed: self._renewed,
+            calls.MovesStarted: self._moves,
+            calls.ObjectDetail: self._detail,
+            calls.Segments: self._segments,
+        }
+
+    def seal(
+        self, now_ms: int, request: calls.Request, reply: calls.Reply, holder: int
+    ) -> calls.Reply:
+        """The reply to a request of this holder, with its capabilities. ``now_ms``: on the state's
+        clock."""
+        way = self._ways.get(type(reply))
+        return reply if way is None else way(now_ms, request, reply, holder)
+
+    def _found(
+        self, now_ms: int, request: calls.Lookup, reply: calls.Found, holder: int
+    ) -> calls.Found:
+        until_ms = now_ms + reply.lease_ms
+        return reply._replace(placements=self._readable(reply.placements, until_ms, holder))
+
+    def _matched(
+        self, now_ms: int, request: calls.MatchPrefix, reply: calls.Matched, holder: int
+    ) -> calls.Matched:
+        until_ms = now_ms + reply.lease_ms
+        return reply._replace(
+            matches=[
+                each._replace(placements=self._readable(each.placements, until_ms, holder))
+                for each in reply.matches
+            ]
+        )
+
+    def _granted(
+        self,
+        now_ms: int,
+        request: calls.PutStart | calls.Allocate,
+        reply: calls.Grants,
+        holder: int,
+    ) -> calls.Grants:
+        if isinstance(request, calls.Allocate):
+            sizes: Sequence[int] = [request.size]
+        elif len(reply.tokens) == len(request.sizes):
+            sizes = request.sizes
+        else:
+            pairs = zip(request.sizes, reply.outcomes, strict=True)
+            sizes = [size for size, outcome in pairs if outcome == calls.PutOutcome.WRITE]
+        return self._writable(now_ms, reply, sizes, holder)
+
+    def _moves(
+        self, now_ms: int, request: calls.StartMoves, reply: calls.MovesStarted, holder: int
+    ) -> calls.MovesStarted:
+        until_ms = now_ms + reply.grants.deadline_ms
+        return reply._replace(
+            sources=self._readable(reply.sources, until_ms, holder),
+            grants=self._writable(now_ms, reply.grants, reply.sources.sizes, holder),
+        )
+
+    def _renewed(
+        self, now_ms: int, request: calls.Renew, reply: calls.Renewed, holder: int
+    ) -> calls.Renewed:
+        if not reply.tokens_held:
+            return reply
+        segments, offsets, sizes = [], [], []
+        for token, is_held in zip(request.tokens, reply.tokens_held, strict=True):
+            put = self._common.pending.get(token) if is_held else None
+            extents = [(0, 0)] if put is None else [(s.segment_id, at) for s, at in put.extents[:1]]
+            segments.append(extents[0][0])
+            offsets.append(extents[0][1])
+            sizes.append(0 if put is None else put.size)
+        until_ms = now_ms + reply.deadline_ms
+        made = self._sealed(segments, offsets, sizes, until_ms, holder, Op.WRITE)
+        return reply._replace(capabilities=made)
+
+    def _detail(
+        self, now_ms: int, request: calls.StatObject, reply: calls.ObjectDetail, holder: int
+    ) -> calls.ObjectDetail:
+        until_ms = now_ms + STAT_MS
+        return reply._replace(placements=self._readable(reply.placements, until_ms, holder))
+
+    def _segments(
+        self, now_ms: int, request: calls.DescribeSegments, reply: calls.Segments, holder: int
+    ) -> calls.Segments:
+        return reply._replace(segments=[described(each, holder) for each in reply.segments])
+
+    def _readable(self, placements: Placements, until_ms: int, holder: int) -> Placements:
+        sizes, replicas, segments = placements.sizes, placements.replicas, placements.segments
+        if len(segments) != len(sizes) or max(replicas, default=1) > 1:
+            sizes = _each(map(repeat, sizes, replicas))
+        offsets = placements.offsets
+        made = self._sealed(segments, offsets, sizes, until_ms, holder, Op.READ)
+        return placements._replace(capabilities=made)
+
+    def _writable(
+        self, now_ms: int, grants: calls.Grants, sizes: Sequence[int], holder: int
+    ) -> calls.Grants:
+        if grants.replicas != 1:
+            sizes = _each(repeat(size, grants.replicas) for size in sizes)
+        until_ms = now_ms + grants.deadline_ms
+        columns = grants.segments, grants.offsets, sizes
+        return grants._replace(capabilities=self._sealed(*columns, until_ms, holder, Op.WRITE))
+
+    def _sealed(
+        self,
+        segments: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        until_ms: int,
+        holder: int,
+        op: Op,
+    ) -> bytes:
+        """One capability per extent, until ``until_ms`` on the state's clock. Segments whose node
+        takes none, or does not tell its time, get zeros."""
+        mounts: dict[int, bytes] = {}
+        known = self._common.pool.segments
+        for segment_id in set(segments):
+            segment = known.get(segment_id)
+            ahead_ms = None if segment is None else segment.node.ahead_ms
+            if segment is None or ahead_ms is None:
+                continue
+            offer = segment.offer
+            if offer.data_protocol >= WITH_CAPABILITIES:
+                expires_ms = max(0, until_ms + ahead_ms + SLACK_MS)
+                mounts[segment_id] = _MOUNT.pack(offer.token, offer.generation, expires_ms)
+        return steps.seal(mounts, segments, offsets, sizes, holder, op)
+
+
+def _each(sizes: Iterable[Iterable[int]]) -> list[int]:
+    return list(chain.from_iterable(sizes))

@@ -1,0 +1,194 @@
+"""A store with identities, whose nodes require capabilities: all that clients do over tcp works
+with them, and who has none gets nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstore import Client, PutOutcome
+from kvstore.calls import SegmentInfo
+from kvstore.clocks import uptime
+from kvstore.errors import CapabilityRefusedError, PermissionDeniedError
+from kvstore.network import tcp_protocol as protocol
+from kvstore.network.tcp_protocol import Extent, Op
+from kvstore.transport.base import Move
+from kvstore.transport.tcp import TcpTransport
+from tests.integration.test_drain import drain
+from tests.integration.test_repairing import dead, nodes_of
+from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster
+from tests.support.issuing import Identities
+from tests.support.traffic import content
+from tests.support.waiting import until
+
+STORED = PutOutcome.STORED
+SIZE = 70_001
+TCP = ("tcp",)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Cluster]:
+    settings = SHORT | {"put_deadline_ms": 20_000, "repair_after_ms": 500}
+    with Cluster(tmp_path, settings=settings, identities=Identities(tmp_path)) as cluster:
+        cluster.node_module = OVER_TCP_NODE
+        cluster.master()
+        yield cluster
+
+
+def segment_of(client: Client, key: str) -> tuple[SegmentInfo, int, bytes]:
+    """Where the key's first replica is, for this client."""
+    client.lookup([key])
+    (placed,) = [
+        each for (_, name), each in client._state.context.placements._placed.items()
+        if name == key.encode()
+    ]  # fmt: skip
+    return placed.replicas[0]
+
+
+@pytest.mark.parametrize("device", ["", "fake:0"])
+def test_all_verbs(store: Cluster, device: str) -> None:
+    store.node(**({"device": device} if device else {}))
+    client, other = store.client(transports=TCP), store.client(transports=TCP, name="other")
+    keys = [f"key-{number}" for number in range(8)]
+    blocks = [content(key, SIZE) for key in keys]
+    assert set(client.put_chain(keys, blocks)) == {STORED}
+    assert client.put("empty", b"") is STORED
+    assert client.put("one", b"1") is STORED
+    assert client.put("one", b"2", overwrite=True) is STORED
+    for reader in (client, other):
+        assert reader.match_prefix(keys) == len(keys)
+        assert reader.get_many(keys) == blocks
+        assert reader.get("empty") == b""
+        assert reader.get("one", copy=False) == b"2"
+        parts = [bytearray(10), bytearray(5)]
+        ranges = [[(7, parts[0]), (SIZE - 5, parts[1])]]
+        assert reader.get_ranges(["key-3"], ranges) == [SIZE]
+        assert parts == [blocks[3][7:17], blocks[3][-5:]]
+        buffer = bytearray(SIZE)
+        assert reader.get_into("key-1", buffer) == [SIZE]
+        assert buffer == blocks[1]
+        stat = reader.stat("key-2")
+        assert stat is not None
+        assert stat.header is not None
+        assert stat.header.payload_size == SIZE
+    assert client.remove("one")
+    assert other.get("one") is None
+    assert set(client.stats().transports) == {"tcp"}
+    assert "stale_reads" not in client.stats().counters
+    assert "failed_transfers" not in client.stats().counters
+
+
+def test_an_allocation_over_tcp_outlives_its_first_capability(tmp_path: Path) -> None:
+    settings = SHORT | {"put_deadline_ms": 1_000}
+    with Cluster(tmp_path, settings=settings, identities=Identities(tmp_path)) as store:
+        store.start()
+        client = store.client(transports=("tcp", "shm"))
+        memory = client.allocate(SIZE, kind="numpy")
+        assert isinstance(memory, np.ndarray)
+        memory[:] = 7
+        time.sleep(2.5)  # deadline and slack
+        assert client.put("allocated", memory) is STORED
+        assert client.stats().transports["tcp"] >= 2
+        read = store.client(transports=TCP, name="reader").get("allocated", kind="bytes")
+        assert read == bytes([7]) * SIZE
+
+
+def test_objects_are_moved_and_copied(store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTORE_CLIENT_TRANSPORTS", "tcp")
+    monkeypatch.setenv("KVSTORE_AUTH", store._auth("admin"))
+    first, second = store.node(), store.node()
+    client = store.client(transports=TCP)
+    keys = [f"k{number}" for number in range(10)]
+    client.put_many([(key, content(key, SIZE)) for key in keys], replicas=2)
+    dead(store, first)
+    third = store.node()
+    until(lambda: all(nodes_of(client, key) == {second.name, third.name} for key in keys))
+    fourth = store.node()
+    assert drain(store, second).told["moved"] == len(keys)
+    until(lambda: all(nodes_of(client, key) == {third.name, fourth.name} for key in keys))
+    assert client.get_many(keys) == [content(key, SIZE) for key in keys]
+
+
+def test_who_has_no_capability_gets_nothing(store: Cluster) -> None:
+    store.node()
+    client, other = store.client(transports=TCP), store.client(transports=TCP, name="other")
+    client.put_many([("a", content("a", SIZE)), ("b", content("b", SIZE))])
+    segment, at, capability = segment_of(client, "a")
+    theirs = segment_of(other, "b")
+    transport = TcpTransport()
+    read = bytearray(SIZE)
+
+    def move(who: SegmentInfo, extent: Extent | None, *, write: bool = False) -> None:
+        action = transport.write if write else transport.read
+        action(who, [Move(at + 1024, memoryview(read), extent=extent)], uptime() + 5)
+
+    good = Extent(at, SIZE + 1024, capability)
+    move(segment, good)
+    assert read == content("a", SIZE)
+    for extent in (None, good._replace(capability=theirs[2]), good._replace(length=SIZE + 1025)):
+        with pytest.raises(CapabilityRefusedError):
+            move(segment, extent)
+    with pytest.raises(CapabilityRefusedError):
+        move(segment, good, write=True)
+    with pytest.raises(CapabilityRefusedError):
+        move(theirs[0], good)
+    for stranger in (
+        segment._replace(holder=theirs[0].holder),
+        segment._replace(token=os.urandom(16)),
+        segment._replace(holder=0),
+    ):
+        with pytest.raises(PermissionDeniedError):
+            move(stranger, good)
+    time.sleep(2.2)  # the lease and the slack
+    with pytest.raises(CapabilityRefusedError):
+        move(segment, good)
+    transport.close()
+    assert client.get("a") == content("a", SIZE)
+
+
+def test_a_capability_that_ended_is_asked_for_again(store: Cluster) -> None:
+    """The client believes in a lease for longer than the node, whose clock another one sets."""
+    store.node()
+    client = store.client(transports=TCP)
+    client.put("a", content("a", SIZE))
+    client.lookup(["a"])
+    placements = client._state.context.placements
+    ((name, placed),) = placements._placed.items()
+    replica = placed.replicas[0]._replace(capability=bytes(24))
+    placements._placed[name] = placed._replace(replicas=(replica,))
+    assert client.get("a") == content("a", SIZE)
+    assert client.stats().counters["failed_transfers"] == 1
+    assert store.status().nodes[0].state == "alive"
+
+
+def test_another_master_knows_the_holders_anew(store: Cluster) -> None:
+    store.node()
+    client = store.client(transports=TCP)
+    client.put("a", content("a", SIZE))
+    store.master_server.kill()
+    store.master()
+    until(lambda: client.get("a") == content("a", SIZE))
+    assert client.put("b", b"b") is STORED
+    assert client.get("b") == b"b"
+
+
+def test_a_stranger_on_the_data_port_is_denied(store: Cluster) -> None:
+    store.node()
+    client = store.client(transports=TCP)
+    client.put("a", b"secret")
+    segment = segment_of(client, "a")[0]
+    host, port = segment.address.rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as sock:
+        hello = protocol.Hello(segment.uuid, segment.token, segment.generation)
+        sock.sendall(protocol.pack_hello(hello) + protocol.pack_request(Op.READ, [(4096, 100)]))
+        said = sock.recv(protocol.STATUS_BYTES, socket.MSG_WAITALL)
+        assert protocol.unpack_status(said) is protocol.TransferStatus.DENIED
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""

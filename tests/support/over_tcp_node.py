@@ -1,0 +1,20 @@
+"""A ``kvstore-node`` that knows the tests' fake GPU, and copies objects over tcp alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvstore import repairer
+from kvstore.cli import node
+from kvstore.config import ClientConfig
+from tests.support import fake_device
+
+
+def over_tcp(**settings: Any) -> ClientConfig:
+    return ClientConfig(**settings | {"transports": ("tcp",)})
+
+
+if __name__ == "__main__":
+    fake_device.add()
+    repairer.ClientConfig = over_tcp  # type: ignore[assignment, attr-defined]
+    node.main()

@@ -1,0 +1,238 @@
+"""Which capabilities a master's replies carry: for each extent, of its holder, until a lease or a
+deadline on the clock of the extent's node."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import pytest
+
+from kvstore import calls
+from kvstore.calls import SegmentInfo
+from kvstore.limits import Key, Namespace
+from kvstore.master.pieces import LOOKUPS_PER_PIECE
+from kvstore.master.sealing import SLACK_MS, STAT_MS
+from kvstore.master.service import MasterService
+from kvstore.master.state.effects import Send
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.traffic import Caller
+from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
+from kvstore.native import slow
+from kvstore.network.tcp_protocol import PLAIN, WITH_CAPABILITIES, Op, holder_key, sealed
+from tests.unit.master.test_term import JOIN
+
+SPACE = Namespace("n")
+EPOCH, NOW, HOLDER = 7, 1_000, 99
+KEYS = [Key(b"a"), Key(b"b")]
+ONE, TWO = 5_000_000, 300
+"""What the clocks of both nodes show at ``NOW``."""
+
+
+class Store:
+    """A master with two nodes, which wipe at once, at a time that stands still."""
+
+    def __init__(self, **of_second: Any) -> None:
+        self.state = MasterState(epoch=EPOCH)
+        self.service = MasterService(self.state, clock=lambda: NOW)
+        self._settle = self.service._settle
+        self.service._settle = self._wiping  # type: ignore[method-assign]
+        self.holder = Caller("holder 127.0.0.1", holder=HOLDER)
+        self.offers = [
+            JOIN.segments[0]._replace(
+                size=64 << 20, uuid=bytes([number]) * 16, token=bytes([number]) * 16,
+                generation=number, data_protocol=WITH_CAPABILITIES,
+            )
+            for number in (1, 2)
+        ]  # fmt: skip
+        self.offers[1] = self.offers[1]._replace(
+            **{name: value for name, value in of_second.items() if name != "clock_ms"}
+        )
+        clocks = ONE, of_second.get("clock_ms", TWO)
+        self.ids = [
+            self.state.nodes.joined(
+                NOW, session, JOIN._replace(
+                    name=f"n{session}", host=f"h{session}", segments=[offer], clock_ms=clock
+                )
+            ).segment_ids[0]
+            for session, (offer, clock) in enumerate(zip(self.offers, clocks, strict=True), 1)
+        ]  # fmt: skip
+
+    def _wiping(self) -> None:
+        sends = [effect for effect in self.state.effects if isinstance(effect, Send)]
+        self._settle()
+        for each in sends:
+            if isinstance(each.message, calls.MasterWipe):
+                self.state.nodes.said(NOW, each.session, calls.NodeWiped(each.message.order))
+        if sends:
+            self._wiping()
+
+    def ask(self, request: calls.Request, caller: Caller | None = None) -> Any:
+        async def main() -> Any:
+            reply = self.service.call(request, caller or self.holder)
+            return await reply if isinstance(reply, Awaitable) else reply
+
+        return asyncio.run(main())
+
+    def put(self, sizes: Sequence[int], replicas: int = 1, *, overwrite: bool = False) -> Any:
+        keys = KEYS[: len(sizes)]
+        request = calls.PutStart(SPACE, keys, sizes, None, False, replicas, overwrite, 0, "h1")
+        return self.ask(request)
+
+    def stored(self, sizes: Sequence[int], replicas: int = 1) -> calls.Grants:
+        grants: calls.Grants = self.put(sizes, replicas)
+        self.ask(calls.PutEnd(EPOCH, grants.tokens))
+        return grants
+
+    def made(self, segment: int, offset: int, size: int, for_ms: int, op: Op) -> bytes:
+        """The capability that the holder is to get."""
+        index = self.ids.index(segment)
+        offer, clock = self.offers[index], (ONE, TWO)[index]
+        expires = clock + for_ms + SLACK_MS
+        said = sealed(offer.generation, HOLDER, offset, HEADER_BYTES + size, expires, op)
+        return struct.pack("<Q", expires) + slow.siphash(offer.token, said)
+
+    def all_made(
+        self, places: calls.Placements | calls.Grants, sizes: Sequence[int], for_ms: int, op: Op
+    ) -> bytes:
+        rows = zip(places.segments, places.offsets, sizes, strict=True)
+        return b"".join(self.made(*row, for_ms, op) for row in rows)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_placements_can_be_read_and_grants_written(replicas: int) -> None:
+    store = Store()
+    sizes = [5, 70_000]
+    grants = store.stored(sizes, replicas)
+    each = [size for size in sizes for _ in range(replicas)]
+    assert len(grants.segments) == 2 * replicas
+    assert grants.capabilities == store.all_made(grants, each, grants.deadline_ms, Op.WRITE)
+    found = store.ask(calls.Lookup(SPACE, [KEYS[0], Key(b"missing"), KEYS[1]]))
+    places = found.placements
+    assert places.capabilities == store.all_made(places, each, found.lease_ms, Op.READ)
+    matched = store.ask(calls.MatchPrefix([SPACE, SPACE], KEYS[:1], True))
+    for match in matched.matches:
+        places = match.placements
+        expected = store.all_made(places, each[:replicas], matched.lease_ms, Op.READ)
+        assert places.capabilities == expected
+    detail = store.ask(calls.StatObject(SPACE, KEYS[1]))
+    expected = store.all_made(detail.placements, each[replicas:], STAT_MS, Op.READ)
+    assert detail.placements.capabilities == expected
+
+
+def test_only_what_is_granted_can_be_written() -> None:
+    store = Store()
+    store.stored([5])
+    grants = store.put([5, 6])
+    assert grants.outcomes == bytes([calls.PutOutcome.FOUND, calls.PutOutcome.WRITE])
+    assert grants.capabilities == store.all_made(grants, [6], grants.deadline_ms, Op.WRITE)
+    store.ask(calls.PutEnd(EPOCH, grants.tokens))
+    assert store.put([5, 6]).capabilities == b""
+
+
+def test_allocations_are_extended() -> None:
+    store = Store()
+    grant = store.ask(calls.Allocate(100, 0, "h1"))
+    made = store.all_made(grant, [100], grant.deadline_ms, Op.WRITE)
+    assert grant.capabilities == made
+    tokens = [*grant.tokens, 12345]
+    renewed = store.ask(calls.Renew(SPACE, (), (), (), EPOCH, tokens))
+    assert bytes(renewed.tokens_held) == b"\1\0"
+    assert renewed.capabilities == made + bytes(24)
+    assert store.ask(calls.Renew(SPACE, (), (), (), EPOCH, ())).capabilities == b""
+
+
+def test_a_copy_is_read_here_and_written_there() -> None:
+    store = Store()
+    store.stored([5])
+    (holding,) = store.ask(calls.Lookup(SPACE, KEYS[:1])).placements.segments
+    node = f"n{store.ids.index(holding) + 1}"
+    store.ask(calls.Drain(node, calls.DrainStep.BEGIN))
+    moves = store.ask(calls.StartMoves(node, 0, 10, 1 << 20))
+    assert len(moves.grants.tokens) == 1
+    for_ms = moves.grants.deadline_ms
+    assert moves.sources.capabilities == store.all_made(moves.sources, [5], for_ms, Op.READ)
+    assert moves.grants.capabilities == store.all_made(moves.grants, [5], for_ms, Op.WRITE)
+
+
+def test_a_large_lookup_is_sealed_piece_by_piece() -> None:
+    store = Store()
+    store.stored([5, 6])
+    keys = [KEYS[index % 2] for index in range(LOOKUPS_PER_PIECE + 3)]
+    found = store.ask(calls.Lookup(SPACE, keys))
+    pair = store.ask(calls.Lookup(SPACE, KEYS)).placements.capabilities
+    assert found.placements.capabilities == (pair * len(keys))[: 24 * len(keys)]
+
+
+def test_a_reply_that_comes_later_is_sealed() -> None:
+    """A put that replaces an object waits until its nodes have wiped what was there."""
+    store = Store()
+    request = calls.PutStart(SPACE, KEYS[:1], [50 << 20], None, False, 1, False, 1_000, "h1")
+    first = store.ask(request)
+    second = store.ask(request._replace(keys=KEYS[1:]))
+    third = calls.PutStart(SPACE, [Key(b"c")], [50 << 20], None, False, 1, False, 1_000, "h1")
+
+    async def main() -> Any:
+        waiting = store.service.call(third, store.holder)
+        assert isinstance(waiting, Awaitable)
+        store.service.call(calls.PutRevoke(EPOCH, first.tokens, True), store.holder)
+        return await asyncio.wait_for(asyncio.ensure_future(waiting), 5)
+
+    grants = asyncio.run(main())
+    assert grants.segments == first.segments != second.segments
+    assert grants.capabilities == store.all_made(grants, [50 << 20], grants.deadline_ms, Op.WRITE)
+
+
+def test_segments_are_described_with_the_key_of_the_holder() -> None:
+    store = Store()
+    described: Sequence[SegmentInfo] = store.ask(calls.DescribeSegments(store.ids)).segments
+    for segment, offer in zip(described, store.offers, strict=True):
+        assert segment.holder == HOLDER
+        assert segment.token == holder_key(offer.token, offer.uuid, offer.generation, HOLDER)
+        assert segment.token != offer.token
+
+
+def test_who_is_no_holder_gets_what_it_got_before() -> None:
+    store = Store()
+    grants = store.ask(calls.PutStart(SPACE, KEYS, [1, 2], None, False, 1, False, 0, "h"), Caller())
+    assert grants.capabilities == b""
+    store.ask(calls.PutEnd(EPOCH, grants.tokens), Caller())
+    assert store.ask(calls.Lookup(SPACE, KEYS), Caller()).placements.capabilities == b""
+    described = store.ask(calls.DescribeSegments(store.ids), Caller()).segments
+    assert [each.token for each in described] == [each.token for each in store.offers]
+    assert {each.holder for each in described} == {0}
+
+
+def test_a_node_without_capabilities_is_described_with_its_token() -> None:
+    store = Store(data_protocol=PLAIN)
+    grants = store.put([5], 2)
+    of_second = grants.segments.index(store.ids[1])
+    both = [grants.capabilities[:24], grants.capabilities[24:]]
+    assert both[of_second] == bytes(24)
+    assert both[1 - of_second] != bytes(24)
+    described = store.ask(calls.DescribeSegments(store.ids[1:])).segments[0]
+    assert (described.token, described.holder) == (store.offers[1].token, 0)
+
+
+def test_the_time_of_a_node_is_that_of_its_last_beat() -> None:
+    store = Store(clock_ms=0)
+    assert store.put([5], 2).capabilities.count(bytes(24)) == 1, "it has not told its time"
+    store.state.nodes.said(NOW, 2, calls.NodeBeat(1, clock_ms=TWO))
+    store.state.nodes.said(NOW, 2, calls.NodeBeat(2))
+    store.state.nodes.said(NOW - 10, 1, calls.NodeBeat(1, clock_ms=ONE - 10))
+    request = calls.PutStart(SPACE, KEYS[1:], [5], None, False, 2, False, 0, "h1")
+    grants = store.ask(request)
+    assert grants.capabilities == store.all_made(grants, [5, 5], grants.deadline_ms, Op.WRITE)
+    assert SUPERBLOCK_BYTES <= min(grants.offsets)
+
+
+@pytest.mark.parametrize("clock_ms", [1, 1 << 53])
+def test_a_node_with_a_wrong_clock_harms_itself_alone(clock_ms: int) -> None:
+    store = Store(clock_ms=clock_ms)
+    grants = store.put([5], 2)
+    index = grants.segments.index(store.ids[0])
+    rows = grants.segments[index], grants.offsets[index], 5
+    made = store.made(*rows, grants.deadline_ms, Op.WRITE)
+    assert grants.capabilities[24 * index : 24 * index + 24] == made
