@@ -8,6 +8,6 @@
 * ``python -m bench.vllm`` (``make bench-vllm``): vLLM without a store and with several
 * ``python -m bench.serving`` (``make bench-serving``): two vLLM engines by ``vllm bench serve``,
   1P1D and behind a round robin, and by sessions that grow
-* ``python -m bench.restarts``, ``bench.events``, ``bench.memory``: a killed store, the cost of
-  events, ways to allocate memory
+* ``python -m bench.restarts``, ``bench.events``, ``bench.memory``, ``bench.capabilities``: a killed
+  store, the cost of events, ways to allocate memory, the cost of capabilities
 """

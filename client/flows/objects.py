@@ -52,9 +52,9 @@ class ObjectReads(Transfer):
         Raises:
             BufferMismatchError: as ``Target.make_room``.
         """
-        room = target.make_room(placed.size)
+        size, epoch, counter, _, _ = placed
+        room = target.make_room(size)
         views = cast("list[memoryview]", room)  # ``DeviceReads`` have memory of a device there
-        size, epoch, counter = placed.size, placed.epoch, placed.counter
         self.rows.append((offset, size, epoch, counter, target.key, views, capability))
 
     def size(self) -> int:

@@ -605,8 +605,9 @@ static int take_records(Served *served, uint64_t *ranges, size_t count, int op) 
                          .length = record[3], .expires_ms = record[4], .rights = record[5]};
         seal_extent(served->key, &sealed, mac);
         if (!same_mac(mac, (const uint8_t *)&record[6]) || sealed.expires_ms <= now_ms ||
-            !(sealed.rights & (uint64_t)op) || offset < sealed.offset ||
-            offset - sealed.offset > sealed.length || length > sealed.length - (offset - sealed.offset))
+            !(sealed.rights & (uint64_t)op) ||
+            offset - sealed.offset > sealed.length || /* also if it begins before: that wraps */
+            length > sealed.length - (offset - sealed.offset))
             return 0;
         first_ms = sealed.expires_ms < first_ms ? sealed.expires_ms : first_ms;
         ranges[2 * index] = offset;

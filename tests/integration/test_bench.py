@@ -200,3 +200,10 @@ def test_restarts_lose_nothing() -> None:
     for row in rows:
         assert (row["objects"], row["lost"], row["wrong"]) == (1_200, 0, 0)
         assert row["first_get_s"] <= row["all_s"] <= row["put_s"]
+
+
+def test_what_capabilities_cost() -> None:
+    done = run_python("-m", "bench.capabilities", "--json", "--rounds", "1", "--calls", "1")
+    rows = json.loads(done.stdout)
+    assert {"mac", "seal 64", "read 64, token", "read 64, capabilities"} <= rows.keys()
+    assert all(ns > 0 for ns in rows.values())

@@ -274,11 +274,14 @@ class TestRefused:
         assert_refused(server, segment, op, older)
 
 
-def test_a_write_ends_when_its_capability_does(server: DataServer, segment: NodeSegment) -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_write_ends_when_a_capability_does(
+    server: DataServer, segment: NodeSegment, order: int
+) -> None:
     """Its sender sends byte by byte, and would go on for longer than a stall."""
     with greeted(server, segment) as sock:
-        last = of(segment, Op.WRITE, expires_ms=in_ms(0.3))
-        sock.sendall(protocol.pack_request(Op.WRITE, [(AT, SIZE)], [last]))
+        both = [of(segment, Op.WRITE, expires_ms=in_ms(0.3)), of(segment, Op.WRITE)][::order]
+        sock.sendall(protocol.pack_request(Op.WRITE, [(AT, SIZE), (AT, 8)], both))
         started = uptime()
         with contextlib.suppress(ConnectionError):
             while uptime() < started + 5:
