@@ -365,7 +365,9 @@ def attempts(
             link.lane_failed(clock(), str(unreachable), silent=unreachable.silent)
         except CarrierBrokenError as failure:
             failures += 1
-            strange = joining and failure.strange and address not in identified
+            # A call that needs no join may be the first one.
+            is_first = joining or link.joined is None
+            strange = is_first and failure.strange and address not in identified
             if address not in identified:
                 reasons[address] = failure.reason
             if failure.generation is not None:

@@ -597,6 +597,14 @@ def test_another_port_of_ours_is_named_at_once() -> None:
     assert world.now < 101, "no second attempt would help"
 
 
+def test_it_is_named_too_if_the_first_call_needs_no_join() -> None:
+    world = World()
+    with pytest.raises(MasterUnreachableError, match="that is a port for TLS") as caught:
+        world.run(STATUS, script(not_grpc(), ports.TLS))
+    assert "KVSTORE_AUTH=FILE" in caught.value.advice
+    assert world.story == ["OnGrpc!", "Identify"]
+
+
 def test_another_program_may_make_room_for_a_master() -> None:
     world = World()
     assert world.run(EXISTS, script(not_grpc(), "", b"", b"reply")) == b"reply"
