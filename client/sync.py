@@ -674,7 +674,7 @@ class Client:
 
     def http(self, *, timeout_ms: int | None = None) -> MasterHTTP:
         """Where the master that leads now serves HTTP."""
-        self._run(asking.reach(self._namespace(None)), timeout_ms)
+        self._run(asking.reach(), timeout_ms)
         joined = self._stub.joined
         assert joined is not None, "it has answered a call that needs a join"
         host, _ = split_address(self._stub.address)

@@ -167,9 +167,10 @@ def traffic(namespace: str) -> Flow[calls.TrafficReport]:
     return report
 
 
-def reach(namespace: Namespace) -> Flow[None]:
-    """The cheapest question to the master that leads."""
-    yield from ask(calls.Renew(namespace, (), (), (), 0, ()), calls.Renewed)
+def reach() -> Flow[None]:
+    """The cheapest question to the master that leads. It names no namespace, so that an engine may
+    ask it whatever its namespaces are."""
+    yield from ask(calls.DescribeSegments(()), calls.Segments)
 
 
 class ObjectStat(NamedTuple):

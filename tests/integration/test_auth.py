@@ -453,6 +453,8 @@ def test_events_of_namespaces_that_one_may_read(cluster: Cluster, identities: Id
     cluster.client(namespace=OURS).put("k", b"v")
     at = [f"127.0.0.1:{cluster.settings['http_port']}"]
     auth = engine(identities)
+    found = cluster.client(auth=auth).http()  # its own namespace, default, is not ours
+    assert (found.address, found.has_events) == (at[0], True)
     told = follow(at, namespace=OURS, auth=auth, patience_s=10)
     assert next(each.data["key"] for each in told if each.name == "stored") == b"k".hex()
     for namespace, under in ((THEIRS, ""), ("", "our"), ("", "")):
