@@ -19,7 +19,8 @@ from typing import Final
 
 from kvstore.client.sync import Client
 from kvstore.clocks import uptime
-from kvstore.errors import KVStoreError
+from kvstore.connectors.engine.refusals import Refusals
+from kvstore.errors import KVStoreError, PermissionDeniedError
 from kvstore.fleet import (
     ANNOUNCED_EVERY_S,
     FORMAT,
@@ -109,6 +110,7 @@ class Announcer:
     ) -> None:
         self._fleet = FleetRecords(client, log)
         self._log = log
+        self._refusals = Refusals(log)
         self._every_s = every_s
         self._news: queue.SimpleQueue[tuple[Record, str, Callable[[], object]] | None] = (
             queue.SimpleQueue()
@@ -154,6 +156,9 @@ class Announcer:
                 for each in [*left.values(), *current.values()]:
                     each()
                 left.clear()
+                pause_s = self._every_s
+            except PermissionDeniedError as error:
+                self._refusals.tell(error)
                 pause_s = self._every_s
             except KVStoreError as error:
                 self._log.log(

@@ -21,7 +21,13 @@ from numpy.typing import NDArray
 from kvstore.breaker import Breaker
 from kvstore.client.sync import Client
 from kvstore.config import ClientConfig, load
-from kvstore.errors import BufferMismatchError, KVStoreError, UnavailableError
+from kvstore.connectors.engine.refusals import Refusals
+from kvstore.errors import (
+    BufferMismatchError,
+    KVStoreError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from kvstore.limits import BATCH_KEYS_MAX
 
 DEADLINE_MS: Final = 2_000
@@ -42,6 +48,7 @@ class Guard:
         self._log = log
         self._breaker = Breaker.of_a_store()
         self._changing = threading.Lock()
+        self._refusals = Refusals(log)
 
     def run(self, call: Callable[[int], ResultT], *, size: int = 0) -> ResultT:
         """Calls ``call(timeout_ms)``, which moves ``size`` bytes, and returns its result.
@@ -66,6 +73,8 @@ class Guard:
         return result
 
     def _note(self, error: KVStoreError) -> None:
+        if isinstance(error, PermissionDeniedError):
+            self._refusals.tell(error)
         with self._changing:
             if not isinstance(error, UnavailableError):
                 self._breaker.succeeded()

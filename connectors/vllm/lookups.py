@@ -22,8 +22,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from kvstore.breaker import Breaker
 from kvstore.client.flows.asking import Reach
+from kvstore.connectors.engine.refusals import Refusals
 from kvstore.connectors.vllm.groups import Groups
-from kvstore.errors import ClosedError, KVStoreError, UnavailableError
+from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, UnavailableError
 from kvstore.limits import NAMESPACES_MAX
 from kvstore.process.background import CLOSE_S, join_all, start_thread
 from kvstore.process.stopping import Latch
@@ -98,6 +99,7 @@ class Lookups:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.breaker = Breaker.of_a_store()
+        self._refusals = Refusals(log)
         self.is_busy: Callable[[], bool] = lambda: False
         """Whether requests run, which wait while the scheduler does."""
         self._counters: dict[str, int] = {}
@@ -295,7 +297,9 @@ class Lookups:
                 opened = self.breaker.failed(self._clock())
                 if opened:
                     self._count("breaker_opened")
-            if opened:
+            if isinstance(error, PermissionDeniedError):
+                self._refusals.tell(error)
+            elif opened:
                 log.warning(
                     "store_not_answering, this engine computes without it for a while: %s", error
                 )

@@ -25,6 +25,7 @@ from kvstore.calls import PutOutcome
 from kvstore.client.sync import Client
 from kvstore.config import ClientConfig, ConnectorConfig
 from kvstore.config.store import StoreSettings
+from kvstore.connectors.engine.refusals import Refusals
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
     Load,
@@ -44,6 +45,7 @@ from kvstore.errors import (
     DeadlineExceededError,
     DeviceError,
     KVStoreError,
+    PermissionDeniedError,
     UnavailableError,
 )
 from kvstore.process.background import start_thread
@@ -120,6 +122,7 @@ class WorkerSide:
         self._begun: Mark = None
         self._runaway: DeviceError | None = None
         """Set if copies did not end: they may still write to blocks that vLLM considers free."""
+        self._refusals = Refusals(log)
         self._breakers = {doing: Breaker.of_a_store() for doing in ("load", "save")}
         self._threads = [
             start_thread(name, partial(self._serve, waiting, work))
@@ -332,7 +335,10 @@ class WorkerSide:
             if not isinstance(
                 error, UnavailableError
             ):  # the store answers, but is full, for example
-                log.warning("%s_failed error=%s", doing, error)
+                if isinstance(error, PermissionDeniedError):
+                    self._refusals.tell(error)
+                else:
+                    log.warning("%s_failed error=%s", doing, error)
                 return False
             is_short = left_ms < self._config.transfer_timeout_ms / 2
             if is_short and isinstance(error, DeadlineExceededError):

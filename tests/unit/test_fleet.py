@@ -13,7 +13,7 @@ from kvstore import fleet
 from kvstore.calls import ObjectRow
 from kvstore.connectors.engine import fleet as fleets
 from kvstore.connectors.engine.fleet import Announcer, FleetRecords
-from kvstore.errors import UnavailableError
+from kvstore.errors import PermissionDeniedError, UnavailableError
 from kvstore.fingerprint import fingerprint
 from kvstore.fleet import ANNOUNCED_EVERY_S, LIFETIME_S, SERVES_S, Record
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, Key
@@ -149,6 +149,29 @@ def test_an_engine_that_becomes_another_one_takes_back_its_record(
     finally:
         announcer.stop()
         announcer.join()
+
+
+def test_an_engine_that_may_not_announce_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    board = Board()
+    asked: list[object] = []
+
+    def refuse(**_: object) -> None:
+        asked.append(1)
+        raise PermissionDeniedError("may not read namespace 'vllm-fleet'")
+
+    monkeypatch.setattr(board, "list_objects", refuse)
+    announcer = Announcer(board, LOG, every_s=0.01)  # type: ignore[arg-type]
+    try:
+        announcer.announce(Record("vllm", ("m",), "a" * 32, ("n",), DESCRIPTION))
+        until(lambda: len(asked) > 2)
+    finally:
+        announcer.stop()
+        announcer.join()
+    (said,) = caplog.messages
+    assert "refused_by_the_store" in said
+    assert "vllm-fleet" in said
 
 
 def test_engines_that_differ_only_in_layout_are_told() -> None:

@@ -10,7 +10,14 @@ import pytest
 
 from kvstore.connectors.engine import guard
 from kvstore.connectors.engine.guard import BYTES_PER_MS, Deadline, Guard
-from kvstore.errors import DeadlineExceededError, KVStoreError, NoSpaceError, UnavailableError
+from kvstore.connectors.engine.refusals import TOLD_MAX
+from kvstore.errors import (
+    DeadlineExceededError,
+    KVStoreError,
+    NoSpaceError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 
 log = logging.getLogger("test")
 
@@ -85,3 +92,17 @@ def test_a_store_that_refuses_has_answered(guarded: Guard) -> None:
     for error in [DeadlineExceededError("late"), NoSpaceError("full")] * 3:
         fails(error, guarded)
     assert guarded.run(lambda _: "asked") == "asked"
+
+
+def test_each_refusal_is_told_once_and_opens_no_breaker(
+    guarded: Guard, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(5):
+        for name in ("a", "b"):
+            fails(PermissionDeniedError(f"may not read {name}"), guarded)
+    assert guarded.run(lambda _: "asked") == "asked"
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"refused_by_the_store, such calls are misses: may not read {n}" for n in "ab"]
+    for number in range(2 * TOLD_MAX):
+        fails(PermissionDeniedError(f"may not read {number}"), guarded)
+    assert len(caplog.records) == TOLD_MAX
