@@ -17,7 +17,7 @@ from typing import Final
 from kvstore.breaker import Breaker
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
-from kvstore.errors import KVStoreError, UnavailableError
+from kvstore.errors import KVStoreError, PermissionDeniedError, UnavailableError
 from kvstore.fleet import RECORDS_MAX, Record, worth_reading
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.process.background import start_task
@@ -54,6 +54,8 @@ class StoreLookup:
         self._breaker = Breaker(failures_max=FAILURES_MAX, open_for=REST_MS)
         self._records: dict[bytes, Record] = {}
         self._refused: set[bytes] = set()
+        self._denied: set[str] = set()
+        """Fingerprints of the records in whose namespaces we may not look."""
         self._reading: asyncio.Task[None] | None = None
         self._reachable = True
 
@@ -90,6 +92,8 @@ class StoreLookup:
             self._breaker.failed(clock_ms())
             self._metrics.lookups.labels("failed").inc()
             log.debug("lookup_failed id=%s reason=%s", request_id, str(error) or "late")
+            if isinstance(error, PermissionDeniedError):
+                self._tell_denied(record, error)
             return None
         except BaseException:
             self._breaker.abandoned()
@@ -143,6 +147,15 @@ class StoreLookup:
             return
         if record is not None:
             found[key] = record
+
+    def _tell_denied(self, record: Record, error: PermissionDeniedError) -> None:
+        """Logs it once for each record."""
+        if record.fingerprint not in self._denied and len(self._denied) < RECORDS_MAX:
+            self._denied.add(record.fingerprint)
+            log.warning(
+                "lookup_refused model=%s: its prompts go to a prefiller reason=%s",
+                record.model, error,
+            )  # fmt: skip
 
     def _told(self, *, reachable: bool, reason: object = "") -> None:
         if reachable != self._reachable:

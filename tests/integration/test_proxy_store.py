@@ -6,9 +6,13 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
+
+from kvstore.limits import FLEET_NAMESPACE
 from kvstore.proxy.hashes import block_hashes
 from tests.support.cluster import Cluster
 from tests.support.engines import World, play
+from tests.support.issuing import Identities
 from tests.support.waiting import until
 
 BLOCK = 8
@@ -159,3 +163,54 @@ def test_without_a_store_it_starts_and_serves(tmp_path: Path) -> None:
         assert len(w.prefillers[0].calls) == 1
 
     play(tmp_path, scenario, master="127.0.0.1:1")
+
+
+@pytest.mark.slow
+def test_with_authentication_it_reads_the_fleet_and_the_engines_namespaces(tmp_path: Path) -> None:
+    """Its file is for reading only. Without the right ones every prompt goes to a prefiller."""
+    identities = Identities(tmp_path)
+    reading = [FLEET_NAMESPACE, "m@*"]
+
+    async def whole(w: World) -> None:
+        await w.until(lambda: known(w))
+        assert (await w.complete(PROMPT))[0] == 200
+        assert not w.prefillers[0].calls
+        assert await w.metric(STORED) == 1
+
+    async def refused(w: World) -> None:
+        await w.until(lambda: known(w))
+        for number in range(1, 6):
+            assert (await w.complete(PROMPT))[0] == 200
+            assert len(w.prefillers[0].calls) == number
+        assert w.server.errors.count("lookup_refused model=m") == 1
+        assert "may not read namespace 'm@" in w.server.errors
+
+    async def a_stranger(w: World) -> None:
+        for _ in range(3):
+            assert (await w.complete(PROMPT))[0] == 200
+        assert len(w.prefillers[0].calls) == 3
+        unreachable = "store_unreachable reason="
+
+        async def is_told() -> bool:
+            return w.server.errors.count(unreachable) == 1
+
+        await w.until(is_told)
+        assert "KVSTORE_AUTH=FILE" in w.server.errors or "vllm-fleet" in w.server.errors
+
+    with Cluster(tmp_path, identities=identities) as cluster:
+        cluster.start()
+        cluster.client().put("f", record(), namespace=FLEET_NAMESPACE)
+        for namespace in NAMESPACES:
+            put(cluster, namespace, 5)
+        for name, reads, scenario in (
+            ("proxy", reading, whole),
+            ("fleet", reading[:1], refused),
+            ("spaces", reading[1:], a_stranger),
+            ("", [], a_stranger),
+        ):
+            auth = identities.file(name, "engine", reads=reads) if name else ""
+            (tmp_path / f"of-{name}").mkdir()
+            play(
+                tmp_path / f"of-{name}", scenario, master=cluster.address, auth=auth,
+                prefill_threshold=THRESHOLD, lookup_timeout_ms=5_000,
+            )  # fmt: skip
