@@ -12,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ from kvstore.errors import (
 from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.process.children import start_master
 from tests.support import leaks
+from tests.support.cluster import Cluster
+from tests.support.issuing import Identities
 from tests.support.processes import KVSTORE, run_python
 from tests.support.programs import need_engine
 
@@ -994,6 +997,79 @@ def test_allocator() -> None:
     assert allocator.free(address) == 0
     assert allocator.free(address) == INVALID
     assert allocator.alloc(0) == 0
+
+
+# --- with authentication required ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def identities(tmp_path_factory: pytest.TempPathFactory) -> Identities:
+    return Identities(tmp_path_factory.mktemp("identities"))
+
+
+@pytest.fixture(scope="module")
+def required(tmp_path_factory: pytest.TempPathFactory, identities: Identities) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("required"), identities=identities) as cluster:
+        cluster.start()
+        yield cluster
+
+
+def as_engine(required: Cluster, **given: Any) -> tuple[int, MooncakeDistributedStore]:
+    store = MooncakeDistributedStore()
+    return store.setup({"master_server_addr": required.address, **given}), store
+
+
+def test_with_an_identity_it_has_the_namespace_of_its_tenant(
+    required: Cluster, identities: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for tenant in ("default", "ours"):
+        auth = identities.file(tenant, "engine", reads=[tenant], writes=[tenant])
+        monkeypatch.setenv("KVSTORE_AUTH", auth)
+        for _ in range(2):  # the second client finds what the first has put
+            code, store = as_engine(required, tenant_id=tenant)
+            assert code == 0
+            assert store.put("a", b"of " + tenant.encode()) == 0
+            assert store.get("a") == b"of " + tenant.encode()
+            assert store.is_exist("a") == 1
+            assert store.health_check() == 0
+            store.close()
+    names = {each.name for each in required.status().namespaces}
+    assert names == {"default", "ours"}
+
+
+def test_of_another_tenant_every_call_fails_and_one_line_says_why(
+    required: Cluster,
+    identities: Identities,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    auth = identities.file("other", "engine", reads=["other"], writes=["other"])
+    monkeypatch.setenv("KVSTORE_AUTH", auth)
+    code, store = as_engine(required, tenant_id="theirs")
+    assert code == 0
+    started = time.monotonic()
+    for _ in range(20):
+        assert store.put("a", b"v") < 0
+        assert store.get("a") == b""
+        assert store.is_exist("a") == 0
+    assert time.monotonic() - started < 5
+    store.close()
+    told = [each for each in caplog.messages if "refused_by_the_store" in each]
+    assert len({each.split(":")[1] for each in told}) == len(told) <= 3
+    assert all("namespace 'theirs'" in each for each in told)
+
+
+def test_without_an_identity_setup_fails_and_says_what_is_missing(
+    required: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("KVSTORE_AUTH", raising=False)
+    started = time.monotonic()
+    code, store = as_engine(required)
+    assert code == DOWN
+    assert time.monotonic() - started < 10
+    assert "KVSTORE_AUTH=FILE" in caplog.text
+    assert store.get("a") == b""
+    store.close()
 
 
 # --- which mooncake.store is found ----------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstore._version import __version__
+from kvstore.auth.credentials import Credentials
 from kvstore.connectors.engine.fleet import FleetRecords
 from kvstore.fleet import Record
 from kvstore.limits import FLEET_NAMESPACE
@@ -28,7 +29,8 @@ from tests.integration.test_http import child_of
 from tests.support.browser import PHONE, Browser, browsing
 from tests.support.cluster import MASTER, Cluster
 from tests.support.etcd import running
-from tests.support.http import get
+from tests.support.http import get, request
+from tests.support.issuing import Identities
 from tests.support.processes import free_port
 from tests.support.waiting import until
 
@@ -319,3 +321,29 @@ def test_a_page_that_is_open_says_that_the_master_is_gone_and_goes_on(
     cluster.master()
     until(lambda: not browser.text("#lost"), within_s=30)
     until(lambda: "2 alive" in browser.text("#tiles"), within_s=30)
+
+
+# --- with authentication required ----------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_observer_sees_the_page_and_its_numbers(tmp_path: Path) -> None:
+    identities = Identities(tmp_path)
+    port = free_port()
+    settings = {"http_port": port, "events": "on"}
+    with Cluster(tmp_path, settings=settings, identities=identities) as cluster:
+        cluster.start()
+        cluster.client(namespace="ours").put("k", b"v")
+
+        def asked_as(who: str, path: str) -> int:
+            return request(port, "GET", path, tls=Credentials(identities.file(who)).client()).status
+
+        for path in ("/page.css", "/page.js", "/prefixes.js", "/metrics"):
+            assert asked_as("observer", path) == 200, path
+        for path in PATHS:
+            assert asked_as("observer", path) == 200, path
+        keys = ("/api/v1/chains?namespace=ours", "/api/v1/objects?namespace=ours&key=6b")
+        for path in keys:
+            assert asked_as("observer", path) == 403, path
+            assert asked_as("admin", path) == 200, path
+        assert asked_as("observer", "/api/v1/events") == 403, "they name the key of each object"

@@ -1,0 +1,136 @@
+"""``KVStoreL2Adapter`` on a store that requires identities."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.limits import FLEET_NAMESPACE
+from tests.engines.lmcache.conftest import StartAdapter, StartInside
+from tests.engines.lmcache.tasks import chunk, key, same
+from tests.support.cluster import SHORT, Cluster
+from tests.support.issuing import Identities
+from tests.support.waiting import until
+
+KEYS = [key(number) for number in range(8)]
+OF_LMCACHE = ("lmcache/*", FLEET_NAMESPACE)
+"""As docs/auth.md says them."""
+
+TASKS_S = 20.0
+"""Of all tasks of an adapter that is refused: two seconds each at most, until a breaker opens."""
+
+
+@pytest.fixture
+def identities(tmp_path: Path) -> Identities:
+    return Identities(tmp_path)
+
+
+@pytest.fixture
+def store(tmp_path: Path, identities: Identities) -> Iterator[Cluster]:
+    with Cluster(tmp_path, settings=SHORT, identities=identities) as cluster:
+        cluster.start(memory="64MiB")
+        yield cluster
+
+
+def of(identities: Identities, name: str, *spaces: str) -> str:
+    return identities.file(name, "engine", reads=spaces, writes=spaces)
+
+
+def stored(store: Cluster) -> list[str]:
+    """The beginnings of the namespaces that have objects."""
+    return sorted({each.name.split("/")[0] for each in store.status().namespaces})
+
+
+@pytest.mark.parametrize("by", ["setting", "variable"])
+def test_it_needs_its_own_namespaces_and_the_fleets(
+    store: Cluster,
+    identities: Identities,
+    adapter: StartAdapter,
+    by: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"auth": of(identities, "engine", *OF_LMCACHE)}
+    if by == "variable":
+        monkeypatch.setenv("KVSTORE_AUTH", given.pop("auth"))
+    first, second = adapter(**given), adapter(**given)
+    chunks = [chunk(number) for number in range(8)]
+    assert first.store(KEYS, chunks).is_successful()
+    loaded = [chunk(None) for _ in KEYS]
+    assert second.look_up(KEYS) == list(range(8))
+    assert second.load(KEYS, loaded) == list(range(8))
+    assert all(map(same, chunks, loaded))
+    second.it.submit_unlock(KEYS)
+    assert len(first.it.list_l2_keys().entries) == 8
+    until(store.fleet_records)
+    assert stored(store) == ["lmcache", FLEET_NAMESPACE]
+    assert "refused_by_the_store" not in caplog.text
+
+
+@pytest.mark.parametrize("spaces", [("others/*",), ()], ids=["others", "without"])
+def test_if_it_is_refused_all_are_misses_and_the_log_says_why(
+    store: Cluster,
+    identities: Identities,
+    adapter: StartAdapter,
+    spaces: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = adapter(**({"auth": of(identities, "other", *spaces)} if spaces else {}))
+    started = time.monotonic()
+    for _ in range(10):
+        assert one.look_up(KEYS) == []
+        assert not one.store(KEYS, [chunk(number) for number in range(8)]).is_successful()
+        assert one.load(KEYS, [chunk(None) for _ in KEYS]) == []
+    assert time.monotonic() - started < TASKS_S
+    assert one.it.report_status()["is_healthy"], "it is only slower"
+    assert stored(store) == []
+    says = "refused_by_the_store" if spaces else "KVSTORE_AUTH=FILE"
+    until(lambda: says in caplog.text)
+    told = [each for each in caplog.messages if "refused_by_the_store" in each]
+    # One line for each call that is refused, however often it is made.
+    assert bool(told) == bool(spaces)
+    assert len({each.split(":")[1] for each in told}) == len(told), told
+
+
+# --- inside an engine ----------------------------------------------------------------------------
+
+
+def test_inside_an_engine_it_needs_the_same(
+    store: Cluster, identities: Identities, inside: StartInside, caplog: pytest.LogCaptureFixture
+) -> None:
+    auth = of(identities, "engine", *OF_LMCACHE)
+    first, second = (inside(settings={"auth": auth}) for _ in range(2))
+    keys = [first.key(number) for number in range(3)]
+    chunks = [first.chunk(number) for number in range(3)]
+    first.put(keys, chunks)
+    assert second.backend.batched_contains(keys) == 3
+    for put, got in zip(chunks, second.get(keys), strict=True):
+        assert got is not None
+        assert same(put, got)
+        got.ref_count_down()
+    assert {"lmcache"} <= set(stored(store)) <= {"lmcache", FLEET_NAMESPACE}
+    assert "refused_by_the_store" not in caplog.text
+
+
+@pytest.mark.parametrize("spaces", [("others/*",), ()], ids=["others", "without"])
+def test_inside_an_engine_a_refusal_is_a_miss(
+    store: Cluster,
+    identities: Identities,
+    inside: StartInside,
+    spaces: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    settings = {"auth": of(identities, "other", *spaces)} if spaces else {}
+    one = inside(settings=settings)
+    keys = [one.key(number) for number in range(3)]
+    started = time.monotonic()
+    for _ in range(5):
+        assert one.backend.batched_contains(keys) == 0
+        one.put(keys, [one.chunk(number) for number in range(3)])
+        assert one.get(keys) == [None] * 3
+    assert time.monotonic() - started < TASKS_S
+    assert stored(store) == []
+    assert ("refused_by_the_store" if spaces else "KVSTORE_AUTH=FILE") in caplog.text

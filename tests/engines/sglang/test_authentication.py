@@ -1,0 +1,110 @@
+"""``KVStoreHiCache`` on a store that requires identities."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstore.limits import FLEET_NAMESPACE
+from tests.engines.sglang.hicache import attach, bytes_at, host_pool, indices
+from tests.support.cluster import Cluster
+from tests.support.issuing import Identities
+from tests.support.waiting import until
+
+KEYS = [f"{number:064x}" for number in range(8)]
+OF_SGLANG = ("sglang/*", FLEET_NAMESPACE)
+"""As docs/auth.md says them."""
+
+CALLS_S = 15.0
+"""Of all calls of a back-end that is refused: two seconds each at most, until a breaker opens."""
+
+
+@pytest.fixture
+def identities(tmp_path: Path) -> Identities:
+    return Identities(tmp_path)
+
+
+@pytest.fixture
+def store(tmp_path: Path, identities: Identities) -> Iterator[Cluster]:
+    with Cluster(tmp_path, identities=identities) as cluster:
+        cluster.start()
+        yield cluster
+
+
+@pytest.fixture
+def backend(store: Cluster, model: Path) -> Iterator[Callable[..., Any]]:
+    made: list[Any] = []
+
+    def make(pool: Any, auth: str) -> Any:
+        given: dict[str, Any] = {"auth": auth} if auth else {}
+        made.append(attach(pool, store.address, model=model, **given))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def of(identities: Identities, name: str, *spaces: str) -> str:
+    return identities.file(name, "engine", reads=spaces, writes=spaces)
+
+
+def stored(store: Cluster) -> list[str]:
+    """The beginnings of the namespaces that have objects."""
+    return sorted({each.name.split("/")[0] for each in store.status().namespaces})
+
+
+@pytest.mark.parametrize("by", ["setting", "variable"])
+def test_it_needs_its_own_namespaces_and_the_fleets(
+    store: Cluster,
+    identities: Identities,
+    backend: Callable[..., Any],
+    by: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    auth = of(identities, "engine", *OF_SGLANG)
+    if by == "variable":
+        monkeypatch.setenv("KVSTORE_AUTH", auth)
+        auth = ""
+    pool, other_pool = host_pool(filled=1), host_pool()
+    one, other = backend(pool, auth), backend(other_pool, auth)
+    assert one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8
+    assert other.batch_exists(KEYS) == 8
+    assert other.batch_get_v1(KEYS, indices(*range(8))) == [True] * 8
+    assert [bytes_at(other_pool, page) for page in range(8)] == [
+        bytes_at(pool, page) for page in range(8)
+    ]
+    until(store.fleet_records)
+    assert stored(store) == ["sglang", FLEET_NAMESPACE]
+    one.clear()
+    assert other.batch_exists(KEYS) == 0
+    assert "refused_by_the_store" not in caplog.text
+
+
+@pytest.mark.parametrize("spaces", [("others/*",), ()], ids=["others", "without"])
+def test_if_it_is_refused_all_are_misses_and_the_log_says_why(
+    store: Cluster,
+    identities: Identities,
+    backend: Callable[..., Any],
+    spaces: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one = backend(host_pool(filled=1), of(identities, "other", *spaces) if spaces else "")
+    started = time.monotonic()
+    for _ in range(10):
+        assert one.batch_exists(KEYS) == 0
+        assert one.batch_set_v1(KEYS, indices(*range(8))) == [False] * 8
+        assert one.batch_get_v1(KEYS, indices(*range(8))) == [False] * 8
+    assert time.monotonic() - started < CALLS_S
+    assert stored(store) == []
+    says = "refused_by_the_store" if spaces else "KVSTORE_AUTH=FILE"
+    until(lambda: says in caplog.text)
+    told = [each for each in caplog.messages if "refused_by_the_store" in each]
+    # One line for each call that is refused, however often it is made.
+    assert bool(told) == bool(spaces)
+    assert len({each.split(":")[1] for each in told}) == len(told), told
