@@ -7,6 +7,7 @@ rules below are all that is checked of its manifests.
 from __future__ import annotations
 
 import http.server
+import importlib
 import os
 import re
 import shutil
@@ -20,9 +21,11 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from kvstore.auth.credentials import Credentials
 from kvstore.cli import master, node
 from kvstore.config import MasterConfig, NodeConfig, load
 from kvstore.config.values import parse_size
+from tests.support.issuing import Identities
 from tests.support.programs import need_program
 
 pytestmark = pytest.mark.slow  # not for its cost: programs of others read these files
@@ -263,39 +266,96 @@ def test_what_is_copied_into_the_image_is_not_ignored() -> None:
 
 
 @pytest.fixture(params=[200, 503])
-def answering(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    """The port of a server, and the status by which it answers."""
+def status(request: pytest.FixtureRequest) -> int:
+    """By which the server answers."""
+    return int(request.param)
+
+
+@pytest.fixture
+def answering(
+    request: pytest.FixtureRequest, status: int, tmp_path: Path
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """The port of a server, and what a process that serves like it is started with."""
+    has_tls = bool(getattr(request, "param", False))
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(request.param if self.path == "/healthz" else 404)
+            self.send_response(status if self.path == "/healthz" else 404)
             self.end_headers()
 
         def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        auth = Identities(tmp_path).file("node") if has_tls else ""
+        if has_tls:
+            tls = Credentials(auth).server(is_optional=True)
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield server.server_port, request.param
+        yield server.server_port, {"KVSTORE_AUTH": auth} if has_tls else {}
         server.shutdown()
         thread.join()
 
 
-def test_the_health_check_asks_the_port_of_whichever_runs(answering: tuple[int, int]) -> None:
-    port, status = answering
+def checked(words: list[str], variables: dict[str, str]) -> int:
+    """The status by which the health check ends in a container that runs this command."""
     program = (
         f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import healthy; "
-        f"healthy.PORTS = (1, {port}); sys.exit(healthy.main())"
+        f"healthy.servers = lambda: iter({[words] if words else []!r}); sys.exit(healthy.main())"
     )
     # Docker's client puts its proxy into every container.
-    proxied = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "HTTP", "all")}
+    proxied = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "HTTP", "all", "https")}
     done = subprocess.run(
-        [sys.executable, "-B", "-c", program], check=False, env=os.environ | proxied
+        [sys.executable, "-B", "-c", program], check=False, env=os.environ | proxied | variables
     )
-    assert done.returncode == (0 if status == 200 else 1)
+    return done.returncode
 
 
-def test_the_health_check_knows_the_ports() -> None:
-    text = (DEPLOY / "healthy.py").read_text()
-    assert f"({MasterConfig().http_port}, {NodeConfig().http_port})" in text
+@pytest.mark.parametrize("answering", [False, True], ids=["plain", "tls"], indirect=True)
+def test_the_health_check_asks_as_the_process_serves(
+    answering: tuple[int, dict[str, str]], status: int
+) -> None:
+    port, variables = answering
+    right = 0 if status == 200 else 1
+    command = ["kvstore-master", "--host", "::", f"--http-port={port}"]
+    assert checked(command, variables) == right
+    by_variable = variables | {"KVSTORE_NODE_HTTP_PORT": str(port)}
+    assert checked(["kvstore-node", "--master", "m:1"], by_variable) == right
+
+
+def test_the_health_check_asks_a_proxy(
+    answering: tuple[int, dict[str, str]], status: int, tmp_path: Path
+) -> None:
+    port, _ = answering
+    file = tmp_path / "kvstore.toml"
+    file.write_text(f"[proxy]\nport = {port}\n")
+    right = 0 if status == 200 else 1
+    # A proxy has an identity towards the store, and speaks plain HTTP to its clients.
+    variables = {"KVSTORE_CONFIG": str(file), "KVSTORE_AUTH": "/run/secrets/proxy.auth"}
+    assert checked(["kvstore-proxy", "--decode", "d:1", "--master", "m:1"], variables) == right
+
+
+def test_the_health_check_of_what_serves_no_http_and_of_nothing() -> None:
+    assert checked(["kvstore-node", "--master", "m:1", "--http-port", "0"], {}) == 0
+    assert checked([], {}) == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "server"),
+    [
+        ("/opt/kvstore/bin/python /opt/kvstore/bin/kvstore-node --name a", "kvstore-node --name a"),
+        ("python3 -m kvstore.cli.master --host ::", "kvstore-master --host ::"),
+        ("/sbin/docker-init -- kvstore-proxy --decode d:1", "kvstore-proxy --decode d:1"),
+        ("python /opt/kvstore/healthy.py", ""),
+        ("kvstore --master a:1 status", ""),
+        ("tail -f /var/log/kvstore-master.log", ""),
+    ],
+)
+def test_the_health_check_knows_servers_by_their_command(
+    command: str, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(DEPLOY))
+    healthy = importlib.import_module("healthy")
+    found = healthy.server_in(command.split(" "))
+    assert found == (server.split(" ") if server else [])
