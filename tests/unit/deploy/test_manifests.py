@@ -21,10 +21,14 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from kvstore.auth.credentials import Credentials
+from kvstore.auth.authority import REVOKED_NAME
+from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, Credentials
+from kvstore.auth.identity import identity_of
+from kvstore.auth.inspection import SERVED
 from kvstore.cli import master, node
 from kvstore.config import MasterConfig, NodeConfig, load
 from kvstore.config.values import parse_size
+from kvstore.limits import FLEET_NAMESPACE
 from tests.support.issuing import Identities
 from tests.support.programs import need_program
 
@@ -32,6 +36,7 @@ pytestmark = pytest.mark.slow  # not for its cost: programs of others read these
 
 DEPLOY: Final = Path(__file__).parents[3] / "deploy"
 KUBERNETES: Final = DEPLOY / "kubernetes"
+WITH_AUTH: Final = DEPLOY / "kubernetes-auth"
 KUBERNETES_VERSION: Final = "1.31"
 UNITS: Final = {"kvstore-master": MasterConfig, "kvstore-node": NodeConfig}
 COMMANDS: Final = {"kvstore-master": master.command, "kvstore-node": node.command}
@@ -155,6 +160,107 @@ def test_masters_and_nodes_meet() -> None:
     name, service = masters["metadata"]["name"], masters["spec"]["serviceName"]
     hosts = [f"{name}-{number}.{service}:50001" for number in range(masters["spec"]["replicas"])]
     assert given["node"]["master"] == ",".join(hosts)
+
+
+# --- Kubernetes with authentication --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def with_auth() -> list[dict[str, Any]]:
+    if shutil.which("kubectl") is None:
+        pytest.skip("missing: kubectl")
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(WITH_AUTH)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def certificates() -> dict[str, dict[str, Any]]:
+    """The certificates of the example for cert-manager, by their secrets."""
+    found = yaml.safe_load_all((WITH_AUTH / "certificates.yaml").read_text())
+    specs = [each["spec"] for each in found if each["kind"] == "Certificate"]
+    return {each["secretName"]: each for each in specs}
+
+
+def test_with_authentication_it_is_the_same_cluster(with_auth: list[dict[str, Any]]) -> None:
+    import kubernetes_validate  # only make test-all installs it
+
+    assert sorted(map(named, with_auth)) == sorted(map(named, documents()))
+    for each in with_auth:
+        kubernetes_validate.validate(each, KUBERNETES_VERSION, strict=True)
+    files = {path.name for path in WITH_AUTH.glob("*.yaml")}
+    assert files == {
+        "kustomization.yaml", "masters.yaml", "nodes.yaml", "certificates.yaml", "podmonitors.yaml",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), UNITS.items())
+def test_a_pod_has_its_identity_and_is_probed_without_one(
+    with_auth: list[dict[str, Any]], name: str, kind: type[MasterConfig | NodeConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    built = next(each for each in with_auth if each["metadata"]["name"] == name and "spec" in each
+                 and "template" in each["spec"])  # fmt: skip
+    pod = built["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+        assert container[probe]["httpGet"]["path"] in ("/healthz", "/readyz")
+    for each in container["env"]:
+        if "value" in each:
+            monkeypatch.setenv(each["name"], each["value"])
+    monkeypatch.setenv("KVSTORE_STRICT_CONFIG", "1")
+    config = load(kind, {}, config_path="", origin="{flag}")
+    assert config.auth_mode == "require"
+    places = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    secret = volumes[places[config.auth]]["secret"]
+    # Kubernetes makes the files of a secret those of fsGroup, and of root.
+    assert secret["defaultMode"] == 0o440
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
+    revoked = volumes[places[str(Path(config.auth_revoked).parent)]]
+    assert revoked["configMap"]["optional"], "nobody has been revoked at first"
+    assert Path(config.auth_revoked).name == REVOKED_NAME
+    assert secret["secretName"] in certificates()
+
+
+def test_certificates_of_cert_manager_are_identities() -> None:
+    found = certificates()
+    authority = found.pop("kvstore-authority")
+    assert authority["isCA"]
+    roles = {}
+    for secret, spec in found.items():
+        who = identity_of(spec["uris"])
+        (role,) = who.roles
+        roles[secret] = role
+        names = spec.get("dnsNames", [])
+        assert (SERVED.get(role) in names) == (role in SERVED)
+        assert ("server auth" in spec["usages"]) == (role in SERVED)
+        assert "client auth" in spec["usages"]
+    assert roles == {f"kvstore-{each}": each for each in ("master", "node", "observer", "engine")}
+    engine = identity_of(found["kvstore-engine"]["uris"])
+    for may in (engine.may_read, engine.may_write):
+        assert may("vllm/0123/g0/p0t0")
+        assert may(FLEET_NAMESPACE)
+        assert not may("default")
+    assert engine.may_read_under("vllm/0123/"), "it hears events"
+
+
+def test_prometheus_shows_an_observer_and_looks_for_the_names_of_roles() -> None:
+    observer = certificates()["kvstore-observer"]["secretName"]
+    monitors = list(yaml.safe_load_all((WITH_AUTH / "podmonitors.yaml").read_text()))
+    names = {}
+    for each in monitors:
+        (endpoint,) = each["spec"]["podMetricsEndpoints"]
+        assert endpoint["scheme"] == "https"
+        tls = endpoint["tlsConfig"]
+        label = each["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"]
+        names[label] = tls["serverName"]
+        keys = [tls["ca"]["secret"], tls["cert"]["secret"], tls["keySecret"]]
+        assert [key["name"] for key in keys] == [observer] * 3
+        assert [key["key"] for key in keys] == ["ca.crt", "tls.crt", "tls.key"]
+    assert names == {"kvstore-master": MASTER_NAME, "kvstore-node": NODE_NAME}
 
 
 # --- Compose and Prometheus ----------------------------------------------------------------------
