@@ -19,6 +19,7 @@ import yaml
 
 from tests.containers.docker import ROOT, Container, Docker
 from tests.containers.test_containers import GET, PUT
+from tests.support.issuing import Identities
 from tests.support.waiting import until
 
 BASE_PACKAGES = "python3,python3-venv,python3-dev,gcc,libc6-dev"
@@ -59,7 +60,7 @@ def images(daemon: Docker, tmp_path_factory: pytest.TempPathFactory) -> Docker:
         if path.is_file() and not name.startswith(("tests/", "docs/")) and not path.is_symlink():
             (context / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, context / name)
-    wanted = ["setuptools>=77", "mypy>=1.19", "wheel", f"{context}[proxy,events]"]
+    wanted = ["setuptools>=77", "mypy>=1.19", "wheel", f"{context}[proxy,events,auth]"]
     wheels = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir"]
     subprocess.run(
         [*wheels, str(context / "wheelhouse"), *wanted],
@@ -160,6 +161,27 @@ def test_too_little_shared_memory_and_too_low_a_limit_are_said(docker: Docker) -
         assert refused.ended() == 1
         assert words in refused.said()
         assert not refused.killed_for_memory
+
+
+def test_a_store_with_authentication_is_healthy_on_another_port(
+    docker: Docker, tmp_path: Path
+) -> None:
+    """By its own settings, in a container whose environment names a web proxy."""
+    store = Path(Identities(tmp_path).file("master"))
+    # The user of the container, 10001, reads it, and makes a file of its own of it.
+    store.chmod(0o644)
+    tmp_path.chmod(0o755)
+    script = (
+        "umask 077; cp /given/master.auth /tmp/store.auth; "
+        "exec kvstore-master --host :: --http-port 50777 --auth /tmp/store.auth"
+    )
+    options = [
+        *READ_ONLY, "--tmpfs", "/tmp:mode=1777", "--volume", f"{tmp_path}:/given:ro",
+        "--env", "HTTPS_PROXY=http://127.0.0.1:9",
+    ]  # fmt: skip
+    master = docker.run("sh", "-c", script, options=options, image="kvstore")
+    master.says("listening on")
+    until(lambda: master.health == "healthy", within_s=60)
 
 
 def test_the_cluster_of_compose(docker: Docker, tmp_path: Path) -> None:

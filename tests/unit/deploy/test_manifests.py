@@ -24,12 +24,12 @@ import yaml
 from kvstore.auth.authority import REVOKED_NAME
 from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, Credentials
 from kvstore.auth.identity import identity_of
-from kvstore.auth.inspection import SERVED
+from kvstore.auth.inspection import SERVED, inspect
 from kvstore.cli import master, node
 from kvstore.config import MasterConfig, NodeConfig, load
 from kvstore.config.values import parse_size
 from kvstore.limits import FLEET_NAMESPACE
-from tests.support.issuing import Identities
+from tests.support.issuing import Identities, utc_now
 from tests.support.programs import need_program
 
 pytestmark = pytest.mark.slow  # not for its cost: programs of others read these files
@@ -311,6 +311,92 @@ def test_prometheus_reads_its_file_which_names_what_compose_starts() -> None:
     assert hosts == set(compose()["services"]) - {"etcd", "prometheus"}
 
 
+# --- Compose with authentication -----------------------------------------------------------------
+
+
+def with_identities() -> dict[str, Any]:
+    return dict(yaml.safe_load((DEPLOY / "compose-auth.yaml").read_text()))
+
+
+@pytest.fixture(scope="module")
+def issued(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the service ``identities`` writes, started twice."""
+    folder = tmp_path_factory.mktemp("compose")
+    (folder / "identities").mkdir()
+    (folder / "authority").mkdir(mode=0o750)
+    *shell, script = with_identities()["services"]["identities"]["command"]
+    script = script.replace("$$", "$")  # as Compose does
+    for place in ("/authority", "/identities"):
+        script = re.sub(rf"(?<=\s){place}\b", f"{folder}{place}", script)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    written = []
+    for _ in range(2):
+        done = subprocess.run(
+            [*shell, script], cwd=folder / "identities", env=os.environ | {"PATH": path},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        written.append({each: each.read_bytes() for each in folder.rglob("*") if each.is_file()})
+    assert written[0] == written[1]
+    return folder / "identities"
+
+
+def test_compose_writes_an_identity_for_each_service(issued: Path) -> None:
+    base, services = compose()["services"], with_identities()["services"]
+    assert set(services) == (set(base) | {"identities"}) - {"etcd"}
+    assert not list(issued.glob("*.key")), "the authority's key is in a volume of its own"
+    for name, service in services.items():
+        mounted = {
+            each["target"] if isinstance(each, dict) else each.split(":")[1]
+            for each in service["volumes"]
+        }
+        assert "/identities" in mounted
+        assert ("/authority" in mounted) == (name == "identities")
+        if name == "identities":
+            continue
+        waits = service["depends_on"]["identities"]["condition"]
+        assert waits == "service_completed_successfully"
+        if name == "prometheus":
+            continue
+        given = service["environment"]
+        found = inspect(given["KVSTORE_AUTH"].replace("/identities", str(issued)), utc_now())
+        assert not found.problems
+        assert found.identity is not None
+        assert found.identity.roles == {"master", "node"}
+        revoked = given[f"KVSTORE_{name.partition('-')[0].upper()}_AUTH_REVOKED"]
+        assert (issued / Path(revoked).name).exists()
+    assert {each.name for each in issued.iterdir()} == {
+        "store.auth", "engines.auth", "me.auth", "prometheus", "revoked",
+    }  # fmt: skip
+
+
+def test_prometheus_of_compose_is_an_observer(issued: Path, tmp_path: Path) -> None:
+    need_program("promtool", "prometheus")
+    plain = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    text = (DEPLOY / "prometheus/prometheus-auth.yml").read_text()
+    hosts = set()
+    for job in yaml.safe_load(text)["scrape_configs"]:
+        tls = job["tls_config"]
+        folder = Path(tls["key_file"].replace("/identities", str(issued))).parent
+        who = inspect(str(folder), utc_now())
+        assert who.identity is not None
+        assert who.identity.roles == {"observer"}
+        for each in job["static_configs"]:
+            assert each["labels"] == {"job": plain["scrape_configs"][0]["job_name"]}
+            names = {target.partition("-")[0] for target in each["targets"]}
+            assert {f"{name}.kvstore" for name in names} == {tls["server_name"]}
+            hosts.update(each["targets"])
+    (job,) = plain["scrape_configs"]
+    assert hosts == {target for each in job["static_configs"] for target in each["targets"]}
+    shutil.copy(DEPLOY / "prometheus/alerts.yml", tmp_path)
+    file = tmp_path / "prometheus.yml"
+    file.write_text(text.replace("/identities", str(issued)))
+    done = subprocess.run(
+        ["promtool", "check", "config", str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # --- systemd -------------------------------------------------------------------------------------
 
 
@@ -346,8 +432,10 @@ def test_the_settings_of_a_unit_are_known(
     monkeypatch.setenv("KVSTORE_STRICT_CONFIG", "1")
     config = load(kind, {}, config_path="", origin="{flag}")
     assert config.model_fields_set == {
-        variable.removeprefix(f"KVSTORE_{kind.section.upper()}_").lower() for variable in found
+        variable.removeprefix("KVSTORE_").removeprefix(f"{kind.section.upper()}_").lower()
+        for variable in found
     }
+    assert config.auth
 
 
 # --- the image -----------------------------------------------------------------------------------
