@@ -16,7 +16,7 @@ import pytest
 from kvstore import Client, PutOutcome
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
-from kvstore.errors import CapabilityRefusedError, PermissionDeniedError
+from kvstore.errors import CapabilityRefusedError, PermissionDeniedError, PutRefusedError
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.tcp_protocol import Extent, Op
 from kvstore.transport.base import Move
@@ -83,6 +83,7 @@ def test_all_verbs(store: Cluster, device: str) -> None:
     assert set(client.stats().transports) == {"tcp"}
     assert "stale_reads" not in client.stats().counters
     assert "failed_transfers" not in client.stats().counters
+    assert store.status().nodes[0].unreachable == "", "the master has shown that it is a holder"
 
 
 def test_an_allocation_over_tcp_outlives_its_first_capability(tmp_path: Path) -> None:
@@ -177,6 +178,31 @@ def test_another_master_knows_the_holders_anew(store: Cluster) -> None:
     until(lambda: client.get("a") == content("a", SIZE))
     assert client.put("b", b"b") is STORED
     assert client.get("b") == b"b"
+
+
+def test_a_node_that_takes_no_capabilities_is_used_as_before(store: Cluster) -> None:
+    """While nodes are upgraded one by one."""
+    store.node()
+    store.sealed = False
+    store.node()
+    client = store.client(transports=TCP)
+    keys = [f"k{number}" for number in range(8)]
+    outcomes = client.put_many([(key, content(key, SIZE)) for key in keys], replicas=2)
+    assert set(outcomes) == {STORED}
+    dead(store, store.nodes[0])
+    reader = store.client(transports=TCP, name="reader")
+    assert reader.get_many(keys) == [content(key, SIZE) for key in keys]
+
+
+def test_a_client_that_gets_no_capabilities_is_told_so(store: Cluster) -> None:
+    store.node()
+    store.master_server.kill()
+    store.sealed = False
+    store.master()
+    until(lambda: store.status().nodes)
+    client = store.client(transports=TCP)
+    with pytest.raises(PutRefusedError, match="may require capabilities"):
+        client.put("a", b"a")
 
 
 def test_a_stranger_on_the_data_port_is_denied(store: Cluster) -> None:
