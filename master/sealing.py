@@ -30,7 +30,8 @@ STAT_MS: Final = 1_000
 """How long a client has to read the header of an object that it has asked about."""
 
 MASTER: Final = (1 << 64) - 1
-"""The master's own number as a holder, with which it tries to connect to nodes."""
+"""The master's own number as a holder, with which it tries to connect to nodes. No client gets
+it."""
 
 _MOUNT: Final = struct.Struct("<16sQQ")
 """As ``Steps.seal`` takes it."""
@@ -139,6 +140,8 @@ class Sealing:
 
     def _readable(self, placements: Placements, until_ms: int, holder: int) -> Placements:
         sizes, replicas, segments = placements.sizes, placements.replicas, placements.segments
+        if not segments:
+            return placements
         if len(segments) != len(sizes) or max(replicas, default=1) > 1:
             sizes = _each(map(repeat, sizes, replicas))
         offsets = placements.offsets
