@@ -86,6 +86,7 @@ def test_all_verbs(store: Cluster, device: str) -> None:
     assert store.status().nodes[0].unreachable == "", "the master has shown that it is a holder"
 
 
+@pytest.mark.slow
 def test_an_allocation_over_tcp_outlives_its_first_capability(tmp_path: Path) -> None:
     settings = SHORT | {"put_deadline_ms": 1_000}
     with Cluster(tmp_path, settings=settings, identities=Identities(tmp_path)) as store:
