@@ -155,7 +155,7 @@ class Client:
         """A whole store in one process tree: master and node as children, ended by ``close``.
 
         For a laptop, a test or a single host. Other processes of this host reach it at
-        ``client.config.master``.
+        ``client.config.master``; it has no authentication, whatever ``KVSTORE_AUTH`` says.
 
         Args:
             memory: size of the pool, in ``/dev/shm``.
@@ -166,7 +166,7 @@ class Client:
         """
         child = start_master(memory=parse_size(memory))
         try:
-            client = cls(f"127.0.0.1:{child.said['port']}", **settings)
+            client = cls(f"127.0.0.1:{child.said['port']}", **{"auth": ""} | settings)
         except BaseException:
             child.stop()
             raise

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from kvstore.auth import rights
-from kvstore.auth.credentials import Credentials, alternative_names
+from kvstore.auth.credentials import MASTER_NAME, Credentials, alternative_names
 from kvstore.auth.identity import Identity
 from kvstore.auth.names import identity_by, load_names
 from kvstore.auth.revoked import Revoked
@@ -68,9 +68,11 @@ class Gate:
     def __init__(self, config: MasterConfig) -> None:
         """
         Raises:
-            ConfigError: the file of ``auth`` or of ``auth_names`` cannot be used.
+            ConfigError: the file of ``auth`` or of ``auth_names`` cannot be used, or is not that
+                of a master.
         """
         self.credentials = Credentials(config.auth)
+        self.credentials.check_serves(MASTER_NAME)
         self.required = config.auth_mode == "require"
         """Whether a peer without an identity is refused."""
         self.refused = 0

@@ -108,7 +108,9 @@ def of_command(name: str, command: click.Command, kind: type[Config]) -> Iterato
     if examples.strip().startswith("Example"):
         _, _, lines = examples.partition("\n")
         yield f"```console\n{inspect.cleandoc(lines)}\n```\n"
-    for below in command.list_commands(context) if isinstance(command, click.Group) else ():
+    if not isinstance(command, click.Group):
+        return
+    for below in command.list_commands(context):
         found = command.get_command(context, below)
         assert found is not None
         yield from of_command(f"{name} {below}", found, kind)

@@ -12,6 +12,7 @@ engine cannot pass for a master, wherever it runs, and certificates need no addr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -142,6 +143,30 @@ class Credentials:
         context = load(pems)
         context.sni_callback = choose  # is called even if the client sends no server name
         return context
+
+    def check_serves(self, name: str) -> None:
+        """Finds out whether peers would accept this process as a server of this name, by a
+        handshake with itself.
+
+        Raises:
+            ConfigError: they would not.
+        """
+        to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = self.client().wrap_bio(to_client, to_server, server_hostname=name)
+        server = self.server(is_optional=True).wrap_bio(to_server, to_client, server_side=True)
+        try:
+            for end in (client, server, client):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", "") or str(error)
+            raise ConfigError(
+                f"the certificate of auth {self.path} is not one that clients accept from {name}: "
+                f"{why}",
+                advice=f"kvstore auth show {self.path} says what it is for; kvstore auth issue "
+                "--role master writes one for a master.",
+                key="auth",
+            ) from None
 
     def channel(self) -> grpc.ChannelCredentials:
         """For a gRPC channel. The channel needs ``channel_options``, too."""

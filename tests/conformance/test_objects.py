@@ -142,7 +142,7 @@ class HolderWay(Way):
     def carry(self, transfer: Transfer, seconds: float = 30.0) -> None:
         assert isinstance(transfer, ObjectReads | ObjectWrites)
         known, op = transfer.segment, Op.WRITE if transfer.write else Op.READ
-        transfer.rows = [
+        transfer.rows = [  # pyright: ignore[reportAttributeAccessIssue]
             (*row[:-1], capability(known, row[0], row[1], op)) for row in transfer.rows
         ]
         transfer.segment = held(known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -139,12 +140,14 @@ def test_who_is_no_node_does_not_join_as_one(
 # --- who does not get in -------------------------------------------------------------------------
 
 
-def why_not(cluster: Cluster, auth: str) -> str:
-    with (
-        pytest.raises(KVStoreError) as caught,
-        Client(cluster.address, auth=auth, timeout_ms=WITHIN_MS) as client,
-    ):
+def why_not_at(address: str, auth: str) -> None:
+    with Client(address, auth=auth, timeout_ms=WITHIN_MS) as client:
         client.exists("k")
+
+
+def why_not(cluster: Cluster, auth: str) -> str:
+    with pytest.raises(KVStoreError) as caught:
+        why_not_at(cluster.address, auth)
     return str(caught.value)
 
 
@@ -160,14 +163,28 @@ def test_strangers_are_told_what_is_missing(
         identities.clock = partial(_days_from_now, days)
         assert "certificate" in why_not(cluster, identities.file(name, "admin", days=1)), name
     identities.clock = utc_now
-    with Cluster(tmp_path / "other", settings={"auth": identities.file("node")}) as false:
-        # Its certificate is of the right authority, and not that of a master.
-        server = false.launch("kvstore.cli.master", false.settings)
-        found = server.line(r"listening on \S*?:(\d+) \(gRPC\)")
+
+
+def test_a_node_cannot_play_a_master(cluster: Cluster, identities: Identities) -> None:
+    """Its certificate is of the right authority. Our own program refuses to start with it; another
+    one would find no client."""
+    cluster.master()
+    refused = cluster.launch(
+        "kvstore.cli.master", {"host": "127.0.0.1", "port": 0, "auth": identities.file("node")}
+    )
+    assert refused.wait() == 2
+    assert "is not one that clients accept from master.kvstore" in refused.errors
+
+    async def serve() -> None:
+        server = grpc.aio.server()
+        serving = Credentials(identities.file("node")).grpc_server()
+        port = server.add_secure_port("127.0.0.1:0", serving)
+        await server.start()
         with pytest.raises(MasterUnreachableError, match="not that of a master"):
-            Client(
-                f"127.0.0.1:{found[1]}", auth=identities.file("admin"), timeout_ms=WITHIN_MS
-            ).exists("k")
+            await asyncio.to_thread(why_not_at, f"127.0.0.1:{port}", identities.file("admin"))
+        await server.stop(0)
+
+    asyncio.run(serve())
 
 
 def _days_from_now(days: int) -> datetime:

@@ -182,10 +182,12 @@ def test_another_master_knows_the_holders_anew(store: Cluster) -> None:
 
 
 def test_a_node_that_takes_no_capabilities_is_used_as_before(store: Cluster) -> None:
-    """While nodes are upgraded one by one."""
-    store.node()
-    store.sealed = False
-    store.node()
+    """While nodes are given identities one by one."""
+    store.master_server.terminate()
+    store.master_server.wait()
+    store.master(auth_mode="prefer")
+    store.node(auth_mode="prefer")
+    store.node(auth="")
     client = store.client(transports=TCP)
     keys = [f"k{number}" for number in range(8)]
     outcomes = client.put_many([(key, content(key, SIZE)) for key in keys], replicas=2)
@@ -198,10 +200,9 @@ def test_a_node_that_takes_no_capabilities_is_used_as_before(store: Cluster) -> 
 def test_a_client_that_gets_no_capabilities_is_told_so(store: Cluster) -> None:
     store.node()
     store.master_server.kill()
-    store.sealed = False
-    store.master()
+    store.master(auth_mode="prefer")
     until(lambda: store.status().nodes)
-    client = store.client(transports=TCP)
+    client = store.client(transports=TCP, auth="")
     with pytest.raises(PutRefusedError, match="may require capabilities"):
         client.put("a", b"a")
 

@@ -186,7 +186,8 @@ class Cluster:
 
     def client(self, **settings: Any) -> Client:
         """A client that ``finish`` closes."""
-        client = Client(self.address, **{"auth": self._auth("admin")} | settings)
+        settings.setdefault("auth", self._auth("admin"))
+        client = Client(self.address, **settings)
         self._clients.append(client)
         return client
 

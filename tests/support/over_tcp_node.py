@@ -11,7 +11,8 @@ from tests.support import fake_device
 
 
 def over_tcp(**settings: Any) -> ClientConfig:
-    return ClientConfig(**settings | {"transports": ("tcp",)})
+    settings["transports"] = ("tcp",)
+    return ClientConfig(**settings)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import pytest
 
@@ -28,6 +29,7 @@ from kvstore.network.tcp_protocol import (
     TransferStatus,
 )
 from kvstore.transport import tcp_connection
+from kvstore.transport.tcp_connection import ServedSegment
 from kvstore.transport.tcp_server import DataServer
 from tests.support.sealing import HOLDER, extent, in_ms
 
@@ -80,7 +82,9 @@ def server(
     segment: NodeSegment, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[DataServer]:
     monkeypatch.setattr(tcp_connection, "steps", slow if request.param == "slow" else native.steps)
-    served = InRanges(segment) if request.param == "ranges" else segment
+    served: ServedSegment = segment
+    if request.param == "ranges":
+        served = cast(ServedSegment, InRanges(segment))
     server = DataServer([served], "127.0.0.1", stall_s=1.0, capabilities="require")
     server.start()
     yield server
