@@ -166,7 +166,8 @@ class Client:
         """
         child = start_master(memory=parse_size(memory))
         try:
-            client = cls(f"127.0.0.1:{child.said['port']}", **{"auth": ""} | settings)
+            settings.setdefault("auth", "")
+            client = cls(f"127.0.0.1:{child.said['port']}", **settings)
         except BaseException:
             child.stop()
             raise

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from asyncio.sslproto import SSLProtocol
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 from kvstore import calls
 from kvstore.auth.identity import Identity
+from kvstore.config import MasterConfig
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.carrier_base import Dispatcher
+from kvstore.master.gate import Gate
 from kvstore.master.lane import LaneServer, _LaneClient
 from kvstore.master.state.traffic import Caller
 from kvstore.wire.messages import CALLS, encode_request
+from tests.support.issuing import Identities
 
 
 class Waits:
@@ -87,3 +92,31 @@ def test_a_connection_that_has_ended_is_gone_with_its_transport() -> None:
         return ends
 
     assert [end() for end in asyncio.run(come_and_go())] == [None, None]
+
+
+@pytest.mark.usefixtures("_collector_off")
+@pytest.mark.parametrize("said", [b"\x16\x03\x01 no greeting", b"\x16"])
+def test_a_handshake_that_fails_leaves_nothing(tmp_path: Path, said: bytes) -> None:
+    """Its buffers have 340 KB, and any stranger can begin one."""
+
+    async def come_and_go() -> int:
+        gate = Gate(MasterConfig(auth=Identities(tmp_path).file("master")))
+        server = LaneServer(Dispatcher(Waits()), b"t" * 16, gate=gate)
+        await server.bind("127.0.0.1", 0, unix=False)
+        await server.start()
+        before = server.stats.refused
+        for count in range(1, 6):
+            _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            writer.write(said)
+            await writer.drain()
+            writer.close()
+            async with asyncio.timeout(5):
+                while server.stats.refused < before + count:
+                    await asyncio.sleep(0.001)
+            await writer.wait_closed()
+        await asyncio.sleep(0.01)
+        left = sum(isinstance(each, SSLProtocol) for each in gc.get_objects())
+        await server.stop()
+        return left
+
+    assert asyncio.run(come_and_go()) == 0
