@@ -115,7 +115,8 @@ def test_a_handshake_that_fails_leaves_nothing(tmp_path: Path, said: bytes) -> N
                     await asyncio.sleep(0.001)
             await writer.wait_closed()
         await asyncio.sleep(0.01)
-        left = sum(isinstance(each, SSLProtocol) for each in gc.get_objects())
+        # Not isinstance: some objects of torch warn when they are asked for their class.
+        left = sum(type(each) is SSLProtocol for each in gc.get_objects())
         await server.stop()
         return left
 
