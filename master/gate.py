@@ -38,6 +38,7 @@ from kvstore.calls import (
 from kvstore.clocks import uptime
 from kvstore.config import MasterConfig
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
+from kvstore.master.sealing import MASTER
 from kvstore.master.state.puts import Pending
 from kvstore.master.state.traffic import Caller
 from kvstore.texts import name_text
@@ -97,10 +98,10 @@ class Gate:
         Raises:
             PermissionDeniedError
         """
-        names = context.get("x509_subject_alternative_name")
-        if names is None:
+        if "ssl_tls_version" not in context and "x509_pem_cert" not in context:
             self._without()
             return None
+        names = context.get("peer_uri", ())  # other kinds of names are for people to choose
         version = next(iter(context.get("ssl_tls_version", ())), _TLS)
         if version != _TLS:
             raise self.refusal(f"a connection of {version.decode()!r}: TLS 1.3 is the lowest")
@@ -156,6 +157,8 @@ class Gate:
         if len(self._identities) > IDENTITIES_MAX:
             self._identities.popitem(last=False)
         holder = number or next(self._holders)
+        if holder >= MASTER:
+            raise self.refusal(f"{who.shown} shows the number of the master")
         if self._numbers.setdefault(holder, who.name) != who.name:
             raise self.refusal(f"{who.shown} shows the number of another client")
         self._numbers.move_to_end(holder)

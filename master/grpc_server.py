@@ -123,7 +123,7 @@ class GrpcServer:
         server.add_secure_port(f"unix-abstract:{name}-tls", gate.credentials.grpc_server())
 
         async def serve(sock: socket.socket, has_tls: bool) -> None:
-            await splice(sock.dup(), f"{name}-{'tls' if has_tls else 'plain'}")
+            await splice(sock, f"{name}-{'tls' if has_tls else 'plain'}")
 
         self._sniffing = Sniffing(listener, serve)
 
@@ -160,7 +160,7 @@ class GrpcServer:
     def _unary(self, call: Call[Any, Any]) -> Any:
         async def answer(data: bytes, context: Context) -> bytes:
             try:
-                caller = self._caller(context)
+                caller = self._caller(context, call)
                 for key, value in context.invocation_metadata() or ():
                     if key == traces.METADATA_KEY and isinstance(value, str):
                         data = traces.with_trace(data, value)
@@ -172,7 +172,7 @@ class GrpcServer:
 
         return answer
 
-    def _caller(self, context: Context) -> Caller | None:
+    def _caller(self, context: Context, call: Call[Any, Any]) -> Caller | None:
         """The client that calls; None: a client without a token and without an identity.
 
         Raises:
@@ -194,7 +194,14 @@ class GrpcServer:
                         join=1,
                     )
                 return known
-        return None if who is None else Caller(identity=who)
+        if who is None:
+            return None
+        if call.lane:
+            # What it gets is made for the number of its join: capabilities, keys, puts.
+            raise PermissionDeniedError(
+                f"{call.name} needs the token of a join", advice="Join first.", join=1
+            )
+        return Caller(identity=who)
 
     async def _session(self, _: object, context: Context) -> None:
         """One node's stream. This is a coroutine, not a generator, so that the cancellation of a

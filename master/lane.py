@@ -39,6 +39,9 @@ from kvstore.wire.status import encode_error
 HELLO_BYTES_MAX = 256
 """Bytes that the master buffers, at most, for a client without a valid token."""
 
+HANDSHAKES_MAX = 128
+"""Handshakes of TLS at once, of 340 KB each; the oldest makes room for one more."""
+
 FRAMES_PER_TURN = 64
 """Calls of one connection that are answered before other connections get their turn: well under a
 millisecond, if they are small."""
@@ -103,6 +106,8 @@ class LaneServer:
         self._sniffing: Sniffing | None = None
         """Accepts connections by TCP, with authentication."""
         self._tls: ssl.SSLContext | None = None
+        self._handshakes: dict[asyncio.Task[None], None] = {}
+        """Connections within their handshake, oldest first."""
 
     async def bind(self, host: str, port: int, *, unix: bool = True) -> None:
         """Listens on ``host:port`` (0: any) and, where ``unix``, on a fresh abstract Unix socket.
@@ -167,18 +172,28 @@ class LaneServer:
         """Serves a connection of a peer whose identity matters: by TLS, or without where that is
         allowed."""
         assert self.gate is not None
-        if not has_tls and self.gate.required:
-            self.stats.refused += 1
-            self.gate.refusal("a connection to the lane without TLS")
-            return
         loop = asyncio.get_running_loop()
-        timeout_s = self.settings.hello_timeout_s
+        if not has_tls:
+            if self.gate.required:
+                self.stats.refused += 1
+                self.gate.refusal("a connection to the lane without TLS")
+                sock.close()
+            else:
+                await loop.connect_accepted_socket(self._connection, sock)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        if len(self._handshakes) >= HANDSHAKES_MAX:  # the oldest makes room
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.cancel()
+        self._handshakes[task] = None
         try:
             await loop.connect_accepted_socket(
                 self._connection,
-                sock.dup(),
-                ssl=self._tls if has_tls else None,
-                ssl_handshake_timeout=timeout_s if has_tls else None,
+                sock,
+                ssl=self._tls,
+                ssl_handshake_timeout=self.settings.hello_timeout_s,
             )
         except OSError as error:
             # A cycle of the error, the frames of asyncio and its future, with the buffers of TLS:
@@ -187,6 +202,8 @@ class LaneServer:
             self.stats.refused += 1
             why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
             self.gate.refusal(f"a connection to the lane: {why or 'no handshake in time'}")
+        finally:
+            self._handshakes.pop(task, None)
 
     def _connection(self) -> _LaneClient:
         return _LaneClient(self, self._dispatcher)
@@ -264,11 +281,7 @@ class _LaneClient(asyncio.BufferedProtocol):
         waiting, self._waiting = self._waiting, {}
         for task in waiting.values():
             task.cancel()
-        transport, self._transport = self._transport, None  # breaks the cycle with the transport
-        if transport is not None:
-            # asyncio leaves another cycle behind: the transport and its own bound method. Objects
-            # as old as a connection are frozen, so the collector would not find it.
-            vars(transport).pop("_read_ready_cb", None)
+        self._transport = None  # breaks the cycle with the transport; see also ``new_event_loop``
 
     # --- frames --------------------------------------------------------------------------------
 
@@ -315,7 +328,9 @@ class _LaneClient(asyncio.BufferedProtocol):
         who = None
         if server.gate is not None and self._address != LOCAL and self._transport is not None:
             who = server.gate.of_tls(self._transport.get_extra_info("ssl_object"))
-        caller = caller_of(token, server.token, self._address, server.gate, who)
+        # Without TLS over TCP a signed token proves nothing: it may have been overheard.
+        gate = server.gate if self._address == LOCAL or who is not None else None
+        caller = caller_of(token, server.token, self._address, gate, who)
         if caller is None:
             raise PermissionDeniedError(
                 "the client's token is not valid for this master's lane",

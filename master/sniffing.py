@@ -32,7 +32,7 @@ PIECE_BYTES: Final = 256 << 10
 _TLS: Final = b"\x16"
 
 Serve = Callable[[socket.socket, bool], Awaitable[None]]
-"""Takes over a connection; the second argument: whether it speaks TLS."""
+"""Takes over a connection, and closes it; the second argument: whether it speaks TLS."""
 
 
 class Sniffing:
@@ -71,24 +71,27 @@ class Sniffing:
                 continue
             if len(self._silent) >= SILENT_MAX:
                 self._silent.pop(next(iter(self._silent))).cancel()
-            self._silent[sock] = loop.create_future()
-            task = loop.create_task(self._sniff(sock))
+            came = self._silent[sock] = loop.create_future()
+            task = loop.create_task(self._sniff(sock, came))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            await asyncio.sleep(0)  # accepting does not wait while there is a queue
 
-    async def _sniff(self, sock: socket.socket) -> None:
+    async def _sniff(self, sock: socket.socket, came: asyncio.Future[None]) -> None:
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             try:
-                first = await self._first_byte(sock)
+                first = await self._first_byte(sock, came)
                 if first:
-                    await self._serve(sock, first == _TLS)
+                    moved = socket.socket(fileno=sock.detach())
+                    moved.setblocking(False)
+                    await self._serve(moved, first == _TLS)
             finally:
                 self._silent.pop(sock, None)
                 sock.close()
 
-    async def _first_byte(self, sock: socket.socket) -> bytes:
+    async def _first_byte(self, sock: socket.socket, came: asyncio.Future[None]) -> bytes:
         """Empty: the peer has left, was silent for too long, or had to make room."""
-        loop, came = asyncio.get_running_loop(), self._silent[sock]
+        loop = asyncio.get_running_loop()
 
         def readable() -> None:
             if not came.done():

@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 import ssl
+import struct
 import time
 
 from kvstore.auth.credentials import MASTER_NAME, Credentials
@@ -143,6 +144,9 @@ def connect(
         LaneUnreachableError
     """
     sock = _connect_unix(joined.lane_unix, until) if joined.lane_unix else None
+    if sock is not None and credentials is not None and not _is_trusted(sock):
+        sock.close()
+        sock = None
     if sock is None:
         if not joined.lane_port:
             raise LaneUnreachableError(
@@ -160,6 +164,14 @@ def connect(
             raise LaneUnreachableError(f"{address}: {_reason(error)}") from None
     sock.setblocking(False)
     return LaneConnection(sock, spin_s, generation)
+
+
+def _is_trusted(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket is of our own user, or of root. Any other user of this
+    host may have taken the name, and is not shown our token; TLS over TCP proves who it is."""
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return uid in (0, os.geteuid())
 
 
 def _with_tls(sock: socket.socket, credentials: Credentials, until: float) -> ssl.SSLSocket:

@@ -80,6 +80,9 @@ class Identity(NamedTuple):
     def may_write(self, namespace: str) -> bool:
         return self.is_admin or self._is_engine(self.writes, namespace)
 
+    def may_read_or_write(self, namespace: str) -> bool:
+        return self.may_read(namespace) or self.may_write(namespace)
+
     def _is_engine(self, patterns: Sequence[str], namespace: str) -> bool:
         """Patterns give no rights to other roles: an observer sees numbers, and no names."""
         return ENGINE in self.roles and matches(patterns, namespace)

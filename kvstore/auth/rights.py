@@ -28,6 +28,9 @@ class Right(enum.Enum):
     """To read in each namespace that the call names; a node may, since it holds the bytes."""
     WRITE = "write"
     """To write in each namespace that the call names."""
+    KEEP = "keep"
+    """To read or to write in each namespace that the call names, if it names keys there; tokens
+    belong to their puts."""
     DOUBT = "doubt"
     """To write in each namespace that the call names, or to be a node: who may only read must not
     have objects removed by saying that they are damaged."""
@@ -58,7 +61,7 @@ RULES: Final[dict[type, Rule]] = {
     calls.PutRevoke: Rule(Right.PUT),
     calls.Allocate: Rule(Right.PUT),
     calls.Commit: Rule(Right.WRITE, _SPACE),
-    calls.Renew: Rule(Right.READ, _SPACE),
+    calls.Renew: Rule(Right.KEEP, _SPACE),
     calls.Pin: Rule(Right.WRITE, _SPACE),
     calls.Unpin: Rule(Right.WRITE, _SPACE),
     calls.Remove: Rule(Right.WRITE, _SPACE),
@@ -95,7 +98,11 @@ def check(who: Identity, request: Request) -> None:
     if rule.fields:
         if right is Right.DOUBT and NODE in who.roles:
             return
+        if right is Right.KEEP and not getattr(request, "keys", ()):
+            return
         verb, may = ("read", who.may_read) if right is Right.READ else ("write", who.may_write)
+        if right is Right.KEEP:
+            verb, may = "read", who.may_read_or_write
         for namespace in _spaces(rule, request):
             if not namespace or not may(namespace):
                 raise refused(who, request, f"may not {verb} namespace {namespace or '*'!r}")

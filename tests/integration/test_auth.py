@@ -21,7 +21,7 @@ import grpc
 import pytest
 
 from kvstore import Client, calls
-from kvstore.auth.credentials import MASTER_NAME, Credentials
+from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
 from kvstore.auth.ledger import Wanted
 from kvstore.calls import Clear, Join, Joined
 from kvstore.client.calling import lane
@@ -30,8 +30,8 @@ from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError, PermissionDeniedError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.web.events.following import follow
-from kvstore.wire.messages import CALLS
-from tests.support.cluster import Cluster
+from kvstore.wire.messages import CALLS, encode_request
+from tests.support.cluster import SHORT, Cluster
 from tests.support.http import request
 from tests.support.issuing import Identities, utc_now
 from tests.support.processes import free_port, run_python
@@ -213,7 +213,7 @@ def test_silent_and_noisy_strangers_do_not_keep_others_out(
     cluster.start()
     monkeypatch.setattr(lane, "_connect_unix", lambda *_: None)
     with contextlib.ExitStack() as stack:
-        for index in range(600):
+        for index in range(1_500):
             place = ("127.0.0.1", cluster.lane_port)
             sock = stack.enter_context(socket.create_connection(place, timeout=5))
             if index % 3:
@@ -267,6 +267,50 @@ def test_a_token_of_another_identity_is_of_no_use(cluster: Cluster, identities: 
     local = lane.connect(forged, "127.0.0.1", time.monotonic() + 5, 0, 0, thief)
     with pytest.raises(TokenRefusedError):
         local.greet(forged, time.monotonic() + 5)
+
+
+def test_what_is_made_for_a_join_needs_its_token(cluster: Cluster, identities: Identities) -> None:
+    """Without it a member would get what a client without identity gets: the keys of segments."""
+    cluster.start()
+    credentials = Credentials(engine(identities)).channel()
+    with grpc.secure_channel(cluster.address, credentials, channel_options()) as channel:
+        for request in (
+            calls.DescribeSegments([1]),
+            calls.PutStart(Namespace(OURS), [Key(b"k")], [10], None, True, 1, False, 0, ""),
+            calls.Lookup(Namespace(OURS), [Key(b"k")]),
+        ):
+            call = CALLS[type(request)]
+            ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
+            with pytest.raises(grpc.RpcError) as caught:
+                ask(encode_request(request), timeout=5)
+            assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED, call.name
+
+
+@pytest.mark.slow
+def test_an_engine_that_may_not_read_the_default_namespace_keeps_its_allocations(
+    tmp_path: Path, identities: Identities
+) -> None:
+    settings = SHORT | {"put_deadline_ms": 1_000}
+    with Cluster(tmp_path, settings=settings, identities=identities) as cluster:
+        cluster.start()
+        client = cluster.client(auth=engine(identities), namespace=OURS)
+        memory = client.allocate(1_000, kind="numpy")
+        time.sleep(2.5)
+        assert client.put("k", memory)
+        writer = identities.file("w", "engine", writes=[OURS])
+        alone = cluster.client(auth=writer, namespace=OURS)
+        assert alone.put("written", alone.allocate(1_000, kind="numpy"))
+
+
+def test_the_lanes_socket_of_another_user_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Any user of a host may take the name of the socket that a master has elsewhere."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert lane._is_trusted(ours)
+        monkeypatch.setattr(os, "geteuid", lambda: 4711)
+        assert lane._is_trusted(ours) == (os.getuid() == 0), "root's is"
 
 
 def test_a_put_belongs_to_the_client_that_began_it(
@@ -330,6 +374,16 @@ def test_who_is_revoked_is_out_within_seconds(cluster: Cluster, identities: Iden
     path = f"/api/v1/objects?{urlencode({'namespace': OURS, 'key': b'k'.hex()})}"
     port = cluster.settings["http_port"]
     assert request(port, "GET", path, tls=tls).status == 200
+    told = follow([f"127.0.0.1:{port}"], namespace=OURS, auth=engine(identities), patience_s=0.1)
+    next(told)
+
+    def read_on() -> None:
+        with contextlib.suppress(KVStoreError):
+            for _ in told:
+                pass
+
+    streaming = threading.Thread(target=read_on)
+    streaming.start()
     identities.revoke("engine")
     started = time.monotonic()
 
@@ -342,7 +396,9 @@ def test_who_is_revoked_is_out_within_seconds(cluster: Cluster, identities: Iden
 
     until(is_out)
     until(lambda: request(port, "GET", path, tls=tls).status == 401)
-    assert time.monotonic() - started < 5
+    streaming.join(10)
+    assert not streaming.is_alive(), "its stream of events ends, too"
+    assert time.monotonic() - started < 15
     assert cluster.client(namespace=OURS).get("k") == content("k"), "others go on"
     node = cluster.nodes[0]
     identities.revoke("node")
@@ -450,6 +506,11 @@ def test_http_acts_with_the_rights_of_the_request(cluster: Cluster, identities: 
     assert ask("PUT", objects, mine, b"v", namespace=OURS, key=k) == 201
     assert ask("GET", objects, mine, namespace=OURS, key=k) == 200
     assert ask("GET", objects, observer, namespace=OURS, key=k) == 403
+    chains = "/api/v1/chains"
+    assert ask("GET", chains, admin) == 200
+    assert ask("GET", chains, mine) == 403, "an answer that is kept for the admin"
+    assert ask("GET", chains, mine, namespace=OURS) == 200
+    assert ask("POST", "/api/v1/find", mine, {"text": k}) == 200, "in its own namespaces"
     node = {"node": cluster.nodes[0].name}
     for who in (mine, observer):
         assert ask("POST", "/api/v1/nodes/drain", who, node) == 403

@@ -18,9 +18,11 @@ from typing import Final
 from pydantic import BaseModel, Field
 
 from kvstore import calls
+from kvstore.auth.acting import acting, check_acting
+from kvstore.auth.rights import shown_status
 from kvstore.client.aio import AsyncClient
 from kvstore.errors import InvalidArgumentError, InvalidKeyError
-from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, check_key
+from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, Namespace, check_key
 from kvstore.texts import HEX, key_from_text, key_text
 from kvstore.web.api.objects import TIMEOUT_MS, NodesOf
 from kvstore.web.server.endpoints import HexKey, Question, endpoint
@@ -186,6 +188,7 @@ class Prefixes:
         self, namespace: str | None, keys: Sequence[bytes], count: int
     ) -> calls.ChainsFound:
         """Asks the master for chains: one call at a time, then a pause, however many pages ask."""
+        check_acting(calls.Chains(Namespace(namespace or "")))
         async with self._asking:
             until, answer = self._kept.get((namespace, count), (0.0, None))
             if answer is not None and not keys and time.monotonic() < until:
@@ -222,6 +225,8 @@ class Prefixes:
         names: Sequence[str] = asked.namespaces or ()
         if not names:
             status = await self._client.status(timeout_ms=TIMEOUT_MS)
+            if (who := acting()) is not None:
+                status = shown_status(who, status)
             largest = heapq.nlargest(
                 FIND_NAMESPACES_MAX, status.namespaces, key=lambda row: (row.size, row.name)
             )

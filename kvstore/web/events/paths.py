@@ -17,6 +17,7 @@ from kvstore.limits import check_namespace
 from kvstore.web.channel import ChildEnd
 from kvstore.web.events.journal import EventPosition, Journal, Streams
 from kvstore.web.events.subscribers import Subscribers
+from kvstore.web.server.access import STILL
 from kvstore.web.server.endpoints import (
     Endpoint,
     Question,
@@ -159,7 +160,10 @@ async def _send(
         if first:
             await response.write(first)
         async with contextlib.aclosing(texts):
+            still = request.get(STILL)
             async for text in texts:
+                if still is not None and not still():
+                    break  # it was revoked
                 if not text:  # an empty chunk would end the body
                     continue
                 async with asyncio.timeout(STALLED_S):

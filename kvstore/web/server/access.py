@@ -151,6 +151,10 @@ class Hosts:
         return host in self._names or _is_address(host)
 
 
+STILL: Final = "kvstore-still"
+"""Key of a request that an identity has sent: a callable that says whether it is still one. For
+answers that last."""
+
 HTTP_TOKEN: Final = identity("http-token", [ADMIN])
 """Who shows the token of a port, where there are identities."""
 
@@ -237,6 +241,7 @@ class Access:
 
         async def acting(request: web.Request) -> web.StreamResponse:
             with acting_for(self._who(request)):
+                request[STILL] = lambda: self._who(request) is not None
                 return await handler(request)
 
         return acting

@@ -44,6 +44,7 @@ READS: Final = ALWAYS | {
 WRITES: Final = ALWAYS | {
     "node": "nnnnn", "engine": "ynynn", "reader": "nnnnn", "observer": "nnnnn",
 }  # fmt: skip
+KEEPS: Final = READS | {"engine": "yyynn"}
 DOUBTS: Final = WRITES | {"node": "yyyyy"}
 ENTERS: Final = dict.fromkeys(WHO, "y")
 HOLDS: Final = ENTERS | {"observer": "n"}
@@ -62,7 +63,7 @@ EXPECTED: Final[dict[type, dict[str, str]]] = {
     calls.PutRevoke: PUTS,
     calls.Allocate: PUTS,
     calls.Commit: WRITES,
-    calls.Renew: READS,
+    calls.Renew: KEEPS,
     calls.Pin: WRITES,
     calls.Unpin: WRITES,
     calls.Remove: WRITES,

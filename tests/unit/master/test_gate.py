@@ -39,7 +39,7 @@ def gate(identities: Identities) -> Gate:
 
 
 def shown(who: Identity, version: bytes = b"TLSv1.3") -> dict[str, list[bytes]]:
-    return {"x509_subject_alternative_name": [who.uri.encode()], "ssl_tls_version": [version]}
+    return {"peer_uri": [who.uri.encode()], "ssl_tls_version": [version]}
 
 
 def test_who_calls_is_in_the_certificate(gate: Gate) -> None:
@@ -47,7 +47,7 @@ def test_who_calls_is_in_the_certificate(gate: Gate) -> None:
     peers: list[tuple[dict[str, list[bytes]], str]] = [
         ({}, "without an identity"),
         (shown(ENGINE, b"TLSv1.2"), "TLS 1.3 is the lowest"),
-        ({"x509_subject_alternative_name": [b"spiffe://x"]}, "names 0 identities"),
+        ({"peer_uri": [b"spiffe://x"], "ssl_tls_version": [b"TLSv1.3"]}, "names 0 identities"),
     ]
     for peer, says in peers:
         with pytest.raises(PermissionDeniedError, match=says):
