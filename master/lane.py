@@ -195,12 +195,13 @@ class LaneServer:
                 ssl=self._tls,
                 ssl_handshake_timeout=self.settings.hello_timeout_s,
             )
-        except OSError as error:
-            # A cycle of the error, the frames of asyncio and its future, with the buffers of TLS:
-            # 340 KB, which would never be freed, since the collector does not see what is frozen.
+        except (OSError, asyncio.CancelledError) as error:  # cancelled: it makes room, or we stop
+            # A cycle of the error, frames, and asyncio's future or our task, with the buffers of
+            # TLS: 340 KB, which would never be freed, since the collector does not see what is
+            # frozen. Nothing of the task is left that a cancellation would have to end.
             without_frames(error)
             self.stats.refused += 1
-            why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+            why = getattr(error, "reason", "") or getattr(error, "strerror", "")
             self.gate.refusal(f"a connection to the lane: {why or 'no handshake in time'}")
         finally:
             self._handshakes.pop(task, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 import weakref
@@ -17,6 +18,7 @@ from kvstore.auth.identity import Identity
 from kvstore.config import MasterConfig
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
+from kvstore.master import lane
 from kvstore.master.carrier_base import Dispatcher
 from kvstore.master.gate import Gate
 from kvstore.master.lane import LaneServer, _LaneClient
@@ -123,6 +125,37 @@ def test_a_handshake_that_fails_leaves_nothing(tmp_path: Path, said: bytes) -> N
                     await asyncio.sleep(0.001)
         await asyncio.sleep(0.01)
         # Not isinstance: some objects of torch warn when they are asked for their class.
+        names = [type(each).__name__ for each in gc.get_objects()]
+        await server.stop()
+        return [name for name in names if name in ("SSLProtocol", "_SelectorSocketTransport")]
+
+    assert run(come_and_go()) == []
+
+
+@pytest.mark.usefixtures("_collector_off")
+def test_a_handshake_that_makes_room_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "HANDSHAKES_MAX", 2)
+
+    async def come_and_go() -> list[str]:
+        gate = Gate(MasterConfig(auth=Identities(tmp_path).file("master")))
+        server = LaneServer(Dispatcher(Waits()), b"t" * 16, gate=gate)
+        await server.bind("127.0.0.1", 0, unix=False)
+        await server.start()
+        with contextlib.ExitStack() as stack:
+            for count in range(6):
+                place = ("127.0.0.1", server.port)
+                stranger = stack.enter_context(socket.create_connection(place))
+                stranger.sendall(b"\x16")
+                async with asyncio.timeout(5):
+                    while server.stats.refused + len(server._handshakes) <= count:
+                        await asyncio.sleep(0.001)
+            assert len(server._handshakes) == 2
+        async with asyncio.timeout(5):
+            while server._handshakes:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
         names = [type(each).__name__ for each in gc.get_objects()]
         await server.stop()
         return [name for name in names if name in ("SSLProtocol", "_SelectorSocketTransport")]
