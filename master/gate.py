@@ -13,8 +13,8 @@ import logging
 import secrets
 import ssl
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from kvstore.auth import rights
 from kvstore.auth.credentials import MASTER_NAME, Credentials, alternative_names
@@ -44,6 +44,8 @@ from kvstore.master.state.traffic import Caller
 from kvstore.texts import name_text
 
 log = logging.getLogger("kvstore.auth")
+
+WhatT = TypeVar("WhatT")
 
 IDENTITIES_MAX: Final = 65_536
 """Identities that have joined and whose tokens are known. Who is forgotten joins again."""
@@ -186,17 +188,26 @@ class Gate:
         Raises:
             PermissionDeniedError: it may not make this call, or was revoked.
         """
+        self._ask(who, rights.check, request)
+        if who is not None and isinstance(request, AUDITED):
+            self._audit(who, request)
+
+    def check_node(self, who: Identity | None, name: str) -> None:
+        """As ``check``, for a stream of the node of this name."""
+        self._ask(who, rights.check_node, name)
+
+    def _ask(
+        self, who: Identity | None, check: Callable[[Identity, WhatT], None], what: WhatT
+    ) -> None:
         if who is None:
             self._without()
             return
         self._check_revoked(who)
         try:
-            rights.check(who, request)
+            check(who, what)
         except PermissionDeniedError as error:
             self._note(error.message)
             raise
-        if isinstance(request, AUDITED):
-            self._audit(who, request)
 
     def own(self, caller: Caller | None, request: Request, pending: Pending) -> Request:
         """The request as its caller may make it: its puts are of its own number, and the tokens
@@ -230,18 +241,6 @@ class Gate:
                 type(request).__name__, name_text(who.name), name_text(on),
                 self._audits.left_out,
             )  # fmt: skip
-
-    def check_node(self, who: Identity | None, name: str) -> None:
-        """As ``check``, for a stream of the node of this name."""
-        if who is None:
-            self._without()
-            return
-        self._check_revoked(who)
-        try:
-            rights.check_node(who, name)
-        except PermissionDeniedError as error:
-            self._note(error.message)
-            raise
 
     def shown(self, who: Identity | None, status: ClusterStatus) -> ClusterStatus:
         """What this identity may see of it."""

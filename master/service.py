@@ -218,13 +218,17 @@ class MasterService:
             request = self.gate.own(caller, request, self.state.common.pending)
         if isinstance(request, calls.Join):
             return self._joined(request, caller)
-        kind = type(request)
-        step = self.state.steps.get(kind)
-        if step is None:
-            raise ProtocolError(f"this master does not know {kind.__name__}")
-        cut = CUTS.get(kind)
+        cut = CUTS.get(type(request))
         if cut is not None and cut.is_large(request):
             return self._in_pieces(cut, request, caller)
+        return self._step(request, caller)
+
+    def _step(
+        self, request: calls.Request, caller: Caller | None
+    ) -> calls.Reply | Awaitable[calls.Reply]:
+        step = self.state.steps.get(type(request))
+        if step is None:
+            raise ProtocolError(f"this master does not know {type(request).__name__}")
         started = uptime()
         if started >= self.leads_until:
             self._check_time(started)
@@ -263,7 +267,7 @@ class MasterService:
         try:
             for piece in cut.pieces(request):
                 async with self._cutting:
-                    replies.append(self.call(piece, caller))
+                    replies.append(self._step(piece, caller))
                     await asyncio.sleep(0)
             return cut.joined([each if isinstance(each, tuple) else await each for each in replies])
         finally:
@@ -350,7 +354,7 @@ class MasterService:
             outbox.put_nowait(accepted)
         reader = start_task(
             f"node {first.name}",
-            self._read_node(session, self._allowed(incoming, who, first.name), outbox),
+            self._read_node(session, incoming, outbox, who, first.name),
             died=lambda error: self._put(outbox, InternalError(f"unexpected {error!r:.200}")),
         )
         reaching = start_task(f"reach {first.name}", self._reach_node(session))
@@ -368,26 +372,23 @@ class MasterService:
             await asyncio.gather(reader, reaching, return_exceptions=True)
 
     async def _read_node(
-        self, session: int, incoming: AsyncIterator[calls.NodeMessage], outbox: Outbox
+        self,
+        session: int,
+        incoming: AsyncIterator[calls.NodeMessage],
+        outbox: Outbox,
+        who: Identity | None,
+        name: str,
     ) -> None:
         try:
             async for message in incoming:
+                if self.gate is not None:
+                    self.gate.check_node(who, name)  # it may have been revoked
                 self._check_time(uptime())
                 with self._transition() as state:
                     state.nodes.said(self._clock(), session, message)
             self._put(outbox, None)
         except KVStoreError as error:
             self._put(outbox, error)
-
-    async def _allowed(
-        self, incoming: AsyncIterator[calls.NodeMessage], who: Identity | None, name: str
-    ) -> AsyncIterator[calls.NodeMessage]:
-        """The messages of a node; raises PermissionDeniedError once its identity is revoked."""
-        gate = self.gate
-        async for message in incoming:
-            if gate is not None:
-                gate.check_node(who, name)
-            yield message
 
     async def _reach_node(self, session: int) -> None:
         """Connects to the node's memory until that has succeeded once."""

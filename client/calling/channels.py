@@ -15,7 +15,7 @@ from typing import Final
 
 import grpc
 
-from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
+from kvstore.auth.credentials import Credentials, open_channel
 from kvstore.client.calling.retries import CarrierBrokenError
 from kvstore.errors import ClosedError
 from kvstore.limits import FRAME_BYTES_MAX
@@ -79,7 +79,9 @@ class Channels:
                 raise ClosedError("the client is closed")
             lent = self._by_address.get(address)
             if lent is None:
-                lent = self._by_address[address] = BusyChannel(self._channel(target))
+                lent = self._by_address[address] = BusyChannel(
+                    open_channel(target, self._credentials, CHANNEL_OPTIONS)
+                )
             lent.calls.add(me)
         try:
             yield lent
@@ -93,12 +95,6 @@ class Channels:
                 self._retired.difference_update(over)
             for each in over:
                 each.channel.close()
-
-    def _channel(self, target: str) -> grpc.Channel:
-        if self._credentials is None:
-            return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-        options = (*CHANNEL_OPTIONS, *channel_options(MASTER_NAME))
-        return grpc.secure_channel(target, self._credentials.channel(), options=options)
 
     def close(self) -> None:
         """Cancels the calls under way. Idempotent."""

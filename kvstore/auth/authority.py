@@ -28,6 +28,7 @@ from kvstore.auth.files import PUBLIC, SECRET, locked, write_whole
 from kvstore.auth.identity import ALL, ENGINE, MASTER, NODE, URI_BYTES_MAX
 from kvstore.auth.ledger import VALID, Row, Wanted
 from kvstore.errors import ConfigError, InvalidArgumentError, StartupError, UsageError
+from kvstore.network.addresses import is_address
 
 if TYPE_CHECKING:
     from kvstore.auth.certificates import Leaf, Signer
@@ -340,8 +341,7 @@ def check(wanted: Wanted) -> None:
 
 
 def _check_host(host: str) -> None:
-    is_address = certificates().is_address(host)
-    if not is_address and (not _DNS.fullmatch(host) or len(host) > 253):
+    if not is_address(host) and (not _DNS.fullmatch(host) or len(host) > 253):
         raise InvalidArgumentError(
             f"{host[:80]!r} is neither a host's name nor an address",
             advice="Give each as --host cache-1.example or --host 10.0.0.7, without a port.",

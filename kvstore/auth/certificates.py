@@ -30,6 +30,7 @@ from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, Pems
 from kvstore.auth.identity import MASTER, NODE, SCHEME
 from kvstore.auth.ledger import Wanted
 from kvstore.errors import ConfigError
+from kvstore.network.addresses import is_address
 
 AUTHORITY_DAYS: Final = 3_650
 EARLIER: Final = timedelta(minutes=10)
@@ -166,14 +167,6 @@ def issue(signer: Signer, wanted: Wanted, now: datetime) -> Leaf:
     )
     pems = Pems(_pem_of_key(key), pem([certificate, *signer.crossed]), pem(signer.authorities))
     return Leaf(number, since, until, pems)
-
-
-def is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def _host(host: str) -> x509.GeneralName:

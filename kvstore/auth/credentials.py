@@ -20,6 +20,7 @@ import re
 import ssl
 import stat
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -27,6 +28,7 @@ import grpc
 
 from kvstore.clocks import uptime
 from kvstore.errors import ConfigError
+from kvstore.network.tls import mark_of, no_passphrase, renewing
 
 log = logging.getLogger("kvstore.auth")
 
@@ -116,33 +118,13 @@ class Credentials:
             ConfigError: ``cert`` or ``key`` cannot be used.
         """
 
-        def load(pems: Pems) -> ssl.SSLContext:
-            context = _loaded(pems, is_server=True, cert=cert, key=key)
+        def load() -> ssl.SSLContext:
+            context = _loaded(self.pems(), is_server=True, cert=cert, key=key)
             if is_optional:
                 context.verify_mode = ssl.CERT_OPTIONAL
             return context
 
-        def seen(pems: Pems) -> object:
-            return pems, *(_seen(path) for path in (cert, key) if path)
-
-        pems = self.pems()
-        now = seen(pems), load(pems)
-
-        def choose(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-            del name, first
-            nonlocal now
-            pems = self.pems()
-            if (found := seen(pems)) != now[0]:
-                try:
-                    now = found, load(pems)
-                except ConfigError as error:
-                    now = found, now[1]
-                    log.warning("certificate_not_renewed reason=%s", error)
-            connection.context = now[1]
-
-        context = load(pems)
-        context.sni_callback = choose  # is called even if the client sends no server name
-        return context
+        return renewing(load, lambda: (self.pems(), mark_of(cert), mark_of(key)), log)
 
     def check_serves(self, name: str) -> None:
         """Finds out whether peers would accept this process as a server of this name, by a
@@ -200,6 +182,17 @@ class Credentials:
         )
 
 
+def open_channel(
+    target: str, credentials: Credentials | None, options: Sequence[tuple[str, str | int]]
+) -> grpc.Channel:
+    """A channel to a master; ``credentials``: None: without authentication."""
+    if credentials is None:
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(
+        target, credentials.channel(), options=(*options, *channel_options())
+    )
+
+
 def channel_options(name: str = MASTER_NAME) -> tuple[tuple[str, str], ...]:
     """Options of a gRPC channel whose server must have this name in its certificate."""
     return (("grpc.ssl_target_name_override", name),)
@@ -225,7 +218,7 @@ def _loaded(
     try:
         context.load_verify_locations(cadata=pems.authorities.decode("ascii"))
         if cert:
-            context.load_cert_chain(cert, key, password=_no_passphrase)
+            context.load_cert_chain(cert, key, password=no_passphrase)
         else:
             _load_chain(context, pems)
     except (ssl.SSLError, OSError, ValueError) as error:
@@ -241,13 +234,9 @@ def _load_chain(context: ssl.SSLContext, pems: Pems) -> None:
     descriptor = os.memfd_create("kvstore-auth", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, pems.key + pems.chain)
-        context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=_no_passphrase)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=no_passphrase)
     finally:
         os.close(descriptor)
-
-
-def _no_passphrase() -> str:
-    raise ValueError("the key has a passphrase")
 
 
 def key_file(path: str) -> Path:
@@ -314,12 +303,4 @@ def _seen(path: str) -> tuple[object, ...]:
     place = Path(path)
     names = ("tls.key", "tls.crt", "ca.crt")
     files = [place / name for name in names] if os.path.isdir(path) else [place]
-    found: list[object] = []
-    for file in files:
-        try:
-            state = file.stat()  # follows links, as those by which Kubernetes replaces secrets
-        except OSError:
-            found.append(None)
-        else:
-            found.append((state.st_mtime_ns, state.st_ino, state.st_size, state.st_mode))
-    return tuple(found)
+    return tuple(mark_of(file) for file in files)

@@ -4,11 +4,11 @@ writes. Masters look at it once a second."""
 from __future__ import annotations
 
 import logging
-import os
 from typing import Final
 
 from kvstore.auth.identity import Identity
 from kvstore.clocks import uptime
+from kvstore.network.tls import mark_of
 
 log = logging.getLogger("kvstore.auth")
 
@@ -35,9 +35,8 @@ class Revoked:
     def _look(self) -> None:
         self._look_at = uptime() + LOOK_S
         try:
-            state = os.stat(self._path)
-            seen = state.st_mtime_ns, state.st_ino, state.st_size
-            if seen == self._seen:
+            seen = mark_of(self._path)
+            if seen is not None and seen == self._seen:
                 return
             with open(self._path, encoding="utf-8", errors="replace") as file:
                 lines = file.read(FILE_BYTES_MAX).splitlines()

@@ -39,7 +39,6 @@ class Right(enum.Enum):
     belongs to its put."""
     NODE = "node"
     """To be the node that the call names, or an admin."""
-    ADMIN = "admin"
 
 
 class Rule(NamedTuple):
@@ -94,21 +93,24 @@ def check(who: Identity, request: Request) -> None:
     if who.is_admin:
         return
     rule = RULES[type(request)]
-    right = rule.right
-    if rule.fields:
-        if right is Right.DOUBT and NODE in who.roles:
-            return
-        if right is Right.KEEP and not getattr(request, "keys", ()):
-            return
-        verb, may = ("read", who.may_read) if right is Right.READ else ("write", who.may_write)
-        if right is Right.KEEP:
+    match rule.right:
+        case Right.READ:
+            verb, may = "read", who.may_read
+        case Right.KEEP:
+            if not getattr(request, "keys", ()):
+                return
             verb, may = "read", who.may_read_or_write
-        for namespace in _spaces(rule, request):
-            if not namespace or not may(namespace):
-                raise refused(who, request, f"may not {verb} namespace {namespace or '*'!r}")
-        return
-    if not _has(who, right, request):
-        raise refused(who, request, "may not make this call")
+        case Right.DOUBT if NODE in who.roles:
+            return
+        case Right.WRITE | Right.DOUBT:
+            verb, may = "write", who.may_write
+        case right:
+            if not _has(who, right, request):
+                raise refused(who, request, "may not make this call")
+            return
+    for namespace in _spaces(rule, request):
+        if not namespace or not may(namespace):
+            raise refused(who, request, f"may not {verb} namespace {namespace or '*'!r}")
 
 
 def _has(who: Identity, right: Right, request: Request) -> bool:

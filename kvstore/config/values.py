@@ -317,8 +317,8 @@ AuthFile = Annotated[
     As("FILE"),
     Field(
         description="File that proves this process's identity (kvstore auth issue writes it), or a "
-        "folder with tls.key, tls.crt and ca.crt. With it all connections are authenticated, and "
-        "encrypted where they leave the host. Empty: no authentication."
+        "folder with tls.key, tls.crt and ca.crt. With it peers are authenticated on every port, "
+        "and calls are encrypted between hosts; bytes of blocks are not. Empty: no authentication."
     ),
 ]
 AuthMode = Annotated[

@@ -14,7 +14,7 @@ import grpc
 
 from kvstore import calls
 from kvstore._version import __version__
-from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
+from kvstore.auth.credentials import MASTER_NAME, Credentials, open_channel
 from kvstore.auth.identity import parse
 from kvstore.calls import ClusterStatus, Joined, NodeStatus, SegmentInfo, Segments, TrafficReport
 from kvstore.client.calling.stub import MasterStub
@@ -250,12 +250,8 @@ def _ask_only(place: str, deadline: float, auth: str) -> None:
     """
     address = join_address(*split_address(place, default_port=DEFAULT_PORT))
     call = CALLS[calls.Status]
-    options = [("grpc.enable_http_proxy", 0)]
-    with (
-        grpc.secure_channel(address, Credentials(auth).channel(), [*options, *channel_options()])
-        if auth
-        else grpc.insecure_channel(address, options)
-    ) as channel:
+    credentials = Credentials(auth) if auth else None
+    with open_channel(address, credentials, [("grpc.enable_http_proxy", 0)]) as channel:
         ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(call.path)
         try:
             ask(encode_request(calls.Status()), timeout=max(0.1, deadline - uptime()) / 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from ipaddress import ip_address
 from typing import Final, NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
@@ -14,6 +15,15 @@ ETCD_PREFIX: Final = "kvstore"
 """The prefix of a cluster's keys in etcd, unless another one is given."""
 
 _FILES: Final = ("ca", "cert", "key")
+
+
+def is_address(host: str) -> bool:
+    """Whether it is an IP address, and no name."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def split_address(address: str, *, default_port: int | None = None) -> tuple[str, int]:

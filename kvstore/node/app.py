@@ -110,8 +110,7 @@ def run(
     try:
         with ExitStack() as stack:
             secured = secured_by(config)
-            if config.auth:
-                Credentials(config.auth)  # tells of a wrong file before memory is taken
+            credentials = Credentials(config.auth) if config.auth else None
             if config.numa_node >= 0:
                 numa.check_node(config.numa_node)
                 numa.run_on(config.numa_node)  # before threads start: they inherit it
@@ -167,6 +166,7 @@ def run(
                         listener,
                         access,
                         secured.tls(),
+                        credentials,
                     )
                 )
             except KVStoreError:
@@ -191,6 +191,7 @@ async def _serve(
     listener: socket.socket | None,
     access: Access,
     tls: ssl.SSLContext | None,
+    credentials: Credentials | None,
 ) -> bool:
     """Serves until the node is told to stop; returns whether it was drained. ``served`` holds the
     answer to the last join."""
@@ -222,7 +223,7 @@ async def _serve(
         joined=joined,
         waiting=waiting,
         repair=(lambda: None) if copying is None else copying.wake,
-        credentials=Credentials(config.auth) if config.auth else None,
+        credentials=credentials,
     )
     loop = asyncio.get_running_loop()
     background.watch_loop(loop)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Self
 import grpc
 import grpc.aio
 
-from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
+from kvstore.auth.credentials import Credentials, channel_options
 from kvstore.calls import MasterMessage, NodeMessage
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError
@@ -85,7 +85,7 @@ class NodeStream:
         if self._credentials is None:
             self._channel = grpc.aio.insecure_channel(target, options=_OPTIONS)
         else:
-            options = [*_OPTIONS, *channel_options(MASTER_NAME)]
+            options = [*_OPTIONS, *channel_options()]
             self._channel = grpc.aio.secure_channel(
                 target, self._credentials.channel(), options=options
             )

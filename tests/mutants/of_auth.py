@@ -45,8 +45,8 @@ MUTANTS: Final = (
         "        return ENGINE in self.roles and matches(patterns, namespace)\n",
         "        return matches(patterns, namespace)\n", IDENTITY),
     Mutant("all-namespaces-are-one-of-mine", "kvstore/auth/rights.py",
-        "            if not namespace or not may(namespace):\n",
-        "            if namespace and not may(namespace):\n", RIGHTS),
+        "        if not namespace or not may(namespace):\n",
+        "        if namespace and not may(namespace):\n", RIGHTS),
     Mutant("readers-write", "kvstore/auth/rights.py",
-        "(\"write\", who.may_write)", "(\"write\", who.may_read)", RIGHTS),
+        "verb, may = \"write\", who.may_write", "verb, may = \"write\", who.may_read", RIGHTS),
 )  # fmt: skip

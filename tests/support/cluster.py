@@ -195,6 +195,10 @@ class Cluster:
         assert self._asker is not None, "start a master first"
         return self._asker.status()
 
+    def spaces(self) -> list[str]:
+        """The beginnings of the namespaces that have objects."""
+        return sorted({each.name.split("/")[0] for each in self.status().namespaces})
+
     def clear(self) -> None:
         assert self._asker is not None, "start a master first"
         self._asker.clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvstore.auth import authority
 from kvstore.auth.identity import ALL
 from kvstore.auth.ledger import Wanted
+from tests.support.identities import write
 
 
 def utc_now() -> datetime:
@@ -49,14 +50,16 @@ class Identities:
             self.replace(path, wanted)
         return str(path)
 
+    def engine(self, name: str, *spaces: str) -> str:
+        """The file of an engine that may read and write in these namespaces."""
+        return self.file(name, "engine", reads=spaces, writes=spaces)
+
     def replace(self, path: Path, wanted: Wanted) -> None:
         """Issues anew, into a file that may be in use."""
         with authority.opened(self._folder, self.clock) as opened:
             row, pems = opened.issue(wanted)
-        fresh = path.with_suffix(".new")
-        fresh.touch(mode=0o600)
-        fresh.write_bytes(authority.content_of(row, pems, "a test"))
-        os.replace(fresh, path)
+        whole = authority.content_of(row, pems, "a test")
+        os.replace(write(path.with_suffix(".new"), whole), path)
 
     def revoke(self, name: str) -> None:
         with authority.opened(self._folder, self.clock) as opened:

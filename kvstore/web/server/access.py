@@ -31,7 +31,7 @@ from kvstore.auth.revoked import Revoked
 from kvstore.auth.rights import check_numbers
 from kvstore.config import HttpConfig, read_token
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
-from kvstore.network.addresses import split_address
+from kvstore.network.addresses import is_address, split_address
 from kvstore.web.server.certificates import tls_of
 from kvstore.web.server.doors import Handler
 
@@ -148,7 +148,7 @@ class Hosts:
             host = split_address(given[0], default_port=0)[0].lower()
         except InvalidArgumentError:
             return False
-        return host in self._names or _is_address(host)
+        return host in self._names or is_address(host)
 
 
 STILL: Final = "kvstore-still"
@@ -342,11 +342,3 @@ def _refusal(status: int, text: str) -> web.Response:
 def _unauthorized(text: str = LOCKED) -> web.Response:
     headers = {**HEADERS, "WWW-Authenticate": 'Bearer realm="kvstore"'}
     return web.Response(status=401, text=text, headers=headers)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

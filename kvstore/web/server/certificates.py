@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import ssl
 from typing import Final
 
 from kvstore.errors import ConfigError
+from kvstore.network.tls import mark_of, no_passphrase, renewing
 
 log = logging.getLogger("kvstore.web")
 
@@ -21,24 +21,7 @@ def tls_of(cert: str, key: str) -> ssl.SSLContext:
     Raises:
         ConfigError: a file is missing, unreadable, no PEM, or the two do not belong together.
     """
-    seen = _seen(cert, key)
-    now = _loaded(cert, key)
-
-    def choose(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-        del name, first
-        nonlocal now, seen
-        if (found := _seen(cert, key)) != seen:
-            seen = found
-            try:
-                now = _loaded(cert, key)
-                log.info("certificate_renewed cert=%s", cert)
-            except ConfigError as error:
-                log.warning("certificate_not_renewed reason=%s", error)
-        connection.context = now
-
-    context = _loaded(cert, key)
-    context.sni_callback = choose  # is called even if the client sends no server name
-    return context
+    return renewing(lambda: _loaded(cert, key), lambda: (mark_of(cert), mark_of(key)), log, of=cert)
 
 
 def _loaded(cert: str, key: str) -> ssl.SSLContext:
@@ -52,7 +35,7 @@ def _loaded(cert: str, key: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(PROTOCOLS)
     try:
-        context.load_cert_chain(cert, key, password=_no_passphrase)
+        context.load_cert_chain(cert, key, password=no_passphrase)
     except (ssl.SSLError, OSError, ValueError) as error:
         mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
         what = "do not belong together" if mismatch else f"are no certificate and key: {error}"
@@ -62,18 +45,3 @@ def _loaded(cert: str, key: str) -> ssl.SSLContext:
             key="http_cert",
         ) from None
     return context
-
-
-def _no_passphrase() -> str:
-    raise ValueError("the key has a passphrase")
-
-
-def _seen(cert: str, key: str) -> tuple[object, ...]:
-    def one(path: str) -> object:
-        try:
-            stat = os.stat(path)  # follows links, as those by which Kubernetes replaces secrets
-        except OSError:
-            return None
-        return stat.st_mtime_ns, stat.st_ino, stat.st_size
-
-    return one(cert), one(key)

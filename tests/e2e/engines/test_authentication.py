@@ -49,15 +49,6 @@ def store(tmp_path: Path, identities: Identities) -> Iterator[Cluster]:
         yield cluster
 
 
-def of(identities: Identities, name: str, *spaces: str) -> str:
-    return identities.file(name, "engine", reads=spaces, writes=spaces)
-
-
-def stored(store: Cluster) -> list[str]:
-    """The beginnings of the namespaces that have objects."""
-    return sorted({each.name.split("/")[0] for each in store.status().namespaces})
-
-
 # --- the connector -------------------------------------------------------------------------------
 
 
@@ -65,7 +56,7 @@ def test_the_connector_needs_its_own_namespaces_and_the_fleets(
     store: Cluster, identities: Identities, llama: Path, engine: StartEngine
 ) -> None:
     events = {"enable_kv_cache_events": True, "publisher": "null"}
-    auth = of(identities, "engine", *OF_VLLM)
+    auth = identities.engine("engine", *OF_VLLM)
     one = engine(
         llama, transfer_config(store.address), kv_events_config=events,
         environ={"KVSTORE_AUTH": auth},
@@ -79,7 +70,7 @@ def test_the_connector_needs_its_own_namespaces_and_the_fleets(
     assert again[0].cached == WHOLE
     assert again[0].tokens == first[0].tokens
     until(store.fleet_records)
-    assert stored(store) == ["vllm", FLEET_NAMESPACE]
+    assert store.spaces() == ["vllm", FLEET_NAMESPACE]
     (row,) = [r for r in store.client().list_objects() if r.namespace != FLEET_NAMESPACE][:1]
     assert store.client().remove(row.key, namespace=row.namespace)
 
@@ -96,7 +87,7 @@ def test_a_connector_that_is_refused_computes_and_says_why(
     store: Cluster, identities: Identities, llama: Path, engine: StartEngine,
     spaces: tuple[str, ...],
 ) -> None:  # fmt: skip
-    auth = {"auth": of(identities, "other", *spaces)} if spaces else {}
+    auth = {"auth": identities.engine("other", *spaces)} if spaces else {}
     one = engine(llama, transfer_config(store.address, **auth))
     for seed in (1, 1, 2):
         started = time.monotonic()
@@ -105,7 +96,7 @@ def test_a_connector_that_is_refused_computes_and_says_why(
         assert len(result.tokens) == 8
         one.reset()
     one.saved()
-    assert stored(store) == []
+    assert store.spaces() == []
     says = REFUSED if spaces else STRANGER
     until(lambda: any(says in line for line in one.log), within_s=30)
     told = [line for line in one.log if REFUSED in line]
@@ -136,12 +127,12 @@ def test_offloading_needs_its_own_namespaces_and_the_fleets(
     store: Cluster, identities: Identities, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokens = prompt(1)
-    auth = of(identities, "engine", *OF_OFFLOADING)
+    auth = identities.engine("engine", *OF_OFFLOADING)
     assert start(auth=auth).run(tokens) == 0
     full = len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS
     assert start(auth=auth).run(tokens) == full  # and checks every byte
     until(store.fleet_records)
-    assert stored(store) == [FLEET_NAMESPACE, "vllm-offloading"]
+    assert store.spaces() == [FLEET_NAMESPACE, "vllm-offloading"]
     assert REFUSED not in caplog.text
 
 
@@ -151,13 +142,13 @@ def test_offloading_that_is_refused_computes_and_says_why(
     spaces: tuple[str, ...],
 ) -> None:  # fmt: skip
     caplog.set_level(logging.INFO)
-    engine = start(auth=of(identities, "other", *spaces) if spaces else "")
+    engine = start(auth=identities.engine("other", *spaces) if spaces else "")
     for seed in (1, 1, 2, 3):
         started = time.monotonic()
         assert engine.run(prompt(seed)) == 0
         assert time.monotonic() - started < WITHIN_S
         engine.reset()
-    assert stored(store) == []
+    assert store.spaces() == []
     says = REFUSED if spaces else STRANGER
     until(lambda: says in caplog.text, within_s=30)
     told = [line for line in caplog.messages if REFUSED in line]

@@ -35,15 +35,6 @@ def store(tmp_path: Path, identities: Identities) -> Iterator[Cluster]:
         yield cluster
 
 
-def of(identities: Identities, name: str, *spaces: str) -> str:
-    return identities.file(name, "engine", reads=spaces, writes=spaces)
-
-
-def stored(store: Cluster) -> list[str]:
-    """The beginnings of the namespaces that have objects."""
-    return sorted({each.name.split("/")[0] for each in store.status().namespaces})
-
-
 @pytest.mark.parametrize("by", ["setting", "variable"])
 def test_it_needs_its_own_namespaces_and_the_fleets(
     store: Cluster,
@@ -53,7 +44,7 @@ def test_it_needs_its_own_namespaces_and_the_fleets(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given = {"auth": of(identities, "engine", *OF_LMCACHE)}
+    given = {"auth": identities.engine("engine", *OF_LMCACHE)}
     if by == "variable":
         monkeypatch.setenv("KVSTORE_AUTH", given.pop("auth"))
     first, second = adapter(**given), adapter(**given)
@@ -66,7 +57,7 @@ def test_it_needs_its_own_namespaces_and_the_fleets(
     second.it.submit_unlock(KEYS)
     assert len(first.it.list_l2_keys().entries) == 8
     until(store.fleet_records)
-    assert stored(store) == ["lmcache", FLEET_NAMESPACE]
+    assert store.spaces() == ["lmcache", FLEET_NAMESPACE]
     assert "refused_by_the_store" not in caplog.text
 
 
@@ -78,7 +69,7 @@ def test_if_it_is_refused_all_are_misses_and_the_log_says_why(
     spaces: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    one = adapter(**({"auth": of(identities, "other", *spaces)} if spaces else {}))
+    one = adapter(**({"auth": identities.engine("other", *spaces)} if spaces else {}))
     started = time.monotonic()
     for _ in range(10):
         assert one.look_up(KEYS) == []
@@ -86,7 +77,7 @@ def test_if_it_is_refused_all_are_misses_and_the_log_says_why(
         assert one.load(KEYS, [chunk(None) for _ in KEYS]) == []
     assert time.monotonic() - started < TASKS_S
     assert one.it.report_status()["is_healthy"], "it is only slower"
-    assert stored(store) == []
+    assert store.spaces() == []
     says = "refused_by_the_store" if spaces else "KVSTORE_AUTH=FILE"
     until(lambda: says in caplog.text)
     told = [each for each in caplog.messages if "refused_by_the_store" in each]
@@ -101,7 +92,7 @@ def test_if_it_is_refused_all_are_misses_and_the_log_says_why(
 def test_inside_an_engine_it_needs_the_same(
     store: Cluster, identities: Identities, inside: StartInside, caplog: pytest.LogCaptureFixture
 ) -> None:
-    auth = of(identities, "engine", *OF_LMCACHE)
+    auth = identities.engine("engine", *OF_LMCACHE)
     first, second = (inside(settings={"auth": auth}) for _ in range(2))
     keys = [first.key(number) for number in range(3)]
     chunks = [first.chunk(number) for number in range(3)]
@@ -111,7 +102,7 @@ def test_inside_an_engine_it_needs_the_same(
         assert got is not None
         assert same(put, got)
         got.ref_count_down()
-    assert {"lmcache"} <= set(stored(store)) <= {"lmcache", FLEET_NAMESPACE}
+    assert {"lmcache"} <= set(store.spaces()) <= {"lmcache", FLEET_NAMESPACE}
     assert "refused_by_the_store" not in caplog.text
 
 
@@ -123,7 +114,7 @@ def test_inside_an_engine_a_refusal_is_a_miss(
     spaces: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    settings = {"auth": of(identities, "other", *spaces)} if spaces else {}
+    settings = {"auth": identities.engine("other", *spaces)} if spaces else {}
     one = inside(settings=settings)
     keys = [one.key(number) for number in range(3)]
     started = time.monotonic()
@@ -132,5 +123,5 @@ def test_inside_an_engine_a_refusal_is_a_miss(
         one.put(keys, [one.chunk(number) for number in range(3)])
         assert one.get(keys) == [None] * 3
     assert time.monotonic() - started < TASKS_S
-    assert stored(store) == []
+    assert store.spaces() == []
     assert ("refused_by_the_store" if spaces else "KVSTORE_AUTH=FILE") in caplog.text

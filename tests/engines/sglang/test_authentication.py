@@ -49,15 +49,6 @@ def backend(store: Cluster, model: Path) -> Iterator[Callable[..., Any]]:
         each.close()
 
 
-def of(identities: Identities, name: str, *spaces: str) -> str:
-    return identities.file(name, "engine", reads=spaces, writes=spaces)
-
-
-def stored(store: Cluster) -> list[str]:
-    """The beginnings of the namespaces that have objects."""
-    return sorted({each.name.split("/")[0] for each in store.status().namespaces})
-
-
 @pytest.mark.parametrize("by", ["setting", "variable"])
 def test_it_needs_its_own_namespaces_and_the_fleets(
     store: Cluster,
@@ -67,7 +58,7 @@ def test_it_needs_its_own_namespaces_and_the_fleets(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    auth = of(identities, "engine", *OF_SGLANG)
+    auth = identities.engine("engine", *OF_SGLANG)
     if by == "variable":
         monkeypatch.setenv("KVSTORE_AUTH", auth)
         auth = ""
@@ -80,7 +71,7 @@ def test_it_needs_its_own_namespaces_and_the_fleets(
         bytes_at(pool, page) for page in range(8)
     ]
     until(store.fleet_records)
-    assert stored(store) == ["sglang", FLEET_NAMESPACE]
+    assert store.spaces() == ["sglang", FLEET_NAMESPACE]
     one.clear()
     assert other.batch_exists(KEYS) == 0
     assert "refused_by_the_store" not in caplog.text
@@ -94,14 +85,14 @@ def test_if_it_is_refused_all_are_misses_and_the_log_says_why(
     spaces: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    one = backend(host_pool(filled=1), of(identities, "other", *spaces) if spaces else "")
+    one = backend(host_pool(filled=1), identities.engine("other", *spaces) if spaces else "")
     started = time.monotonic()
     for _ in range(10):
         assert one.batch_exists(KEYS) == 0
         assert one.batch_set_v1(KEYS, indices(*range(8))) == [False] * 8
         assert one.batch_get_v1(KEYS, indices(*range(8))) == [False] * 8
     assert time.monotonic() - started < CALLS_S
-    assert stored(store) == []
+    assert store.spaces() == []
     says = "refused_by_the_store" if spaces else "KVSTORE_AUTH=FILE"
     until(lambda: says in caplog.text)
     told = [each for each in caplog.messages if "refused_by_the_store" in each]

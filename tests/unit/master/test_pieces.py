@@ -186,14 +186,14 @@ def test_pieces_of_several_large_calls_take_turns() -> None:
     service = service_with(0)
     steps: list[int] = []
     turn = 0
-    find = service.call
+    find = service._step
 
     def counted(request: calls.Request, caller: Caller | None = None) -> Any:
         if len(cast(calls.PutRevoke, request).tokens) <= KEYS_PER_PIECE:
             steps.append(turn)
-        return find(request)
+        return find(request, caller)
 
-    service.call = counted  # type: ignore[method-assign]
+    service._step = counted  # type: ignore[method-assign]
 
     async def main() -> None:
         nonlocal turn

@@ -21,7 +21,6 @@ from kvstore.network.tcp_protocol import (
     NONCE_BYTES,
     PROOF_BYTES,
     RANGES_MAX,
-    STATUS_BYTES,
     WITH_CAPABILITIES,
     Extent,
     Hello,
@@ -32,6 +31,7 @@ from kvstore.transport import tcp_connection
 from kvstore.transport.tcp_connection import ServedSegment
 from kvstore.transport.tcp_server import DataServer
 from tests.support.sealing import HOLDER, extent, in_ms
+from tests.unit.transport.test_tcp_server import is_closed, received, status
 
 MIB = 1 << 20
 AT, SIZE = 64 << 10, 4096
@@ -122,26 +122,6 @@ def key_of(segment: NodeSegment, holder: int = HOLDER) -> bytes:
 def nonce(sock: socket.socket) -> bytes:
     assert status(sock) is TransferStatus.OK
     return received(sock, NONCE_BYTES)
-
-
-def status(sock: socket.socket) -> TransferStatus | None:
-    return protocol.unpack_status(received(sock, STATUS_BYTES))
-
-
-def received(sock: socket.socket, size: int) -> bytes:
-    raw = b""
-    while len(raw) < size:
-        part = sock.recv(size - len(raw))
-        assert part, f"closed after {len(raw)} of {size} bytes"
-        raw += part
-    return raw
-
-
-def is_closed(sock: socket.socket) -> bool:
-    try:
-        return sock.recv(1) == b""
-    except ConnectionResetError:
-        return True
 
 
 def of(segment: NodeSegment, op: Op, **changed: int) -> Extent:
