@@ -33,8 +33,9 @@ GROUP_SECONDS = 2.0
 last, and unlinks the shared memory that the others left."""
 TAIL_LINES = 20
 
-PORTS = range(10_000, 32_000)
+PORTS = range(10_000, 32_000, 2)
 """Below the ports that Linux gives to outgoing connections (net.ipv4.ip_local_port_range)."""
+_given: set[int] = set()
 PORT_TRIES = 100
 
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108  where POSIX shared memory has its names
@@ -175,22 +176,23 @@ class Children:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free port; the next one, which a master takes for its lane, is free, too. Linux gives
-    neither to outgoing connections, so they stay free while a server is started again.
+    """A free port, another one each time; the next one, which a master takes for its lane, is free,
+    too. Linux gives neither to outgoing connections, so they stay free while a server is started
+    again.
 
     Raises:
         OSError: no such port can be found.
     """
-    random = SystemRandom()
-    for tries_left in reversed(range(PORT_TRIES)):
-        port = random.randrange(PORTS.start, PORTS.stop, 2)
-        try:
-            with socket.create_server((host, port)), socket.create_server((host, port + 1)):
-                return port
-        except OSError:
-            if not tries_left:
-                raise
-    raise AssertionError
+    untried = [port for port in PORTS if port not in _given]
+    for port in SystemRandom().sample(untried, min(PORT_TRIES, len(untried))):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server((host, port)),
+            socket.create_server((host, port + 1)),
+        ):
+            _given.add(port)
+            return port
+    raise OSError(f"no port of {PORTS.start} to {PORTS.stop} is free on {host}")
 
 
 def connects(host: str, port: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import select
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Final
@@ -60,8 +61,9 @@ def run_python(
 
 def free_port() -> int:
     """A port that is free, and so is the next one, which a master takes for its lane. It stays free
-    while a server is started again."""
-    for port in SystemRandom().sample(PORTS, 100):
+    while a server is started again, and no other call is given it: a server may take seconds to
+    listen on its port, and some would share it."""
+    for port in itertools.islice(_untried, 100):
         with (
             contextlib.suppress(OSError),
             socket.create_server(("127.0.0.1", port)),
@@ -69,6 +71,17 @@ def free_port() -> int:
         ):
             return port
     pytest.fail("there is no free port")
+
+
+def _of_this_worker() -> Iterator[int]:
+    """``PORTS`` in any order, without those of the workers that run beside this one."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    mine = list(PORTS[worker :: int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))])
+    SystemRandom().shuffle(mine)
+    return itertools.cycle(mine)
+
+
+_untried: Final = _of_this_worker()
 
 
 def let_others_leave(*ports: int) -> None:
