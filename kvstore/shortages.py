@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvstore.errors import NoSpaceError
+from kvstore.tenants import tenant_text
 
 SHOWN_MAX: Final = 3
 """Nodes that one message names."""
@@ -13,6 +14,7 @@ SHOWN_MAX: Final = 3
 LEASED, AVOIDED, RESTARTED, SUSPECT, DRAINING, NOT_HERE, ON_DEVICE, NO_NODE = (
     "leased", "avoided", "restarted", "suspect", "draining", "not_here", "on_device", "no_node",
 )  # fmt: skip
+QUOTA, GUARANTEES = "quota", "guarantees"
 """Values of ``fields["cause"]``."""
 
 
@@ -80,6 +82,18 @@ CAUSES: Final = {
         "Start one: kvstore-node --master HOST:PORT --memory 4GiB",
         "no node had joined",
     ),
+    QUOTA: (
+        "{tenant} holds {held} of at most {bound}, and none of its own objects can be evicted now: "
+        "they are leased, pinned or being written",
+        "Wait longer (wait_ms), remove or unpin objects of this tenant, or raise its at_most.",
+        "their tenant had all that it may have (at_most)",
+    ),
+    GUARANTEES: (
+        "the guarantees of other tenants hold the rest, and what is above them is leased, pinned "
+        "or being written",
+        "Wait longer (wait_ms), add a node, or raise the guarantee of this tenant.",
+        "the guarantees of other tenants held the rest",
+    ),
 }
 """Per cause: the sentence for the client (``_sentence`` fills it in), the advice, and the sentence
 for operators, on refused puts. Of several causes, the first one here is named as the cause."""
@@ -115,6 +129,44 @@ def no_space(
         missing_bytes=missing,
         **({"pinned_bytes": pinned} if pinned else {}),
         **({"retry_after_ms": again_ms} if again_ms else {}),
+    )
+
+
+def over_bound(
+    tenant: str, wanted: int, held: int, bound: int, missing: int, pinned: int
+) -> NoSpaceError:
+    """The error of ``wanted`` bytes with which a tenant, which holds ``held``, would have
+    ``missing`` bytes more than it may."""
+    said, advice, _ = CAUSES[QUOTA]
+    who = tenant_text(tenant)
+    if wanted > bound:
+        said = "{tenant} may hold at most {bound}"
+        advice = "Put less at a time, or raise the at_most of this tenant."
+    told = said.format(tenant=who, held=shown(held), bound=shown(bound))
+    if pinned:
+        told += f". {shown(pinned)} of them are pinned" if wanted <= bound else ""
+    return NoSpaceError(
+        f"no space for {shown(wanted)}: {told}",
+        advice=advice,
+        cause=QUOTA,
+        missing_bytes=missing,
+        tenant=tenant,
+        quota="at_most",
+        tenant_bytes=held,
+        tenant_bytes_max=bound,
+    )
+
+
+def others_guaranteed(tenant: str, wanted: int, missing: int) -> NoSpaceError:
+    """The error of ``wanted`` bytes of a tenant, where nothing may be evicted for it."""
+    said, advice, _ = CAUSES[GUARANTEES]
+    return NoSpaceError(
+        f"no space for {shown(wanted)} of {tenant_text(tenant)}: {said}",
+        advice=advice,
+        cause=GUARANTEES,
+        missing_bytes=missing,
+        tenant=tenant,
+        quota="guaranteed",
     )
 
 

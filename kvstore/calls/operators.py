@@ -97,6 +97,29 @@ class NamespaceStatus(NamedTuple):
     """Bytes of memory that the pinned objects take, headers and replicas included."""
 
 
+class TenantStatus(NamedTuple):
+    """Bytes are those of memory: headers, replicas and puts under way included."""
+
+    name: str
+    """Empty: has what belongs to no other tenant."""
+    bytes: int
+    guaranteed: int
+    at_most: int
+    """0: no bound."""
+    pinned: int
+    """Bytes that its pins hold."""
+    pinned_max: int
+    """0: no bound of its own."""
+    objects: int
+    evicted_by_own: int
+    """Objects that its own puts evicted since the master started."""
+    evicted_by_others: int
+    refused: int
+    """Puts and pins that a quota refused."""
+    namespaces: Sequence[str] = ()
+    """Patterns."""
+
+
 class Counter(NamedTuple):
     name: str
     value: int
@@ -117,9 +140,11 @@ class ClusterStatus(NamedTuple):
     cluster: str = ""
     """Name of the cluster; empty: it has none."""
     next_cursor: int = 0
-    """Not 0: there are more nodes or namespaces. ``counters`` and ``gone`` are part of the first
-    page only."""
+    """Not 0: there are more nodes or namespaces. ``counters``, ``gone`` and ``tenants`` are part of
+    the first page only."""
     gone: Sequence[GoneNode] = ()
+    tenants: Sequence[TenantStatus] = ()
+    """Empty: the master has no tenants."""
 
     def nodes_by_segment(self) -> dict[int, str]:
         """The name of the node of each segment."""

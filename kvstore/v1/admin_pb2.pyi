@@ -81,6 +81,7 @@ class StatusReply(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     NEXT_CURSOR_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     version: _builtins.str
     """Release of the master."""
@@ -105,6 +106,10 @@ class StatusReply(_message.Message):
     def gone(self) -> _containers.RepeatedCompositeFieldContainer[Global___GoneNode]:
         """Part of the first page."""
 
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStatus]:
+        """Part of the first page; empty without tenants."""
+
     def __init__(
         self,
         *,
@@ -119,14 +124,74 @@ class StatusReply(_message.Message):
         cluster: _builtins.str = ...,
         next_cursor: _builtins.int = ...,
         gone: _abc.Iterable[Global___GoneNode] | None = ...,
+        tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "epoch", b"epoch", "gone", b"gone", "leader", b"leader", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "nodes", b"nodes", "role", b"role", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "counters", b"counters", "epoch", b"epoch", "gone", b"gone", "leader", b"leader", "namespaces", b"namespaces", "next_cursor", b"next_cursor", "nodes", b"nodes", "role", b"role", "tenants", b"tenants", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class TenantStatus(_message.Message):
+    """Bytes are those of memory: headers, replicas and puts under way included."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    GUARANTEED_FIELD_NUMBER: _builtins.int
+    AT_MOST_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    PINNED_MAX_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    EVICTED_BY_OWN_FIELD_NUMBER: _builtins.int
+    EVICTED_BY_OTHERS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    NAMESPACES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Empty: has what belongs to no other tenant."""
+    bytes: _builtins.int
+    guaranteed: _builtins.int
+    at_most: _builtins.int
+    """0: no bound."""
+    pinned: _builtins.int
+    """What its pins hold, and may hold; 0: no bound of its own."""
+    pinned_max: _builtins.int
+    objects: _builtins.int
+    evicted_by_own: _builtins.int
+    """Objects that puts of its own, and of others, evicted since the master started."""
+    evicted_by_others: _builtins.int
+    refused: _builtins.int
+    """Puts and pins that a quota refused."""
+    @_builtins.property
+    def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Patterns of its namespaces."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        bytes: _builtins.int = ...,
+        guaranteed: _builtins.int = ...,
+        at_most: _builtins.int = ...,
+        pinned: _builtins.int = ...,
+        pinned_max: _builtins.int = ...,
+        objects: _builtins.int = ...,
+        evicted_by_own: _builtins.int = ...,
+        evicted_by_others: _builtins.int = ...,
+        refused: _builtins.int = ...,
+        namespaces: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_most", b"at_most", "bytes", b"bytes", "evicted_by_others", b"evicted_by_others", "evicted_by_own", b"evicted_by_own", "guaranteed", b"guaranteed", "name", b"name", "namespaces", b"namespaces", "objects", b"objects", "pinned", b"pinned", "pinned_max", b"pinned_max", "refused", b"refused"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantStatus: _TypeAlias = TenantStatus  # noqa: Y015
 
 @_typing.final
 class Counter(_message.Message):

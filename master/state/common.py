@@ -18,11 +18,13 @@ from kvstore.master.state.effects import Effect, Later
 from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.jobs import SERVE, Jobs
 from kvstore.master.state.membership import Membership
+from kvstore.master.state.orders import TenantOrders
 from kvstore.master.state.pool import Pool
 from kvstore.master.state.puts import Pending, WaitingPut
 from kvstore.master.state.reclaim import Reclaim, Wiping
 from kvstore.master.state.records import EvictionPolicy, Extent, ObjectRecord, Residue
 from kvstore.master.state.rules import MasterRules
+from kvstore.tenants import TenantRule
 
 AnyReply = TypeVar("AnyReply", bound=calls.Reply)
 
@@ -43,6 +45,7 @@ class Common:
         rules: MasterRules,
         policy: Callable[[], EvictionPolicy],
         started_ms: int,
+        tenants: Sequence[TenantRule] | None = None,
     ) -> None:
         self.epoch = epoch
         self._epoch_max = epoch_max
@@ -55,7 +58,7 @@ class Common:
         """Set by a step before its first change, and cleared by the caller before each step. While
         it is set, an exception that is no ``KVStoreError`` leaves the state half changed."""
         self.jobs = Jobs()
-        self.pool = Pool(self.jobs)
+        self.pool = Pool(self.jobs, tenants)
         self.forest = self.pool.forest
         self.counters = self.pool.counters
         self.traffic = self.pool.traffic
@@ -65,15 +68,22 @@ class Common:
             beat_ms=rules.beat_ms,
             lease_ms=rules.lease_ms,
             unfenced_ms=rules.put_deadline_ms + rules.quarantine_ms,
-            new_policy=policy,
+            new_policy=policy if self.pool.tenants is None else self._new_orders,
             cluster=cluster,
         )
         self.pending = Pending()
+        self.pending.tenants = self.pool.tenants
         self.waiting: deque[WaitingPut] = deque()
         """Puts that wait for room, in their order."""
+        self.rooms = 0
+        """How often room was made while puts waited."""
         self.tombstones = Tombstones()
         self.reclaim = Reclaim(self.tombstones)
         self._next_ticket = 0
+
+    def _new_orders(self) -> EvictionPolicy:
+        assert self.pool.tenants is not None
+        return TenantOrders(self.pool.tenants)
 
     # --- epochs -------------------------------------------------------------------------------
 
@@ -95,6 +105,7 @@ class Common:
         again, in a step of their own."""
         if self.waiting:
             self.jobs.due |= SERVE
+            self.rooms += 1
 
     def ticket(self) -> int:
         self._next_ticket += 1

@@ -346,7 +346,11 @@ class Copying:
         more, or if the node of the copy has one by now."""
         record, (segment, offset) = put.record, put.extents[0]
         instead_of = repairing.sign(record, now_ms - self._repairs.after_ms)
-        if instead_of is None or _extent_on(segment.node, record) is not None:
+        if (
+            instead_of is None
+            or _extent_on(segment.node, record) is not None
+            or not self._pool.may_have_copy(record)
+        ):
             return False
         self._pool.add_replica(record, (segment, offset), instead_of)
         self._common.counters["repaired_objects"] += 1
@@ -372,6 +376,7 @@ class Copying:
         ):
             return False
         self._pool.add_replica(record, extent, instead_of)
+        self._pool.note_brought(record)
         return True
 
 

@@ -13,7 +13,11 @@ from itertools import chain, islice
 from kvstore.master.state.order import TicketOrder
 from kvstore.master.state.records import MOVES_PER_STEP, ObjectRecord
 
-_SEQUENCE_BITS = 40
+ORDERS_MAX = 1 << 10
+"""Orders that a segment may have: one, or one for each tenant that there was."""
+
+_SEQUENCE_BITS = 50
+_SEQUENCE_STEP = 2 * ORDERS_MAX
 _PARKED = 1 << 110
 """Added to the tickets of parked records: they sort after all others, in order of lease end."""
 
@@ -21,26 +25,27 @@ _PARKED = 1 << 110
 class LRU:
     """Evicts detached records first, then the least recently used; a *ticket* is a record's place.
 
-    A ticket is the integer ``time << 40 | sequence``; its lowest bit says *detached*, and then the
-    time is 0. A use does not move the record, so a hit costs nothing here: when a record comes to
-    the front and turns out to have been used since, it is put back where it belongs now. A record
-    at the front that is leased is *parked* under the end of its lease, in a separate list, so that
-    no search passes it again before that end. Both happen at most once per use. ``add`` and
-    ``discard`` are O(log n), and so is ``peek`` on average.
+    A ticket is the integer ``time << 50 | sequence``; its lowest bit says *detached*, and then the
+    time is 0. The next ten bits are the ``number`` of the order. A use does not move the record, so
+    a hit costs nothing here: when a record comes to the front and turns out to have been used
+    since, it is put back where it belongs now. A record at the front that is leased is *parked*
+    under the end of its lease, in a separate list, so that no search passes it again before that
+    end. Both happen at most once per use. ``add`` and ``discard`` are O(log n), and so is ``peek``
+    on average.
     """
 
     __slots__ = ("_order", "_parked", "_sequence", "moved", "unfinished")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         self._order = TicketOrder()
         self._parked = TicketOrder()
-        self._sequence = 0
+        self._sequence = number << 1
         self.unfinished = False
         self.moved = 0
 
     def add(self, record: ObjectRecord, *, detached: bool = False) -> None:
         assert record.ticket == 0, "already a candidate"
-        self._sequence += 2
+        self._sequence += _SEQUENCE_STEP
         time = 0 if detached else record.last_used_ms + 1
         record.ticket = time << _SEQUENCE_BITS | self._sequence | detached
         self._order.add(record)
@@ -79,11 +84,12 @@ class LRU:
     def hold(self, record: ObjectRecord, until_ms: int) -> None:
         detached = self.detached(record)
         self.discard(record)
-        self._sequence += 2
+        self._sequence += _SEQUENCE_STEP
         record.ticket = _PARKED + (until_ms << _SEQUENCE_BITS | self._sequence | detached)
         self._parked.add(record)
 
-    def next_lease_end_ms(self) -> int | None:
+    def next_lease_end_ms(self, after_ms: int = -1) -> int | None:
+        del after_ms  # the first is not over: ``peek`` looks at it
         first = self._parked.first()
         return None if first is None else _parked_until_ms(first)
 
@@ -94,7 +100,13 @@ class LRU:
         return chain(self._order, self._parked)
 
     def after(self, ticket: int, count: int) -> list[ObjectRecord]:
-        return list(islice(chain(self._order.after(ticket), self._parked.after(ticket)), count))
+        return list(islice(self.records_after(ticket), count))
+
+    def records_after(self, ticket: int) -> Iterator[ObjectRecord]:
+        return chain(self._order.after(ticket), self._parked.after(ticket))
+
+    def numbers(self) -> list[int]:
+        return [0]
 
     def check_invariants(self) -> None:
         tickets = [record.ticket for record in self]
@@ -112,6 +124,11 @@ class LRU:
             detached = self.detached(record)
             self.discard(record)
             self.add(record, detached=detached)
+
+
+def order_of(ticket: int) -> int:
+    """The number of the order that gave this ticket."""
+    return (ticket >> 1) & (ORDERS_MAX - 1)
 
 
 def _parked_until_ms(record: ObjectRecord) -> int:

@@ -24,6 +24,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state.events import Event, Survey, removed, stored
 from kvstore.master.state.missing import Missing
 from kvstore.master.state.records import Namespaces, NamespaceTable, ObjectRecord
+from kvstore.master.state.tenants import Tenants
 
 WALK_STEPS = 65_536
 """Records on the way to their roots that one step of the loop walks over: 3 to 5 ms."""
@@ -85,6 +86,8 @@ class Forest:
         self._last: NamespaceTable | None = None
         """The table of the last record that got or lost its bytes: the next is often there too."""
         self.missing = Missing(Counter() if counters is None else counters)
+        self.tenants: Tenants | None = None
+        """None: the master has no tenants."""
         self.events: list[Event] | None = None
         """Events that the shell has not taken yet; None: nobody wants events."""
 
@@ -266,7 +269,8 @@ class Forest:
         """The table of that namespace, created if missing; the caller must add a record."""
         table = self.namespaces.get(namespace)
         if table is None:
-            table = NamespaceTable(namespace)
+            tenants = self.tenants
+            table = NamespaceTable(namespace, None if tenants is None else tenants.match(namespace))
             self.namespaces.add(table)
         return table
 
@@ -338,6 +342,8 @@ class Forest:
         table.objects += 1
         self.objects += 1
         table.size += size
+        if table.tenant is not None:
+            table.tenant.objects += 1
         if record.children:
             self.mends += 1
         events = self.events
@@ -361,6 +367,8 @@ class Forest:
         table.objects -= 1
         self.objects -= 1
         table.size -= record.size
+        if table.tenant is not None:
+            table.tenant.objects -= 1
         events = self.events
         if events is not None:
             events.append(removed(record))

@@ -24,7 +24,9 @@ from kvstore.master.state.puts import (
 from kvstore.master.state.records import Extent, MountedSegment, Name, ObjectRecord
 from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.sweeping import Sweeping
+from kvstore.master.state.tenant import PUTS, Tenant
 from kvstore.memory.header import extent_bytes
+from kvstore.tenants import tenant_text
 
 PUTS_PER_TICK = 512
 """Puts that one tick expires, and extents that it frees: delay does no harm, a long tick does."""
@@ -54,15 +56,17 @@ class Granting:
         victims: Victims | None = None,
         avoid: Sequence[bytes] = (),
         here_only: bool = False,
+        owner: Tenant | None = None,
     ) -> list[list[Extent]] | Shortage:
         """Allocates extents for these payloads. ``Pool.allocate`` describes the other arguments.
 
         Args:
             avoid: segments (uuid) that the writer cannot reach.
             here_only: whether only segments of ``host`` may be used.
+            owner: the tenant of the put; None for copies, and for a master without tenants.
 
         Raises:
-            BusyError: too many puts are under way.
+            BusyError: too many puts are under way, of all or of this tenant.
         """
         common = self._common
         if len(self._pending) + len(sizes) > common.rules.pending_puts_max:
@@ -72,8 +76,10 @@ class Granting:
                 advice="Finish or revoke some first.",
                 pending_puts=len(self._pending),
             )
+        if owner is not None:
+            self._check_puts(owner, len(sizes))
         alive = common.membership.alive_segments(now_ms)
-        usable = [segment for segment in alive if segment.usable(now_ms)]
+        everywhere = usable = [segment for segment in alive if segment.usable(now_ms)]
         if avoid:
             usable = [segment for segment in usable if segment.offer.uuid not in avoid]
         if here_only:
@@ -86,6 +92,8 @@ class Granting:
             host=host,
             now_ms=now_ms,
             victims=victims,
+            owner=owner,
+            everywhere=everywhere,
         )
         if evicted:
             for residue in evicted:
@@ -99,6 +107,30 @@ class Granting:
             for segment, _ in taken[0]:  # most often all are on one segment
                 liveness.used(segment.node, host, now_ms)
         return taken
+
+    def _check_puts(self, owner: Tenant, count: int) -> None:
+        """Raises BusyError: the tenant has its share of the puts under way."""
+        bound = owner.share_of(self._common.rules.pending_puts_max)
+        if owner.pending + count > bound:
+            owner.refused += 1
+            raise BusyError(
+                f"{tenant_text(owner.name)} has {owner.pending} puts under way, at most {bound} "
+                "are allowed",
+                advice="Finish or revoke some first.",
+                pending_puts=owner.pending,
+                tenant=owner.name,
+                quota=PUTS,
+            )
+
+    def keep_bound(self, now_ms: int, owner: Tenant, wanted: int) -> Shortage | None:
+        """Evicts objects of this tenant until it may take ``wanted`` bytes more."""
+        common = self._common
+        alive = common.membership.alive_segments(now_ms)
+        usable = [segment for segment in alive if segment.usable(now_ms)]
+        short, evicted = common.pool.keep_bound(owner, wanted, usable, now_ms)
+        if evicted:
+            common.effects += common.reclaim.clean(evicted)
+        return short
 
     def allocation(
         self, now_ms: int, extents: list[Extent], size: int, client_number: int

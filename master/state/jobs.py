@@ -19,6 +19,7 @@ SETTLE: Final = 1 << 7  # records are left that nothing may need any more
 SWEEP: Final = 1 << 8  # a segment died, or a chain broke, since all candidates were looked at
 DRAW: Final = 1 << 9  # operators wait for chains
 SCAN: Final = 1 << 10  # a pass over all objects looks for missing replicas
+MOVE: Final = 1 << 11  # namespaces may belong to other tenants since the rules changed
 
 
 class Jobs:

@@ -18,8 +18,10 @@ from kvstore.master.state.granting import Granting
 from kvstore.master.state.jobs import EXPIRE
 from kvstore.master.state.pins import bytes_held
 from kvstore.master.state.records import NamespaceTable, ObjectRecord, Residue
+from kvstore.master.state.tenant import PINNED, Tenant
 from kvstore.memory.header import extent_bytes
 from kvstore.shortages import shown
+from kvstore.tenants import tenant_text
 
 PIN_STEPS = 8_192
 """Objects that one call may add to the pinned ones: the named objects and their ancestors."""
@@ -91,11 +93,33 @@ class Keeping:
         wanted = sum(added.values())
         if not wanted:
             return
+        owner = self._pool.tenant_of(request.namespace)
+        if owner is not None:
+            self._check_tenant(owner, wanted)
         rules, (_, own) = self._common.rules, self._pins.held(request.namespace)
         who = f"namespace {request.namespace} has"
         self._check_share(who, own, wanted, rules.pinned_max, "--pinned-max")
         share = max(rules.pinned_max, rules.pinned_all_max)
         self._check_share("all have", self._pins.size, wanted, share, "--pinned-all-max")
+
+    def _check_tenant(self, owner: Tenant, wanted: int) -> None:
+        """Raises NoSpaceError."""
+        before, bound = owner.pinned_bytes, owner.pinned_max
+        missing = before + wanted - bound
+        if missing > 0:
+            owner.refused += 1
+            self._common.counters["refused_pins"] += 1
+            raise NoSpaceError(
+                f"not pinned: {tenant_text(owner.name)} has {shown(before)} pinned, and "
+                f"{shown(wanted)} more are over its bound, {shown(bound)}",
+                advice="Unpin others or let their pins end, or raise the tenant's pinned.",
+                cause="pins",
+                missing_bytes=missing,
+                pinned_bytes=before,
+                pinned_bytes_max=bound,
+                tenant=owner.name,
+                quota=PINNED,
+            )
 
     def _check_share(self, who: str, before: int, wanted: int, share: float, flag: str) -> None:
         """Raises NoSpaceError."""

@@ -32,7 +32,7 @@ What the state promises, and which part keeps the promise:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore import calls
@@ -40,13 +40,14 @@ from kvstore.master.state import jobs
 from kvstore.master.state.asking import Asking
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
-from kvstore.master.state.effects import Effect
+from kvstore.master.state.effects import Effect, Notice
 from kvstore.master.state.events import Event, Survey
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.keeping import Keeping
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.nodes import Nodes
+from kvstore.master.state.puts import GrantedCopy
 from kvstore.master.state.putting import Putting
 from kvstore.master.state.records import EvictionPolicy, MountedSegment
 from kvstore.master.state.removing import Removing
@@ -54,9 +55,11 @@ from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.returning import Returning
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.sweeping import Sweeping
+from kvstore.master.state.tenants import Tenants
 from kvstore.master.state.views.chains import ChainView
 from kvstore.master.state.views.report import Report
 from kvstore.master.state.waiting import WaitingPuts
+from kvstore.tenants import TenantRule
 
 
 class MasterState:
@@ -73,9 +76,12 @@ class MasterState:
         policy: Callable[[], EvictionPolicy] = LRU,
         started_ms: int = 0,
         events: bool = False,
+        tenants: Sequence[TenantRule] | None = None,
     ) -> None:
         """
         Args:
+            tenants: their rules, which ``set_tenants`` may change; None: there are none, and there
+                is one order of eviction. Else ``policy`` is not used.
             epoch_max: the highest epoch that is believed of a node.
             events: whether to collect events for ``take_events``.
         """
@@ -91,6 +97,7 @@ class MasterState:
             rules=rules,
             policy=policy,
             started_ms=started_ms,
+            tenants=tenants,
         )
         self.pool = common.pool
         self.forest = common.forest
@@ -157,6 +164,7 @@ class MasterState:
             jobs.SWEEP: self.sweeping.sweep,
             jobs.DRAW: self.chains.walk_on,
             jobs.SCAN: self.copying.scan,
+            jobs.MOVE: self.sweeping.move_tables,
         }
         """The method that does a slice of each kind of background work."""
 
@@ -195,6 +203,20 @@ class MasterState:
         self.asking.cancel(ticket)
         self.chains.cancel(ticket)
 
+    def set_tenants(self, rules: Sequence[TenantRule]) -> None:
+        """Follows other rules; only for a master that was made with ``tenants``.
+
+        Raises:
+            InvalidArgumentError: they contradict each other; nothing has changed.
+        """
+        tenants = self.pool.tenants
+        assert tenants is not None, "this master has no tenants"
+        tenants.change(rules)
+        self.common.jobs.note(jobs.MOVE, tenants.moving)
+        self.common.room_made()
+        fields: dict[str, str | int] = {"tenants": len(rules), "guaranteed": tenants.guaranteed}
+        self.common.effect(Notice("tenants_changed", fields))
+
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> None:
@@ -207,6 +229,11 @@ class MasterState:
         self.asking.answer(now_ms)
         self.putting.serve_waiting(now_ms)
         self.copying.tick(now_ms)
+        tenants = self.pool.tenants
+        if tenants is not None and tenants.is_short(now_ms):
+            capacity = sum([segment.capacity for segment in self.pool.segments.values()])
+            fields: dict[str, str | int] = {"guaranteed": tenants.guaranteed, "pool": capacity}
+            self.common.effect(Notice("guarantees_exceed_pool", fields))
 
     def next_tick_ms(self, now_ms: int) -> int | None:
         """When ``tick`` has something to do next; None: not before another call."""
@@ -259,5 +286,28 @@ class MasterState:
         self.returning.check_invariants()
         self.traffic.check_invariants()
         self.waiting.check_invariants()
+        if self.pool.tenants is not None:
+            self._check_tenants(self.pool.tenants)
         mounted = [s for segments in self.membership.segments.values() for s in segments]
         assert {id(s) for s in mounted} == {id(s) for s in self.pool.segments.values()}
+
+    def _check_tenants(self, tenants: Tenants) -> None:
+        waiting = [put.tenant for put in self.common.waiting if put.tenant is not None]
+        tenants.check_invariants(self.forest.records(), self.pending, waiting)
+        used = sum(s.capacity - s.allocator.free_bytes for s in self.pool.segments.values())
+        gone = sum(s.quarantined_bytes + s.reclaim_bytes for s in self.pool.segments.values())
+        copies = sum(
+            put.length * sum(segment.alive for segment, _ in put.extents)
+            for put in self.pending
+            if isinstance(put, GrantedCopy)
+        )
+        gaps = sum(length for segment, _, length in self.returning.gaps() if segment.alive)
+        held = sum(tenant.size for tenant in tenants)
+        assert held + copies + gone + gaps == used, "bytes of tenants"
+        for tenant in tenants:
+            pinned = sum(
+                size
+                for namespace, (_, size) in self.pool.pins.all_held().items()
+                if tenants.of(namespace) is tenant
+            )
+            assert tenant.pinned_bytes == pinned, f"pins of {tenant}"

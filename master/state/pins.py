@@ -17,6 +17,7 @@ from kvstore.limits import Namespace
 from kvstore.master.state.ends import Ends
 from kvstore.master.state.jobs import EXPIRE, Jobs
 from kvstore.master.state.records import TABLE_SHARDS, ObjectRecord
+from kvstore.master.state.tenants import Tenants
 from kvstore.memory.header import extent_bytes
 
 
@@ -47,6 +48,8 @@ class Pins:
         self.ends = Ends()
         """The ends of the pins that clients asked for."""
         self._shards: list[dict[ObjectRecord, _PinCount]] = [{} for _ in range(TABLE_SHARDS)]
+        self.tenants: Tenants | None = None
+        """None: the master has no tenants."""
         self._held: dict[Namespace, tuple[int, int]] = {}
         """Counted objects and bytes, by namespace."""
         self._ending: deque[_PinCount] = deque()
@@ -64,6 +67,10 @@ class Pins:
     def held(self, namespace: Namespace) -> tuple[int, int]:
         """Objects of this namespace that pins hold, and their bytes of memory."""
         return self._held.get(namespace, (0, 0))
+
+    def all_held(self) -> dict[Namespace, tuple[int, int]]:
+        """``held`` of all namespaces; not to be changed."""
+        return self._held
 
     def holds(self, record: ObjectRecord) -> bool:
         """Whether the record is counted, or would be if its object were not missing."""
@@ -104,6 +111,8 @@ class Pins:
     def _add(self, namespace: Namespace, objects: int, size: int) -> None:
         self.objects += objects
         self.size += size
+        if self.tenants is not None:
+            self.tenants.pinned(namespace, size)
         before = self.held(namespace)
         now = before[0] + objects, before[1] + size
         if now[0]:

@@ -21,7 +21,8 @@ from kvstore.master.state.ends import Ends
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.jobs import SETTLE, SWEEP, Jobs
 from kvstore.master.state.liveness import JoinedNode
-from kvstore.master.state.pins import Pins
+from kvstore.master.state.orders import TenantOrders
+from kvstore.master.state.pins import Pins, bytes_held
 from kvstore.master.state.placement import preferred
 from kvstore.master.state.records import (
     MOVES_PER_STEP,
@@ -31,8 +32,11 @@ from kvstore.master.state.records import (
     ObjectRecord,
     Residue,
 )
+from kvstore.master.state.tenant import AT_MOST, GUARANTEED, Tenant
+from kvstore.master.state.tenants import Tenants
 from kvstore.master.state.traffic import TrafficCounts
 from kvstore.memory.header import extent_bytes
+from kvstore.tenants import TenantRule
 
 EVICTIONS_PER_STEP = 128
 """Objects that an allocation evicts in one step of the loop (1 to 2 ms). If it must evict more, it
@@ -72,12 +76,17 @@ class Shortage:
     missing_bytes: int
     goes_on: bool = False
     """Whether the search ended because the budget of the step was spent: try again at once."""
+    quota: str = ""
+    """The quota that refuses it: AT_MOST of its tenant, GUARANTEED of others; empty: none does."""
+    never: bool = False
+    """Whether it is more than its tenant may ever hold."""
 
 
 class Pool:
     """All mounted segments and the objects on them."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: Jobs, tenants: Sequence[TenantRule] | None = None) -> None:
+        """``tenants``: their rules; None: nothing is counted by tenant, and no quota holds."""
         self._jobs = jobs
         self.segments: dict[int, MountedSegment] = {}
         """Living segments, by id."""
@@ -89,6 +98,10 @@ class Pool:
         self.forest = Forest(self.counters)
         self.traffic = TrafficCounts()
         self.pins = Pins(jobs)
+        self.tenants: Tenants | None = None
+        if tenants is not None:
+            self.tenants = Tenants(tenants, self.forest.namespaces, self.segments)
+            self.forest.tenants = self.pins.tenants = self.tenants
         self.lifetimes = Ends()
         """When the objects that were put with a time to live are gone."""
         self.unsettled: deque[ObjectRecord] = deque()
@@ -105,6 +118,10 @@ class Pool:
         self.short_objects = 0
         """Objects with fewer replicas than they should have: the count of the last pass over all
         objects, corrected by each change since, except for the death of nodes."""
+
+    def tenant_of(self, namespace: str) -> Tenant | None:
+        """The tenant of this namespace, of an allocation for ""; None: the master has none."""
+        return None if self.tenants is None else self.tenants.of(namespace)
 
     # --- objects ------------------------------------------------------------------------------
 
@@ -153,6 +170,8 @@ class Pool:
             self._sizes.clear()
         self.forest.fill(record, self._sizes.setdefault(size, size))
         self.pins.stored(record)
+        if self.tenants is not None:
+            self.tenants.take(record, extents, extent_bytes(size))
 
     def add_replica(
         self, record: ObjectRecord, extent: Extent, instead_of: Extent | None = None
@@ -160,6 +179,8 @@ class Pool:
         """Notes a further copy of a complete object; ``instead_of``: the missing replica that it
         replaces."""
         self.has_replicas = True
+        if self.tenants is not None:
+            self.tenants.take(record, (extent,), extent_bytes(record.size))
         lacked = repairing.missing(record)
         if instead_of is None:
             record.more = (*record.more, extent)
@@ -189,6 +210,8 @@ class Pool:
         the first of ``roomy`` with enough room. Evicts nothing, and leaves a 16th of the segment
         free."""
         length = extent_bytes(record.size)
+        if not self.may_have_copy(record):
+            return None
         nodes = [segment.node for segment, _ in record.extents() if segment.alive]
         for segment in roomy if near is None else (near, *roomy):
             allocator = segment.allocator
@@ -201,6 +224,18 @@ class Pool:
                 assert offset is not None
                 return segment, offset
         return None
+
+    def may_have_copy(self, record: ObjectRecord) -> bool:
+        """Whether one more replica stays within the bound of its tenant."""
+        if self.tenants is None:
+            return True
+        return self.tenants.of_record(record).lacks(extent_bytes(record.size)) <= 0
+
+    def note_brought(self, record: ObjectRecord) -> None:
+        """Called when the record got bytes that no put asked for: its tenant may hold them, even
+        above its bound."""
+        if self.tenants is not None:
+            self.tenants.of_record(record).rise()
 
     def strip(self, record: ObjectRecord, *, replaced: bool = False) -> list[Extent]:
         """Takes the bytes from a record. Returns the extents, which are still allocated.
@@ -215,6 +250,8 @@ class Pool:
             self._one_short_less()
         if record.ticket:
             self._policy_of(record).discard(record)
+        if self.tenants is not None:
+            self.tenants.give(record, extents, extent_bytes(record.size))
         if self.forest.empty(record):
             self._jobs.due |= SWEEP
         return extents
@@ -294,7 +331,7 @@ class Pool:
         """Evicts up to ``count`` objects, until the reserve of a full segment is free or being
         wiped. Returns their residues, which are still allocated, and whether more must go."""
         evicted: list[Residue] = []
-        eviction = _Eviction(self, [segment], now_ms)
+        eviction = self._eviction([segment], now_ms)
         reserve, allocator = segment.reserve_bytes, segment.allocator
         while len(evicted) < count:
             missing = reserve - allocator.free_bytes - segment.wiping_bytes
@@ -303,7 +340,7 @@ class Pool:
                 return evicted, False
             eviction.forget(segment)
             evicted.append(Residue.of(head))
-            self.evict(head, now_ms)
+            eviction.evict(head)
             for other, _ in evicted[-1].extents:
                 other.wiping_bytes += extent_bytes(evicted[-1].size)
         return evicted, True
@@ -378,6 +415,8 @@ class Pool:
         self.forest.breaks += 1
         self._jobs.due |= SWEEP
         self.pins.segment_died()
+        if self.tenants is not None:
+            self.tenants.segment_died(segment.segment_id)
 
     def sweep_dead(self, segment: MountedSegment, steps: int) -> bool:
         """Deletes candidates of a dead segment, or moves them to that of a living replica: about
@@ -398,7 +437,8 @@ class Pool:
         return len(segment.candidates) > 0
 
     def sweep_detached(self, segment: MountedSegment, ticket: int, steps: int) -> int | None:
-        """Corrects the marks of candidates: leaves without a root are evicted first.
+        """Corrects the marks of candidates: leaves without a root are evicted first. Puts those
+        whose namespace has moved to another tenant into its order.
 
         Checks the candidates after ``ticket``, about ``steps`` records in all. Returns the ticket
         after which to continue, or None at the end.
@@ -416,7 +456,9 @@ class Pool:
                 return ticket  # its chain is long: the next step continues
             ticket = record.ticket
             detached = not reached
-            if detached != candidates.detached(record):
+            if detached != candidates.detached(record) or (
+                self.tenants is not None and self.tenants.is_misplaced(record)
+            ):
                 candidates.discard(record)
                 candidates.add(record, detached=detached)
             if self.forest.steps >= steps_max:
@@ -435,6 +477,8 @@ class Pool:
         host: str,
         now_ms: int,
         victims: Victims | None = None,
+        owner: Tenant | None = None,
+        everywhere: Sequence[MountedSegment] = (),
     ) -> tuple[list[list[Extent]] | Shortage, list[Residue]]:
         """Allocates extents for payloads of ``sizes`` bytes, all or none. Evicts unleased objects
         if it must, and also returns the residues of these: their bytes are free in the allocator,
@@ -449,6 +493,8 @@ class Pool:
             host: the host whose segments are the second choice.
             now_ms: leases that end later protect their objects.
             victims: what may be evicted; None: anything.
+            owner: the tenant whose bound holds, and who may lose its own objects; None: copies.
+            everywhere: segments from which objects of ``owner`` may go so that it keeps its bound.
         """
         lengths = [extent_bytes(size) for size in sizes]
         longest, total = max(lengths), sum(lengths)
@@ -458,27 +504,62 @@ class Pool:
         near = near if near in roomy else None
         if replicas > 1:
             replicas = min(replicas, len({segment.node for segment in roomy}))
+        own: list[Residue] = []
+        if owner is not None:
+            short, own = self.keep_bound(owner, total * replicas, everywhere, now_ms)
+            if short is not None:
+                return short, own
         together = self._allocate_together(lengths, replicas, roomy, near, host)
         if together is not None:
-            return together, []
+            return together, own
         capacities: Counter[JoinedNode] = Counter()
         for segment in roomy:
             capacities[segment.node] += segment.capacity
         room = sum(min(capacity, total) for capacity in capacities.values())
         if room < total * replicas:  # it can never fit, so nothing is evicted for it
-            return Shortage(total * replicas - room), []
+            return Shortage(total * replicas - room), own
         order = list(preferred(roomy, near=near, host=host))
         missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
-        eviction = _Eviction(self, usable, now_ms, victims)
+        eviction = self._eviction(usable, now_ms, victims, owner)
+        eviction.evicted = own
         while missing > 0:
             freed = eviction.next(order)
             if freed is None:
-                return Shortage(missing, eviction.goes_on), eviction.evicted
+                return eviction.shortage(missing), eviction.evicted
             missing -= sum(length for segment, length in freed if segment.capacity >= longest)
         together = self._allocate_together(lengths, replicas, roomy, near, host)
         if together is None:
             return self._allocate_apart(lengths, replicas, order, eviction), eviction.evicted
         return together, eviction.evicted
+
+    def keep_bound(
+        self, owner: Tenant, wanted: int, segments: Sequence[MountedSegment], now_ms: int
+    ) -> tuple[Shortage | None, list[Residue]]:
+        """Evicts the tenant's own objects, the least recently used first, until it may take
+        ``wanted`` bytes more. Returns also what was evicted, as ``allocate`` does."""
+        missing = owner.lacks(wanted)
+        if missing <= 0:
+            return None, []
+        if wanted > owner.at_most:
+            return Shortage(missing, quota=AT_MOST, never=True), []
+        eviction = _QuotaEviction(self, list(segments), now_ms, None, owner, own_only=True)
+        order = list(segments)
+        while missing > 0:
+            if eviction.next(order) is None:
+                return Shortage(missing, eviction.goes_on, AT_MOST), eviction.evicted
+            missing = owner.lacks(wanted)
+        return None, eviction.evicted
+
+    def _eviction(
+        self,
+        segments: list[MountedSegment],
+        now_ms: int,
+        victims: Victims | None = None,
+        owner: Tenant | None = None,
+    ) -> _Eviction:
+        if self.tenants is None:
+            return _Eviction(self, segments, now_ms, victims)
+        return _QuotaEviction(self, segments, now_ms, victims, owner)
 
     def _allocate_together(
         self,
@@ -523,7 +604,7 @@ class Pool:
                         largest = max(segment.allocator.largest_free for segment in allowed)
                         for done, its_length in zip(taken, lengths, strict=False):
                             self.free(done, its_length)
-                        return Shortage(length - largest, eviction.goes_on)
+                        return eviction.shortage(length - largest)
                     emptied = [segment for segment, _ in freed if segment in allowed]
                     extent = self._allocate_free(emptied, length)
                 extents.append(extent)
@@ -601,6 +682,19 @@ class _Eviction:
         """Whether another step may find a victim, after ``next`` found none."""
         return not self._budget or any(s.candidates.unfinished for s in self._heads)
 
+    def shortage(self, missing: int) -> Shortage:
+        """What an allocation lacks, after ``next`` found none."""
+        return Shortage(missing, self.goes_on)
+
+    def evict(self, victim: ObjectRecord) -> ObjectRecord | None:
+        """As ``Pool.evict``."""
+        return self._pool.evict(victim, self._now_ms)
+
+    def _may_go(self, victim: ObjectRecord) -> bool:
+        """Whether a head may still be evicted after others were."""
+        del victim
+        return True
+
     def head(self, segment: MountedSegment) -> ObjectRecord | None:
         """The next victim of this segment."""
         if self._heads[segment] is None:
@@ -618,23 +712,28 @@ class _Eviction:
         heads = self._heads
         if not self._budget or not heads:
             return None
-        victims = [head for segment in order if (head := heads[segment]) is not None]
-        if not victims:
-            wanted = set(order)
-            victims = [
-                head
-                for head in heads.values()
-                if head is not None and _keeps_bytes_on(wanted, head)
-            ]
+        while True:
+            victims = [head for segment in order if (head := heads[segment]) is not None]
             if not victims:
-                return None
-        victim = min(victims, key=attrgetter("ticket"))
+                wanted = set(order)
+                victims = [
+                    head
+                    for head in heads.values()
+                    if head is not None and _keeps_bytes_on(wanted, head)
+                ]
+                if not victims:
+                    return None
+            victim = min(victims, key=attrgetter("ticket"))
+            if self._may_go(victim):
+                break
+            assert victim.segment is not None
+            heads[victim.segment] = self._head(victim.segment)
         self._budget -= 1
         length = extent_bytes(victim.size)
         freed = [(segment, length) for segment, _ in victim.extents() if segment.alive]
         changed = {victim.segment}
         self.evicted.append(Residue.of(victim))
-        parent = self._pool.evict(victim, self._now_ms)
+        parent = self.evict(victim)
         self._pool.free(self.evicted[-1].extents, length)
         if parent is not None:
             changed.add(parent.segment)
@@ -643,13 +742,19 @@ class _Eviction:
         return freed
 
     def _head(self, segment: MountedSegment) -> ObjectRecord | None:
-        head, victims = self._first(segment), self._victims
+        candidates = segment.candidates
+        return self._allowed(candidates, self._first_of(candidates))
+
+    def _allowed(
+        self, candidates: EvictionPolicy, head: ObjectRecord | None
+    ) -> ObjectRecord | None:
+        victims = self._victims
         if head is None or victims is None or head.last_used_ms < victims.used_before_ms:
             return head
-        return head if segment.candidates.detached(head) else None
+        return head if candidates.detached(head) else None
 
-    def _first(self, segment: MountedSegment) -> ObjectRecord | None:
-        candidates, forest = segment.candidates, self._pool.forest
+    def _first_of(self, candidates: EvictionPolicy) -> ObjectRecord | None:
+        forest = self._pool.forest
         for _ in range(_REMARKS_PER_LOOK):
             head = self._peek(candidates)
             if head is None or not candidates.detached(head) or forest.reach(head) is not True:
@@ -676,6 +781,91 @@ class _Eviction:
                 return None
             self._moves -= 1
             candidates.hold(head, held_until_ms)
+
+
+class _QuotaEviction(_Eviction):
+    """Evicts what the guarantees of tenants allow: an object of ``owner``, whoever it is, or one of
+    a tenant that has its guarantee even without it."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        segments: list[MountedSegment],
+        now_ms: int,
+        victims: Victims | None,
+        owner: Tenant | None,
+        *,
+        own_only: bool = False,
+    ) -> None:
+        assert pool.tenants is not None
+        self._tenants: Tenants = pool.tenants
+        self._owner = owner
+        self._own_only = own_only
+        self._held_back = False
+        """Whether a guarantee has kept an object of another tenant."""
+        super().__init__(pool, segments, now_ms, victims)
+
+    def shortage(self, missing: int) -> Shortage:
+        quota = GUARANTEED if self._held_back and self._owner is not None else ""
+        return Shortage(missing, self.goes_on, quota)
+
+    def evict(self, victim: ObjectRecord) -> ObjectRecord | None:
+        tenant = self._tenants.of_record(victim)
+        if tenant is self._owner:
+            tenant.evicted_by_own += 1
+        else:
+            tenant.evicted_by_others += 1
+        parent = super().evict(victim)
+        assert tenant is self._owner or tenant.size >= tenant.guaranteed, "below its guarantee"
+        return parent
+
+    def _may_go(self, victim: ObjectRecord) -> bool:
+        tenant = self._tenants.of_record(victim)
+        if tenant is self._owner:
+            return True
+        if tenant.size - bytes_held(victim) >= tenant.guaranteed:
+            return True
+        self._held_back = True
+        return False
+
+    def _head(self, segment: MountedSegment) -> ObjectRecord | None:
+        """The oldest head of the orders that may lose one: O(tenants)."""
+        candidates, owner = segment.candidates, self._owner
+        if not isinstance(candidates, TenantOrders):
+            raise TypeError("segments of a master with tenants have orders of tenants")
+        oldest: ObjectRecord | None = None
+        unfinished = False
+        for number, order in list(candidates.orders.items()):
+            tenant = self._tenants.numbered(number)
+            if tenant is not owner:
+                if self._own_only:
+                    continue
+                if tenant.size <= tenant.guaranteed and tenant.guaranteed:
+                    self._held_back = True
+                    continue
+            head = self._head_of(candidates, order)
+            unfinished = unfinished or order.unfinished
+            if head is None or (oldest is not None and oldest.ticket < head.ticket):
+                continue
+            if self._may_go(head) and not (
+                self._own_only and self._tenants.of_record(head) is not owner
+            ):
+                oldest = head
+        candidates.unfinished = unfinished
+        return oldest
+
+    def _head_of(self, candidates: TenantOrders, order: EvictionPolicy) -> ObjectRecord | None:
+        """The first of one order, after those were put into another order whose namespace has
+        moved to another tenant."""
+        for _ in range(_REMARKS_PER_LOOK):
+            head = self._allowed(order, self._first_of(order))
+            if head is None or not self._tenants.is_misplaced(head):
+                return head
+            detached = candidates.detached(head)
+            candidates.discard(head)
+            candidates.add(head, detached=detached)
+        order.unfinished = True
+        return None
 
 
 def _keeps_bytes_on(segments: set[MountedSegment], leaf: ObjectRecord) -> bool:

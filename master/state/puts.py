@@ -20,6 +20,7 @@ from typing import final
 
 from kvstore.calls import Allocate, PutStart, Version
 from kvstore.master.state.records import Extent, MountedSegment, ObjectRecord, Residue, Writer
+from kvstore.master.state.tenant import Tenant
 from kvstore.memory.header import extent_bytes
 
 
@@ -133,12 +134,26 @@ class WaitingPut:
     ticket: int
     request: PutStart | Allocate
     deadline_ms: int
+    tenant: Tenant | None = None
+    """None: the master has no tenants."""
+
+
+class PutCounts:
+    """Is told of each grant and of its end: ``Tenants``."""
+
+    def granted(self, put: Granted) -> None:
+        raise NotImplementedError
+
+    def ended(self, put: Granted) -> None:
+        raise NotImplementedError
 
 
 class Pending:
     """Grants by token, in the order of their deadlines; and extents in quarantine."""
 
     def __init__(self) -> None:
+        self.tenants: PutCounts | None = None
+        """None: the master has no tenants."""
         self.last_token = 0
         """The highest token that was ever given out."""
         self._by_token: OrderedDict[int, Granted] = OrderedDict()
@@ -165,6 +180,8 @@ class Pending:
         self._by_token[put.token] = put
         for segment, _ in put.extents:
             segment.pending_bytes += put.length
+        if self.tenants is not None:
+            self.tenants.granted(put)
 
     def renew(self, put: Granted, deadline_ms: int) -> None:
         put.deadline_ms = deadline_ms
@@ -173,7 +190,7 @@ class Pending:
     def pop(self, token: int) -> Granted | None:
         put = self._by_token.pop(token, None)
         if put is not None:
-            _ended(put)
+            self._ended(put)
         return put
 
     def pop_expired(self, now_ms: int) -> Iterator[Granted]:
@@ -183,8 +200,14 @@ class Pending:
             if put.deadline_ms >= now_ms:
                 return
             del self._by_token[put.token]
-            _ended(put)
+            self._ended(put)
             yield put
+
+    def _ended(self, put: Granted) -> None:
+        for segment, _ in put.extents:
+            segment.pending_bytes -= put.length
+        if self.tenants is not None:
+            self.tenants.ended(put)
 
     def first_token(self) -> int | None:
         """The lowest token: every put that was granted before it has ended. O(puts)."""
@@ -235,8 +258,3 @@ class Pending:
     def check_invariants(self) -> None:
         deadlines = [put.deadline_ms for put in self]
         assert deadlines == sorted(deadlines)
-
-
-def _ended(put: Granted) -> None:
-    for segment, _ in put.extents:
-        segment.pending_bytes -= put.length

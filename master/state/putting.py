@@ -106,10 +106,11 @@ class Putting:
             wait_ms = max(wait_ms, MAKING_ROOM_MS)
         if (
             wait_ms <= 0
+            or result.never
             or not self._could_take(request)
             or self._waiting.only_pins_end(now_ms + wait_ms, request)
         ):
-            raise shortage.explained(self._common, now_ms, request, result)
+            raise shortage.refused(self._common, now_ms, request, result)
         later = self._waiting.add(now_ms, request, wait_ms)
         if result.goes_on:
             self._common.room_made()
@@ -170,7 +171,7 @@ class Putting:
         self._common.changing = True
         taken = self._granting.reserve(
             now_ms, sizes, request.replicas, near=near, host=request.host, avoid=request.avoid,
-            here_only=request.here_only,
+            here_only=request.here_only, owner=self._pool.tenant_of(request.namespace),
         )  # fmt: skip
         if isinstance(taken, Shortage):
             return taken, there
@@ -243,8 +244,9 @@ class Putting:
         of_devices = [each.offer.uuid for each in segments if each.offer.device is not None]
         avoid = [*request.avoid, *of_devices]  # the client writes to an allocation as to an array
         taken = self._granting.reserve(
-            now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.here_only
-        )
+            now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.here_only,
+            owner=self._pool.tenant_of(""),
+        )  # fmt: skip
         if isinstance(taken, Shortage):
             return taken
         size, client = request.size, request.client_number
@@ -304,6 +306,7 @@ class Putting:
             used_ms = put.record.last_used_ms
             replaced += self._store(put, alive, now_ms)
             if isinstance(put, GrantedCopy):
+                self._pool.note_brought(put.record)  # the object may have lost a replica meanwhile
                 put.record.last_used_ms = used_ms  # a move does not count as a use
                 common.counters["moved_objects"] += 1
                 common.counters["moved_bytes"] += put.size
@@ -368,6 +371,7 @@ class Putting:
             self._granting.quarantine(given, given.deadline_ms)
             common.wipe([given.residue(common.epoch)])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
+        self._keep_bound(now_ms, request, len(alive))
         record = self._ensure(now_ms, namespace, key, parent)
         if request.overwrite:
             still_read = self._reclaim.still_read(record)
@@ -398,6 +402,26 @@ class Putting:
         if overwriting or replaced:
             return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
         return common.when_wiped(now_ms, [], reply, still_read) if still_read else reply
+
+    def _keep_bound(self, now_ms: int, request: calls.Commit, replicas: int) -> None:
+        """Lets the tenant of the namespace take over the bytes of an allocation, which belonged to
+        no namespace until now.
+
+        Raises:
+            NoSpaceError: that would bring it above its bound. The allocation lives on.
+        """
+        owner = self._pool.tenant_of(request.namespace)
+        if owner is None:
+            return
+        if request.parent is not None:
+            parent = self._forest.get(request.namespace, request.parent)
+            if parent is not None and parent.complete:
+                lease_until_ms = now_ms + self._common.rules.lease_ms
+                parent.lease_until_ms = max(parent.lease_until_ms, lease_until_ms)
+        wanted = extent_bytes(request.size) * replicas
+        missing = self._granting.keep_bound(now_ms, owner, wanted)
+        if missing is not None:
+            raise shortage.over_bound(self._common, owner, wanted, missing)
 
     def _ensure(
         self, now_ms: int, namespace: Namespace, key: Key, parent: Key | None

@@ -17,6 +17,7 @@ from kvstore.calls import Presence, SegmentOffer
 from kvstore.keys import PackedKeys
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.allocator import Allocator
+from kvstore.master.state.tenant import Tenant
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
 from kvstore.native import steps
 
@@ -43,6 +44,9 @@ _ABSENT: Final = int(Presence.ABSENT)
 _COMPLETE: Final = int(Presence.COMPLETE)
 _BEING_WRITTEN: Final = int(Presence.BEING_WRITTEN)
 _ONE: Final = tuple(bytes([presence]) for presence in (_ABSENT, _COMPLETE, _BEING_WRITTEN))
+
+_NOTHING_HELD: Final[dict[int, int]] = {}
+"""Shared by all tables where there are no tenants; never changed."""
 
 MOVES_PER_STEP = 512
 """Records that one step of the loop moves to their present place, on all segments: 2 to 4 ms."""
@@ -85,9 +89,14 @@ class EvictionPolicy(Protocol):
         again."""
         ...
 
-    def next_lease_end_ms(self) -> int | None:
+    def next_lease_end_ms(self, after_ms: int = -1) -> int | None:
         """When the first leased candidate, or one on ``hold``, may become evictable; None: ``peek``
-        has seen no leased one."""
+        has seen no leased one. ``after_ms``: ends up to then are of no interest, if ``peek`` does
+        not look at all candidates."""
+        ...
+
+    def numbers(self) -> list[int]:
+        """The numbers of the orders that have candidates (``eviction.order_of``)."""
         ...
 
     def __len__(self) -> int: ...
@@ -284,10 +293,28 @@ class Residue(NamedTuple):
 class NamespaceTable:
     """The records of one namespace by key, and its counts."""
 
-    __slots__ = ("_mask", "_searched", "bent", "name", "objects", "records", "shards", "size")
+    __slots__ = (
+        "_mask",
+        "_searched",
+        "bent",
+        "held",
+        "name",
+        "objects",
+        "pending",
+        "records",
+        "shards",
+        "size",
+        "tenant",
+    )
 
-    def __init__(self, name: Namespace) -> None:
+    def __init__(self, name: Namespace, tenant: Tenant | None = None) -> None:
         self.name = name
+        self.tenant = tenant
+        """None: the master has no tenants; then the next two stay as they are."""
+        self.held: dict[int, int] = _NOTHING_HELD if tenant is None else {}
+        """Bytes of memory by segment id, puts under way included (kept by ``Tenants``)."""
+        self.pending = 0
+        """Puts under way."""
         self.shards: list[dict[Key, ObjectRecord]] = [{}]
         self._mask = 0
         self._searched = 0

@@ -195,6 +195,7 @@ class Returning:
             self._pool.store(record, [extent], size, version, used_ms, lacks)
             if is_back:
                 self._forest.missing.object_back(inventory.segment)
+        self._pool.note_brought(record)
         inventory.take(offset, size)
         # The previous master may have leased the object until then.
         record.lease_until_ms = max(record.lease_until_ms, inventory.segment.usable_at_ms)

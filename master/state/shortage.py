@@ -12,9 +12,32 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.membership import Membership
 from kvstore.master.state.pool import Shortage
 from kvstore.master.state.records import MountedSegment
+from kvstore.master.state.tenant import AT_MOST, GUARANTEED, Tenant
 from kvstore.memory.header import extent_bytes
 
 _LOOPBACK = ("127.", "localhost:", "[::1]", "0.0.0.0:", "[::]")
+
+
+def refused(
+    common: Common, now_ms: int, request: PutStart | Allocate, found: Shortage
+) -> NoSpaceError:
+    """The error for a put that is refused now; counted by tenant if a quota refuses it."""
+    owner = common.pool.tenant_of(request.namespace if isinstance(request, PutStart) else "")
+    if owner is None or not found.quota:
+        return explained(common, now_ms, request, found)
+    if found.quota == GUARANTEED:
+        owner.refused += 1
+        return shortages.others_guaranteed(owner.name, asked_bytes(request), found.missing_bytes)
+    return over_bound(common, owner, asked_bytes(request), found)
+
+
+def over_bound(common: Common, owner: Tenant, wanted: int, found: Shortage) -> NoSpaceError:
+    """The error for what would bring a tenant above its bound."""
+    assert found.quota == AT_MOST
+    owner.refused += 1
+    return shortages.over_bound(
+        owner.name, wanted, owner.size, owner.at_most, found.missing_bytes, owner.pinned_bytes
+    )
 
 
 def explained(
@@ -55,7 +78,7 @@ def _cause(
 def _group(
     cause: str, segments: Sequence[MountedSegment], now_ms: int, host: str
 ) -> shortages.Group:
-    better = [_better_ms(segment, cause) - now_ms for segment in segments]
+    better = [_better_ms(segment, cause, now_ms) - now_ms for segment in segments]
     local = [
         s.offer.address
         for s in segments
@@ -74,10 +97,10 @@ def _group(
     )
 
 
-def _better_ms(segment: MountedSegment, cause: str) -> int:
+def _better_ms(segment: MountedSegment, cause: str, now_ms: int) -> int:
     """When the cause may end by itself; 0: unknown."""
     if cause == shortages.LEASED:
-        return segment.candidates.next_lease_end_ms() or 0
+        return segment.candidates.next_lease_end_ms(now_ms) or 0
     return segment.usable_at_ms if cause == shortages.RESTARTED else 0
 
 

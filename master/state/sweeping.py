@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 
 from kvstore.master.state.common import Common
-from kvstore.master.state.jobs import EVICT, SWEEP
+from kvstore.master.state.jobs import EVICT, MOVE, SWEEP
 from kvstore.master.state.puts import GrantedObject
 from kvstore.master.state.records import MountedSegment, ObjectRecord, Residue
 
@@ -62,6 +62,20 @@ class Sweeping:
             del self._pressed[segment]
             self._jobs.note(EVICT, bool(self._pressed))
         self._common.effects += self._common.reclaim.clean_ahead(evicted)
+
+    def move_tables(self, now_ms: int) -> None:
+        """Gives namespaces to the tenants that they belong to since the rules changed, and then
+        has all candidates looked at, which may be in the order of another tenant."""
+        del now_ms
+        tenants = self._pool.tenants
+        if tenants is None:
+            return
+        tenants.move_some(SWEEP_STEPS, self._pool.pins.all_held())
+        if not tenants.moving:
+            self._jobs.note(MOVE, False)
+            self._swept_breaks = -1
+            self._jobs.due |= SWEEP
+            self._common.room_made()
 
     def settle(self, now_ms: int) -> None:
         del now_ms
@@ -118,4 +132,5 @@ class Sweeping:
 
     def check_invariants(self) -> None:
         self._jobs.check(EVICT, bool(self._pressed))
+        self._jobs.check(MOVE, self._pool.tenants is not None and self._pool.tenants.moving)
         self._jobs.check(SWEEP, self._sweeps_more())

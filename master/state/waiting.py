@@ -1,4 +1,8 @@
-"""The queue of puts that wait for room: served in order when there is some (``room_made``)."""
+"""The queue of puts that wait for room: served in order when there is some (``room_made``).
+
+With tenants the puts of each are served in their order: a put that waits because of its tenant's
+quota does not hold up those of others.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.jobs import SERVE
 from kvstore.master.state.pool import EVICTIONS_PER_STEP, Shortage
 from kvstore.master.state.puts import WaitingPut
+from kvstore.master.state.tenant import PUTS, Tenant
+from kvstore.tenants import tenant_text
 
 SERVED_PER_STEP = 512
 """Keys of waiting puts that one step serves, at least one put; see ``PUT_COUNTS_FOR``."""
@@ -20,6 +26,7 @@ PUT_COUNTS_FOR = 16
 """Keys that a put counts for, in addition to its own."""
 
 Wanting = calls.PutStart | calls.Allocate
+Grant = Callable[[int, Wanting], calls.Grants | Shortage]
 
 
 class WaitingPuts:
@@ -30,6 +37,10 @@ class WaitingPuts:
         self._jobs = common.jobs
         self._queue = common.waiting
         self._tried_ms = common.started_ms
+        self._stuck: dict[Tenant, Shortage] = {}
+        """Tenants whose first put found no room since room was last made."""
+        self._rooms = 0
+        """``Common.rooms`` when that was."""
 
     def add(self, now_ms: int, request: Wanting, wait_ms: int) -> Later:
         """Lets a put wait. Raises BusyError: too many puts wait already."""
@@ -42,21 +53,49 @@ class WaitingPuts:
             )
         if not self._queue:
             self._tried_ms = now_ms
+        owner = self._owner(request)
+        if owner is not None:
+            bound = owner.share_of(common.rules.waiting_puts_max)
+            if owner.waiting >= bound:
+                owner.refused += 1
+                raise BusyError(
+                    f"{owner.waiting} puts of {tenant_text(owner.name)} are waiting for space, "
+                    "its limit",
+                    advice="Put less at a time, or raise the tenant's share of puts.",
+                    waiting_puts=owner.waiting,
+                    tenant=owner.name,
+                    quota=PUTS,
+                )
+            owner.waiting += 1
         ticket = common.ticket()
-        self._queue.append(WaitingPut(ticket, request, now_ms + wait_ms))
+        self._queue.append(WaitingPut(ticket, request, now_ms + wait_ms, owner))
         common.counters["waited_puts"] += 1
         return Later(ticket)
 
     def cancel(self, ticket: int) -> None:
         for waiting in self._queue:
             if waiting.ticket == ticket:
-                self._queue.remove(waiting)
+                self._drop(waiting)
                 self._jobs.note(SERVE, bool(self._queue))  # the next one may want less
                 return
 
-    def serve(self, now_ms: int, grant: Callable[[int, Wanting], calls.Grants | Shortage]) -> None:
+    def _owner(self, request: Wanting) -> Tenant | None:
+        namespace = request.namespace if isinstance(request, calls.PutStart) else ""
+        return self._common.pool.tenant_of(namespace)
+
+    def _drop(self, put: WaitingPut) -> None:
+        """Takes a put out of the queue."""
+        self._queue.remove(put)
+        if put.tenant is not None:
+            put.tenant.waiting -= 1
+            self._stuck.pop(put.tenant, None)  # its next put may want less
+
+    def serve(self, now_ms: int, grant: Grant) -> None:
         """Grants puts in their order, until one must go on waiting; refuses those whose time is up.
         Leaves the rest to the next step when this one has done enough."""
+        if self._common.pool.tenants is not None:
+            self._serve_by_tenant(now_ms, grant)
+            return
         common, jobs = self._common, self._jobs
         jobs.note(SERVE, False)
         self._tried_ms = now_ms
@@ -65,13 +104,7 @@ class WaitingPuts:
         evicted_max = common.counters["evicted_objects"] + EVICTIONS_PER_STEP
         while self._queue and missing is None and not jobs.due & SERVE:
             request = self._queue[0].request
-            result: calls.Grants | Shortage | KVStoreError
-            common.forest.resumes = True
-            try:
-                result = grant(now_ms, request)
-            except KVStoreError as error:
-                result = error
-            common.forest.resumes = False
+            result = self._tried(now_ms, request, grant)
             if isinstance(result, Shortage):
                 missing = result
                 jobs.note(SERVE, result.goes_on)
@@ -81,6 +114,52 @@ class WaitingPuts:
             is_spent = common.counters["evicted_objects"] >= evicted_max
             jobs.note(SERVE, is_spent or served >= SERVED_PER_STEP)
         self._refuse_late(now_ms, missing)
+        if not self._queue:
+            jobs.note(SERVE, False)
+
+    def _tried(
+        self,
+        now_ms: int,
+        request: Wanting,
+        grant: Grant,
+    ) -> calls.Grants | Shortage | KVStoreError:
+        result: calls.Grants | Shortage | KVStoreError
+        self._common.forest.resumes = True
+        try:
+            result = grant(now_ms, request)
+        except KVStoreError as error:
+            result = error
+        self._common.forest.resumes = False
+        return result
+
+    def _serve_by_tenant(self, now_ms: int, grant: Grant) -> None:
+        """As ``serve``; passes over the puts of a tenant whose first one must go on waiting."""
+        common, jobs = self._common, self._jobs
+        if not jobs.due & SERVE or self._rooms != common.rooms:  # a tick, or there is more room
+            self._stuck.clear()
+        self._rooms = common.rooms
+        jobs.note(SERVE, False)
+        self._tried_ms = now_ms
+        served = 0
+        evicted_max = common.counters["evicted_objects"] + EVICTIONS_PER_STEP
+        for put in list(self._queue):
+            if put.tenant is None or put.tenant in self._stuck:
+                continue
+            if jobs.due & SERVE:
+                break
+            result = self._tried(now_ms, put.request, grant)
+            if isinstance(result, Shortage):
+                if result.goes_on:  # this put is the next one again
+                    jobs.due |= SERVE
+                else:
+                    self._stuck[put.tenant] = result
+            else:
+                self._drop(put)
+                self._answer(now_ms, put, result)
+            served += PUT_COUNTS_FOR + _keys_of(put.request)
+            if served >= SERVED_PER_STEP or common.counters["evicted_objects"] >= evicted_max:
+                jobs.due |= SERVE
+        self._refuse_late(now_ms, None)
         if not self._queue:
             jobs.note(SERVE, False)
 
@@ -94,15 +173,26 @@ class WaitingPuts:
 
     def _refuse_late(self, now_ms: int, missing: Shortage | None) -> None:
         """Refuses late puts. ``missing``: what the first in the queue lacks, if it was tried."""
+        stuck = dict(self._stuck)
         for put in [put for put in self._queue if put.deadline_ms <= now_ms]:
-            if put is not self._queue[0] or missing is None:  # its turn did not come
+            if put.tenant is not None:
+                missing = self._lacking(put, stuck.get(put.tenant))
+            elif put is not self._queue[0] or missing is None:  # its turn did not come
                 missing = Shortage(shortage.asked_bytes(put.request))
-            self._queue.remove(put)
+            self._drop(put)
             self._jobs.due |= SERVE  # the next in the queue may want less
             self._common.counters["refused_no_space"] += 1
-            error = shortage.explained(self._common, now_ms, put.request, missing)
+            error = shortage.refused(self._common, now_ms, put.request, missing)
             self._common.counters[f"refused_{error.fields['cause']}"] += 1
             self._common.effect(Answer(put.ticket, error))
+
+    def _lacking(self, put: WaitingPut, found: Shortage | None) -> Shortage:
+        """What a put lacks that is refused. ``found``: what the first put of its tenant lacked."""
+        asked = shortage.asked_bytes(put.request)
+        if found is None:
+            return Shortage(asked)
+        is_first = next(each for each in self._queue if each.tenant is put.tenant) is put
+        return found if is_first else Shortage(asked, quota=found.quota)
 
     def only_pins_end(self, until_ms: int, request: Wanting) -> bool:
         """Whether pins hold so much until ``until_ms`` that the rest of the pool is too small for
@@ -122,7 +212,8 @@ class WaitingPuts:
             return []
         changes = [*self._common.membership.trusted_again_ms()]
         for segment in self._common.pool.segments.values():
-            changes += (segment.candidates.next_lease_end_ms() or 0, segment.usable_at_ms)
+            end_ms = segment.candidates.next_lease_end_ms(self._tried_ms)
+            changes += (end_ms or 0, segment.usable_at_ms)
         refused_ms = min(put.deadline_ms for put in self._queue)
         return [refused_ms, *[time for time in changes if time > self._tried_ms]]
 

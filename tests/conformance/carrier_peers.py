@@ -47,6 +47,7 @@ STATUS = calls.ClusterStatus(
     [calls.NodeStatus("n", "h", "alive", "", 3, [calls.SegmentStatus(3, 9, 5, 4, "")])],
     [calls.NamespaceStatus(N, 2, 4106)], [calls.Counter("puts", 2)],
     gone=[calls.GoneNode("m", "h", "left", 9, 3, 0, False)],
+    tenants=[calls.TenantStatus("t", 9, 5, 20, 3, 0, 2, 1, 4, 6, ["t/*"])],
 )  # fmt: skip
 TRAFFIC = calls.NamespaceTraffic(
     N, 2, 4106,

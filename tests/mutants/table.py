@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutants import of_auth, of_connectors, of_engines
+from tests.mutants import of_auth, of_connectors, of_engines, of_tenants
 from tests.mutants.mutant import Mutant
 
 MASTER: Final = ("tests/unit/master", "tests/model/test_master_state.py")
@@ -79,21 +79,22 @@ MUTANTS: Final = (
         "return [wiping for wiping in unclean if wiping.offsets]  # marks concern no writer",
         "return []", MASTER),
     Mutant("evicted-is-not-wiped", GRANTING,
-        "            common.effects += common.reclaim.clean(evicted)\n", "", MASTER),
+        "segment.pressed = True\n            common.effects += common.reclaim.clean(evicted)\n",
+        "segment.pressed = True\n", MASTER),
     Mutant("found-is-not-leased", PUTTING,
         "                found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)\n", "",
         MASTER),
     Mutant("found-is-not-used", PUTTING,
         "                found.last_used_ms = now_ms\n", "", MASTER),
     Mutant("parent-of-a-put-is-not-leased", PUTTING,
-        "            parent.lease_until_ms = max(parent.lease_until_ms, lease_until_ms)\n", "",
+        "\n            parent.lease_until_ms = max(parent.lease_until_ms, lease_until_ms)\n", "\n",
         MASTER),
     Mutant("suspect-nodes-are-chosen", "master/state/membership.py",
         "if not node.draining and self.state_of(node, now_ms) == liveness.ALIVE",
         "if not node.draining", MASTER),
     Mutant("unusable-segments-are-chosen", GRANTING,
-        "usable = [segment for segment in alive if segment.usable(now_ms)]",
-        "usable = list(alive)", MASTER),
+        "everywhere = usable = [segment for segment in alive if segment.usable(now_ms)]",
+        "everywhere = usable = list(alive)", MASTER),
     Mutant("no-bound-of-pending-puts", GRANTING,
         "if len(self._pending) + len(sizes) > common.rules.pending_puts_max:",
         "if len(self._pending) > common.rules.pending_puts_max:", MASTER),
@@ -560,8 +561,8 @@ MUTANTS: Final = (
         "before + wanted > bound",
         "before + wanted >= bound", KEPT),
     Mutant("pinned-again-is-refused", KEEPING,
-        "        if not wanted:\n            return\n        rules",
-        "        rules", KEPT),
+        "        if not wanted:\n            return\n        owner",
+        "        owner", KEPT),
     Mutant("ancestors-do-not-count", KEEPING,
         "                at = at.parent\n",
         "                at = None\n", KEPT),
@@ -822,4 +823,5 @@ MUTANTS: Final = (
     *of_auth.MUTANTS,
     *of_connectors.MUTANTS,
     *of_engines.MUTANTS,
+    *of_tenants.MUTANTS,
 )  # fmt: skip

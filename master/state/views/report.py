@@ -12,6 +12,7 @@ from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.membership import describe
 from kvstore.master.state.records import MountedSegment, ObjectRecord, shards_from
 from kvstore.master.state.traffic import ClientRow, Space
+from kvstore.tenants import UNBOUNDED
 
 LIST_ROWS_MAX = 1_000
 _POSITION_BITS = 32
@@ -66,6 +67,7 @@ class Report:
             next_cursor=cursor,
             cluster=common.cluster,
             gone=[] if request.cursor else common.forest.missing.told(now_ms),
+            tenants=[] if request.cursor else _tenants(common),
         )
 
     def list_objects(self, now_ms: int, request: calls.ListObjects) -> calls.Listed:
@@ -132,6 +134,30 @@ class Report:
         known = self._common.pool.segments
         asked = islice(dict.fromkeys(i for i in request.segment_ids if i in known), DESCRIBED_MAX)
         return calls.Segments(self._common.epoch, [describe(known[i]) for i in asked])
+
+
+def _tenants(common: Common) -> list[calls.TenantStatus]:
+    tenants = common.pool.tenants
+    if tenants is None:
+        return []
+    rows = [
+        calls.TenantStatus(
+            name=each.name,
+            bytes=each.size,
+            guaranteed=each.guaranteed,
+            at_most=0 if each.at_most == UNBOUNDED else each.at_most,
+            pinned=each.pinned_bytes,
+            pinned_max=0 if each.pinned_max == UNBOUNDED else each.pinned_max,
+            objects=each.objects,
+            evicted_by_own=each.evicted_by_own,
+            evicted_by_others=each.evicted_by_others,
+            refused=each.refused,
+            namespaces=each.namespaces,
+        )
+        for each in tenants
+        if not each.retired or each.size
+    ]
+    return sorted(rows)
 
 
 def _counters(common: Common) -> list[calls.Counter]:

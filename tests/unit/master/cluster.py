@@ -18,6 +18,7 @@ from kvstore.master.state.inventory import Claim
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
+from kvstore.tenants import TenantRule
 
 EPOCH = 5
 HIGHEST = EPOCH + 1_000
@@ -57,10 +58,15 @@ def told(
 class Cluster:
     """Nodes beat and wipe at once unless they are told not to."""
 
-    def __init__(self, nodes: Mapping[str, int], rules: MasterRules) -> None:
+    def __init__(
+        self,
+        nodes: Mapping[str, int],
+        rules: MasterRules,
+        tenants: Sequence[TenantRule] | None = None,
+    ) -> None:
         self.rules = rules
         self.now_ms = 0
-        self.state = MasterState(epoch=EPOCH, epoch_max=HIGHEST, rules=rules)
+        self.state = MasterState(epoch=EPOCH, epoch_max=HIGHEST, rules=rules, tenants=tenants)
         self.sessions: dict[str, int] = {}
         self.segments: dict[int, str] = {}  # to the name of its node
         self.offers: dict[str, list[calls.SegmentOffer]] = {}
@@ -258,9 +264,15 @@ class Cluster:
             return answer
         return result.ticket
 
-    def wait(self, names: str | Iterable[str], *, wait_ms: int = 20_000) -> int:
+    def wait(
+        self,
+        names: str | Iterable[str],
+        *,
+        wait_ms: int = 20_000,
+        namespace: Namespace = NAMESPACE,
+    ) -> int:
         """A ``put_start`` that has to wait; its ticket."""
-        result = self.start_or_wait(names, wait_ms=wait_ms)
+        result = self.start_or_wait(names, wait_ms=wait_ms, namespace=namespace)
         assert isinstance(result, int), "it need not wait"
         self.work()
         return result
@@ -320,16 +332,23 @@ class Cluster:
         size: int = BLOCK,
         parent: str | None = None,
         overwrite: bool = False,
+        namespace: Namespace = NAMESPACE,
     ) -> PutOutcome:
         above = None if parent is None else Key(parent.encode())
-        request = calls.Commit(EPOCH, token, NAMESPACE, Key(name.encode()), above, size, overwrite)
+        request = calls.Commit(EPOCH, token, namespace, Key(name.encode()), above, size, overwrite)
         reply = self.reply(self.state.putting.commit(self.now_ms, request))
         assert isinstance(reply, calls.Committed)
         return PutOutcome(reply.outcome)
 
-    def match(self, names: str | Iterable[str], *, placements: bool = False) -> int:
+    def match(
+        self,
+        names: str | Iterable[str],
+        *,
+        placements: bool = False,
+        namespace: Namespace = NAMESPACE,
+    ) -> int:
         """How many are present; those are leased."""
-        request = calls.MatchPrefix([NAMESPACE], keys_of(names), placements)
+        request = calls.MatchPrefix([namespace], keys_of(names), placements)
         return self.state.asking.match_prefix(self.now_ms, request).matches[0].matched
 
     def lookup(self, names: str | Iterable[str]) -> list[list[str]]:
@@ -337,9 +356,9 @@ class Cluster:
         reply = self.state.asking.lookup(self.now_ms, calls.Lookup(NAMESPACE, keys_of(names)))
         return self._nodes_of(reply.placements)
 
-    def present(self, names: str | Iterable[str]) -> str:
+    def present(self, names: str | Iterable[str], *, namespace: Namespace = NAMESPACE) -> str:
         """Those that are complete; nothing is leased."""
-        reply = self.state.asking.exists(self.now_ms, calls.Exists(NAMESPACE, keys_of(names)))
+        reply = self.state.asking.exists(self.now_ms, calls.Exists(namespace, keys_of(names)))
         pairs = zip(names, reply.presence, strict=True)
         return "".join(name for name, known in pairs if known == calls.Presence.COMPLETE)
 
@@ -370,13 +389,15 @@ class Cluster:
         request = calls.Renew(NAMESPACE, [], [], [], epoch, [token])
         return bool(self.state.asking.renew(self.now_ms, request).tokens_held[0])
 
-    def remove(self, names: str | Iterable[str]) -> list[int]:
-        reply = self.reply(self.remove_later(names))
+    def remove(self, names: str | Iterable[str], *, namespace: Namespace = NAMESPACE) -> list[int]:
+        reply = self.reply(self.remove_later(names, namespace=namespace))
         assert isinstance(reply, calls.Removed)
         return list(reply.removed)
 
-    def remove_later(self, names: str | Iterable[str]) -> calls.Removed | Later:
-        result = self.state.removing.remove(self.now_ms, calls.Remove(NAMESPACE, keys_of(names)))
+    def remove_later(
+        self, names: str | Iterable[str], *, namespace: Namespace = NAMESPACE
+    ) -> calls.Removed | Later:
+        result = self.state.removing.remove(self.now_ms, calls.Remove(namespace, keys_of(names)))
         self._settle()
         return result
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import pytest
 
 from kvstore.master.state.rules import MasterRules
+from kvstore.tenants import TenantRule
 from tests.unit.master.cluster import Cluster
 
 
 class NewCluster(Protocol):
-    def __call__(self, *, rules: MasterRules | None = None, **nodes: int) -> Cluster:
+    def __call__(
+        self,
+        *,
+        rules: MasterRules | None = None,
+        tenants: Sequence[TenantRule] | None = None,
+        **nodes: int,
+    ) -> Cluster:
         """``nodes``: blocks of memory by name."""
         ...
 
@@ -21,8 +28,13 @@ class NewCluster(Protocol):
 def new_cluster() -> Iterator[NewCluster]:
     made: list[Cluster] = []
 
-    def new(*, rules: MasterRules | None = None, **nodes: int) -> Cluster:
-        made.append(Cluster(nodes, rules or MasterRules()))
+    def new(
+        *,
+        rules: MasterRules | None = None,
+        tenants: Sequence[TenantRule] | None = None,
+        **nodes: int,
+    ) -> Cluster:
+        made.append(Cluster(nodes, rules or MasterRules(), tenants))
         return made[-1]
 
     yield new

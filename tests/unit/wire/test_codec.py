@@ -74,7 +74,7 @@ def test_the_keys_may_be_left_to_the_caller() -> None:
 def test_rows_are_bounded_where_a_field_says_so() -> None:
     """A status of the release before has all its namespaces in one page."""
     many = [calls.NamespaceStatus(f"n{number}", 1, 2) for number in range(20_000)]
-    status = calls.ClusterStatus(1, "v", 2, [], many, [], gone=[])
+    status = calls.ClusterStatus(1, "v", 2, [], many, [], gone=[], tenants=[])
     data = encoder(calls.ClusterStatus, admin_pb2.StatusReply)(status)
     assert decoder(calls.ClusterStatus, admin_pb2.StatusReply)(data) == status
     data = client_pb2.DescribeSegmentsRequest(segment_ids=range(20_000)).SerializeToString()

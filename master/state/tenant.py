@@ -1,0 +1,97 @@
+"""One tenant: its rules, and what it holds. ``Tenants`` keeps the counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvstore.tenants import TenantRule
+
+AT_MOST = "at_most"
+GUARANTEED = "guaranteed"
+PINNED = "pinned"
+PUTS = "puts"
+"""Which quota an error is about: its field ``quota``."""
+
+
+class Tenant:
+    """The rules of one tenant, and what it holds."""
+
+    __slots__ = (
+        "at_most",
+        "bytes_on",
+        "ceiling",
+        "evicted_by_others",
+        "evicted_by_own",
+        "guaranteed",
+        "name",
+        "namespaces",
+        "number",
+        "objects",
+        "pending",
+        "pinned_bytes",
+        "pinned_max",
+        "puts",
+        "refused",
+        "retired",
+        "size",
+        "waiting",
+    )
+
+    def __init__(self, number: int, rule: TenantRule) -> None:
+        self.number = number
+        """Of its eviction orders."""
+        self.size = 0
+        """Bytes of memory that it holds."""
+        self.bytes_on: dict[int, int] = {}
+        """The same by segment id."""
+        self.objects = 0
+        self.pending = 0
+        """Puts and allocations under way."""
+        self.waiting = 0
+        """Puts that wait for room."""
+        self.pinned_bytes = 0
+        self.evicted_by_own = 0
+        """Objects that its own puts evicted."""
+        self.evicted_by_others = 0
+        self.refused = 0
+        """Puts and pins that were refused because of a quota."""
+        self.retired = False
+        """Whether the rules name it no more; it stays until its namespaces have moved."""
+        self.ceiling = 0
+        self.name = rule.name
+        self.namespaces: Sequence[str] = ()
+        self.guaranteed = 0
+        self.at_most = 0
+        self.pinned_max = 0
+        self.puts = 1.0
+        self.follow(rule)
+
+    def follow(self, rule: TenantRule) -> None:
+        self.namespaces = rule.namespaces
+        self.guaranteed = rule.guaranteed
+        self.at_most = rule.at_most
+        self.pinned_max = rule.pinned
+        self.puts = rule.puts
+        self.retired = False
+        self.ceiling = max(rule.at_most, self.size)
+
+    def retire(self) -> None:
+        self.follow(TenantRule(self.name))
+        self.retired = True
+
+    def rise(self) -> None:
+        """Allows what it holds now; see the module."""
+        self.ceiling = max(self.ceiling, self.size)
+
+    def lacks(self, wanted: int) -> int:
+        """How many bytes must go before it may take ``wanted`` more."""
+        if self.size <= self.at_most:
+            self.ceiling = self.at_most
+        return self.size + wanted - self.at_most
+
+    def share_of(self, count_max: int) -> int:
+        """How many of so many puts it may have."""
+        return int(self.puts * count_max)
+
+    def __repr__(self) -> str:
+        return f"<Tenant {self.name!r}>"

@@ -1,0 +1,306 @@
+"""Tenants: which namespaces belong to one, how much each holds, and what it may hold.
+
+The bytes of a tenant are the extents of its objects on segments that are alive, replicas and
+headers included, and those of its puts under way. Each table of a namespace keeps its share, by
+segment, so that a table moves to another tenant in one step when the rules change. Copies that the
+master itself orders (draining, repair) belong to no tenant until they are stored.
+
+A tenant is above ``at_most`` only where no put made it so: its bound was lowered, a namespace came
+to it, or a node brought objects back. ``ceiling`` is what it may hold until it is below again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import final
+
+from kvstore.errors import InvalidArgumentError
+from kvstore.limits import Namespace
+from kvstore.master.state.eviction import ORDERS_MAX, order_of
+from kvstore.master.state.puts import Granted, GrantedAllocation, GrantedPut, PutCounts
+from kvstore.master.state.records import (
+    Extent,
+    MountedSegment,
+    Namespaces,
+    NamespaceTable,
+    ObjectRecord,
+)
+from kvstore.master.state.tenant import Tenant
+from kvstore.memory.header import extent_bytes
+from kvstore.tenants import TenantMatcher, TenantRule
+
+SHORT_MS = 30_000
+"""For how long the pool must be smaller than the guarantees before the log says so: nodes that are
+started together join one by one."""
+
+
+@final
+class Tenants(PutCounts):
+    """All tenants of a master, and the one without a name."""
+
+    def __init__(
+        self,
+        rules: Sequence[TenantRule],
+        namespaces: Namespaces,
+        segments: dict[int, MountedSegment],
+    ) -> None:
+        """``namespaces``, ``segments``: those of the pool, which are only read."""
+        self._tables = namespaces
+        self._segments = segments
+        self.unnamed = Tenant(0, TenantRule(""))
+        """Has the namespaces that fit no other tenant, and allocations, which have none yet."""
+        self._by_name: dict[str, Tenant] = {"": self.unnamed}
+        self._numbered: list[Tenant] = [self.unnamed]
+        self._matcher = TenantMatcher(())
+        self._to_move: list[NamespaceTable] = []
+        """Tables that may belong to another tenant since the rules changed."""
+        self.guaranteed = 0
+        """Sum of all guarantees."""
+        self._short_since_ms: int | None = None
+        self._told_short = False
+        self.change(rules)
+        self._to_move.clear()
+
+    # --- who ----------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._by_name.values())
+
+    def match(self, namespace: str) -> Tenant:
+        """The tenant of a namespace by the rules, for a new table."""
+        return self._by_name[self._matcher.of(namespace)]
+
+    def of(self, namespace: str) -> Tenant:
+        table = self._tables.get(namespace)
+        if table is None or table.tenant is None:
+            return self.match(namespace)
+        return table.tenant
+
+    def of_record(self, record: ObjectRecord) -> Tenant:
+        tenant = self._tables[record.namespace].tenant
+        assert tenant is not None
+        return tenant
+
+    def numbered(self, number: int) -> Tenant:
+        return self._numbered[number]
+
+    def is_misplaced(self, record: ObjectRecord) -> bool:
+        """Whether a candidate is still in the order of the tenant that it had before."""
+        return order_of(record.ticket) != self.of_record(record).number
+
+    # --- what they hold -----------------------------------------------------------------------
+
+    def take(self, record: ObjectRecord, extents: Iterable[Extent], length: int) -> None:
+        """Counts extents that the tenant of this record holds from now on."""
+        table = self._tables[record.namespace]
+        tenant, held = table.tenant, table.held
+        assert tenant is not None
+        for segment, _ in extents:
+            if segment.alive:
+                number = segment.segment_id
+                if number not in held:
+                    for other in [each for each in held if each not in self._segments]:
+                        del held[other]  # died since
+                held[number] = held.get(number, 0) + length
+                _add(tenant, number, length)
+
+    def give(self, record: ObjectRecord, extents: Iterable[Extent], length: int) -> None:
+        """The opposite of ``take``: extents on dead segments count nothing any more."""
+        table = self._tables[record.namespace]
+        tenant, held = table.tenant, table.held
+        assert tenant is not None
+        for segment, _ in extents:
+            if segment.alive:
+                number = segment.segment_id
+                held[number] -= length
+                if not held[number]:
+                    del held[number]
+                _add(tenant, number, -length)
+
+    def granted(self, put: Granted) -> None:
+        """Counts a put, or an allocation, that begins."""
+        if isinstance(put, GrantedPut):
+            table = self._tables[put.record.namespace]
+            assert table.tenant is not None
+            table.pending += 1
+            table.tenant.pending += 1
+            self.take(put.record, put.extents, put.length)
+        elif isinstance(put, GrantedAllocation):
+            self.unnamed.pending += 1
+            for segment, _ in put.extents:
+                if segment.alive:
+                    _add(self.unnamed, segment.segment_id, put.length)
+
+    def ended(self, put: Granted) -> None:
+        if isinstance(put, GrantedPut):
+            table = self._tables[put.record.namespace]
+            assert table.tenant is not None
+            table.pending -= 1
+            table.tenant.pending -= 1
+            self.give(put.record, put.extents, put.length)
+        elif isinstance(put, GrantedAllocation):
+            self.unnamed.pending -= 1
+            for segment, _ in put.extents:
+                if segment.alive:
+                    _add(self.unnamed, segment.segment_id, -put.length)
+
+    def segment_died(self, segment_id: int) -> None:
+        for tenant in self._numbered:
+            tenant.size -= tenant.bytes_on.pop(segment_id, 0)
+
+    def pinned(self, namespace: Namespace, size: int) -> None:
+        """Counts ``size`` bytes more, or fewer, that pins hold."""
+        self.of(namespace).pinned_bytes += size
+
+    # --- other rules --------------------------------------------------------------------------
+
+    def change(self, rules: Sequence[TenantRule]) -> None:
+        """Follows these rules from now on. Bounds hold at once; tables that belong to another
+        tenant now move in slices (``move_some``).
+
+        Raises:
+            InvalidArgumentError: a namespace may fit two tenants, or too many tenants have come
+                and gone in this term. All is as before then.
+        """
+        matcher = TenantMatcher(rules)
+        wanted = {rule.name: rule for rule in rules if rule.name}
+        new = [rule for name, rule in wanted.items() if name not in self._by_name]
+        free = self._free_numbers()
+        if len(free) + ORDERS_MAX - len(self._numbered) < len(new):
+            raise InvalidArgumentError(
+                "too many tenants have come and gone since this master leads",
+                advice="Keep the names of tenants, or restart the master.",
+            )
+        for number in free:
+            del self._by_name[self._numbered[number].name]
+        for name, tenant in self._by_name.items():
+            if name in wanted:
+                tenant.follow(wanted[name])
+            elif name:
+                tenant.retire()
+        for rule in wanted.values():
+            if rule.name in self._by_name:
+                continue
+            if free:
+                number = free.pop()
+                self._numbered[number] = tenant = Tenant(number, rule)
+            else:
+                tenant = Tenant(len(self._numbered), rule)
+                self._numbered.append(tenant)
+            self._by_name[rule.name] = tenant
+        self._matcher = matcher
+        self.guaranteed = sum([tenant.guaranteed for tenant in self._by_name.values()])
+        self._to_move = self._tables.values()
+
+    def _free_numbers(self) -> list[int]:
+        """Numbers of tenants that are retired and hold nothing; none while tables move."""
+        if self._to_move:
+            return []
+        used = {
+            number for segment in self._segments.values() for number in segment.candidates.numbers()
+        }
+        return [
+            tenant.number
+            for tenant in self._by_name.values()
+            if tenant.retired
+            and not (tenant.size or tenant.objects or tenant.pending or tenant.waiting)
+            and tenant.number not in used
+        ]
+
+    @property
+    def moving(self) -> bool:
+        return bool(self._to_move)
+
+    def move_some(self, count: int, pinned: dict[Namespace, tuple[int, int]]) -> None:
+        """Gives up to ``count`` tables to the tenant that they belong to. ``pinned``: objects and
+        bytes that pins hold, by namespace."""
+        for _ in range(min(count, len(self._to_move))):
+            table = self._to_move.pop()
+            before, now = table.tenant, self.match(table.name)
+            if before is None or before is now or self._tables.get(table.name) is not table:
+                continue
+            for number, size in table.held.items():
+                if number in self._segments:
+                    _add(before, number, -size)
+                    _add(now, number, size)
+            before.objects -= table.objects
+            now.objects += table.objects
+            before.pending -= table.pending
+            now.pending += table.pending
+            _, size = pinned.get(table.name, (0, 0))
+            before.pinned_bytes -= size
+            now.pinned_bytes += size
+            table.tenant = now
+            now.rise()
+
+    def is_short(self, now_ms: int) -> bool:
+        """Whether to say now that the pool is smaller than the guarantees: once each time."""
+        capacity = sum([segment.capacity for segment in self._segments.values()])
+        if not capacity or self.guaranteed <= capacity:
+            self._short_since_ms, self._told_short = None, False
+            return False
+        if self._short_since_ms is None:
+            self._short_since_ms = now_ms
+        if self._told_short or now_ms < self._short_since_ms + SHORT_MS:
+            return False
+        self._told_short = True
+        return True
+
+    # --- checking -----------------------------------------------------------------------------
+
+    def check_invariants(
+        self, records: Iterable[ObjectRecord], pending: Iterable[Granted], waiting: Sequence[Tenant]
+    ) -> None:
+        size: dict[str, int] = {}
+        objects: dict[str, int] = {}
+        puts: dict[str, int] = {}
+        held: dict[tuple[str, int], int] = {}
+        for record in records:
+            name = self.of_record(record).name
+            objects[name] = objects.get(name, 0) + (record.segment is not None)
+            for segment, _ in record.extents():
+                if segment.alive:
+                    length = extent_bytes(record.size)
+                    size[name] = size.get(name, 0) + length
+                    place = record.namespace, segment.segment_id
+                    held[place] = held.get(place, 0) + length
+        for put in pending:
+            if isinstance(put, GrantedPut | GrantedAllocation):
+                is_put = isinstance(put, GrantedPut)
+                name = self.of_record(put.record).name if isinstance(put, GrantedPut) else ""
+                puts[name] = puts.get(name, 0) + 1
+                for segment, _ in put.extents:
+                    if segment.alive:
+                        size[name] = size.get(name, 0) + put.length
+                        if is_put and isinstance(put, GrantedPut):
+                            place = put.record.namespace, segment.segment_id
+                            held[place] = held.get(place, 0) + put.length
+        for tenant in self._numbered:
+            if self._by_name.get(tenant.name) is not tenant:
+                continue
+            assert tenant.size == size.pop(tenant.name, 0), f"bytes of {tenant}"
+            assert tenant.size == sum(tenant.bytes_on.values())
+            assert tenant.bytes_on.keys() <= self._segments.keys()
+            assert tenant.objects == objects.pop(tenant.name, 0), f"objects of {tenant}"
+            assert tenant.pending == puts.pop(tenant.name, 0), f"puts of {tenant}"
+            assert tenant.waiting == sum(each is tenant for each in waiting)
+            assert tenant.size <= max(tenant.at_most, tenant.ceiling), (
+                f"{tenant} is above its bound"
+            )
+            assert tenant.pinned_bytes >= 0
+        assert not any((*size.values(), *objects.values(), *puts.values())), "of no tenant"
+        for table in self._tables.values():
+            if not self._to_move:
+                assert table.tenant is self.match(table.name)
+            for number, length in table.held.items():
+                if number in self._segments:
+                    assert length == held.pop((table.name, number), 0)
+        assert not held, "bytes in no table"
+
+
+def _add(tenant: Tenant, segment_id: int, size: int) -> None:
+    tenant.size += size
+    on = tenant.bytes_on
+    on[segment_id] = on.get(segment_id, 0) + size
+    if not on[segment_id]:
+        del on[segment_id]

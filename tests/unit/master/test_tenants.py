@@ -1,0 +1,376 @@
+"""Quotas of tenants: who loses objects to whom, what is refused, and what an error says."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstore import calls
+from kvstore.calls import DrainStep, PutOutcome, Version
+from kvstore.errors import BusyError, InvalidArgumentError, NoSpaceError
+from kvstore.limits import Key, Namespace
+from kvstore.master.state.inventory import Claim
+from kvstore.master.state.rules import MasterRules
+from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.tenants import TENANTS_MAX, TenantMatcher, TenantRule, patterns_meet
+from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, Cluster, keys_of
+from tests.unit.master.conftest import NewCluster
+
+LEASE_MS = 10_000
+A, B = Namespace("a/x"), Namespace("b/x")
+OTHER = Namespace("elsewhere")
+
+
+def rule(name: str, guaranteed: int = 0, at_most: int | None = None, **more: float) -> TenantRule:
+    """Quotas in blocks; the namespaces begin with the name."""
+    made = TenantRule(name, (f"{name}/*",), guaranteed * EXTENT)
+    if at_most is not None:
+        made = made._replace(at_most=at_most * EXTENT)
+    if "pinned" in more:
+        made = made._replace(pinned=int(more["pinned"] * EXTENT))
+    return made._replace(puts=more.get("puts", 1.0))
+
+
+def row(cluster: Cluster, name: str) -> calls.TenantStatus:
+    return next(each for each in cluster.status().tenants if each.name == name)
+
+
+def blocks(cluster: Cluster, name: str) -> int:
+    return row(cluster, name).bytes // EXTENT
+
+
+def pin(cluster: Cluster, names: str, namespace: Namespace) -> None:
+    request = calls.Pin(namespace, keys_of(names), 60_000)
+    cluster.state.keeping.pin(cluster.now_ms, request)
+
+
+# --- what they hold -------------------------------------------------------------------------
+
+
+def test_bytes_are_those_of_objects_replicas_and_puts_under_way(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a")], one=8, two=8)
+    cluster.put("ab", namespace=A, replicas=2)
+    assert blocks(cluster, "a") == 4
+    grants = cluster.start("c", namespace=A)
+    assert blocks(cluster, "a") == 5
+    cluster.put("z", namespace=OTHER)
+    assert blocks(cluster, "") == 1
+    cluster.revoke(grants, settled=True)
+    assert blocks(cluster, "a") == 4
+    cluster.kill("two")
+    assert blocks(cluster, "a") == 2
+    cluster.remove("ab", namespace=A)
+    assert (blocks(cluster, "a"), row(cluster, "a").objects) == (0, 0)
+
+
+def test_an_allocation_belongs_to_no_tenant_until_its_commit(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a")], one=8)
+    token = cluster.allocate(BLOCK + EXTENT)
+    assert (blocks(cluster, ""), blocks(cluster, "a")) == (2, 0)
+    assert cluster.commit(token, "k", namespace=A) is PutOutcome.STORED
+    assert (blocks(cluster, ""), blocks(cluster, "a")) == (0, 1)
+
+
+def test_without_tenants_the_status_has_no_rows(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=2)
+    cluster.put("a", namespace=A)
+    assert cluster.status().tenants == []
+
+
+# --- at most --------------------------------------------------------------------------------
+
+
+def test_a_put_above_the_bound_evicts_the_oldest_of_its_own(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=3)], one=9)
+    cluster.put("z", namespace=B)  # older than all
+    for name in "abc":
+        cluster.after(1)
+        cluster.put(name, namespace=A)
+    cluster.after(1)
+    cluster.match("a", namespace=A)
+    cluster.after(LEASE_MS)
+
+    cluster.put("d", namespace=A)
+
+    assert cluster.present("abcd", namespace=A) == "acd"
+    assert cluster.present("z", namespace=B) == "z"
+    assert blocks(cluster, "a") == 3
+    assert row(cluster, "a").evicted_by_own == 1
+
+
+def test_where_the_own_are_leased_it_waits_and_is_refused_by_name(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
+    cluster.put("ab", namespace=A)
+    cluster.match("ab", namespace=A)
+
+    with pytest.raises(NoSpaceError, match="tenant a holds 8 KiB of at most 8 KiB") as refused:
+        cluster.start("c", namespace=A)
+    fields = refused.value.fields
+    assert (fields["tenant"], fields["quota"], fields["cause"]) == ("a", "at_most", "quota")
+    assert fields["missing_bytes"] == EXTENT
+    assert fields["tenant_bytes_max"] == 2 * EXTENT
+
+    late = cluster.wait("c", namespace=A, wait_ms=5_000)
+    cluster.after(5_250)
+    error = cluster.answers.pop(late)
+    assert isinstance(error, NoSpaceError)
+    assert error.fields["tenant"] == "a"
+
+    granted = cluster.wait("c", namespace=A)
+    cluster.after(LEASE_MS)
+    assert isinstance(cluster.answers[granted], calls.Grants)
+    assert row(cluster, "a").refused == 2
+
+
+def test_what_never_fits_is_refused_at_once(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
+    cluster.put("ab", namespace=A)
+    with pytest.raises(NoSpaceError, match="tenant a may hold at most 8 KiB"):
+        cluster.start_or_wait("xyz", namespace=A, wait_ms=20_000)
+    assert cluster.present("ab", namespace=A) == "ab"
+
+
+def test_replicas_count(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=3)], one=9, two=9)
+    cluster.put("a", namespace=A, replicas=2)
+    cluster.put("b", namespace=A, replicas=2)
+    assert cluster.present("ab", namespace=A) == "b"
+
+
+def test_a_commit_keeps_the_bound(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=1)], one=9)
+    cluster.put("a", namespace=A)
+    cluster.match("a", namespace=A)
+    token = cluster.allocate()
+    with pytest.raises(NoSpaceError, match="tenant a holds 4 KiB"):
+        cluster.commit(token, "b", namespace=A)
+    cluster.after(LEASE_MS)
+    assert cluster.commit(token, "b", namespace=A) is PutOutcome.STORED
+    assert cluster.present("ab", namespace=A) == "b"
+
+
+def test_one_at_its_bound_does_not_hold_up_the_puts_of_others(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=2), rule("b")], one=4)
+    cluster.put("ab", namespace=A)
+    cluster.put("yz", namespace=B)
+    cluster.match("ab", namespace=A)
+    cluster.match("yz", namespace=B)
+    first = cluster.wait("c", namespace=A)
+    second = cluster.wait("x", namespace=B)
+    cluster.after(5_000)
+    cluster.match("ab", namespace=A)  # leased again, for longer
+    cluster.after(5_250)
+    assert first not in cluster.answers
+    assert isinstance(cluster.answers[second], calls.Grants)
+
+
+def test_a_repair_stays_within_the_bound(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=20, two=20, three=20)
+    cluster.put("a", namespace=A, replicas=2)
+    record = cluster.state.forest.get(A, Key(b"a"))
+    assert record is not None
+    assert not cluster.state.pool.may_have_copy(record)
+
+
+# --- guarantees -----------------------------------------------------------------------------
+
+
+def test_a_tenant_within_its_guarantee_loses_nothing_to_others(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", guaranteed=2), rule("b")], one=4)
+    cluster.put("ab", namespace=A, chain=False)  # the oldest
+    cluster.after(1)
+    cluster.put("yz", namespace=B, chain=False)
+    cluster.after(1)
+
+    cluster.put("wx", namespace=B, chain=False)
+
+    assert cluster.present("ab", namespace=A) == "ab"
+    assert cluster.present("wxyz", namespace=B) == "wx"
+    assert row(cluster, "b").evicted_by_own == 2
+    cluster.match("w", namespace=B)
+    cluster.match("x", namespace=B)
+    with pytest.raises(NoSpaceError, match="guarantees of other tenants hold the rest") as refused:
+        cluster.start("c", namespace=OTHER)
+    assert refused.value.fields["cause"] == "guarantees"
+    assert refused.value.fields["tenant"] == ""
+    assert "tenant a" not in str(refused.value)
+
+
+def test_what_is_above_a_guarantee_may_go(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", guaranteed=2), rule("b", guaranteed=2)], one=4)
+    cluster.put("abcd", namespace=A)
+    cluster.put("wx", namespace=B)
+    assert cluster.present("abcd", namespace=A) == "ab"
+    assert row(cluster, "a").evicted_by_others == 2
+    cluster.put("y", namespace=B, chain=False)  # takes from its own
+    assert blocks(cluster, "a") == blocks(cluster, "b") == 2
+
+
+def test_a_large_leaf_is_kept_where_the_guarantee_needs_it(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", guaranteed=2)], one=4)
+    grants = cluster.start("a", size=BLOCK + 2 * EXTENT, namespace=A)
+    cluster.end(grants)
+    cluster.put("z", namespace=OTHER)
+    cluster.after(1)
+    cluster.put("y", namespace=OTHER)
+    assert cluster.present("a", namespace=A) == "a"
+    assert cluster.present("yz", namespace=OTHER) == "y"
+
+
+def test_the_reserve_of_a_full_segment_respects_guarantees(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", guaranteed=64)], one=64)
+    names = [f"k{number}" for number in range(64)]
+    cluster.put(names, namespace=A, chain=False)
+    cluster.put("x", namespace=A)
+    cluster.work()
+    assert blocks(cluster, "a") == 64
+    with pytest.raises(NoSpaceError):
+        cluster.put("x", namespace=OTHER)
+
+
+def test_a_drain_does_not_evict_what_is_guaranteed(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", guaranteed=4)], one=4)
+    cluster.put("abcd", namespace=A, chain=False)
+    cluster.join("two", 4)
+    cluster.after(60_000)
+    cluster.put("wxyz", namespace=OTHER, chain=False, host="host-two")
+    drained = cluster.state.nodes.drain(cluster.now_ms, calls.Drain("two", DrainStep.BEGIN))
+    cluster._settle()
+    request = calls.StartMoves("two", 0, 8, 1 << 30, evict_up_to=drained.began)
+    cluster.reply(cluster.state.copying.start_moves(cluster.now_ms, request))
+    assert cluster.present("abcd", namespace=A) == "abcd"
+
+
+def test_the_log_says_that_the_pool_is_too_small(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", guaranteed=9)], one=4)
+    cluster.after(40_000)
+    assert cluster.notices.count("guarantees_exceed_pool") == 1
+    cluster.join("two", 9)
+    cluster.after(1_000)
+    cluster.kill("two")
+    cluster.after(40_000)
+    assert cluster.notices.count("guarantees_exceed_pool") == 2
+
+
+# --- pins and puts --------------------------------------------------------------------------
+
+
+def test_a_pin_above_the_bound_of_the_tenant_is_refused(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", pinned=2)], one=20)
+    cluster.put("abc", namespace=A, chain=False)
+    pin(cluster, "ab", A)
+    with pytest.raises(NoSpaceError, match="not pinned: tenant a has 8 KiB pinned") as refused:
+        pin(cluster, "c", A)
+    assert (refused.value.fields["tenant"], refused.value.fields["quota"]) == ("a", "pinned")
+    assert row(cluster, "a").pinned == 2 * EXTENT
+    cluster.after(60_250)
+    assert row(cluster, "a").pinned == 0
+
+
+def test_a_tenant_has_its_share_of_puts_under_way(new_cluster: NewCluster) -> None:
+    rules = MasterRules(pending_puts_max=4, waiting_puts_max=2)
+    cluster = new_cluster(rules=rules, tenants=[rule("a", at_most=5, puts=0.5)], one=20)
+    grants = cluster.start("ab", namespace=A)
+    with pytest.raises(BusyError, match="tenant a has 2 puts under way, at most 2") as refused:
+        cluster.start("c", namespace=A)
+    assert (refused.value.fields["tenant"], refused.value.fields["quota"]) == ("a", "puts")
+    cluster.put("xy", namespace=B)
+    cluster.end(grants)
+    cluster.put("cd", namespace=A, chain=False)
+    cluster.put("e", namespace=A)
+    cluster.match("ab", namespace=A)
+    for name in "cde":
+        cluster.match(name, namespace=A)
+    cluster.wait("f", namespace=A)
+    with pytest.raises(BusyError, match="1 puts of tenant a are waiting"):
+        cluster.start_or_wait("g", namespace=A, wait_ms=9_000)
+
+
+# --- other rules ----------------------------------------------------------------------------
+
+
+def test_other_rules_hold_at_once_and_namespaces_move(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a")], one=6)
+    cluster.put("abc", namespace=A, chain=False)
+    cluster.put("xyz", namespace=B, chain=False)
+    pin(cluster, "x", B)
+
+    cluster.state.set_tenants([rule("a", at_most=2), rule("b", guaranteed=3)])
+    cluster.state.check_invariants()
+    cluster.work()
+
+    assert "tenants_changed" in cluster.notices
+    assert (blocks(cluster, "a"), blocks(cluster, "b"), blocks(cluster, "")) == (3, 3, 0)
+    assert row(cluster, "b").pinned == EXTENT
+    cluster.put("d", namespace=A)  # goes down to its bound
+    assert blocks(cluster, "a") == 2
+    cluster.put("q", namespace=OTHER)
+    assert cluster.present("xyz", namespace=B) == "xyz"
+
+
+def test_a_tenant_that_is_gone_gives_its_namespaces_back(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", guaranteed=6)], one=6)
+    cluster.put("abc", namespace=A)
+    for number in range(3 * TENANTS_MAX // 4, 6 * TENANTS_MAX):  # names come and go
+        if number % 97 == 0:
+            cluster.state.set_tenants([rule(f"t{number + each}") for each in range(TENANTS_MAX)])
+            cluster.work()
+    cluster.state.set_tenants([])
+    cluster.work()
+    assert [each.name for each in cluster.status().tenants] == [""]
+    assert blocks(cluster, "") == 3
+
+
+def test_rules_that_contradict_change_nothing(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", guaranteed=2)], one=6)
+    twice = TenantRule("b", ("a/x",))
+    with pytest.raises(InvalidArgumentError, match="have namespaces in common"):
+        cluster.state.set_tenants([rule("a"), twice])
+    assert row(cluster, "a").guaranteed == 2 * EXTENT
+
+
+def test_objects_that_a_node_brings_back_may_be_above_the_bound(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
+    cluster.kill("one")
+    cluster.join("one", again=True, tells=False)
+    claims = [
+        Claim((A, Key(name.encode())), None, BLOCK, Version(EPOCH - 1, 1 + at), place(at))
+        for at, name in enumerate("abc")
+    ]
+    cluster.tell("one", *claims)
+    cluster.after(60_000)
+    assert blocks(cluster, "a") == 3
+    cluster.put("d", namespace=A)
+    assert blocks(cluster, "a") == 2
+
+
+def place(at: int) -> int:
+    return SUPERBLOCK_BYTES + at * EXTENT
+
+
+# --- patterns -------------------------------------------------------------------------------
+
+
+def test_the_matcher_finds_the_one_tenant() -> None:
+    matcher = TenantMatcher(
+        [TenantRule("a", ("a/*", "one")), TenantRule("b", ("b*",)), TenantRule("c", ("c", "a"))]
+    )
+    found = {name: matcher.of(name) for name in ("a/x", "a", "one", "ones", "b", "bb", "c", "d")}
+    assert found == {
+        "a/x": "a", "a": "c", "one": "a", "ones": "", "b": "b", "bb": "b", "c": "c", "d": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("*", "x"), ("x", "x"), ("x*", "xy*"), ("xy*", "x*"), ("x", "x*")]
+)
+def test_patterns_that_meet(one: str, other: str) -> None:
+    assert patterns_meet(one, other)
+    with pytest.raises(InvalidArgumentError, match="in common"):
+        TenantMatcher([TenantRule("a", (one,)), TenantRule("b", (other,))])
+    TenantMatcher([TenantRule("a", (one, other))])
+
+
+@pytest.mark.parametrize(("one", "other"), [("x", "y"), ("x/*", "x"), ("x*", "y*"), ("xy", "x/*")])
+def test_patterns_that_do_not_meet(one: str, other: str) -> None:
+    assert not patterns_meet(one, other)
+    TenantMatcher([TenantRule("a", (one,)), TenantRule("b", (other,))])
