@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.errors import NoSpaceError
 from kvstore.tenants import tenant_text
+
+if TYPE_CHECKING:
+    from kvstore.calls import ClusterStatus
 
 SHOWN_MAX: Final = 3
 """Nodes that one message names."""
@@ -167,6 +170,18 @@ def others_guaranteed(tenant: str, wanted: int, missing: int) -> NoSpaceError:
         missing_bytes=missing,
         tenant=tenant,
         quota="guaranteed",
+    )
+
+
+def guarantees_short(status: ClusterStatus) -> str:
+    """Says that the pool is smaller than what its tenants are guaranteed; empty: it is not."""
+    guaranteed = sum(each.guaranteed for each in status.tenants)
+    size = sum(segment.size for node in status.nodes for segment in node.segments)
+    if not size or guaranteed <= size:
+        return ""
+    return (
+        f"Tenants are guaranteed {shown(guaranteed)} of a pool of {shown(size)}: not all of them "
+        "can have their guarantee at once. Add a node, or guarantee less."
     )
 
 

@@ -12,7 +12,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvstore._version import __version__
@@ -36,6 +36,7 @@ from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
+from kvstore.master.tenants_file import TenantsFile
 from kvstore.master.traces import add_trace
 from kvstore.network.addresses import EtcdPlace, join_address, split_address
 from kvstore.network.host import address_towards, is_loopback, own_address, why_only_here
@@ -43,6 +44,7 @@ from kvstore.network.listening import EVERY_INTERFACE, hears, reached_at
 from kvstore.process import background, descriptors, logs, supervisor
 from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.children import NO_PARENT, Child, ParentLink, start_node
+from kvstore.tenants import TenantRule
 from kvstore.web.channel import Answers, MasterEnd
 from kvstore.web.server.access import secured_by
 from kvstore.web.server.serving import bind
@@ -155,6 +157,8 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
         own = descriptors.open_now() or 0  # before the first connection is accepted
         await master.carriers.start()
         tasks.append(start_task("connections", master.watch_grpc(own), died=broken))
+        if config.tenants:
+            tasks.append(start_task("tenants", master.follow_tenants(), died=broken))
         if listener is not None:
             answers: Answers = {
                 "role": master.role,
@@ -270,6 +274,7 @@ class _Serving:
         self.feed = MasterEnd() if config.events else None
         self.notices = NoticeLog(wall_clock_ms)
         self._reach = Reacher()
+        self._tenants = TenantsFile(config.tenants) if config.tenants else None
 
     async def bind(self) -> None:
         config = self._config
@@ -295,6 +300,7 @@ class _Serving:
             rules=self._rules,
             started_ms=clock_ms(),
             events=self.feed is not None,
+            tenants=None if self._tenants is None else self._tenants.rules,
         )
         service = self._service = MasterService(state, died=self._died)
         service.leads_until = until
@@ -355,6 +361,15 @@ class _Serving:
         if self._service is not None:
             await self._service.stop()
         await self.carriers.stop(STOP_GRACE_S)
+
+    async def follow_tenants(self) -> None:
+        """Follows the file of tenants, if there is one."""
+        if self._tenants is not None:
+            await self._tenants.follow(self._set_tenants)
+
+    def _set_tenants(self, rules: Sequence[TenantRule]) -> None:
+        if self._service is not None:  # else the next term begins with these
+            self._service.set_tenants(rules)
 
     async def watch_grpc(self, own: int) -> None:
         """Logs when gRPC's port is full: gRPC closes further connections without a message.

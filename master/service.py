@@ -47,6 +47,7 @@ from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, 
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.process.background import Died, start_task
+from kvstore.tenants import TenantRule
 from kvstore.texts import field_text
 
 log = logging.getLogger("kvstore.master")
@@ -330,6 +331,11 @@ class MasterService:
 
         future.add_done_callback(done)
         return future
+
+    def set_tenants(self, rules: Sequence[TenantRule]) -> None:
+        """Raises InvalidArgumentError, as ``MasterState.set_tenants``."""
+        with self._transition() as state:
+            state.set_tenants(rules)
 
     # --- nodes --------------------------------------------------------------------------------
 

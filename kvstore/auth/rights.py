@@ -15,6 +15,7 @@ from kvstore.auth.identity import ADMIN, ENGINE, MASTER, NODE, OBSERVER, Identit
 from kvstore.calls import Request
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import Namespace
+from kvstore.tenants import patterns_meet
 
 
 class Right(enum.Enum):
@@ -193,4 +194,12 @@ def shown_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterSta
     if who.is_admin or NODE in who.roles or OBSERVER in who.roles:
         return status
     mine = [each for each in status.namespaces if who.may_read(each.name)]
-    return status._replace(namespaces=mine)
+    tenants = [each for each in status.tenants if _is_of(who, each)]
+    return status._replace(namespaces=mine, tenants=tenants)
+
+
+def _is_of(who: Identity, tenant: calls.TenantStatus) -> bool:
+    """Whether a namespace of the tenant is one of this engine. The tenant without a name has
+    namespaces of strangers, too."""
+    own = (*who.reads, *who.writes) if ENGINE in who.roles else ()
+    return any(patterns_meet(pattern, each) for pattern in own for each in tenant.namespaces)

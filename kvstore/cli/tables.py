@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvstore.calls import ClusterStatus, NodeStatus
+from kvstore.shortages import guarantees_short
 from kvstore.texts import duration_text, name_text, size_text
 
 WIDE: Final = 1 << 16
@@ -140,6 +141,26 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
             cells = [name_text(row.name), str(row.objects), size_text(row.size)]
             namespaces.add_row(*cells, *([size_text(row.pinned_bytes)] if pinned else []))
         yield namespaces
+
+    if found.tenants:
+        right = ("bytes", "guaranteed", "at most", "pinned", "objects", "evicted", "by others",
+                 "refused")  # fmt: skip
+        tenants = table_of("\ntenant", right=tuple(f"\n{each}" for each in right))
+        for each in found.tenants:
+            tenants.add_row(
+                name_text(each.name) if each.name else "(none)",
+                size_text(each.bytes),
+                size_text(each.guaranteed),
+                size_text(each.at_most) if each.at_most else "-",
+                size_text(each.pinned),
+                str(each.objects),
+                str(each.evicted_by_own),
+                str(each.evicted_by_others),
+                str(each.refused),
+            )
+        yield tenants
+        if said := guarantees_short(found):
+            yield f"\n{said}"
 
     if counters:
         table = table_of("\ncounter", right=("\nsince start",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -12,6 +13,7 @@ from kvstore.config.values import (
     DEFAULT_PORT,
     HTTP_PORT,
     Advertise,
+    As,
     Bytes,
     Cluster,
     Count,
@@ -190,6 +192,12 @@ class MasterConfig(HttpConfig):
         le=1.0,
         description="Share of the pool's memory that the pins of all namespaces together may hold; "
         "the rest stays for puts. No less than --pinned-max.",
+    )
+    tenants: Annotated[str, As("FILE")] = Field(
+        default="",
+        description="File (TOML) that divides the store among tenants, by patterns of namespaces: "
+        "what each is guaranteed, and what it may have at most. It is read again when it changes. "
+        "Empty: there are no tenants. docs/tenants.md has an example.",
     )
     lane_spin_us: Microseconds = Field(
         default=200,

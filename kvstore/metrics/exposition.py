@@ -16,7 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvstore.calls import ClusterStatus
+from kvstore.calls import ClusterStatus, TenantStatus
 from kvstore.histograms import cumulative
 from kvstore.metrics.families import MASTER, OF_COUNTERS, STORE, Family
 from kvstore.process import logs
@@ -128,9 +128,27 @@ def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, R
         "kvstore_namespace_bytes": {(row.name,): row.size for row in largest},
         "kvstore_other_namespaces_objects": {(): objects - sum(row.objects for row in largest)},
         "kvstore_other_namespaces_bytes": {(): size - sum(row.size for row in largest)},
+        **_of_tenants(status.tenants),
     }
     never: dict[str, Rows] = {family.name: {(): 0} for family in STORE if not family.labels}
     return {**never, **counted, **of}
+
+
+def _of_tenants(tenants: Sequence[TenantStatus]) -> dict[str, Rows]:
+    return {
+        "kvstore_tenant_bytes": {(row.name,): row.bytes for row in tenants},
+        "kvstore_tenant_guaranteed_bytes": {(row.name,): row.guaranteed for row in tenants},
+        "kvstore_tenant_at_most_bytes": {
+            (row.name,): row.at_most for row in tenants if row.at_most
+        },
+        "kvstore_tenant_pinned_bytes": {(row.name,): row.pinned for row in tenants},
+        "kvstore_tenant_objects": {(row.name,): row.objects for row in tenants},
+        "kvstore_tenant_evicted_objects_total": {
+            **{(row.name, "own"): row.evicted_by_own for row in tenants},
+            **{(row.name, "others"): row.evicted_by_others for row in tenants},
+        },
+        "kvstore_tenant_refused_total": {(row.name,): row.refused for row in tenants},
+    }
 
 
 def metric(family: Family, rows: Rows) -> Metric:

@@ -83,8 +83,6 @@ class Forest:
         self._walk: _Walk | None = None
         self.objects = 0
         """Records with bytes, of all namespaces."""
-        self._last: NamespaceTable | None = None
-        """The table of the last record that got or lost its bytes: the next is often there too."""
         self.missing = Missing(Counter() if counters is None else counters)
         self.tenants: Tenants | None = None
         """None: the master has no tenants."""
@@ -299,12 +297,6 @@ class Forest:
             before.children -= 1
         return before
 
-    def _table_of(self, record: ObjectRecord) -> NamespaceTable:
-        last = self._last
-        if last is None or last.name is not record.namespace:  # a record has its table's name
-            last = self._last = self.namespaces[record.namespace]
-        return last
-
     def _check_ring(self, record: ObjectRecord, parent: ObjectRecord) -> None:
         """Raises as ``link``. A record that is not complete has no reachable descendants."""
         reached = self.reach(parent)
@@ -338,7 +330,7 @@ class Forest:
         """Called when a record got its bytes: its descendants may be reachable again."""
         record.checked = 0
         record.size = size
-        table = self._table_of(record)
+        table = self.namespaces.of(record)
         table.objects += 1
         self.objects += 1
         table.size += size
@@ -363,7 +355,7 @@ class Forest:
         record.segment = None
         record.more = ()
         record.checked = 0
-        table = self._table_of(record)
+        table = self.namespaces.of(record)
         table.objects -= 1
         self.objects -= 1
         table.size -= record.size
@@ -380,11 +372,10 @@ class Forest:
         assert not record.writer
         assert not record.children
         self.steps += 1
-        table = self._table_of(record)
+        table = self.namespaces.of(record)
         table.drop(record)
         if not table.records:
             self.namespaces.drop(table.name)
-            self._last = None
         parent = record.parent
         record.parent = None
         if parent is not None:

@@ -304,6 +304,9 @@ class MasterState:
         gaps = sum(length for segment, _, length in self.returning.gaps() if segment.alive)
         held = sum(tenant.size for tenant in tenants)
         assert held + copies + gone + gaps == used, "bytes of tenants"
+        if not self.has_work:
+            candidates = [each for s in self.pool.segments.values() for each in s.candidates]
+            assert not any(map(tenants.is_misplaced, candidates)), "in the order of another tenant"
         for tenant in tenants:
             pinned = sum(
                 size

@@ -180,7 +180,7 @@ class Pool:
         replaces."""
         self.has_replicas = True
         if self.tenants is not None:
-            self.tenants.take(record, (extent,), extent_bytes(record.size))
+            self.tenants.take(record, [extent], extent_bytes(record.size))
         lacked = repairing.missing(record)
         if instead_of is None:
             record.more = (*record.more, extent)

@@ -390,14 +390,23 @@ class Namespaces:
     """Tables by name. Few tables keep the order in which they were added; many are spread over
     several dictionaries, like the records of a large table."""
 
-    __slots__ = ("_mask", "shards")
+    __slots__ = ("_last", "_mask", "shards")
 
     def __init__(self) -> None:
         self.shards: list[dict[str, NamespaceTable]] = [{}]
         self._mask = 0
+        self._last: NamespaceTable | None = None
+        """What ``of`` found last: the next record is often there, too."""
 
     def get(self, name: str) -> NamespaceTable | None:
         return self.shards[hash(name) & self._mask].get(name)
+
+    def of(self, record: ObjectRecord) -> NamespaceTable:
+        """The table of a record, which has its table's name."""
+        last = self._last
+        if last is None or last.name is not record.namespace:
+            last = self._last = self[record.namespace]
+        return last
 
     def __getitem__(self, name: str) -> NamespaceTable:
         return self.shards[hash(name) & self._mask][name]
@@ -412,6 +421,7 @@ class Namespaces:
                 self.shards[hash(each.name) & self._mask][each.name] = each
 
     def drop(self, name: str) -> None:
+        self._last = None
         del self.shards[hash(name) & self._mask][name]
 
     def __len__(self) -> int:

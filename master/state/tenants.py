@@ -77,7 +77,7 @@ class Tenants(PutCounts):
         return table.tenant
 
     def of_record(self, record: ObjectRecord) -> Tenant:
-        tenant = self._tables[record.namespace].tenant
+        tenant = self._tables.of(record).tenant
         assert tenant is not None
         return tenant
 
@@ -90,37 +90,40 @@ class Tenants(PutCounts):
 
     # --- what they hold -----------------------------------------------------------------------
 
-    def take(self, record: ObjectRecord, extents: Iterable[Extent], length: int) -> None:
+    def take(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
         """Counts extents that the tenant of this record holds from now on."""
-        table = self._tables[record.namespace]
+        table = self._tables.of(record)
         tenant, held = table.tenant, table.held
         assert tenant is not None
         for segment, _ in extents:
             if segment.alive:
                 number = segment.segment_id
-                if number not in held:
+                before = held.get(number, 0)
+                if not before:
                     for other in [each for each in held if each not in self._segments]:
                         del held[other]  # died since
-                held[number] = held.get(number, 0) + length
+                held[number] = before + length
                 _add(tenant, number, length)
 
-    def give(self, record: ObjectRecord, extents: Iterable[Extent], length: int) -> None:
+    def give(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
         """The opposite of ``take``: extents on dead segments count nothing any more."""
-        table = self._tables[record.namespace]
+        table = self._tables.of(record)
         tenant, held = table.tenant, table.held
         assert tenant is not None
         for segment, _ in extents:
             if segment.alive:
                 number = segment.segment_id
-                held[number] -= length
-                if not held[number]:
+                left = held[number] - length
+                if left:
+                    held[number] = left
+                else:
                     del held[number]
                 _add(tenant, number, -length)
 
     def granted(self, put: Granted) -> None:
         """Counts a put, or an allocation, that begins."""
         if isinstance(put, GrantedPut):
-            table = self._tables[put.record.namespace]
+            table = self._tables.of(put.record)
             assert table.tenant is not None
             table.pending += 1
             table.tenant.pending += 1
@@ -133,7 +136,7 @@ class Tenants(PutCounts):
 
     def ended(self, put: Granted) -> None:
         if isinstance(put, GrantedPut):
-            table = self._tables[put.record.namespace]
+            table = self._tables.of(put.record)
             assert table.tenant is not None
             table.pending -= 1
             table.tenant.pending -= 1
@@ -301,6 +304,8 @@ class Tenants(PutCounts):
 def _add(tenant: Tenant, segment_id: int, size: int) -> None:
     tenant.size += size
     on = tenant.bytes_on
-    on[segment_id] = on.get(segment_id, 0) + size
-    if not on[segment_id]:
+    held = on.get(segment_id, 0) + size
+    if held:
+        on[segment_id] = held
+    else:
         del on[segment_id]

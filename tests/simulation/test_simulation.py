@@ -30,6 +30,7 @@ from kvstore.master.state.puts import Granted, Pending
 from kvstore.master.state.reclaim import Reclaim
 from kvstore.master.state.records import ObjectRecord
 from kvstore.memory.header import extent_bytes
+from kvstore.tenants import TenantRule
 from tests.simulation.cluster import RULES, Options, SimulatedCluster
 from tests.simulation.node import Node
 from tests.simulation.run import run_seed
@@ -60,6 +61,29 @@ def test_safety_under_faults_and_liveness_after_them(seed: int) -> None:
 def test_more_of_the_same(first: int) -> None:
     """``make sim`` goes on where this ends."""
     is_safe_and_alive(*range(first, first + TOGETHER))
+
+
+TENANTS = [
+    TenantRule("a", ("a",), guaranteed=24 << 10, at_most=96 << 10, pinned=32 << 10, puts=0.5)
+]
+"""The other namespace of the work belongs to no tenant."""
+
+
+@pytest.mark.parametrize("seed", [2, 11, 18])
+def test_with_tenants(seed: int) -> None:
+    """The state asserts after each step what tenants hold, and that each eviction for another
+    tenant has left its guarantee to the one that lost an object."""
+    made: list[MasterState] = []
+
+    def with_tenants(**given: Any) -> MasterState:
+        made.append(MasterState(**given, tenants=TENANTS))
+        return made[-1]
+
+    options = Options(seed=seed, fault_seconds=FAULT_SECONDS / 2, new_state=with_tenants)
+    result = run_seed(options)
+    assert not result.failure, result.failure
+    tenants = [tenant for state in made for tenant in state.pool.tenants or ()]
+    assert sum(tenant.evicted_by_own + tenant.evicted_by_others for tenant in tenants)
 
 
 @pytest.mark.parametrize("masters", [1, 2, 3])

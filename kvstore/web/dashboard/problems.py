@@ -9,7 +9,7 @@ from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
 from kvstore.diagnosis.why import Evidence, diagnose, parties_of
 from kvstore.fleet import Record
 from kvstore.memory.entries import ENTRY_GONE
-from kvstore.shortages import CAUSES
+from kvstore.shortages import CAUSES, guarantees_short
 from kvstore.texts import duration_text, name_text, shown_text, size_text
 from kvstore.web.dashboard.history import HistoryPoints, added, spread_of
 
@@ -171,6 +171,8 @@ def _memory(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Itera
         if refused:
             what = f"{_count(refused, 'put')} found no room in the last 10 min"
             yield FoundProblem("bad", f"{what}: {why}.")
+    if said := guarantees_short(status):
+        yield FoundProblem("warning", said)
     pinned = dict(status.counters).get("pinned_bytes", 0)
     if size and pinned > PINNED_SHARE * size:
         by_size = sorted(status.namespaces, key=lambda each: -each.pinned_bytes)

@@ -238,3 +238,24 @@ def test_an_engine_sees_its_own_namespaces_in_the_status() -> None:
         "reader": [OWN],
         "observer": everything,
     }
+
+
+def test_an_engine_sees_no_tenant_but_its_own() -> None:
+    def row(name: str, *patterns: str) -> calls.TenantStatus:
+        return calls.TenantStatus(name, 1, 0, 0, 0, 0, 1, 0, 0, 0, patterns)
+
+    rows = [row("", "*"), row("mine", "mine/*"), row("theirs", "theirs/*")]
+    rows[0] = rows[0]._replace(namespaces=())
+    status = calls.ClusterStatus(1, "", 0, [], [], [], tenants=rows)
+    seen = {
+        role: [each.name for each in shown_status(who, status).tenants] for role, who in WHO.items()
+    }
+    everything = ["", "mine", "theirs"]
+    assert seen == {
+        "admin": everything,
+        "master": everything,
+        "node": everything,
+        "engine": ["mine"],
+        "reader": ["mine"],
+        "observer": everything,
+    }

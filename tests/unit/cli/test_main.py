@@ -310,6 +310,25 @@ def test_status(kv: KV) -> None:
     assert found["counters"] == {"evictions": 2, "under_replicated_objects": 1}
 
 
+def test_the_status_shows_tenants(
+    kv: KV, store: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "tenant" not in kv("status").out
+    plain = store.status()
+    tenants = [
+        calls.TenantStatus("", 1 << 20, 0, 0, 0, 0, 3, 0, 0, 0),
+        calls.TenantStatus("acme", 1 << 30, 2 << 30, 3 << 30, 0, 0, 71, 72, 73, 74, ["acme/*"]),
+    ]
+    monkeypatch.setattr(store, "status", lambda: plain._replace(tenants=tenants))
+    text = kv("status").out
+    for part in ("acme", "3.00 GiB", "71", "72", "73", "74", "(none)"):
+        assert part in text
+    assert "Tenants are guaranteed 2 GiB of a pool of 1 GiB" in " ".join(text.split())
+    row = kv("status", "--json").json["tenants"][1]
+    assert (row["name"], row["bytes"], row["at_most"]) == ("acme", 1 << 30, 3 << 30)
+    assert (row["evicted_by_own"], row["evicted_by_others"], row["refused"]) == (72, 73, 74)
+
+
 def test_the_status_shows_versions_of_nodes_while_they_differ(kv: KV, store: FakeClient) -> None:
     assert "last heard  version" not in kv("status").out
     store.node_version = "0.0.9"

@@ -209,6 +209,7 @@ def test_a_large_leaf_is_kept_where_the_guarantee_needs_it(new_cluster: NewClust
     cluster = new_cluster(tenants=[rule("a", guaranteed=2)], one=4)
     grants = cluster.start("a", size=BLOCK + 2 * EXTENT, namespace=A)
     cluster.end(grants)
+    cluster.after(1)
     cluster.put("z", namespace=OTHER)
     cluster.after(1)
     cluster.put("y", namespace=OTHER)

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
+from kvstore.calls import (
+    ClusterStatus,
+    Counter,
+    NamespaceStatus,
+    NodeStatus,
+    SegmentStatus,
+    TenantStatus,
+)
 from kvstore.histograms import Histogram
 from kvstore.metrics.exposition import NAMESPACES_SHOWN, of_master
 from kvstore.metrics.families import MASTER, STORE
@@ -89,6 +96,29 @@ def test_the_largest_namespaces_have_rows_and_the_others_a_sum() -> None:
     assert found["kvstore_other_namespaces_bytes", ()] == sum(range(10))
     assert found["kvstore_other_namespaces_objects", ()] == 10
     assert found["kvstore_namespaces", ()] == len(many)
+
+
+def test_tenants_have_rows() -> None:
+    tenants = [
+        TenantStatus("", 9, 0, 0, 0, 0, 1, 0, 0, 0),
+        TenantStatus("acme", 8, 7, 60, 3, 0, 2, 4, 5, 6),
+    ]
+    found = page(measured(), status()._replace(tenants=tenants))
+    of_acme = {
+        name: value for (name, labels), value in found.items() if ("tenant", "acme") in labels
+    }
+    assert of_acme.pop("kvstore_tenant_evicted_objects_total") in (4, 5)
+    assert of_acme == {
+        "kvstore_tenant_bytes": 8,
+        "kvstore_tenant_guaranteed_bytes": 7,
+        "kvstore_tenant_at_most_bytes": 60,
+        "kvstore_tenant_pinned_bytes": 3,
+        "kvstore_tenant_objects": 2,
+        "kvstore_tenant_refused_total": 6,
+    }
+    by_others = (("by", "others"), ("tenant", "acme"))
+    assert found["kvstore_tenant_evicted_objects_total", by_others] == 5
+    assert ("kvstore_tenant_at_most_bytes", (("tenant", ""),)) not in found
 
 
 @pytest.mark.parametrize("name", ['a"} 1\nfake_metric 7', "\\", "\x00\x1b[31m", "模型", "a b"])

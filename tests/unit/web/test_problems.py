@@ -14,6 +14,7 @@ from kvstore.calls import (
     NamespaceStatus,
     NodeStatus,
     SegmentStatus,
+    TenantStatus,
 )
 from kvstore.web.dashboard.history import COUNTED, HistoryPoints, sample
 from kvstore.web.dashboard.problems import (
@@ -73,6 +74,14 @@ def test_pins_that_hold_most_of_the_memory_are_named() -> None:
     assert "Pins keep 710 MiB of 1.00 GiB (most: b 400 MiB, d 300 MiB, c 9.00 MiB)" in texts(found)
     assert "Pins" not in texts(status(node(), pinned_bytes=1 << 29))
     assert "3 pins refused in the last 10 min" in texts(status(node()), after(refused_pins=3))
+
+
+def test_guarantees_that_the_pool_does_not_have_are_a_problem() -> None:
+    tenants = [TenantStatus(name, 0, 600 << 20, 0, 0, 0, 0, 0, 0, 0) for name in "ab"]
+    said = "Tenants are guaranteed 1.2 GiB of a pool of 1 GiB"
+    assert said in texts(status(node())._replace(tenants=tenants))
+    assert "guaranteed" not in texts(status(node())._replace(tenants=tenants[:1]))
+    assert "guaranteed" not in texts(status()._replace(tenants=tenants))
 
 
 def test_many_suspect_nodes_have_a_bounded_number_of_lines() -> None:
@@ -143,6 +152,7 @@ def test_an_engine_of_another_dtype_is_a_problem_of_the_page() -> None:
 
 NAMED = (
     "AVOIDED", "NOT_HERE", "ON_DEVICE", "RESTARTED", "SUSPECT", "DRAINING", "LEASED", "NO_NODE",
+    "QUOTA", "GUARANTEES",
 )  # fmt: skip
 
 

@@ -1,0 +1,110 @@
+"""Tenants of a master that runs, by its file and as its users see them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstore.errors import NoSpaceError
+from tests.support.cluster import Cluster
+from tests.support.issuing import Identities
+
+VALUE = bytes(63 << 10)
+TEXT = """
+[acme]
+namespaces = ["acme/*"]
+guaranteed = "4MiB"
+at_most = "{at_most}"
+pinned = "1MiB"
+[small]
+namespaces = ["small"]
+at_most = "1MiB"
+"""
+
+
+def write(path: Path, text: str) -> None:
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def held(cluster: Cluster) -> dict[str, int]:
+    return {row.name: row.bytes for row in cluster.status().tenants}
+
+
+def test_tenants_keep_their_quotas_and_a_changed_file_is_followed(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    write(path, TEXT.format(at_most="6MiB"))
+    with Cluster(tmp_path, settings={"tenants": path}) as cluster:
+        cluster.start(memory="16MiB")
+        client = cluster.client()
+        for number in range(64):
+            client.put(f"k{number}", VALUE, namespace="acme/a")
+        for number in range(300):  # fills the pool several times
+            client.put(f"k{number}", VALUE, namespace="other")
+        assert held(cluster)["acme"] >= 4 << 20
+        for number in range(40):
+            client.put(f"k{number}", VALUE, namespace="small")
+        assert held(cluster)["small"] <= 1 << 20
+        with pytest.raises(NoSpaceError, match="tenant small may hold at most 1 MiB") as refused:
+            client.put("large", bytes(2 << 20), namespace="small", wait_ms=0)
+        assert refused.value.fields["tenant"] == "small"
+        keys = [f"k{number}" for number in range(64)]
+        with pytest.raises(NoSpaceError, match="tenant acme has"):
+            client.pin(keys, 60, namespace="acme/a")
+
+        write(path, TEXT.format(at_most="2TiB").replace("[small]", "[small"))
+        deadline = time.monotonic() + 10
+        while "tenants_not_changed" not in cluster.master_server.errors:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        write(path, TEXT.format(at_most="5MiB"))
+        while "tenants_changed tenants=2" not in cluster.master_server.errors:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for number in range(100):
+            client.put(f"n{number}", VALUE, namespace="acme/b")
+        assert held(cluster)["acme"] <= 5 << 20
+
+        command = [
+            sys.executable,
+            "-m",
+            "kvstore.cli.main",
+            "--master",
+            cluster.address,
+            "--json",
+            "status",
+        ]
+        told = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+        rows = {row["name"]: row for row in json.loads(told)["tenants"]}
+        assert rows.keys() == {"", "acme", "small"}
+        assert rows["acme"]["guaranteed"] == 4 << 20
+        assert rows["acme"]["refused"] == rows["small"]["refused"] == 1
+
+
+def test_a_wrong_file_ends_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(TEXT.format(at_most="1MiB"))
+    command = [sys.executable, "-m", "kvstore.cli.master", "--port", "0", "--http-port", "0"]
+    found = subprocess.run(
+        [*command, "--tenants", str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert found.returncode == 2
+    assert "'acme': guaranteed (4194304) is above at_most (1048576)" in found.stderr
+
+
+def test_an_engine_sees_no_other_tenant(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text(TEXT.format(at_most="6MiB"))
+    identities = Identities(tmp_path)
+    with Cluster(tmp_path, settings={"tenants": path}, identities=identities) as cluster:
+        cluster.start()
+        own = identities.file("engine", reads=["small"], writes=["small"])
+        rows = cluster.client(auth=own).status().tenants
+        assert [row.name for row in rows] == ["small"]

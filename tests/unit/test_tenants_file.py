@@ -1,0 +1,120 @@
+"""The file of tenants: what is refused, and what a master that runs does when it changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.config.tenants import load_tenants, parse_tenants
+from kvstore.errors import ConfigError, InvalidArgumentError
+from kvstore.master.tenants_file import TenantsFile
+from kvstore.tenants import UNBOUNDED, TenantRule
+
+ACME = """
+[acme]
+namespaces = ["acme/*", "acme"]
+guaranteed = "20GiB"
+at_most = "60GiB"
+pinned = "10GiB"
+puts = 0.5
+"""
+
+
+def test_a_tenant_as_it_is_written() -> None:
+    assert parse_tenants(ACME.encode(), "t") == [
+        TenantRule("acme", ("acme/*", "acme"), 20 << 30, 60 << 30, 10 << 30, 0.5)
+    ]
+    small = b'[small]\nnamespaces = ["small"]\n'
+    assert parse_tenants(small, "t") == [TenantRule("small", ("small",), 0, UNBOUNDED, UNBOUNDED)]
+    assert parse_tenants(b"", "t") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ACME + '[b]\nnamespaces = ["acme/x"]\n', r"have namespaces in common: 'acme/\*'"),
+        (ACME + 'quota = "1GiB"\n', "'acme': unknown field 'quota'"),
+        (ACME.replace('"20GiB"', '"61GiB"'), "guaranteed .* is above at_most"),
+        (ACME.replace('"20GiB"', '"20G"'), "guaranteed: the unit of '20G'"),
+        (ACME.replace('"20GiB"', "true"), "guaranteed: True is no size"),
+        (ACME.replace('"60GiB"', str(1 << 62)), "at_most: .* is more than any pool has"),
+        (ACME.replace("0.5", "0"), "puts: 0 is no share"),
+        (ACME.replace("0.5", "1.5"), "puts: 1.5 is no share"),
+        (ACME.replace('"acme/*"', '"a*e"'), "'a\\*e' is no pattern"),
+        (ACME.replace('"acme/*"', "7"), "7 is no pattern"),
+        ("[acme]\n", "'acme': it has no namespaces"),
+        ("acme = 3\n", "'acme': it is no table"),
+        ('["a b"]\nnamespaces = ["x"]\n', "it is no name"),
+        ("[acme\n", "is no TOML"),
+        (
+            "".join(f'[t{number}]\nnamespaces = ["n{number}"]\n' for number in range(257)),
+            "257 tenants, at most 256",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        parse_tenants(text.encode(), "the-file")
+    assert "the-file" in str(refused.value)
+    assert refused.value.fields["key"] == "tenants"
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_tenants(str(tmp_path / "none.toml"))
+
+
+def write(path: Path, text: str) -> None:
+    """As an editor does, so that the file differs in any case."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+def test_a_master_follows_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tenants.toml"
+    write(path, ACME)
+    file = TenantsFile(str(path))
+    applied: list[Sequence[TenantRule]] = []
+    with caplog.at_level(logging.WARNING, "kvstore.master"):
+        file.look(applied.append)
+        write(path, ACME + "# a remark\n")
+        file.look(applied.append)
+        assert not applied
+
+        write(path, ACME.replace("60GiB", "70GiB"))
+        file.look(applied.append)
+        file.look(applied.append)
+        assert [rules[0].at_most for rules in applied] == [70 << 30]
+        assert not caplog.records
+
+        write(path, ACME.replace("60GiB", "60G"))
+        file.look(applied.append)
+        file.look(applied.append)
+        path.unlink()
+        file.look(applied.append)
+    assert len(applied) == 1
+    assert file.rules[0].at_most == 70 << 30
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, said
+    assert all("tenants_not_changed" in line for line in said)
+
+
+def test_rules_that_the_state_refuses_are_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    write(path, "")
+    file = TenantsFile(str(path))
+    applied: list[Sequence[TenantRule]] = []
+
+    def refuse(rules: Sequence[TenantRule]) -> None:
+        raise InvalidArgumentError(f"{len(rules)} too many")
+
+    write(path, ACME)
+    file.look(refuse)
+    assert not file.rules
+    file.look(applied.append)
+    assert len(applied) == 1
