@@ -44,7 +44,7 @@ from kvstore.network.listening import EVERY_INTERFACE, hears, reached_at
 from kvstore.process import background, descriptors, logs, supervisor
 from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.children import NO_PARENT, Child, ParentLink, start_node
-from kvstore.tenants import TenantRule
+from kvstore.tenants import TenantMatcher, TenantRule
 from kvstore.web.channel import Answers, MasterEnd
 from kvstore.web.server.access import secured_by
 from kvstore.web.server.serving import bind
@@ -367,9 +367,9 @@ class _Serving:
         if self._tenants is not None:
             await self._tenants.follow(self._set_tenants)
 
-    def _set_tenants(self, rules: Sequence[TenantRule]) -> None:
+    def _set_tenants(self, rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
         if self._service is not None:  # else the next term begins with these
-            self._service.set_tenants(rules)
+            self._service.set_tenants(rules, matcher)
 
     async def watch_grpc(self, own: int) -> None:
         """Logs when gRPC's port is full: gRPC closes further connections without a message.

@@ -47,7 +47,7 @@ from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, 
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.process.background import Died, start_task
-from kvstore.tenants import TenantRule
+from kvstore.tenants import TenantMatcher, TenantRule
 from kvstore.texts import field_text
 
 log = logging.getLogger("kvstore.master")
@@ -61,6 +61,9 @@ JOIN_TIMEOUT_S: Final = 5.0
 
 OUTBOX_MAX: Final = 4_096
 """Messages that may wait for one node; a node that does not read them is cut off."""
+
+WARNED: Final = frozenset(("guarantees_exceed_pool",))
+"""Notices that ask an operator for something."""
 
 Outbox = asyncio.Queue[calls.MasterMessage | KVStoreError | None]
 
@@ -332,10 +335,10 @@ class MasterService:
         future.add_done_callback(done)
         return future
 
-    def set_tenants(self, rules: Sequence[TenantRule]) -> None:
+    def set_tenants(self, rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
         """Raises InvalidArgumentError, as ``MasterState.set_tenants``."""
         with self._transition() as state:
-            state.set_tenants(rules)
+            state.set_tenants(rules, matcher)
 
     # --- nodes --------------------------------------------------------------------------------
 
@@ -457,7 +460,8 @@ class MasterService:
                         self.outrun(epoch)
                     case Notice(event, fields):
                         words = " ".join(f"{key}=%s" for key in fields)
-                        log.info(f"{event} {words}", *map(field_text, fields.values()))  # noqa: G004
+                        level = logging.WARNING if event in WARNED else logging.INFO
+                        log.log(level, f"{event} {words}", *map(field_text, fields.values()))  # noqa: G004
                         self.noticed(event, fields)
         if state.has_work and not self._working:
             self._working = True

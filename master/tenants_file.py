@@ -6,15 +6,25 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstore.config.tenants import load_tenants
 from kvstore.errors import ConfigError, InvalidArgumentError
-from kvstore.tenants import TenantRule
+from kvstore.tenants import TenantMatcher, TenantRule
 
 log = logging.getLogger("kvstore.master")
 
 LOOK_S: Final = 1.0
+
+Apply = Callable[[Sequence[TenantRule], TenantMatcher], None]
+
+_State = tuple[int, int, int]
+
+
+class _Found(NamedTuple):
+    seen: _State
+    rules: Sequence[TenantRule]
+    matcher: TenantMatcher
 
 
 class TenantsFile:
@@ -31,35 +41,47 @@ class TenantsFile:
         """The last ones that could be used."""
         self._wrong = ""
 
-    def _state(self) -> tuple[int, int, int]:
-        state = os.stat(self._path) if os.path.exists(self._path) else None
-        return (state.st_mtime_ns, state.st_ino, state.st_size) if state else (0, 0, 0)
+    def _state(self) -> _State:
+        try:
+            state = os.stat(self._path)
+        except OSError:
+            return 0, 0, 0
+        return state.st_mtime_ns, state.st_ino, state.st_size
 
-    async def follow(self, apply: Callable[[Sequence[TenantRule]], None]) -> None:
+    async def follow(self, apply: Apply) -> None:
         """Calls ``apply`` with other rules, when the file has changed; it may raise
         InvalidArgumentError. A file that became wrong is logged once; the rules stay."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self.look(apply)
+            if self._state() != self._seen:
+                self._use(await asyncio.to_thread(self._read), apply)  # a long file takes a second
 
-    def look(self, apply: Callable[[Sequence[TenantRule]], None]) -> None:
+    def look(self, apply: Apply) -> None:
+        """Looks at the file once, and waits until it is read."""
+        if self._state() != self._seen:
+            self._use(self._read(), apply)
+
+    def _read(self) -> _Found | str:
+        """What the file says now, or why it says nothing."""
         try:
             seen = self._state()
-            if seen == self._seen:
-                return
             rules = load_tenants(self._path)
-            if rules != self.rules:
-                apply(rules)
-                self.rules = rules
-            self._seen = seen
+            return _Found(seen, rules, TenantMatcher(rules))
         except (ConfigError, InvalidArgumentError) as error:
-            self._tell(error.message)
-        except OSError as error:
-            self._tell(str(error))
-        else:
-            self._wrong = ""
+            return error.message
 
-    def _tell(self, wrong: str) -> None:
-        if wrong != self._wrong:
-            self._wrong = wrong
+    def _use(self, found: _Found | str, apply: Apply) -> None:
+        wrong = ""
+        if isinstance(found, str):
+            wrong = found
+        else:
+            try:
+                if found.rules != self.rules:
+                    apply(found.rules, found.matcher)
+                    self.rules = found.rules
+                self._seen = found.seen
+            except InvalidArgumentError as error:
+                wrong = error.message
+        if wrong and wrong != self._wrong:
             log.warning("tenants_not_changed file=%s reason=%r", self._path, wrong)
+        self._wrong = wrong

@@ -59,7 +59,7 @@ from kvstore.master.state.tenants import Tenants
 from kvstore.master.state.views.chains import ChainView
 from kvstore.master.state.views.report import Report
 from kvstore.master.state.waiting import WaitingPuts
-from kvstore.tenants import TenantRule
+from kvstore.tenants import TenantMatcher, TenantRule
 
 
 class MasterState:
@@ -203,15 +203,20 @@ class MasterState:
         self.asking.cancel(ticket)
         self.chains.cancel(ticket)
 
-    def set_tenants(self, rules: Sequence[TenantRule]) -> None:
+    def set_tenants(
+        self, rules: Sequence[TenantRule], matcher: TenantMatcher | None = None
+    ) -> None:
         """Follows other rules; only for a master that was made with ``tenants``.
+
+        Args:
+            matcher: made of ``rules`` elsewhere, because thousands of patterns take a while.
 
         Raises:
             InvalidArgumentError: they contradict each other; nothing has changed.
         """
         tenants = self.pool.tenants
         assert tenants is not None, "this master has no tenants"
-        tenants.change(rules)
+        tenants.change(rules, matcher or TenantMatcher(rules))
         self.common.jobs.note(jobs.MOVE, tenants.moving)
         self.common.room_made()
         fields: dict[str, str | int] = {"tenants": len(rules), "guaranteed": tenants.guaranteed}

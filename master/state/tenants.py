@@ -58,7 +58,7 @@ class Tenants(PutCounts):
         """Sum of all guarantees."""
         self._short_since_ms: int | None = None
         self._told_short = False
-        self.change(rules)
+        self.change(rules, TenantMatcher(rules))
         self._to_move.clear()
 
     # --- who ----------------------------------------------------------------------------------
@@ -157,15 +157,14 @@ class Tenants(PutCounts):
 
     # --- other rules --------------------------------------------------------------------------
 
-    def change(self, rules: Sequence[TenantRule]) -> None:
+    def change(self, rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
         """Follows these rules from now on. Bounds hold at once; tables that belong to another
         tenant now move in slices (``move_some``).
 
         Raises:
-            InvalidArgumentError: a namespace may fit two tenants, or too many tenants have come
-                and gone in this term. All is as before then.
+            InvalidArgumentError: too many tenants have come and gone in this term. All is as
+                before then.
         """
-        matcher = TenantMatcher(rules)
         wanted = {rule.name: rule for rule in rules if rule.name}
         new = [rule for name, rule in wanted.items() if name not in self._by_name]
         free = self._free_numbers()

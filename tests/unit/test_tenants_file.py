@@ -12,7 +12,7 @@ import pytest
 from kvstore.config.tenants import load_tenants, parse_tenants
 from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.master.tenants_file import TenantsFile
-from kvstore.tenants import UNBOUNDED, TenantRule
+from kvstore.tenants import UNBOUNDED, TenantMatcher, TenantRule
 
 ACME = """
 [acme]
@@ -80,23 +80,28 @@ def test_a_master_follows_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixt
     write(path, ACME)
     file = TenantsFile(str(path))
     applied: list[Sequence[TenantRule]] = []
+
+    def apply(rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
+        assert matcher.of("acme/x") == "acme"
+        applied.append(rules)
+
     with caplog.at_level(logging.WARNING, "kvstore.master"):
-        file.look(applied.append)
+        file.look(apply)
         write(path, ACME + "# a remark\n")
-        file.look(applied.append)
+        file.look(apply)
         assert not applied
 
         write(path, ACME.replace("60GiB", "70GiB"))
-        file.look(applied.append)
-        file.look(applied.append)
+        file.look(apply)
+        file.look(apply)
         assert [rules[0].at_most for rules in applied] == [70 << 30]
         assert not caplog.records
 
         write(path, ACME.replace("60GiB", "60G"))
-        file.look(applied.append)
-        file.look(applied.append)
+        file.look(apply)
+        file.look(apply)
         path.unlink()
-        file.look(applied.append)
+        file.look(apply)
     assert len(applied) == 1
     assert file.rules[0].at_most == 70 << 30
     said = [record.getMessage() for record in caplog.records]
@@ -110,11 +115,16 @@ def test_rules_that_the_state_refuses_are_tried_again(tmp_path: Path) -> None:
     file = TenantsFile(str(path))
     applied: list[Sequence[TenantRule]] = []
 
-    def refuse(rules: Sequence[TenantRule]) -> None:
+    def apply(rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
+        assert matcher.of("acme/x") == "acme"
+        applied.append(rules)
+
+    def refuse(rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
+        del matcher
         raise InvalidArgumentError(f"{len(rules)} too many")
 
     write(path, ACME)
     file.look(refuse)
     assert not file.rules
-    file.look(applied.append)
+    file.look(apply)
     assert len(applied) == 1
