@@ -71,6 +71,8 @@ class Tenants(PutCounts):
         return self._by_name[self._matcher.of(namespace)]
 
     def of(self, namespace: str) -> Tenant:
+        if not namespace:
+            return self.unnamed  # an allocation, even where a tenant has all namespaces
         table = self._tables.get(namespace)
         if table is None or table.tenant is None:
             return self.match(namespace)

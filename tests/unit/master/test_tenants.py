@@ -70,6 +70,17 @@ def test_an_allocation_belongs_to_no_tenant_until_its_commit(new_cluster: NewClu
     assert (blocks(cluster, ""), blocks(cluster, "a")) == (0, 1)
 
 
+def test_an_allocation_evicts_nothing_of_a_tenant_with_all_namespaces(
+    new_cluster: NewCluster,
+) -> None:
+    """Found by the model: the pattern * fits the empty name of an allocation's namespace."""
+    cluster = new_cluster(tenants=[TenantRule("a", ("*",), 3 * EXTENT)], one=3)
+    cluster.put("xyz", namespace=A, chain=False)
+    with pytest.raises(NoSpaceError, match="guarantees of other tenants"):
+        cluster.allocate()
+    assert blocks(cluster, "a") == 3
+
+
 def test_without_tenants_the_status_has_no_rows(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=2)
     cluster.put("a", namespace=A)
