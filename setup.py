@@ -7,9 +7,11 @@ Where there is no compiler, or mypyc fails, kvstore is installed without and wor
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 import tempfile
+import tomllib
 import traceback
 from pathlib import Path
 from typing import cast
@@ -83,4 +85,21 @@ class Build(build_ext):
         super().run()
 
 
-setup(ext_modules=[STEPS] if WANTED else [], cmdclass={"build_ext": Build})
+def first_page() -> str:
+    """README as a package index shows it, where links between files of the repository lead nowhere:
+    they lead to ``Source`` of ``project.urls``, and where that is not known they are words."""
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    source = project.get("urls", {}).get("Source", "")
+    text = Path("README.md").read_text()
+    if not source:
+        text = re.sub(r"!\[[^]]*\]\([^)]*\)\n\n", "", text)
+        return re.sub(r"\[([^]]*)\]\((?!\w+:)[^)]*\)", r"\1", text)
+    return re.sub(r"\]\((?!\w+:)", f"]({source}/raw/HEAD/", text)
+
+
+setup(
+    long_description=first_page(),
+    long_description_content_type="text/markdown",
+    ext_modules=[STEPS] if WANTED else [],
+    cmdclass={"build_ext": Build},
+)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import tomllib
 import warnings
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, distribution
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_every_public_name_is_there() -> None:
 
 
 def test_the_version_is_said_once() -> None:
-    assert PYPROJECT["project"]["dynamic"] == ["version"]
+    assert "version" in PYPROJECT["project"]["dynamic"]
     assert SETUPTOOLS["dynamic"]["version"] == {"attr": "kvstore._version.__version__"}
     assert kvstore.__version__ == __version__
 
@@ -125,3 +126,12 @@ def test_programs_with_mooncakes_names_are_in_the_wheel_and_can_be_run() -> None
     assert [each.name for each in programs] == sorted(COMMANDS)
     assert all(os.access(each, os.X_OK) for each in programs)
     assert SETUPTOOLS["package-data"]["kvstore.as_mooncake"] == ["bin/*"]
+
+
+def test_a_package_index_shows_no_link_that_leads_nowhere() -> None:
+    installed = distribution("kvstore-llm")
+    told = installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
+    _, _, shown = told.partition("\n\n")
+    assert shown.startswith("# kvstore")
+    assert "`kvstore why` names the reason" in shown
+    assert re.findall(r"\]\((?!https?://)", shown) == []
