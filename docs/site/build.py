@@ -1,13 +1,14 @@
 """Builds the documentation site: ``python docs/site/build.py OUT``; warnings are errors.
 
 The pages are those of the repository, at the same relative places, so that links lead to the same
-pages here and there. ``index.md`` beside this file is the table of contents. The reference of
-commands and calls is written from the code.
+pages here and there. The first one is ``README.md`` with the table of contents, ``index.md`` beside
+this file. The reference of commands and calls is written from the code.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -26,9 +27,30 @@ from kvstore.config import ClientConfig, Config, settings
 ROOT: Final = Path(__file__).resolve().parents[2]
 HERE: Final = Path(__file__).parent
 PAGES: Final = (
-    "README.md", "README.zh.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE",
+    "README.zh.md", "SECURITY.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE",
     "proto/README.md", "tests/README.md", "tests/track-record.md", "docs", "deploy",
 )  # fmt: skip
+QUERIES: Final = {
+    "index": ("install", "download", "start", "quickstart", "try"),
+    "docs/auth": ("tls", "certificate", "identity", "password", "revoke"),
+    "docs/comparison": ("should i use", "is it for me", "redis", "alternatives", "vs"),
+    "docs/containers": ("docker", "kubernetes", "compose", "systemd", "image", "helm"),
+    "docs/dashboard": ("grafana", "web page"),
+    "docs/engines/index": ("engine", "integration", "connector"),
+    "docs/glossary": ("eviction", "lease", "pin", "quarantine"),
+    "docs/gpu": ("gpu", "cuda", "vram"),
+    "docs/high-availability": ("ha", "failover", "etcd"),
+    "docs/metrics": ("prometheus", "monitoring"),
+    "docs/performance": ("benchmark", "latency"),
+    "docs/proxy": ("disaggregated", "1p1d", "router"),
+    "docs/python": ("python", "client", "api"),
+    "docs/runbook": ("slow", "alert", "problem", "troubleshooting"),
+    "docs/sizing": ("how much memory", "capacity"),
+    "docs/tenants": ("quota", "multi-tenant"),
+    "docs/transports": ("rdma",),
+    "docs/why": ("miss", "no hits", "not found", "hit rate"),
+}
+"""What people look for, and the page that has it: its first result of the site's search."""
 EVERYWHERE: Final = {"--help", "--debug", "--json", "--config", "--strict-config"}
 
 
@@ -42,9 +64,17 @@ def stage(source: Path) -> None:
         else:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(place, source / name)
-    shutil.copy(HERE / "index.md", source)
+    first = (ROOT / "README.md").read_text()
+    (source / "index.md").write_text(f"{first}\n{(HERE / 'index.md').read_text()}")
     for page in source.rglob("*.md"):
-        page.write_text(re.sub(r"\]\(((?:docs/)?adr)/?\)", r"](\1/index.md)", page.read_text()))
+        page.write_text(linked(page.read_text()))
+    for name, queries in QUERIES.items():
+        page = source / f"{name}.md"
+        words = f"---\nmyst:\n  html_meta:\n    keywords: {', '.join(queries)}\n---\n"
+        page.write_text(words + page.read_text())
+    pages = {query: name for name, queries in QUERIES.items() for query in queries}
+    scorer = (HERE / "scorer.js").read_text()
+    (source.parent / "scorer.js").write_text(f"var QUERIES = {json.dumps(pages)};\n{scorer}")
     (source / "docs/adr/index.md").write_text("\n".join(decisions()))
     (source / "reference").mkdir()
     for name, lines in {
@@ -53,6 +83,13 @@ def stage(source: Path) -> None:
         "calls": of_calls(),
     }.items():
         (source / f"reference/{name}.md").write_text("\n".join(lines) + "\n")
+
+
+def linked(text: str) -> str:
+    """The text of a page with links as they are in the site."""
+    text = re.sub(r"\]\(((?:docs/)?adr)/?\)", r"](\1/index.md)", text)
+    text = re.sub(r"\[([^]]+)\]\(tests/\S+\.py\)", r"\1", text)  # sources are no pages
+    return re.sub(r"\]\(((?:\.\./)*)README\.md", r"](\1index.md", text)
 
 
 def decisions() -> Iterator[str]:
@@ -149,7 +186,8 @@ def run(out: Path) -> int:
     shutil.rmtree(out / "html", ignore_errors=True)  # drops pages that were removed
     command: list[Any] = [
         sys.executable, "-m", "sphinx", "--fail-on-warning", "--fresh-env", "--quiet", "-b", "html",
-        "-c", HERE, "-d", out / "cache", source, out / "html",
+        "-c", HERE, "-d", out / "cache", "-D", f"html_search_scorer={out / 'scorer.js'}",
+        source, out / "html",
     ]  # fmt: skip
     return subprocess.run(command, check=False, cwd=ROOT).returncode
 

@@ -11,15 +11,19 @@ from kvstore._version import __version__
 
 project = "kvstore"
 release = __version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 root_doc = "index"
 smartquotes = False  # --host is no dash
 
 html_theme = "furo"
 html_title = f"kvstore {release}"
 html_favicon = "icon.svg"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+
+copybutton_exclude = ".linenos, .gp, .go"  # not the prompt
 
 myst_heading_anchors = 4
 """Anchors as GitHub makes them, on which links between pages rely."""

@@ -74,15 +74,15 @@ def of_settings() -> Iterator[str]:
     titles = {name: kind for name, (_, kind) in SERVERS.items()} | OTHERS
     for title, kind in titles.items():
         yield f"## {title}\n\nSection `[{kind.section}]` of the file.\n"
-        yield "| name in the file | flag | variable | default | |\n|---|---|---|---|---|"
+        yield "| flag, variable, name in the file | |\n|---|---|"
         without = SETTINGS_WITHOUT if kind is ClientConfig else ()
         for each in settings(kind):
             other = f" {each.metavar}" if each.metavar else f", --no-{each.flag[2:]}"
             has_flag = each.flag and kind is not ConnectorConfig and each.key not in without
             flag = each.flag + other if has_flag else ""
-            variables = ", ".join(map(code, each.variables))
-            row = code(each.key), code(flag), variables, code(each.default), cell(each.help)
-            yield f"| {' | '.join(row)} |"
+            names = "<br>".join(filter(None, map(code, (flag, *each.variables, each.key))))
+            default = f" Default: {code(each.default)}." if each.default else ""
+            yield f"| {names} | {cell(each.help)}{default} |"
         yield ""
 
 

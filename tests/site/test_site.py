@@ -95,9 +95,61 @@ def test_the_reference_has_every_flag_error_and_verb(browser: Browser, address: 
         assert [word for word in words if word not in text] == [], page
 
 
-def test_the_search_finds_a_setting(browser: Browser, address: str) -> None:
-    browser.driver.get(f"{address}/search.html?q=quarantine")
-    until(lambda: "Glossary" in " ".join(browser.texts("#search-results li a")), within_s=30)
+WIDTHS: Final = 390, 1280, 1920
+CUT: Final = """
+const boxes = '.table-wrapper, .highlight, pre, table, img, p, li, dt, h1, h2, h3';
+return [...document.querySelectorAll('article :is(' + boxes + ')')].filter((each) => {
+  if (each.closest('.headerlink, .visually-hidden')) return false;
+  const outer = each.parentElement.closest('.table-wrapper');
+  const right = outer ? 0 : each.getBoundingClientRect().right;
+  const columns = each.matches('.table-wrapper') ? each.querySelector('tr').cells.length : 0;
+  const scrolls = innerWidth < 500 ? columns > 3 : false;
+  const cut = each.matches('.table-wrapper, .highlight, pre')
+    && each.scrollWidth > each.clientWidth + 1 && !scrolls;
+  return cut || right > document.documentElement.clientWidth + 1;
+}).map((each) => each.tagName + ': ' + each.textContent.trim().slice(0, 60));
+"""
+"""What one sees only by scrolling sideways. On a phone, a table of more than three columns may
+scroll within its frame."""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_cut(browser: Browser, address: str, width: int) -> None:
+    browser.driver.set_window_size(width, 1000)
+    cut = {}
+    for page in sorted(str(each.relative_to(HTML)) for each in HTML.rglob("*.html")):
+        browser.driver.get(f"{address}/{page}")
+        if found := browser.run(CUT):
+            cut[page] = found[:3]
+        assert browser.run("return document.documentElement.scrollWidth <= innerWidth"), page
+    assert cut == {}
+
+
+def test_code_can_be_copied(browser: Browser, address: str) -> None:
+    browser.driver.get(f"{address}/index.html")
+    blocks = browser.run("return document.querySelectorAll('div.highlight').length")
+    until(lambda: len(browser.texts("button.copybtn")) == blocks > 3, within_s=30)
+
+
+QUERIES: Final = {
+    "miss": "docs/why", "install": "index", "slow": "docs/runbook", "docker": "docs/containers",
+    "should I use": "docs/comparison", "redis": "docs/comparison", "tls": "docs/auth",
+    "kubernetes": "docs/containers", "grafana": "docs/dashboard", "gpu": "docs/gpu",
+    "prometheus": "docs/metrics", "failover": "docs/high-availability", "rdma": "docs/transports",
+    "benchmark": "docs/performance", "not found": "docs/why", "1p1d": "docs/proxy",
+    "capacity": "docs/sizing", "sglang": "docs/engines/sglang", "quota": "docs/tenants",
+    "quarantine": "docs/glossary", "lease_ms": "docs/settings", "eviction": "docs/glossary",
+}  # fmt: skip
+"""What a person types, and the page that it looks for."""
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_the_search_shows_what_a_person_wants(browser: Browser, address: str, query: str) -> None:
+    browser.driver.get(f"{address}/search.html?q={query.replace(' ', '+')}")
+    links = "return [...document.querySelectorAll('#search-results li a')].map((a) => a.href)"
+    until(lambda: "Search finished" in browser.text("#search-results"), within_s=30)
+    first = [str(link).removeprefix(address).split(".html")[0] for link in browser.run(links)[:3]]
+    assert f"/{QUERIES[query]}" in first
 
 
 def test_a_link_to_a_heading_of_another_page(browser: Browser, address: str) -> None:
