@@ -74,10 +74,11 @@ class Client:
     tracers before it made the client, each call is a span.
 
     All methods may raise, besides what they name:
-        MasterUnreachableError: no master was found in time; ``fields`` name the addresses.
-        DeadlineExceededError: the master was found, but did not answer in time.
-        InvalidKeyError, BatchTooLargeError, InvalidArgumentError: a wrong argument; nothing sent.
-        ClosedError: after ``close``.
+
+    * MasterUnreachableError: no master was found in time; ``fields`` name the addresses.
+    * DeadlineExceededError: the master was found, but did not answer in time.
+    * InvalidKeyError, BatchTooLargeError, InvalidArgumentError: a wrong argument; nothing sent.
+    * ClosedError: after ``close``.
 
     A failed call leaves the client as it was; nothing needs to be cleaned up.
 

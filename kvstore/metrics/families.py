@@ -22,7 +22,7 @@ class Family(NamedTuple):
 MASTER: Final = (
     Family("kvstore_master_info", "gauge", ("version", "cluster"), "Always 1; the labels say what runs."),
     Family("kvstore_master_leads", "gauge", (), "1 if this master leads, or is the only one; 0 if it stands by."),
-    Family("kvstore_master_epoch", "gauge", (), "Number of the present or last term; grows with each."),
+    Family("kvstore_master_epoch", "gauge", (), "The present or last epoch; grows each time a master takes over."),
     Family("kvstore_master_calls_total", "counter", ("call", "outcome"), "Calls that were answered, by outcome: ok, error."),
     Family("kvstore_master_call_seconds", "histogram", ("call",), "Duration of calls in the master: decoding, answering, encoding, and waiting for room."),
     Family("kvstore_master_step_seconds", "histogram", (), "For how long the loop did one thing: a call, or a slice of background work."),
@@ -31,7 +31,7 @@ MASTER: Final = (
     Family("kvstore_master_refused_total", "counter", (), "Connections and calls that authentication refused: no identity, a revoked one, or one without the right."),
     Family("kvstore_master_connections_refused_total", "counter", (), "Connections to the lane that were refused: no token, too many, broken protocol."),
     Family("kvstore_master_connections_stalled_total", "counter", (), "Connections to the lane that were cut because the client did not read."),
-    Family("kvstore_master_events_total", "counter", (), "Events of this term, if asked for: objects that became visible, or are gone."),
+    Family("kvstore_master_events_total", "counter", (), "Events of this epoch, if asked for: objects that became visible, or are gone."),
     Family("kvstore_master_events_dropped_total", "counter", (), "Of those, the ones that the child for HTTP was too slow for."),
     Family("kvstore_master_elections_won_total", "counter", (), "Terms that this master began as one of several."),
     Family("kvstore_master_leads_lost_total", "counter", (), "Terms that ended because its lease in etcd was lost."),
