@@ -22,12 +22,13 @@ ENGINE_JOBS ?= 2
 # Engines whose packages would be in each other's way have environments of their own, over $(VENV).
 ENGINES := $(patsubst tests/engines/%/requirements.txt,%,$(wildcard tests/engines/*/requirements.txt))
 ENGINE_VENV ?= $(VENV)-
+DIST_VENV ?= $(VENV)-dist
 # Empty: the newest versions that pyproject.toml allows.
 CONSTRAINTS ?= tests/constraints.txt
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(CONSTRAINTS:%=--constraint %) $(PIP_FLAGS)
 
 # The same sources make the same archives.
-BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(BIN)/python
+BUILD = SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(DIST_VENV)/bin/python
 # pip wants --python before the name of its command.
 WHEEL = $(BUILD) -m pip --disable-pip-version-check --python $(1) wheel --quiet --no-deps $(PIP_FLAGS)
 
@@ -71,14 +72,14 @@ gpu: ## On a bare machine with a GPU: install into build/gpu, test and measure, 
 	$(PYTHON) tests/gpu/all.py $(ARGS)
 
 # The wheels are built from the source distribution, so what it lacks is noticed here.
-dist: $(VENV)/.dist ## Build the source distribution and the wheels, into dist/
+dist: $(DIST_VENV)/.ready ## Build the source distribution and the wheels, into dist/
 	rm -rf dist build/wheels
 	$(BUILD) -m build --sdist --outdir dist .
-	KVSTORE_NATIVE=0 $(call WHEEL,$(BIN)/python) --wheel-dir dist dist/kvstore_llm-*.tar.gz
+	KVSTORE_NATIVE=0 $(call WHEEL,$(DIST_VENV)/bin/python) --wheel-dir dist dist/kvstore_llm-*.tar.gz
 	set -e; for python in $(PYTHONS); do \
 	    $(call WHEEL,$$python) --wheel-dir build/wheels dist/kvstore_llm-*.tar.gz; done
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheels/*.whl
-	$(BIN)/twine check --strict dist/*
+	PATH="$(abspath $(DIST_VENV)/bin):$$PATH" $(DIST_VENV)/bin/auditwheel repair --wheel-dir dist build/wheels/*.whl
+	$(DIST_VENV)/bin/twine check --strict dist/*
 	@ls -1 dist
 
 test-dist: dist $(VENV)/.dev ## Install what `make dist` builds into empty environments, and use it
@@ -160,13 +161,11 @@ clean: ## Remove what the tools leave behind, but for the environment
 	find . -name __pycache__ -not -path './$(VENV)*' -type d -prune -exec rm -rf {} +
 
 clean-all: clean ## Remove the environment, too
-	rm -rf $(VENV) $(ENGINES:%=$(ENGINE_VENV)%)
+	rm -rf $(VENV) $(DIST_VENV) $(ENGINES:%=$(ENGINE_VENV)%)
 
 # --- the environment ---------------------------------------------------------------------------
 
-# torch comes first and by its exact version: this is the spelling that finds the build without
-# CUDA where there is one. What is installed after it is content with it.
-$(VENV)/.torch:
+define NEW_VENV
 	@command -v $(PYTHON) >/dev/null || \
 	    { echo "There is no $(PYTHON). On Debian: apt-get install python3 python3-venv"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -174,7 +173,13 @@ $(VENV)/.torch:
 	      echo "Name another one: make PYTHON=python3.12 ..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	    { echo "$(PYTHON) cannot make virtual environments. On Debian: apt-get install python3-venv"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(1)
+endef
+
+# torch comes first and by its exact version: this is the spelling that finds the build without
+# CUDA where there is one. What is installed after it is content with it.
+$(VENV)/.torch:
+	$(call NEW_VENV,$(VENV))
 	$(PIP) torch==2.13.0
 	@touch $@
 
@@ -209,9 +214,14 @@ $(VENV)/.dev: $(VENV)/.test
 	$(call EXTRAS,test dev demo)
 	@touch $@ $(VENV)/.demo
 
-$(VENV)/.dist: $(VENV)/.dev
-	$(call EXTRAS,dist)
+# What builds archives needs nothing of what tests need.
+$(DIST_VENV)/.ready: pyproject.toml
+	$(call NEW_VENV,$(DIST_VENV))
+	$(MAKE) --no-print-directory VENV=$(DIST_VENV) $(DIST_VENV)/.building
 	@touch $@
+
+$(VENV)/.building:
+	$(call EXTRAS,dist)
 
 $(VENV)/.docs: $(VENV)/.dev
 	$(call EXTRAS,docs)
