@@ -261,6 +261,36 @@ def test_a_browser_shows_a_cluster_and_asks_nobody_else(
     assert browser.complaints() == []
 
 
+def test_a_page_opened_at_a_view_has_the_models_within_three_seconds(
+    cluster: Cluster, port: int, browser: Browser
+) -> None:
+    with cluster.client(namespace="vllm/ab/p0") as client:
+        described: dict[str, Any] = {"dtype": "bfloat16"}
+        record = Record("vllm", ("/models/m",), "ab", ("vllm/ab/p0",), described)
+        FleetRecords(client, logging.getLogger("test")).announce(record)
+        client.put_chain(["a", "b"], [b"x", b"y"])
+    until(lambda: told(port, "/api/v1/fleet")["models"], within_s=20)
+    browser.open(port, "namespaces")
+    until(lambda: "vllm, m" in browser.text("#namespace-rows"), within_s=3)
+    browser.driver.get("about:blank")
+    browser.open(port, "prefixes")
+    until(lambda: "vllm, m" in "".join(browser.texts("#chains-of option")), within_s=3)
+
+
+def test_a_store_without_a_node_says_how_to_start_one(tmp_path: Path, browser: Browser) -> None:
+    port = free_port()
+    with Cluster(tmp_path, settings={"http_port": port}) as cluster:
+        cluster.start(0)
+        line = f"kvstore-node --master {cluster.address} --memory 2GiB"
+        browser.open(port)
+        until(lambda: browser.text("#view-overview .command") == line)
+        assert "No node has joined" in browser.text("#problems")
+        browser.view("nodes")
+        until(lambda: browser.text("#view-nodes .command") == line)
+        cluster.node()
+        until(lambda: browser.texts(".node h3") and not browser.text("#view-nodes .command"))
+
+
 def test_a_killed_node_is_shown_within_three_seconds(
     cluster: Cluster, port: int, browser: Browser
 ) -> None:

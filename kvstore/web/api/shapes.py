@@ -63,6 +63,7 @@ class OtherNamespaces(Namespace):
 class Status(BaseModel):
     """A master that stands by tells the first ones, leader and leader_page only."""
 
+    address: str = Field(description="The master's host:port, as its own host reaches it.")
     at_ms: int = Field(description="Since 1970.")
     leads: bool
     epoch: int

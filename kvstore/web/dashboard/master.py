@@ -105,7 +105,8 @@ class ParentMaster:
     def __init__(
         self, address: str, *, cluster: str, pid: int, channel: ChildEnd, auth: str = ""
     ) -> None:
-        self._address = address
+        self.address = address
+        """The master's own ``host:port``; on loopback also where it listens on all addresses."""
         self._cluster = cluster
         self._auth = auth
         self._pid = pid
@@ -137,7 +138,7 @@ class ParentMaster:
     def connect(self) -> Client:
         """Another client, for a thread of its own."""
         return Client(
-            self._address, cluster=self._cluster, name="kvstore-web-drain", auth=self._auth
+            self.address, cluster=self._cluster, name="kvstore-web-drain", auth=self._auth
         )
 
     async def readiness(self) -> Readiness:

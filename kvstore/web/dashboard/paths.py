@@ -93,13 +93,15 @@ class Dashboard:
     async def _answer_status(self) -> Annotated[dict[str, Any], shapes.Status]:
         """The cluster."""
         seen = await self._master.seen()
+        address = {"address": self._master.address}
         if seen.measured["leads"]:
             if seen.status is None:
                 raise UnavailableError("this master leads, and does not tell its status in time")
             found = problems.of_the_store(seen.status, self._history, seen.at_ms)
             found += self._of_engines
-            return status_json(seen, seen.status, found)
+            return address | status_json(seen, seen.status, found)
         return {
+            **address,
             **_process(seen),
             "leader": seen.leader,
             "leader_page": self._page_of(seen.leader),

@@ -2,6 +2,7 @@
 // The dashboard. Everything that comes from the store goes to the page as text (`shown`), never as HTML.
 
 const STATUS_MS = 1000, HISTORY_MS = 10000, FLEET_MS = 15000, ANSWER_MS = 6000;
+const AGAIN_MS = 2000;  // after a question that failed
 const HOUR_MS = 3600e3, SPAN_MIN_MS = 300e3, EVENTS_MAX = 1000;
 const VIEWS = ["overview", "nodes", "prefixes", "namespaces", "events"];
 const $ = (id) => document.getElementById(id);
@@ -220,6 +221,28 @@ function showNode(card, node) {
   ].join(" · "));
 }
 
+const LOOPBACK = /^(localhost|127\.[\d.]+|\[::1\])$/;
+
+/** The command that starts a node for this store, typed on the node's host. */
+function nodeCommand(status) {
+  const [, host, port] = /^(.*):(\d+)$/.exec(status.leader || status.address) || [];
+  // A master that listens on all addresses knows itself by loopback; this page came by a better name.
+  const better = LOOPBACK.test(host) && !LOOPBACK.test(location.hostname) ? location.hostname : host;
+  return `kvstore-node --master ${better}:${port} --memory 2GiB`;
+}
+
+/** Where there is no node: how to start one. */
+function showNoNode(status) {
+  for (const place of document.querySelectorAll(".none")) {
+    place.hidden = !status.leads || status.nodes.length > 0;
+    if (place.hidden) continue;
+    if (!place.children.length) place.append(element("p", "", "No node has joined. This command starts one:"), element("code", "command"),
+      element("p", "quiet", "--memory says how much of its host's memory it gives to the store."));
+    put(place.children[1], shown(nodeCommand(status)));
+  }
+  document.querySelector("#view-nodes .legend").hidden = status.leads && !status.nodes.length;
+}
+
 // --- namespaces ----------------------------------------------------------------------------------
 
 let modelOf = new Map();
@@ -321,6 +344,7 @@ function show() {
   put($("role"), `${leads ? "leads" : "stands by"} · term ${status.epoch} · version ${shown(status.version)}`
     + (leads ? ` · up ${time(Math.floor(status.uptime_ms / 1000))}` : ""));
   showProblems(status.problems);
+  showNoNode(status);
   $("standby").hidden = leads;
   $("tiles").hidden = $("charts").hidden = !leads;
   if (!leads) {
@@ -334,6 +358,7 @@ function show() {
   if (view === "overview") showTiles(status, history);
   if (view === "nodes") each($("node-cards"), status.nodes, nodeCard, showNode);
   if (view === "namespaces") showNamespaces(status);
+  if (view === "prefixes") showSpaces();
 }
 
 // The first one tells whether the master answers at all.
@@ -346,7 +371,10 @@ const POLLS = [
   { every: STATUS_MS, wanted: () => view === "events", run: async () => {
     showEvents(await ask(`api/v1/notices?after=${told.last}`));
   } },
-  { every: FLEET_MS, wanted: () => ["prefixes", "namespaces"].includes(view) && status?.leads, run: async () => showFleet((await ask("api/v1/fleet")).models) },
+  { every: FLEET_MS, wanted: () => ["prefixes", "namespaces"].includes(view) && status?.leads !== false, run: async () => {
+    showFleet((await ask("api/v1/fleet")).models);
+    show();
+  } },
 ];
 
 function showLost(error) {
@@ -361,18 +389,20 @@ function showLost(error) {
 async function poll(what) {
   clearTimeout(what.timer);
   if (what.running) return;
+  let pause = what.every;
   if (!document.hidden && what.wanted()) {
     what.running = true;
     try {
       await what.run();
       if (what === POLLS[0]) $("lost").hidden = $("token").hidden = true;
     } catch (error) {
+      pause = Math.min(pause, AGAIN_MS);
       if (what === POLLS[0]) showLost(error);
     } finally {
       what.running = false;
     }
   }
-  what.timer = setTimeout(poll, what.every, what);
+  what.timer = setTimeout(poll, pause, what);
 }
 
 function choose() {

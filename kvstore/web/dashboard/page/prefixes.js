@@ -243,10 +243,7 @@ async function find(event) {
 
 // --- asking --------------------------------------------------------------------------------------
 
-const CHAINS_POLL = { every: CHAINS_MS, wanted: () => view === "prefixes" && status?.leads !== false, run: async () => {
-  showSpaces();
-  await askChains();
-} };
+const CHAINS_POLL = { every: CHAINS_MS, wanted: () => view === "prefixes" && status?.leads !== false, run: askChains };
 POLLS.push(CHAINS_POLL);
 $("chains-of").addEventListener("change", () => poll(CHAINS_POLL));
 $("chains-order").addEventListener("change", () => chains && showChains(chains));
