@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from kvstore.client.sync import Client
+from kvstore.connectors.engine.fleet import FleetRecords
+from kvstore.fleet import Record
 from kvstore.texts import key_text
 from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
 from kvstore.web.server.endpoints import PATH as OPENAPI_PATH
@@ -170,6 +173,55 @@ def test_a_browser_drills_down_from_a_namespace_to_a_block(
     assert browser.complaints() == []
 
 
+def test_chains_fold_below_their_namespaces(cluster: Cluster, port: int, browser: Browser) -> None:
+    with cluster.client() as client:
+        for space in range(25):
+            for number in range(9 if space < 4 else 1):
+                chain = ["system", f"{number} a", f"{number} b"]
+                client.put_chain(chain, [b"x"] * 3, namespace=f"space {space}")
+        for number in range(7):
+            client.put(f"alone {number}", b"x", namespace="space 0")
+        record = Record("vllm", ("/models/m",), "ab", ("space 0",), {})
+        FleetRecords(client, logging.getLogger("test")).announce(record)
+    until(lambda: told(port, "/api/v1/fleet")["models"], within_s=20)
+
+    def shown(selector: str) -> int:
+        script = "return document.querySelectorAll(arguments[0]).length"
+        return int(browser.run(script, selector))
+
+    def click(selector: str) -> None:
+        browser.run("document.querySelector(arguments[0]).click()", selector)
+
+    browser.open(port, "prefixes")
+    until(lambda: shown(".space") == 20)
+    assert browser.text("#chains-more") == "Show 6 more namespaces"
+    assert shown(".space h2 [aria-expanded=true]") == 3
+    assert browser.run("return document.documentElement.scrollHeight") < 3000
+    click("#chains-more")
+    assert shown(".space") == 26
+    browser.run(
+        "const s = document.querySelector('#chains-of'); s.value = 'space 0';"
+        "s.dispatchEvent(new Event('change'))"
+    )
+    until(lambda: shown(".space") == 1 and browser.text(".space h2"))
+    until(lambda: "vllm, m" in browser.text(".space h2"))
+    assert shown(".branch:not([hidden])") == 4, "of 8 chains"
+    assert shown(".level1") == 0
+    click("li .more:not([hidden])")
+    assert shown(".branch:not([hidden])") == 8
+    fold = "button.fold:not([hidden])"
+    assert browser.run(f"return document.querySelector('{fold}').ariaLabel").startswith("9 cont")
+    click(fold)
+    assert shown(".level1") == 9
+    browser.requests()
+    for _ in range(2):  # when the second question leaves, the first has been answered and shown
+        until(lambda: any(CHAINS_PATH in each for each in browser.requests()))
+    assert shown(".level1") == 9, "what is open stays open"
+    click(fold)
+    assert shown(".level1") == 0
+    assert browser.complaints() == []
+
+
 def test_a_browser_finds_pasted_keys(cluster: Cluster, port: int, browser: Browser) -> None:
     keys = [bytes([number]) * 32 for number in range(1, 13)]
     with cluster.client() as client:
@@ -218,13 +270,18 @@ def test_hostile_keys_and_namespaces_are_shown_and_never_run(
         client.match_prefix(keys[:5], namespace="keys")
     for size in (PHONE, (320, 600), (1280, 900)):
         browser.open(port, "prefixes", size=size)
-        until(lambda: len(browser.texts("#chains .branch")) > len(HOSTILE))
-        shown = "".join(browser.texts("#chains .name"))
+        until(lambda: len(browser.texts("#chains .space")) > len(HOSTILE))
+        browser.run(
+            "for (const head of document.querySelectorAll('.space [aria-expanded=false]')) "
+            "head.click()"
+        )
+        shown = "".join(browser.texts("#chains :is(bdi, .name)"))
         assert "\u202e" not in shown
         assert "\\u{202e}" in shown
         browser.run(
-            "[...document.querySelectorAll('#chains .branch')]"
-            ".find((e) => e.textContent.startsWith('keys')).click()"
+            "[...document.querySelectorAll('#chains .space')]"
+            ".find((e) => e.querySelector('bdi').textContent === 'keys')"
+            ".querySelector('.branch').click()"
         )
         until(lambda: browser.texts("#branch-blocks tbody tr"))
         wide, window = browser.run("return [document.documentElement.scrollWidth, innerWidth]")

@@ -31,6 +31,7 @@ function count(number) {
 
 function time(seconds) {
   if (seconds == null) return "–";
+  if (!seconds) return "0 s";
   if (seconds < 1e-3) return `${Math.round(seconds * 1e6)} µs`;
   if (seconds < 1) return `${+(seconds * 1e3).toPrecision(3)} ms`;
   if (seconds < 60) return `${+seconds.toPrecision(3)} s`;

@@ -4,6 +4,10 @@
 
 const CHAINS_MS = 4000, LEVELS_MAX = 12, PAGE_BLOCKS = 50, FIND_MS = 12000;
 
+// What is open at first: the first namespaces, of each the first chains without what continues them; a namespace
+// with few branches whole.
+const SPACES_SHOWN = 20, SPACES_OPEN = 3, ROOTS_SHOWN = 4, UNFOLDED_MAX = 6;
+
 const ORDERS = {
   matched: (branch) => -branch.matched,
   used: (branch) => branch.idle_ms,
@@ -26,59 +30,88 @@ const few = (number, one, many) => `${number.toLocaleString("en")} ${number === 
 
 let chains = null;
 
-/** The branches in the chosen order, each after the one above it, with its level; and rows for continuations that
- * are not in the answer. */
-function treeRows(branches) {
+/** What a click has opened (true) or closed: namespaces, branches, and whole lists. */
+const folds = new Map();
+const isOpen = (id, atFirst) => folds.get(id) ?? atFirst;
+
+function fold(id, open) {
+  folds.set(id, open);
+  showTree();
+}
+
+/** The namespaces of the branches in the chosen order, each with its tree. */
+function treesOf(branches) {
   const order = ORDERS[$("chains-order").value] || ORDERS.matched;
-  const below = branches.map(() => []), roots = [];
+  const below = branches.map(() => []), trees = new Map();
   branches.forEach((branch, index) => {
     branch.whole_size = branch.size;
-    (branch.above ? below[branch.above - 1] : roots).push(index);
+    if (branch.above) { below[branch.above - 1].push(index); return; }
+    if (!trees.has(branch.namespace)) trees.set(branch.namespace, { name: branch.namespace, roots: [], branches: 0 });
+    trees.get(branch.namespace).roots.push(index);
   });
   for (let index = branches.length - 1; index >= 0; index--) {
-    const above = branches[index].above;
-    if (above) branches[above - 1].whole_size += branches[index].whole_size;
+    const branch = branches[index];
+    if (branch.above) branches[branch.above - 1].whole_size += branch.whole_size;
+    trees.get(branch.namespace).branches++;
   }
   const by = (one, other) => order(branches[one]) - order(branches[other]);
-  const rows = [], waiting = roots.sort(by).reverse().map((index) => [index, 0]);
+  for (const list of [...below, ...[...trees.values()].map((tree) => tree.roots)]) list.sort(by);
+  return [...trees.values()].sort((one, other) => by(one.roots[0], other.roots[0])).map((tree) => ({ ...tree, below }));
+}
+
+/** The rows of one namespace: its branches, those that continue an open one below it, and what is not shown. */
+function rowsOf(tree, branches) {
+  const small = tree.branches <= UNFOLDED_MAX, all = `all ${tree.name}`;
+  const shownRoots = small || isOpen(all, false) ? tree.roots : tree.roots.slice(0, ROOTS_SHOWN);
+  const rows = [], waiting = shownRoots.map((index) => [index, 0]).reverse();
   while (waiting.length) {
     const [index, level] = waiting.pop(), branch = branches[index];
-    if (branch === undefined) { rows.push({ hidden: index, level }); continue; }
-    rows.push({ branch, level });
-    const hidden = branch.children - below[index].length;
+    if (branch === undefined) { rows.push({ others: `and ${few(-index, "other continuation", "other continuations")} that are not shown`, level }); continue; }
+    const id = `branch ${tree.name} ${branch.key}`, open = isOpen(id, small);
+    rows.push({ branch, level, id, open });
+    if (!open) continue;
+    const hidden = branch.children - tree.below[index].length;
     if (hidden > 0) waiting.push([-hidden, level + 1]);
-    waiting.push(...below[index].sort(by).reverse().map((each) => [each, level + 1]));
+    waiting.push(...tree.below[index].map((each) => [each, level + 1]).reverse());
   }
+  const rest = tree.roots.length - shownRoots.length;
+  if (rest) rows.push({ level: 0, more: `Show ${few(rest, "more chain", "more chains")}`, id: all });
   return rows;
 }
 
 function branchRow() {
-  const button = element("button", "branch",
-    element("span", "name"), element("span", "bar", element("i")), element("span", "quiet"));
-  button.type = "button";
-  button.addEventListener("click", () => openBranch(button.branch));
-  return element("li", "", button, element("p", "quiet"));
+  const fold_ = element("button", "fold"), branch = element("button", "branch", element("span", "name"), element("span", "bar", element("i")), element("span", "quiet"));
+  const more = element("button", "more"), item = element("li", "", fold_, branch, element("p", "quiet"), more);
+  for (const button of [fold_, branch, more]) button.type = "button";
+  fold_.addEventListener("click", () => fold(item.row.id, !item.row.open));
+  more.addEventListener("click", () => fold(item.row.id, true));
+  branch.addEventListener("click", () => openBranch(item.row.branch));
+  return item;
 }
 
-function showBranch(item, { branch, hidden, level }, largest) {
-  const [button, others] = item.children;
-  item.className = `level${Math.min(level, LEVELS_MAX)}`;
-  button.hidden = hidden !== undefined;
-  others.hidden = hidden === undefined;
-  if (hidden !== undefined) {
-    put(others, `and ${few(-hidden, "other continuation", "other continuations")} that are not shown`);
-    return;
-  }
-  button.branch = branch;
+function showBranch(item, row, largest) {
+  const [fold_, button, others, more] = item.children, { branch } = row;
+  item.row = row;
+  item.className = `level${Math.min(row.level, LEVELS_MAX)}`;
+  button.hidden = !branch;
+  others.hidden = !row.others;
+  more.hidden = !row.more;
+  fold_.hidden = !branch?.children;
+  put(others, row.others || "");
+  put(more, row.more || "");
+  if (!branch) return;
+  put(fold_, row.open ? "▾" : "▸");
+  fold_.setAttribute("aria-expanded", row.open);
+  fold_.setAttribute("aria-label", `${few(branch.children, "continuation", "continuations")} of ${shortKey(branch.last)}`);
   const [name, bar, text] = button.children;
-  const space = $("chains-of").value ? "" : `${shown(branch.namespace)}  `;
-  put(name, `${space}${branch.blocks > 1 ? `${shortKey(branch.first)} … ` : ""}${shortKey(branch.last)}`);
+  put(name, `${branch.blocks > 1 ? `${shortKey(branch.first)} … ` : ""}${shortKey(branch.last)}`);
   bar.firstChild.className = ageClass(branch.idle_ms);
   bar.firstChild.style.width = `${Math.max(1, 100 * branch.size / largest)}%`;
   put(text, [
     few(branch.blocks, "block", "blocks"), bytes(branch.size),
     branch.matched ? `matched ${few(branch.matched, "time", "times")} in ${time(Math.floor(branch.counted_ms / 1000))}` : "no match counted",
     `unused for ${time(branch.idle_ms / 1000)}`,
+    ...(branch.children ? [few(branch.children, "continuation", "continuations")] : []),
     ...(branch.missing ? [`${few(branch.missing, "block", "blocks")} missing`] : []),
     ...(branch.being_written ? [`${branch.being_written.toLocaleString("en")} being written`] : []),
     ...(branch.pinned ? [`${branch.pinned.toLocaleString("en")} pinned`] : []),
@@ -87,12 +120,41 @@ function showBranch(item, { branch, hidden, level }, largest) {
   ].join(" · "));
 }
 
+function spaceSection() {
+  const button = element("button", "", element("span", "fold"), element("bdi"), element("span", "quiet"));
+  button.type = "button";
+  const section = element("section", "space", element("h2", "", button), element("p", "quiet"), element("ul"));
+  button.addEventListener("click", () => fold(section.tree.id, !section.tree.open));
+  return section;
+}
+
+function showSpace(section, tree) {
+  const [head, text, list] = section.children, button = head.firstChild;
+  section.tree = tree;
+  button.setAttribute("aria-expanded", tree.open);
+  put(button.children[0], tree.open ? "▾" : "▸");
+  put(button.children[1], shown(tree.name));
+  put(button.children[2], modelOf.get(tree.name) || "");
+  const roots = tree.roots.map((index) => chains.branches[index]);
+  put(text, [few(roots.length, "chain", "chains"), few(tree.branches, "branch", "branches"), bytes(sum(roots.map((each) => each.whole_size))),
+    `matched ${few(sum(roots.map((each) => each.matched)), "time", "times")}`, `unused for ${time(Math.min(...roots.map((each) => each.idle_ms)) / 1000)}`].join(" · "));
+  list.hidden = !tree.open;
+  list.setAttribute("aria-label", `Chains of ${shown(tree.name)}, as branches`);
+  each(list, tree.open ? rowsOf(tree, chains.branches) : [], branchRow, (item, row) => showBranch(item, row, tree.largest));
+}
+
+function showTree() {
+  const trees = treesOf(chains.branches), largest = Math.max(1, ...chains.branches.map((branch) => branch.size));
+  const wanted = isOpen("spaces", false) ? trees : trees.slice(0, SPACES_SHOWN);
+  each($("chains"), wanted.map((tree, index) => ({ ...tree, largest, id: `space ${tree.name}`, open: isOpen(`space ${tree.name}`, index < SPACES_OPEN) })), spaceSection, showSpace);
+  $("chains-more").hidden = wanted.length === trees.length;
+  put($("chains-more"), `Show ${few(trees.length - wanted.length, "more namespace", "more namespaces")}`);
+}
+
 function showChains(answer) {
   chains = answer;
-  const rows = treeRows(answer.branches);
-  const largest = Math.max(1, ...answer.branches.map((branch) => branch.size));
-  each($("chains"), rows, branchRow, (item, row) => showBranch(item, row, largest));
-  put($("chains-note"), !rows.length ? "No chain is stored here."
+  showTree();
+  put($("chains-note"), !answer.branches.length ? "No chain is stored here."
     : `${answer.whole ? "" : "There are longer chains or more branches than one answer holds. "}`
       + `Matches are counted since this master leads (${time(Math.floor(answer.uptime_ms / 1000))}), at the blocks that were matched last.`);
 }
@@ -246,7 +308,8 @@ async function find(event) {
 const CHAINS_POLL = { every: CHAINS_MS, wanted: () => view === "prefixes" && status?.leads !== false, run: askChains };
 POLLS.push(CHAINS_POLL);
 $("chains-of").addEventListener("change", () => poll(CHAINS_POLL));
-$("chains-order").addEventListener("change", () => chains && showChains(chains));
+$("chains-order").addEventListener("change", () => chains && showTree());
+$("chains-more").addEventListener("click", () => fold("spaces", true));
 $("find").addEventListener("submit", find);
 $("branch-more").addEventListener("click", moreBlocks);
 $("branch-close").addEventListener("click", () => $("branch").close());
