@@ -1,32 +1,25 @@
 """``kvstore why``: who writes, who asks, and why nothing is found.
 
-The command gathers what the master remembers of each namespace and the fleet records of engines,
-and prints what ``kvstore.diagnosis.why`` makes of them. Names and keys come from strangers, so all
+The command prints what ``kvstore.diagnosis`` finds. Names and keys come from strangers, so all
 of them are made safe (``shown_text``) before they reach the terminal.
 """
 
 from __future__ import annotations
 
-import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import click
 
-from kvstore.calls import ClientTraffic, ClusterStatus, NamespaceTraffic
+from kvstore.calls import ClientTraffic, NamespaceTraffic
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE
 from kvstore.cli.show import print_json
-from kvstore.diagnosis.why import Cause, Evidence, Party, counted, diagnose, parties_of, select
-from kvstore.errors import KVStoreError
-from kvstore.fleet import RECORDS_MAX, Record, parse, worth_reading
-from kvstore.limits import FLEET_NAMESPACE
+from kvstore.diagnosis.gathering import explain
+from kvstore.diagnosis.why import Cause, Party, counted
 from kvstore.network.addresses import shown_place
 from kvstore.texts import duration_text, key_text, shown_text, size_text
-
-if TYPE_CHECKING:
-    from kvstore import Client
 
 EXAMPLE = """\b
 Examples:
@@ -38,13 +31,6 @@ Examples:
 The master remembers since its start, and only the last clients and keys.
 Exit codes: 0 no problem, 1 a reason why nothing is found, 3 no such namespace or model.
 """
-
-KEYS_LOOKED_FOR: Final = 2
-"""Keys that were not found in a namespace, and are looked for in others."""
-
-NAMESPACES_LOOKED_IN: Final = 32
-OBJECTS_LOOKED_AT: Final = 1_000
-"""Objects of a namespace that are checked for missing ancestors: one page."""
 
 PARTIES_SHOWN: Final = 8
 CAUSES_SHOWN: Final = 6
@@ -64,20 +50,15 @@ def why(invocation: Invocation, namespace: str, model: str) -> int:
     if namespace and model:
         raise click.UsageError("give a namespace or --model, not both")
     with invocation.client() as client:
-        status = client.status()
-        evidence, notes = _gather(client, status)
-        everyone = parties_of(evidence.spaces, evidence.records)
-        chosen = select(everyone, namespace=namespace, model=model)
-        _look_closer(client, evidence, chosen, everyone)
+        found = explain(client, client.status(), namespace=namespace, model=model)
+    chosen, causes, notes = found.parties, found.causes, found.notes
     if not chosen and (namespace or model):
-        _say_unknown(invocation, namespace or model, everyone)
+        _say_unknown(invocation, namespace or model, found.everyone)
         return NOT_THERE
-    chosen.sort(key=_last_used)
-    causes = diagnose(evidence, chosen, everyone)
     if invocation.as_json:
         print_json(
             {
-                "uptime_ms": evidence.uptime_ms,
+                "uptime_ms": found.uptime_ms,
                 "parties": [_party_json(party) for party in chosen],
                 "causes": causes,
                 "notes": notes,
@@ -85,79 +66,14 @@ def why(invocation: Invocation, namespace: str, model: str) -> int:
         )
     else:
         place = shown_place(invocation.config.master)
-        age = duration_text(evidence.uptime_ms)
+        age = duration_text(found.uptime_ms)
         click.echo(f"{place}: what its master remembers of the {age} since its start\n")
         for line in [*_people(chosen), *_reasons(causes), *(f"note: {note}" for note in notes)]:
             click.echo(line)
     return FAILED if any(cause.is_problem for cause in causes) else 0
 
 
-# --- gathering ------------------------------------------------------------------------------------
-
-
-def _gather(client: Client, status: ClusterStatus) -> tuple[Evidence, list[str]]:
-    report = client.traffic()
-    notes: list[str] = []
-    records: list[Record] = []
-    try:
-        records = _records(client)
-    except KVStoreError as error:
-        notes.append(shown_text(f"the records of engines could not be read: {error.message}", 200))
-    seen = {space.name for space in report.namespaces}
-    silent = [
-        NamespaceTraffic(row.name, row.objects, row.size, (), (), (), 0, 0, 0, 0, 0, 0)
-        for row in status.namespaces
-        if row.name not in seen and row.objects
-    ]
-    evidence = Evidence(
-        uptime_ms=report.uptime_ms,
-        nodes=sum(node.state in ("alive", "draining") for node in status.nodes),
-        spaces=[*report.namespaces, *silent],
-        records=records,
-    )
-    return evidence, notes
-
-
-def _records(client: Client) -> list[Record]:
-    found: list[Record] = []
-    for keys in worth_reading(client.list_objects(namespace=FLEET_NAMESPACE)):
-        values = client.get_many(keys, namespace=FLEET_NAMESPACE, kind="bytes")
-        parsed = [parse(value) for value in values if isinstance(value, bytes)]
-        found += [record for record in parsed if record is not None]
-        if len(found) >= RECORDS_MAX:
-            break
-    return found[:RECORDS_MAX]
-
-
-def _look_closer(
-    client: Client, evidence: Evidence, chosen: Sequence[Party], everyone: Sequence[Party]
-) -> None:
-    """Adds to the evidence what only a look at single objects shows, for parties that find nothing.
-    These are operators' calls: they count as no traffic, and lease nothing."""
-    written = [space.name for party in everyone for space in party.spaces if space.objects]
-    for party in chosen[:PARTIES_SHOWN]:
-        if not party.asked or party.found:
-            continue
-        space = min(
-            party.spaces, key=lambda space: min((m.idle_ms for m in space.misses), default=1e15)
-        )
-        keys = [miss.key for miss in space.misses[:KEYS_LOOKED_FOR]]
-        others = [name for name in written if name not in party.namespaces]
-        for key, name in itertools.product(keys, others[:NAMESPACES_LOOKED_IN]):
-            if client.stat(key, namespace=name) is not None:
-                evidence.elsewhere[space.name] = name
-                break
-        if space.objects:
-            rows = itertools.islice(client.list_objects(namespace=space.name), OBJECTS_LOOKED_AT)
-            states = [row.state for row in rows]
-            evidence.detached[space.name] = states.count("detached"), len(states)
-
-
 # --- showing --------------------------------------------------------------------------------------
-
-
-def _last_used(party: Party) -> int:
-    return min((row.idle_ms for row in [*party.putters, *party.askers]), default=1 << 62)
 
 
 def _people(parties: Sequence[Party]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from kvstore.web.api.chains import Prefixes
 from kvstore.web.api.drains import NodesAPI
 from kvstore.web.api.objects import ObjectsAPI
 from kvstore.web.api.questions import Api
+from kvstore.web.api.reasons import Reasons
 from kvstore.web.channel import ChildEnd
 from kvstore.web.dashboard.master import ParentMaster
 from kvstore.web.dashboard.paths import Dashboard
@@ -110,7 +111,9 @@ def _routes(
     """All routes but those of health and metrics."""
     client, nodes_of = master.client, master.nodes_of
     endpoints = endpoints_of(events) if events else not_asked_for()
-    owners = (Api(client, nodes_of), Prefixes(client, nodes_of), ObjectsAPI(client))
+    owners = (
+        Api(client, nodes_of), Prefixes(client, nodes_of), ObjectsAPI(client), Reasons(client),
+    )  # fmt: skip
     for owner in (dashboard, *owners, nodes):
         endpoints += endpoints_of(owner)
     endpoints += endpoints_of(Document(endpoints))

@@ -34,7 +34,7 @@ from tests.support.issuing import Identities
 from tests.support.processes import free_port
 from tests.support.waiting import until
 
-VIEWS = ("overview", "nodes", "prefixes", "namespaces", "events")
+VIEWS = ("overview", "nodes", "prefixes", "namespaces", "misses", "events")
 PATHS = ("/", "/api/v1/status", "/api/v1/history", "/api/v1/notices", "/api/v1/fleet")
 
 PRINTABLE = "".join(map(chr, range(32, 127)))
@@ -95,7 +95,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_the_page_and_its_files_allow_nothing_from_elsewhere(cluster: Cluster, port: int) -> None:
-    for path in ("/page.css", "/page.js", "/prefixes.js", *PATHS):
+    for path in ("/page.css", "/page.js", "/prefixes.js", "/misses.js", *PATHS):
         reply = asked(port, path)
         assert reply.status == 200, path
         policy = reply.headers["Content-Security-Policy"]
@@ -368,7 +368,7 @@ def test_an_observer_sees_the_page_and_its_numbers(tmp_path: Path) -> None:
         def asked_as(who: str, path: str) -> int:
             return request(port, "GET", path, tls=Credentials(identities.file(who)).client()).status
 
-        for path in ("/page.css", "/page.js", "/prefixes.js", "/metrics"):
+        for path in ("/page.css", "/page.js", "/prefixes.js", "/misses.js", "/metrics"):
             assert asked_as("observer", path) == 200, path
         for path in PATHS:
             assert asked_as("observer", path) == 200, path

@@ -6,7 +6,6 @@ It only reads, and leases nothing: looking at a block here does not count as a u
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import json
 import re
@@ -25,6 +24,7 @@ from kvstore.errors import InvalidArgumentError, InvalidKeyError
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, Namespace, check_key
 from kvstore.texts import HEX, key_from_text, key_text
 from kvstore.web.api.objects import TIMEOUT_MS, NodesOf
+from kvstore.web.api.turns import Turns
 from kvstore.web.server.endpoints import HexKey, Question, endpoint
 
 CHAINS_PATH: Final = "/api/v1/chains"
@@ -36,12 +36,6 @@ FRESH_S: Final = 1.0
 
 KEPT_MAX: Final = 64
 """Number of answers about chains that are kept for reuse."""
-
-SHARE: Final = 0.2
-"""The share of time that may go into asking the master for chains, which takes it up to 100 ms."""
-
-REST_S: Final = 2.0
-"""The longest pause between two such calls."""
 
 FIND_KEYS_MAX: Final = 1_024
 FIND_NAMESPACES_MAX: Final = 300
@@ -168,8 +162,7 @@ class Prefixes:
     def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
         self._client = client
         self._nodes_of = nodes_of
-        self._asking = asyncio.Lock()
-        self._rest_until = 0.0
+        self._turns = Turns()
         self._kept: dict[tuple[str | None, int], tuple[float, calls.ChainsFound]] = {}
         """Answers by namespace and count, each with the time until which it is reused."""
 
@@ -189,24 +182,20 @@ class Prefixes:
     ) -> calls.ChainsFound:
         """Asks the master for chains: one call at a time, then a pause, however many pages ask."""
         check_acting(calls.Chains(Namespace(namespace or "")))
-        async with self._asking:
+        async with self._turns:
             until, answer = self._kept.get((namespace, count), (0.0, None))
             if answer is not None and not keys and time.monotonic() < until:
                 return answer
-            await asyncio.sleep(self._rest_until - time.monotonic())
-            started = time.monotonic()
-            try:
-                found = await self._client.chains(
+            found = await self._turns.ask(
+                lambda: self._client.chains(
                     namespace, keys=keys, count=count, timeout_ms=TIMEOUT_MS
                 )
-            finally:
-                ended = time.monotonic()
-                self._rest_until = ended + min(REST_S, (ended - started) * (1 / SHARE - 1))
+            )
             if not keys:
                 self._kept.pop((namespace, count), None)
                 while len(self._kept) >= KEPT_MAX:
                     del self._kept[next(iter(self._kept))]
-                self._kept[namespace, count] = ended + FRESH_S, found
+                self._kept[namespace, count] = time.monotonic() + FRESH_S, found
             return found
 
     @endpoint("GET", BLOCKS_PATH, {200: "One per key, then those above the last one."})

@@ -4,7 +4,7 @@
 const STATUS_MS = 1000, HISTORY_MS = 10000, FLEET_MS = 15000, ANSWER_MS = 6000;
 const AGAIN_MS = 2000;  // after a question that failed
 const HOUR_MS = 3600e3, SPAN_MIN_MS = 300e3, EVENTS_MAX = 1000;
-const VIEWS = ["overview", "nodes", "prefixes", "namespaces", "events"];
+const VIEWS = ["overview", "nodes", "prefixes", "namespaces", "misses", "events"];
 const $ = (id) => document.getElementById(id);
 
 // --- text ----------------------------------------------------------------------------------------
@@ -72,6 +72,12 @@ function each(parent, wanted, make, fill) {
     if (index === parent.children.length) parent.append(make(what));
     fill(parent.children[index], what);
   });
+}
+
+function headCell(text) {
+  const cell = element("th", "", text);
+  cell.scope = "col";
+  return cell;
 }
 
 /** Rows of cells: [text, class]. */
@@ -269,7 +275,7 @@ function showFleet(models) {
     const one = model.records.length === 1;
     const why = one ? "one fingerprint: all of its engines share their blocks"
       : `${model.records.length} fingerprints, which share no block; they differ in ${model.differing.map(shown).join(", ") || "the layout of the cache only"}`;
-    const head = element("tr", "", ...["fingerprint", ...model.differing.map(shown), "namespaces"].map((text) => element("th", "", text)));
+    const head = element("tr", "", ...["fingerprint", ...model.differing.map(shown), "namespaces"].map(headCell));
     const body = element("tbody");
     table(body, model.records.map((record) => [
       [shown(record.fingerprint), "name"], ...record.differing.map((text) => [shown(text), "name"]),
@@ -359,7 +365,8 @@ function show() {
   if (view === "overview") showTiles(status, history);
   if (view === "nodes") each($("node-cards"), status.nodes, nodeCard, showNode);
   if (view === "namespaces") showNamespaces(status);
-  if (view === "prefixes") showSpaces();
+  if (view === "prefixes") showSpaces($("chains-of"), []);
+  if (view === "misses") showMisses();
 }
 
 // The first one tells whether the master answers at all.
@@ -372,7 +379,7 @@ const POLLS = [
   { every: STATUS_MS, wanted: () => view === "events", run: async () => {
     showEvents(await ask(`api/v1/notices?after=${told.last}`));
   } },
-  { every: FLEET_MS, wanted: () => ["prefixes", "namespaces"].includes(view) && status?.leads !== false, run: async () => {
+  { every: FLEET_MS, wanted: () => ["prefixes", "namespaces", "misses"].includes(view) && status?.leads !== false, run: async () => {
     showFleet((await ask("api/v1/fleet")).models);
     show();
   } },

@@ -159,13 +159,14 @@ function showChains(answer) {
       + `Matches are counted since this master leads (${time(Math.floor(answer.uptime_ms / 1000))}), at the blocks that were matched last.`);
 }
 
-/** The namespaces to choose from, with the engine and model of each. */
-function showSpaces() {
-  const rows = status?.leads ? status.namespaces : [];
-  const options = [["", "all, the last used ones"], ...rows.map((row) => [row.name,
-    `${shown(row.name)}${modelOf.has(row.name) ? ` (${modelOf.get(row.name)})` : ""}: ${count(row.objects)} objects, ${bytes(row.size)}`])];
-  const select = $("chains-of"), chosen = select.value;
+/** The namespaces to choose from, with the engine and model of each: those that hold objects, and `more` names. */
+function showSpaces(select, more) {
   if (document.activeElement === select) return;  // it may be open
+  const rows = status?.leads ? status.namespaces : [], chosen = select.value, held = new Set(rows.map((row) => row.name));
+  const model = (name) => modelOf.has(name) ? ` (${modelOf.get(name)})` : "";
+  const options = [["", select.options[0].text],
+    ...rows.map((row) => [row.name, `${shown(row.name)}${model(row.name)}: ${count(row.objects)} objects, ${bytes(row.size)}`]),
+    ...more.filter((name) => !held.has(name)).map((name) => [name, `${shown(name)}${model(name)}: no object`])];
   if (!options.some(([name]) => name === chosen)) options.push([chosen, shown(chosen)]);
   each(select, options, () => element("option"), (option, [name, text]) => {
     if (option.value !== name) option.value = name;
@@ -203,7 +204,7 @@ function blockRow(block, namespace) {
 }
 
 function blockTable() {
-  return element("table", "", element("thead", "", element("tr", "", ...BLOCK_HEADS.map((text) => element("th", "", text)))), element("tbody"));
+  return element("table", "", element("thead", "", element("tr", "", ...BLOCK_HEADS.map(headCell))), element("tbody"));
 }
 
 function openBranch(branch) {

@@ -1,0 +1,135 @@
+"""Gathers from a store what ``diagnosis.why`` judges: the master's memory of who put and who asked,
+the fleet records of engines, and a look at single objects.
+
+All of it are calls of operators: they count as no traffic, and lease nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvstore.calls import ClusterStatus, NamespaceTraffic, TrafficReport
+from kvstore.diagnosis.why import Cause, Evidence, Party, diagnose, parties_of, select
+from kvstore.errors import KVStoreError, PermissionDeniedError
+from kvstore.fleet import RECORDS_MAX, Record, parse, worth_reading
+from kvstore.limits import FLEET_NAMESPACE
+from kvstore.texts import shown_text
+
+if TYPE_CHECKING:
+    from kvstore.client.sync import Client
+
+PARTIES_LOOKED_AT: Final = 8
+"""Parties whose single objects are looked at."""
+
+KEYS_LOOKED_FOR: Final = 2
+"""Keys that were not found in a namespace, and are looked for in others."""
+
+NAMESPACES_LOOKED_IN: Final = 32
+OBJECTS_LOOKED_AT: Final = 1_000
+"""Objects of a namespace that are checked for missing ancestors: one page."""
+
+
+class Explained(NamedTuple):
+    uptime_ms: int
+    """Time since the master's start; it remembers nothing from before."""
+    everyone: list[Party]
+    parties: list[Party]
+    """Those that were asked about, the last used first."""
+    causes: list[Cause]
+    notes: list[str]
+    """What could not be seen."""
+
+
+def explain(
+    client: Client, status: ClusterStatus, *, namespace: str = "", model: str = ""
+) -> Explained:
+    """Why lookups find nothing: in a namespace, of a model, or (without both) anywhere.
+
+    Args:
+        status: of the store, as far as the caller may see it.
+
+    Raises:
+        PermissionDeniedError: the caller may not see all namespaces, nor the one that it names.
+        KVStoreError: the store did not answer.
+    """
+    notes: list[str] = []
+    report = _traffic(client, namespace, notes)
+    evidence = Evidence(
+        uptime_ms=report.uptime_ms,
+        nodes=sum(node.state in ("alive", "draining") for node in status.nodes),
+        spaces=[*report.namespaces, *_silent(report, status)],
+        records=_records(client, notes),
+    )
+    everyone = parties_of(evidence.spaces, evidence.records)
+    chosen = select(everyone, namespace=namespace, model=model)
+    chosen.sort(key=_last_used)
+    _look_closer(client, evidence, chosen, everyone)
+    return Explained(
+        evidence.uptime_ms, everyone, chosen, diagnose(evidence, chosen, everyone), notes
+    )
+
+
+def _traffic(client: Client, namespace: str, notes: list[str]) -> TrafficReport:
+    try:
+        return client.traffic()
+    except PermissionDeniedError:
+        if not namespace:
+            raise
+        report = client.traffic(namespace)
+        notes.append("other namespaces are not looked at: that needs the role admin")
+        return report
+
+
+def _silent(report: TrafficReport, status: ClusterStatus) -> list[NamespaceTraffic]:
+    """Namespaces that hold objects, and in which no client that is remembered put or asked."""
+    seen = {space.name for space in report.namespaces}
+    return [
+        NamespaceTraffic(row.name, row.objects, row.size, (), (), (), 0, 0, 0, 0, 0, 0)
+        for row in status.namespaces
+        if row.name not in seen and row.objects
+    ]
+
+
+def _records(client: Client, notes: list[str]) -> list[Record]:
+    found: list[Record] = []
+    try:
+        for keys in worth_reading(client.list_objects(namespace=FLEET_NAMESPACE)):
+            values = client.get_many(keys, namespace=FLEET_NAMESPACE, kind="bytes")
+            parsed = [parse(value) for value in values if isinstance(value, bytes)]
+            found += [record for record in parsed if record is not None]
+            if len(found) >= RECORDS_MAX:
+                break
+    except KVStoreError as error:
+        notes.append(shown_text(f"the records of engines could not be read: {error.message}", 200))
+        return []
+    return found[:RECORDS_MAX]
+
+
+def _look_closer(
+    client: Client, evidence: Evidence, chosen: Sequence[Party], everyone: Sequence[Party]
+) -> None:
+    """Adds to the evidence what only a look at single objects shows, for parties that find
+    nothing."""
+    written = [space.name for party in everyone for space in party.spaces if space.objects]
+    for party in chosen[:PARTIES_LOOKED_AT]:
+        if not party.asked or party.found:
+            continue
+        space = min(
+            party.spaces, key=lambda space: min((m.idle_ms for m in space.misses), default=1e15)
+        )
+        keys = [miss.key for miss in space.misses[:KEYS_LOOKED_FOR]]
+        others = [name for name in written if name not in party.namespaces]
+        for key, name in itertools.product(keys, others[:NAMESPACES_LOOKED_IN]):
+            if client.stat(key, namespace=name) is not None:
+                evidence.elsewhere[space.name] = name
+                break
+        if space.objects:
+            rows = itertools.islice(client.list_objects(namespace=space.name), OBJECTS_LOOKED_AT)
+            states = [row.state for row in rows]
+            evidence.detached[space.name] = states.count("detached"), len(states)
+
+
+def _last_used(party: Party) -> int:
+    return min((row.idle_ms for row in [*party.putters, *party.askers]), default=1 << 62)

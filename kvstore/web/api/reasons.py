@@ -1,0 +1,242 @@
+"""``/api/v1`` for people who ask where their hits are: why lookups find nothing, and who puts and
+asks. It only reads, by calls that are checked by the rights of the request."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from pydantic import BaseModel, Field
+
+from kvstore import calls
+from kvstore.auth.acting import acting
+from kvstore.auth.rights import shown_status
+from kvstore.client.aio import AsyncClient
+from kvstore.client.sync import Client
+from kvstore.diagnosis.gathering import Explained, explain
+from kvstore.diagnosis.why import Cause, Party
+from kvstore.errors import InvalidArgumentError
+from kvstore.limits import FLEET_NAMESPACE
+from kvstore.texts import key_text
+from kvstore.web.api.objects import TIMEOUT_MS
+from kvstore.web.api.turns import Turns
+from kvstore.web.server.endpoints import Question, RefusedRequestError, endpoint
+
+WHY_PATH: Final = "/api/v1/why"
+TRAFFIC_PATH: Final = "/api/v1/traffic"
+
+PARTIES_SHOWN: Final = 32
+CAUSES_SHOWN: Final = 32
+CLIENTS_SHOWN: Final = 3
+"""Clients that put, and clients that asked, of each party."""
+
+ROWS_SHOWN: Final = 300
+"""Engines, and namespaces, in one answer about traffic."""
+
+
+class WhyQuestion(Question):
+    """Where; without both: everywhere."""
+
+    namespace: str = Field(default="", description="One namespace.")
+    model: str = Field(default="", description="The engines of this model: its name, or its path.")
+
+
+class WhyClient(BaseModel):
+    client: str = Field(description="Its name; empty: it has none.")
+    address: str = Field(description="local: the master's host.")
+    idle_ms: int = Field(description="Since its last call.")
+    keys: int = Field(description="Keys that it wanted to put, or asked for.")
+    found: int = Field(description="Of those: stored already.")
+    stored: int = Field(description="Keys that it has put.")
+
+
+class WhyMissed(BaseModel):
+    """A key that was asked for and not found."""
+
+    key: str = Field(description="As kvstore ls shows it.")
+    client: str
+    idle_ms: int = Field(description="Since that question.")
+    found: int = Field(description="Keys before it in that question; they were stored.")
+    asked: int = Field(description="Keys of that question.")
+    present: bool = Field(description="Whether it is stored now.")
+
+
+class WhyParty(BaseModel):
+    """Engines that share blocks, or a namespace without a record of an engine."""
+
+    name: str
+    engine: str = Field(description="Empty: no engine has announced itself.")
+    model: str
+    namespaces: list[str]
+    objects: int
+    size: int
+    asked: int = Field(description="Keys.")
+    found: int = Field(description="Of those.")
+    evicted: int
+    writes: list[WhyClient] = Field(description="The last clients that put.")
+    asks: list[WhyClient] = Field(description="The last clients that asked.")
+    missed: WhyMissed | None = Field(description="The last one.")
+
+
+class WhyCause(BaseModel):
+    code: str
+    text: str
+    remedy: str
+    fields: list[str] = Field(description="In which two engines differ and must be equal.")
+    cuts: list[str] = Field(description="In which they only cut the same bytes differently.")
+    namespaces: list[str]
+    is_problem: bool
+
+
+class WhyAnswer(BaseModel):
+    """The causes, problems first; and who writes and asks, the last used first."""
+
+    uptime_ms: int = Field(description="Of the master, which remembers nothing from before.")
+    causes: list[WhyCause]
+    parties: list[WhyParty]
+    others: int = Field(description="Further parties.")
+    notes: list[str] = Field(description="What could not be seen.")
+
+
+class TrafficQuestion(Question):
+    namespace: str = Field(default="", description="Empty: all namespaces.")
+
+
+class EngineTraffic(BaseModel):
+    """A client, in all of these namespaces together, as far as the master remembers it."""
+
+    client: str
+    address: str
+    namespaces: int
+    put: int = Field(description="Keys that it has put.")
+    asked: int = Field(description="Keys.")
+    found: int = Field(description="Of those.")
+    idle_ms: int
+
+
+class SpaceTraffic(BaseModel):
+    name: str
+    questions: int
+    none: int = Field(description="Questions whose first key was not stored.")
+    evicted: int = Field(description="Objects, since the master's start.")
+    evicted_ms: int = Field(description="Since the last one.")
+    evicted_idle_ms: int = Field(description="How long that one had not been used.")
+
+
+class TrafficAnswer(BaseModel):
+    """At most 300 engines, the last active ones, and 300 namespaces, those with most evictions."""
+
+    uptime_ms: int
+    engines: list[EngineTraffic]
+    namespaces: list[SpaceTraffic]
+
+
+class Reasons:
+    """Answers the questions above by asking the master as a client. Use it in one event loop."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._turns = Turns()
+
+    @endpoint("GET", WHY_PATH, {200: "The causes.", 404: "No such namespace or model."})
+    async def _why(self, asked: WhyQuestion) -> WhyAnswer:
+        """Why lookups find nothing."""
+        if asked.namespace and asked.model:
+            raise InvalidArgumentError("give a namespace or a model, not both")
+        async with self._turns:
+            found = await self._turns.ask(
+                lambda: self._client._carry_out(_explained, asked.namespace, asked.model)
+            )
+        if not found.parties and (asked.namespace or asked.model):
+            raise RefusedRequestError(404, "neither puts nor questions nor objects there")
+        return WhyAnswer(
+            uptime_ms=found.uptime_ms,
+            causes=[_cause(each) for each in found.causes[:CAUSES_SHOWN]],
+            parties=[_party(each) for each in found.parties[:PARTIES_SHOWN]],
+            others=len(found.parties[PARTIES_SHOWN:]),
+            notes=found.notes,
+        )
+
+    @endpoint("GET", TRAFFIC_PATH, {200: "By engine and by namespace."})
+    async def _traffic(self, asked: TrafficQuestion) -> TrafficAnswer:
+        """Who puts and asks, and what was evicted."""
+        async with self._turns:
+            report = await self._turns.ask(
+                lambda: self._client.traffic(asked.namespace or None, timeout_ms=TIMEOUT_MS)
+            )
+        spaces = [row for row in report.namespaces if row.name != FLEET_NAMESPACE]
+        rows = heapq.nlargest(ROWS_SHOWN, spaces, key=lambda row: row.evicted)
+        return TrafficAnswer(
+            uptime_ms=report.uptime_ms,
+            engines=_engines(spaces)[:ROWS_SHOWN],
+            namespaces=[
+                SpaceTraffic(**{name: getattr(row, name) for name in SpaceTraffic.model_fields})
+                for row in rows
+            ],
+        )
+
+
+def _explained(client: Client, namespace: str, model: str) -> Explained:
+    """In a thread of the client; its calls are checked by the rights of the request."""
+    status = client.status()
+    if (who := acting()) is not None:
+        status = shown_status(who, status)
+    return explain(client, status, namespace=namespace, model=model)
+
+
+def _cause(cause: Cause) -> WhyCause:
+    return WhyCause(**{name: getattr(cause, name) for name in WhyCause.model_fields})
+
+
+def _party(party: Party) -> WhyParty:
+    missed = party.misses[0] if party.misses else None
+    record = party.record
+    return WhyParty(
+        name=party.name,
+        engine="" if record is None else record.engine,
+        model="" if record is None else record.model,
+        namespaces=list(party.namespaces),
+        objects=party.objects,
+        size=sum(space.size for space in party.spaces),
+        asked=party.asked,
+        found=party.found,
+        evicted=party.evicted,
+        writes=_clients(party.putters),
+        asks=_clients(party.askers),
+        missed=None if missed is None else WhyMissed(
+            **missed._asdict() | {"key": key_text(missed.key)}
+        ),
+    )  # fmt: skip
+
+
+def _clients(rows: Sequence[calls.ClientTraffic]) -> list[WhyClient]:
+    return [
+        WhyClient(**{name: getattr(row, name) for name in WhyClient.model_fields})
+        for row in rows[:CLIENTS_SHOWN]
+    ]
+
+
+def _engines(spaces: Iterable[calls.NamespaceTraffic]) -> list[EngineTraffic]:
+    """One row per client, the last active first."""
+    found: dict[tuple[str, str], EngineTraffic] = {}
+    for space in spaces:
+        here = set()
+        rows = [(row, row.stored, 0, 0) for row in space.putters]
+        rows += [(row, 0, row.keys, row.found) for row in space.askers]
+        for row, put, asked, hits in rows:
+            mark = row.client, row.address
+            engine = found.setdefault(
+                mark,
+                EngineTraffic(
+                    client=row.client, address=row.address, namespaces=0, put=0, asked=0, found=0,
+                    idle_ms=row.idle_ms,
+                ),
+            )  # fmt: skip
+            engine.put += put
+            engine.asked += asked
+            engine.found += hits
+            engine.idle_ms = min(engine.idle_ms, row.idle_ms)
+            engine.namespaces += mark not in here
+            here.add(mark)
+    return sorted(found.values(), key=lambda engine: engine.idle_ms)

@@ -1,0 +1,47 @@
+"""Questions that are dear to the master: one at a time, then a pause, however many pages ask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+SHARE: Final = 0.2
+"""The share of time that may go into asking such questions, each of up to 100 ms of the master."""
+
+REST_S: Final = 2.0
+"""The longest pause between two of them."""
+
+ResultT = TypeVar("ResultT")
+
+
+class Turns:
+    """``async with turns:`` waits for its turn; inside, ``ask`` makes the calls."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+        self._rest_until = 0.0
+
+    async def __aenter__(self) -> Self:
+        await self._turn.acquire()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._turn.release()
+
+    async def ask(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """What the call returns. Raises what it raises."""
+        await asyncio.sleep(self._rest_until - time.monotonic())
+        started = time.monotonic()
+        try:
+            return await call()
+        finally:
+            ended = time.monotonic()
+            self._rest_until = ended + min(REST_S, (ended - started) * (1 / SHARE - 1))
