@@ -253,7 +253,10 @@ def test_a_browser_shows_a_cluster_and_asks_nobody_else(
     until(lambda: "vllm, m" in browser.text("#namespace-rows"))
     browser.view("events")
     until(lambda: len(browser.texts("#event-rows tr")) == 3)
-    assert "leads" in browser.texts("#event-rows tr")[-1]
+    assert "This master leads, epoch" in browser.texts("#event-rows summary")[-1]
+    assert browser.text("#event-rows tr:last-child code") == ""
+    browser.run("document.querySelector('#event-rows tr:last-child summary').click()")
+    assert browser.text("#event-rows tr:last-child code").startswith("leads epoch=")
     asked_for = browser.requests()
     assert f"http://127.0.0.1:{port}/api/v1/fleet" in asked_for
     for address in asked_for:

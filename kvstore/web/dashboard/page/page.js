@@ -303,7 +303,28 @@ const WORDS = {
   node_entry_gone: (f) => `The entry of node ${f.node} in /dev/shm is gone: new clients use tcp`,
   node_reported: (f) => `Node ${f.node} was reported as failing by ${f.by_client} on ${f.by_host}`,
   corrupt_object: (f) => `Corrupt object ${f.key} of namespace ${f.namespace}, on ${f.nodes}`,
+  inventory_done: (f) => `Node ${f.node} has told which objects it holds: ${amount(f.claimed, "object")} it has${f.refused ? `, ${amount(f.refused, "object")} it may not keep` : ""}`,
+  puts_expired: (f) => `${amount(f.puts, "put")} of ${bytes(f.bytes)} did not end before the deadline; the memory is in quarantine`,
+  replicas_missing: (f) => `${amount(f.objects, "object")} with fewer replicas than were asked for; ${f.repaired.toLocaleString("en")} copied`,
+  tenants_changed: (f) => `The file of tenants has changed: ${amount(f.tenants, "tenant")}, ${bytes(f.guaranteed)} guaranteed in all`,
+  guarantees_exceed_pool: (f) => `Tenants are guaranteed ${bytes(f.guaranteed)}, and the store has ${bytes(f.pool)}`,
+  epoch_not_believed: (f) => `Node ${f.node} knows a later term (${f.epoch}) that is not believed`,
 };
+const BAD_EVENTS = ["node_dead", "node_stream_broken", "node_unreachable", "node_entry_gone", "corrupt_object"];
+const WARNING_EVENTS = ["node_reported", "puts_expired", "replicas_missing", "guarantees_exceed_pool", "epoch_not_believed"];
+
+const amount = (number, one) => `${number.toLocaleString("en")} ${one}${number === 1 ? "" : "s"}`;
+
+/** A sentence, which opens to the event and its fields as the master's log has them. */
+function eventRow(at, event, fields) {
+  const raw = shown([event, ...Object.entries(fields).map(([name, value]) => `${name}=${value}`)].join(" "));
+  const known = Object.hasOwn(WORDS, event);
+  const kind = BAD_EVENTS.includes(event) ? "bad" : WARNING_EVENTS.includes(event) ? "warning" : "";
+  const sentence = known ? `${shown(WORDS[event](fields))}.` : raw;
+  return element("tr", kind, element("td", "", day(at)), element("td", "", known
+    ? element("details", "", element("summary", "", sentence), element("code", "", raw)) : sentence));
+}
+
 const told = { run: null, last: 0 };
 
 function showEvents(answer) {
@@ -314,10 +335,7 @@ function showEvents(answer) {
     if (again) return;  // another start of the master, whose numbers begin at 1
   }
   for (const [, at, event, fields] of answer.notices) {
-    const plain = () => `${event} ${Object.entries(fields).map(([name, value]) => `${name}=${value}`).join(" ")}`;
-    const text = shown(Object.hasOwn(WORDS, event) ? WORDS[event](fields) : plain());
-    const bad = ["node_dead", "node_stream_broken", "node_unreachable", "node_entry_gone", "corrupt_object"].includes(event);
-    $("event-rows").prepend(element("tr", bad ? "bad" : "", element("td", "", day(at)), element("td", "", text)));
+    $("event-rows").prepend(eventRow(at, event, fields));
   }
   told.last = answer.last;
   while ($("event-rows").children.length > EVENTS_MAX) $("event-rows").lastElementChild.remove();
