@@ -7,7 +7,17 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from kvstore.config.base import HTTP_TOKEN_VARIABLE, Config
-from kvstore.config.values import As, AuthFile, AuthMode, HttpReads, HttpToken, RefusedValueError
+from kvstore.config.values import (
+    As,
+    AuthFile,
+    AuthMode,
+    HttpCert,
+    HttpKey,
+    HttpReads,
+    HttpToken,
+    RefusedValueError,
+    check_https,
+)
 
 
 class HttpConfig(Config):
@@ -42,14 +52,8 @@ class HttpConfig(Config):
         description="Who may read status, metrics and the dashboard over HTTP: all, or requests "
         "with the token. /healthz and /readyz answer all.",
     )
-    http_cert: Annotated[str, As("FILE")] = Field(
-        default="",
-        description="Serve HTTPS instead of HTTP, with the certificate chain in this file (PEM). "
-        "Replaced files are used from the next connection on.",
-    )
-    http_key: Annotated[str, As("FILE")] = Field(
-        default="", description="File with the key of --http-cert (PEM, no passphrase)."
-    )
+    http_cert: HttpCert = ""
+    http_key: HttpKey = ""
 
     @model_validator(mode="after")
     def _http_rules(self) -> Self:
@@ -63,10 +67,5 @@ class HttpConfig(Config):
                 f"Give --http-token-file, or {HTTP_TOKEN_VARIABLE}.",
                 key="http_reads",
             )
-        if bool(self.http_cert) != bool(self.http_key):
-            raise RefusedValueError(
-                "is missing",
-                "Give --http-cert and --http-key, or none of both.",
-                key="http_key" if self.http_cert else "http_cert",
-            )
+        check_https(self.http_cert, self.http_key)
         return self

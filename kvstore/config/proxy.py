@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvstore.config.base import Config
 from kvstore.config.values import (
@@ -15,12 +15,15 @@ from kvstore.config.values import (
     Cluster,
     Count,
     Host,
+    HttpCert,
+    HttpKey,
     Limit,
     LogLevel,
     Milliseconds,
     OptionalMaster,
     Port,
     Secret,
+    check_https,
 )
 
 
@@ -44,6 +47,8 @@ class ProxyConfig(Config):
         "does not authenticate its clients; 0.0.0.0 is every interface.",
     )
     port: Port = Field(default=8_000, description="TCP port to listen on; 0 takes any.")
+    http_cert: HttpCert = ""
+    http_key: HttpKey = ""
     master: OptionalMaster = Field(
         default="",
         description="The store's master, to ask whether it holds a prompt already; if "
@@ -183,3 +188,8 @@ class ProxyConfig(Config):
         "by every user of the host.",
     )
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
+
+    @model_validator(mode="after")
+    def _rules(self) -> Self:
+        check_https(self.http_cert, self.http_key)
+        return self

@@ -252,6 +252,12 @@ def check_token(value: str) -> str:
     return value
 
 
+def _header(value: str) -> str:
+    if value and not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}", value, re.ASCII):
+        raise RefusedValueError("is not the name of a header", "As in: authorization, X-User.")
+    return value.lower()
+
+
 def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
@@ -307,10 +313,22 @@ LockMemory = Annotated[Literal["auto", "off", "on"], BeforeValidator(_lower)]
 Group = Annotated[str, As("GROUP")]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
 Secret = Annotated[str, As("TEXT", is_secret=True)]
+HeaderName = Annotated[str, As("HEADER"), AfterValidator(_header)]
 HttpToken = Annotated[
     str,
     As("TEXT", is_secret=True, has_flag=False),
     AfterValidator(lambda value: check_token(value) if value else value),
+]
+HttpCert = Annotated[
+    str,
+    As("FILE"),
+    Field(
+        description="Serve HTTPS instead of HTTP, with the certificate chain in this file (PEM). "
+        "Replaced files are used from the next connection on."
+    ),
+]
+HttpKey = Annotated[
+    str, As("FILE"), Field(description="File with the key of --http-cert (PEM, no passphrase).")
 ]
 AuthFile = Annotated[
     str,
@@ -336,6 +354,16 @@ Unauthenticated = Annotated[
         "may read and write the memory that is registered with it."
     ),
 ]
+
+
+def check_https(cert: str, key: str) -> None:
+    """Raises RefusedValueError: one of both files is given without the other."""
+    if bool(cert) != bool(key):
+        raise RefusedValueError(
+            "is missing",
+            "Give --http-cert and --http-key, or none of both.",
+            key="http_key" if cert else "http_cert",
+        )
 
 
 def check_engine(auth: str, protocol: str, *, unauthenticated: bool) -> None:

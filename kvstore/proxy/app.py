@@ -7,6 +7,7 @@ import contextlib
 import errno
 import logging
 import signal
+import ssl
 from functools import partial
 from typing import Final
 
@@ -33,6 +34,7 @@ from kvstore.proxy.instances import ROLES, Instances, Rules
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.serving import serve
+from kvstore.web.server.certificates import tls_of
 from kvstore.web.server.doors import RETRY_AFTER_S, Doors, Waits, answering, connections_max, listen
 
 log = logging.getLogger("kvstore.proxy")
@@ -52,12 +54,14 @@ def run(config: ProxyConfig) -> int:
     the exit status, which is ``EXIT_BROKEN`` in the last case.
 
     Raises:
-        AddressInUseError, StartupError: the proxy could not start; nothing is left behind.
+        AddressInUseError, ConfigError, StartupError: the proxy could not start; nothing is left
+            behind.
     """
     return asyncio.run(_serve(config))
 
 
 async def _serve(config: ProxyConfig) -> int:
+    tls = tls_of(config.http_cert, config.http_key) if config.http_cert else None
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     background.watch_loop(loop)
@@ -90,7 +94,7 @@ async def _serve(config: ProxyConfig) -> int:
                 log=logging.getLogger("kvstore.proxy.http"),
             )
         )
-        server = await _listen(doors, config)
+        server = await _listen(doors, config, tls)
         stack.callback(server.close)
         _greet(config, server)
         ends = [start_task("end", each.wait()) for each in (stopped, broken)]
@@ -149,10 +153,10 @@ def _application(parts: ProxyParts, health: HealthChecks, doors: Doors) -> web.A
     return app
 
 
-async def _listen(doors: Doors, config: ProxyConfig) -> asyncio.Server:
+async def _listen(doors: Doors, config: ProxyConfig, tls: ssl.SSLContext | None) -> asyncio.Server:
     at = join_address(config.host, config.port)
     try:
-        return await listen(doors, config.host, config.port)
+        return await listen(doors, config.host, config.port, tls)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise AddressInUseError(f"{at} is in use", advice="Choose another --port.") from None
@@ -171,6 +175,7 @@ def _greet(config: ProxyConfig, server: asyncio.Server) -> None:
     )
     print(
         f"kvstore-proxy listening on {join_address(config.host, port)}"
+        f"{'; https' if config.http_cert else ''}"
         f"; prefill: {', '.join(config.prefill) or 'none'}"
         f"; decode: {', '.join(config.decode) or 'none'}"
         f"; store: {shown_place(config.master) or 'none'}{only}",

@@ -22,7 +22,7 @@ from tests.integration.test_http import child_of
 from tests.support.browser import browsing
 from tests.support.cluster import MASTER, NODE, SHORT, Cluster
 from tests.support.hosts import Island
-from tests.support.http import Reply, request
+from tests.support.http import Reply, certificate, request
 from tests.support.processes import children_of, free_port
 from tests.support.waiting import until
 
@@ -207,20 +207,6 @@ def test_from_another_host(island: Island, tmp_path: Path) -> None:
 
 
 # --- TLS ------------------------------------------------------------------------------------------
-
-
-def certificate(directory: Path, name: str) -> tuple[str, str]:
-    """A certificate that signs itself, for 127.0.0.1, and its key."""
-    cert, key = directory / f"{name}.pem", directory / f"{name}.key"
-    subprocess.run(
-        [
-            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
-            "-nodes", "-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", f"/CN={name}",
-            "-addext", "subjectAltName=IP:127.0.0.1",
-        ],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
-    return str(cert), str(key)
 
 
 def test_over_tls_with_a_certificate_that_is_renewed(started: Started, tmp_path: Path) -> None:

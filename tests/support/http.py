@@ -5,9 +5,11 @@ from __future__ import annotations
 import http.client
 import json
 import ssl
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -88,3 +90,17 @@ def metric(port: int, name: str, **labels: str) -> float | None:
 
 def http_port_of(server: Server) -> int:
     return int(server.line(r"serves metrics on http://\S+:(\d+)/metrics")[1])
+
+
+def certificate(directory: Path, name: str) -> tuple[str, str]:
+    """A certificate that signs itself, for 127.0.0.1, and its key."""
+    cert, key = directory / f"{name}.pem", directory / f"{name}.key"
+    subprocess.run(
+        [
+            "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
+            "-nodes", "-keyout", str(key), "-out", str(cert), "-days", "2", "-subj", f"/CN={name}",
+            "-addext", "subjectAltName=IP:127.0.0.1",
+        ],
+        check=True, capture_output=True, timeout=60,
+    )  # fmt: skip
+    return str(cert), str(key)

@@ -518,14 +518,16 @@ def test_the_health_check_asks_as_the_process_serves(
     assert checked(["kvstore-node", "--master", "m:1"], by_variable) == right
 
 
+@pytest.mark.parametrize("answering", [False, True], ids=["plain", "tls"], indirect=True)
 def test_the_health_check_asks_a_proxy(
     answering: tuple[int, dict[str, str]], status: int, tmp_path: Path
 ) -> None:
-    port, _ = answering
+    port, has_tls = answering
     file = tmp_path / "kvstore.toml"
-    file.write_text(f"[proxy]\nport = {port}\n")
+    files = 'http_cert = "tls.crt"\nhttp_key = "tls.key"\n' if has_tls else ""
+    file.write_text(f"[proxy]\nport = {port}\n{files}")
     right = 0 if status == 200 else 1
-    # A proxy has an identity towards the store, and speaks plain HTTP to its clients.
+    # A proxy's identity is for the store, and does not make it speak HTTPS to its clients.
     variables = {"KVSTORE_CONFIG": str(file), "KVSTORE_AUTH": "/run/secrets/proxy.auth"}
     assert checked(["kvstore-proxy", "--decode", "d:1", "--master", "m:1"], variables) == right
 
