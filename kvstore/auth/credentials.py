@@ -284,18 +284,20 @@ def _bytes(path: Path) -> bytes:
         raise ConfigError(f"auth {path} cannot be read: {error.strerror}", key="auth") from None
 
 
-def check_mode_of(path: Path) -> None:
+def check_mode_of(path: Path, setting: str = "auth") -> None:
     """Raises ConfigError: other users may read the key. Its group may: Kubernetes mounts secrets
     of mode 440 for the group of a pod."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
-        raise ConfigError(f"auth {path} cannot be read: {error.strerror}", key="auth") from None
+        raise ConfigError(
+            f"{setting} {path} cannot be read: {error.strerror}", key=setting
+        ) from None
     if mode & stat.S_IRWXO:
         raise ConfigError(
             f"every user of this host may read {path}, which has a key",
             advice=f"chmod 600 {path}; if others have used this host meanwhile, issue it anew.",
-            key="auth",
+            key=setting,
         )
 
 

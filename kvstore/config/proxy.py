@@ -11,17 +11,21 @@ from kvstore.config.values import (
     DEFAULT_PORT,
     Addresses,
     Affinity,
+    As,
     AuthFile,
     Cluster,
     Count,
+    HeaderName,
     Host,
     HttpCert,
     HttpKey,
+    HttpToken,
     Limit,
     LogLevel,
     Milliseconds,
     OptionalMaster,
     Port,
+    RefusedValueError,
     Secret,
     check_https,
 )
@@ -187,9 +191,47 @@ class ProxyConfig(Config):
         "host; without a token only this host may. Better given as a variable: flags can be read "
         "by every user of the host.",
     )
+    cache_salt_from: HeaderName = Field(
+        default="",
+        description="Header that says who calls (authorization, or one that your gateway sets). "
+        "Callers then share no cache with each other: engines are sent a cache_salt made of it and "
+        "of --cache-salt-secret-file. A request without it gets 401. Empty: a request has the "
+        "cache_salt that it brings.",
+    )
+    cache_salt_secret: HttpToken = Field(
+        default="",
+        repr=False,
+        description="The secret of --cache-salt-secret-file itself; only as a variable, or in the "
+        "file.",
+    )
+    cache_salt_secret_file: Annotated[str, As("FILE")] = Field(
+        default="",
+        description="File with the secret of --cache-salt-from (mode 600, one line), the same for "
+        "every proxy before these engines. With a new one no caller finds what it stored before.",
+    )
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
         check_https(self.http_cert, self.http_key)
+        if self.cache_salt_secret and self.cache_salt_secret_file:
+            raise RefusedValueError(
+                "is given beside KVSTORE_PROXY_CACHE_SALT_SECRET",
+                "Drop one of both.",
+                key="cache_salt_secret_file",
+            )
+        has_secret = bool(self.cache_salt_secret or self.cache_salt_secret_file)
+        if self.cache_salt_from and not has_secret:
+            raise RefusedValueError(
+                "needs a secret",
+                "Give --cache-salt-secret-file, or KVSTORE_PROXY_CACHE_SALT_SECRET: the same for "
+                "every proxy. To make one: openssl rand -hex 32 > FILE; chmod 600 FILE",
+                key="cache_salt_from",
+            )
+        if has_secret and not self.cache_salt_from:
+            raise RefusedValueError(
+                "is missing beside its secret",
+                "Give --cache-salt-from authorization, or another header.",
+                key="cache_salt_from",
+            )
         return self

@@ -112,8 +112,8 @@ def unknown_settings(config_path: str | os.PathLike[str] | None = None) -> list[
     return unknown
 
 
-def read_token(path: str) -> str:
-    """The token of a port for HTTP, in a file: one line.
+def read_token(path: str, setting: str = "http_token_file") -> str:
+    """The token of a port for HTTP, or another secret, in a file: one line.
 
     Raises:
         ConfigError: the file cannot be read, or holds no token. The error does not show it.
@@ -125,7 +125,7 @@ def read_token(path: str) -> str:
         what, advice = f"cannot be read: {error.strerror}", ""
     except RefusedValueError as error:
         what, advice = f"holds no token: it {error}", error.advice
-    raise ConfigError(f"http_token_file {path} {what}", advice=advice, key="http_token_file")
+    raise ConfigError(f"{setting} {path} {what}", advice=advice, key=setting)
 
 
 def http_token_given() -> str:

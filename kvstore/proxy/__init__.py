@@ -9,7 +9,8 @@ The modules that decide are pure and take the time as an argument: ``affinity`` 
 (which engine gets a request), ``bodies`` (what each hop is sent), ``hashes`` and ``records`` (the
 store's keys of a prompt). The modules that do I/O call them: ``engine`` (HTTP to engines),
 ``lookup`` (the store), ``render`` (token ids), ``prefill`` and ``decode`` (the two hops),
-``serving`` (one request), ``health``, ``admin``, ``metrics``, ``app`` (the process).
+``salts`` (whose cache a request uses), ``serving`` (one request), ``health``, ``admin``,
+``metrics``, ``app`` (the process).
 
 The proxy has one event loop and one thread; no other thread may use it. This package needs the
 extra ``proxy``; only ``kvstore.cli.proxy`` imports it.

@@ -14,13 +14,14 @@ Prints = Sequence[int]
 """One number per full block of a prompt, which identifies all tokens up to the block's end."""
 
 
-def fingerprints(token_ids: Sequence[int], *, blocks_max: int) -> Prints:
-    """The fingerprints of the first ``blocks_max`` full blocks.
+def fingerprints(token_ids: Sequence[int], *, blocks_max: int, salt: str = "") -> Prints:
+    """The fingerprints of the first ``blocks_max`` full blocks; ``salt``: the request's
+    ``cache_salt``.
 
     Two different prefixes may have equal fingerprints; that costs a worse choice, nothing else.
     """
     prints: list[int] = []
-    last = 0
+    last = hash(salt)
     blocks = min(len(token_ids) // BLOCK_TOKENS, blocks_max)
     for start in range(0, blocks * BLOCK_TOKENS, BLOCK_TOKENS):
         last = hash((last, *token_ids[start : start + BLOCK_TOKENS]))

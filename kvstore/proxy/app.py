@@ -33,6 +33,7 @@ from kvstore.proxy.health import HealthChecks
 from kvstore.proxy.instances import ROLES, Instances, Rules
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
+from kvstore.proxy.salts import salts_by
 from kvstore.proxy.serving import serve
 from kvstore.web.server.certificates import tls_of
 from kvstore.web.server.doors import RETRY_AFTER_S, Doors, Waits, answering, connections_max, listen
@@ -137,7 +138,9 @@ async def _parts(
         )
         stack.push_async_callback(lookup.close)
         lookup.start()
-    parts = ProxyParts(config, instances, engines, numbers, lookup, Waits(bodies_max))
+    parts = ProxyParts(
+        config, instances, engines, numbers, lookup, salts_by(config), Waits(bodies_max)
+    )
     parts.idle.set()
     return parts
 

@@ -20,6 +20,7 @@ from kvstore.proxy.engine import Engines
 from kvstore.proxy.instances import Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
+from kvstore.proxy.salts import Salts
 from kvstore.web.server.doors import Waits
 
 REQUEST_ID: Final = "X-Request-Id"
@@ -55,6 +56,7 @@ class ProxyParts:
     engines: Engines
     metrics: Metrics
     lookup: StoreLookup | None
+    salts: Salts | None
     bodies: Waits
     """Bodies of requests that are arriving."""
     in_flight: int = 0
@@ -96,6 +98,7 @@ class Asked:
     route: EngineRoute
     request_id: str
     raw: bytes
+    """The body as it goes to engines if the proxy has nothing to add."""
     body: Body
     headers: CIMultiDict[str]
     """Headers for engines, without the request id."""

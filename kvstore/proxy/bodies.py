@@ -30,6 +30,7 @@ PARAMS: Final = "kv_transfer_params"
 TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - a field's name, no password
 STORED: Final = "stored_tokens"
 NO_LOAD: Final = "no_load"
+SALT: Final = "cache_salt"
 
 # Fields that forbid an answer of one token, or are useless because the answer is thrown away.
 _NOT_FOR_PREFILL: Final = (
@@ -76,9 +77,16 @@ def model_of(body: Body) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def is_salted(body: Body) -> bool:
-    """Whether the request shares its cache only with requests that have the same salt."""
-    return body.get("cache_salt") is not None
+def salt_of(body: Body) -> str | None:
+    """The salt: the request shares its cache only with requests that have the same one. Empty: it
+    has none; None: engines refuse this one."""
+    salt = body.get(SALT)
+    if salt is None:
+        return ""
+    try:
+        return salt if isinstance(salt, str) and salt.encode() else None
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return None
 
 
 def reason_against_prefill(body: Body) -> str | None:

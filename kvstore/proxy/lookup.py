@@ -74,7 +74,9 @@ class StoreLookup:
         """The models whose prompts can be looked up."""
         return sorted({name for record in self._records.values() for name in record.models})
 
-    async def held(self, model: str, token_ids: Sequence[int], request_id: str) -> Held | None:
+    async def held(
+        self, model: str, token_ids: Sequence[int], salt: str, request_id: str
+    ) -> Held | None:
         """How much of the prompt the store holds; None: unknown. Raises only CancelledError."""
         record = records.serving(self._records.values(), model)
         if record is None:
@@ -86,7 +88,7 @@ class StoreLookup:
         self._breaker.begin(clock_ms())
         try:
             with self._metrics.lookup_seconds.time():
-                keys = await _keys(record, token_ids)
+                keys = await _keys(record, token_ids, salt)
                 blocks = await self._blocks(record, keys) if keys else 0
         except (KVStoreError, TimeoutError) as error:
             self._breaker.failed(clock_ms())
@@ -166,9 +168,9 @@ class StoreLookup:
                 log.warning("store_unreachable reason=%s", reason)
 
 
-async def _keys(record: Record, token_ids: Sequence[int]) -> list[bytes]:
+async def _keys(record: Record, token_ids: Sequence[int], salt: str) -> list[bytes]:
     keys: list[bytes] = []
-    for key in records.keys(record, token_ids):
+    for key in records.keys(record, token_ids, salt):
         keys.append(key)
         if len(keys) % KEYS_AT_ONCE == 0:
             await asyncio.sleep(0)

@@ -57,9 +57,10 @@ async def _reason_against(parts: ProxyParts, asked: Asked) -> str | None:
 
 async def _reason_of_store(parts: ProxyParts, asked: Asked, token_ids: list[int]) -> str | None:
     model = bodies.model_of(asked.body)
-    if parts.lookup is None or model is None or bodies.is_salted(asked.body):
+    salt = bodies.salt_of(asked.body)
+    if parts.lookup is None or model is None or salt is None:
         return None
-    held = await parts.lookup.held(model, token_ids, asked.request_id)
+    held = await parts.lookup.held(model, token_ids, salt, asked.request_id)
     if held is None:
         return None
     missing = held.missing_tokens(len(token_ids))

@@ -17,11 +17,12 @@ from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX, check_namespace
 from kvstore.proxy.hashes import ALGORITHMS, block_hashes
 
 
-def keys(record: Record, token_ids: Sequence[int]) -> Iterator[bytes]:
+def keys(record: Record, token_ids: Sequence[int], salt: str = "") -> Iterator[bytes]:
     """Yields the keys of a prompt's full blocks, at most as many as one call may have.
 
     Args:
         record: a record as ``parse`` returns it.
+        salt: the request's ``cache_salt``; empty: it has none.
     """
     assert record.hashes is not None
     every = record.block_size // record.hashes.block_size
@@ -31,6 +32,7 @@ def keys(record: Record, token_ids: Sequence[int]) -> Iterator[bytes]:
         none_hash=record.hashes.none_hash,
         algorithm=record.hashes.algorithm,
         blocks_max=BATCH_KEYS_MAX * every,
+        salt=salt,
     )
     return islice(hashes, every - 1, None, every)
 

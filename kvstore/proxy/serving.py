@@ -76,13 +76,18 @@ async def _take(
         headers = {REQUEST_ID: request_id}
         if status == 503:
             headers["Retry-After"] = str(RETRY_AFTER_S)
+        if status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         response = error_response(status, message, kind, headers=headers)
-        if status in (408, 503):
+        if status in (401, 408, 503):
             response.force_close()  # the body may be incomplete
         return _NotTakenError(response)
 
     if parts.stopping:
         raise not_taken(503, "the proxy is stopping", "overloaded")
+    salts, caller = parts.salts, None
+    if salts is not None and (caller := salts.caller(request.headers)) is None:
+        raise not_taken(401, f"this needs one header {salts.header}", "authentication_error")
     try:
         async with parts.bodies.wait(parts.config.body_timeout_ms / 1000):
             raw = await request.read()
@@ -100,6 +105,9 @@ async def _take(
         raise not_taken(400, str(error), "invalid_request_error") from None
     if parts.in_flight >= parts.config.inflight_max:
         raise not_taken(503, "too many requests at once", "overloaded")
+    if salts is not None and caller is not None:
+        body = salts.salted(caller, body)
+        raw = bodies.dump(body)
     return Asked(route, request_id, raw, body, headers_for_engines(request), arrived_ms)
 
 
@@ -114,7 +122,11 @@ async def _answer(parts: ProxyParts, asked: Asked, request: web.Request) -> web.
             return await decode(parts, asked, request)
     refused = await render(parts, asked)
     if asked.token_ids is not None and parts.config.affinity == "prefix":
-        asked.prints = fingerprints(asked.token_ids, blocks_max=parts.config.affinity_blocks_max)
+        asked.prints = fingerprints(
+            asked.token_ids,
+            blocks_max=parts.config.affinity_blocks_max,
+            salt=bodies.salt_of(asked.body) or "",
+        )
     await prefill(parts, asked, refused=refused)
     return await decode(parts, asked, request)
 

@@ -34,12 +34,13 @@ def record(**more: object) -> bytes:
     return json.dumps(value).encode()
 
 
-def put(cluster: Cluster, namespace: str, blocks: int) -> None:
+def put(cluster: Cluster, namespace: str, blocks: int, salt: str = "") -> None:
     """The first blocks of PROMPT; in the second namespace in halves, as of a group of layers with
     smaller blocks."""
     hashes = block_hashes(
-        PROMPT, block_size=BLOCK // 2, none_hash=NONE_HASH, algorithm="sha256_cbor", blocks_max=99
-    )
+        PROMPT, block_size=BLOCK // 2, none_hash=NONE_HASH, algorithm="sha256_cbor", blocks_max=99,
+        salt=salt,
+    )  # fmt: skip
     chain = list(hashes)[: 2 * blocks]
     if namespace == NAMESPACES[0]:
         chain = chain[1::2]
@@ -74,6 +75,15 @@ def test_what_the_store_holds_is_not_prefilled_again(tmp_path: Path, cluster: Cl
         assert (await w.complete(PROMPT, cache_salt="s"))[0] == 200
         assert (await w.complete(PROMPT, model="adapter"))[0] == 200
         assert len(prefiller.calls) == 4
+        assert (await w.complete(PROMPT, cache_salt="\ud800"))[0] == 200  # no salt: not looked up
+        assert len(prefiller.calls) == 5
+
+        for namespace in NAMESPACES:
+            put(cluster, namespace, 5, salt="s")
+        assert (await w.complete(PROMPT, cache_salt="s"))[0] == 200
+        assert len(prefiller.calls) == 5
+        assert (await w.complete(PROMPT, cache_salt="t"))[0] == 200
+        assert len(prefiller.calls) == 6
 
     cluster.start()
     cluster.client().put("f", record(), namespace="vllm-fleet")

@@ -24,6 +24,15 @@ def test_a_print_stands_for_everything_up_to_the_end_of_its_block() -> None:
     assert len(fingerprints(prompt(1, 2, 3), blocks_max=2)) == 2
 
 
+def test_a_salt_is_part_of_every_print() -> None:
+    plain, *salted = (
+        set(fingerprints(prompt(1, 2), blocks_max=9, salt=each)) for each in ("", "a", "b")
+    )
+    assert plain == set(prints(1, 2))
+    assert plain.isdisjoint(salted[0] | salted[1])
+    assert salted[0].isdisjoint(salted[1])
+
+
 def test_the_longest_beginning_wins() -> None:
     affinity = PrefixAffinity(blocks_max=100)
     affinity.remember(prints(1, 2, 3), "a")

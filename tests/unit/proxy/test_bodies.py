@@ -17,10 +17,10 @@ from kvstore.proxy.bodies import (
     for_prefill,
     given_ids,
     ids_of_rendered,
-    is_salted,
     model_of,
     parse,
     reason_against_prefill,
+    salt_of,
     stored_tokens,
 )
 
@@ -224,5 +224,7 @@ def test_what_an_engine_says_about_its_error(answer: object, said: str | None) -
 def test_models_and_salts() -> None:
     assert model_of({"model": "m"}) == "m"
     assert model_of({"model": 7}) is model_of({}) is None
-    assert is_salted({"cache_salt": "s"})
-    assert not is_salted({"cache_salt": None})
+    assert salt_of({"cache_salt": "s"}) == "s"
+    assert salt_of({"cache_salt": None}) == salt_of({}) == ""
+    for wrong in ("", 7, ["s"], "\ud800"):
+        assert salt_of({"cache_salt": wrong}) is None

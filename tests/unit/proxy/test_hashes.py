@@ -35,6 +35,23 @@ CHAIN = {
 }
 """Of TOKENS in blocks of 4."""
 
+SALT = "alice's"
+SALTED = {
+    "sha256": [
+        "0ae4a8f4b1482cde198be6ce06e8be7a05b8250495807eaa28209f814a792720",
+        "89ed855baa058a4cb435a318666788effa8f4598532cd78d09c882e9dbb3d135",
+        "efaacea45a25d8e734d1ac99e5a721414444c4c6fa2c067c964346a619168586",
+        "a123a396e32ce83159c80b67ec9d34818ea26295210cccd5d289a64a282845e7",
+    ],
+    "sha256_cbor": [
+        "64216f565a85c2c3addc484b680e5fdc37ad7007b014e12817ee7fbaff114fce",
+        "f4797b7c9d27c6a3f2436e5fc1c99ac3a5591f88b457b73513e3d2741805a3d1",
+        "b45dc622ddf0ab2473c806817ca0ec7ef092ac300495442ca0cb1439c4beb064",
+        "6911a0a029bf1b174ce66610f64ff36bd00f8f4d82373ea074bb5bcd1921a778",
+    ],
+}
+"""The same blocks with SALT (``generate_block_hash_extra_keys``)."""
+
 LAST_OF_32_BLOCKS = {
     "sha256": "eb4d29dc8631d29ef5a276086810bce9634ada258c42c4e30e78c97f5122b020",
     "sha256_cbor": "8a10bb5502400dfb7d7a06cc0b606673b7da277878e6fd7eb81b772d4138da35",
@@ -48,17 +65,21 @@ ONE_LARGE_BLOCK = {
 """Of 0 to 32767: pickle writes what is longer than 64 KiB in frames."""
 
 
-def hashed(tokens: Any, algorithm: str, *, size: int, blocks_max: int = 999) -> list[str]:
+def hashed(
+    tokens: Any, algorithm: str, *, size: int, blocks_max: int = 999, salt: str = ""
+) -> list[str]:
     none_hash = bytes.fromhex(NONE_HASH[algorithm])
     found = block_hashes(
-        tokens, block_size=size, none_hash=none_hash, algorithm=algorithm, blocks_max=blocks_max
-    )
+        tokens, block_size=size, none_hash=none_hash, algorithm=algorithm, blocks_max=blocks_max,
+        salt=salt,
+    )  # fmt: skip
     return [each.hex() for each in found]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_the_hashes_are_those_of_vllm(algorithm: str) -> None:
     assert hashed(TOKENS, algorithm, size=4) == CHAIN[algorithm]
+    assert hashed(TOKENS, algorithm, size=4, salt=SALT) == SALTED[algorithm]
     assert hashed(range(4096), algorithm, size=128)[-1] == LAST_OF_32_BLOCKS[algorithm]
     assert hashed(range(32768), algorithm, size=32768) == [ONE_LARGE_BLOCK[algorithm]]
 
@@ -93,6 +114,7 @@ def test_a_record_names_the_keys_of_a_prompt() -> None:
     assert [key.hex() for key in keys(found, TOKENS)] == CHAIN["sha256"][
         1::2
     ]  # the last hash of each two
+    assert [key.hex() for key in keys(found, TOKENS, SALT)] == SALTED["sha256"][1::2]
     assert [key.hex() for key in keys(found, TOKENS[:15])] == CHAIN["sha256"][1:2]
     assert list(keys(found, TOKENS[:7])) == []
 
