@@ -90,15 +90,22 @@ OWN: Final = Sheet(
 
 
 def own(
-    address: str, modes: Sequence[str], pool_bytes: int, seconds: float, patterns: Sequence[str]
+    address: str,
+    modes: Sequence[str],
+    pool_bytes: int,
+    seconds: float,
+    patterns: Sequence[str],
+    *,
+    auth: str = "",
 ) -> Iterator[Row]:
     """Measures each kind of call to a store, ``seconds`` per row, and then removes what it put.
 
     Args:
         patterns: which rows, as ``OP`` or ``OP/SIZE/BATCH``.
+        auth: as for ``OurDriver``.
     """
     for mode in modes:
-        driver = OurDriver(address, mode, BATCH * max(SIZES), pool_bytes=pool_bytes)
+        driver = OurDriver(address, mode, BATCH * max(SIZES), pool_bytes=pool_bytes, auth=auth)
         with contextlib.closing(driver):
             driver.clear()
             session = Session(driver, pool_bytes)

@@ -67,21 +67,29 @@ class OurDriver:
     placements while they are leased (``GET_AGAIN``)."""
 
     def __init__(
-        self, address: str, mode: str, memory_bytes: int, *, pool_bytes: int | None = None
+        self,
+        address: str,
+        mode: str,
+        memory_bytes: int,
+        *,
+        pool_bytes: int | None = None,
+        auth: str = "",
     ) -> None:
         """
         Args:
             mode: transport, ``shm`` or ``tcp``.
             memory_bytes: size of the caller's memory to put from, and of that to get into.
             pool_bytes: how much of the store's memory the benchmark uses; None: all of it.
+            auth: the file of an identity that may read and write in ``NAMESPACE``.
         """
         from kvstore import Client
 
         self._pool_bytes = pool_bytes
         self.source, self.target = memory(memory_bytes)
         caching = ClientConfig(
-            master=address, transports=(mode,), namespace=NAMESPACE, timeout_ms=TIMEOUT_MS
-        )
+            master=address, transports=(mode,), namespace=NAMESPACE, timeout_ms=TIMEOUT_MS,
+            auth=auth,
+        )  # fmt: skip
         plain = caching.model_copy(update={"placements_max": 0})
         with contextlib.ExitStack() as stack:
             self.plain: Client = stack.enter_context(Client(config=plain))

@@ -69,9 +69,10 @@ def bench(
     verify: bool,
     as_json: bool,
 ) -> None:
-    outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}}
+    outer: dict[str, Any] = context.obj or {"config_path": None, "as_json": False, "flags": {}}
     as_json = as_json or outer["as_json"]
     master = master or outer["flags"].get("master")
+    auth = ""  # a store of its own has no identities
     if verify:
         _show(cases.VERIFY, cases.verify(), as_json=as_json)
         return
@@ -99,11 +100,15 @@ def bench(
     modes = TRANSPORTS if transport == "both" else (transport,)
     patterns = [pattern.strip() for pattern in rows.split(",")]
     if master is not None:
-        pool = _room_in_use(master, pool, yes=yes, as_json=as_json)
+        given = outer["flags"] | {"master": master, "memory": 0}
+        config = load(ClientConfig, given, config_path=outer["config_path"], origin="{flag}")
+        master, auth = config.master, config.auth
+        pool = _room_in_use(config, pool, yes=yes, as_json=as_json)
     with contextlib.ExitStack() as stack:
         if master is None:
             master = stack.enter_context(own_store(pool)).address
-        _show(cases.OWN, cases.own(master, modes, pool, seconds, patterns), as_json=as_json)
+        rows_of_own = cases.own(master, modes, pool, seconds, patterns, auth=auth)
+        _show(cases.OWN, rows_of_own, as_json=as_json)
 
 
 def _show(sheet: cases.Sheet, rows: Iterator[cases.Row], *, as_json: bool) -> None:
@@ -123,20 +128,20 @@ def _show(sheet: cases.Sheet, rows: Iterator[cases.Row], *, as_json: bool) -> No
 # --- a store that is in use ---
 
 
-def _room_in_use(master: str, wanted: int, *, yes: bool, as_json: bool) -> int:
+def _room_in_use(config: ClientConfig, wanted: int, *, yes: bool, as_json: bool) -> int:
     """How much of a running store's memory the benchmark may use. Tells the user, and asks.
 
     Never more than is free: the benchmark evicts nothing, unless other clients put meanwhile.
     """
     from kvstore import Client
 
-    with Client(config=ClientConfig(master=master)) as client:
+    with Client(config=config) as client:
         status = client.status()
     segments = [segment for node in status.nodes for segment in node.segments]
     size = sum(segment.size for segment in segments)
     free = size - sum(segment.used for segment in segments)
     there = sum(each.objects for each in status.namespaces if each.name == NAMESPACE)
-    shown = shown_place(master)
+    shown = shown_place(config.master)
     pool = min(wanted, int(free * FREE_PART))
     if pool < POOL_BYTES_MIN:
         raise NoSpaceError(

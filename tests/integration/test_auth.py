@@ -23,6 +23,8 @@ import pytest
 from kvstore import Client, calls
 from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
 from kvstore.auth.ledger import Wanted
+from kvstore.bench.ours import NAMESPACE, OurDriver
+from kvstore.bench.session import GET, PUT
 from kvstore.calls import Clear, Join, Joined
 from kvstore.client.calling import lane
 from kvstore.client.calling.retries import TokenRefusedError
@@ -97,6 +99,26 @@ def test_an_engine_has_its_namespaces_and_no_others(
     assert admin.get("k", namespace=THEIRS) == content("theirs")
     assert client.remove(b"b1")
     assert any(client._stub._connections) == carrier["lane"]
+
+
+def test_an_engine_of_one_namespace_can_measure_the_store(
+    cluster: Cluster, identities: Identities
+) -> None:
+    """``kvstore bench --master`` needs no more."""
+    cluster.start()
+    theirs = cluster.client(namespace=THEIRS)
+    theirs.put("k", content("k"))
+    auth = engine(identities, "bench", NAMESPACE)
+    driver = OurDriver(cluster.address, "tcp", 8 << 10, pool_bytes=1 << 20, auth=auth)
+    with contextlib.closing(driver):
+        driver.clear()
+        work = driver.work(PUT, [["a", "b"]], 4_096)
+        work.check(work.call(0))
+        work = driver.work(GET, [["a", "b"]], 4_096)
+        work.check(work.call(0))
+        driver.clear()
+        assert driver.plain.exists("a", namespace=NAMESPACE) is False
+    assert theirs.get("k") == content("k")
 
 
 def test_who_may_only_read_or_see_numbers(cluster: Cluster, identities: Identities) -> None:

@@ -376,8 +376,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The stores that were measured; nothing is measured here."""
     found: list[str] = []
 
-    def driver(address: str, *_: object, pool_bytes: int, **__: object) -> NoReturn:
-        found.append(f"{address} {pool_bytes}")
+    def driver(address: str, *_: object, pool_bytes: int, auth: str) -> NoReturn:
+        found.append(f"{address} {pool_bytes}" + (f" as {auth}" if auth else ""))
         raise NoSpaceError("that is enough")
 
     monkeypatch.setattr(cases, "OurDriver", driver)
@@ -419,6 +419,17 @@ def test_no_more_is_used_than_is_free(
     result = kv("bench", "--master", "a:1", "--yes")
     assert result.code == 1
     assert "the benchmark evicts nothing" in result.err
+
+
+def test_the_benchmark_of_a_running_store_shows_its_identity(
+    kv: KV, store: FakeClient, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["bench", "--master", "a:1", "--memory", "64MiB", "--yes"]
+    kv("--auth", "a.auth", *command)
+    monkeypatch.setenv("KVSTORE_AUTH", "b.auth")
+    kv(*command)
+    assert [config.auth for config in store.configs] == ["a.auth", "b.auth"]
+    assert measured == [f"a:1 {64 << 20} as {each}" for each in ("a.auth", "b.auth")]
 
 
 # --- settings and errors -----------------------------------------------------------------------
