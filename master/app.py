@@ -157,6 +157,9 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
         own = descriptors.open_now() or 0  # before the first connection is accepted
         await master.carriers.start()
         tasks.append(start_task("connections", master.watch_grpc(own), died=broken))
+        if master.gate is not None:
+            reminding = master.gate.credentials.keep_reminding()
+            tasks.append(start_task("identity", reminding, died=broken))
         if config.tenants:
             tasks.append(start_task("tenants", master.follow_tenants(), died=broken))
         if listener is not None:
@@ -432,6 +435,7 @@ class _Serving:
             "eviction_age_ms": (age_ms.counts, age_ms.total),
             "reuse_ms": (reuse_ms.counts, reuse_ms.total),
             "connections": {"lane": carriers.lane_connections, "grpc": self._grpc_connections},
+            "auth_until": None if self.gate is None else self.gate.credentials.validity().until,
             "counters": {
                 "connections_refused": carriers.lane_stats.refused,
                 "refused": 0 if self.gate is None else self.gate.refused,

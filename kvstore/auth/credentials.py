@@ -12,6 +12,7 @@ engine cannot pass for a master, wherever it runs, and certificates need no addr
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -20,12 +21,14 @@ import re
 import ssl
 import stat
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import grpc
 
+from kvstore.auth.validity import DAY_S, Validity, validity_of
 from kvstore.clocks import uptime
 from kvstore.errors import ConfigError
 from kvstore.network.tls import mark_of, no_passphrase, renewing
@@ -39,6 +42,9 @@ AUTHORITIES: Final = "Authorities:"
 """The line in a file of ``kvstore auth issue`` behind which the authorities stand."""
 
 FILE_BYTES_MAX: Final = 1 << 20
+
+LOOK_S: Final = 3_600.0
+"""How often a server looks whether its certificate ends soon."""
 
 RETRY_S: Final = 10.0
 """After which a file that could not be used is tried again, even if it looks as before: a disk that
@@ -79,6 +85,7 @@ class Credentials:
         self._again_at = math.inf
         self._pems = read(path)
         self._client = self._pems, _loaded(self._pems)
+        self._remind_at = -math.inf
 
     def pems(self) -> Pems:
         """What the file holds now; what it held before, if it cannot be used now."""
@@ -96,6 +103,31 @@ class Credentials:
                     self._pems = pems
                     log.info("auth_renewed file=%s", self.path)
             return self._pems
+
+    def validity(self) -> Validity:
+        """Until when peers accept what the file holds now."""
+        return validity_of(self.pems().chain.decode("ascii"))
+
+    def remind(self) -> None:
+        """Logs that the certificate ends soon, once a day. Takes some 100 ns if it was called
+        today: call it at any time."""
+        if uptime() < self._remind_at:
+            return
+        self._remind_at = uptime() + DAY_S
+        valid, now = self.validity(), time.time()
+        if valid.ends_soon(now):
+            log.warning(
+                "%s file=%s until=%r days=%d: issue it anew (kvstore auth rotate), and copy it "
+                "over this file",
+                "auth_ends_soon" if now < valid.until else "auth_ended",
+                self.path, valid.until_text, (valid.until - now) // DAY_S,
+            )  # fmt: skip
+
+    async def keep_reminding(self) -> None:
+        """As ``remind``, as long as this process runs."""
+        while True:
+            self.remind()
+            await asyncio.sleep(LOOK_S)
 
     def client(self) -> ssl.SSLContext:
         """For connections that this process makes. The name to check is ``MASTER_NAME`` or

@@ -54,7 +54,7 @@ def doctor(
 ) -> int:
     outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}, "config_path": None}
     config_path = outer["config_path"] if config_path is None else config_path
-    flags = {key: value for key, value in outer["flags"].items() if key in given}
+    flags = {key: value for key, value in outer["flags"].items() if key in (*given, "auth")}
     flags |= {key: value for key, value in given.items() if value is not None}
     client = load(ClientConfig, flags, config_path=config_path, origin="{flag}")
     master = load(MasterConfig, config_path=config_path)
@@ -101,6 +101,8 @@ def _checks(
     engine = _check("software.transfer_engine", IMPORTS_TIMEOUT_S, transfer=transfer_engine)
     yield "transfer engine", engine
     yield "GPU", _check("software.graphics", IMPORTS_TIMEOUT_S)
+    if client.auth:
+        yield "identity", _check("identity.identity", client.auth)
     masters = client.master
     yield (
         "cluster",

@@ -74,6 +74,13 @@ def of_log(process: str) -> dict[str, Rows]:
     return {f"kvstore_{process}_{name}_total": {(): n} for name, n in logs.counters().items()}
 
 
+def of_identity(process: str, until: float | None) -> dict[str, Rows]:
+    """When the identity of this process ends; None: it has none. ``process``: as for ``of_log``."""
+    return {
+        f"kvstore_{process}_auth_expiry_timestamp_seconds": {} if until is None else {(): until}
+    }
+
+
 def _of_master(measured: Mapping[str, Any]) -> dict[str, Rows]:
     of: dict[str, Rows] = {
         "kvstore_master_info": {(measured["version"], measured["cluster"]): 1},
@@ -86,6 +93,7 @@ def _of_master(measured: Mapping[str, Any]) -> dict[str, Rows]:
         "kvstore_master_connections": {
             (carrier,): count for carrier, count in measured["connections"].items()
         },
+        **of_identity("master", measured["auth_until"]),
     }
     for call, (count, errors, times) in measured["calls"].items():
         of["kvstore_master_calls_total"][(call, "ok")] = count - errors

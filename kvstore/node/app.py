@@ -58,7 +58,7 @@ from kvstore.node.starting import Starting
 from kvstore.node.starting import served as starting_served
 from kvstore.node.web import answers_of
 from kvstore.process import background, descriptors, supervisor
-from kvstore.process.background import EXIT_BROKEN
+from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.children import NO_PARENT, ParentLink
 from kvstore.texts import size_text
 from kvstore.transport.mooncake.engine import EngineSettings
@@ -232,14 +232,17 @@ async def _serve(
         loop.add_signal_handler(number, agent.stop)
     if parent.fd is not None:
         loop.add_reader(parent.fd, agent.stop)
+    reminding = start_task("identity", credentials.keep_reminding()) if credentials else None
     try:
         async with contextlib.AsyncExitStack() as stack:
             if listener is not None:
-                answers = answers_of(agent, segment, server)
+                answers = answers_of(agent, segment, server, credentials)
                 await stack.enter_async_context(serving(listener, answers, access=access, tls=tls))
             supervisor.ready(f"serves {size_text(segment.size)} as node {segment.node}")
             await agent.run()
     finally:
+        if reminding is not None:
+            reminding.cancel()
         if parent.fd is not None:
             loop.remove_reader(parent.fd)
         supervisor.stopping()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from kvstore._version import __version__
+from kvstore.auth.credentials import Credentials
 from kvstore.memory.segment import NodeSegment
 from kvstore.metrics import exposition
 from kvstore.metrics.exposition import Rows
@@ -14,14 +15,20 @@ from kvstore.transport.tcp_server import DataServer
 from kvstore.web.server.serving import Answers, Readiness
 
 
-def answers_of(agent: NodeAgent, segment: NodeSegment, server: DataServer) -> Answers:
+def answers_of(
+    agent: NodeAgent, segment: NodeSegment, server: DataServer, credentials: Credentials | None
+) -> Answers:
+    """``credentials``: the node's identity; None: no authentication."""
+
     async def readiness() -> Readiness:
         if agent.is_joined:
             return Readiness(True, "joined")
         return Readiness(False, "looks for a master to join")
 
     async def page() -> bytes:
-        return exposition.page(NODE, _values(agent, segment, server), pid=os.getpid())
+        until = None if credentials is None else credentials.validity().until
+        values = _values(agent, segment, server) | exposition.of_identity("node", until)
+        return exposition.page(NODE, values, pid=os.getpid())
 
     return Answers(readiness, page)
 

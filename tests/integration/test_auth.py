@@ -595,3 +595,33 @@ def test_the_doctor_says_who_one_is(cluster: Cluster, identities: Identities) ->
     ).stdout  # fmt: skip
     assert "knows this process as engine engine; reads ours; writes ours" in " ".join(said.split())
     assert MASTER_NAME not in said
+
+
+def test_a_certificate_that_ends_soon_is_told_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    identities = Identities(tmp_path, lambda: utc_now() - timedelta(days=355))
+    settings = {"http_port": free_port()}
+    with Cluster(tmp_path, settings=settings, identities=identities) as cluster:
+        cluster.master()
+        node_port = free_port()
+        node = cluster.node(http_port=node_port)
+        ends = (utc_now() + timedelta(days=10)).timestamp()
+        tls = Credentials(identities.file("admin")).client()
+        tls.check_hostname = False
+        for process, port in (("master", settings["http_port"]), ("node", node_port)):
+            text = request(port, "GET", "/metrics", tls=tls).text
+            name = f"kvstore_{process}_auth_expiry_timestamp_seconds"
+            found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+            assert found is not None, text
+            assert abs(float(found[1]) - ends) < 3_600
+        status = request(settings["http_port"], "GET", "/api/v1/status", tls=tls).json
+        assert "certificate ends in 9 d" in "".join(each["text"] for each in status["problems"])
+        caplog.clear()
+        client = cluster.client()
+        assert client.exists("k") is False
+        assert client.exists("k") is False
+        lines = [each.message for each in caplog.records if "auth_ends_soon" in each.message]
+        assert len(lines) == 1
+        for server in (cluster.master_server, node):
+            assert "auth_ends_soon" in server.errors

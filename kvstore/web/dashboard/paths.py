@@ -95,18 +95,21 @@ class Dashboard:
         """The cluster."""
         seen = await self._master.seen()
         address = {"address": self._master.address}
+        identity = problems.of_identity(seen.measured["auth_until"], seen.at_ms)
         if seen.measured["leads"]:
             if seen.status is None:
                 raise UnavailableError("this master leads, and does not tell its status in time")
             found = problems.of_the_store(seen.status, self._history, seen.at_ms)
-            found += self._of_engines
+            found += self._of_engines + identity
             return address | status_json(seen, seen.status, found)
         return {
             **address,
             **_process(seen),
             "leader": seen.leader,
             "leader_page": self._page_of(seen.leader),
-            "problems": [each._asdict() for each in problems.of_a_standby(seen.leader)],
+            "problems": [
+                each._asdict() for each in [*problems.of_a_standby(seen.leader), *identity]
+            ],
         }
 
     @endpoint("GET", "/api/v1/history", {200: "In columns."}, is_of_all=True, has_own_bounds=True)

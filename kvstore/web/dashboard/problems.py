@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -31,6 +32,10 @@ PINNED_SHARE: Final = 0.5
 
 LATE_US: Final = 50_000
 """How late the master's loop may be in one of a hundred times, without a warning."""
+
+ENDING_S: Final = 14 * 86_400
+"""How long a certificate may still be valid without a warning: the bound of the alert
+KvstoreIdentityEnds."""
 
 NODES_NAMED: Final = 5
 """Nodes that have a line of their own for one kind of problem."""
@@ -71,6 +76,22 @@ def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) ->
             text = shown_text(f"{cause.text}{fields}. {cause.remedy}", 600)
             found.append(FoundProblem("warning", f"{text} (kvstore why)"))
     return found
+
+
+def of_identity(until: float | None, now_ms: int) -> list[FoundProblem]:
+    """The problem of a master whose certificate ends soon.
+
+    Args:
+        until: when it ends, in seconds since the epoch; None: no authentication.
+    """
+    left_s = math.inf if until is None else until - now_ms / 1000
+    if left_s >= ENDING_S:
+        return []
+    if left_s <= 0:
+        return [FoundProblem("bad", "This master's certificate has ended: issue it anew.")]
+    left = duration_text(int(left_s * 1000))
+    text = f"This master's certificate ends in {left}: issue it anew (kvstore auth rotate)."
+    return [FoundProblem("warning", text)]
 
 
 def of_a_standby(leader: str) -> list[FoundProblem]:

@@ -1,0 +1,80 @@
+"""From when until when a certificate is valid, and whether it ends soon. Pure.
+
+Reads the two times of X.509 (RFC 5280, 4.1) without ``cryptography``, which processes that only
+show their certificate need not have.
+"""
+
+from __future__ import annotations
+
+import math
+import ssl
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+DAY_S: Final = 86_400
+
+SOON_S: Final = 30 * DAY_S
+SOON_SHARE: Final = 0.25
+"""A certificate ends soon in its last 30 days, or in the last quarter of its time if that is
+shorter: cert-manager and SPIRE renew theirs before."""
+
+_VERSION: Final = 0xA0
+_UTC_TIME: Final = 0x17
+
+
+class Validity(NamedTuple):
+    """Both in seconds since the epoch."""
+
+    since: float
+    until: float
+
+    @property
+    def until_text(self) -> str:
+        return f"{datetime.fromtimestamp(self.until, UTC):%Y-%m-%d %H:%M} UTC"
+
+    def ends_soon(self, now: float) -> bool:
+        """Whether it ends soon, or has ended. ``now``: seconds since the epoch."""
+        return now >= self.until - min(SOON_S, SOON_SHARE * (self.until - self.since))
+
+
+FOREVER: Final = Validity(0.0, math.inf)
+
+
+def validity_of(chain: str) -> Validity:
+    """That of the certificate that ends first, of a chain in PEM. ``FOREVER``: its times are
+    written in a way that X.509 does not allow."""
+    end = "-----END CERTIFICATE-----"
+    try:
+        ders = [ssl.PEM_cert_to_DER_cert(each.strip() + end) for each in chain.split(end)[:-1]]
+        return min(map(_validity, ders), key=lambda each: each.until, default=FOREVER)
+    except (ValueError, IndexError):
+        return FOREVER
+
+
+def _validity(der: bytes) -> Validity:
+    _, at, _ = _element(der, 0)  # Certificate
+    _, at, _ = _element(der, at)  # TBSCertificate
+    tag, _, after = _element(der, at)
+    if tag == _VERSION:
+        at = after
+    for _ in ("serialNumber", "signature", "issuer"):
+        _, _, at = _element(der, at)
+    _, at, _ = _element(der, at)  # Validity
+    _, _, after = _element(der, at)
+    return Validity(_time(der, at), _time(der, after))
+
+
+def _element(der: bytes, at: int) -> tuple[int, int, int]:
+    """Tag, begin and end of the content of the element at ``at``."""
+    tag, length, begin = der[at], der[at + 1], at + 2
+    if length & 0x80:
+        count = length & 0x7F
+        length = int.from_bytes(der[begin : begin + count], "big")
+        begin += count
+    return tag, begin, begin + length
+
+
+def _time(der: bytes, at: int) -> float:
+    tag, begin, end = _element(der, at)
+    form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
+    return datetime.strptime(der[begin:end].decode(), form).replace(tzinfo=UTC).timestamp()
