@@ -15,6 +15,7 @@ from kvstore.auth.identity import ALL, ENGINE, MASTER, NODE, ROLES
 from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, debug_option, json_option
 from kvstore.cli.show import print_json
 from kvstore.errors import UsageError
+from kvstore.process import dumps
 from kvstore.texts import shown_text
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ A process takes its file from KVSTORE_AUTH, or from --auth FILE.
     help="Write the files by which processes prove who they are, and revoke them.",
 )
 def auth() -> None:
-    pass
+    dumps.hide_memory()
 
 
 def authority_option(command: Command) -> Command:

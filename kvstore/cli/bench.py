@@ -17,6 +17,7 @@ from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
 from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.network.addresses import shown_place
+from kvstore.process import dumps
 from kvstore.texts import size_text
 
 POOL_BYTES_MIN = 1 << 30
@@ -103,6 +104,8 @@ def bench(
         given = outer["flags"] | {"master": master, "memory": 0}
         config = load(ClientConfig, given, config_path=outer["config_path"], origin="{flag}")
         master, auth = config.master, config.auth
+        if auth:
+            dumps.hide_memory()
         pool = _room_in_use(config, pool, yes=yes, as_json=as_json)
     with contextlib.ExitStack() as stack:
         if master is None:

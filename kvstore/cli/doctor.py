@@ -15,6 +15,7 @@ from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
 from kvstore.diagnosis.findings import Check, Finding, ok, problem, run_all
+from kvstore.process import dumps
 
 EXAMPLE = """\b
 Examples:
@@ -57,6 +58,8 @@ def doctor(
     flags = {key: value for key, value in outer["flags"].items() if key in (*given, "auth")}
     flags |= {key: value for key, value in given.items() if value is not None}
     client = load(ClientConfig, flags, config_path=config_path, origin="{flag}")
+    if client.auth:
+        dumps.hide_memory()
     master = load(MasterConfig, config_path=config_path)
     node = load(NodeConfig, {"memory": memory}, config_path=config_path, origin="{flag}")
     checks = list(_checks(client, master, node, config_path, transfer_engine=transfer_engine))

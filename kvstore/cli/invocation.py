@@ -14,6 +14,7 @@ import click
 from kvstore.cli.options import config_options, debug_option, json_option
 from kvstore.config import ClientConfig, load
 from kvstore.limits import Namespace
+from kvstore.process import dumps
 
 if TYPE_CHECKING:
     from kvstore import Client
@@ -64,6 +65,8 @@ def connects(*only: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 config_path=outer["config_path"] if config_path is None else config_path,
                 origin="{flag}",
             )
+            if config.auth:
+                dumps.hide_memory()
             given = frozenset(key for key, value in flags.items() if value is not None)
             invocation = Invocation(config=config, given=given, as_json=as_json or outer["as_json"])
             return function(invocation, **arguments)

@@ -17,7 +17,7 @@ from kvstore.cli.options import (
     version_option,
 )
 from kvstore.config import MasterConfig, load
-from kvstore.process import logs
+from kvstore.process import dumps, logs
 from kvstore.process.children import ParentLink
 
 EXAMPLE = """\b
@@ -41,6 +41,8 @@ def command(config_path: str | None, parent_fd: int | None, **flags: object) -> 
     with ParentLink(parent_fd) as parent:
         config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
         logs.configure(config.log_level)
+        if config.auth:
+            dumps.hide_memory()
         # After the settings: a typo is reported at once.
         from kvstore.master.app import run as serve
 

@@ -18,7 +18,7 @@ from kvstore.cli.options import (
     version_option,
 )
 from kvstore.config import NodeConfig, load
-from kvstore.process import logs
+from kvstore.process import dumps, logs
 from kvstore.process.children import ParentLink
 
 EXAMPLE = """\b
@@ -44,6 +44,8 @@ def command(
     with ParentLink(parent_fd) as parent:
         config = load(NodeConfig, flags, config_path=config_path, origin="{flag}")
         logs.configure(config.log_level)
+        if config.auth:
+            dumps.hide_memory()
         # After the settings: a typo is reported at once.
         from kvstore.node.app import run as serve
         from kvstore.repairer import Repairer

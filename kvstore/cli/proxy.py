@@ -17,7 +17,7 @@ from kvstore.cli.options import (
 )
 from kvstore.config import ProxyConfig, load
 from kvstore.errors import StartupError
-from kvstore.process import logs
+from kvstore.process import dumps, logs
 
 EXAMPLE = """\b
 Examples:
@@ -58,6 +58,8 @@ class Proxy(click.Command):
 def command(config_path: str | None, **flags: object) -> int:
     config = load(ProxyConfig, flags, config_path=config_path, origin="{flag}")
     logs.configure(config.log_level)
+    if config.auth or config.cache_salt_from:
+        dumps.hide_memory()
     try:
         from kvstore.proxy.app import run as serve  # after the settings: a typo is reported at once
     except ModuleNotFoundError as error:

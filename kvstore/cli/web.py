@@ -10,7 +10,7 @@ import sys
 import click
 
 from kvstore.config import HTTP_TOKEN_VARIABLE
-from kvstore.process import logs
+from kvstore.process import dumps, logs
 from kvstore.process.children import ParentLink
 
 
@@ -53,6 +53,8 @@ def command(
 ) -> None:
     del config  # ``kvstore.process.children`` gives each child the option
     logs.configure(log_level)
+    if auth:
+        dumps.hide_memory()
     from kvstore.web.of_master import Served, serve
     from kvstore.web.server.access import Secured
 

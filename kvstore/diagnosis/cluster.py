@@ -21,7 +21,12 @@ from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.config import DEFAULT_PORT, MasterConfig
 from kvstore.diagnosis.findings import Finding, ok, problem, under, warning, warning_if
-from kvstore.errors import KVStoreError, MasterUnreachableError, NotLeaderError
+from kvstore.errors import (
+    CapabilityRefusedError,
+    KVStoreError,
+    MasterUnreachableError,
+    NotLeaderError,
+)
 from kvstore.etcd.finding import look_at
 from kvstore.etcd.wire import advice_on
 from kvstore.memory.entries import ENTRY_GONE, directories
@@ -397,6 +402,8 @@ def _unreadable(
     try:
         transport.read(segment, [move], uptime() + timeout_s)
         return None
+    except CapabilityRefusedError:
+        return None  # with authentication: it answers, and no client may read the superblock
     except KVStoreError as error:
         return error.message
     finally:

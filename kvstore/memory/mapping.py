@@ -119,6 +119,7 @@ class Mapping:
                 mapped = mmap.mmap(fd, superblock.size)
             except OSError as error:
                 raise OSError(not_mapped(path, superblock.size, error)) from None
+            mapped.madvise(mmap.MADV_DONTDUMP)
             return cls(mapped, superblock, path, (there.st_dev, there.st_ino))
         finally:
             os.close(fd)
@@ -150,7 +151,9 @@ class Mapping:
             there = os.fstat(fd)
             if (there.st_dev, there.st_ino) != self._inode:
                 return None
-            shown = _readable(mmap.mmap(fd, self.size, access=mmap.ACCESS_READ))
+            mapped = mmap.mmap(fd, self.size, access=mmap.ACCESS_READ)
+            mapped.madvise(mmap.MADV_DONTDUMP)
+            shown = _readable(mapped)
         except (OSError, ValueError):
             return None
         finally:

@@ -84,7 +84,7 @@ def not_mapped(what: str, size: int, error: OSError) -> str:
 
 def map_file(fd: int, directory: str, size: int) -> mmap.mmap:
     try:
-        return mmap.mmap(fd, size)
+        mapped = mmap.mmap(fd, size)
     except OSError as error:
         if error.errno == errno.ENOMEM and address_limit() is not None:
             raise MemoryLimitError(
@@ -102,6 +102,8 @@ def map_file(fd: int, directory: str, size: int) -> mmap.mmap:
             "--huge-pages auto.",
             needed_bytes=size,
         ) from error
+    mapped.madvise(mmap.MADV_DONTDUMP)
+    return mapped
 
 
 def check_room(directory: str, size: int) -> None:

@@ -57,16 +57,45 @@ def of_master(measured: Mapping[str, Any], status: ClusterStatus | None, *, pid:
         status: None: it does not lead, or the store could not be asked.
         pid: the master's process, whose processor time and memory are shown, too.
     """
+    files: int | None = measured["open_files"]
     if status is None:
-        return page(MASTER, _of_master(measured), pid=pid)
-    return page((*MASTER, *STORE), {**_of_master(measured), **_of_store(measured, status)}, pid=pid)
+        return page(MASTER, _of_master(measured), pid=pid, open_files=files)
+    values = {**_of_master(measured), **_of_store(measured, status)}
+    return page((*MASTER, *STORE), values, pid=pid, open_files=files)
 
 
-def page(families: Sequence[Family], values: Mapping[str, Rows], *, pid: int) -> bytes:
+def page(
+    families: Sequence[Family],
+    values: Mapping[str, Rows],
+    *,
+    pid: int,
+    open_files: int | None = None,
+) -> bytes:
+    """The text of a page.
+
+    Args:
+        open_files: of a process whose memory is hidden (``kvstore.process.dumps``), so that others
+            cannot count them.
+    """
     registry = CollectorRegistry()
     registry.register(_Shown(families, values))
-    ProcessCollector(pid=lambda: pid, registry=registry)
+    registry.register(_Process(pid, open_files))
     return generate_latest(registry)
+
+
+class _Process(ProcessCollector):
+    def __init__(self, pid: int, open_files: int | None) -> None:
+        super().__init__(pid=lambda: pid, registry=None)
+        self._open_files = open_files
+
+    def collect(self) -> Iterator[Metric]:
+        found = list(super().collect())
+        yield from found
+        name = "process_open_fds"
+        if self._open_files is not None and all(each.name != name for each in found):
+            yield GaugeMetricFamily(
+                name, "Number of open file descriptors.", value=self._open_files
+            )
 
 
 def of_log(process: str) -> dict[str, Rows]:

@@ -595,6 +595,7 @@ def test_the_doctor_says_who_one_is(cluster: Cluster, identities: Identities) ->
     ).stdout  # fmt: skip
     assert "knows this process as engine engine; reads ours; writes ours" in " ".join(said.split())
     assert MASTER_NAME not in said
+    assert "does not answer" not in said, "a data port that asks for capabilities does answer"
 
 
 def test_a_certificate_that_ends_soon_is_told_before(
