@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from kvstore.client.sync import Client
     from kvstore.config import ClientConfig, MasterConfig, NodeConfig
 
-# gRPC's C core writes to standard error itself, in threads that serve: about failures that kvstore
-# raises as errors, and about idle connections that were closed. gRPC reads this variable when it is
-# imported; a program that has imported gRPC before keeps its own choice.
+# gRPC's C core writes to standard error itself: a port that is taken, which kvstore raises as an
+# error, and connections that a server closes. gRPC reads this variable when it is imported. A
+# program that sets it, or has imported gRPC before, keeps its own choice.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 _HOMES = {

@@ -43,6 +43,8 @@ def output_of(program: str, *, code: int = 0) -> str:
         stderr=subprocess.STDOUT,
         timeout=END_S,
         check=False,
+        # This process has set it already, as it has imported kvstore.
+        env={name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"},
     )
     assert done.returncode == code, done.stdout
     return done.stdout.decode()
