@@ -40,7 +40,8 @@ from kvstore.bench.session import (
 )
 from kvstore.bench.timing import median_us, memory, percentile, seconds_of, time_memcpy
 from kvstore.config import TRANSPORTS, Verify
-from kvstore.texts import size_text
+from kvstore.errors import InvalidArgumentError
+from kvstore.texts import shown_text, size_text
 
 if TYPE_CHECKING:
     from kvstore import Client
@@ -101,7 +102,7 @@ def own(
     """Measures each kind of call to a store, ``seconds`` per row, and then removes what it put.
 
     Args:
-        patterns: which rows, as ``OP`` or ``OP/SIZE/BATCH``.
+        patterns: which rows, as ``OP`` or ``OP/SIZE/BATCH``; ``check_patterns`` has checked them.
         auth: as for ``OurDriver``.
     """
     for mode in modes:
@@ -114,9 +115,27 @@ def own(
                 yield row_of(mode, op, size, batch, session.measure(op, size, batch, seconds))
             driver.clear()
     source, target = memory(BATCH * max(SIZES))
-    copies = [(MEMCPY, size, batch) for size in SIZES for batch in (1, BATCH)]
-    for op, size, batch in chosen(copies, patterns):
+    for op, size, batch in chosen(COPIES, patterns):
         yield row_of("none", op, size, batch, time_memcpy(source, target, size * batch, seconds))
+
+
+COPIES: Final = [(MEMCPY, size, batch) for size in SIZES for batch in (1, BATCH)]
+"""Operation, size and batch of the rows without a store."""
+
+
+def check_patterns(modes: Sequence[str], patterns: Sequence[str]) -> None:
+    """Raises InvalidArgumentError: a pattern chooses no row of these transports."""
+    work = [*(each for mode in modes for each in work_of(mode)), *COPIES]
+    for pattern in patterns:
+        if chosen(work, [pattern]):
+            continue
+        rows = chosen(work, [pattern.partition("/")[0]])
+        names = ["/".join(map(str, row)) for row in rows] or [row[0] for row in work]
+        raise InvalidArgumentError(
+            f"--rows {shown_text(pattern, 100)} chooses no row; there are "
+            f"{', '.join(dict.fromkeys(names))}",
+            advice="Name rows as OP or as OP/SIZE/BATCH; a star stands for anything.",
+        )
 
 
 def work_of(mode: str) -> list[tuple[str, int, int]]:

@@ -52,6 +52,13 @@ class PutOutcome(enum.IntEnum):
     NO_SPACE = 6
     """Not stored: the pool is full (only in results of puts with ``partial=True``)."""
 
+    def __str__(self) -> str:
+        """A word: ``stored``, ``found``, ``being_written``."""
+        return self.name.lower()
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
 
 class Presence(enum.IntEnum):
     """What the master knows of a key."""

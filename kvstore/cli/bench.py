@@ -100,6 +100,7 @@ def bench(
         )
     modes = TRANSPORTS if transport == "both" else (transport,)
     patterns = [pattern.strip() for pattern in rows.split(",")]
+    cases.check_patterns(modes, patterns)
     if master is not None:
         given = outer["flags"] | {"master": master, "memory": 0}
         config = load(ClientConfig, given, config_path=outer["config_path"], origin="{flag}")

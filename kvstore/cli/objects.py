@@ -147,14 +147,14 @@ def put(
                 ttl=ttl,
             )
     told = {
-        PutOutcome.STORED: "stored",
-        PutOutcome.FOUND: "already there",
-        PutOutcome.BEING_WRITTEN: "being written by another client",
-    }.get(outcome, outcome.name.lower())
+        PutOutcome.STORED: f"stored, {size_text(size)}",
+        PutOutcome.FOUND: "was there already; its bytes stay, yours were not stored",
+        PutOutcome.BEING_WRITTEN: "another client is writing it; yours was not stored",
+    }.get(outcome, str(outcome))
     if invocation.as_json:
-        print_json({"key": key_text(wanted), "outcome": outcome.name.lower(), "size": size})
+        print_json({"key": key_text(wanted), "outcome": str(outcome), "size": size})
     else:
-        click.echo(f"{key_text(wanted)}: {told}, {size_text(size)}")
+        click.echo(f"{key_text(wanted)}: {told}")
 
 
 @click.command(

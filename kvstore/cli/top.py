@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import click
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
@@ -43,7 +43,7 @@ class Snapshot(NamedTuple):
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore top\n  kvstore top --interval-s 10 --count 6 --json",
     help="Watch the cluster: hits, traffic, memory by node, the largest namespaces. "
-    "Ctrl-C ends it.",
+    "Ctrl-C ends it; the last look stays in the terminal.",
 )
 @connects()
 @click.option("--interval-s", type=click.FloatRange(min=0.2, max=3600), default=2.0,
@@ -65,12 +65,23 @@ def top(invocation: Invocation, interval_s: float, count: int | None) -> int:
                 console.print(page(seen, place), "")
                 sys.stdout.flush()
             return 0
-        with Live(console=console, auto_refresh=False, screen=True) as live:
-            for seen in looks:
-                live.update(page(seen, place), refresh=True)
+        show(looks, console, place)
     except KeyboardInterrupt:
         pass
     return 0
+
+
+def show(looks: Iterator[Snapshot], console: Console, place: str) -> None:
+    """Shows each look on a screen of its own, and leaves the last one in the terminal."""
+    last: RenderableType | None = None
+    try:
+        with Live(console=console, auto_refresh=False, screen=True) as live:
+            for seen in looks:
+                last = page(seen, place)
+                live.update(last, refresh=True)
+    finally:
+        if last is not None:
+            console.print(last)
 
 
 def _looks(invocation: Invocation, interval_s: float, count: int | None) -> Iterator[Snapshot]:

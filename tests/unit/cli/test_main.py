@@ -197,7 +197,9 @@ def test_an_empty_file_is_a_value(kv: KV, store: FakeClient, tmp_path: Path) -> 
 def test_put_says_what_it_was(kv: KV, store: FakeClient, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"x")
     kv("put", "k", str(tmp_path / "in"))
-    assert kv("put", "k", str(tmp_path / "in")).out == "k: already there, 1 B\n"
+    assert kv("put", "k", str(tmp_path / "in")).out == (
+        "k: was there already; its bytes stay, yours were not stored\n"
+    )
     assert "stored" in kv("put", "k", str(tmp_path / "in"), "--overwrite").out
 
 
@@ -430,6 +432,21 @@ def test_the_benchmark_of_a_running_store_shows_its_identity(
     kv(*command)
     assert [config.auth for config in store.configs] == ["a.auth", "b.auth"]
     assert measured == [f"a:1 {64 << 20} as {each}" for each in ("a.auth", "b.auth")]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--rows", "get,nosuch"], "nosuch chooses no row; there are put, get, get_view,"),
+        (["--rows", "exist/1/*"], "exist/1/* chooses no row; there are exist/0/1, exist/0/64,"),
+        (["--rows", "get_view", "--transport", "tcp"], "there are put, get, get_again,"),
+    ],
+)
+def test_rows_that_do_not_exist(kv: KV, measured: list[str], given: list[str], named: str) -> None:
+    result = kv("bench", *given)
+    assert (result.code, result.out) == (2, "")
+    assert named in result.err
+    assert not measured
 
 
 # --- settings and errors -----------------------------------------------------------------------

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Iterator
 
+import pytest
 from rich.console import Console
 
 from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
-from kvstore.cli.top import BAR, NAMESPACES, Snapshot, bar, page, rates
+from kvstore.cli.top import BAR, NAMESPACES, Snapshot, bar, page, rates, show
+
+LEAVES_SCREEN = "\x1b[?1049l"
 
 
 def status(epoch: int = 1, **counters: int) -> ClusterStatus:
@@ -48,6 +53,27 @@ def test_a_page() -> None:
 
 def test_a_master_that_does_not_answer() -> None:
     assert "no answer from m:1: gone" in shown(Snapshot(None, {}, "gone"))
+
+
+@pytest.mark.parametrize("how", ["count", "interrupt", "error"])
+def test_the_last_look_stays_in_the_terminal(how: str) -> None:
+    ends: dict[str, type[BaseException]] = {"interrupt": KeyboardInterrupt, "error": OSError}
+
+    def looks() -> Iterator[Snapshot]:
+        yield Snapshot(status(), {})
+        yield Snapshot(None, {}, "gone")
+        if how in ends:
+            raise ends[how]
+
+    out = io.StringIO()
+    console = Console(
+        file=out, width=120, height=30, force_terminal=True, color_system=None, markup=False
+    )
+    with contextlib.suppress(*ends.values()):
+        show(looks(), console, "m:1")
+    _, _, after = out.getvalue().rpartition(LEAVES_SCREEN)
+    assert "no answer from m:1: gone" in after
+    assert "node[/a]" not in after
 
 
 def test_bars() -> None:

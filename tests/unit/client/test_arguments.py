@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.calls import PutOutcome
 from kvstore.client.arguments import duration_ms, flag, sequence, whole, wholes
 from kvstore.errors import BatchTooLargeError, InvalidArgumentError, InvalidKeyError
 from kvstore.limits import check_key, check_keys, check_namespace
@@ -113,3 +114,9 @@ def test_keys_are_the_bytes_that_they_hold() -> None:
             check_key(bad)
         with pytest.raises(InvalidKeyError, match="valid Unicode"):
             check_keys(["fine", bad], distinct=False)
+
+
+def test_an_outcome_is_a_word() -> None:
+    assert str(PutOutcome.STORED) == f"{PutOutcome.STORED}" == "stored"
+    assert f"{PutOutcome.BEING_WRITTEN:>14}" == " being_written"
+    assert PutOutcome.STORED == 4
