@@ -9,7 +9,7 @@ import shlex
 import click
 
 from kvstore.cli.mooncake_commands import COMMANDS
-from kvstore.cli.options import CONTEXT, debug_option
+from kvstore.cli.options import CONTEXT, Command, debug_option
 from kvstore.errors import UsageError
 from kvstore.mooncake import path, python_path
 
@@ -34,6 +34,7 @@ Exit codes: those of the command; 2 if it cannot be started.
 
 @click.command(
     "as-mooncake",
+    cls=Command,
     context_settings={**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog=EXAMPLE,
     help="Run a command whose mooncake.store is this store.",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from kvstore.auth.identity import ALL, ENGINE, MASTER, NODE, ROLES
-from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, debug_option, json_option
+from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, Group, debug_option, json_option
 from kvstore.cli.show import print_json
 from kvstore.errors import UsageError
 from kvstore.process import dumps
@@ -68,6 +68,7 @@ A process takes its file from KVSTORE_AUTH, or from --auth FILE.
 
 
 @click.group(
+    cls=Group,
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Write the files by which processes prove who they are, and revoke them.",
@@ -342,7 +343,7 @@ Exit codes: 0 the file can be used, 1 something is wrong with it, 2 it is no suc
 """,
     help="Say who a file is, until when, and what is wrong with it.",
 )
-@click.argument("file")
+@click.argument("file", type=click.Path())
 @json_option
 @debug_option
 @click.pass_context

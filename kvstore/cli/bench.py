@@ -12,7 +12,7 @@ from rich.live import Live
 
 from kvstore.bench import cases
 from kvstore.bench.ours import NAMESPACE, own_store
-from kvstore.cli.options import CONTEXT, agreed, debug_option, json_option
+from kvstore.cli.options import CONTEXT, Command, agreed, debug_option, json_option
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
 from kvstore.errors import InvalidArgumentError, NoSpaceError
@@ -33,7 +33,7 @@ Examples:
 """
 
 
-@click.command(context_settings=CONTEXT, epilog=EXAMPLE, help="Measure this machine.")
+@click.command(cls=Command, context_settings=CONTEXT, epilog=EXAMPLE, help="Measure this machine.")
 @click.option(
     "--transport",
     type=click.Choice([*TRANSPORTS, "both", "mooncake"]),
@@ -41,11 +41,17 @@ Examples:
     show_default=True,
     help="Transport of the bytes; mooncake compares the store with the bare transfer engine.",
 )
-@click.option("--seconds", type=click.FloatRange(min=0.01), default=1.5, show_default=True,
-              help="Time per row.")  # fmt: skip
+@click.option("--seconds", metavar="SECONDS", type=click.FloatRange(min=0.01), default=1.5,
+              show_default=True, help="Time per row.")  # fmt: skip
 @click.option("--rows", metavar="PATTERN,...", default="*", show_default=True,
               help="Only these rows, as OP or OP/SIZE/BATCH: 'get*', 'put/1048576/*'.")  # fmt: skip
-@click.option("--memory", default="1GiB", show_default=True, help="Memory of the started node.")
+@click.option(
+    "--memory",
+    metavar="SIZE",
+    default="1GiB",
+    show_default=True,
+    help="Memory of the started node.",
+)
 @click.option(
     "--master",
     metavar="HOST:PORT",

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, agreed, debug_option, json_option
+from kvstore.cli.options import (
+    CONTEXT,
+    FAILED,
+    NOT_THERE,
+    Command,
+    agreed,
+    debug_option,
+    json_option,
+)
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.texts import size_text
@@ -32,6 +40,7 @@ memory.
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Remove memory that dead nodes left on this host.",

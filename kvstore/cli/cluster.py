@@ -10,7 +10,14 @@ import click
 from kvstore._version import __version__
 from kvstore.calls import ClusterStatus
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT, FAILED, debug_option, installation_notices, json_option
+from kvstore.cli.options import (
+    CONTEXT,
+    FAILED,
+    Command,
+    debug_option,
+    installation_notices,
+    json_option,
+)
 from kvstore.cli.progress import byte_progress
 from kvstore.cli.show import plain, print_json
 from kvstore.limits import PROTOCOL_VERSION
@@ -19,6 +26,7 @@ from kvstore.texts import size_text
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore status --master 10.0.0.7:50001",
     help="Show the cluster at a glance: nodes, their memory, objects.",
@@ -37,6 +45,7 @@ def status(invocation: Invocation, counters: bool) -> None:
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore drain host-7          then stop it, or upgrade it\n"
     "  kvstore drain host-7 --undo",
@@ -55,7 +64,8 @@ def status(invocation: Invocation, counters: bool) -> None:
     help="Lose objects on other nodes that were used longer ago, to make space.",
 )
 @click.option("--discard", is_flag=True, help="Lose objects for which other nodes have no space.")
-@click.option("--wait-s", type=click.FloatRange(min=0), default=60.0, show_default=True,
+@click.option("--wait-s", metavar="SECONDS", type=click.FloatRange(min=0), default=60.0,
+              show_default=True,
               help="How long to wait for puts on the node when nothing moves.")  # fmt: skip
 def drain(
     invocation: Invocation, node: str, undo: bool, evict: bool, discard: bool, wait_s: float
@@ -100,6 +110,7 @@ def drain(
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore version --json",
     help="Show the versions of this program and of what it runs on.",

@@ -10,7 +10,8 @@ from typing import Any
 import click
 from rich.text import Text
 
-from kvstore.cli.options import CONTEXT, FAILED, config_options, debug_option, json_option
+from kvstore.cli.invocation import CONNECTION
+from kvstore.cli.options import CONTEXT, FAILED, Command, config_options, debug_option, json_option
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
@@ -34,11 +35,12 @@ IMPORTS_TIMEOUT_S = 60.0
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Check this host, its programs and the connection to the cluster; say what to do.",
 )
-@config_options(ClientConfig, only=("master", "timeout_ms"))
+@config_options(ClientConfig, only=CONNECTION, common=CONNECTION)
 @click.option("--memory", metavar="SIZE", help="Size of a planned node; default: configured.")
 @click.option("--transfer-engine", is_flag=True, help="Test it with transfers to this host.")
 @json_option

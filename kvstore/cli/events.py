@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import click
 
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT
+from kvstore.cli.options import CONTEXT, Command
 from kvstore.cli.show import print_json
 from kvstore.config import HTTP_PORT, HTTP_TOKEN_VARIABLE, http_token_given, read_token
 from kvstore.errors import KVStoreError
@@ -21,12 +21,13 @@ PAUSE_S = 1.0
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore events --namespace llama\n"
     "  kvstore events --snapshot --json --http 10.0.0.7:50080 --http 10.0.0.8:50080",
     help="Follow what becomes visible in the store and what is gone.",
 )
-@connects("namespace")
+@connects(namespace="Only events of this namespace; without it, of all.")
 @click.option(
     "--http",
     "at",
@@ -38,12 +39,14 @@ PAUSE_S = 1.0
     "--cacert",
     default="",
     metavar="FILE",
+    type=click.Path(),
     help="Use HTTPS, and check the masters' certificates against those in this file (PEM).",
 )
 @click.option(
     "--http-token-file",
     default="",
     metavar="FILE",
+    type=click.Path(),
     help=f"File with the token of the masters' HTTP.  [{HTTP_TOKEN_VARIABLE}: the token itself]",
 )
 @click.option("--snapshot", is_flag=True, help="Begin with all that is there.")

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -18,6 +18,9 @@ from kvstore.process import dumps
 
 if TYPE_CHECKING:
     from kvstore import Client
+
+CONNECTION: Final = ("master", "timeout_ms")
+"""Settings that are options of every command with a client."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +51,16 @@ class Invocation:
         return Namespace(self.config.namespace)
 
 
-def connects(*only: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a function that takes an ``Invocation`` the options ``--master``, ``--json`` etc."""
+def connects(*only: str, **helps: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Gives a function that takes an ``Invocation`` the options ``--master``, ``--json`` etc.
+
+    Args:
+        only: further settings that the command uses.
+        helps: as ``only``, with what the setting does in this command.
+    """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        keys = ("master", "timeout_ms", *only)
+        keys = (*CONNECTION, *only, *helps)
 
         @functools.wraps(function)
         def command(config_path: str | None, as_json: bool, **arguments: Any) -> Any:
@@ -71,7 +79,9 @@ def connects(*only: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             invocation = Invocation(config=config, given=given, as_json=as_json or outer["as_json"])
             return function(invocation, **arguments)
 
-        with_options = config_options(ClientConfig, only=keys)(command)
+        with_options = config_options(ClientConfig, only=keys, common=CONNECTION, helps=helps)(
+            command
+        )
         return json_option(debug_option(with_options))
 
     return wrap

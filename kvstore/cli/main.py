@@ -14,10 +14,12 @@ from kvstore.cli.objects import clear, get, ls, pin, put, rm, stat, unpin
 from kvstore.cli.options import (
     CONTEXT,
     SOURCES,
+    Group,
     config_options,
     debug_option,
     json_option,
     run,
+    sentence,
     version_option,
 )
 from kvstore.config import ClientConfig
@@ -43,38 +45,20 @@ With --json results are JSON on stdout, and an error is one line of JSON on stde
 SETTINGS_WITHOUT = ("memory",)
 
 
-class Commands(click.Group):
-    """Loads the commands of ``LATE`` only when they are used: they take long to import, and
-    ``doctor`` must run even if packages that ``bench`` needs are missing."""
+PROGRAMS: Final = {
+    "kvstore-master": "Run the master, which knows all objects and where they are.",
+    "kvstore-node": "Run a node, which adds memory of this host to the pool and serves it.",
+    "kvstore-proxy": "Run a proxy between clients of OpenAI's API and engines.",
+}
+"""Programs of their own, which the help names, too."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *LATE])
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in LATE:
-            return super().get_command(ctx, cmd_name)
-        name = cmd_name.replace("-", "_")
-        command: click.Command = getattr(importlib.import_module(f"kvstore.cli.{name}"), name)
-        return command
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Puts the commands first: users of --help mostly look for a command."""
-        self.format_commands(ctx, formatter)
-        click.Command.format_options(self, ctx, formatter)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Takes the help of the commands in ``LATE`` from ``LATE``, so as not to load them."""
-        names = self.list_commands(ctx)
-        rows = []
-        for name in names:
-            text = LATE.get(name)
-            if text is None:
-                command = self.get_command(ctx, name)
-                text = command.get_short_help_str(80) if command is not None else ""
-            rows.append((name, text))
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
+SECTIONS: Final = {
+    "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
+    "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin", "prefixes"),
+    "Look": ("status", "top", "why", "events", "doctor", "version", "bench"),
+    "Repair and set up": ("drain", "clean", "auth"),
+}
+"""The commands, as the help groups them."""
 
 LATE: Final = {
     "as-mooncake": "Run a command whose mooncake.store is this store.",
@@ -88,6 +72,31 @@ LATE: Final = {
     "events": "Follow what becomes visible in the store and what is gone.",
     "top": "Watch the cluster: hits, traffic, memory by node, the largest namespaces.",
 }
+"""What the commands do that are imported only when they are used."""
+
+
+class Commands(Group):
+    """Loads the commands of ``LATE`` only when they are used: they take long to import, and
+    ``doctor`` must run even if packages that ``bench`` needs are missing."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*super().list_commands(ctx), *LATE])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in LATE:
+            return super().get_command(ctx, cmd_name)
+        name = cmd_name.replace("-", "_")
+        command: click.Command = getattr(importlib.import_module(f"kvstore.cli.{name}"), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self._what(name)) for name in names])
+
+    def _what(self, name: str) -> str:
+        """What a command does, in one sentence. Loads none."""
+        return LATE.get(name) or PROGRAMS.get(name) or sentence(self.commands[name])
 
 
 @click.group(

@@ -10,6 +10,7 @@ from kvstore.cli.options import (
     CONTEXT,
     FAILED,
     SOURCES,
+    Command,
     config_options,
     debug_option,
     parent_option,
@@ -29,6 +30,7 @@ Examples:
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog=f"{EXAMPLE}\n\n{SOURCES}",
     help="Run the master, which knows all objects and where they are.",

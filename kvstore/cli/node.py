@@ -10,6 +10,7 @@ from kvstore.cli.options import (
     CONTEXT,
     FAILED,
     SOURCES,
+    Command,
     config_options,
     debug_option,
     orphan_option,
@@ -29,6 +30,7 @@ Examples:
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog=f"{EXAMPLE}\n\n{SOURCES}",
     help="Run a node, which adds memory of this host to the pool and serves it.",

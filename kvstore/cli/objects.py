@@ -13,7 +13,7 @@ import click
 from kvstore.calls import ObjectRow
 from kvstore.cli.files import array_of, copy_out, is_text, npy_of, read_file, write_file
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT, NOT_THERE, agreed, print_json_error
+from kvstore.cli.options import CONTEXT, NOT_THERE, Command, agreed, print_json_error
 from kvstore.cli.progress import byte_progress, count_progress
 from kvstore.cli.show import plain, print_json
 from kvstore.errors import CorruptObjectError
@@ -25,13 +25,19 @@ LIST_ROWS_MAX = 1_000
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore ls --namespace llama --prefix hex:9f86",
     help="List objects, of all namespaces unless --namespace is given.",
 )
-@connects("namespace")
-@click.option("--prefix", default="", help="Only keys with this prefix (hex:... for binary ones).")
-@click.option("--limit", type=click.IntRange(min=0), help="At most this many; 0: all.")
+@connects(namespace="Only objects of this namespace; without it, of all.")
+@click.option(
+    "--prefix",
+    metavar="KEY",
+    default="",
+    help="Only keys with this prefix (hex:... for binary ones).",
+)
+@click.option("--limit", metavar="N", type=click.IntRange(min=0), help="At most this many; 0: all.")
 def ls(invocation: Invocation, prefix: str, limit: int | None) -> None:
     namespace = invocation.config.namespace if "namespace" in invocation.given else ""
     start = key_from_text(prefix) if prefix else b""
@@ -55,11 +61,12 @@ def ls(invocation: Invocation, prefix: str, limit: int | None) -> None:
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore stat greeting",
     help="Show one object: size, place, lease, parent.",
 )
-@connects("namespace")
+@connects(namespace="Namespace of the object.")
 @click.argument("key")
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
 def stat(invocation: Invocation, key: str, as_hex: bool) -> int:
@@ -104,16 +111,17 @@ def content_of(descriptor: bytes) -> dict[str, Any]:
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore put greeting hello.txt\n  date | kvstore put now -",
     help="Store a file as one object. FILE may be - for standard input.",
 )
-@connects("namespace", "replicas", "put_wait_ms")
+@connects("replicas", "put_wait_ms", namespace="Namespace to store the object in.")
 @click.argument("key")
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
 @click.option("--npy", is_flag=True, help="FILE is a NumPy array (.npy): keep dtype and shape.")
-@click.option("--parent", help="Key of the object that this one continues.")
+@click.option("--parent", metavar="KEY", help="Key of the object that this one continues.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing object.")
 @click.option("--ttl", type=float, metavar="SECONDS", help="The object is gone after so long.")
 def put(
@@ -158,13 +166,20 @@ def put(
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore get greeting\n  kvstore get block-7 --npy -o block.npy",
     help="Fetch one object's bytes.",
 )
-@connects("namespace")
+@connects(namespace="Namespace of the object.")
 @click.argument("key")
-@click.option("-o", "--output", metavar="FILE", help="Write to FILE instead of standard output.")
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(),
+    help="Write to FILE instead of standard output.",
+)
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
 @click.option("--npy", is_flag=True, help="Write a NumPy file, with dtype and shape.")
 def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy: bool) -> int:
@@ -194,11 +209,12 @@ def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy:
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore rm greeting farewell",
     help="Remove objects: they are hidden at once; their memory is freed when no client reads it.",
 )
-@connects("namespace")
+@connects(namespace="Namespace of the objects.")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
 def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
@@ -212,15 +228,20 @@ def rm(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> int:
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore pin system-prompt --seconds 3600",
     help="Keep objects, and those before them in their chains, from eviction.",
 )
-@connects("namespace")
+@connects(namespace="Namespace of the objects.")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
 @click.option(
-    "--seconds", type=float, required=True, help="Until the pin ends: up to 86400, a day."
+    "--seconds",
+    type=float,
+    metavar="SECONDS",
+    required=True,
+    help="Until the pin ends: up to 86400, a day.",
 )
 def pin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool, seconds: float) -> int:
     wanted = list(dict.fromkeys(key_from_text(key, as_hex=as_hex) for key in keys))
@@ -230,11 +251,12 @@ def pin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool, seconds: fl
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore unpin system-prompt",
     help="End the pins of objects, which can be evicted then.",
 )
-@connects("namespace")
+@connects(namespace="Namespace of the objects.")
 @click.argument("keys", nargs=-1, required=True, metavar="KEY...")
 @click.option("--hex", "as_hex", is_flag=True, help="Each KEY is hexadecimal.")
 def unpin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> None:
@@ -248,11 +270,12 @@ def unpin(invocation: Invocation, keys: tuple[str, ...], as_hex: bool) -> None:
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore clear --namespace llama",
     help="Remove all objects of one namespace, or of all namespaces.",
 )
-@connects("namespace")
+@connects(namespace="The namespace to clear.")
 @click.option("--all", "everything", is_flag=True, help="Clear every namespace.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 def clear(invocation: Invocation, everything: bool, yes: bool) -> None:

@@ -12,8 +12,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TextIO, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO, TypeVar
 
 import click
 
@@ -21,6 +21,9 @@ from kvstore._version import __version__
 from kvstore.config import CONFIG_VARIABLE, STRICT_VARIABLE, Config, settings
 from kvstore.errors import KVStoreError, UsageError
 from kvstore.process import descriptors
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 FAILED = 1
 ASKED_WRONGLY = 2
@@ -34,19 +37,75 @@ SOURCES = (
     "(--config, ./kvstore.toml or ~/.config/kvstore/kvstore.toml), else its default."
 )
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+
+
+SENTENCE_MAX: Final = 200
+"""Characters of the first sentence of a help, which is not cut."""
+
+
+def sentence(command: click.Command | None) -> str:
+    return "" if command is None else command.get_short_help_str(SENTENCE_MAX)
+
+
+class Common(click.Option):
+    """An option that many commands have, such as ``--json``."""
+
+
+class Command(click.Command):
+    """A command whose help has its own options before the common ones."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own: list[tuple[str, str]] = []
+        common: list[tuple[str, str]] = []
+        for each in self.get_params(ctx):
+            record = each.get_help_record(ctx)
+            if record is not None and isinstance(each, click.Option):
+                is_common = isinstance(each, Common) or each is self.get_help_option(ctx)
+                (common if is_common else own).append(record)
+        for title, records in (("Options", own), ("Common options", common)):
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class Group(click.Group, Command):
+    """A command with commands below it."""
+
+    command_class = Command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes whole sentences; click would cut them."""
+        names = self.list_commands(ctx)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, sentence(self.get_command(ctx, name))) for name in names])
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Puts the commands first: users of --help mostly look for a command."""
+        self.format_commands(ctx, formatter)
+        Command.format_options(self, ctx, formatter)
 
 
 def config_options(
-    kind: type[Config], *, only: Sequence[str] = (), without: Sequence[str] = ()
-) -> Callable[[Command], Command]:
+    kind: type[Config],
+    *,
+    only: Sequence[str] = (),
+    without: Sequence[str] = (),
+    common: Sequence[str] = (),
+    helps: Mapping[str, str] | None = None,
+) -> Callable[[CommandT], CommandT]:
     """Adds an option for each setting of ``kind``, and ``--config``.
 
     An option that is not given is ``None``: defaults come from the configuration and not from
     click, because the environment and the file take precedence over them.
+
+    Args:
+        only: the settings; empty: all of them, but those ``without``.
+        common: the settings whose options stand with the common ones in the help.
+        helps: what a setting does in this command, where its own words do not say it.
     """
 
-    def add(command: Command) -> Command:
+    def add(command: CommandT) -> CommandT:
         for setting in reversed(settings(kind)):
             if setting.key in without or (only and setting.key not in only):
                 continue
@@ -57,14 +116,17 @@ def config_options(
             command = click.option(
                 flag if setting.metavar else f"{flag}/--no-{flag[2:]}",
                 setting.key,
+                cls=Common if setting.key in common else None,
                 metavar=setting.metavar or None,
                 default=None,
                 multiple=setting.many,
                 callback=_given if setting.many else None,
-                help=setting.help + note,
+                shell_complete=_values_of(setting.metavar),
+                help=((helps or {}).get(setting.key) or setting.help) + note,
             )(command)
         command = click.option(
             "--strict-config",
+            cls=Common,
             is_flag=True,
             expose_value=False,
             is_eager=True,
@@ -74,11 +136,29 @@ def config_options(
         return click.option(
             "--config",
             "config_path",
+            cls=Common,
             metavar="FILE",
+            shell_complete=_values_of("FILE"),
             help=f"TOML file to read; '' for none.  [{CONFIG_VARIABLE}]",
         )(command)
 
     return add
+
+
+def _values_of(
+    metavar: str,
+) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """What a shell completes a value to: a file, or one of several words (``tcp|rdma``)."""
+
+    def values(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        if metavar == "FILE":
+            return [CompletionItem(incomplete, type="file")]
+        words = [each for each in metavar.split("|") if each.islower()]
+        return [CompletionItem(each) for each in words if each.startswith(incomplete)]
+
+    return values
 
 
 def _strict(_context: click.Context, _option: click.Parameter, wanted: bool) -> None:
@@ -92,7 +172,7 @@ def _given(_context: click.Context, _option: click.Parameter, values: object) ->
     return values or None
 
 
-def version_option(command: Command) -> Command:
+def version_option(command: CommandT) -> CommandT:
     def show(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
         if wanted and not context.resilient_parsing:
             click.echo(__version__)
@@ -102,6 +182,7 @@ def version_option(command: Command) -> Command:
 
     return click.option(
         "--version",
+        cls=Common,
         is_flag=True,
         expose_value=False,
         is_eager=True,
@@ -117,20 +198,28 @@ def installation_notices() -> list[str]:
     return [f"{row.found}. {row.advice}" for row in installation() if row.state != "ok"]
 
 
-def debug_option(command: Command) -> Command:
+def debug_option(command: CommandT) -> CommandT:
     """Adds ``--debug``. ``run`` looks for it in the arguments: it applies before a command runs."""
     return click.option(
-        "--debug", is_flag=True, expose_value=False, help="Show a traceback on errors."
+        "--debug",
+        cls=Common,
+        is_flag=True,
+        expose_value=False,
+        help="Show a traceback on errors.",
     )(command)
 
 
-def json_option(command: Command) -> Command:
+def json_option(command: CommandT) -> CommandT:
     return click.option(
-        "--json", "as_json", is_flag=True, help="Print JSON, including errors on stderr."
+        "--json",
+        "as_json",
+        cls=Common,
+        is_flag=True,
+        help="Print JSON, including errors on stderr.",
     )(command)
 
 
-def parent_option(command: Command) -> Command:
+def parent_option(command: CommandT) -> CommandT:
     """Adds the option by which ``kvstore.process.children`` starts servers as children."""
     return click.option(
         "--parent-fd",
@@ -140,7 +229,7 @@ def parent_option(command: Command) -> Command:
     )(command)
 
 
-def orphan_option(command: Command) -> Command:
+def orphan_option(command: CommandT) -> CommandT:
     """Adds the option for the node that a master starts."""
     return click.option(
         "--keep-orphaned",

@@ -9,7 +9,7 @@ import click
 
 from kvstore.calls import Branch
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT
+from kvstore.cli.options import CONTEXT, Command
 from kvstore.cli.show import plain, print_json
 from kvstore.limits import CHAINS_MAX
 from kvstore.texts import duration_text, key_text, name_text, size_text
@@ -22,6 +22,7 @@ KEY_MAX = 24
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore prefixes\n  kvstore prefixes --namespace llama --json",
     help="""Show the chains that are matched most and used last, as a tree.
@@ -30,9 +31,9 @@ KEY_MAX = 24
     the last block that it found, since the master's start, and remembers the last such blocks.
     """,
 )
-@connects("namespace")
-@click.option("--count", type=click.IntRange(1, CHAINS_MAX), default=20, show_default=True,
-              help="At most so many chains.")  # fmt: skip
+@connects(namespace="Only chains of this namespace; without it, of all that were used last.")
+@click.option("--count", metavar="N", type=click.IntRange(1, CHAINS_MAX), default=20,
+              show_default=True, help="At most so many chains.")  # fmt: skip
 def prefixes(invocation: Invocation, count: int) -> None:
     namespace = invocation.config.namespace if "namespace" in invocation.given else None
     with invocation.client() as client:

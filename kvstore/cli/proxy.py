@@ -10,6 +10,7 @@ from kvstore.cli import proxy_flags
 from kvstore.cli.options import (
     CONTEXT,
     SOURCES,
+    Command,
     config_options,
     debug_option,
     run,
@@ -34,7 +35,7 @@ Requests from this host add and remove engines while the proxy runs:
 EXTRA = ("aiohttp", "cbor2", "multidict", "prometheus_client")
 
 
-class Proxy(click.Command):
+class Proxy(Command):
     """Also takes the flags of other proxies."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Final
 
 import click
 
-from kvstore.cli.options import CONTEXT, SOURCES, config_options, debug_option
+from kvstore.cli.options import CONTEXT, SOURCES, Command, config_options, debug_option
 from kvstore.config import MasterConfig, load
 from kvstore.errors import AddressInUseError, SharedMemoryTooSmallError
 from kvstore.memory import cgroup
@@ -45,6 +45,7 @@ outlives its terminal or has several hosts: kvstore-master --help, kvstore-node 
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog=f"{EXAMPLE}\n\n{SOURCES}",
     help="""Run a whole store on this host, and show how vLLM, SGLang and Python use it.

@@ -15,7 +15,7 @@ from rich.table import Table
 from kvstore.calls import ClusterStatus
 from kvstore.cli.cluster import status_json
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT
+from kvstore.cli.options import CONTEXT, Command
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.errors import KVStoreError
@@ -40,15 +40,16 @@ class Snapshot(NamedTuple):
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExamples:\n  kvstore top\n  kvstore top --interval-s 10 --count 6 --json",
     help="Watch the cluster: hits, traffic, memory by node, the largest namespaces. "
     "Ctrl-C ends it; the last look stays in the terminal.",
 )
 @connects()
-@click.option("--interval-s", type=click.FloatRange(min=0.2, max=3600), default=2.0,
-              show_default=True, help="Time between two looks.")  # fmt: skip
-@click.option("--count", type=click.IntRange(min=1), help="End after so many looks.")
+@click.option("--interval-s", metavar="SECONDS", type=click.FloatRange(min=0.2, max=3600),
+              default=2.0, show_default=True, help="Time between two looks.")  # fmt: skip
+@click.option("--count", metavar="N", type=click.IntRange(min=1), help="End after so many looks.")
 def top(invocation: Invocation, interval_s: float, count: int | None) -> int:
     looks = _looks(invocation, interval_s, count)
     try:

@@ -14,7 +14,7 @@ import click
 
 from kvstore.calls import ClientTraffic, NamespaceTraffic
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE
+from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, Command
 from kvstore.cli.show import print_json
 from kvstore.diagnosis.gathering import explain
 from kvstore.diagnosis.why import Cause, Party, counted
@@ -39,13 +39,16 @@ TEXT_WIDTH: Final = 96
 
 
 @click.command(
+    cls=Command,
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Say who writes and who asks, and why nothing is found.",
 )
 @connects()
 @click.argument("namespace", required=False, default="")
-@click.option("--model", default="", help="Only engines of this model: its name, or its path.")
+@click.option(
+    "--model", metavar="NAME", default="", help="Only engines of this model: its name, or its path."
+)
 def why(invocation: Invocation, namespace: str, model: str) -> int:
     if namespace and model:
         raise click.UsageError("give a namespace or --model, not both")

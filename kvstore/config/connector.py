@@ -8,9 +8,9 @@ from kvstore.config.store import StoreSettings
 from kvstore.config.values import (
     Bytes,
     Count,
+    Label,
     Milliseconds,
     Share,
-    Text,
 )
 from kvstore.limits import PIN_MS_MAX
 
@@ -29,7 +29,7 @@ class ConnectorConfig(StoreSettings):
         description="Store the blocks of generated tokens, too, and on engines of kv_role "
         "kv_consumer: the next turn of a conversation finds them, on whichever engine it lands.",
     )
-    model_id: Text = Field(
+    model_id: Label = Field(
         default="",
         description="A name for the weights, in place of a digest of what the engine has "
         "loaded. Engines share blocks only when it is equal: give equal names to equal weights.",

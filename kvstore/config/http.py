@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -25,12 +25,12 @@ class HttpConfig(Config):
 
     auth: AuthFile = ""
     auth_mode: AuthMode = "require"
-    auth_revoked: Annotated[str, As("FILE")] = Field(
+    auth_revoked: File = Field(
         default="",
         description="File with the numbers of revoked identities, which kvstore auth revoke "
         "writes. It is looked at once a second.",
     )
-    auth_names: Annotated[str, As("FILE")] = Field(
+    auth_names: File = Field(
         default="",
         description="File (TOML) that says which identities the names in certificates of another "
         'authority stand for: "spiffe://prod/decode" = "kvstore:engine/decode?read=*&write=*".',
@@ -41,7 +41,7 @@ class HttpConfig(Config):
         repr=False,
         description="The token of --http-token-file itself; only as a variable, or in the file.",
     )
-    http_token_file: Annotated[str, As("FILE")] = Field(
+    http_token_file: File = Field(
         default="",
         description="File with a token. Over HTTP, requests that change something or fetch bytes "
         "need it (Authorization: Bearer TOKEN). Empty, and no KVSTORE_HTTP_TOKEN: such requests "

@@ -18,7 +18,9 @@ from kvstore.config.values import (
     Cluster,
     Count,
     Etcd,
+    File,
     Host,
+    Label,
     Limit,
     LogLevel,
     Microseconds,
@@ -28,7 +30,6 @@ from kvstore.config.values import (
     RefusedValueError,
     Secret,
     Share,
-    Text,
 )
 from kvstore.errors import InvalidArgumentError
 from kvstore.network.addresses import ETCD_PREFIX, EtcdPlace, checked_etcd, parse_etcd
@@ -61,13 +62,13 @@ class MasterConfig(HttpConfig):
         description="TCP port for HTTP: health, metrics (Prometheus) and a dashboard. If it is "
         f"taken and not asked for, the next free one up to {HTTP_PORT + 15}; 0 serves none.",
     )
-    http_names: Text = Field(
+    http_names: Annotated[str, As("NAME,...")] = Field(
         default="",
         description="Names, separated by commas, by which browsers and programs may reach the page "
         "and /api, beside addresses, localhost, --host, --advertise and this host's name. Others "
         "are refused: a web page could point a name of its own at this address.",
     )
-    events: Text = Field(
+    events: Annotated[str, As("on|ADDRESS,...")] = Field(
         default="",
         description="Publish which objects become visible and which are gone: 'on': over HTTP; "
         "'tcp://*:5557': by ZeroMQ, too, in vLLM's format; 'tcp://*:5557,tcp://*:5558': with "
@@ -193,7 +194,7 @@ class MasterConfig(HttpConfig):
         description="Share of the pool's memory that the pins of all namespaces together may hold; "
         "the rest stays for puts. No less than --pinned-max.",
     )
-    tenants: Annotated[str, As("FILE")] = Field(
+    tenants: File = Field(
         default="",
         description="File (TOML) that divides the store among tenants, by patterns of namespaces: "
         "what each is guaranteed, and what it may have at most. It is read again when it changes. "
@@ -223,16 +224,16 @@ class MasterConfig(HttpConfig):
         description="Under which key in the etcd the masters of this cluster meet; empty: "
         f"{ETCD_PREFIX}. Each cluster needs its own.",
     )
-    etcd_ca: Text = Field(
+    etcd_ca: File = Field(
         default="",
         description="File with the certificates (PEM) that etcd's own is checked against; empty: "
         "no TLS.",
     )
-    etcd_cert: Text = Field(
+    etcd_cert: File = Field(
         default="", description="File with our certificate (PEM), where etcd asks for one."
     )
-    etcd_key: Text = Field(default="", description="File with its key (PEM).")
-    etcd_user: Text = Field(
+    etcd_key: File = Field(default="", description="File with its key (PEM).")
+    etcd_user: Label = Field(
         default="", description="The user to log in to etcd as; empty: no log-in."
     )
     etcd_password: Secret = Field(

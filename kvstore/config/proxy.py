@@ -187,7 +187,7 @@ class ProxyConfig(Config):
     )
     admin_token: Secret = Field(
         default="",
-        description="Changing the instances needs 'Authorization: Bearer TEXT', also from this "
+        description="Changing the instances needs 'Authorization: Bearer SECRET', also from this "
         "host; without a token only this host may. Better given as a variable: flags can be read "
         "by every user of the host.",
     )

@@ -277,7 +277,8 @@ class As(NamedTuple):
 Bytes = Annotated[int, As("SIZE"), BeforeValidator(_size), AfterValidator(_memory)]
 Milliseconds = Annotated[int, As("MS"), BeforeValidator(_number)]
 Share = Annotated[float, As("SHARE")]
-Text = Annotated[str, As("TEXT")]
+Label = Annotated[str, As("NAME")]
+File = Annotated[str, As("FILE")]
 Microseconds = Annotated[int, As("US"), BeforeValidator(_number)]
 Count = Annotated[int, As("N"), BeforeValidator(_number)]
 Port = Annotated[int, As("PORT"), BeforeValidator(_number), Field(ge=0, le=65535)]
@@ -312,11 +313,11 @@ HugePages = Annotated[Literal["auto", "off", "transparent", "reserved"], BeforeV
 LockMemory = Annotated[Literal["auto", "off", "on"], BeforeValidator(_lower)]
 Group = Annotated[str, As("GROUP")]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
-Secret = Annotated[str, As("TEXT", is_secret=True)]
+Secret = Annotated[str, As("SECRET", is_secret=True)]
 HeaderName = Annotated[str, As("HEADER"), AfterValidator(_header)]
 HttpToken = Annotated[
     str,
-    As("TEXT", is_secret=True, has_flag=False),
+    As("TOKEN", is_secret=True, has_flag=False),
     AfterValidator(lambda value: check_token(value) if value else value),
 ]
 HttpCert = Annotated[

@@ -1,9 +1,15 @@
-"""Each command has its help, also where Python has dropped the docstrings (``-OO``)."""
+"""Each command has its help, also where Python has dropped the docstrings (``-OO``), and the help
+names values by words of the thing."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
+import click
 import pytest
 
+from kvstore.cli import main, master, node, proxy
 from tests.support.processes import run_python
 
 PROGRAM = """
@@ -15,8 +21,84 @@ for each in pkgutil.iter_modules(kvstore.cli.__path__):
             print(each.name, found.name)
 """
 
+PROGRAMS: dict[str, click.Command] = {
+    "kvstore": main.cli,
+    "kvstore-master": master.command,
+    "kvstore-node": node.command,
+    "kvstore-proxy": proxy.command,
+}
+EVERYWHERE = {
+    "--config", "--strict-config", "--master", "--timeout-ms", "--json", "--debug", "--version",
+    "--help",
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("flags", [(), ("-OO",)])
 def test_every_command_has_a_help(flags: tuple[str, ...]) -> None:
     done = run_python(*flags, "-c", PROGRAM, check=True)
     assert done.stdout == ""
+
+
+def contexts() -> Iterator[click.Context]:
+    """Of every command, and of those below it."""
+
+    def below(context: click.Context) -> Iterator[click.Context]:
+        yield context
+        if isinstance(context.command, click.Group):
+            for name in context.command.list_commands(context):
+                found = context.command.get_command(context, name)
+                assert found is not None
+                yield from below(click.Context(found, context, name))
+
+    for name, command in PROGRAMS.items():
+        yield from below(click.Context(command, info_name=name))
+
+
+COMMANDS = {context.command_path: context for context in contexts()}
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_values_are_called_by_words_of_the_thing(path: str) -> None:
+    context = COMMANDS[path]
+    of_types = {
+        word
+        for kind in (click.STRING, click.INT, click.FLOAT, click.UUID, click.BOOL, click.Path(),
+                     click.Path(file_okay=False), click.Path(dir_okay=False), click.File(),
+                     click.IntRange(), click.FloatRange())
+        for word in kind.name.upper().split()
+    } - {"FILE"}  # fmt: skip
+    for each in context.command.params:
+        if isinstance(each, click.Option) and not each.is_flag and not each.hidden:
+            words = set(re.findall(r"\w+", each.make_metavar(context)))
+            assert not words & of_types, each.opts
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_own_options_come_before_the_common_ones(path: str) -> None:
+    text = COMMANDS[path].command.get_help(COMMANDS[path])
+    before, title, after = text.partition("\nCommon options:\n")
+    assert title
+    own = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", before, re.MULTILINE))
+    common = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", after.partition("\n\n")[0], re.MULTILINE))
+    if path in ("kvstore", "kvstore-proxy", "kvstore bench", "kvstore-node"):
+        own -= {"--master", "--timeout-ms"}  # they mean more there
+    assert not own & EVERYWHERE
+    assert common <= EVERYWHERE
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_a_namespace_is_said_of_the_command(path: str) -> None:
+    context = COMMANDS[path]
+    for each in context.command.params:
+        if "--namespace" in each.opts and path != "kvstore":
+            assert isinstance(each, click.Option)
+            assert "calls that name none" not in (each.help or "")
+
+
+def test_every_command_stands_in_one_section_of_the_help() -> None:
+    named = [name for names in main.SECTIONS.values() for name in names]
+    there = main.cli.list_commands(COMMANDS["kvstore"])
+    assert sorted(named) == sorted([*there, *main.PROGRAMS])
+    assert {*main.PROGRAMS, "kvstore"} == PROGRAMS.keys()
+    lines, _, _ = main.cli.get_help(COMMANDS["kvstore"]).partition("\nOptions:")
+    assert "..." not in lines.replace("[ARGS]...", ""), "a sentence was cut"

@@ -119,4 +119,4 @@ def test_keys_are_the_bytes_that_they_hold() -> None:
 def test_an_outcome_is_a_word() -> None:
     assert str(PutOutcome.STORED) == f"{PutOutcome.STORED}" == "stored"
     assert f"{PutOutcome.BEING_WRITTEN:>14}" == " being_written"
-    assert PutOutcome.STORED == 4
+    assert int(PutOutcome.STORED) == 4
