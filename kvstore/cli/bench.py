@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.live import Live
 
-from kvstore.bench import cases
-from kvstore.bench.ours import NAMESPACE, own_store
 from kvstore.cli.options import CONTEXT, Command, agreed, debug_option, json_option
-from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
 from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.network.addresses import shown_place
 from kvstore.process import dumps
 from kvstore.texts import size_text
+
+if TYPE_CHECKING:
+    from kvstore.bench import cases
 
 POOL_BYTES_MIN = 1 << 30
 FREE_PART = 0.9
@@ -76,6 +75,10 @@ def bench(
     verify: bool,
     as_json: bool,
 ) -> None:
+    # Here, as further below: a shell that completes this command would wait for numpy and rich.
+    from kvstore.bench import cases
+    from kvstore.bench.ours import own_store
+
     outer: dict[str, Any] = context.obj or {"config_path": None, "as_json": False, "flags": {}}
     as_json = as_json or outer["as_json"]
     master = master or outer["flags"].get("master")
@@ -127,6 +130,10 @@ def _show(sheet: cases.Sheet, rows: Iterator[cases.Row], *, as_json: bool) -> No
         for row in rows:
             click.echo(json.dumps(row))
         return
+    from rich.live import Live
+
+    from kvstore.cli.tables import console_of_names, table_of
+
     table = table_of(*sheet.left, right=sheet.right, show_header=bool(sheet.left))
     table.title = sheet.title or None
     console = console_of_names(fits=True)
@@ -144,6 +151,7 @@ def _room_in_use(config: ClientConfig, wanted: int, *, yes: bool, as_json: bool)
     Never more than is free: the benchmark evicts nothing, unless other clients put meanwhile.
     """
     from kvstore import Client
+    from kvstore.bench.ours import NAMESPACE
 
     with Client(config=config) as client:
         status = client.status()

@@ -56,7 +56,7 @@ SECTIONS: Final = {
     "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
     "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin", "prefixes"),
     "Look": ("status", "top", "why", "events", "doctor", "version", "bench"),
-    "Repair and set up": ("drain", "clean", "auth"),
+    "Repair and set up": ("drain", "clean", "auth", "completion"),
 }
 """The commands, as the help groups them."""
 
@@ -65,6 +65,8 @@ LATE: Final = {
     "auth": "Write the files by which processes prove who they are, and revoke them.",
     "bench": "Measure this machine.",
     "clean": "Remove memory that dead nodes left on this host.",
+    "completion": "Print the script by which a shell completes kvstore's commands, flags and "
+    "values.",
     "doctor": "Check this host, its programs and the connection to the cluster.",
     "why": "Say who writes and who asks, and why nothing is found.",
     "quickstart": "Run a whole store on this host, and show how vLLM, SGLang and Python use it.",
@@ -93,6 +95,19 @@ class Commands(Group):
         for title, names in SECTIONS.items():
             with formatter.section(title):
                 formatter.write_dl([(name, self._what(name)) for name in names])
+
+    def shell_complete(
+        self, ctx: click.Context, incomplete: str
+    ) -> list[click.shell_completion.CompletionItem]:
+        """As ``click.Group``, which would load all commands for their help."""
+        from click.shell_completion import CompletionItem
+
+        found = [
+            CompletionItem(name, help=self._what(name))
+            for name in self.list_commands(ctx)
+            if name.startswith(incomplete)
+        ]
+        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def _what(self, name: str) -> str:
         """What a command does, in one sentence. Loads none."""

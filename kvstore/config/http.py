@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 
 from kvstore.config.base import HTTP_TOKEN_VARIABLE, Config
 from kvstore.config.values import (
-    As,
     AuthFile,
     AuthMode,
+    File,
     HttpCert,
     HttpKey,
     HttpReads,

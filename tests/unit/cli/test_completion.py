@@ -1,0 +1,102 @@
+"""``kvstore completion``, and what a shell gets at a TAB."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from kvstore.cli.completion import PROGRAMS, SHELLS
+from tests.support.processes import run_python
+from tests.unit.cli.conftest import KV
+
+SLOW = {"grpc", "numpy", "torch", "vllm"}
+"""Packages for which a TAB does not wait. ``rich`` is small beside them."""
+
+
+@pytest.fixture
+def store() -> None:
+    """No command here needs one."""
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_script_is_for_each_program(kv: KV, shell: str) -> None:
+    said = kv("completion", shell)
+    assert said.code == 0
+    for program in PROGRAMS:
+        variable = f"_{program.replace('-', '_').upper()}_COMPLETE={shell}_complete"
+        assert re.search(rf"{variable}\b", said.out), program
+
+
+def test_a_shell_that_is_not_known(kv: KV) -> None:
+    said = kv("completion", "tcsh")
+    assert said.code == 2
+    assert "'bash', 'zsh', 'fish'" in said.err
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_shell_understands_its_script(kv: KV, shell: str) -> None:
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"{shell} is not installed")
+    subprocess.run(
+        [program, "-n"], input=kv("completion", shell).out, text=True, check=True, timeout=30
+    )
+
+
+def completed(words: str, *, program: str = "kvstore") -> list[str]:
+    """What a TAB offers after ``words``, and packages that it imports needlessly."""
+    module = "main" if program == "kvstore" else program.removeprefix("kvstore-")
+    code = (
+        f"import sys; from kvstore.cli.{module} import main\n"
+        f"sys.argv = [{program!r}]\n"
+        "try:\n    main()\nfinally:\n"
+        f"    print('imported', *({SLOW!r} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={
+            **os.environ,
+            f"_{program.replace('-', '_').upper()}_COMPLETE": "bash_complete",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - (not words.endswith(" "))),
+        },
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    *offered, imported = done.stdout.splitlines()
+    assert imported == "imported", words
+    return [each.removeprefix("plain,") for each in offered]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("kvstore p", ["pin", "prefixes", "put"]),
+        ("kvstore --verify ", ["header", "payload", "all"]),
+        ("kvstore bench --tr", ["--transport"]),
+        ("kvstore put k ", ["file,"]),
+        ("kvstore status --config ", ["file,"]),
+        ("kvstore auth issue --role m", ["master"]),
+        ("kvstore-node --lock-memory ", ["auto", "off", "on"]),
+        ("kvstore-master --etcd-c", ["--etcd-ca", "--etcd-cert"]),
+        ("kvstore-proxy --aff", ["--affinity", "--affinity-slack", "--affinity-blocks-max"]),
+    ],
+)
+def test_what_is_offered(words: str, offered: list[str]) -> None:
+    assert completed(words, program=words.partition(" ")[0]) == offered
+
+
+def test_the_list_of_commands_loads_none() -> None:
+    assert {"auth", "bench", "version", "why"} < set(completed("kvstore "))
+    said = run_python(
+        "-c",
+        "import sys; from kvstore.cli.main import cli; import click\n"
+        "cli.shell_complete(click.Context(cli, info_name='kvstore'), '')\n"
+        "print([name for name in sys.modules if name == 'kvstore.cli.bench'])",
+        check=True,
+    )
+    assert said.stdout == "[]\n"
