@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
@@ -23,6 +23,9 @@ from kvstore.cli.options import (
     version_option,
 )
 from kvstore.config import ClientConfig
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 GARBAGE_THRESHOLD = 50_000
 """New objects between two garbage collections: more than usual, as imports leave no garbage."""
@@ -96,9 +99,7 @@ class Commands(Group):
             with formatter.section(title):
                 formatter.write_dl([(name, self._what(name)) for name in names])
 
-    def shell_complete(
-        self, ctx: click.Context, incomplete: str
-    ) -> list[click.shell_completion.CompletionItem]:
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """As ``click.Group``, which would load all commands for their help."""
         from click.shell_completion import CompletionItem
 

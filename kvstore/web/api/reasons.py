@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from pydantic import BaseModel, Field
 
@@ -204,10 +204,13 @@ def _party(party: Party) -> WhyParty:
         evicted=party.evicted,
         writes=_clients(party.putters),
         asks=_clients(party.askers),
-        missed=None if missed is None else WhyMissed(
-            **missed._asdict() | {"key": key_text(missed.key)}
-        ),
-    )  # fmt: skip
+        missed=None if missed is None else _missed(missed),
+    )
+
+
+def _missed(missed: calls.MissedKey) -> WhyMissed:
+    fields: dict[str, Any] = missed._asdict()
+    return WhyMissed(**fields | {"key": key_text(missed.key)})
 
 
 def _clients(rows: Sequence[calls.ClientTraffic]) -> list[WhyClient]:
