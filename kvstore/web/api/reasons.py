@@ -210,7 +210,8 @@ def _party(party: Party) -> WhyParty:
 
 def _missed(missed: calls.MissedKey) -> WhyMissed:
     fields: dict[str, Any] = missed._asdict()
-    return WhyMissed(**fields | {"key": key_text(missed.key)})
+    fields["key"] = key_text(missed.key)
+    return WhyMissed(**fields)
 
 
 def _clients(rows: Sequence[calls.ClientTraffic]) -> list[WhyClient]:
