@@ -26,6 +26,7 @@ from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web.dashboard.paths import NAMESPACES_SHOWN
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
+from tests.support.accessibility import barriers
 from tests.support.browser import PHONE, Browser, browsing
 from tests.support.cluster import MASTER, Cluster
 from tests.support.etcd import running
@@ -95,7 +96,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_the_page_and_its_files_allow_nothing_from_elsewhere(cluster: Cluster, port: int) -> None:
-    for path in ("/page.css", "/page.js", "/prefixes.js", "/misses.js", *PATHS):
+    for path in ("/page.css", "/page.js", "/charts.js", "/prefixes.js", "/misses.js", *PATHS):
         reply = asked(port, path)
         assert reply.status == 200, path
         policy = reply.headers["Content-Security-Policy"]
@@ -294,6 +295,89 @@ def test_a_store_without_a_node_says_how_to_start_one(tmp_path: Path, browser: B
         until(lambda: browser.texts(".node h3") and not browser.text("#view-nodes .command"))
 
 
+def test_nothing_stands_in_the_way_of_a_keyboard_a_screen_reader_or_weak_eyes(
+    cluster: Cluster, port: int, browser: Browser
+) -> None:
+    with cluster.client(namespace="vllm/ab/p0") as client:
+        for fingerprint, dtype in (("ab", "bfloat16"), ("cd", "float8")):
+            described: dict[str, Any] = {"dtype": dtype}
+            FleetRecords(client, logging.getLogger("test")).announce(
+                Record("vllm", ("/models/m",), fingerprint, (f"vllm/{fingerprint}/p0",), described)
+            )
+        for number in range(9):
+            client.put_chain(["a", f"b{number}"], [b"x" * 500] * 2)
+        client.match_prefix(["a", "b1", "c"])
+        client.match_prefix(["no"], namespace="vllm/cd/p0")
+    cluster.nodes[0].kill()
+    until(lambda: "node_dead" in events(port))
+    until(lambda: told(port, "/api/v1/fleet")["models"], within_s=20)
+    filled = {
+        "overview": ".tile", "nodes": ".node", "prefixes": ".branch", "namespaces": "#fleet th",
+        "misses": "#why-causes li", "events": "#event-rows tr",
+    }  # fmt: skip
+    found = {}
+    for theme in ("light", "dark"):
+        browser.theme(theme)
+        for size in (PHONE, (1280, 900)):
+            for view, selector in filled.items():
+                browser.driver.get("about:blank")
+                browser.open(port, view, size=size)
+                until(lambda: browser.texts(selector))
+                browser.run(
+                    "document.querySelectorAll('details').forEach((e) => { e.open = true })"
+                )
+                found[theme, size, view] = barriers(browser)
+    assert {where: what for where, what in found.items() if what} == {}
+    browser.theme("light")
+    for broken, rule in (
+        ("document.querySelector('nav a').style.color = '#c4c4c4'", "contrast"),
+        ("document.querySelector('h1').outerHTML = '<h3>x</h3>'", "heading order"),
+        ("document.body.append(document.createElement('button'))", "name"),
+    ):
+        browser.open(port, "events")
+        browser.run(broken)
+        assert [each for each in barriers(browser) if each.startswith(rule)], rule
+        browser.driver.refresh()
+
+
+def test_a_chart_is_read_with_the_keyboard_and_as_a_table(
+    cluster: Cluster, port: int, browser: Browser
+) -> None:
+    with cluster.client() as client:
+        client.put_chain(["a", "b"], [b"x", b"y"])
+        until(lambda: client.match_prefix(["a", "c"])
+              and len(told(port, "/api/v1/history")["at_ms"]) > 1,
+              within_s=60, every_s=0.5)  # fmt: skip
+    browser.open(port)
+    until(lambda: "50 %" in browser.text(".chart .reading"))
+    times = browser.texts(".chart:first-child time")
+    assert len(times) == 3
+    assert times == sorted(times)
+    browser.run("document.querySelector('.plot').focus()")
+
+    def said() -> str:
+        return str(browser.run("return document.activeElement.getAttribute('aria-valuetext')"))
+
+    last = said()
+    assert "found 50 %" in last
+    browser.press("\ue012")  # arrow to the left
+    before = said()
+    assert before < last, "the time of the point before"
+    assert before[:8] in browser.text(".chart .reading")
+    browser.press("\ue014")
+    assert said() == last
+    browser.press("\ue011")  # Home
+    assert said() <= before
+    browser.run("document.querySelectorAll('.chart summary')[3].click()")
+    until(lambda: browser.text(".chart:nth-child(4) tbody"))
+    assert browser.texts(".chart:nth-child(4) th") == ["time", "p50", "p99"]
+    (time_, p50, p99) = browser.texts(".chart:nth-child(4) tbody tr:first-child td")
+    assert time_ == last[:8]
+    assert p50.endswith("µs")
+    assert p99.endswith("s")
+    until(lambda: "MatchPrefix" in browser.text("#call-rows"))
+
+
 def test_a_killed_node_is_shown_within_three_seconds(
     cluster: Cluster, port: int, browser: Browser
 ) -> None:
@@ -371,7 +455,14 @@ def test_an_observer_sees_the_page_and_its_numbers(tmp_path: Path) -> None:
         def asked_as(who: str, path: str) -> int:
             return request(port, "GET", path, tls=Credentials(identities.file(who)).client()).status
 
-        for path in ("/page.css", "/page.js", "/prefixes.js", "/misses.js", "/metrics"):
+        for path in (
+            "/page.css",
+            "/page.js",
+            "/charts.js",
+            "/prefixes.js",
+            "/misses.js",
+            "/metrics",
+        ):
             assert asked_as("observer", path) == 200, path
         for path in PATHS:
             assert asked_as("observer", path) == 200, path

@@ -27,6 +27,16 @@ class Browser:
         )
         self.driver.get(f"http://127.0.0.1:{port}/#{view}")
 
+    def theme(self, name: str) -> None:
+        """light or dark, as the system of the user has it."""
+        feature = {"name": "prefers-color-scheme", "value": name}
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+
+    def press(self, *keys: str) -> None:
+        """Keys as on the keyboard (``selenium.webdriver.Keys``), to what has the focus."""
+        for key in keys:
+            self.driver.switch_to.active_element.send_keys(key)
+
     def view(self, name: str) -> None:
         self.run(f"location.hash = '{name}'")
 

@@ -81,8 +81,17 @@ class Status(BaseModel):
     counters: dict[str, int] = {}
 
 
+class CallTimes(BaseModel):
+    """One kind of call, in the last ten minutes."""
+
+    call: str
+    per_s: float
+    p50_s: float | None
+    p99_s: float | None
+
+
 class History(BaseModel):
-    """Lists of one length, a point every 10 s. null: it did not happen in these ten seconds."""
+    """Lists of one length (but ``calls``), a point every 10 s. null: nothing of it happened."""
 
     every_s: float
     at_ms: list[int]
@@ -98,6 +107,7 @@ class History(BaseModel):
     used_bytes: list[int]
     size_bytes: list[int]
     objects: list[int]
+    calls: list[CallTimes] = Field(description="The most frequent first.")
 
 
 class Notices(BaseModel):

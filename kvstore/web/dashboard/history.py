@@ -17,6 +17,9 @@ EVERY_S: Final = 10.0
 POINTS_MAX: Final = 360
 """One hour."""
 
+RECENT_S: Final = 600.0
+"""The time that single calls are judged by."""
+
 UNSEEN: Final = ("Status", "Join")
 """Calls that are not counted: programs that watch make most of the calls to an idle store."""
 
@@ -43,6 +46,8 @@ class Sample(NamedTuple):
     leads: bool
     counters: dict[str, int]
     calls: int
+    us_by_call: dict[str, Counts]
+    """Times of each call, as histograms; a point has those that were called."""
     call_us: Counts
     """A histogram, as are ``ages_ms`` and ``late_us``."""
     ages_ms: Counts
@@ -64,6 +69,7 @@ def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None
         leads=measured["leads"] and status is not None,
         counters={**(dict(status.counters) if status else {}), **measured["counters"]},
         calls=sum(count for count, _, _ in calls.values()),
+        us_by_call={name: row[2][0] for name, row in calls.items()},
         call_us=[sum(column) for column in zip(*(row[2][0] for row in calls.values()))]
         or [0] * BUCKETS,
         ages_ms=measured["eviction_age_ms"][0],
@@ -93,11 +99,17 @@ class HistoryPoints:
             name: _grown(before.counters.get(name, 0), now.counters.get(name, 0))
             for name in COUNTED
         }
+        nothing = [0] * BUCKETS
+        grown = (
+            (name, _all_grown(before.us_by_call.get(name, nothing), us))
+            for name, us in now.us_by_call.items()
+        )
         self._points.append(
             now._replace(
                 seconds=seconds,
                 counters=counters,
                 calls=_grown(before.calls, now.calls),
+                us_by_call={name: us for name, us in grown if any(us)},
                 call_us=_all_grown(before.call_us, now.call_us),
                 ages_ms=_all_grown(before.ages_ms, now.ages_ms),
                 late_us=_all_grown(before.late_us, now.late_us),
@@ -117,8 +129,7 @@ class HistoryPoints:
             return [round(each.counters[name] / each.seconds, 3) for each in points]
 
         def spread(counts: Sequence[Counts], share: float, unit: float) -> list[float | None]:
-            found = (quantile(each, share) for each in counts)
-            return [None if each is None else float(f"{each * unit:.4g}") for each in found]
+            return [_rounded(quantile(each, share), unit) for each in counts]
 
         took = [each.call_us for each in points]
         return {
@@ -136,7 +147,28 @@ class HistoryPoints:
             "used_bytes": [each.used for each in points],
             "size_bytes": [each.size for each in points],
             "objects": [each.objects for each in points],
+            "calls": self._by_call(now_ms),
         }
+
+    def _by_call(self, now_ms: int) -> list[dict[str, Any]]:
+        """Each call of the last ten minutes, the most frequent first."""
+        points = self.lately(now_ms, RECENT_S)
+        seconds = sum(each.seconds for each in points)
+        taken: dict[str, Counts] = {}
+        for point in points:
+            for name, us in point.us_by_call.items():
+                known = taken.get(name)
+                taken[name] = us if known is None else [sum(pair) for pair in zip(known, us)]
+        rows = [
+            {
+                "call": name,
+                "per_s": round(sum(us) / seconds, 3),
+                "p50_s": _rounded(quantile(us, 0.5), 1e-6),
+                "p99_s": _rounded(quantile(us, 0.99), 1e-6),
+            }
+            for name, us in taken.items()
+        ]
+        return sorted(rows, key=lambda row: -row["per_s"])
 
 
 def added(points: Sequence[Sample], name: str) -> int:
@@ -147,6 +179,10 @@ def added(points: Sequence[Sample], name: str) -> int:
 def spread_of(counts: Sequence[Counts], share: float) -> float | None:
     """The quantile of several histograms together."""
     return quantile([sum(column) for column in zip(*counts)], share)
+
+
+def _rounded(value: float | None, unit: float) -> float | None:
+    return None if value is None else float(f"{value * unit:.4g}")
 
 
 def _grown(before: int, now: int) -> int:

@@ -59,6 +59,9 @@ def test_a_point_holds_what_happened_between_two_samples() -> None:
     assert columns["eviction_age_s"] == [None], "nothing was evicted"
     assert (columns["used_bytes"], columns["size_bytes"]) == ([400], [2000])
     assert columns["objects"] == [3]
+    (lookup,) = columns.pop("calls")
+    assert (lookup["call"], lookup["per_s"]) == ("Lookup", 2.0)
+    assert 64e-6 <= lookup["p50_s"] <= lookup["p99_s"] <= 128e-6
     lengths = {len(values) for values in columns.values() if isinstance(values, list)}
     assert lengths == {1}
 

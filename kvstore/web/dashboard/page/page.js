@@ -80,6 +80,13 @@ function headCell(text) {
   return cell;
 }
 
+/** A table that may be wider than the page, and is then scrolled, also with the keyboard. */
+function wide(name, made) {
+  const place = element("div", "wide", made);
+  for (const [attribute, value] of Object.entries({ tabindex: 0, role: "region", "aria-label": name })) place.setAttribute(attribute, value);
+  return place;
+}
+
 /** Rows of cells: [text, class]. */
 function table(body, rows) {
   each(body, rows, () => element("tr"), (row, cells) =>
@@ -90,80 +97,6 @@ function table(body, rows) {
 }
 
 // --- overview ------------------------------------------------------------------------------------
-
-const CHARTS = [
-  { title: "Hit ratio", unit: percent, top: () => 1, lines: [["found", (h, i) => ratio(h.matched_per_s[i], h.missed_per_s[i])]] },
-  { title: "Blocks asked for", unit: (n) => `${count(n)}/s`, lines: [["found", "matched_per_s"], ["missed", "missed_per_s"]] },
-  { title: "Calls", unit: (n) => `${count(n)}/s`, lines: [["calls", "calls_per_s"]] },
-  { title: "Time of a call", unit: time, lines: [["half below", "call_p50_s"], ["99 % below", "call_p99_s"]] },
-  { title: "Memory", unit: bytes, top: (h) => Math.max(...h.size_bytes), lines: [["used", "used_bytes"]] },
-  { title: "Objects", unit: (n) => `${count(n)}/s`, lines: [["put", "stored_per_s"], ["evicted", "evicted_per_s"]] },
-  { title: "Bytes put", unit: (n) => `${bytes(n)}/s`, lines: [["put", "stored_bytes_per_s"]] },
-  { title: "Age at eviction", unit: time, lines: [["half unused for", "eviction_age_s"]] },
-];
-
-const ratio = (hits, misses) => hits + misses > 0 ? hits / (hits + misses) : null;
-
-class Chart {
-  constructor(described) {
-    this.described = described;
-    this.reading = element("span", "reading");
-    this.top = element("span");
-    this.span = element("span");
-    this.svg = drawn("svg", { viewBox: "0 0 1000 100", preserveAspectRatio: "none", role: "img", "aria-label": described.title });
-    this.svg.append(drawn("line", { x1: 0, x2: 1000, y1: 50, y2: 50 }));
-    this.paths = described.lines.map((_, index) => {
-      const path = drawn("path", { class: index ? "second" : "first" });
-      this.svg.append(path);
-      return path;
-    });
-    const names = described.lines.map(([name], index) => element("span", index ? "second-name" : "first-name", name, " "));
-    this.element = element("div", "chart",
-      element("header", "", element("h3", "", described.title), this.reading), this.svg,
-      element("div", "scale", this.top, element("span", "", ...names), this.span));
-    this.svg.addEventListener("pointermove", (event) => this.read(event));
-    this.svg.addEventListener("pointerleave", () => this.read(null));
-  }
-
-  draw(history) {
-    this.history = history;
-    const at = history.at_ms, end = Date.now();
-    this.values = this.described.lines.map(([, of]) => typeof of === "string" ? history[of] : at.map((_, i) => of(history, i)));
-    const known = this.values.flat().filter((value) => value != null);
-    const top = this.described.top && known.length ? this.described.top(history) : Math.max(0, ...known) * 1.1;
-    // A history that has just begun is not a line at the right edge.
-    this.spanMs = Math.min(HOUR_MS, Math.max(SPAN_MIN_MS, end - (at[0] ?? end)));
-    put(this.span, time(Math.round(this.spanMs / 1000)));
-    const x = (ms) => 1000 * (1 - (end - ms) / this.spanMs);
-    this.values.forEach((values, index) => {
-      let text = "", before = null;
-      values.forEach((value, i) => {
-        if (value == null) { before = null; return; }
-        const joined = before != null && at[i] - before < 2.5 * HISTORY_MS;
-        const place = `${x(at[i]).toFixed(1)} ${(98 - 96 * (top ? value / top : 0)).toFixed(1)}`;
-        text += joined ? `L${place}` : `M${place}h.1`;
-        before = at[i];
-      });
-      this.paths[index].setAttribute("d", text);
-    });
-    put(this.top, known.length ? `0 to ${this.described.unit(top)}` : "nothing yet");
-    this.read(null);
-  }
-
-  /** Shows the values at the pointer, else the last ones. */
-  read(event) {
-    if (!this.history) return;
-    const at = this.history.at_ms;
-    let index = at.length - 1;
-    if (event) {
-      const box = this.svg.getBoundingClientRect();
-      const wanted = Date.now() - this.spanMs * (1 - (event.clientX - box.left) / box.width);
-      index = at.reduce((best, ms, i) => Math.abs(ms - wanted) < Math.abs(at[best] - wanted) ? i : best, 0);
-    }
-    const told = this.values.map((values) => this.described.unit(values[index] ?? null)).join(" · ");
-    put(this.reading, at.length ? (event ? `${clock(at[index])}  ${told}` : told) : "");
-  }
-}
 
 const charts = CHARTS.map((described) => new Chart(described));
 
@@ -182,11 +115,17 @@ function showTiles(status, history) {
     ["Memory", size ? percent(used / size) : "–", `${bytes(used)} of ${bytes(size)}`],
     ["Objects", count(objects), `in ${status.namespaces.length + status.other_namespaces.namespaces} namespaces`],
     ["Nodes", String(status.nodes.length), `${status.nodes.filter((node) => node.state === "alive").length} alive`],
-    ["Calls", `${count(minute("calls_per_s"))}/s`, `half below ${time(last("call_p50_s"))}, 99 % below ${time(last("call_p99_s"))}`],
+    ["Calls", `${count(minute("calls_per_s"))}/s`, `p50 ${time(last("call_p50_s"))}, p99 ${time(last("call_p99_s"))}`],
     ["Puts", `${count(minute("stored_per_s"))}/s`, `${bytes(minute("stored_bytes_per_s"))}/s`],
     ["Evictions", `${count(minute("evicted_per_s"))}/s`, `half unused for ${time(last("eviction_age_s"))}`],
   ], () => element("div", "tile", element("span"), element("b"), element("span")), (tile, texts) =>
     texts.forEach((text, index) => put(tile.children[index], text)));
+}
+
+/** Each kind of call of the last ten minutes. */
+function showCalls(calls) {
+  const rows = calls.map((row) => [[row.call, "name"], [`${count(row.per_s)}/s`, "number"], [time(row.p50_s), "number"], [time(row.p99_s), "number"]]);
+  table($("call-rows"), rows.length ? rows : [[["no call yet"], [""], [""], [""]]]);
 }
 
 function showProblems(problems) {
@@ -282,7 +221,7 @@ function showFleet(models) {
       [record.namespaces.map(shown).join("\n"), "name"],
     ]));
     return element("div", "model", element("h3", "", `${shown(model.engine)}: ${shown(model.model)}`), element("p", "quiet", why),
-      element("div", "wide", element("table", "", element("thead", "", head), body)));
+      wide(`Fingerprints of ${shown(model.model)}`, element("table", "", element("thead", "", head), body)));
   }));
 }
 
@@ -371,7 +310,7 @@ function show() {
   showProblems(status.problems);
   showNoNode(status);
   $("standby").hidden = leads;
-  $("tiles").hidden = $("charts").hidden = !leads;
+  $("tiles").hidden = $("measured").hidden = !leads;
   if (!leads) {
     const link = element("a", "", shown(status.leader));
     if (/^https?:\/\//.test(status.leader_page)) link.href = status.leader_page;
@@ -393,6 +332,7 @@ const POLLS = [
   { every: HISTORY_MS, wanted: () => view === "overview", run: async () => {
     history = await ask("api/v1/history");
     charts.forEach((chart) => chart.draw(history));
+    showCalls(history.calls);
   } },
   { every: STATUS_MS, wanted: () => view === "events", run: async () => {
     showEvents(await ask(`api/v1/notices?after=${told.last}`));

@@ -286,7 +286,7 @@ async function find(event) {
     $("find-found").replaceChildren(...answer.found_in.map((found) => {
       const body = blockTable();
       body.lastElementChild.append(...found.blocks.map((block) => blockRow(block, found.namespace)));
-      const details = element("details", "model", element("summary", "", foundText(found, answer.keys)), element("div", "wide", body));
+      const details = element("details", "model", element("summary", "", foundText(found, answer.keys)), wide(`Blocks in ${shown(found.namespace)}`, body));
       // The text of a block is in the dialog of branches.
       details.addEventListener("click", ({ target }) => {
         if (!target.classList.contains("block")) return;
