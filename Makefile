@@ -108,6 +108,7 @@ check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/site/reference.py --check
+	$(BIN)/python docs/site/runbook.py --check
 
 size: ## How many lines each folder has, and may have (.ci/size.json)
 	@$(PYTHON) .ci/size.py $(ARGS)
@@ -148,8 +149,9 @@ bench-serving: $(VENV)/.vllm $(VENV)/.bench ## Measure pairs of vLLM engines by 
 proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 	$(BIN)/python proto/generate.py
 
-reference: $(VENV)/.dev ## Write the tables of docs that the code owns: settings, metrics, errors, limits
+reference: $(VENV)/.dev ## Write the tables of docs that the code owns, and the page of the runbook
 	$(BIN)/python docs/site/reference.py
+	$(BIN)/python docs/site/runbook.py
 
 constraints: ## Write down the versions in the environment, for the tests of others
 	{ sed '/^#/!d' tests/constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | \

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,7 +97,15 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_the_page_and_its_files_allow_nothing_from_elsewhere(cluster: Cluster, port: int) -> None:
-    for path in ("/page.css", "/page.js", "/charts.js", "/prefixes.js", "/misses.js", *PATHS):
+    for path in (
+        "/runbook",
+        "/page.css",
+        "/page.js",
+        "/charts.js",
+        "/prefixes.js",
+        "/misses.js",
+        *PATHS,
+    ):
         reply = asked(port, path)
         assert reply.status == 200, path
         policy = reply.headers["Content-Security-Policy"]
@@ -322,10 +331,8 @@ def test_nothing_stands_in_the_way_of_a_keyboard_a_screen_reader_or_weak_eyes(
             for view, selector in filled.items():
                 browser.driver.get("about:blank")
                 browser.open(port, view, size=size)
-                until(lambda: browser.texts(selector))
-                browser.run(
-                    "document.querySelectorAll('details').forEach((e) => { e.open = true })"
-                )
+                until(partial(browser.texts, selector))
+                browser.run("for (const e of document.querySelectorAll('details')) e.open = true")
                 found[theme, size, view] = barriers(browser)
     assert {where: what for where, what in found.items() if what} == {}
     browser.theme("light")
@@ -391,6 +398,11 @@ def test_a_killed_node_is_shown_within_three_seconds(
     assert took_s < 3.0
     assert "suspect" in browser.text("#problems")
     assert browser.driver.title.startswith("(1) ")
+    browser.run("document.querySelector('#problems a:not([hidden])').click()")
+    until(lambda: browser.run("return location.hash") == "#kvstorenodesuspect")
+    assert browser.text(":target") == "KvstoreNodeSuspect"
+    assert barriers(browser) == []
+    browser.open(port)
     browser.view("events")
     until(lambda: "is dead" in browser.text("#event-rows"))
 

@@ -22,8 +22,8 @@ const name = (node) => (node.getAttribute("aria-label")
     .map((id) => document.getElementById(id)?.textContent).join(" ")
   || [...(node.labels || [])].map((label) => label.textContent).join(" ")
   || (node.matches("button, a, summary, th, h1, h2, h3") ? node.textContent : "")).trim();
-const controls = "button, a[href], input, select, textarea, summary, dialog, [role=slider], [role=region]";
-for (const node of all(controls))
+const controls = "button, a[href], input, select, textarea, summary, dialog";
+for (const node of all(`${controls}, [role=slider], [role=region]`))
   if (!name(node)) fail("name", node);
 for (const node of all("h1, h2, h3, th")) if (!node.textContent.trim()) fail("empty", node);
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 class Problem(BaseModel):
     level: str = Field(description="bad, warning or note.")
     text: str
+    runbook: str = Field(description="The section of /runbook that says what to do.")
 
 
 class Memory(BaseModel):

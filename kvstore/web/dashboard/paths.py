@@ -41,6 +41,7 @@ FILES: Final = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
+    "/runbook": ("runbook.html", "text/html"),
     "/charts.js": ("charts.js", "text/javascript"),
     "/misses.js": ("misses.js", "text/javascript"),
     "/prefixes.js": ("prefixes.js", "text/javascript"),

@@ -49,6 +49,8 @@ class FoundProblem(NamedTuple):
     level: str
     """bad: something is lost or refused; warning: look at it; note: it was asked for."""
     text: str
+    runbook: str
+    """The section of docs/runbook.md that says what to do."""
 
 
 def of_the_store(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> list[FoundProblem]:
@@ -74,7 +76,7 @@ def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) ->
         if cause.code in KEPT_APART:
             fields = f": {'; '.join(cause.lines)}" if cause.lines else ""
             text = shown_text(f"{cause.text}{fields}. {cause.remedy}", 600)
-            found.append(FoundProblem("warning", f"{text} (kvstore why)"))
+            found.append(FoundProblem("warning", f"{text} (kvstore why)", "KvstoreHitRatioLow"))
     return found
 
 
@@ -98,7 +100,11 @@ def of_a_standby(leader: str) -> list[FoundProblem]:
     if leader:
         return []
     return [
-        FoundProblem("bad", "No master leads: every call of clients waits or fails. Is etcd well?")
+        FoundProblem(
+            "bad",
+            "No master leads: every call of clients waits or fails. Is etcd well?",
+            "KvstoreNoLeader",
+        )
     ]
 
 
@@ -106,29 +112,35 @@ def _silent(node: NodeStatus) -> str:
     return f"not heard of for {duration_text(node.silent_ms)}; no new object goes there"
 
 
-_WRONG_WITH_NODES: Final[Sequence[tuple[str, str, Callable[[NodeStatus], str]]]] = (
-    ("bad", "is suspect", lambda node: _silent(node) if node.state == "suspect" else ""),
-    ("bad", "is dead", lambda node: "its objects are gone" if node.state == "dead" else ""),
-    ("note", "is draining",
+_WRONG_WITH_NODES: Final[Sequence[tuple[str, str, str, Callable[[NodeStatus], str]]]] = (
+    ("bad", "is suspect", "KvstoreNodeSuspect",
+     lambda node: _silent(node) if node.state == "suspect" else ""),
+    ("bad", "is dead", "KvstoreNodeDead",
+     lambda node: "its objects are gone" if node.state == "dead" else ""),
+    ("note", "is draining", "Draining",
      lambda node: "its objects move away" if node.state == "draining" else ""),
-    ("bad", "is unreachable from the master", lambda node: node.unreachable),
-    ("bad", "has no entry in /dev/shm any more",
+    ("bad", "is unreachable from the master", "KvstoreNodeSuspect",
+     lambda node: node.unreachable),
+    ("bad", "has no entry in /dev/shm any more", "KvstoreNodeDead",
      lambda node: ENTRY_GONE if node.entry_gone else ""),
 )  # fmt: skip
-"""Level, what is wrong with nodes, and why it is with one node; empty: nothing of the kind."""
+"""Level, what is wrong with nodes, the section of the runbook, and why it is with one node; empty:
+nothing of the kind."""
 
 
 def _nodes(status: ClusterStatus) -> Iterator[FoundProblem]:
     if not status.nodes:
-        yield FoundProblem("bad", "No node has joined: nothing can be stored.")
-    for level, what, why in _WRONG_WITH_NODES:
+        yield FoundProblem("bad", "No node has joined: nothing can be stored.", "KvstoreNodeAlone")
+    for level, what, section, why in _WRONG_WITH_NODES:
         wrong = [(node, said) for node in status.nodes if (said := why(node))]
-        yield from _named(level, wrong, what)
+        yield from _named(level, wrong, what, section)
     yield from _gone(status.gone)
     short = dict(status.counters).get("under_replicated_objects", 0)
     if short:
         yield FoundProblem(
-            "warning", f"{_count(short, 'object')} with fewer replicas than were asked for."
+            "warning",
+            f"{_count(short, 'object')} with fewer replicas than were asked for.",
+            "KvstoreUnderReplicated",
         )
 
 
@@ -141,27 +153,34 @@ def _gone(gone: Sequence[GoneNode]) -> Iterator[FoundProblem]:
         ago = f"{duration_text(each.gone_ms)} ago"
         if each.reports:
             text = f"{who} is back and reports its objects: {_count(each.missing, 'object')} to go."
-            yield FoundProblem("note", text)
+            yield FoundProblem("note", text, "KvstoreNodeDead")
         elif each.missing:
             yield FoundProblem(
                 "warning" if each.why == "left" else "bad",
                 f"{who} {how} {ago}: {_count(each.missing, 'object')} that no other node has. They "
                 "are back once it is started again with the same --name and memory.",
+                "KvstoreNodeDead",
             )
         elif each.lost:
             lost = f"{_count(each.lost, 'object')} that no other node had did not come back"
-            yield FoundProblem("bad", f"{who} {how} {ago}: {lost}, and are lost.")
+            text = f"{who} {how} {ago}: {lost}, and are lost."
+            yield FoundProblem("bad", text, "KvstoreNodeDead")
         else:
-            yield FoundProblem("bad", f"{who} {how} {ago}.")
+            yield FoundProblem("bad", f"{who} {how} {ago}.", "KvstoreNodeDead")
     if len(shown) > NODES_NAMED:
-        yield FoundProblem("bad", f"{len(shown) - NODES_NAMED} more nodes left or died.")
+        text = f"{len(shown) - NODES_NAMED} more nodes left or died."
+        yield FoundProblem("bad", text, "KvstoreNodeDead")
 
 
-def _named(level: str, nodes: list[tuple[NodeStatus, str]], what: str) -> Iterator[FoundProblem]:
+def _named(
+    level: str, nodes: list[tuple[NodeStatus, str]], what: str, section: str
+) -> Iterator[FoundProblem]:
     for node, why in nodes[:NODES_NAMED]:
-        yield FoundProblem(level, f"Node {node.name} ({node.address or node.host}) {what}: {why}.")
+        text = f"Node {node.name} ({node.address or node.host}) {what}: {why}."
+        yield FoundProblem(level, text, section)
     if len(nodes) > NODES_NAMED:
-        yield FoundProblem(level, f"{len(nodes) - NODES_NAMED} more nodes: each {what}.")
+        text = f"{len(nodes) - NODES_NAMED} more nodes: each {what}."
+        yield FoundProblem(level, text, section)
 
 
 def _waiting(status: ClusterStatus) -> Iterator[FoundProblem]:
@@ -179,6 +198,7 @@ def _waiting(status: ClusterStatus) -> Iterator[FoundProblem]:
         "bad",
         f"No put finds room {when}{also}: the master or all nodes have just started, and memory is "
         "given out when no reader of before can have a lease on it. Puts wait, gets work.",
+        "KvstorePutsRefused",
     )
 
 
@@ -191,9 +211,9 @@ def _memory(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Itera
         refused = added(recent, f"refused_{cause}")
         if refused:
             what = f"{_count(refused, 'put')} found no room in the last 10 min"
-            yield FoundProblem("bad", f"{what}: {why}.")
+            yield FoundProblem("bad", f"{what}: {why}.", "KvstorePutsRefused")
     if said := guarantees_short(status):
-        yield FoundProblem("warning", said)
+        yield FoundProblem("warning", said, "KvstorePutsRefused")
     pinned = dict(status.counters).get("pinned_bytes", 0)
     if size and pinned > PINNED_SHARE * size:
         by_size = sorted(status.namespaces, key=lambda each: -each.pinned_bytes)
@@ -207,6 +227,7 @@ def _memory(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Itera
             "warning",
             f"Pins keep {size_text(pinned)} of {size_text(size)}{of}: puts have only the rest. "
             "Pins end by themselves, after a day at most, or by unpin.",
+            "KvstoreMemoryPinned",
         )
     unpinned = added(recent, "refused_pins")
     if unpinned:
@@ -214,6 +235,7 @@ def _memory(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Itera
             "warning",
             f"{_count(unpinned, 'pin')} refused in the last 10 min: pins hold all that they may "
             "(--pinned-max, --pinned-all-max).",
+            "KvstoreMemoryPinned",
         )
     age_ms = spread_of([each.ages_ms for each in recent], 0.5)
     if size and used > FULL * size and age_ms is not None and age_ms < YOUNG_MS:
@@ -221,6 +243,7 @@ def _memory(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Itera
             "warning",
             "The pool is full, and evicts objects soon after their last use: half of them within "
             f"{duration_text(int(age_ms))} (last 10 min). More memory would raise the hit ratio.",
+            "KvstoreEvictionsTooYoung",
         )
     heavy: list[tuple[NodeStatus, str]] = []
     waiting: list[tuple[NodeStatus, str]] = []
@@ -234,33 +257,38 @@ def _memory(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Itera
             )
         if reclaim > RECLAIM_SHARE * whole:
             waiting.append((node, f"{size_text(reclaim)}, until leases on it have ended"))
-    yield from _named("warning", heavy, "has memory in quarantine")
-    yield from _named("warning", waiting, "has memory that awaits its reclaim")
+    yield from _named("warning", heavy, "has memory in quarantine", "KvstoreMemoryHeld")
+    yield from _named("warning", waiting, "has memory that awaits its reclaim", "KvstoreMemoryHeld")
 
 
 def _lately(history: HistoryPoints, now_ms: int) -> Iterator[FoundProblem]:
     hour, recent = history.lately(now_ms, HOUR_S), history.lately(now_ms, RECENT_S)
-    for points, of, within, level, one, text in (
+    for points, of, within, level, one, text, section in (
         (hour, "corrupt_objects", "hour", "bad", "object",
-         "had no replica with good bytes: look at the memory of its nodes (see Events)"),
-        (hour, "corrupt_replicas", "hour", "bad", "replica", "had bad bytes"),
+         "had no replica with good bytes: look at the memory of its nodes (see Events)",
+         "KvstoreCorruptMemory"),
+        (hour, "corrupt_replicas", "hour", "bad", "replica", "had bad bytes",
+         "KvstoreCorruptMemory"),
         (recent, "connections_stalled", "10 min", "warning", "connection",
-         "cut because the client did not read"),
+         "cut because the client did not read", "KvstoreConnectionsRefused"),
         (recent, "connections_refused", "10 min", "warning", "connection",
-         "refused: no token, too many, or another protocol"),
+         "refused: no token, too many, or another protocol", "KvstoreConnectionsRefused"),
         (recent, "events_dropped", "10 min", "warning", "event",
-         "dropped: subscribers begin anew"),
-        (recent, "etcd_failures", "10 min", "warning", "call", "to etcd failed"),
+         "dropped: subscribers begin anew", "EventsDropped"),
+        (recent, "etcd_failures", "10 min", "warning", "call", "to etcd failed",
+         "KvstoreLeaderChanges"),
     ):  # fmt: skip
         count = added(points, of)
         if count:
-            yield FoundProblem(level, f"{_count(count, one)} {text}, in the last {within}.")
+            said = f"{_count(count, one)} {text}, in the last {within}."
+            yield FoundProblem(level, said, section)
     late_us = spread_of([each.late_us for each in history.lately(now_ms, 60.0)], 0.99)
     if late_us is not None and late_us > LATE_US:
         yield FoundProblem(
             "warning",
             f"The master's loop is slow: one call in a hundred waits {late_us / 1000:.0f} ms "
             "or more. Its host may lack processor time.",
+            "KvstoreLoopSlow",
         )
 
 

@@ -129,10 +129,13 @@ function showCalls(calls) {
 }
 
 function showProblems(problems) {
-  const list = problems.length ? problems : [{ level: "well", text: "Nothing is wrong." }];
-  each($("problems"), list, () => element("li"), (item, problem) => {
+  const list = problems.length ? problems : [{ level: "well", text: "Nothing is wrong.", runbook: "" }];
+  each($("problems"), list, () => element("li", "", element("span"), " ", element("a", "", "What to do")), (item, problem) => {
     item.className = ["bad", "warning", "note", "well"].includes(problem.level) ? problem.level : "note";
-    put(item, shown(problem.text));
+    const [text, link] = item.children;
+    put(text, shown(problem.text));
+    link.hidden = !problem.runbook;
+    link.href = `runbook#${problem.runbook.toLowerCase()}`;
   });
 }
 
