@@ -109,6 +109,7 @@ check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/site/reference.py --check
 	$(BIN)/python docs/site/runbook.py --check
+	$(BIN)/python deploy/generate.py --check
 
 size: ## How many lines each folder has, and may have (.ci/size.json)
 	@$(PYTHON) .ci/size.py $(ARGS)

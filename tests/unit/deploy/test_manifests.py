@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.server
 import importlib
+import json
 import os
 import re
 import shutil
@@ -41,6 +42,10 @@ KUBERNETES_VERSION: Final = "1.31"
 UNITS: Final = {"kvstore-master": MasterConfig, "kvstore-node": NodeConfig}
 COMMANDS: Final = {"kvstore-master": master.command, "kvstore-node": node.command}
 GIB: Final = 1 << 30
+
+
+OPTIONAL: Final = ("podmonitor.yaml", "prometheusrule.yaml", "grafana.yaml")
+"""For operators that not every cluster has."""
 
 
 def documents() -> list[dict[str, Any]]:
@@ -91,7 +96,52 @@ def test_a_manifest_is_valid_by_the_schema_of_kubernetes(document: dict[str, Any
 def test_every_manifest_is_listed_or_optional() -> None:
     listed = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["resources"]
     there = {path.name for path in KUBERNETES.glob("*.yaml")}
-    assert there - set(listed) == {"kustomization.yaml", "podmonitor.yaml"}
+    assert there - set(listed) == {"kustomization.yaml", *OPTIONAL}
+
+
+def optional(name: str) -> dict[str, Any]:
+    (document,) = yaml.safe_load_all((KUBERNETES / name).read_text())
+    assert document["metadata"]["namespace"] == "kvstore"
+    return dict(document)
+
+
+def test_the_rule_of_the_operator_is_the_file_of_prometheus(tmp_path: Path) -> None:
+    rule = optional("prometheusrule.yaml")
+    assert (rule["apiVersion"], rule["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump(rule["spec"]))
+    need_program("promtool", "prometheus")
+    done = subprocess.run(
+        ["promtool", "check", "rules", str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_config_map_of_the_sidecar_is_the_dashboard() -> None:
+    import kubernetes_validate  # only make test-all installs it
+
+    found = optional("grafana.yaml")
+    kubernetes_validate.validate(found, KUBERNETES_VERSION, strict=True)
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    (board,) = found["data"].values()
+    assert json.loads(board) == json.loads((DEPLOY / "grafana/kvstore.json").read_text())
+    assert len(board) < 1 << 20, "the bound of a ConfigMap"
+
+
+def test_kustomize_builds_it_with_all_that_is_optional(tmp_path: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("missing: kubectl")
+    shutil.copytree(KUBERNETES, tmp_path / "all")
+    overlay = tmp_path / "all/kustomization.yaml"
+    given = yaml.safe_load(overlay.read_text())
+    overlay.write_text(yaml.safe_dump(given | {"resources": [*given["resources"], *OPTIONAL]}))
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(overlay.parent)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    kinds = {each["kind"] for each in yaml.safe_load_all(done.stdout)}
+    assert {"PodMonitor", "PrometheusRule", "ConfigMap"} <= kinds
 
 
 def test_kustomize_builds_it() -> None:
