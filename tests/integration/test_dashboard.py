@@ -385,6 +385,41 @@ def test_a_chart_is_read_with_the_keyboard_and_as_a_table(
     until(lambda: "MatchPrefix" in browser.text("#call-rows"))
 
 
+def test_tenants_are_shown_with_their_quotas(tmp_path: Path, browser: Browser) -> None:
+    port, file = free_port(), tmp_path / "tenants.toml"
+    file.write_text(
+        '[acme]\nnamespaces = ["acme/*"]\nguaranteed = "4MiB"\nat_most = "8MiB"\npinned = "1MiB"\n'
+    )
+    settings = {"http_port": port, "tenants": str(file)}
+    with Cluster(tmp_path, settings=settings) as cluster:
+        cluster.start()
+        with cluster.client() as client:
+            for number in range(80):
+                client.put(f"{number}", b"x" * (1 << 17), namespace="acme/chat")
+            client.put("k", b"x", namespace="other")
+
+        def tenants() -> dict[str, Any]:
+            return {row["name"]: row for row in told(port, "/api/v1/status")["tenants"]}
+
+        until(lambda: tenants()["acme"]["evicted_by_own"])
+        found = tenants()
+        assert found["acme"]["at_most"] == 8 << 20
+        assert found["acme"]["namespaces"] == ["acme/*"]
+        browser.open(port, "namespaces")
+        until(lambda: browser.texts("#tenant-rows td.warning"))
+        rows = browser.run(
+            "return [...document.querySelectorAll('#tenant-rows tr')]"
+            ".map((row) => [...row.cells].map((cell) => cell.textContent))"
+        )
+        by_name = {row[0]: row for row in rows}
+        assert by_name["acme"][1] == "acme/*"
+        assert by_name["acme"][3:6] == ["4.00 MiB", "8.00 MiB", "0 B of 1.00 MiB"]
+        assert int(by_name["acme"][7]) >= 4
+        assert by_name["all others"][6] == "1"
+        assert barriers(browser) == []
+        assert browser.complaints() == []
+
+
 def test_a_killed_node_is_shown_within_three_seconds(
     cluster: Cluster, port: int, browser: Browser
 ) -> None:

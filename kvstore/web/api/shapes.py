@@ -61,6 +61,22 @@ class OtherNamespaces(Namespace):
     namespaces: int = Field(description="How many these are.")
 
 
+class Tenant(BaseModel):
+    """Bytes are those of memory: headers, replicas and puts under way included."""
+
+    name: str = Field(description="Empty: has what belongs to no other tenant.")
+    bytes: int
+    guaranteed: int
+    at_most: int = Field(description="0: no bound.")
+    pinned: int
+    pinned_max: int = Field(description="0: no bound of its own.")
+    objects: int
+    evicted_by_own: int = Field(description="Objects, since the master's start.")
+    evicted_by_others: int
+    refused: int = Field(description="Puts and pins that a quota refused.")
+    namespaces: list[str] = Field(description="Patterns.")
+
+
 class Status(BaseModel):
     """A master that stands by tells the first ones, leader and leader_page only."""
 
@@ -80,6 +96,7 @@ class Status(BaseModel):
     namespaces: list[Namespace] = Field(default=[], description="The largest 300.")
     other_namespaces: OtherNamespaces | None = None
     counters: dict[str, int] = {}
+    tenants: list[Tenant] = Field(default=[], description="Empty: the master has none.")
 
 
 class CallTimes(BaseModel):

@@ -168,6 +168,7 @@ def status_json(
             **NamespaceStatus("", *rest)._asdict(),
         },
         "counters": dict(status.counters),
+        "tenants": [each._asdict() for each in status.tenants],
         "problems": [each._asdict() for each in found],
     }
 

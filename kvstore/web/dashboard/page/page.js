@@ -196,7 +196,22 @@ function showNoNode(status) {
 
 let modelOf = new Map();
 
+/** The tenants and their quotas; a bound that is nearly reached is marked. */
+function showTenants(tenants) {
+  const number = (text, kind = "") => [text, `number ${kind}`];
+  const of = (used, bound) => bound ? `${bytes(used)} of ${bytes(bound)}` : bytes(used);
+  $("tenants").hidden = !tenants.length;
+  table($("tenant-rows"), tenants.map((row) => [
+    [shown(row.name) || "all others", "name"], [row.namespaces.map(shown).join("\n"), "name"],
+    number(bytes(row.bytes), row.at_most && row.bytes > 0.95 * row.at_most ? "warning" : ""),
+    number(row.guaranteed ? bytes(row.guaranteed) : ""), number(row.at_most ? bytes(row.at_most) : ""),
+    number(of(row.pinned, row.pinned_max)), number(row.objects.toLocaleString("en")),
+    number(row.evicted_by_own.toLocaleString("en")), number(row.evicted_by_others.toLocaleString("en")), number(row.refused.toLocaleString("en")),
+  ]));
+}
+
 function showNamespaces(status) {
+  showTenants(status.tenants);
   const cells = (name, model, row) => [
     [name, "name"], [model], [row.objects.toLocaleString("en"), "number"], [bytes(row.size), "number"],
     [row.pinned_objects ? `${row.pinned_objects.toLocaleString("en")} (${bytes(row.pinned_bytes)})` : "", "number"],
