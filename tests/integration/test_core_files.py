@@ -24,6 +24,7 @@ WITHOUT_TRACING = ["setpriv", "--bounding-set", "-sys_ptrace"] if os.geteuid() =
 DIES = """
 import os, resource, sys
 from kvstore.process import dumps
+os.chdir(sys.argv[2])
 child = os.fork()
 if not child:
     resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -36,11 +37,11 @@ print(os.WCOREDUMP(status))
 """
 
 
-def test_a_hidden_process_leaves_no_core_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    dumped = [run_python("-c", DIES, how).stdout.strip() for how in ("plain", "hidden")]
+def test_a_hidden_process_leaves_no_core_file(tmp_path: Path) -> None:
+    dumped = [
+        run_python("-c", DIES, how, str(tmp_path), check=True).stdout.strip()
+        for how in ("plain", "hidden")
+    ]
     if dumped[0] == "False":
         skip("this host writes no core files at all")
     assert dumped == ["True", "False"]

@@ -34,6 +34,7 @@ from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.network.addresses import is_address, split_address
 from kvstore.web.server.certificates import tls_of
 from kvstore.web.server.doors import Handler
+from kvstore.web.server.guesses import Guesses
 
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -180,7 +181,7 @@ class Identities:
 
 
 class Access:
-    """The rules of one port. Threads: any.
+    """The rules of one port. Use it in one event loop at a time.
 
     Where requests have identities, neither loopback nor the settings of reads count: every request
     but those for health and for the page itself needs an identity, or the token, and its handler
@@ -208,24 +209,25 @@ class Access:
         self._identities = identities
         self._hosts = hosts
         self._token = token.encode()
+        self._guesses = Guesses()
         self._reads_need_token = reads == "token"
         self._advice = advice
 
     def named(self, handler: Handler) -> Handler:
         """Guards what is no secret, such as the page: any request that comes by a known name."""
-        return _guarded(handler, self._misdirected)
+        return self._guarded(handler, self._misdirected)
 
     def reading(self, handler: Handler) -> Handler:
         """Guards reads: the request comes by a known name, and may read."""
-        return _guarded(self._acting(handler), self._misdirected, self._unread)
+        return self._guarded(self._acting(handler), self._misdirected, self._unread)
 
     def trusted(self, handler: Handler) -> Handler:
         """Guards changes, and fetching bytes of objects: the request is trusted."""
-        return _guarded(self._acting(handler), self.distrusts)
+        return self._guarded(self._acting(handler), self.distrusts)
 
     def of_all(self, handler: Handler) -> Handler:
         """Guards what is about all namespaces: as ``reading``, by an identity that may see that."""
-        return _guarded(self._acting(handler), self._misdirected, self._unread, self._blind)
+        return self._guarded(self._acting(handler), self._misdirected, self._unread, self._blind)
 
     def distrusts(self, request: web.Request) -> web.Response | None:
         """The refusal of a request that is not trusted; None: it is."""
@@ -233,7 +235,26 @@ class Access:
 
     def measuring(self, handler: Handler) -> Handler:
         """Guards metrics: the request may read, by whatever name it comes."""
-        return _guarded(handler, self._unread, self._blind)
+        return self._guarded(handler, self._unread, self._blind)
+
+    def _guarded(
+        self, handler: Handler, *checks: Callable[[web.Request], web.Response | None]
+    ) -> Handler:
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            for check in checks:
+                if (refusal := check(request)) is not None:
+                    await self.slow_down(request)
+                    return refusal
+            return await handler(request)
+
+        return guarded
+
+    async def slow_down(self, request: web.Request) -> None:
+        """Called before a refusal is sent: delays it if the request has one wrong token of many
+        (``Guesses``)."""
+        has_one = "Authorization" in request.headers
+        if self._token and has_one and not self._has_token(request):
+            await self._guesses.wrong(request)
 
     def _acting(self, handler: Handler) -> Handler:
         if self._identities is None:
@@ -323,16 +344,6 @@ def _netloc(origin: str) -> str:
         return urlsplit(origin).netloc.lower()
     except ValueError:
         return ""
-
-
-def _guarded(handler: Handler, *checks: Callable[[web.Request], web.Response | None]) -> Handler:
-    async def guarded(request: web.Request) -> web.StreamResponse:
-        for check in checks:
-            if (refusal := check(request)) is not None:
-                return refusal
-        return await handler(request)
-
-    return guarded
 
 
 def _refusal(status: int, text: str) -> web.Response:
