@@ -60,9 +60,9 @@ class Guesses:
             return
         if count == FREE + 1:
             log.warning("wrong_tokens peer=%s count=%d: answers to it are delayed", address, count)
-        with contextlib.suppress(CrowdedOutError):
-            async with self._delayed.wait(2 * DELAY_S):
-                await asyncio.sleep(DELAY_S)
+        with contextlib.suppress(CrowdedOutError, TimeoutError):
+            async with self._delayed.wait(DELAY_S):
+                await asyncio.Event().wait()
 
     def __len__(self) -> int:
         return len(self._wrong)
