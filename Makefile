@@ -37,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check size imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-serving bench-vllm bench-vllm-miss proto reference constraints clean clean-all
+.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check size imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-redis bench-serving bench-vllm bench-vllm-miss proto reference constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -134,6 +134,9 @@ bench-lmcache: $(ENGINE_VENV)lmcache/.ready $(VENV)/.bench ## Measure this store
 
 bench-hicache: $(ENGINE_VENV)sglang/.ready $(VENV)/.bench ## Measure this store and Mooncake Store behind SGLang's HiCache, into docs/benchmarks
 	$(ENGINE_VENV)sglang/bin/python -m bench --behind hicache --out docs/benchmarks $(ARGS)
+
+bench-redis: $(VENV)/.bench ## Measure this store and Redis side by side, into docs/benchmarks
+	$(BIN)/python -m bench --beside redis --out docs/benchmarks $(ARGS)
 
 demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller computed
 	$(BIN)/python -m kvstore.demo_vllm $(ARGS)

@@ -2,7 +2,8 @@
 
 * ``python -m bench`` (``make bench``): every row of ``rows`` on this store and on Mooncake Store,
   in turn; with ``--behind lmcache`` (``make bench-lmcache``) or ``--behind hicache``
-  (``make bench-hicache``), both as storage of LMCache or of SGLang's HiCache
+  (``make bench-hicache``), both as storage of LMCache or of SGLang's HiCache; with
+  ``--beside redis`` (``make bench-redis``), on this store and on Redis
 * ``python -m bench.growth`` (``make bench-growth``): this store with more clients, objects, blocks
 * ``python -m bench.gpu`` (``make bench-gpu``): saves from a GPU and loads to it, and plain copies
 * ``python -m bench.vllm`` (``make bench-vllm``): vLLM without a store and with several

@@ -1,4 +1,4 @@
-"""The command ``python -m bench``: measures this store and Mooncake Store side by side."""
+"""The command ``python -m bench``: measures this store and another one side by side."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 
 import click
 
-from bench import mooncake, page
+from bench import history, mooncake, page, redis
+from bench.client import REDIS
 from bench.rows import HICACHE, LMCACHE, TABLES, Row, chosen
-from bench.side_by_side import Plan, compare, comparisons, page_of
+from bench.side_by_side import NAMES, Plan, compare, comparisons, page_of, table_of
 
 MODULES = {LMCACHE: "lmcache", HICACHE: "sglang"}
+REDIS_PACKAGES = (*redis.PACKAGES, "numpy", "grpcio", "xxhash")
 PACKAGES = (mooncake.PACKAGE, *MODULES.values(), "torch", "numpy", "grpcio", "xxhash")
 POOL_BYTES = 2 << 30
 QUICK_SECONDS = 0.1
@@ -26,7 +28,7 @@ Examples:
 
 
 def _rows(context: click.Context, parameter: click.Parameter, value: str) -> list[Row]:
-    table = TABLES[context.params["behind"] or ""]
+    table = TABLES[context.params["behind"] or context.params["beside"] or ""]
     rows = chosen([pattern.strip() for pattern in value.split(",")], table)
     if not rows:
         ids = ", ".join(row.id for row in table)
@@ -43,6 +45,8 @@ def _rows(context: click.Context, parameter: click.Parameter, value: str) -> lis
     help="Measure both systems as storage of LMCache, or of SGLang's HiCache, which must be"
     " installed.",
 )  # fmt: skip
+@click.option("--beside", type=click.Choice([REDIS]), is_eager=True,
+              help="Measure Redis instead of Mooncake Store.")  # fmt: skip
 @click.option(
     "--rows", metavar="PATTERN,...", default="*", show_default=True, callback=_rows,
     help="Only these rows: OP/PATH/SIZE/BATCH or a prefix, such as 'put' or 'get/tcp'.",
@@ -54,30 +58,45 @@ def main(
     rounds: int,
     seconds: float,
     behind: str | None,
+    beside: str | None,
     rows: list[Row],
     quick: bool,
     out: Path | None,
     redraw: Path | None,
 ) -> None:
-    """Measure this store and Mooncake Store on this machine, row by row, in turn.
+    """Measure this store and another one on this machine, row by row, in turn.
 
     Needs the extra bench (pip install '.[bench]' in a checkout). Writes mooncake.md, mooncake.json
-    and mooncake.png, or lmcache.md and so on. The exit status is 0 when everything was measured,
-    whether or not the goals are met.
+    and mooncake.png, or lmcache.md and so on, and adds a run of all rows to history.json. The exit
+    status is 0 when everything was measured, whether or not the goals are met.
     """
+    if behind and beside:
+        raise click.UsageError("--behind has Mooncake Store beside this store, and not Redis")
     if redraw is not None:
         found = json.loads(redraw.read_text())
         found["rows"] = [each.as_json() for each in comparisons(found)]
     else:
-        if reason := mooncake.missing() or _missing(behind):
+        if reason := redis.missing() if beside else mooncake.missing() or _missing(behind):
             raise click.ClickException(reason)
         plan = Plan(rounds=rounds, seconds=seconds, pool_bytes=POOL_BYTES)
         if quick:
             plan = Plan(rounds=1, seconds=QUICK_SECONDS, pool_bytes=POOL_BYTES)
         found = page.measured(
-            lambda progress: compare(rows, plan, progress), plan.rounds * len(rows), PACKAGES
+            lambda progress: compare(rows, plan, progress),
+            plan.rounds * len(rows),
+            REDIS_PACKAGES if beside else PACKAGES,
         )
-    page.publish(page_of(found), found, out)
+        if beside:
+            found["machine"][redis.PROGRAM] = redis.version()
+    table = table_of(found)
+    name = NAMES[table][0]
+    folder = out if redraw is None else redraw.parent
+    runs = history.read(folder, name) if folder else []
+    if redraw is None and not quick and len(rows) == len(TABLES[table]):
+        runs = [*runs, history.entry(found, comparisons(found))][-history.RUNS_MAX :]
+    page.publish(page_of(found, runs), found, out)
+    if out is not None:
+        history.write(out, name, runs)
 
 
 def _missing(behind: str | None) -> str | None:

@@ -15,7 +15,7 @@ import sys
 from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from bench import mooncake
+from bench import mooncake, redis
 from kvstore.bench.ours import OurDriver
 from kvstore.bench.session import Session
 from kvstore.demo.processes import ChildError, Children
@@ -31,6 +31,7 @@ MORE_SECONDS: Final = 120.0
 CLOSE_SECONDS: Final = 20.0
 OURS: Final = "kvstore"
 MOONCAKE: Final = "mooncake"
+REDIS: Final = "redis"
 
 
 class Settings(NamedTuple):
@@ -145,6 +146,8 @@ def driver_of(settings: Settings) -> StoreDriver:
         return behind
     if settings.system == MOONCAKE:
         return mooncake.MooncakeDriver(*where)
+    if settings.system == REDIS:
+        return redis.RedisDriver(*where)
     if settings.system == OURS:
         return OurDriver(*where)
     raise InvalidArgumentError(f"there is no system {settings.system}")

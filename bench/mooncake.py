@@ -64,6 +64,10 @@ class Servers(NamedTuple):
     """Address of the process that holds the memory; empty if there is none."""
     pids: dict[str, int]
 
+    def at(self, mode: str) -> str:
+        """The address for a client that uses ``mode``."""
+        return self.storage if mode == "shm" else self.master
+
 
 def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> Servers:
     """Starts a master, and unless ``memory_bytes`` is 0 a process with so much memory; waits until

@@ -19,7 +19,9 @@ ROW_INCHES = 0.29
 TICKS = tuple(2.0**power for power in range(-6, 8))
 
 
-def draw_comparison(found: Found, rows: Sequence[Comparison], path: Path) -> None:
+def draw_comparison(
+    found: Found, rows: Sequence[Comparison], path: Path, title: str, peer: str
+) -> None:
     """Draws one bar per row: from 1 to the median ratio on a logarithmic scale; with a line from
     the smallest to the largest of the rounds, and a mark at the goal."""
     figure = Figure(figsize=(9.5, 1.6 + ROW_INCHES * len(rows)), layout="constrained")
@@ -47,14 +49,12 @@ def draw_comparison(found: Found, rows: Sequence[Comparison], path: Path) -> Non
     axes.set_axisbelow(True)
     axes.tick_params(axis="y", labelsize=8, length=0)
     explained = (
-        "Mooncake's time over ours: right of 1 ours is faster. Black mark: the goal."
+        f"{peer}'s time over ours: right of 1 ours is faster. Black mark: the goal."
         " Grey line: smallest to largest round."
     )
     axes.set_xlabel(explained, fontsize=8)
     machine = f"{found['machine'].get('cpu', '')}, {found['machine'].get('cores', '?')} cores"
-    behind = f" behind {found['behind']}" if found.get("behind") else ""
-    title = f"kvstore and Mooncake Store side by side{behind}, {found['rounds']} rounds ({machine})"
-    axes.set_title(title, fontsize=10)
+    axes.set_title(f"{title}, {found['rounds']} rounds ({machine})", fontsize=10)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, dpi=DPI, metadata={"Software": None})

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from bench.client import MOONCAKE, REDIS
 from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT, WARM_PIECE
 
 KIB: Final = 1 << 10
@@ -55,6 +56,23 @@ OVER_TCP = (
     "Not the same path: LMCache has no way to Mooncake's shared-memory client, so Mooncake's bytes"
     " travel by TCP."
 )
+BY_SOCKET = (
+    "`shm`: ours through shared memory, Redis through its Unix socket. `tcp`: both through TCP."
+)
+NOT_VERIFIED = (
+    "Ours writes a checked header and an xxh3 checksum of the payload with each put, and each get"
+    " verifies both and fills the caller's memory. Redis keeps no checksum; redis-py returns new"
+    " bytes objects, and their copy into the caller's memory is not timed. redis-py has the faster"
+    " settings: reads of 1 MiB, hiredis, and its own packer for objects of 1 MiB or more."
+)
+COUNTED = (
+    "Ours asks the master through a Unix socket in either mode, and learns it of each key; Redis's"
+    " `EXISTS` counts the keys that are there."
+)
+PIPELINED = (
+    "Not the same work, and ours does more: Redis has no prefixes, so its users ask for each key"
+    " by one pipeline, without a lease; ours finds the longest prefix in one call and leases it."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +97,13 @@ class Row:
     notes: tuple[str, ...] = ()
     behind: str = ""
     """What is between the benchmark and the systems: ``LMCACHE``, ``HICACHE``, or nothing."""
+    peer: str = MOONCAKE
+    """The system beside kvstore."""
+
+    @property
+    def table(self) -> str:
+        """The name of its table in ``TABLES``."""
+        return self.behind or ("" if self.peer == MOONCAKE else self.peer)
 
     @property
     def id(self) -> str:
@@ -118,7 +143,10 @@ def size_name(size: int, between: str = "") -> str:
     """``4KiB``, ``1MiB``; ``-`` for no bytes."""
     if not size:
         return "-"
-    return f"{size >> 20}{between}MiB" if size >= MIB else f"{size >> 10}{between}KiB"
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{size // unit}{between}{name}"
+    return f"{size}{between}B"
 
 
 def _pair(
@@ -180,8 +208,20 @@ HICACHE_ROWS: Final = tuple(
     for op, size in ((PUT, 64 * KIB), (GET, 64 * KIB), (PUT, MIB), (GET, MIB), (EXIST, 0))
 )  # fmt: skip
 
-TABLES: Final = {"": ROWS, LMCACHE: LMCACHE_ROWS, HICACHE: HICACHE_ROWS}
-"""The tables, by what is between the benchmark and the systems (``Row.behind``)."""
+REDIS_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, batch=batch, goal=1, peer=REDIS, notes=(BY_SOCKET, note))
+    for mode in MODES
+    for op, size, batch, note in (
+        *((EXIST, 0, batch, COUNTED) for batch in (1, 64)),
+        *((MATCH, 0, batch, PIPELINED) for batch in (64, 1024)),
+        *((op, size, 1, NOT_VERIFIED)
+          for size in (512, 4 * KIB, 64 * KIB, MIB, 16 * MIB) for op in (PUT, GET)),
+        *((op, size, 64, NOT_VERIFIED) for size in (4 * KIB, MIB) for op in (PUT, GET)),
+    )
+)  # fmt: skip
+
+TABLES: Final = {"": ROWS, LMCACHE: LMCACHE_ROWS, HICACHE: HICACHE_ROWS, REDIS: REDIS_ROWS}
+"""The tables by their names (``Row.table``)."""
 
 
 def chosen(patterns: Sequence[str], rows: Sequence[Row] = ROWS) -> list[Row]:

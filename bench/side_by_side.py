@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from bench import mooncake
-from bench.client import MOONCAKE, OURS, ClientProcess, Settings, environment
+from bench import history, mooncake, redis
+from bench.client import MOONCAKE, OURS, REDIS, ClientProcess, Settings, environment
 from bench.page import Advance, Found, ResultsPage, ResultsTable, microseconds, verdict
-from bench.rows import HICACHE, LMCACHE, SHM, TABLES, Row, memory_needed
+from bench.rows import HICACHE, LMCACHE, TABLES, TCP, Row, memory_needed
 from kvstore.bench.ours import Store, own_store
 from kvstore.bench.session import MEMCPY
 from kvstore.bench.timing import Spread, median_us, processor_seconds
@@ -30,6 +30,8 @@ from kvstore.demo.processes import Children
 STOP_SECONDS: Final = 20.0
 IDLE_SECONDS: Final = 0.5
 PROCESSES: Final = ("client", "master", "storage")
+PEERS: Final = {MOONCAKE: "Mooncake", REDIS: "Redis"}
+"""The other systems, as pages call them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +56,17 @@ def compare(rows: Sequence[Row], plan: Plan, progress: Advance) -> Found:
         KVStoreError: kvstore failed.
     """
     comparisons = {row.id: Comparison(row) for row in rows}
-    idle: dict[str, list[float]] = {OURS: [], MOONCAKE: []}
+    peer = rows[0].peer
+    idle: dict[str, list[float]] = {OURS: [], peer: []}
     for number in range(plan.rounds):
         what = f"round {number + 1} of {plan.rounds}"
         progress(f"{what}: starting", 0)
-        with _stores(plan.pool_bytes) as (children, ours, theirs):
+        with _stores(peer, plan.pool_bytes) as (children, ours, theirs):
             for mode in sorted({row.mode for row in rows}):
                 some = [row for row in rows if row.mode == mode]
                 progress(f"{what}, {mode}: writing both pools through", 0)
                 with _clients(children, ours, theirs, some, plan) as clients:
-                    pids = {OURS: ours.pids, MOONCAKE: theirs.pids}
+                    pids = {OURS: ours.pids, peer: theirs.pids}
                     for system, client in clients.items():
                         idle[system].append(_idle_percent([*pids[system].values(), client.pid]))
                     for index, row in enumerate(some):
@@ -72,30 +75,40 @@ def compare(rows: Sequence[Row], plan: Plan, progress: Advance) -> Found:
                         _measure(comparisons[row.id], clients, plan.seconds / 2, is_odd)
     return {
         "rounds": plan.rounds, "seconds": plan.seconds, "pool_bytes": plan.pool_bytes,
-        "behind": rows[0].behind, "idle_percent": idle,
+        "table": rows[0].table, "behind": rows[0].behind, "idle_percent": idle,
         "rows": [each.as_json() for each in comparisons.values()],
     }  # fmt: skip
 
 
 @contextlib.contextmanager
-def _stores(pool_bytes: int) -> Iterator[tuple[Children, Store, mooncake.Servers]]:
+def _stores(
+    peer: str, pool_bytes: int
+) -> Iterator[tuple[Children, Store, mooncake.Servers | redis.Server]]:
     with (
         own_store(pool_bytes) as ours,
         Children(environment(), stop_seconds=STOP_SECONDS) as children,
     ):
-        yield children, ours, mooncake.start(children, pool_bytes)
+        is_redis = peer == REDIS
+        yield (
+            children, ours,
+            redis.start(children) if is_redis else mooncake.start(children, pool_bytes),
+        )  # fmt: skip
 
 
 @contextlib.contextmanager
 def _clients(
-    children: Children, ours: Store, theirs: mooncake.Servers, rows: Sequence[Row], plan: Plan
+    children: Children,
+    ours: Store,
+    theirs: mooncake.Servers | redis.Server,
+    rows: Sequence[Row],
+    plan: Plan,
 ) -> Iterator[dict[str, ClientProcess]]:
     """A client of each system, for rows of one mode."""
     mode, behind = rows[0].mode, rows[0].behind
     stores = {
         OURS: (ours.address, ours.pids),
         # LMCache cannot use Mooncake's shared-memory client.
-        MOONCAKE: (theirs.storage if mode == SHM and not behind else theirs.master, theirs.pids),
+        rows[0].peer: (theirs.at(TCP if behind else mode), theirs.pids),
     }
     with contextlib.ExitStack() as stack:
         clients = {}
@@ -113,9 +126,9 @@ def _measure(
 ) -> None:
     """Measures one row of one round: A, B, B, A, so that a machine that slows down slows both."""
     row = comparison.row
-    order = (MOONCAKE, OURS) if theirs_first else (OURS, MOONCAKE)
-    samples: dict[str, list[float]] = {OURS: [], MOONCAKE: []}
-    processor: dict[str, Counter[str]] = {OURS: Counter(), MOONCAKE: Counter()}
+    order = (row.peer, OURS) if theirs_first else (OURS, row.peer)
+    samples: dict[str, list[float]] = {OURS: [], row.peer: []}
+    processor: dict[str, Counter[str]] = {OURS: Counter(), row.peer: Counter()}
     copies: list[float] = []
     for system in (*order, *reversed(order)):
         client = clients[system]
@@ -163,7 +176,7 @@ class Comparison:
 
     @property
     def ratio(self) -> Spread:
-        """Mooncake's time over ours, within each round: above 1 ours is faster."""
+        """The peer's time over ours, within each round: above 1 ours is faster."""
         return Spread.of_ratios(self.theirs_us, self.ours_us)
 
     @property
@@ -173,7 +186,7 @@ class Comparison:
 
     @property
     def processor_ratio(self) -> Spread | None:
-        """Mooncake's processor time over ours, of all processes; None: not measured."""
+        """The peer's processor time over ours, of all processes; None: not measured."""
         if not self.ours_processor_us:
             return None
         theirs, ours = (
@@ -210,7 +223,7 @@ class Comparison:
 
 def comparisons(found: Found) -> list[Comparison]:
     """The comparisons in the results of ``compare``, but for rows that the table no longer has."""
-    known = {row.id: row for row in TABLES[found.get("behind", "")]}
+    known = {row.id: row for row in TABLES[table_of(found)]}
     fields = ("ours_us", "theirs_us", "memcpy_us", "ours_processor_us", "theirs_processor_us")
     return [
         Comparison(known[each["id"]], *(each[name] for name in fields))
@@ -219,17 +232,23 @@ def comparisons(found: Found) -> list[Comparison]:
     ]
 
 
+def table_of(found: Found) -> str:
+    """The name of the table in ``TABLES`` that was measured."""
+    return str(found.get("table", found.get("behind", "")))  # older results say only the latter
+
+
 # --- the page ----------------------------------------------------------------------------------
 
 NAMES: Final = {
     "": ("mooncake", "Side by side with Mooncake Store", "make bench"),
     LMCACHE: (LMCACHE, "Behind LMCache, beside Mooncake Store", "make bench-lmcache"),
     HICACHE: (HICACHE, "Behind SGLang's HiCache, beside Mooncake Store", "make bench-hicache"),
+    REDIS: (REDIS, "Side by side with Redis", "make bench-redis"),
 }
-COLUMNS: Final = ("work", "path", "ours", "Mooncake", "ratio", "rounds", "goal", "")
+COLUMNS: Final = ("work", "path", "ours", "{peer}", "ratio", "rounds", "goal", "")
 LEFT: Final = (0, 1, 7)
 TIME: Final = (
-    "Time of one call, the median of the rounds' medians. Ratio: Mooncake's time over ours within a"
+    "Time of one call, the median of the rounds' medians. Ratio: {peer}'s time over ours within a"
     " round, the median of the rounds (smallest to largest); above 1 ours is faster."
 )
 PROCESSOR: Final = (
@@ -238,18 +257,21 @@ PROCESSOR: Final = (
 )
 
 
-def page_of(found: Found) -> ResultsPage:
-    """The page of the results of ``compare``."""
+def page_of(found: Found, runs: Sequence[Found] = ()) -> ResultsPage:
+    """The page of the results of ``compare``, and of the last ``runs`` (``history.entry``)."""
     rows = comparisons(found)
-    name, title, command = NAMES[found.get("behind", "")]
+    table = table_of(found)
+    name, title, command = NAMES[table]
+    peer = PEERS[TABLES[table][0].peer]
+    columns = [column.format(peer=peer) for column in COLUMNS]
     how = (
         f", {found['rounds']} rounds, {found['seconds']:g} s per row, round and system,"
         f" pools of {found['pool_bytes'] / (1 << 30):g} GiB"
     )
     notes = list(dict.fromkeys(note for each in rows for note in each.row.notes))
     parts: list[str | ResultsTable] = [
-        TIME,
-        ResultsTable(COLUMNS, [_cells(each, notes) for each in rows], LEFT),
+        TIME.format(peer=peer),
+        ResultsTable(columns, [_cells(each, notes) for each in rows], LEFT),
         _summary(rows),
         "\n".join(_memcpy_line(each, each.memcpy_part) for each in rows if each.memcpy_part),
         "\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1)),
@@ -259,7 +281,7 @@ def page_of(found: Found) -> ResultsPage:
         parts += [
             "## Processor time",
             PROCESSOR,
-            ResultsTable(COLUMNS, [_processor_cells(each) for each in processor], LEFT),
+            ResultsTable(columns, [_processor_cells(each) for each in processor], LEFT),
             f"{met} of {len(processor)} goals are met.",
         ]
     if idle := "; ".join(
@@ -267,11 +289,12 @@ def page_of(found: Found) -> ResultsPage:
         for system, values in found["idle_percent"].items()
     ):
         parts.append(f"Processor time of all idle processes of a system, of one core: {idle}.")
+    parts += history.parts(runs, [each.row for each in rows])
 
     def draw(path: Path) -> None:
         from bench.picture import draw_comparison
 
-        draw_comparison(found, rows, path)
+        draw_comparison(found, rows, path, title, peer)
 
     return ResultsPage(name, title, command, parts, how, "Ratios, goals and spread", draw)
 
@@ -305,7 +328,7 @@ def _processor_cells(comparison: Comparison) -> tuple[str, ...]:
 def _shares(rounds: Sequence[dict[str, float]]) -> str:
     """``71 µs = 40 + 30 + 1``: the rounds' median of the sum, and of each process."""
     total = Spread.of([sum(each.values()) for each in rounds]).median
-    parts = [Spread.of([each[name] for each in rounds]).median for name in PROCESSES]
+    parts = [Spread.of([each.get(name, 0.0) for each in rounds]).median for name in PROCESSES]
     return f"{microseconds(total)} = " + " + ".join(f"{part:,.0f}" for part in parts)
 
 

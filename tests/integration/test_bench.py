@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import growth, growth_master, mooncake
-from bench.client import MOONCAKE, OURS, ClientProcess, Settings, environment
-from bench.rows import MODES, SHM, TCP, chosen
-from bench.side_by_side import Plan, compare, comparisons
+from bench import growth, growth_master, mooncake, redis
+from bench.client import MOONCAKE, OURS, REDIS, ClientProcess, Settings, environment
+from bench.page import markdown
+from bench.rows import MODES, REDIS_ROWS, SHM, TCP, chosen
+from bench.side_by_side import Plan, compare, comparisons, page_of
 from kvstore.bench.ours import own_store
 from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT
 from kvstore.demo.processes import ChildError, Children
@@ -26,10 +27,12 @@ GIB = 1 << 30
 POOL = 256 << 20
 MEMORY = 64 << 16
 MISSING = mooncake.missing()
+NO_REDIS = redis.missing()
 CI = bool(os.environ.get("CI"))
 
 peer = pytest.mark.skipif(MISSING is not None and not CI, reason=MISSING or "")
 """Continuous integration has it: there, its absence is a failure."""
+beside_redis = pytest.mark.skipif(NO_REDIS is not None and not CI, reason=NO_REDIS or "")
 roomy = pytest.mark.skipif(shutil.disk_usage("/dev/shm").free < 2 * GIB, reason="/dev/shm is small")
 
 
@@ -70,6 +73,36 @@ def test_every_operation_on_mooncake(children: Children) -> None:
         one = client(children, MOONCAKE, mode, address)
         do(one, (PUT, GET, EXIST, MEMCPY))
         one.close()
+
+
+@beside_redis
+def test_every_operation_on_redis(children: Children) -> None:
+    server = redis.start(children)
+    for mode in (SHM, TCP):
+        one = client(children, REDIS, mode, server.at(mode))
+        do(one, (PUT, GET, EXIST, MATCH, MEMCPY))
+        assert one.measure(PUT, 1 << 20, 1, 0.01), "the other packer"
+        assert one.measure(GET, 1 << 20, 1, 0.01), "compares what was put"
+        one.close()
+
+
+@roomy
+@beside_redis
+def test_redis_side_by_side() -> None:
+    """One row of each path; the page has no share of a master for Redis, which has none."""
+    rows = chosen(["get/tcp/512B", "match_prefix/shm/-/64"], REDIS_ROWS)
+    found = compare(rows, Plan(rounds=1, seconds=0.01, pool_bytes=POOL), lambda what, steps: None)
+    assert [each.row for each in comparisons(found)] == rows
+    assert found["idle_percent"].keys() == {OURS, REDIS}
+    for each in comparisons(found):
+        assert each.theirs_processor_us[0].keys() == {"client", "storage"}
+        assert min(each.theirs_processor_us[0].values()) > 0
+    page = page_of(found)
+    assert (page.name, page.command) == ("redis", "make bench-redis")
+    text = markdown(page, {**found, "machine": {"cpu": "A", "cores": 2, "memory_gib": 8,
+                                                "kernel": "6.1"}, "load": [0.0, 0.0]})  # fmt: skip
+    assert "| work | path | ours | Redis |" in text
+    assert "Mooncake" not in text
 
 
 @roomy

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from bench import mooncake
+from bench import mooncake, redis
 from bench.__main__ import main
 from bench.page import in_words, machine
 
@@ -36,6 +36,26 @@ def test_without_a_library_of_the_system(tmp_path: Path, monkeypatch: pytest.Mon
     assert result.exit_code == 1
     assert why in result.output
     assert "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2" in result.output
+
+
+@pytest.mark.parametrize("package", redis.PACKAGES)
+def test_without_the_client_of_redis(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis, "PROGRAM", "sh")
+    monkeypatch.setitem(sys.modules, package, None)
+    result = CliRunner().invoke(main, ["--beside", "redis", "--quick"])
+    assert result.exit_code == 1
+    assert "pip install 'redis[hiredis]'" in result.output
+
+
+def test_without_the_server_of_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis, "PROGRAM", "no-such-server")
+    assert "apt-get install no-such-server" in (redis.missing() or "")
+
+
+def test_redis_is_not_behind_an_engine() -> None:
+    result = CliRunner().invoke(main, ["--beside", "redis", "--behind", "lmcache"])
+    assert result.exit_code == 2
+    assert "--behind has Mooncake Store beside this store" in result.output
 
 
 def test_rows_that_do_not_exist_are_an_error_that_names_those_that_do() -> None:

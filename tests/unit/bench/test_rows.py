@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.rows import MODES, ROWS, Row, chosen, memory_needed, size_name
+from bench.rows import MODES, REDIS_ROWS, ROWS, TABLES, Row, chosen, memory_needed, size_name
 from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -59,6 +59,24 @@ def test_ids_are_unique_and_paths_known() -> None:
     assert {row.mode for row in ROWS} == set(MODES)
 
 
+@pytest.mark.parametrize("name", TABLES)
+def test_a_row_knows_its_table(name: str) -> None:
+    assert {row.table for row in TABLES[name]} == {name}
+    assert len({row.id for row in TABLES[name]}) == len(TABLES[name])
+
+
+def test_redis_has_the_same_work_on_either_path() -> None:
+    shm, tcp = ([(row.op, row.size, row.batch) for row in REDIS_ROWS if row.mode == mode]
+                for mode in MODES)  # fmt: skip
+    assert shm == tcp
+    for size in (512, 4 * KIB, 64 * KIB, MIB, 16 * MIB):
+        assert {(PUT, size, 1), (GET, size, 1)} <= set(shm)
+    for size in (4 * KIB, MIB):
+        assert {(PUT, size, 64), (GET, size, 64)} <= set(shm)
+    assert {(EXIST, 0, 1), (EXIST, 0, 64), (MATCH, 0, 64), (MATCH, 0, 1024)} <= set(shm)
+    assert {row.goal for row in REDIS_ROWS} == {1}, "met: ours is as fast"
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_where_the_work_differs_the_row_says_so(row: Row) -> None:
     assert row.notes
@@ -87,4 +105,4 @@ def test_a_client_has_memory_for_the_largest_batch() -> None:
 
 
 def test_sizes_are_named() -> None:
-    assert [size_name(size) for size in (0, 4 * KIB, MIB)] == ["-", "4KiB", "1MiB"]
+    assert [size_name(size) for size in (0, 512, 4 * KIB, MIB)] == ["-", "512B", "4KiB", "1MiB"]
