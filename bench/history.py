@@ -65,7 +65,7 @@ def in_short(runs: Sequence[Found]) -> str:
     return (
         f"{_span(ratios, '.2f')}; faster in {_span([_faster(run) for run in runs])} of {rows} rows,"
         f" {_span([run['met'] for run in runs])} of {rows} goals met;"
-        f" {len(runs)} runs on {len(_machines(runs))} kinds of machine"
+        f" {_many(len(runs), 'run')} on {_many(len(_machines(runs)), 'kind')} of machine"
     )
 
 
@@ -90,7 +90,7 @@ def parts(runs: Sequence[Found], rows: Sequence[Row]) -> list[str | ResultsTable
                       if _machine(run) == machine and row.id in run["rows"]]  # fmt: skip
             cells.append(_span(ratios, ".2f"))
         ranges.append((row.title, row.mode, *cells))
-    columns = [f"{machine}: {_runs(count)}" for machine, count in machines.items()]
+    columns = [f"{machine}: {_many(count, 'run')}" for machine, count in machines.items()]
     return [
         "## Over the last runs",
         f"Ratios {in_short(runs)}. Each run is of the code and the harness of its commit. The last"
@@ -114,8 +114,8 @@ def _machines(runs: Sequence[Found]) -> Counter[str]:
     return Counter(map(_machine, reversed(runs)))
 
 
-def _runs(count: int) -> str:
-    return f"{count} run{'s' if count > 1 else ''}"
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"
 
 
 def _faster(run: Found) -> int:

@@ -107,7 +107,7 @@ def test_each_whole_run_is_kept_and_the_oldest_are_dropped(
     assert len(runs) == history.RUNS_MAX
     assert runs[0] == run(found(again_us=2)), "the oldest is dropped"
     assert len(runs[-1]["rows"]) == len(ROWS)
-    assert "20 runs on 1 kinds of machine" in (tmp_path / "mooncake.md").read_text()
+    assert "20 runs on 1 kind of machine" in (tmp_path / "mooncake.md").read_text()
 
 
 def test_drawing_again_adds_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_drawing_again_adds_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "## Over the last runs" in (out / "mooncake.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["mooncake"])
+@pytest.mark.parametrize("name", ["mooncake", "redis"])
 def test_the_comparison_quotes_the_range_and_not_one_run(name: str) -> None:
     runs = history.read(PUBLISHED, name)
     assert history.in_short(runs) in (DOCS / "comparison.md").read_text()

@@ -25,7 +25,7 @@ SHARES = {"client": 8.0, "master": 2.0, "storage": 0.0}
 THEIR_SHARES = {"client": 5.0, "master": 5.0, "storage": 5.0}
 
 
-@pytest.mark.parametrize("name", ["mooncake", "hicache", "growth", "serving"])
+@pytest.mark.parametrize("name", ["mooncake", "hicache", "redis", "growth", "serving"])
 def test_what_is_published_is_written_again_from_its_numbers(name: str) -> None:
     found = json.loads((PUBLISHED / f"{name}.json").read_text())
     pages = {"growth": growth_page.page_of, "serving": serving_page.page_of}
