@@ -74,6 +74,7 @@ gpu: ## On a bare machine with a GPU: install into build/gpu, test and measure, 
 # The wheels are built from the source distribution, so what it lacks is noticed here.
 dist: $(DIST_VENV)/.ready ## Build the source distribution and the wheels, into dist/
 	rm -rf dist build/wheels
+	$(BUILD) docs/site/manual.py
 	$(BUILD) -m build --sdist --outdir dist .
 	KVSTORE_NATIVE=0 $(call WHEEL,$(DIST_VENV)/bin/python) --wheel-dir dist dist/kvstore_llm-*.tar.gz
 	set -e; for python in $(PYTHONS); do \

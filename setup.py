@@ -97,9 +97,13 @@ def first_page() -> str:
     return re.sub(r"\]\((?!\w+:)", f"]({source}/raw/HEAD/", text)
 
 
+# ``make dist`` writes them (docs/site/manual.py); a build from a clone has none.
+PAGES = sorted(str(path) for path in Path("docs/man").glob("*.1"))
+
 setup(
     long_description=first_page(),
     long_description_content_type="text/markdown",
     ext_modules=[STEPS] if WANTED else [],
+    data_files=[("share/man/man1", PAGES)] if PAGES else [],
     cmdclass={"build_ext": Build},
 )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from reference import SERVERS, cell, code
+from reference import SERVERS, all_commands, cell, code
 
 from kvstore import calls
 from kvstore.cli import main
@@ -103,17 +103,13 @@ def of_commands() -> Iterator[str]:
     yield "Flags that are settings are in [Settings](../docs/settings.md). Every command has"
     yield "`--help`, `--debug` and `--config FILE`; commands that print results have `--json`."
     yield "Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no such object, 130 interrupted.\n"
-    context = click.Context(main.cli, info_name="kvstore")
-    for name in main.cli.list_commands(context):
-        command = main.cli.get_command(context, name)
-        assert command is not None
-        yield from of_command(f"kvstore {name}", command, ClientConfig)
-    for name, (command, kind) in SERVERS.items():
-        yield from of_command(name, command, kind)
+    for name, command in all_commands():
+        if command is not main.cli:
+            _, kind = SERVERS.get(name, (None, ClientConfig))
+            yield from of_command(name, command, kind)
 
 
 def of_command(name: str, command: click.Command, kind: type[Config]) -> Iterator[str]:
-    """The command, and those below it."""
     context = click.Context(command, info_name=name)
     usage = " ".join(command.collect_usage_pieces(context))
     yield f"## {name}\n\n{cell(command.help or '')}\n\n    {name} {usage}\n"
@@ -145,12 +141,6 @@ def of_command(name: str, command: click.Command, kind: type[Config]) -> Iterato
     if examples.strip().startswith("Example"):
         _, _, lines = examples.partition("\n")
         yield f"```console\n{inspect.cleandoc(lines)}\n```\n"
-    if not isinstance(command, click.Group):
-        return
-    for below in command.list_commands(context):
-        found = command.get_command(context, below)
-        assert found is not None
-        yield from of_command(f"{name} {below}", found, kind)
 
 
 def of_client() -> Iterator[str]:

@@ -25,7 +25,7 @@ from typing import Final
 import click
 
 from kvstore import errors, limits
-from kvstore.cli import master, node, proxy
+from kvstore.cli import main, master, node, proxy
 from kvstore.cli.main import SETTINGS_WITHOUT
 from kvstore.cli.options import SOURCES
 from kvstore.config import (
@@ -52,6 +52,23 @@ OTHERS: Final[dict[str, type[Config]]] = {
     "Client, and every command of kvstore": ClientConfig,
     "The vLLM connector": ConnectorConfig,
 }
+
+
+def all_commands() -> Iterator[tuple[str, click.Command]]:
+    """Yields each command by its words (``kvstore put``), and those below it after it."""
+
+    def walk(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+        yield path, command
+        if isinstance(command, click.Group):
+            context = click.Context(command, info_name=path)
+            for name in command.list_commands(context):
+                found = command.get_command(context, name)
+                assert found is not None
+                yield from walk(f"{path} {name}", found)
+
+    yield from walk("kvstore", main.cli)
+    for name, (command, _) in SERVERS.items():
+        yield from walk(name, command)
 
 
 def cell(text: str) -> str:
@@ -134,7 +151,7 @@ def written(page: str) -> str:
     return TABLE.sub(lambda at: f"{at[1]}\n" + "\n".join(TABLES[at[2]]()) + f"\n\n{at[3]}", page)
 
 
-def main(*arguments: str) -> int:
+def write(*arguments: str) -> int:
     pages = {page: page.read_text() for page in sorted(DOCS.glob("*.md"))}
     named = [name for text in pages.values() for _, name, _ in TABLE.findall(text)]
     wrong = [
@@ -152,4 +169,4 @@ def main(*arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(write(*sys.argv[1:]))

@@ -90,6 +90,9 @@ def test_there_is_an_sdist_a_pure_wheel_and_a_compiled_one_for_this_interpreter(
 @pytest.mark.parametrize("wheel", WHEELS)
 def test_a_wheel_holds_the_packages_and_their_files_and_nothing_else(wheel: str) -> None:
     found = {name for name in names_in(wheel) if ".dist-info/" not in name}
+    pages = {name for name in found if "/share/man/man1/" in name}
+    assert {Path(name).name for name in pages} >= {"kvstore.1", "kvstore-put.1", "kvstore-master.1"}
+    found -= pages
     libraries = {name for name in found if name.endswith(".so")}
     assert found - libraries == sources()
     if wheel == PURE:
@@ -120,6 +123,7 @@ def test_the_sdist_holds_what_a_build_needs() -> None:
     assert headers <= names
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
     assert "deploy/Containerfile" in names
+    assert "docs/man/kvstore-auth-issue.1" in names
     assert not any(name.startswith("tests/") for name in names)
 
 
@@ -184,6 +188,7 @@ def test_a_new_user_installs_it_and_runs_the_readme(
     print(f"python{version} -m pip install {artefact}: {took_s:.1f} s, load {load:.1f}")
 
     assert user.kvstore("--version").strip() == __version__
+    assert (user.bin.parent / "share/man/man1/kvstore.1").is_file()
     where = "import kvstore; print(kvstore.__file__)"
     assert user.run(user.python, "-c", where).startswith(str(user.directory))
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 import warnings
 from importlib.metadata import EntryPoint, distribution
@@ -16,6 +19,7 @@ import pytest
 import kvstore
 import kvstore.mooncake
 from kvstore._version import __version__
+from kvstore.cli.main import LATE, cli
 from kvstore.cli.mooncake_commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,3 +139,39 @@ def test_a_package_index_shows_no_link_that_leads_nowhere() -> None:
     assert shown.startswith("# kvstore")
     assert "`kvstore why` names the reason" in shown
     assert re.findall(r"\]\((?!https?://)", shown) == []
+
+
+MACROS = {"TH", "SH", "TP", "PP", "nf", "fi"}
+
+
+def test_each_command_has_a_manual_page(tmp_path: Path) -> None:
+    made = []
+    for name in ("once", "again"):
+        folder = tmp_path / name
+        subprocess.run(
+            [sys.executable, ROOT / "docs/site/manual.py", folder],
+            check=True, timeout=60, env={**os.environ, "SOURCE_DATE_EPOCH": "1790000000"},
+        )  # fmt: skip
+        made.append({path.name: path.read_text() for path in folder.iterdir()})
+    pages, again = made
+    assert pages == again
+    assert {f"{each}.1" for each in PYPROJECT["project"]["scripts"]} <= pages.keys()
+    assert {f"kvstore-{each}.1" for each in (*cli.commands, *LATE, "auth-issue")} <= pages.keys()
+    for name, page in pages.items():
+        assert page.isascii(), name
+        title = name.removesuffix(".1").upper().replace("-", "\\-")
+        assert page.startswith(f'.TH {title} 1 "2026-09-21" "kvstore {__version__}"\n'), name
+        used = {line.split()[0][1:] for line in page.splitlines() if line[:1] in (".", "'")}
+        assert used <= MACROS, name
+    assert "\\fB\\-\\-overwrite\\fR\nReplace" in pages["kvstore-put.1"]
+    assert ".SH EXIT STATUS\n" in pages["kvstore-clean.1"]
+
+
+@pytest.mark.skipif(shutil.which("groff") is None, reason="groff is not installed")
+def test_groff_has_nothing_to_say_of_a_manual_page(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "docs/site/manual.py", tmp_path], check=True, timeout=60)
+    done = subprocess.run(
+        ["groff", "-man", "-Tutf8", "-ww", "-z", *sorted(tmp_path.glob("*.1"))],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stderr == ""
