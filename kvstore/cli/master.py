@@ -42,7 +42,7 @@ Examples:
 def command(config_path: str | None, parent_fd: int | None, **flags: object) -> int:
     with ParentLink(parent_fd) as parent:
         config = load(MasterConfig, flags, config_path=config_path, origin="{flag}")
-        logs.configure(config.log_level)
+        logs.configure(config.log_level, config.log_format)
         if config.auth:
             dumps.hide_memory()
         # After the settings: a typo is reported at once.

@@ -45,7 +45,7 @@ def command(
 ) -> int:
     with ParentLink(parent_fd) as parent:
         config = load(NodeConfig, flags, config_path=config_path, origin="{flag}")
-        logs.configure(config.log_level)
+        logs.configure(config.log_level, config.log_format)
         if config.auth:
             dumps.hide_memory()
         # After the settings: a typo is reported at once.

@@ -58,7 +58,7 @@ class Proxy(Command):
 @version_option
 def command(config_path: str | None, **flags: object) -> int:
     config = load(ProxyConfig, flags, config_path=config_path, origin="{flag}")
-    logs.configure(config.log_level)
+    logs.configure(config.log_level, config.log_format)
     if config.auth or config.cache_salt_from:
         dumps.hide_memory()
     try:

@@ -74,7 +74,7 @@ def quickstart(config_path: str | None, **flags: object) -> int:
     if "log_level" not in config.model_fields_set:
         change["log_level"] = "warning"
     config = config.model_copy(update=change)
-    logs.configure(config.log_level)
+    logs.configure(config.log_level, config.log_format)
     click.echo(f"kvstore quickstart: takes {size_text(config.memory)} of memory (--memory) ...")
 
     from kvstore.master.app import Temporary

@@ -32,6 +32,7 @@ from kvstore.process.children import ParentLink
 @click.option("--known", default="", help="File with names of other authorities.")
 @click.option("--config", default="")
 @click.option("--log-level", default="warning")
+@click.option("--log-format", default="text")
 def command(
     parent_fd: int,
     listener: int,
@@ -50,9 +51,10 @@ def command(
     known: str,
     config: str,
     log_level: str,
+    log_format: str,
 ) -> None:
     del config  # ``kvstore.process.children`` gives each child the option
-    logs.configure(log_level)
+    logs.configure(log_level, log_format)
     if auth:
         dumps.hide_memory()
     from kvstore.web.of_master import Served, serve

@@ -22,6 +22,7 @@ from kvstore.config.values import (
     Host,
     Label,
     Limit,
+    LogFormat,
     LogLevel,
     Microseconds,
     Milliseconds,
@@ -254,6 +255,7 @@ class MasterConfig(HttpConfig):
         "and --port; empty: those. Clients and nodes must reach it there.",
     )
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
+    log_format: LogFormat = "text"
 
     @property
     def lane_port_wanted(self) -> int:

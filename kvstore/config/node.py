@@ -26,6 +26,7 @@ from kvstore.config.values import (
     Group,
     HugePages,
     LockMemory,
+    LogFormat,
     LogLevel,
     Master,
     MetadataServer,
@@ -147,6 +148,7 @@ class NodeConfig(HttpConfig):
     metadata_server: MetadataServer = P2P
     engine_unauthenticated: Unauthenticated = False
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
+    log_format: LogFormat = "text"
 
     @model_validator(mode="after")
     def _rules(self) -> NodeConfig:

@@ -21,6 +21,7 @@ from kvstore.config.values import (
     HttpKey,
     HttpToken,
     Limit,
+    LogFormat,
     LogLevel,
     Milliseconds,
     OptionalMaster,
@@ -210,6 +211,7 @@ class ProxyConfig(Config):
         "every proxy before these engines. With a new one no caller finds what it stored before.",
     )
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
+    log_format: LogFormat = "text"
 
     @model_validator(mode="after")
     def _rules(self) -> Self:

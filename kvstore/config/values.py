@@ -304,6 +304,14 @@ NamespaceName = Annotated[str, As("NAME"), AfterValidator(_refusing(check_namesp
 Transports = Annotated[
     tuple[str, ...], As("NAME,..."), BeforeValidator(_words), AfterValidator(_transports)
 ]
+LogFormat = Annotated[
+    Literal["text", "json"],
+    BeforeValidator(_lower),
+    Field(
+        description="How events are logged, one a line: text, as key=value; json, as an object "
+        "that has these as keys."
+    ),
+]
 LogLevel = Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower)]
 OnOffAuto = Annotated[
     bool | None, BeforeValidator(lambda value: None if value == "auto" else value)

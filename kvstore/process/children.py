@@ -27,7 +27,7 @@ from typing import Any, Final, Self
 
 from kvstore.clocks import uptime
 from kvstore.errors import BY_CODE, DeadlineExceededError, InternalError, KVStoreError, StartupError
-from kvstore.process import descriptors, interpreter, supervisor
+from kvstore.process import descriptors, interpreter, logs, supervisor
 from kvstore.process.stopping import current
 
 START_TIMEOUT_S: Final = 60.0
@@ -88,7 +88,7 @@ class Child:
             ) from error
         command = interpreter.command(
             "-m", module, "--config", "", "--log-level", "warning",
-            "--parent-fd", str(theirs.fileno()), *flags,
+            "--log-format", logs.form_in_use(), "--parent-fd", str(theirs.fileno()), *flags,
         )  # fmt: skip
         with theirs:
             try:

@@ -1,7 +1,8 @@
 """What our servers write to standard output and standard error.
 
-One line per event, ``key=value``. A server writes to a disk that may be full, a pipe that its
-reader has closed, or one that is not read: none of that may stop or end it. ``configure`` puts both
+One line per event: ``key=value``, or an object of JSON (``--log-format json``). Times are ISO 8601
+with the offset from UTC. A server writes to a disk that may be full, a pipe that its reader has
+closed, or one that is not read: none of that may stop or end it. ``configure`` puts both
 streams behind a bounded queue and a thread of their own: a write never blocks and never fails. What
 does not fit, or cannot be written, is dropped and counted, and a line says so once lines can be
 written again. Prints, progress bars and tracebacks take the same way.
@@ -15,13 +16,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import json
 import logging
+import math
 import os
+import re
 import select
 import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import datetime
 from queue import SimpleQueue
 from typing import IO, Any, Final, TextIO, cast
 
@@ -51,17 +56,28 @@ EACH: Final = {"each": True}
 """With ``extra=EACH`` a call of ``log`` is not limited: each of its lines is wanted."""
 
 
-def configure(level: str) -> None:
+FORMATS: Final = ("text", "json")
+
+
+def configure(level: str, form: str = "text") -> None:
     """Sets up the logging of a process of ours. A library leaves this to its program.
 
     Args:
         level: ``debug``, ``info``, ``warning`` or ``error``.
+        form: one of ``FORMATS``.
     """
-    _take_over()
+    formatter = JsonFormatter() if form == "json" else LineFormatter()
+    _take_over(formatter)
     handler = logging.StreamHandler()
-    handler.setFormatter(_LINE)
+    handler.setFormatter(formatter)
     handler.addFilter(limit)
     logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def form_in_use() -> str:
+    """In which of ``FORMATS`` this process logs, for its children."""
+    formatters = [each.formatter for each in logging.getLogger().handlers]
+    return "json" if any(isinstance(each, JsonFormatter) for each in formatters) else "text"
 
 
 def counters() -> dict[str, int]:
@@ -125,9 +141,15 @@ class LineFormatter(logging.Formatter):
     escaped. Lines of a traceback are indented, so that none looks like a record."""
 
     def __init__(self) -> None:
-        super().__init__(
-            "%(asctime)s.%(msecs)03d %(levelname).1s %(name)s %(message)s",
-            datefmt="%Y-%m-%dT%H:%M:%S",
+        super().__init__("%(asctime)s %(levelname).1s %(name)s %(message)s")
+
+    def formatTime(  # noqa: N802  # logging's own name
+        self, record: logging.LogRecord, datefmt: str | None = None
+    ) -> str:
+        """As ``2026-11-27T03:02:51.123+01:00``."""
+        del datefmt
+        return (
+            datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
         )
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's own name
@@ -145,15 +167,87 @@ class LineFormatter(logging.Formatter):
         return "\n".join("  " + shown_text(line, TEXT_MAX) for line in lines)
 
 
-_LINE: Final = LineFormatter()
+class JsonFormatter(LineFormatter):
+    """Writes one JSON object per record: ``time``, ``level``, ``logger``, ``event``, each
+    ``key=value`` of the line as a key, and ``message``, the line itself."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As ``logging.Formatter``. Where a line is too long, its texts are cut."""
+        message = record.getMessage()
+        fields = fields_of(record)
+        event = fields.pop("event", _event(str(record.msg), message))
+        told: dict[str, object] = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            **({"event": event} if event else {}),
+        }
+        told = {**told, **{name: each for name, each in fields.items() if name not in told}}
+        told["message"] = message
+        for name in ("trace", "left_out"):
+            if value := getattr(record, name, None):
+                told[name] = value
+        if record.exc_info:
+            told["exception"] = logging.Formatter.formatException(self, record.exc_info)
+        text_max = TEXT_MAX
+        while len(line := json.dumps(_cut(told, text_max))) >= PIECE_BYTES_MAX:
+            text_max //= 4
+        return line
+
+
+def _event(form: str, message: str) -> str:
+    """The first word of a line that is an event; empty: it is a sentence."""
+    first, *others = form.split(maxsplit=2)[:2] or [""]
+    is_event = first.endswith(":") or "=" in (others or ["="])[0]
+    return message.partition(" ")[0].rstrip(":") if is_event else ""
+
+
+def _cut(told: dict[str, object], text_max: int) -> dict[str, object]:
+    return {name: each[:text_max] if isinstance(each, str) else each for name, each in told.items()}
+
+
+_CONVERSION: Final = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?([a-zA-Z%])")
+
+
+def fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """The ``key=value`` pairs of a line, by its format and arguments, so that no text of a peer can
+    add one. Numbers stay numbers."""
+    arguments = record.args if isinstance(record.args, tuple) else ()
+    found: dict[str, object] = {}
+    at = 0
+    for word in str(record.msg).split():
+        kinds = [kind for kind in _CONVERSION.findall(word) if kind != "%"]
+        own = arguments[at : at + len(kinds)]
+        at += len(kinds)
+        key, equals, shape = word.partition("=")
+        if not equals or not key.isidentifier() or len(own) < len(kinds):
+            continue
+        shape = shape.rstrip(":,;")
+        is_one = kinds and _CONVERSION.fullmatch(shape)
+        found[key] = _value(shape, own[0]) if is_one else shape % own
+    return found
+
+
+def _value(shape: str, argument: object) -> object:
+    """The argument as JSON has it."""
+    if isinstance(argument, bool | str):
+        return argument
+    if isinstance(argument, int | float) and math.isfinite(argument):
+        text = shape % argument
+        return argument if shape[-1] in "sr" else float(text) if shape[-1] in "feg" else argument
+    return shape % (argument,)
 
 
 class LogWriter:
     """Writes to a descriptor in a thread of its own. Threads: any."""
 
-    def __init__(self, fd: int) -> None:
-        """Raises RuntimeError: the system has no thread left."""
+    def __init__(self, fd: int, formatter: logging.Formatter | None = None) -> None:
+        """``formatter``: of the line that says what was dropped.
+
+        Raises RuntimeError: the system has no thread left.
+        """
         self.dropped = 0
+        self._formatter = formatter or LineFormatter()
         self._fd = fd
         self._queue: SimpleQueue[bytes | threading.Event] = SimpleQueue()
         self._told = 0
@@ -193,7 +287,7 @@ class LogWriter:
         dropped = self.dropped
         if dropped == self._told:
             return
-        said = _LINE.format(
+        said = self._formatter.format(
             logging.makeLogRecord(
                 {
                     "name": __name__, "levelno": logging.WARNING, "levelname": "WARNING",
@@ -250,7 +344,7 @@ class _StandardStream(io.RawIOBase):
 _writers: Final[list[LogWriter]] = []
 
 
-def _take_over() -> None:
+def _take_over(formatter: logging.Formatter) -> None:
     """Puts both streams behind writers. A closed or replaced stream stays as it is."""
     shared: LogWriter | None = None
     for name, fd in (("stderr", 2), ("stdout", 1)):
@@ -259,7 +353,7 @@ def _take_over() -> None:
             continue
         with contextlib.suppress(OSError, RuntimeError):
             if shared is None or not os.path.sameopenfile(1, 2):  # one file: in order
-                shared = LogWriter(fd)
+                shared = LogWriter(fd, formatter)
                 _writers.append(shared)
             raw = cast(IO[bytes], _StandardStream(fd, shared))  # without a buffer: the queue is one
             text = io.TextIOWrapper(

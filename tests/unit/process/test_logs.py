@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import time
+from datetime import datetime
 from typing import Any
 
 import pytest
 
 from kvstore.process import logs
-from kvstore.process.logs import BURST, EACH, PER_S, LineFormatter, RateLimit
+from kvstore.process.logs import BURST, EACH, PER_S, JsonFormatter, LineFormatter, RateLimit
 
 END_S = 20.0
 """For a program that ends at once, on a busy machine."""
@@ -234,6 +237,83 @@ def test_a_text_of_a_peer_in_a_traceback_begins_no_line() -> None:
     first, *rest = LineFormatter().format(made).split("\n")
     assert first.endswith("internal error")
     assert all(line.startswith("  ") and line.isprintable() for line in rest)
+
+
+def test_times_have_a_zone() -> None:
+    made = record("node_joined")
+    made.created = 1_795_747_371.1239
+    when = LineFormatter().format(made).partition(" ")[0]
+    assert re.fullmatch(r"2026-11-2\dT\d\d:\d\d:\d1\.123[+-]\d\d:\d\d", when)
+    assert datetime.fromisoformat(when).timestamp() == pytest.approx(made.created, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    ("form", "arguments", "fields"),
+    [
+        ("node_dead node=%s why=%s", ("a", "no beat for 6 s x=1"),
+         {"event": "node_dead", "node": "a", "why": "no beat for 6 s x=1"}),
+        ("told objects=%d seconds=%.2f resumed=%s", (3, 1.2345, True),
+         {"event": "told", "objects": 3, "seconds": 1.23, "resumed": True}),
+        ("event=data_refused what=%s peer=%s", ("token", ("h", 1)),
+         {"event": "data_refused", "what": "token", "peer": "('h', 1)"}),
+        ("http_served address=%s://%s", ("http", "h:1"),
+         {"event": "http_served", "address": "http://h:1"}),
+        ("%s id=%s reason=%s: status %d", ("render_failed", "r", "late", 503),
+         {"event": "render_failed", "id": "r", "reason": "late"}),
+        ("memory_on_loopback: give --host", (), {"event": "memory_on_loopback"}),
+        ("unknown setting, ignored: %s", ("x",), {}),
+        ("peer_said reason=%r at=100%% of=%s", ("it's", float("nan")),
+         {"event": "peer_said", "reason": "it's", "of": "nan", "at": "100%"}),
+    ],
+)  # fmt: skip
+def test_a_line_as_json(form: str, arguments: tuple[object, ...], fields: dict[str, Any]) -> None:
+    made = record(form, *arguments, level=logging.WARNING)
+    told = json.loads(JsonFormatter().format(made))
+    assert datetime.fromisoformat(told.pop("time")).tzinfo is not None
+    assert told.pop("level") == "warning"
+    assert told.pop("logger") == "kvstore.test"
+    assert told.pop("message") == made.getMessage()
+    assert told == fields
+
+
+def test_a_key_of_a_line_replaces_none_of_json() -> None:
+    told = json.loads(JsonFormatter().format(record("late time=%s level=%s", "t", "l")))
+    assert (told["event"], told["level"]) == ("late", "info")
+    assert told["time"] != "t"
+
+
+def test_a_line_of_json_is_one_line_whatever_is_in_it() -> None:
+    long = "\U0001f600" * 100_000
+    try:
+        raise ValueError(FORGED + long)
+    except ValueError as error:
+        made = record("failed a=%s b=%s", FORGED, long, exc_info=sys.exc_info())
+        del error
+    line = JsonFormatter().format(made)
+    assert line.isprintable()
+    assert len(line) < logs.PIECE_BYTES_MAX
+    told = json.loads(line)
+    assert told["a"] == FORGED
+    assert told["exception"].startswith("Traceback")
+
+
+def test_json_has_the_trace_and_what_was_left_out() -> None:
+    told = json.loads(JsonFormatter().format(record("call_failed", trace="00ff", left_out=3)))
+    assert (told["trace"], told["left_out"]) == ("00ff", 3)
+
+
+def test_a_process_logs_json_and_so_do_its_children() -> None:
+    program = """
+import logging
+from kvstore.process import logs
+assert logs.form_in_use() == "text"
+logs.configure("info", "json")
+logging.getLogger("kvstore.test").info("started pid=%d", 7)
+print(logs.form_in_use())
+"""
+    line, form = output_of(program).splitlines()
+    assert json.loads(line)["pid"] == 7
+    assert form == "json"
 
 
 def test_a_long_text_is_cut() -> None:
