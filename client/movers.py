@@ -180,6 +180,12 @@ class Movers:
                 return isinstance(transport, DeviceTransport) and transport.is_on(segment, device)
         return False
 
+    @property
+    def not_mapped(self) -> dict[str, str]:
+        """As ``ClientStats.not_mapped``."""
+        mapping = [each for each in self._transports if isinstance(each, ShmTransport)]
+        return {node: why for each in mapping for node, why in list(each.not_mapped.items())}
+
     def register(self, memory: memoryview) -> None:
         """As ``Client.register``; transports other than the engine's need nothing."""
         self.registered.add(memory)
@@ -226,7 +232,7 @@ class Movers:
             self._start_sweeping()
         try:
             for transport in self._transports:
-                if transport.reaches(segment):
+                if transport.may_write(segment) if transfer.write else transport.reaches(segment):
                     self.moved[transport.name] = self.moved.get(transport.name, 0) + 1
                     transfer.run(transport, deadline)
                     if not transfer.write:

@@ -7,6 +7,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore import calls
@@ -59,6 +60,9 @@ class ClientStats(NamedTuple):
     """Bytes of objects, or of ranges of them, that were read, by transport."""
     reached: bool = False
     """Whether a master has answered."""
+    not_mapped: Mapping[str, str] = MappingProxyType({})
+    """Why the memory of nodes on this host is not mapped, by node: their bytes come by another
+    transport."""
 
 
 class ClientState:
@@ -188,6 +192,7 @@ class ClientState:
             dict(self.movers.moved),
             dict(self.movers.read_bytes),
             reached,
+            self.movers.not_mapped,
         )
 
     def give_up(self) -> None:

@@ -17,9 +17,12 @@ from itertools import chain, repeat
 from typing import Any, Final
 
 from kvstore import calls
+from kvstore.auth.rights import map_rights
 from kvstore.calls import Placements, SegmentInfo
 from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.traffic import Caller
 from kvstore.native import steps
+from kvstore.network.handover import map_key
 from kvstore.network.tcp_protocol import WITH_CAPABILITIES, Op, holder_key
 
 SLACK_MS: Final = 1_000
@@ -37,13 +40,17 @@ _MOUNT: Final = struct.Struct("<16sQQ")
 """As ``Steps.seal`` takes it."""
 
 
-def described(segment: SegmentInfo, holder: int) -> SegmentInfo:
-    """The segment as it is described to this holder. If its node takes no capabilities, the holder
-    gets the token, as any client."""
+def described(segment: SegmentInfo, holder: int, rights: int = 0) -> SegmentInfo:
+    """The segment as it is described to this holder, whose identity has these ``MapRight``. If
+    its node takes no capabilities, the holder gets the token, as any client."""
     if segment.data_protocol < WITH_CAPABILITIES:
         return segment
-    key = holder_key(segment.token, segment.uuid, segment.generation, holder)
-    return segment._replace(token=key, holder=holder)
+    token, uuid, generation = segment.token, segment.uuid, segment.generation
+    key, handover, shm_name = holder_key(token, uuid, generation, holder), None, segment.shm_name
+    if segment.handover is not None:
+        for_map = map_key(token, uuid, generation, holder, rights)
+        handover, shm_name = segment.handover._replace(rights=rights, key=for_map), ""
+    return segment._replace(token=key, holder=holder, handover=handover, shm_name=shm_name)
 
 
 class Sealing:
@@ -58,16 +65,21 @@ class Sealing:
             calls.Renewed: self._renewed,
             calls.MovesStarted: self._moves,
             calls.ObjectDetail: self._detail,
-            calls.Segments: self._segments,
         }
 
     def seal(
-        self, now_ms: int, request: calls.Request, reply: calls.Reply, holder: int
+        self, now_ms: int, request: calls.Request, reply: calls.Reply, caller: Caller
     ) -> calls.Reply:
         """The reply to a request of this holder, with its capabilities. ``now_ms``: on the state's
         clock."""
         way = self._ways.get(type(reply))
-        return reply if way is None else way(now_ms, request, reply, holder)
+        if way is not None:
+            return way(now_ms, request, reply, caller.holder)
+        if isinstance(reply, calls.Segments):
+            rights = map_rights(caller.identity)
+            made = [described(each, caller.holder, rights) for each in reply.segments]
+            return reply._replace(segments=made)
+        return reply
 
     def _found(
         self, now_ms: int, request: calls.Lookup, reply: calls.Found, holder: int
@@ -132,11 +144,6 @@ class Sealing:
     ) -> calls.ObjectDetail:
         until_ms = now_ms + STAT_MS
         return reply._replace(placements=self._readable(reply.placements, until_ms, holder))
-
-    def _segments(
-        self, now_ms: int, request: calls.DescribeSegments, reply: calls.Segments, holder: int
-    ) -> calls.Segments:
-        return reply._replace(segments=[described(each, holder) for each in reply.segments])
 
     def _readable(self, placements: Placements, until_ms: int, holder: int) -> Placements:
         sizes, replicas, segments = placements.sizes, placements.replicas, placements.segments

@@ -87,7 +87,7 @@ class _Waiting(NamedTuple):
 
     future: asyncio.Future[Any]
     request: calls.Request
-    holder: int
+    caller: Caller
     """Of its caller."""
 
 
@@ -242,12 +242,12 @@ class MasterService:
             now_ms = self._clock()
             result: calls.Reply | Later = step(now_ms, request)
             answer: calls.Reply | Awaitable[calls.Reply] = (
-                self._wait_for(result.ticket, request, caller.holder)
+                self._wait_for(result.ticket, request, caller)
                 if isinstance(result, Later)
                 else result
             )
             if caller.holder and not isinstance(result, Later):
-                answer = self._sealing.seal(now_ms, request, result, caller.holder)
+                answer = self._sealing.seal(now_ms, request, result, caller)
         except Exception as error:
             self._check_whole(error)
             raise
@@ -322,9 +322,11 @@ class MasterService:
             identity="" if who is None else who.uri,
         )
 
-    def _wait_for(self, ticket: int, request: calls.Request, holder: int) -> Awaitable[calls.Reply]:
+    def _wait_for(
+        self, ticket: int, request: calls.Request, caller: Caller
+    ) -> Awaitable[calls.Reply]:
         future = asyncio.get_running_loop().create_future()
-        self._answers[ticket] = _Waiting(future, request, holder)
+        self._answers[ticket] = _Waiting(future, request, caller)
 
         def done(answered: asyncio.Future[Any]) -> None:
             if not answered.cancelled():
@@ -474,11 +476,11 @@ class MasterService:
                 revoke = calls.PutRevoke(result.epoch, result.tokens, True)
                 self.state.putting.put_revoke(self._clock(), revoke)
             return
-        future, request, holder = waiting
+        future, request, caller = waiting
         if isinstance(result, KVStoreError):
             future.set_exception(result)
-        elif holder:
-            future.set_result(self._sealing.seal(self._clock(), request, result, holder))
+        elif caller.holder:
+            future.set_result(self._sealing.seal(self._clock(), request, result, caller))
         else:
             future.set_result(result)
 

@@ -35,13 +35,21 @@ def allocate(context: Context, descriptor: bytes, size: int, wait_ms: int) -> Fl
     """Allocates space for a value of ``size`` payload bytes, on this host, and leases it.
 
     Raises:
-        NodeUnreachableError: there is no segment on this host. Otherwise as ``write``.
+        NodeUnreachableError: there is no segment on this host that the client may write to in
+            place. Otherwise as ``write``.
     """
     granted, until = yield from grant(context, size, wait_ms)
     segment = granted.segment
     memory = context.pool.view(segment, granted.offset + HEADER_BYTES, size)
     if memory is None:
         yield from revoke(granted.epoch, [granted.token])
+        if segment.host == context.host:
+            raise NodeUnreachableError(
+                f"the memory of node {segment.node!r} is not mapped here to write, and an "
+                "allocation is written in place",
+                advice="client.stats().not_mapped says why it is not mapped; puts need no mapping.",
+                node=segment.node,
+            )
         raise NodeUnreachableError(
             "no node on this host has free space, and an allocation must be on this host",
             advice="Start a kvstore-node here, or pass memory= to the client.",

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple, get_args
 
 from kvstore import calls
-from kvstore.auth.identity import ADMIN, ENGINE, MASTER, NODE, OBSERVER, Identity
-from kvstore.calls import Request
+from kvstore.auth.identity import ADMIN, ALL, ENGINE, MASTER, NODE, OBSERVER, Identity
+from kvstore.calls import MapRight, Request
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import Namespace
 from kvstore.tenants import patterns_meet
@@ -159,6 +159,22 @@ def check_node(who: Identity, name: str) -> None:
             "kvstore auth issue --role node --node 'PATTERN' NAME.",
             identity=who.name,
         )
+
+
+def map_rights(who: Identity | None) -> MapRight:
+    """What an identity may do with memory that shows all namespaces. A node holds all bytes, but
+    writes copies with capabilities, as any client."""
+    if who is None:
+        return MapRight(0)
+    reads, writes = (ALL, ALL) if who.is_admin else (ALL if NODE in who.roles else (), ())
+    if ENGINE in who.roles:
+        reads, writes = (*reads, *who.reads), (*writes, *who.writes)
+    return (
+        (MapRight.READ if reads else MapRight(0))
+        | (MapRight.READ_ALL if "*" in reads else MapRight(0))
+        | (MapRight.WRITE if writes else MapRight(0))
+        | (MapRight.WRITE_ALL if "*" in writes else MapRight(0))
+    )
 
 
 def check_numbers(who: Identity) -> None:

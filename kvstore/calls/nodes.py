@@ -40,6 +40,9 @@ class SegmentOffer(NamedTuple):
     """The highest version of the data protocol that the node's data server speaks."""
     device: DevicePlace | None = None
     """None: the segment is in memory of the host."""
+    handover: ShmName = ""
+    """Entry in ``/dev/shm``: the Unix socket where the node hands descriptors of its memory to
+    clients of its host; empty: it has none."""
 
 
 class NodeJoin(NamedTuple):

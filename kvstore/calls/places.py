@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from kvstore.calls.fields import Name, ShmName
+from kvstore.calls.fields import Between, Name, ShmName, Uuid
 
 
 class Version(NamedTuple):
@@ -44,6 +45,30 @@ class DevicePlace(NamedTuple):
     """Opens the memory in another process (``kvstore.device.driver.DeviceDriver.export``)."""
 
 
+class MapRight(enum.IntFlag):
+    """What an identity may do, as far as it matters for a mapping, which shows all namespaces."""
+
+    READ = 1
+    """Read in some namespace."""
+    WRITE = 2
+    """Write in some namespace."""
+    READ_ALL = 4
+    """Read in every namespace."""
+    WRITE_ALL = 8
+
+
+class Handover(NamedTuple):
+    """How a client of the node's host gets a descriptor of the segment's memory
+    (``kvstore.network.handover``)."""
+
+    socket: ShmName
+    """Entry in ``/dev/shm``: a Unix socket of the node."""
+    rights: Annotated[int, Between(0, 15)]
+    """``MapRight`` of the client's identity."""
+    key: Uuid
+    """The client's key for these rights."""
+
+
 class SegmentInfo(NamedTuple):
     """How to reach a segment. ``segment_id`` is never used again within an epoch."""
 
@@ -55,7 +80,8 @@ class SegmentInfo(NamedTuple):
     uuid: bytes
     """16 bytes, new at each creation; also written in the superblock."""
     shm_name: str
-    """Entry in ``/dev/shm``; empty when the segment is no POSIX shared memory."""
+    """Entry in ``/dev/shm`` that the client may open; empty when the segment is no POSIX shared
+    memory, and for a ``holder``, who gets a descriptor."""
     address: str
     """``host:port`` of the node's data server; empty when it has none."""
     token: bytes
@@ -73,6 +99,8 @@ class SegmentInfo(NamedTuple):
     holder: int = 0
     """The number of the client that has this description, if the node takes its capabilities: the
     client then speaks data protocol 3. 0: it speaks 2."""
+    handover: Handover | None = None
+    """Where a holder asks for the memory; None: its node hands none over."""
 
 
 class Placements(NamedTuple):

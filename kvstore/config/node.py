@@ -35,6 +35,7 @@ from kvstore.config.values import (
     OptionalHost,
     Port,
     RefusedValueError,
+    ShmClients,
     Unauthenticated,
     check_engine,
 )
@@ -113,9 +114,16 @@ class NodeConfig(HttpConfig):
     )
     shm_group: Group = Field(
         default="",
-        description="Group whose members may map the memory, and so may write to it, although they "
-        "are other users: their clients on this host read without a copy. Empty: this user alone; "
-        "others are served by tcp.",
+        description="Group whose members may map the memory, although they are other users: their "
+        "clients on this host read without a copy. Without --auth they may write to it; with it, "
+        "as their identities may. Empty: this user alone; others are served by tcp.",
+    )
+    shm_clients: ShmClients = Field(
+        default="members",
+        description="Which identities of this user, or of --shm-group, may map the memory, which "
+        "shows the bytes of all namespaces: members: those that may read in some namespace; "
+        "all-namespaces: those that may read in all of them, and others are served by tcp. Needs "
+        "--auth.",
     )
     keep: OnOffAuto = Field(
         default=None,
@@ -153,7 +161,17 @@ class NodeConfig(HttpConfig):
     @model_validator(mode="after")
     def _rules(self) -> NodeConfig:
         check_engine(self.auth, self.protocol, unauthenticated=self.engine_unauthenticated)
+        if self.shm_clients != "members" and not self.auth:
+            raise RefusedValueError(
+                "needs identities, to know what a client may read",
+                "Give --auth, or leave out --shm-clients.",
+                key="shm_clients",
+            )
         if self.device:
+            if self.shm_clients != "members":
+                raise RefusedValueError(
+                    "does not go with --device: its memory is opened by name", key="shm_clients"
+                )
             for key, why in (
                 ("keep", "memory of a device cannot be kept"),
                 ("protocol", "the transfer engine does not serve memory of a device"),
@@ -161,6 +179,11 @@ class NodeConfig(HttpConfig):
                 if getattr(self, key):
                     raise RefusedValueError(f"does not go with --device: {why}", key=key)
         return self
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether clients with an identity get descriptors of the memory."""
+        return bool(self.auth) and not self.device
 
     @property
     def keeps(self) -> bool:

@@ -319,6 +319,7 @@ OnOffAuto = Annotated[
 Verify = Annotated[Literal["header", "payload", "all"], BeforeValidator(_lower)]
 HugePages = Annotated[Literal["auto", "off", "transparent", "reserved"], BeforeValidator(_lower)]
 LockMemory = Annotated[Literal["auto", "off", "on"], BeforeValidator(_lower)]
+ShmClients = Annotated[Literal["members", "all-namespaces"], BeforeValidator(_lower)]
 Group = Annotated[str, As("GROUP")]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
 Secret = Annotated[str, As("SECRET", is_secret=True)]

@@ -373,18 +373,29 @@ def by_shm(segment: SegmentInfo) -> Iterator[Finding]:
             yield warning(what, advice)
         else:
             yield ok("its memory of a device can be opened")
-    elif (why_not := _unreadable(ShmTransport(), segment, 1.0)) is not None:
-        yield _truncated(segment) or warning(
-            f"on this host, but its memory cannot be mapped: {why_not}",
-            "Run both as one user, or start the node with --shm-group and a group that both are "
-            "in. Until then clients use tcp.",
-        )
     else:
-        yield ok("its memory can be mapped")
+        yield _mapped(segment)
+
+
+def _mapped(segment: SegmentInfo) -> Finding:
+    transport = ShmTransport()
+    is_whole = transport.may_write(segment)
+    why_not = _unreadable(transport, segment, 1.0)
+    if why_not is None:
+        return ok("its memory can be mapped" + ("" if is_whole else ", to read alone"))
+    advice = (
+        "Run both as one user, or start the node with --shm-group and a group that both are in. "
+        "Until then clients use tcp."
+    )
+    if segment.handover is not None:
+        advice += " What this identity may read, and the node's --shm-clients, decide as well."
+    why_not = transport.not_mapped.get(segment.node, why_not)
+    what = f"on this host, but its memory cannot be mapped: {why_not}"
+    return _truncated(segment) or warning(what, advice)
 
 
 def _truncated(segment: SegmentInfo) -> Finding | None:
-    for directory in directories():
+    for directory in directories() if segment.shm_name else ():
         with contextlib.suppress(OSError):
             size = os.stat(f"{directory}/{segment.shm_name}").st_size
             if size < segment.size:

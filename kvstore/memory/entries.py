@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import grp
+import hashlib
 import itertools
 import os
 import re
@@ -33,6 +34,10 @@ from kvstore.memory import header as layout
 SHM_DIRECTORY: Final = "/dev/shm"  # noqa: S108 - shared memory is what it is for
 
 SHM_PREFIX: Final = "kvstore."
+
+SOCKET_PREFIX: Final = "kvstore-socket."
+"""What the names of nodes' sockets begin with: a node cannot have clients talk to another program's
+(``kvstore.node.handover``)."""
 
 ENTRY_GONE: Final = (
     "another program has removed it. systemd does so when the last session of a user ends "
@@ -103,6 +108,12 @@ def _numbers(base: str, places: Collection[str]) -> set[int]:
     return numbers
 
 
+def socket_name(shm_name: str) -> str:
+    """The entry in ``/dev/shm`` of the socket where the owner of this segment hands it over. Short,
+    because the path of a socket has 107 bytes at most."""
+    return SOCKET_PREFIX + hashlib.sha256(shm_name.encode()).hexdigest()[:16]
+
+
 class LeftOver(NamedTuple):
     """Memory that no living process owns."""
 
@@ -163,6 +174,7 @@ def remove_left(left: LeftOver) -> bool:
         if _left_over(fd, left.path) != left:
             return False
         os.unlink(left.path)
+        unlink_entry(f"{SHM_DIRECTORY}/{socket_name(os.path.basename(left.path))}")
         return True
     finally:
         os.close(fd)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from kvstore.memory import header as layout
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories, is_of_a_node
@@ -32,26 +33,86 @@ CLOSE_S: Final = 5.0
 milliseconds, and longer only on a host without free memory."""
 
 
+class _Source(Protocol):
+    """Where the memory of a mapping comes from."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file still has its name, under which its node finds it again."""
+        ...
+
+    def open(self) -> int:
+        """A descriptor to read, which the caller owns. Raises OSError: it is gone."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Entry:
+    """An entry of a directory, which this process may open."""
+
+    def __init__(self, path: str, there: os.stat_result) -> None:
+        self._path = path
+        self._there = there
+
+    @property
+    def is_there(self) -> bool:
+        try:
+            return os.path.samestat(os.stat(self._path), self._there)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # unknown
+
+    def open(self) -> int:
+        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        if os.path.samestat(os.fstat(fd), self._there):
+            return fd
+        os.close(fd)
+        raise FileNotFoundError(self._path)
+
+    def close(self) -> None:
+        pass
+
+
+class _Descriptor:
+    """A descriptor that the node has handed over, and this process owns."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    @property
+    def is_there(self) -> bool:
+        return os.fstat(self._fd).st_nlink > 0
+
+    def open(self) -> int:
+        return os.dup(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 class Mapping:
     """A client's attachment to a segment on its own host. Threads: any."""
 
     def __init__(
-        self, mapped: mmap.mmap, superblock: layout.Superblock, path: str, inode: tuple[int, int]
+        self, mapped: mmap.mmap, superblock: layout.Superblock, source: _Source, *, writable: bool
     ) -> None:
-        """Internal: use ``attach``. Takes over ``mapped``."""
-        self._path = path
-        self._inode = inode
+        """Internal: use ``attach`` or ``of``. Takes over ``mapped`` and ``source``."""
+        self._source = source
         self.uuid: Final = superblock.uuid
         self.size: Final = superblock.size
+        self.writable: Final = writable
+        """Whether this process may write to the segment."""
         self.memory: Final = memoryview(mapped)
-        """All of the segment, writable. It stays mapped as long as there is a reference to it."""
+        """All of the segment. It stays mapped as long as there is a reference to it."""
         self._words = self.memory[: layout.SUPERBLOCK_BYTES].cast("Q")
-        self._shown: memoryview | None = None
-        self._is_shown = False
+        self._shown: memoryview | None = None if writable else _readable(mapped)
+        self._is_shown = not writable
         self._showing = threading.Lock()
         self._is_closed = False
         self._populating: list[threading.Thread] = []
-        self._start_populating(mapped)
+        self._start_populating(mapped if self._shown is None else self._shown)
 
     @classmethod
     def attach(cls, shm_name: str, uuid: bytes) -> Mapping | None:
@@ -64,20 +125,20 @@ class Mapping:
         because a get that has to fault its pages in runs at a third of its speed and a put at a
         tenth.
         """
-        mapping, _ = cls._attach(shm_name, uuid)
+        mapping, _ = cls.tried(shm_name, uuid)
         return mapping
 
     @classmethod
     def why_not(cls, shm_name: str, uuid: bytes) -> str:
         """Why ``attach`` returns None: tries it once more. One line, for a log."""
-        mapping, why = cls._attach(shm_name, uuid)
+        mapping, why = cls.tried(shm_name, uuid)
         if mapping is not None:
             mapping.close()
         return why
 
     @classmethod
-    def _attach(cls, shm_name: str, uuid: bytes) -> tuple[Mapping | None, str]:
-        """The mapping, or why there is none."""
+    def tried(cls, shm_name: str, uuid: bytes) -> tuple[Mapping | None, str]:
+        """As ``attach``, and why it returns None."""
         if not shm_name.startswith(SHM_PREFIX) or "/" in shm_name:
             return None, f"{shm_name!r} is no name of a segment"
         entry = f"{SHM_DIRECTORY}/{shm_name}"
@@ -105,24 +166,32 @@ class Mapping:
                 f"{path} belongs to another user; kvstore-node --shm-group lets a group in"
             ) from None
         try:
-            superblock = layout.unpack_superblock(os.pread(fd, layout.SUPERBLOCK_BYTES, 0))
-            if superblock is None or superblock.uuid != uuid:
-                raise ValueError(f"{path} is the memory of another node, or of an earlier start")
-            there = os.fstat(fd)
-            if superblock.size != there.st_size:
-                raise ValueError(
-                    f"{path} has {there.st_size} bytes, and its superblock says {superblock.size}"
-                )
-            if not is_of_a_node(there):
-                raise ValueError(f"{path} was not made by a node: everybody may open it")
-            try:
-                mapped = mmap.mmap(fd, superblock.size)
-            except OSError as error:
-                raise OSError(not_mapped(path, superblock.size, error)) from None
-            mapped.madvise(mmap.MADV_DONTDUMP)
-            return cls(mapped, superblock, path, (there.st_dev, there.st_ino))
+            superblock, there = _checked(fd, path, uuid)
+            mapped = _mapped(fd, path, superblock.size, mmap.ACCESS_WRITE)
+            return cls(mapped, superblock, _Entry(path, there), writable=True)
         finally:
             os.close(fd)
+
+    @classmethod
+    def of(cls, fd: int, uuid: bytes) -> Mapping:
+        """Maps the segment of this ``uuid`` by a descriptor that its node has handed over: to read
+        and write, or to read, as it was opened. Takes over ``fd``, also if it raises. The rest is
+        as for ``attach``.
+
+        Raises:
+            OSError, ValueError: ``str`` says why it cannot be mapped.
+        """
+        try:
+            superblock, there = _checked(fd, "the memory handed over", uuid)
+            if not there.st_nlink:
+                raise ValueError("its node has lost the name of its memory, and is to be drained")
+            writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+            how = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            mapped = _mapped(fd, "the memory handed over", superblock.size, how)
+            return cls(mapped, superblock, _Descriptor(fd), writable=writable)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def shown(self) -> memoryview | None:
         """All of the segment, for values that programs read where they are; mapped at the first
@@ -138,22 +207,17 @@ class Mapping:
 
     def _show(self) -> None:
         with self._showing:
-            if not self._is_shown:
+            if not self._is_shown and not self._is_closed:
                 self._shown = self._map_again()
                 self._is_shown = True
 
     def _map_again(self) -> memoryview | None:
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = self._source.open()
         except OSError:
             return None
         try:
-            there = os.fstat(fd)
-            if (there.st_dev, there.st_ino) != self._inode:
-                return None
-            mapped = mmap.mmap(fd, self.size, access=mmap.ACCESS_READ)
-            mapped.madvise(mmap.MADV_DONTDUMP)
-            shown = _readable(mapped)
+            shown = _readable(_mapped(fd, "its memory", self.size, mmap.ACCESS_READ))
         except (OSError, ValueError):
             return None
         finally:
@@ -174,12 +238,9 @@ class Mapping:
         if not self.generation:
             return False
         try:
-            there = os.stat(self._path)
-        except FileNotFoundError:
+            return self._source.is_there
+        except OSError:  # ``close`` was called meanwhile
             return False
-        except OSError:
-            return True  # unknown
-        return (there.st_dev, there.st_ino) == self._inode
 
     def watch(self, generation: int) -> Callable[[], bool]:
         """Returns a function that tells whether the owner's mount still has ``generation``. The
@@ -191,10 +252,18 @@ class Mapping:
     def close(self) -> None:
         """Marks the mapping as closed, and ends its threads. Drop the mapping then: the memory is
         unmapped when no call and no view refers to it. Idempotent."""
-        self._is_closed = True
         with self._showing:
+            if not self._is_closed:
+                self._is_closed = True
+                self._source.close()
             populating = self._populating.copy()
         join_all(populating, CLOSE_S)
+
+    def abandon(self) -> None:
+        """As ``Transport.abandon``: takes no lock."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._source.close()
 
     def _start_populating(self, mapped: mmap.mmap | memoryview) -> None:
         thread = start_thread("kvstore-populate", partial(self._populate, mapped))
@@ -206,6 +275,33 @@ class Mapping:
                 length = min(RESERVE_BYTES, self.size - start)
                 if self._is_closed or not populate(mapped, start, length, POPULATE_READ):
                     return
+
+
+def _checked(fd: int, what: str, uuid: bytes) -> tuple[layout.Superblock, os.stat_result]:
+    """
+    Raises:
+        OSError, ValueError: it is not the segment of this ``uuid``, as a node has made it.
+    """
+    superblock = layout.unpack_superblock(os.pread(fd, layout.SUPERBLOCK_BYTES, 0))
+    if superblock is None or superblock.uuid != uuid:
+        raise ValueError(f"{what} is the memory of another node, or of an earlier start")
+    there = os.fstat(fd)
+    if superblock.size != there.st_size:
+        raise ValueError(
+            f"{what} has {there.st_size} bytes, and its superblock says {superblock.size}"
+        )
+    if not is_of_a_node(there):
+        raise ValueError(f"{what} was not made by a node: everybody may open it")
+    return superblock, there
+
+
+def _mapped(fd: int, what: str, size: int, access: int) -> mmap.mmap:
+    try:
+        mapped = mmap.mmap(fd, size, access=access)
+    except OSError as error:
+        raise OSError(not_mapped(what, size, error)) from None
+    mapped.madvise(mmap.MADV_DONTDUMP)
+    return mapped
 
 
 def _readable(mapped: mmap.mmap) -> memoryview:

@@ -36,6 +36,7 @@ from kvstore.memory.entries import (
     reclaim_elsewhere,
     unlink_entry,
 )
+from kvstore.memory.lending import Lent, lend
 from kvstore.memory.taking import (
     SIZE_STEP,
     MemoryOptions,
@@ -268,6 +269,10 @@ class NodeSegment:
         """The descriptor of the shared memory, for ``sendfile``; the segment owns it. -1 once
         closed, and for reserved huge pages, which ``sendfile`` refuses."""
         return self._fd if self.path.startswith(f"{SHM_DIRECTORY}/") else -1
+
+    def lend(self) -> Lent:
+        """Descriptors for other processes, which the caller owns. Raises OSError."""
+        return lend(self._fd)
 
     def entry_is_there(self) -> bool:
         """Whether the entry is still in its directory: anybody with the rights may have removed it.

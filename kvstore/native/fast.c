@@ -101,7 +101,7 @@ static PyObject *read_objects(PyObject *self, PyObject *args) {
     PyObject *rows, *results = NULL;
     Py_ssize_t threads;
     (void)self;
-    if (!PyArg_ParseTuple(args, "w*KKs#Opdn", &batch.memory, &generation, &seed, &batch.name,
+    if (!PyArg_ParseTuple(args, "y*KKs#Opdn", &batch.memory, &generation, &seed, &batch.name,
                           &batch.name_size, &rows, &batch.verify, &deadline, &threads))
         return NULL;
     batch.generation = generation;

@@ -91,6 +91,7 @@ class NodeAgent:
         server: DataServer,
         address: str,
         engine: EngineServer | None = None,
+        handover: str = "",
         owner: Owner | None = None,
         joined: Callable[[MasterAccepted], None] = lambda accepted: None,
         waiting: Callable[[KVStoreError], None] = lambda error: None,
@@ -107,6 +108,7 @@ class NodeAgent:
             server: serves ``segment``; owned by the caller.
             address: where clients find ``server``.
             engine: serves ``segment`` as well; owned by the caller.
+            handover: as ``SegmentOffer.handover``.
             owner: the cluster of this node, as far as its settings say.
             joined: called at each join that is not a resumption.
             waiting: called when the master is not reachable, once per outage.
@@ -120,6 +122,7 @@ class NodeAgent:
         self._server = server
         self._address = address
         self._engine = engine
+        self._handover = handover
         self._owner = owner or Owner()
         self._joined = joined
         self._waiting = waiting
@@ -246,6 +249,7 @@ class NodeAgent:
                 engine=None if self._engine is None else self._engine.address,
                 data_protocol=self._server.data_protocol,
                 device=segment.place,
+                handover=self._handover,
             )
             join = NodeJoin(
                 name=self._name,

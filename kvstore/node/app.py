@@ -38,7 +38,7 @@ from kvstore.errors import (
 )
 from kvstore.etcd.finding import find_leader
 from kvstore.memory import numa
-from kvstore.memory.entries import free_node_name
+from kvstore.memory.entries import free_node_name, group_id, socket_name
 from kvstore.memory.header import Owner
 from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
@@ -53,6 +53,7 @@ from kvstore.network.host import address_towards, host_id, is_loopback, places_o
 from kvstore.network.listening import EVERY_INTERFACE, hears
 from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
+from kvstore.node.handover import HandoverServer
 from kvstore.node.masters import LOCATE_S
 from kvstore.node.starting import Starting
 from kvstore.node.starting import served as starting_served
@@ -144,6 +145,9 @@ def run(
             stack.callback(close)
             server = _start_server(config, segment)
             stack.callback(server.stop)
+            handover = _start_handover(config, segment)
+            if handover is not None:
+                stack.callback(handover.close)
             engine = _start_engine(config, segment)
             if engine is not None:
                 stack.callback(engine.close)
@@ -160,6 +164,7 @@ def run(
                         segment,
                         server,
                         engine,
+                        handover,
                         parent,
                         served,
                         copying,
@@ -185,6 +190,7 @@ async def _serve(
     segment: NodeSegment,
     server: DataServer,
     engine: EngineServer | None,
+    handover: HandoverServer | None,
     parent: ParentLink,
     served: list[MasterAccepted],
     copying: ReplicaCopier | None,
@@ -219,6 +225,7 @@ async def _serve(
         server=server,
         address=address,
         engine=engine,
+        handover="" if handover is None else handover.name,
         owner=segment.owner._replace(cluster=config.cluster or segment.owner.cluster),
         joined=joined,
         waiting=waiting,
@@ -238,6 +245,8 @@ async def _serve(
             if listener is not None:
                 answers = answers_of(agent, segment, server, credentials)
                 await stack.enter_async_context(serving(listener, answers, access=access, tls=tls))
+            if handover is not None:
+                await stack.enter_async_context(handover.serving())
             supervisor.ready(f"serves {size_text(segment.size)} as node {segment.node}")
             await agent.run()
     finally:
@@ -295,7 +304,7 @@ def _named(
         huge_pages=config.huge_pages,
         numa_node=config.numa_node,
         lock=config.lock_memory,
-        group=config.shm_group,
+        group="" if config.hands_over and config.auth_mode == "require" else config.shm_group,
     )
     owner = _owner(config, kind)
 
@@ -355,6 +364,25 @@ def _start_engine(config: NodeConfig, segment: NodeSegment) -> EngineServer | No
     settings = EngineSettings(config.protocol, config.device_name, config.metadata_server)
     host, _ = split_address(_advertised(config, 0), default_port=0)
     return EngineServer(segment, settings, host)
+
+
+def _start_handover(config: NodeConfig, segment: NodeSegment) -> HandoverServer | None:
+    """Raises StartupError: the memory cannot be handed over."""
+    if not config.hands_over:
+        return None
+    try:
+        return HandoverServer(
+            segment,
+            group=group_id(config.shm_group),
+            needs_all=config.shm_clients == "all-namespaces",
+        )
+    except OSError as error:
+        raise StartupError(
+            f"the memory cannot be handed to clients: {error.strerror or error}",
+            advice="The node makes a socket in /dev/shm. Its own user has to be a member of "
+            "--shm-group, and no other user may have made /dev/shm/"
+            f"{socket_name(segment.shm_name)}.",
+        ) from error
 
 
 def _left(

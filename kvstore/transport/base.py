@@ -65,6 +65,10 @@ class Transport(ABC):
     def reaches(self, segment: SegmentInfo) -> bool:
         """Whether this transport can serve that segment from here. Cheap after the first time."""
 
+    def may_write(self, segment: SegmentInfo) -> bool:
+        """Whether it ``reaches`` the segment, and can write there, too."""
+        return self.reaches(segment)
+
     @abstractmethod
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """Fill each move's buffer. ``deadline`` is a ``uptime()`` value.

@@ -28,6 +28,7 @@ from kvstore.network.host import host_id
 from kvstore.process.background import in_one_piece
 from kvstore.process.stopping import current
 from kvstore.transport.base import PIECE_BYTES, Move, Transport
+from kvstore.transport.handed import NotHandedError, fetch
 from kvstore.transport.pieces import (
     batch_ended,
     check_moves,
@@ -48,11 +49,16 @@ STOPPABLE_BYTES = 32 << 20
 
 SAID_MAX = 1_000
 
+AGAIN_S = 10.0
+"""Pause before memory that a node does not hand over is asked for again: a node that does not
+answer costs a call a second."""
+
 RowT = TypeVar("RowT", ReadRow, WriteRow)
 
 
 class ShmTransport(Transport):
-    """Reaches segments in this host's ``/dev/shm``.
+    """Reaches segments in this host's ``/dev/shm``: of a node with identities by a descriptor that
+    it hands over, and otherwise by their name.
 
     Keeps one mapping per segment. Every failure is settled: no byte lands after a call. Threads:
     any; a call holds the GIL but for switches of the interpreter. Compiled steps give it back for
@@ -65,6 +71,10 @@ class ShmTransport(Transport):
     def __init__(self) -> None:
         self._mappings: dict[bytes, Mapping | None] = {}
         """By uuid; None: the segment could not be mapped here."""
+        self.not_mapped: dict[str, str] = {}
+        """Why segments of this host are not mapped, by their node."""
+        self._again: dict[bytes, float] = {}
+        """When a segment that was not handed over is asked for again, by its uuid."""
         self._said: set[bytes] = set()
         """Segments of this host that cannot be mapped, as logged already."""
         self._changing = threading.Lock()
@@ -73,6 +83,11 @@ class ShmTransport(Transport):
     def reaches(self, segment: SegmentInfo) -> bool:
         """As ``Transport.reaches``: maps the segment the first time."""
         return self._mapping(segment) is not None
+
+    def may_write(self, segment: SegmentInfo) -> bool:
+        """As ``Transport.may_write``."""
+        mapping = self._mapping(segment)
+        return mapping is not None and mapping.writable
 
     def read(self, segment: SegmentInfo, moves: Sequence[Move], deadline: float) -> None:
         """As ``Transport.read``."""
@@ -139,7 +154,7 @@ class ShmTransport(Transport):
             SegmentGoneError: it was mounted anew.
         """
         mapping = self._mapping(segment)
-        if mapping is None:
+        if mapping is None or not mapping.writable:
             return None
         if offset < SUPERBLOCK_BYTES or length < 0 or offset + length > mapping.size:
             raise invalid_range(offset, length, mapping.size)
@@ -174,7 +189,8 @@ class ShmTransport(Transport):
     def sweep(self) -> None:
         """As ``Transport.sweep``; a segment that could not be mapped is tried again when met."""
         for uuid, mapping in list(self._mappings.items()):
-            if mapping is None or not mapping.is_current:
+            is_due = uptime() >= self._again.get(uuid, 0.0)
+            if is_due if mapping is None else not mapping.is_current:
                 with self._changing:
                     if self._mappings.get(uuid) is mapping:
                         self._mappings.pop(uuid, None)
@@ -183,6 +199,9 @@ class ShmTransport(Transport):
 
     def abandon(self) -> None:
         """As ``Transport.abandon``: the memory is unmapped here, but for what views refer to."""
+        for mapping in self._mappings.values():
+            if mapping is not None:
+                mapping.abandon()
         self._mappings.clear()
 
     def _mapping(self, segment: SegmentInfo) -> Mapping | None:
@@ -191,7 +210,7 @@ class ShmTransport(Transport):
             return self._mappings[uuid]
         except KeyError:
             pass
-        if segment.host != host_id() or not segment.shm_name:
+        if segment.host != host_id() or not (segment.shm_name or segment.handover):
             return None
         return in_one_piece(partial(self._attach, segment))
 
@@ -201,26 +220,42 @@ class ShmTransport(Transport):
             if self._closed:
                 return None
             if uuid not in self._mappings:
-                mapping = Mapping.attach(segment.shm_name, uuid)
+                mapping = self._mapped(segment)
                 if mapping is not None and mapping.size != segment.size:
                     mapping.close()
                     mapping = None
                 self._mappings[uuid] = mapping
-                if mapping is None:
-                    self._say_why(segment)
+                if mapping is not None:
+                    self.not_mapped.pop(segment.node, None)
             return self._mappings[uuid]
 
-    def _say_why(self, segment: SegmentInfo) -> None:
+    def _mapped(self, segment: SegmentInfo) -> Mapping | None:
+        handover = segment.handover if segment.holder else None
+        self._again.pop(segment.uuid, None)
+        if handover is None:
+            mapping, why = Mapping.tried(segment.shm_name, segment.uuid)
+            if mapping is None:
+                self._say_why(segment, why)
+            return mapping
+        try:
+            return Mapping.of(fetch(segment, handover), segment.uuid)
+        except NotHandedError as error:
+            if not error.is_for_now and len(self._again) < SAID_MAX:
+                self._again[segment.uuid] = uptime() + AGAIN_S
+            self._say_why(segment, str(error))
+        except (OSError, ValueError) as error:
+            self._say_why(segment, str(error))
+        return None
+
+    def _say_why(self, segment: SegmentInfo, why: str) -> None:
         """Logs once for each segment why it cannot be mapped: its bytes travel by a slower
         transport, or not at all."""
+        if segment.node in self.not_mapped or len(self.not_mapped) < SAID_MAX:
+            self.not_mapped[segment.node] = why
         if segment.uuid not in self._said and len(self._said) < SAID_MAX:
             self._said.add(segment.uuid)
-            log.warning(
-                "shm_not_mapped node=%s entry=%s reason=%s",
-                segment.node,
-                segment.shm_name,
-                Mapping.why_not(segment.shm_name, segment.uuid),
-            )
+            entry = segment.shm_name or "-"
+            log.warning("shm_not_mapped node=%s entry=%s reason=%s", segment.node, entry, why)
 
     def _run(
         self, segment: SegmentInfo, moves: Sequence[Move], deadline: float, *, is_write: bool

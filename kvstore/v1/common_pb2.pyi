@@ -226,6 +226,7 @@ class SegmentInfo(_message.Message):
     DATA_PROTOCOL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
+    HANDOVER_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     """Never used again within an epoch."""
     node: _builtins.str
@@ -258,6 +259,12 @@ class SegmentInfo(_message.Message):
     def device(self) -> Global___DevicePlace:
         """Absent when the segment is in memory of the host."""
 
+    @_builtins.property
+    def handover(self) -> Global___Handover:
+        """Where that client asks for a descriptor of the memory, if it is on the node's host; absent: it
+        opens `shm_name`, if there is one.
+        """
+
     def __init__(
         self,
         *,
@@ -275,14 +282,47 @@ class SegmentInfo(_message.Message):
         data_protocol: _builtins.int = ...,
         device: Global___DevicePlace | None = ...,
         holder: _builtins.int = ...,
+        handover: Global___Handover | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "handover", b"handover"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "generation", b"generation", "holder", b"holder", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "generation", b"generation", "handover", b"handover", "holder", b"holder", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SegmentInfo: _TypeAlias = SegmentInfo  # noqa: Y015
+
+@_typing.final
+class Handover(_message.Message):
+    """How a client of the node's host gets a descriptor of a segment's memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOCKET_FIELD_NUMBER: _builtins.int
+    RIGHTS_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    socket: _builtins.str
+    """Entry in /dev/shm: a Unix socket of the node."""
+    rights: _builtins.int
+    """What the client's identity may: 1 read in some namespace, 2 write in some, 4 read in all, 8
+    write in all.
+    """
+    key: _builtins.bytes
+    """16 bytes: the client's key for these rights."""
+    def __init__(
+        self,
+        *,
+        socket: _builtins.str = ...,
+        rights: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "rights", b"rights", "socket", b"socket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Handover: _TypeAlias = Handover  # noqa: Y015
 
 @_typing.final
 class DevicePlace(_message.Message):

@@ -173,6 +173,7 @@ class SegmentOffer(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     DATA_PROTOCOL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    HANDOVER_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     uuid: _builtins.bytes
     """16 bytes."""
@@ -186,6 +187,10 @@ class SegmentOffer(_message.Message):
     """Nobody has ever been given an extent of it."""
     data_protocol: _builtins.int
     """The highest version of the data protocol that the node's data server speaks; 0: 2."""
+    handover: _builtins.str
+    """Entry in /dev/shm: the Unix socket where the node hands descriptors of its memory to clients;
+    empty: none.
+    """
     @_builtins.property
     def mark(self) -> _common_pb2.Version:
         """The last mark that its node was told to keep: see MasterWipe."""
@@ -211,10 +216,11 @@ class SegmentOffer(_message.Message):
         engine: _common_pb2.TransferEngine | None = ...,
         data_protocol: _builtins.int = ...,
         device: _common_pb2.DevicePlace | None = ...,
+        handover: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "mark", b"mark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "handover", b"handover", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

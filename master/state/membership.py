@@ -11,7 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from kvstore.calls import MasterAccepted, NodeJoin, ReportFailure, SegmentInfo, SegmentOffer
+from kvstore.calls import (
+    Handover,
+    MasterAccepted,
+    NodeJoin,
+    ReportFailure,
+    SegmentInfo,
+    SegmentOffer,
+)
 from kvstore.errors import (
     BusyError,
     DrainedError,
@@ -400,4 +407,5 @@ def describe(segment: MountedSegment) -> SegmentInfo:
         engine=offer.engine,
         data_protocol=offer.data_protocol,
         device=offer.device,
+        handover=Handover(offer.handover, 0, bytes(16)) if offer.handover else None,
     )

@@ -319,7 +319,7 @@ def test_an_engine_that_may_not_read_the_default_namespace_keeps_its_allocations
         memory = client.allocate(1_000, kind="numpy")
         time.sleep(2.5)
         assert client.put("k", memory)
-        writer = identities.file("w", "engine", writes=[OURS])
+        writer = identities.file("w", "engine", reads=["elsewhere"], writes=[OURS])
         alone = cluster.client(auth=writer, namespace=OURS)
         assert alone.put("written", alone.allocate(1_000, kind="numpy"))
 

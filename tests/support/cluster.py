@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 from kvstore import Client
 from kvstore.calls import ClusterStatus
 from kvstore.limits import FLEET_NAMESPACE
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, socket_name
 from tests.support.issuing import Identities
 from tests.support.processes import Server, flags_of, let_others_leave
 
@@ -62,6 +62,11 @@ class Node(Server):
     @property
     def entry(self) -> Path:
         return entry(self.name)
+
+    @property
+    def socket(self) -> Path:
+        """Where it hands over its memory."""
+        return Path(SHM_DIRECTORY, socket_name(SHM_PREFIX + self.name))
 
 
 class Cluster:
@@ -245,7 +250,8 @@ class Cluster:
                 assert "Traceback" not in server.errors, server.errors
             for node in self.nodes:
                 killed = node.process.returncode == -signal.SIGKILL
-                assert killed or not node.entry.exists(), f"{node.entry} is left behind"
+                for left in (node.entry, node.socket):
+                    assert killed or not left.exists(), f"{left} is left behind"
         finally:
             self.close()
 
@@ -257,6 +263,7 @@ class Cluster:
             server.close()
         for node in self.nodes:
             node.entry.unlink(missing_ok=True)
+            node.socket.unlink(missing_ok=True)
 
     def close_clients(self) -> None:
         clients, self._clients = self._clients, []

@@ -243,6 +243,19 @@ def test_what_is_unknown_is_warned_of_once_and_left_out(
     assert "Did you mean KVSTORE_NODE_KEEP?" in said[2]
 
 
+def test_who_maps_memory_is_asked_for_where_identities_and_descriptors_are(
+    home: Path, tmp_path: Path
+) -> None:
+    wanted = {"KVSTORE_NODE_SHM_CLIENTS": "all-namespaces"}
+    error = refusal(NodeConfig, environ=environment(home, **wanted))
+    assert "needs identities" in str(error)
+    wanted["KVSTORE_AUTH"] = str(tmp_path / "x.auth")
+    config = load(NodeConfig, environ=environment(home, **wanted))
+    assert config.hands_over
+    error = refusal(NodeConfig, environ=environment(home, KVSTORE_NODE_DEVICE="cuda:0", **wanted))
+    assert "opened by name" in str(error)
+
+
 def test_a_misspelt_variable(home: Path) -> None:
     error = refusal(NodeConfig, environ=environment(home, KVSTORE_NODE_MEMROY="4GiB", **STRICT))
     assert error.fields["key"] == "KVSTORE_NODE_MEMROY"

@@ -16,9 +16,10 @@ from kvstore.auth.rights import (
     check_events,
     check_node,
     check_numbers,
+    map_rights,
     shown_status,
 )
-from kvstore.calls import Request
+from kvstore.calls import MapRight, Request
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import Key, Namespace
 
@@ -259,3 +260,25 @@ def test_an_engine_sees_no_tenant_but_its_own() -> None:
         "reader": ["mine"],
         "observer": everything,
     }
+
+
+@pytest.mark.parametrize(
+    ("who", "rights"),
+    [
+        (None, 0),
+        (WHO["admin"], 15),
+        (WHO["master"], 15),
+        (WHO["node"], MapRight.READ | MapRight.READ_ALL),
+        (WHO["engine"], MapRight.READ | MapRight.WRITE),
+        (WHO["reader"], MapRight.READ),
+        (WHO["observer"], 0),
+        (identity("w", ["engine"], writes=["mine/*"]), MapRight.WRITE),
+        (identity("e", ["engine"], reads=["*"], writes=["a*"]), 7),
+        (identity("e", ["engine"], reads=["a", "*"], writes=["*"]), 15),
+        (identity("both", ["engine", "node"], writes=["a"]), 7),
+    ],
+)
+def test_what_an_identity_may_do_with_memory_of_all_namespaces(
+    who: Identity | None, rights: int
+) -> None:
+    assert map_rights(who) == rights

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from kvstore import calls
-from kvstore.calls import SegmentInfo
+from kvstore.auth.identity import identity
+from kvstore.calls import Handover, MapRight, SegmentInfo
 from kvstore.limits import Key, Namespace
 from kvstore.master.pieces import LOOKUPS_PER_PIECE
 from kvstore.master.sealing import SLACK_MS, STAT_MS
@@ -21,6 +22,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.native import slow
+from kvstore.network.handover import map_key
 from kvstore.network.tcp_protocol import PLAIN, WITH_CAPABILITIES, Op, holder_key, sealed
 from tests.unit.master.test_term import JOIN
 
@@ -192,6 +194,20 @@ def test_segments_are_described_with_the_key_of_the_holder() -> None:
         assert segment.holder == HOLDER
         assert segment.token == holder_key(offer.token, offer.uuid, offer.generation, HOLDER)
         assert segment.token != offer.token
+
+
+def test_a_holder_is_told_where_the_memory_is_handed_over_and_its_name_not() -> None:
+    store = Store(handover="kvstore-shm-2")
+    store.holder.identity = identity("e", ["engine"], reads=["n"])
+    first, second = store.ask(calls.DescribeSegments(store.ids)).segments
+    assert (first.handover, first.shm_name) == (None, store.offers[0].shm_name)
+    offer = store.offers[1]
+    key = map_key(offer.token, offer.uuid, offer.generation, HOLDER, MapRight.READ)
+    assert second.handover == Handover("kvstore-shm-2", MapRight.READ, key)
+    assert second.shm_name == ""
+    named = store.ask(calls.DescribeSegments(store.ids[1:]), Caller()).segments[0]
+    assert named.shm_name == offer.shm_name
+    assert named.handover == Handover("kvstore-shm-2", 0, bytes(16)), "no key without an identity"
 
 
 def test_who_is_no_holder_gets_what_it_got_before() -> None:

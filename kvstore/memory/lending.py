@@ -1,0 +1,94 @@
+"""Descriptors of a segment for processes of other users: one to read, one to read and write.
+
+The kernel fixes what a descriptor can do when it is opened. One that was opened to read cannot be
+mapped to write. One that was opened under Landlock (Linux 6.2) without the right to truncate cannot
+truncate, in whichever process: so its holder cannot make others die of SIGBUS. Seals of a memfd
+would forbid the same, but a memfd has no name, and so no memory for the next start of the node.
+
+A process of the file's own user can open the file anew, with all rights: the kernel does not keep
+processes of one user apart.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from typing import Final, NamedTuple
+
+_CREATE_RULESET: Final = 444
+_RESTRICT_SELF: Final = 446
+"""Numbers of system calls, the same on all architectures, for which libc has no function."""
+
+_TRUNCATE: Final = struct.pack("=Q", 1 << 14)
+"""``struct landlock_ruleset_attr``: the one kind of access that needs a rule, and no rule is
+added."""
+
+_NO_NEW_PRIVS: Final = 38
+_VERSION: Final = 1
+_ABI_OF_TRUNCATE: Final = 3
+
+
+class Lent(NamedTuple):
+    """Descriptors to hand to other processes."""
+
+    to_read: int
+    to_write: int
+    is_fixed: bool
+    """Whether ``to_write`` cannot truncate; False: this kernel cannot forbid that."""
+
+    def close(self) -> None:
+        os.close(self.to_read)
+        os.close(self.to_write)
+
+
+def lend(fd: int) -> Lent:
+    """Descriptors of the same file, which the caller owns. They share neither lock nor offset with
+    ``fd``.
+
+    Raises:
+        OSError: the file cannot be opened again.
+    """
+    opened: list[Lent | OSError] = []
+
+    def run() -> None:  # Landlock restricts this thread for good, and no other
+        try:
+            opened.append(_open(f"/proc/self/fd/{fd}"))
+        except OSError as error:
+            opened.append(error)
+
+    thread = threading.Thread(target=run, name="kvstore-lend")
+    thread.start()
+    thread.join()
+    (result,) = opened
+    if isinstance(result, OSError):
+        raise result
+    return result
+
+
+def _open(path: str) -> Lent:
+    to_read = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        is_fixed = _forbid_truncation()
+        return Lent(to_read, os.open(path, os.O_RDWR | os.O_CLOEXEC), is_fixed)
+    except BaseException:
+        os.close(to_read)
+        raise
+
+
+def _forbid_truncation() -> bool:
+    """Descriptors that this thread opens from now on cannot truncate. False: the kernel, or who
+    configured it, does not offer that."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION) < _ABI_OF_TRUNCATE:
+        return False
+    ruleset = libc.syscall(_CREATE_RULESET, _TRUNCATE, ctypes.c_size_t(len(_TRUNCATE)), 0)
+    if ruleset < 0:
+        return False
+    try:
+        if libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0):
+            return False
+        return bool(libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
+    finally:
+        os.close(ruleset)

@@ -1,0 +1,154 @@
+"""How a client gets a descriptor of a segment's memory from the node on its host.
+
+Both talk over a Unix socket in ``/dev/shm`` (SOCK_SEQPACKET: a message is a datagram), so a client
+that sees the memory's directory sees the socket, also from another container:
+
+    node                                                  client
+    greeting magic, version, status, nonce            ->
+                                                      <-  hello   magic, version, uuid, generation,
+                                                                  holder, rights, nonce; proof
+    answer   magic, version, status, proof            ->
+             with the descriptor (SCM_RIGHTS)
+
+Any status but OK is the last message. The kernel lets the node's own user, root and the members of
+``--shm-group`` connect; the node asks it again who the client is (``SO_PEERCRED``).
+
+The master knows the client's identity. It tells the client what that identity may (``MapRight``),
+and the key for exactly these rights (``map_key``), which follows from the segment's token. The node
+knows the token, and the master tells it to no client. So a proof that is right says which rights
+the master saw, and the node decides by its own settings what to hand over.
+
+Each end proves that it has the key, for the other's nonce. A client does not ask whose process the
+other end is: with ``--shm-group`` it is another user's.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+import struct
+from typing import Final, NamedTuple
+
+from kvstore.calls import MapRight
+
+VERSION: Final = 1
+NONCE_BYTES: Final = 16
+PROOF_BYTES: Final = 16
+
+_MAGIC: Final = b"KVsh"
+_HEAD: Final = struct.Struct("<4sII16s")
+_HELLO: Final = struct.Struct("<4sI16sQQQ16s")
+_TAG: Final = b"map"
+_BY_CLIENT: Final = b"client"
+_BY_NODE: Final = b"node"
+
+HEAD_BYTES: Final = _HEAD.size
+"""Bytes of a greeting, and of an answer."""
+HELLO_BYTES: Final = _HELLO.size + PROOF_BYTES
+
+
+class HandoverStatus(enum.IntEnum):
+    OK = 0
+    BAD_REQUEST = 1
+    """Not this protocol, or another version of it."""
+    OTHER_USER = 2
+    DENIED = 3
+    """A wrong proof."""
+    GONE = 4
+    """Another segment, or mounted anew since."""
+    NO_RIGHT = 5
+    """The identity may read in no namespace."""
+    NOT_ALL = 6
+    """The node lets those map its memory who may read all namespaces."""
+
+
+WHY: Final = {
+    HandoverStatus.BAD_REQUEST: "its node speaks another version of the handover",
+    HandoverStatus.OTHER_USER: "its node runs as another user; kvstore-node --shm-group lets a "
+    "group in",
+    HandoverStatus.DENIED: "its node does not accept the proof of this client",
+    HandoverStatus.GONE: "its node has mounted it anew",
+    HandoverStatus.NO_RIGHT: "this identity may read in no namespace",
+    HandoverStatus.NOT_ALL: "this identity may not read all namespaces, which its node asks for "
+    "(--shm-clients)",
+}
+"""Why a client got no descriptor, as the end of a sentence about a segment."""
+
+
+class HandoverHello(NamedTuple):
+    uuid: bytes
+    generation: int
+    holder: int
+    rights: int
+    nonce: bytes
+
+
+def map_key(token: bytes, uuid: bytes, generation: int, holder: int, rights: int) -> bytes:
+    """The key with which a holder proves that its identity has these rights."""
+    said = _TAG + uuid + struct.pack("<3Q", generation, holder, rights)
+    return hmac.digest(token, said, "sha256")[:PROOF_BYTES]
+
+
+def pack_greeting(status: HandoverStatus, nonce: bytes) -> bytes:
+    return _HEAD.pack(_MAGIC, VERSION, status, nonce)
+
+
+def pack_hello(hello: HandoverHello, key: bytes, nonce: bytes) -> bytes:
+    """``nonce``: of the greeting."""
+    raw = _HELLO.pack(_MAGIC, VERSION, *hello)
+    return raw + _proof(key, _BY_CLIENT, nonce, raw)
+
+
+def unpack_hello(raw: bytes) -> HandoverHello | None:
+    """The hello; None: not this protocol."""
+    if len(raw) != HELLO_BYTES:
+        return None
+    magic, version, *fields = _HELLO.unpack_from(raw)
+    return HandoverHello(*fields) if (magic, version) == (_MAGIC, VERSION) else None
+
+
+def is_proven(raw: bytes, key: bytes, nonce: bytes) -> bool:
+    """Whether the client that sent this hello has the key."""
+    said, proof = raw[: _HELLO.size], raw[_HELLO.size :]
+    return hmac.compare_digest(proof, _proof(key, _BY_CLIENT, nonce, said))
+
+
+def pack_answer(status: HandoverStatus, key: bytes = b"", raw: bytes = b"") -> bytes:
+    """``key``, ``raw``: if the status is OK, of the hello that is answered."""
+    proof = _proof(key, _BY_NODE, b"", raw) if key else bytes(PROOF_BYTES)
+    return _HEAD.pack(_MAGIC, VERSION, status, proof)
+
+
+def is_of_node(proof: bytes, key: bytes, raw: bytes) -> bool:
+    """Whether the peer that answered this hello has the key."""
+    return hmac.compare_digest(proof, _proof(key, _BY_NODE, b"", raw))
+
+
+def unpack_head(raw: bytes) -> tuple[HandoverStatus, bytes] | None:
+    """Status, and nonce or proof, of a greeting or an answer; None: not this protocol."""
+    if len(raw) != HEAD_BYTES:
+        return None
+    magic, version, status, rest = _HEAD.unpack(raw)
+    if magic != _MAGIC or version != VERSION or status not in set(HandoverStatus):
+        return None
+    return HandoverStatus(status), rest
+
+
+def _proof(key: bytes, by: bytes, nonce: bytes, said: bytes) -> bytes:
+    return hmac.digest(key, by + nonce + said, "sha256")[:PROOF_BYTES]
+
+
+def access(rights: int, *, needs_all: bool) -> tuple[HandoverStatus, bool]:
+    """What to hand to a client with these rights, and whether it may write.
+
+    Args:
+        rights: ``MapRight``.
+        needs_all: whether the rights have to cover every namespace, because a mapping does.
+    """
+    if not rights & MapRight.READ:
+        return HandoverStatus.NO_RIGHT, False
+    if not needs_all:
+        return HandoverStatus.OK, bool(rights & MapRight.WRITE)
+    if not rights & MapRight.READ_ALL:
+        return HandoverStatus.NOT_ALL, False
+    return HandoverStatus.OK, bool(rights & MapRight.WRITE_ALL)
