@@ -116,6 +116,7 @@ def _doctor(cluster: Cluster, auth: str) -> str:
     return " ".join(said.split())
 
 
+@pytest.mark.slow  # a node that ends twice, and a command
 def test_a_killed_node_finds_its_memory_and_its_clients_map_it_again(
     cluster: Cluster, identities: Identities
 ) -> None:
