@@ -109,7 +109,7 @@ class Credentials:
         return validity_of(self.pems().chain.decode("ascii"))
 
     def remind(self) -> None:
-        """Logs that the certificate ends soon, once a day. Takes some 100 ns if it was called
+        """Logs that the certificate ends soon, once a day. Takes some 200 ns if it was called
         today: call it at any time."""
         if uptime() < self._remind_at:
             return
