@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import sys
@@ -30,6 +31,20 @@ if TYPE_CHECKING:
 
 UNUSED_S: Final = 0.5
 """How often a client that was dropped looks whether its last view is gone."""
+
+
+PROGRAM_MAX: Final = 32
+"""Characters of a program's name that are shown."""
+
+
+def program() -> str:
+    """What an operator calls this process: the script or command that it runs."""
+    path = sys.argv[0] if getattr(sys, "argv", None) else ""
+    folder, name = os.path.split(path)
+    if name == "__main__.py":
+        name = os.path.basename(folder)  # python -m PACKAGE
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", name.removesuffix(".py"))[:PROGRAM_MAX]
+    return "python" if name in ("", "-c", "-m") else name
 
 
 class MasterHTTP(NamedTuple):
@@ -130,7 +145,7 @@ class ClientState:
         self.movers.begin_anew(context.client_number)
 
     def _new_name(self) -> str:
-        return self.config.name or f"{socket.gethostname()}-{os.getpid()}"
+        return self.config.name or f"{program()}-{os.getpid()}@{socket.gethostname()}"
 
     def _new_stub(self, client_number: int) -> MasterStub:
         config = self.config

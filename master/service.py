@@ -463,7 +463,7 @@ class MasterService:
                     case Notice(event, fields):
                         words = " ".join(f"{key}=%s" for key in fields)
                         level = logging.WARNING if event in WARNED else logging.INFO
-                        log.log(level, f"{event} {words}", *map(field_text, fields.values()))  # noqa: G004
+                        log.log(level, f"{event} {words}", *map(_shown, fields.values()))  # noqa: G004
                         self.noticed(event, fields)
         if state.has_work and not self._working:
             self._working = True
@@ -513,3 +513,8 @@ class MasterService:
                 return
             self._settle()
             self._took(started)
+
+
+def _shown(value: str | int) -> str | int:
+    """A field of a notice in the log, where a number stays one."""
+    return value if isinstance(value, int) else field_text(value)

@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -85,7 +85,7 @@ class Roff(click.HelpFormatter):
         else:
             self.write(f"{roff(' '.join(paragraph.split()))}\n")
 
-    def write_dl(self, rows: Sequence[tuple[str, str]], *_: int, **__: int) -> None:
+    def write_dl(self, rows: Iterable[tuple[str, str]], *_: int, **__: int) -> None:
         self._has_lists = True
         for term, text in rows:
             self.write(f".TP\n{_term(term)}\n{roff(' '.join(text.split()))}\n")

@@ -74,6 +74,7 @@ class GoneNode(NamedTuple):
 
     name: str
     host: str
+    """Where its data port was; of a node without one, the id of its host's running kernel."""
     why: str
     """left, silent, broken, replaced, untold or unwiped, as the log has it."""
     gone_ms: int

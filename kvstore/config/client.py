@@ -70,7 +70,7 @@ class ClientConfig(StoreSettings):
     )
     name: Name = Field(
         default="",
-        description="What the master's log calls this client; empty: host name and process id.",
+        description="What the master's log calls this client; empty: PROGRAM-PID@HOST.",
     )
 
     @model_validator(mode="after")

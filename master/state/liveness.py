@@ -71,8 +71,15 @@ class JoinedNode:
     ahead_ms: int | None = None
     """What the node's clock showed when it was last heard, less the master's; None: it does not
     tell its time."""
+    address: str = ""
+    """Where its data port is; empty: it has none."""
     unreachable: str = ""
     """Why the master could not connect to its memory when it last tried; empty: it could."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people: ``host`` is the id of a running kernel."""
+        return self.address or self.host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

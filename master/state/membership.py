@@ -171,7 +171,7 @@ class Membership:
             raise BusyError(f"{NODES_MAX} nodes have joined, the limit")
         if known is not None and not same and self.state_of(known, now_ms) == liveness.ALIVE:
             raise NodeNameTakenError(
-                f"a node named {join.name} is alive on {known.host}",
+                f"a node named {join.name} is alive on {known.place}",
                 advice="Give this node another --name.",
                 node=join.name,
             )
@@ -181,6 +181,7 @@ class Membership:
             session=session,
             heard_ms=now_ms,
             version=join.version,
+            address=next((offer.address for offer in join.segments if offer.address), ""),
         )
         liveness.told_time(node, join.clock_ms, now_ms)
         if known is not None and known.draining:
@@ -261,7 +262,7 @@ class Membership:
         self._alive = None
         if unnoted is not None:
             self._notice(
-                "node_reported", node, by_host=report.host, by_client=report.client,
+                "node_reported", node, by_client=report.client,
                 state=self.state_of(node, now_ms), reports_before=unnoted, reason=report.reason,
             )  # fmt: skip
 
@@ -383,7 +384,7 @@ class Membership:
     def _notice(self, event: str, node: JoinedNode, **fields: str | int) -> None:
         size = sum(segment.offer.size for segment in self.segments[node.name])
         self.effects.append(
-            Notice(event, {"node": node.name, "host": node.host, "bytes": size, **fields})
+            Notice(event, {"node": node.name, "address": node.place, "bytes": size, **fields})
         )
 
 

@@ -26,10 +26,10 @@ NODES_MAX = 64
 class _Gone:
     """A node that has gone, with all its memory."""
 
-    __slots__ = ("back", "gone_ms", "host", "lost", "memory", "missing", "settled", "why")
+    __slots__ = ("back", "gone_ms", "lost", "memory", "missing", "place", "settled", "why")
 
-    def __init__(self, host: str, why: str, gone_ms: int) -> None:
-        self.host = host
+    def __init__(self, place: str, why: str, gone_ms: int) -> None:
+        self.place = place
         self.why = why
         self.gone_ms = gone_ms
         self.memory: set[bytes] = set()
@@ -72,7 +72,7 @@ class Missing:
         gone = self._gone.get(node.name)
         if gone is None or (uuid not in gone.memory and gone.gone_ms != now_ms):
             self._forget(node.name)  # an earlier node of that name had other memory
-            gone = self._gone[node.name] = _Gone(node.host, node.gone, now_ms)
+            gone = self._gone[node.name] = _Gone(node.place, node.gone, now_ms)
         gone.why, gone.gone_ms, gone.settled = node.gone, now_ms, False
         gone.memory.add(uuid)
         gone.back.pop(uuid, None)
@@ -131,7 +131,7 @@ class Missing:
         return [
             GoneNode(
                 name=name,
-                host=gone.host,
+                host=gone.place,
                 why=gone.why,
                 gone_ms=now_ms - gone.gone_ms,
                 missing=gone.missing,

@@ -46,7 +46,7 @@ def test_what_comes_back_with_its_node_was_never_lost(one: Cluster) -> None:
     claims = claims_of(one, "xyz")
     kill(one, "a")
     (row,) = gone(one)
-    assert (row.name, row.host, row.why, row.missing, row.lost) == ("a", "host-a", "silent", 3, 0)
+    assert (row.name, row.host, row.why, row.missing, row.lost) == ("a", "a:9", "silent", 3, 0)
     assert (counted(one, "missing_objects"), counted(one, "lost_objects")) == (3, 0)
     one.join("a", again=True, tells=False)
     assert gone(one)[0].reports

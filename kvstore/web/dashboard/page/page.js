@@ -159,7 +159,7 @@ function showNode(card, node) {
   put(top.children[0], shown(node.name));
   put(top.children[1], node.state);
   top.children[1].className = `state ${node.state}`;
-  put(top.children[2], `host ${shown(node.host)} · ${shown(node.address || "no data port")} · ${node.transports.join(", ")} · heard ${time(node.silent_ms / 1000)} ago${node.version ? ` · version ${shown(node.version)}` : ""}`);
+  put(top.children[2], `${shown(node.address || `no data port, host ${node.host}`)} · ${node.transports.join(", ")} · heard ${time(node.silent_ms / 1000)} ago${node.version ? ` · version ${shown(node.version)}` : ""}`);
   PARTS.forEach((part, index) => { bar.children[index].style.width = `${size ? 100 * parts[part] / size : 0}%`; });
   const free = size - total("used"), largest = Math.max(0, ...node.segments.map((segment) => segment.largest_free));
   put(text, [
@@ -258,7 +258,7 @@ const WORDS = {
   node_unreachable: (f) => `The master cannot connect to node ${f.node}: ${f.reason}`,
   node_reachable: (f) => `The master can connect to node ${f.node} again`,
   node_entry_gone: (f) => `The entry of node ${f.node} in /dev/shm is gone: new clients use tcp`,
-  node_reported: (f) => `Node ${f.node} was reported as failing by ${f.by_client} on ${f.by_host}`,
+  node_reported: (f) => `Node ${f.node} was reported as failing by ${f.by_client}`,
   corrupt_object: (f) => `Corrupt object ${f.key} of namespace ${f.namespace}, on ${f.nodes}`,
   inventory_done: (f) => `Node ${f.node} has told which objects it holds: ${amount(f.claimed, "object")} it has${f.refused ? `, ${amount(f.refused, "object")} it may not keep` : ""}`,
   puts_expired: (f) => `${amount(f.puts, "put")} of ${bytes(f.bytes)} did not end before the deadline; the memory is in quarantine`,
