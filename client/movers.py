@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from kvstore.auth.data_port import ClientEnd
 from kvstore.calls import SegmentInfo
 from kvstore.client import forks
 from kvstore.client.devices import ClientDevices
@@ -54,6 +55,7 @@ class Movers:
         engine: Callable[[], MooncakeTransport] | None = None,
         client_number: int = 0,
         *,
+        tls: Callable[[], ClientEnd | None] = lambda: None,
         stall_s: float = STALL_S,
         device_ring: int = 64 << 20,
         device_locked: int = 1 << 40,
@@ -63,6 +65,8 @@ class Movers:
         Args:
             engine: makes the transport "mooncake"; None: this client has none.
             client_number: as ``Context.client_number``.
+            tls: our identity, for nodes that encrypt; None: we have none. Asked again in the child
+                of a fork.
             stall_s: the longest that a transfer over tcp may move no byte.
             device_ring: as ``ClientConfig.device_ring``.
             device_locked: as ``ClientConfig.device_locked``.
@@ -74,6 +78,7 @@ class Movers:
         self._names = names
         self._new_engine = engine if "mooncake" in names else None
         self._stall_s = stall_s
+        self._new_tls = tls
         self._device_bounds = (device_ring, device_locked, device_kernel)
         self._make(client_number)
         if self._engine is not None and len(self._transports) == 1:
@@ -84,7 +89,9 @@ class Movers:
         kinds: dict[str, Callable[[], Sequence[Transport | None]]] = {
             "shm": lambda: (ShmTransport(), DeviceTransport(self._device_bounds[0])),
             "mooncake": lambda: (self._engine,),
-            "tcp": lambda: (TcpTransport(client_number, stall_s=self._stall_s),),
+            "tcp": lambda: (
+                TcpTransport(client_number, stall_s=self._stall_s, tls=self._new_tls()),
+            ),
         }
         made = (each for name in self._names for each in kinds[name]())
         self._transports: list[Transport] = [each for each in made if each is not None]

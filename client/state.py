@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore import calls
+from kvstore.auth.data_port import ClientEnd
 from kvstore.client import forks
 from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
@@ -97,6 +98,7 @@ class ClientState:
             config.transports,
             self._engine if config.protocol else None,
             client_number,
+            tls=self._tls,
             stall_s=config.progress_timeout_ms / 1000,
             device_ring=config.device_ring,
             device_locked=config.device_locked,
@@ -163,6 +165,10 @@ class ClientState:
     def _ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
         return self.stub.call(request, uptime() + seconds)
 
+    def _tls(self) -> ClientEnd | None:
+        credentials = self.stub.credentials
+        return None if credentials is None else ClientEnd(credentials)
+
     def _engine(self) -> MooncakeTransport:
         # Imported here, because most clients have no engine, and every import takes time.
         from kvstore.transport.mooncake.engine import EngineSettings
@@ -194,6 +200,7 @@ class ClientState:
                 metadata_server=self.config.metadata_server,
                 auth=self.config.auth,
                 engine_unauthenticated=self.config.engine_unauthenticated,
+                data_encryption=self.config.data_encryption,
             )
             self.children.append(node)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvstore._version import __version__
+from kvstore.auth.data_port import ClientEnd
 from kvstore.clocks import uptime
 from kvstore.config import MasterConfig
 from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
@@ -276,7 +277,7 @@ class _Serving:
         self._outruns = Outruns(random.SystemRandom())
         self.feed = MasterEnd() if config.events else None
         self.notices = NoticeLog(wall_clock_ms)
-        self._reach = Reacher()
+        self._reach = Reacher(ClientEnd(self.gate.credentials) if self.gate else None)
         self._tenants = TenantsFile(config.tenants) if config.tenants else None
 
     async def bind(self) -> None:
@@ -522,6 +523,7 @@ def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool, pre
         keep_orphaned=is_own,
         auth=config.auth,
         auth_mode=config.auth_mode,
+        data_encryption=config.data_encryption,
     )
 
 

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
+from kvstore.auth.data_port import ClientEnd
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, SegmentGoneError
@@ -34,21 +35,23 @@ Reach = Callable[[Sequence[SegmentInfo]], Awaitable[str]]
 class Reacher:
     """See the module. Use it in one event loop's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ClientEnd | None = None) -> None:
+        """``tls``: the master's identity, for nodes that encrypt; None: it has none."""
+        self._tls = tls
         self._places = asyncio.Semaphore(AT_ONCE)
 
     async def __call__(self, segments: Sequence[SegmentInfo]) -> str:
         """Why a segment cannot be reached; empty: each one with an address is served there."""
         async with self._places:
-            return await asyncio.to_thread(_why_not, segments)
+            return await asyncio.to_thread(_why_not, segments, self._tls)
 
 
-def _why_not(segments: Sequence[SegmentInfo]) -> str:
+def _why_not(segments: Sequence[SegmentInfo], tls: ClientEnd | None) -> str:
     deadline = uptime() + REACH_S
     for segment in segments:
         if not segment.address:
             continue
-        connection = ClientConnection(described(segment, MASTER))
+        connection = ClientConnection(described(segment, MASTER), tls=tls)
         try:
             connection.greet(deadline)
         except SegmentGoneError:

@@ -119,8 +119,9 @@ class MasterStub:
         self._connections: Known[LaneConnection] = Known()
         """All open connections. If a signal handler raises in a call, the connection of the call is
         closed once its frames are gone."""
-        self._credentials = Credentials(auth) if auth else None
-        self._channels = Channels(self._credentials)
+        self.credentials = Credentials(auth) if auth else None
+        """Our identity; None: without authentication."""
+        self._channels = Channels(self.credentials)
 
     @property
     def joined(self) -> Joined | None:
@@ -260,7 +261,7 @@ class MasterStub:
             return None
         if isinstance(action, Identify):
             what = what_answers(action.address, action.timeout_s)
-            return GRPC if what == TLS and self._credentials is not None else what
+            return GRPC if what == TLS and self.credentials is not None else what
         if isinstance(action, WaitStep):
             self._tell_waiting(action.reason, deadline)
             if self._closed.wait(action.seconds):
@@ -347,7 +348,7 @@ class MasterStub:
                     return self._result(calling, call, deadline)
             except grpc.RpcError as error:
                 failure: Exception = grpc_failure(error, self._link, call.name, last=last)
-                if self._credentials is not None and isinstance(failure, CarrierBrokenError):
+                if self.credentials is not None and isinstance(failure, CarrierBrokenError):
                     failure.reason = REFUSED_US.get(failure.reason, failure.reason)
                 lent.in_doubt = detail_of(error) is None
                 without_frames(error)  # the error is the call itself, and frames refer to it
@@ -445,7 +446,7 @@ class MasterStub:
         if until <= now:
             raise late(self._link, "lane")
         host, _ = split_address(self._link.address)
-        connection = connect(joined, host, until, self._spin_s, generation, self._credentials)
+        connection = connect(joined, host, until, self._spin_s, generation, self.credentials)
         with self._lock:
             self._connections.add(connection)
         try:

@@ -178,7 +178,7 @@ class Credentials:
                 f"the certificate of auth {self.path} is not one that clients accept from {name}: "
                 f"{why}",
                 advice=f"kvstore auth show {self.path} says what it is for; kvstore auth issue "
-                "--role master writes one for a master.",
+                f"--role {name.partition('.')[0]} writes one.",
                 key="auth",
             ) from None
 

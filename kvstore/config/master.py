@@ -17,6 +17,7 @@ from kvstore.config.values import (
     Bytes,
     Cluster,
     Count,
+    DataEncryption,
     Etcd,
     File,
     Host,
@@ -31,6 +32,7 @@ from kvstore.config.values import (
     RefusedValueError,
     Secret,
     Share,
+    check_encryption,
 )
 from kvstore.errors import InvalidArgumentError
 from kvstore.network.addresses import ETCD_PREFIX, EtcdPlace, checked_etcd, parse_etcd
@@ -80,6 +82,7 @@ class MasterConfig(HttpConfig):
         description="Memory that this process also pools (2GiB), so that one command is a whole "
         "store; 0 leaves that to nodes.",
     )
+    data_encryption: DataEncryption = "off"
     keep: bool = Field(
         default=False,
         description="Leave --memory in /dev/shm at a clean stop, for the next start on the same "
@@ -305,6 +308,7 @@ class MasterConfig(HttpConfig):
             "bytes on their way to a stopped node land before it counts as dead, "
             "and must not land in memory that has been given to someone else",
         )
+        check_encryption(self.data_encryption, self.auth, mode=self.auth_mode)
         if self.auth and self.events_at:
             raise RefusedValueError(
                 f"is {self.events!r}, and ZeroMQ authenticates nobody",

@@ -21,6 +21,7 @@ from kvstore.config.values import (
     Bytes,
     Cluster,
     Count,
+    DataEncryption,
     Devices,
     EngineProtocol,
     Group,
@@ -37,6 +38,7 @@ from kvstore.config.values import (
     RefusedValueError,
     ShmClients,
     Unauthenticated,
+    check_encryption,
     check_engine,
 )
 
@@ -155,12 +157,16 @@ class NodeConfig(HttpConfig):
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P
     engine_unauthenticated: Unauthenticated = False
+    data_encryption: DataEncryption = "off"
     log_level: LogLevel = Field(default="info", description="The least serious messages to log.")
     log_format: LogFormat = "text"
 
     @model_validator(mode="after")
     def _rules(self) -> NodeConfig:
         check_engine(self.auth, self.protocol, unauthenticated=self.engine_unauthenticated)
+        check_encryption(
+            self.data_encryption, self.auth, mode=self.auth_mode, protocol=self.protocol
+        )
         if self.shm_clients != "members" and not self.auth:
             raise RefusedValueError(
                 "needs identities, to know what a client may read",

@@ -16,6 +16,7 @@ from kvstore.config.values import (
     Bytes,
     Cluster,
     Count,
+    DataEncryption,
     DeviceKernel,
     DeviceLocked,
     DeviceRing,
@@ -27,6 +28,7 @@ from kvstore.config.values import (
     Transports,
     Unauthenticated,
     Verify,
+    check_encryption,
     check_engine,
 )
 from kvstore.limits import REPLICAS_MAX
@@ -50,6 +52,7 @@ class StoreSettings(Config):
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P
     engine_unauthenticated: Unauthenticated = False
+    data_encryption: DataEncryption = "off"
     engine_buffer: EngineBuffer = 64 << 20
     device_ring: DeviceRing = 64 << 20
     device_locked: DeviceLocked = 1 << 40
@@ -74,4 +77,5 @@ class StoreSettings(Config):
     @model_validator(mode="after")
     def _store_rules(self) -> Self:
         check_engine(self.auth, self.protocol, unauthenticated=self.engine_unauthenticated)
+        check_encryption(self.data_encryption, self.auth, protocol=self.protocol)
         return self

@@ -346,7 +346,8 @@ AuthFile = Annotated[
     Field(
         description="File that proves this process's identity (kvstore auth issue writes it), or a "
         "folder with tls.key, tls.crt and ca.crt. With it peers are authenticated on every port, "
-        "and calls are encrypted between hosts; bytes of blocks are not. Empty: no authentication."
+        "and calls are encrypted between hosts; bytes of blocks with data_encryption. Empty: no "
+        "authentication."
     ),
 ]
 AuthMode = Annotated[
@@ -373,6 +374,43 @@ def check_https(cert: str, key: str) -> None:
             "is missing",
             "Give --http-cert and --http-key, or none of both.",
             key="http_key" if cert else "http_cert",
+        )
+
+
+DataEncryption = Annotated[
+    Literal["off", "tls"],
+    BeforeValidator(_lower),
+    Field(
+        description="How bytes of blocks travel between clients and the memory that this process "
+        "pools. tls: encrypted (TLS 1.3), between ends that prove who they are; needs --auth. off: "
+        "whoever can read the network can read them."
+    ),
+]
+
+
+def check_encryption(
+    encryption: str, auth: str, *, mode: str = "require", protocol: str = ""
+) -> None:
+    """Raises RefusedValueError: not all that is to be served would be, or would be encrypted."""
+    if encryption == "off":
+        return
+    if not auth:
+        raise RefusedValueError(
+            "is tls, and there is no identity to show",
+            "Give --auth FILE (kvstore auth issue writes it).",
+            key="data_encryption",
+        )
+    if protocol:
+        raise RefusedValueError(
+            "does not go with --protocol: the transfer engine encrypts nothing",
+            "Drop one of both.",
+            key="data_encryption",
+        )
+    if mode == "prefer":
+        raise RefusedValueError(
+            "does not go with --auth-mode prefer: peers without an identity could not connect",
+            "Give all peers an identity, and drop --auth-mode, first.",
+            key="data_encryption",
         )
 
 

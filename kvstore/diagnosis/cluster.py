@@ -15,6 +15,7 @@ import grpc
 from kvstore import calls
 from kvstore._version import __version__
 from kvstore.auth.credentials import MASTER_NAME, Credentials, open_channel
+from kvstore.auth.data_port import ClientEnd
 from kvstore.auth.identity import parse
 from kvstore.calls import ClusterStatus, Joined, NodeStatus, SegmentInfo, Segments, TrafficReport
 from kvstore.client.calling.stub import MasterStub
@@ -138,7 +139,7 @@ def cluster(masters: str, timeout_s: float, auth: str = "") -> list[Finding]:
             found += master(leader, timeout_s, auth).found
         stub = _stub(leader, auth)
         try:
-            return found + nodes(stub, timeout_s, pool) + hits(stub, leader, timeout_s)
+            return found + nodes(stub, timeout_s, pool, auth) + hits(stub, leader, timeout_s)
         finally:
             stub.close()
 
@@ -297,7 +298,9 @@ def lane(host: str, joined: Joined, deadline: Deadline, auth: str = "") -> Findi
     return ok(f"{address} answers", subject=subject)
 
 
-def nodes(stub: MasterStub, timeout_s: float, pool: ThreadPoolExecutor) -> list[Finding]:
+def nodes(
+    stub: MasterStub, timeout_s: float, pool: ThreadPoolExecutor, auth: str = ""
+) -> list[Finding]:
     """Checks for each node that it is alive, that its data port answers, and, for a node on this
     host, that its memory can be mapped."""
     deadline = uptime() + timeout_s
@@ -313,7 +316,8 @@ def nodes(stub: MasterStub, timeout_s: float, pool: ThreadPoolExecutor) -> list[
     if not status.nodes:
         command = "kvstore-node --master ... --memory 4GiB"
         return [problem("no node has joined", command, "nodes")]
-    asked = {s.segment_id: pool.submit(by_tcp, s, timeout_s) for s in described}
+    tls = ClientEnd(Credentials(auth)) if auth else None
+    asked = {s.segment_id: pool.submit(by_tcp, s, timeout_s, tls) for s in described}
     found: list[Finding] = []
     for node in status.nodes:
         of_node = [node_well(node)]
@@ -348,8 +352,8 @@ def node_well(node: NodeStatus) -> Finding:
     )
 
 
-def by_tcp(segment: SegmentInfo, timeout_s: float) -> Finding:
-    why_not = _unreadable(TcpTransport(), segment, timeout_s)
+def by_tcp(segment: SegmentInfo, timeout_s: float, tls: ClientEnd | None = None) -> Finding:
+    why_not = _unreadable(TcpTransport(tls=tls), segment, timeout_s)
     if why_not is not None:
         advice = "Start it with --host or --advertise and an address that this host can reach."
         return problem(f"data port {segment.address} does not answer: {why_not}", advice)

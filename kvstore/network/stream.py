@@ -73,6 +73,20 @@ class Stream:
         """The descriptor, for code elsewhere that sets time-outs itself and keeps to a deadline."""
         return self._sock.fileno()
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether bytes are on the socket as they are, so that other code may use ``fileno``."""
+        return True
+
+    @property
+    def certificate(self) -> object:
+        """What the peer has shown to prove who it is, as ``ssl`` describes it; None: nothing."""
+        return None
+
+    def begin(self, deadline: float) -> None:
+        """Call it once, before any other exchange: agrees with the other end on encryption. Here
+        there is none."""
+
     def receive(self, buffers: Sequence[memoryview], deadline: float) -> None:
         """Fill all of ``buffers`` (``B``-formatted, writable, at most ``IOV_MAX`` of them).
 
@@ -98,6 +112,20 @@ class Stream:
             received += count
             if received < wanted:  # a signal, the deadline or the end: the next round tells
                 buffers = _behind(buffers, count)
+
+    def receive_some(self, buffer: memoryview, deadline: float) -> int:
+        """Receives what is there, at least one byte; how many. Errors as ``receive``."""
+        while True:
+            self._arm(socket.SO_RCVTIMEO, deadline, 0)
+            try:
+                count = self._sock.recv_into(buffer)
+            except BlockingIOError:
+                if self._moves(deadline):
+                    continue
+                raise StalledError(0) from None
+            if count == 0:
+                raise EndedError(0)
+            return count
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float, flags: int = 0) -> None:
         """Send all of ``buffers`` (at most ``IOV_MAX`` of them).

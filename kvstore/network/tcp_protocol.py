@@ -29,6 +29,10 @@ Version 3, with capabilities, differs in two places (docs/transports.md says wha
                                                      <-  status
     request magic, op, count; count x record         ->
 
+Version 4 is version 3 within TLS 1.3, which begins the connection (``kvstore.auth.data_port``): a
+segment's description says 4, and the hello says 3. A server that has no connection left answers
+with ``BUSY`` before TLS.
+
 A holder is a client whom the master has authenticated. It proves that it has the holder's key of
 the segment (``holder_key``), which the master tells to no other client. A record is a range with
 the capability for it: offset, length; offset and length of its extent; expiry in ms of the node's
@@ -49,9 +53,12 @@ PLAIN: Final = 2
 
 WITH_CAPABILITIES: Final = 3
 
-DATA_PROTOCOL_VERSION: Final = WITH_CAPABILITIES
+WITH_TLS: Final = 4
+"""In the description of a segment alone, never in a hello."""
+
+DATA_PROTOCOL_VERSION: Final = WITH_TLS
 """The highest version that this release speaks. A node that takes no capabilities announces
-``PLAIN``."""
+``PLAIN``; one that encrypts ``WITH_TLS``."""
 
 DATA_PROTOCOL_MIN: Final = PLAIN
 """The lowest such version: that of the release before (docs/compatibility.md). The first is 2."""
@@ -166,7 +173,7 @@ def pack_hello(hello: Hello) -> bytes:
 def unpack_hello(raw: bytes | bytearray) -> Hello | None:
     """The hello; None: not this protocol. ``raw`` has ``HELLO_BYTES``."""
     magic, version, uuid, token, generation, client, connection = _HELLO.unpack(raw)
-    if magic != _MAGIC or not DATA_PROTOCOL_MIN <= version <= DATA_PROTOCOL_VERSION:
+    if magic != _MAGIC or not DATA_PROTOCOL_MIN <= version <= WITH_CAPABILITIES:
         return None
     if version < WITH_CAPABILITIES:
         return Hello(uuid, token, generation, client, connection, version)

@@ -25,6 +25,9 @@ from rich.progress import (
 )
 
 from kvstore.auth.credentials import Credentials
+from kvstore.auth.data_port import NodeEnd
+from kvstore.auth.names import load_names
+from kvstore.auth.revoked import Revoked
 from kvstore.calls import MasterAccepted
 from kvstore.clocks import uptime
 from kvstore.config import DATA_PORTS, NodeConfig
@@ -112,6 +115,7 @@ def run(
         with ExitStack() as stack:
             secured = secured_by(config)
             credentials = Credentials(config.auth) if config.auth else None
+            tls = _tls(config, credentials)
             if config.numa_node >= 0:
                 numa.check_node(config.numa_node)
                 numa.run_on(config.numa_node)  # before threads start: they inherit it
@@ -143,7 +147,7 @@ def run(
                 segment.close(unlink=drained or not keep)
 
             stack.callback(close)
-            server = _start_server(config, segment)
+            server = _start_server(config, segment, tls)
             stack.callback(server.stop)
             handover = _start_handover(config, segment)
             if handover is not None:
@@ -430,7 +434,18 @@ def _left(
     return segment
 
 
-def _start_server(config: NodeConfig, segment: NodeSegment) -> DataServer:
+def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeEnd | None:
+    """What encrypts the data port; None: nothing does.
+
+    Raises:
+        ConfigError: clients would not accept this identity from a node, or a file cannot be used.
+    """
+    if config.data_encryption == "off" or credentials is None:
+        return None
+    return NodeEnd(credentials, Revoked(config.auth_revoked), load_names(config.auth_names))
+
+
+def _start_server(config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None) -> DataServer:
     """Starts the data server on the given port; if none is given, on the default or a free one.
 
     Raises:
@@ -446,6 +461,7 @@ def _start_server(config: NodeConfig, segment: NodeSegment) -> DataServer:
             port,
             connections_max=config.connections_max,
             capabilities=config.auth_mode if config.auth else "off",
+            tls=tls,
         )
         try:
             server.start()

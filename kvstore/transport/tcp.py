@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Final, TypeVar
 
+from kvstore.auth.data_port import ClientEnd
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
@@ -58,12 +59,15 @@ class TcpTransport(Transport):
         *,
         connections_max: int = CONNECTIONS_MAX,
         stall_s: float = STALL_S,
+        tls: ClientEnd | None = None,
     ) -> None:
         """
         Args:
             client_number: of the client that writes; see ``tcp_protocol.Hello``.
             stall_s: the longest that no byte may move while a call waits for a node.
+            tls: our identity, for nodes that encrypt; None: we have none.
         """
+        self._tls = tls
         self._client_number = client_number
         self._connections_max = connections_max
         self._stall_s = stall_s
@@ -202,7 +206,9 @@ class TcpTransport(Transport):
         if pool.idle:
             connection = pool.idle.pop()
         elif len(pool.lent) < self._connections_max:
-            connection = ClientConnection(segment, self._client_number, stall_s=self._stall_s)
+            connection = ClientConnection(
+                segment, self._client_number, stall_s=self._stall_s, tls=self._tls
+            )
         else:
             return None
         pool.lent.add(connection)

@@ -5,11 +5,14 @@ It connects when it is first used, and again when it finds that the server has e
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from kvstore.auth.data_port import ClientEnd
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import (
@@ -21,7 +24,16 @@ from kvstore.errors import (
     PermissionDeniedError,
 )
 from kvstore.native import slow, steps
-from kvstore.native.kinds import ANSWERED, ENDED, REFUSED, TIMED_OUT, UNASKED, ReadRow, WriteRow
+from kvstore.native.kinds import (
+    ANSWERED,
+    ENDED,
+    REFUSED,
+    TIMED_OUT,
+    UNASKED,
+    ReadRow,
+    Steps,
+    WriteRow,
+)
 from kvstore.network import names
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import EndedError, StalledError, Stream
@@ -32,6 +44,7 @@ from kvstore.network.tcp_protocol import (
     RefusedTransferError,
     TransferStatus,
 )
+from kvstore.network.tls_stream import TlsError
 from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.pieces import deadline_exceeded, feed, segment_gone, windows
 from kvstore.wire.spinning import SpinGauge
@@ -74,14 +87,21 @@ class ClientConnection:
     """Serves one call at a time; any thread may ``interrupt``. ``close`` it after an error."""
 
     def __init__(
-        self, segment: SegmentInfo, client_number: int = 0, *, stall_s: float = STALL_S
+        self,
+        segment: SegmentInfo,
+        client_number: int = 0,
+        *,
+        stall_s: float = STALL_S,
+        tls: ClientEnd | None = None,
     ) -> None:
         """Does not connect yet.
 
         Args:
             client_number: as ``Hello.client``.
             stall_s: the longest that no byte may move while a call waits.
+            tls: our identity, for nodes that encrypt; None: we have none.
         """
+        self._tls = tls
         self._segment = segment
         self._client_number = client_number
         self._stall_s = stall_s
@@ -144,6 +164,10 @@ class ClientConnection:
         return self._stream is not None and not self._stream.is_quiet()
 
     @property
+    def _where(self) -> str:
+        return f"node {self._segment.node} ({self._segment.address})"
+
+    @property
     def _connect_s(self) -> float:
         return self._stall_s * CONNECT_STALLS
 
@@ -159,7 +183,7 @@ class ClientConnection:
         segment = self._segment
 
         def read(stream: Stream, spin_s: float) -> _Exchanged:
-            return steps.tcp_read(
+            return _steps(stream).tcp_read(
                 stream, segment.size, segment.seed, namespace, rows, verify, deadline,
                 self._stall_s, spin_s, self._sealed,
             )  # fmt: skip
@@ -173,7 +197,7 @@ class ClientConnection:
         segment = self._segment
 
         def write(stream: Stream, spin_s: float) -> _Exchanged:
-            return steps.tcp_write(
+            return _steps(stream).tcp_write(
                 stream, segment.size, segment.seed, namespace, rows, deadline, self._stall_s,
                 spin_s, self._sealed,
             )  # fmt: skip
@@ -239,9 +263,7 @@ class ClientConnection:
         segment = self._segment
         deadline = min(deadline, uptime() + self._connect_s)
         sock = names.connect(*_host_and_port(segment.address), deadline)
-        stream = self._stream = Stream(sock, stall_s=self._stall_s)
-        if self._is_interrupted:
-            raise ConnectionAbortedError("the transport was closed")
+        stream = self._begin(sock, deadline)
         version = min(protocol.PLAIN, segment.data_protocol)
         self._number = 1 + secrets.randbits(63)  # a child of a fork draws another one
         hello = protocol.pack_hello(
@@ -267,6 +289,46 @@ class ClientConnection:
             slow.receive_status(stream, deadline)
         return stream
 
+    def _begin(self, sock: socket.socket, deadline: float) -> Stream:
+        """Takes over ``sock``. A node that encrypts, as its description says, gets no byte before
+        it has proved who it is.
+
+        Raises:
+            PermissionDeniedError: we have no identity, or the node is another one.
+            TlsError, RefusedTransferError, OSError
+        """
+        node = self._segment.node
+        encrypts = self._segment.data_protocol >= protocol.WITH_TLS
+        if not encrypts:
+            stream = self._stream = Stream(sock, stall_s=self._stall_s)
+        elif self._tls is not None:
+            stream = self._stream = self._tls.stream(sock, self._stall_s)
+        else:
+            sock.close()
+            raise PermissionDeniedError(
+                f"{self._where} encrypts its data port, and this client has no identity",
+                advice="Give it one: KVSTORE_AUTH (kvstore auth issue writes the file).",
+                node=node,
+                settled=1,
+            )
+        if self._is_interrupted:
+            raise ConnectionAbortedError("the transport was closed")
+        try:
+            stream.begin(deadline)
+        except TlsError as error:
+            if error.heard == protocol.pack_status(TransferStatus.BUSY):
+                raise RefusedTransferError(TransferStatus.BUSY) from None
+            raise
+        if self._tls is not None and encrypts and not self._tls.accepts(stream.certificate, node):
+            raise PermissionDeniedError(
+                f"{self._where} has the identity of another node",
+                advice="Check --advertise, and the names that its identity may have as a node: "
+                "kvstore auth issue --role node --node 'PATTERN' NAME.",
+                node=node,
+                settled=1,
+            )
+        return stream
+
     def _explained(self, error: OSError | RefusedTransferError, deadline: float) -> KVStoreError:
         explained = self._explain(error, deadline)
         if not explained.fields["settled"]:
@@ -274,11 +336,17 @@ class ClientConnection:
         return explained
 
     def _explain(self, error: OSError | RefusedTransferError, deadline: float) -> KVStoreError:
-        segment = self._segment
+        segment, where = self._segment, self._where
         settled = int(self._is_settled)
-        where = f"node {segment.node} ({segment.address})"
         if isinstance(error, TimeoutError) and uptime() >= deadline - LATE_S:
             return deadline_exceeded(segment, settled=settled)
+        if isinstance(error, TlsError):
+            return PermissionDeniedError(
+                f"{where} and this client do not accept each other's identity: {error.strerror}",
+                advice="kvstore auth show FILE says what a file is for, and what is wrong with it.",
+                node=segment.node,
+                settled=settled,
+            )
         if not isinstance(error, RefusedTransferError):
             silent = isinstance(error, TimeoutError)
             advice = _NOT_ACCEPTED if self._stream is None else _NOT_MOVING
@@ -331,7 +399,13 @@ class ClientConnection:
             return f"moved no byte over tcp for {self._stall_s:.1f} s"
         if isinstance(error, EndedError):
             return "ended the tcp connection"
+        if error.errno == errno.EBADMSG:
+            return "sent bytes that do not decrypt: they were changed on their way"
         return f"broke the tcp connection ({error.strerror or error})"
+
+
+def _steps(stream: Stream) -> Steps:
+    return steps if stream.is_plain else slow
 
 
 def _host_and_port(address: str) -> tuple[str, int]:

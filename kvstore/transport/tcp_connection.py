@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Protocol
 
+from kvstore.auth.data_port import NodeEnd
 from kvstore.clocks import uptime
 from kvstore.memory.segment import RangeAccess
 from kvstore.native import steps
@@ -24,6 +25,7 @@ from kvstore.native.slow import Sealed, serve_ranges
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import StalledError, Stream
 from kvstore.network.tcp_protocol import Hello, RefusedTransferError, TransferStatus
+from kvstore.network.tls_stream import TlsError
 
 _READ_BYTES: Final = 256 << 10
 _LINGER_BYTES: Final = 64 << 20
@@ -66,8 +68,8 @@ class DataServerCounters:
     """Accepted, refused ones included."""
     refused_busy: int = 0
     refused_hellos: int = 0
-    """Not this protocol, a wrong token or proof, an unknown segment or generation, or no hello in
-    time."""
+    """Not this protocol, a wrong token or proof, a certificate that is not accepted, an unknown
+    segment or generation, or no hello in time."""
     bad_requests: int = 0
     """Not this protocol, ranges outside the segment, or of an older generation."""
     refused_capabilities: int = 0
@@ -89,6 +91,8 @@ class ServerContext:
     stall_s: float
     idle_s: float
     capabilities: Capabilities = "off"
+    tls: NodeEnd | None = None
+    """None: connections are not encrypted."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
     """As ``counts`` of ``Steps.serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
@@ -165,6 +169,9 @@ class Connection:
             self._context.count(refused_hellos=1)
             if isinstance(error, RefusedTransferError):
                 self._refuse("hello", error)
+            elif isinstance(error, TlsError):
+                reason, peer = error.strerror, self._stream.peer
+                _log.warning("event=data_refused what=tls reason=%s peer=%s", reason, peer)
             return
         self.is_greeted = True
         self._reply(TransferStatus.OK)
@@ -187,12 +194,12 @@ class Connection:
         """
         context, stream, generation = self._context, self._stream, sealed.generation
         bounds = context.moved, context.stall_s, context.idle_s
-        if segment.ranges is None:
+        if segment.ranges is None and stream.is_plain:
             how, number = steps.serve(
                 stream, segment.fd, segment.memory, generation, self._cut, *bounds,
                 sealed.key, sealed.holder,
             )  # fmt: skip
-        else:  # bytes of a device, which compiled steps do not reach
+        else:  # bytes of a device, or encrypted ones, which compiled steps do not reach
             how, number = serve_ranges(
                 stream, segment.ranges, segment.size, segment.memory, generation, self._cut,
                 *bounds, sealed if sealed.key else None,
@@ -205,6 +212,10 @@ class Connection:
     def _greet(self) -> tuple[ServedSegment, Sealed]:
         """The segment, and what the peer's capabilities are checked with; no key: it has shown the
         token, and needs none."""
+        self._stream.begin(self._soon())
+        tls = self._context.tls
+        if tls is not None and not tls.accepts(self._stream.certificate):
+            raise RefusedTransferError(TransferStatus.DENIED)
         raw = bytearray(protocol.HELLO_BYTES)
         self._stream.receive([memoryview(raw)], self._soon())
         hello = protocol.unpack_hello(raw)

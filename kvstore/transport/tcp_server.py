@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from kvstore.auth.data_port import NodeEnd
 from kvstore.clocks import uptime
 from kvstore.errors import AddressInUseError, InternalError, StartupError
 from kvstore.network.addresses import join_address
@@ -22,6 +23,7 @@ from kvstore.network.stream import Stream
 from kvstore.network.tcp_protocol import (
     PLAIN,
     WITH_CAPABILITIES,
+    WITH_TLS,
     TransferStatus,
     pack_status,
 )
@@ -68,9 +70,14 @@ class DataServer:
         stall_s: float = STALL_S,
         idle_s: float = IDLE_S,
         capabilities: Capabilities = "off",
+        tls: NodeEnd | None = None,
     ) -> None:
-        """``capabilities``: which clients it serves: those that show the segments' tokens
-        (``off``), those that show capabilities (``require``), or both (``prefer``)."""
+        """
+        Args:
+            capabilities: which clients it serves: those that show the segments' tokens (``off``),
+                those that show capabilities (``require``), or both (``prefer``).
+            tls: encrypts all connections, and says who may have one; None: without encryption.
+        """
         self._address = (host, port)
         self._connections_max = connections_max
         self._context = ServerContext(
@@ -78,6 +85,7 @@ class DataServer:
             stall_s=stall_s,
             idle_s=idle_s,
             capabilities=capabilities,
+            tls=tls,
         )
         self._connections: dict[Connection, None] = {}
         """In the order of their arrival."""
@@ -119,6 +127,8 @@ class DataServer:
     @property
     def data_protocol(self) -> int:
         """The highest version of the data protocol that it speaks."""
+        if self._context.tls is not None:
+            return WITH_TLS
         return PLAIN if self._context.capabilities == "off" else WITH_CAPABILITIES
 
     @property
@@ -194,13 +204,15 @@ class DataServer:
     def _accept(self, listener: socket.socket) -> None:
         while not self._stopping.is_set():
             try:
-                self._admit(Stream(listener.accept()[0]))
+                self._admit(listener.accept()[0])
             except Exception as error:  # noqa: BLE001  # the only thread that accepts goes on
                 # Out of descriptors, memory or threads, or a peer that left at once: not final.
                 if not self._stopping.wait(0.1):
                     _log.warning("event=data_accept_failed error=%r", error)
 
-    def _admit(self, stream: Stream) -> None:
+    def _admit(self, sock: socket.socket) -> None:
+        tls = self._context.tls
+        stream = Stream(sock) if tls is None else tls.stream(sock)
         connection = Connection(stream, self._context, ended=self._forget)
         with self._changing:
             is_full = len(self._connections) >= self._connections_max
@@ -221,8 +233,8 @@ class DataServer:
         """Refuses with BUSY, and ends the oldest connection that is not greeted, so that strangers
         cannot use up all connections."""
         with contextlib.suppress(OSError):
-            # Fits the send buffer of a new connection, so this does not wait.
-            stream.send([pack_status(TransferStatus.BUSY)], uptime() + 0.1)
+            # Fits the send buffer of a new connection, so this does not wait. A handshake would.
+            Stream.send(stream, [pack_status(TransferStatus.BUSY)], uptime() + 0.1)
         stream.close()
         with self._changing:
             stranger = next((c for c in self._connections if not c.is_greeted), None)

@@ -432,7 +432,7 @@ def test_files_are_replaced_while_all_work(cluster: Cluster, identities: Identit
     cluster.start()
     client = cluster.client(auth=engine(identities), namespace=OURS)
     client.put("k", content("k"))
-    first = client._stub._credentials
+    first = client._stub.credentials
     assert first is not None
     before = first.pems()
     for name, wanted in (

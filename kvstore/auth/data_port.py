@@ -1,0 +1,73 @@
+"""TLS on the data port of a node: what both ends show, and whom they accept.
+
+A node proves its role by the name ``node.kvstore`` in its certificate, and its own name by the
+identity there. A client proves that it is one of the cluster; what it may read and write there is
+said by its capabilities (``kvstore.network.tcp_protocol``).
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Mapping
+
+from kvstore.auth.credentials import NODE_NAME, Credentials, alternative_names
+from kvstore.auth.identity import SCHEME, Identity, identity_of
+from kvstore.auth.names import identity_by
+from kvstore.auth.revoked import Revoked
+from kvstore.errors import InvalidArgumentError
+from kvstore.network.tls_stream import TlsStream
+
+
+class NodeEnd:
+    """The node's end. Threads: any."""
+
+    def __init__(
+        self, credentials: Credentials, revoked: Revoked, names: Mapping[str, Identity]
+    ) -> None:
+        """``revoked`` is used here alone. ``names``: as ``load_names`` returns.
+
+        Raises:
+            ConfigError: clients would not accept this identity from a node.
+        """
+        credentials.check_serves(NODE_NAME)
+        self._context = credentials.server()
+        self._revoked = revoked
+        self._names = names
+        self._looking = threading.Lock()
+
+    def stream(self, sock: socket.socket) -> TlsStream:
+        """Takes over ``sock``."""
+        return TlsStream(sock, self._context)
+
+    def accepts(self, certificate: object) -> bool:
+        """Whether a certificate of our authority names an identity that is not revoked."""
+        try:
+            who = identity_by(alternative_names(certificate), self._names)
+        except InvalidArgumentError:
+            return False
+        with self._looking:
+            return not self._revoked.has(who)
+
+
+class ClientEnd:
+    """The client's end. Threads: any."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+
+    def stream(self, sock: socket.socket, stall_s: float) -> TlsStream:
+        """Takes over ``sock``. The handshake accepts nodes only."""
+        context = self._credentials.client()
+        return TlsStream(sock, context, server_name=NODE_NAME, stall_s=stall_s)
+
+    def accepts(self, certificate: object, node: str) -> bool:
+        """Whether a node with this certificate may have the name ``node``. One of another authority
+        that names no identity of ours (SPIFFE) may have any: its role is proved."""
+        names = alternative_names(certificate)
+        if not any(name.startswith(SCHEME) for name in names):
+            return True
+        try:
+            return identity_of(names).may_be_node(node)
+        except InvalidArgumentError:
+            return False
