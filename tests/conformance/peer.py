@@ -16,6 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
+from kvstore.auth.credentials import Credentials
+from kvstore.auth.data_port import NodeEnd
+from kvstore.auth.revoked import Revoked
 from kvstore.calls import DevicePlace, EngineAddress, SegmentInfo
 from kvstore.memory.entries import SHM_DIRECTORY
 from kvstore.memory.segment import NodeSegment
@@ -42,9 +45,11 @@ class Peer:
         engine: str = "",
         device: str = "",
         capabilities: Capabilities = "off",
+        auth: str = "",
     ) -> None:
         """
         Args:
+            auth: file of its identity, with which it encrypts connections; empty: it does not.
             capabilities: as of ``DataServer``.
             engine: where its transfer engine meets others; empty: it has none.
             device: in whose memory its segment is; empty: in memory of the host.
@@ -52,7 +57,7 @@ class Peer:
         self.name = name
         command = [
             sys.executable, "-m", __spec__.name, name, str(size), str(connections_max), engine,
-            device, capabilities,
+            device, capabilities, auth,
         ]  # fmt: skip
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -75,6 +80,7 @@ class Peer:
             generation=reply["generation"],
             engine=EngineAddress(*reply["engine"]) if reply["engine"] else None,
             device=DevicePlace(*reply["device"]) if reply["device"] else None,
+            data_protocol=reply["data_protocol"],
         )
 
     @property
@@ -126,9 +132,14 @@ def main() -> None:
     name, size, connections_max = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     metadata_server, device = sys.argv[4:6]
     capabilities = cast(Capabilities, sys.argv[6])
+    tls = NodeEnd(Credentials(sys.argv[7]), Revoked(""), {}) if sys.argv[7] else None
     segment = DeviceSegment.on(device, name, size) if device else NodeSegment.create(name, size)
     server = DataServer(
-        [segment], "127.0.0.1", connections_max=connections_max, capabilities=capabilities
+        [segment],
+        "127.0.0.1",
+        connections_max=connections_max,
+        capabilities=capabilities,
+        tls=tls,
     )
     server.start()
     engine = None
@@ -145,7 +156,9 @@ def main() -> None:
             case "restart":
                 port = server.port
                 server.stop()
-                server = DataServer([segment], "127.0.0.1", port, capabilities=capabilities)
+                server = DataServer(
+                    [segment], "127.0.0.1", port, capabilities=capabilities, tls=tls
+                )
                 server.start()
             case "counters":
                 print(json.dumps(asdict(server.counters())), flush=True)
@@ -160,6 +173,7 @@ def main() -> None:
             "generation": segment.generation,
             "engine": engine and engine.address,
             "device": segment.place,
+            "data_protocol": server.data_protocol,
         }
         print(json.dumps(reply), flush=True)
     server.check_invariants()

@@ -48,6 +48,7 @@ from kvstore.transport.device import DeviceTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
+from tests.support.encryption import shared_ends
 from tests.support.fake_device import FakeDriver
 from tests.support.sealing import capability, held
 
@@ -170,8 +171,13 @@ WAYS: dict[str, dict[str, Callable[[], Way]]] = {
         "tcp-device": lambda: DeviceWay(TcpTransport()),
         "tcp-holder-compiled": lambda: HolderWay.compiled(TcpTransport),
     },
+    "encrypted": {
+        "tcp": lambda: Way(TcpTransport(tls=shared_ends().client())),
+        "tcp-device": lambda: DeviceWay(TcpTransport(tls=shared_ends().client())),
+        "tcp-holder": lambda: HolderWay(TcpTransport(tls=shared_ends().client())),
+    },
 }
-"""By the memory that the segment is in."""
+"""By the memory that the segment is in; ``encrypted``: of the host, and the node encrypts."""
 EVERY = [(memory, way) for memory, ways in WAYS.items() for way in ways]
 HOST = [each for each in EVERY if each[0] == "host"]
 DEVICE = [each for each in EVERY if each[0] == "device"]
@@ -183,7 +189,9 @@ def by(ways: list[tuple[str, str]]) -> pytest.MarkDecorator:
 
 def new_peer(memory: str, name: str) -> Peer:
     device = POOLED if memory == "device" else ""
-    return Peer(f"{name}-{os.getpid()}", 64 * MIB, device=device, capabilities="prefer")
+    auth = shared_ends().node_file if memory == "encrypted" else ""
+    name = f"{name}-{os.getpid()}"
+    return Peer(name, 64 * MIB, device=device, capabilities="prefer", auth=auth)
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +302,10 @@ SIZES: dict[str, dict[str, tuple[list[int], int]]] = {
     "device": {
         "empty": ([0], 1), "few": ([1, 0, 4096], 1), "odd": ([300_000, 5, 9 * MIB], 7),
         "many": ([10] * 500, 1),
+    },
+    "encrypted": {
+        "few": ([1, 0, 4096], 1), "batch": ([4096] * 64, 3), "odd": ([300_000, 5, MIB + 1], 7),
+        "gathered": ([100_000], 5_000),
     },
 }  # fmt: skip
 """Of objects, and into how many parts their buffers are cut."""

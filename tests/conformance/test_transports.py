@@ -41,6 +41,7 @@ from kvstore.transport.mooncake.transport import MooncakeTransport
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from tests.conformance.peer import Peer
+from tests.support.encryption import shared_ends
 from tests.support.programs import ENGINE, engine_or_skip_reason, need_engine
 
 MIB = 1 << 20
@@ -54,8 +55,10 @@ TRANSPORTS: dict[str, Callable[[], Transport]] = {
     "mooncake": lambda: MooncakeTransport(ENGINE),
     "device": lambda: DeviceTransport(8 * MIB),
     "tcp-device": TcpTransport,
+    "tcp-tls": lambda: TcpTransport(tls=shared_ends().client()),
 }
-"""``device`` and ``tcp-device``: to a segment in the memory of a device."""
+"""``device`` and ``tcp-device``: to a segment in the memory of a device; ``tcp-tls``: to a node
+that encrypts."""
 NEEDS_NO_OWNER = ("shm", "device")
 """Copy without the node's process."""
 METADATA = P2P if engine_or_skip_reason() is None else ""
@@ -75,23 +78,37 @@ def device_peer() -> Iterator[Peer]:
     peer.close()
 
 
-def is_on_device(request: pytest.FixtureRequest) -> bool:
+@pytest.fixture(scope="module")
+def tls_peer() -> Iterator[Peer]:
+    auth = shared_ends().node_file
+    peer = Peer(f"conformance-tls-{os.getpid()}", SEGMENT_BYTES, auth=auth)
+    yield peer
+    peer.close()
+
+
+def is_with(word: str, request: pytest.FixtureRequest) -> bool:
     callspec = getattr(request.node, "callspec", None)
-    return callspec is not None and "device" in callspec.params.get("transport", "")
+    return callspec is not None and word in callspec.params.get("transport", "")
 
 
 @pytest.fixture
-def shared_peer(request: pytest.FixtureRequest, host_peer: Peer, device_peer: Peer) -> Peer:
+def shared_peer(
+    request: pytest.FixtureRequest, host_peer: Peer, device_peer: Peer, tls_peer: Peer
+) -> Peer:
     """One node for all tests that leave it as it was."""
-    return device_peer if is_on_device(request) else host_peer
+    if is_with("tls", request):
+        return tls_peer
+    return device_peer if is_with("device", request) else host_peer
 
 
 @pytest.fixture
 def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
     """A node of the test's own, to be maltreated."""
     name = f"victim-{os.getpid()}"
-    if is_on_device(request):
+    if is_with("device", request):
         peer = Peer(name, SEGMENT_BYTES, device="fake:0")
+    elif is_with("tls", request):
+        peer = Peer(name, SEGMENT_BYTES, auth=shared_ends().node_file)
     else:
         peer = Peer(name, SEGMENT_BYTES, engine=METADATA)
     yield peer
