@@ -418,7 +418,7 @@ def _unreadable(
         transport.read(segment, [move], uptime() + timeout_s)
         return None
     except CapabilityRefusedError:
-        return None  # with authentication: it answers, and no client may read the superblock
+        return None  # its port answers, and knows us; to read anything we would need an object
     except KVStoreError as error:
         return error.message
     finally:

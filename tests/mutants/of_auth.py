@@ -8,9 +8,22 @@ from tests.mutants.mutant import Mutant
 
 GATE: Final = ("tests/unit/master/test_gate.py",)
 IDENTITY: Final = ("tests/unit/auth/test_identity.py", "tests/unit/auth/test_rights.py")
+DATA_PORT: Final = ("tests/unit/transport/test_tcp_tls.py",)
 RIGHTS: Final = ("tests/unit/auth/test_rights.py",)
 
 MUTANTS: Final = (
+    Mutant("a-node-has-any-name", "kvstore/auth/data_port.py",
+        "return identity_of(names).may_be_node(node)", "return bool(identity_of(names))",
+        DATA_PORT),
+    Mutant("the-revoked-get-bytes", "kvstore/auth/data_port.py",
+        "return not self._revoked.has(who)", "return bool(who)", DATA_PORT),
+    Mutant("who-is-accepted-is-not-asked", "kvstore/transport/tcp_connection.py",
+        "if tls is not None and not tls.accepts(self._stream.certificate):",
+        "if tls is not None and not tls:", DATA_PORT),
+    Mutant("back-to-plain-without-an-identity", "kvstore/transport/tcp_client.py",
+        "encrypts = self._segment.data_protocol >= protocol.WITH_TLS",
+        "encrypts = self._segment.data_protocol >= protocol.WITH_TLS and self._tls is not None",
+        DATA_PORT),
     Mutant("old-tls-is-let-in", "master/gate.py",
         "        if version != _TLS:\n", "        if not version:\n", GATE),
     Mutant("a-peer-without-an-identity-is-let-in", "master/gate.py",

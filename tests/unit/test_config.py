@@ -408,3 +408,23 @@ def test_the_lane_is_beside_the_service() -> None:
     assert MasterConfig().lane_port_wanted == 50002
     assert MasterConfig(port=0).lane_port_wanted == 0
     assert MasterConfig(lane_port=7).lane_port_wanted == 7
+
+
+@pytest.mark.parametrize("kind", [MasterConfig, NodeConfig, ClientConfig, ConnectorConfig])
+def test_bytes_are_encrypted_only_where_all_peers_have_an_identity(
+    home: Path, kind: type[Config]
+) -> None:
+    given = {"data_encryption": "TLS", "environ": environment(home)}
+    error = refusal(kind, **given)  # type: ignore[arg-type]
+    assert error.fields["key"] == "data_encryption"
+    assert "no identity to show" in error.message
+    assert "--auth FILE" in error.advice
+    given["auth"] = "some.auth"
+    loaded = load(kind, {"auth": "some.auth", "data_encryption": "tls"}, environ=environment(home))
+    assert getattr(loaded, "data_encryption") == "tls"  # noqa: B009  # not of all kinds
+    if kind in (MasterConfig, NodeConfig):
+        assert "--auth-mode prefer" in refusal(kind, **given, auth_mode="prefer").message  # type: ignore[arg-type]
+    if kind is not MasterConfig:
+        engine = {"protocol": "tcp", "engine_unauthenticated": True}
+        error = refusal(kind, **given, **engine)  # type: ignore[arg-type]
+        assert "transfer engine encrypts nothing" in error.message
