@@ -175,8 +175,8 @@ class MasterStub:
             raise ClosedError("the client is closed")
         if self.check is not None:
             self.check(request)
-        if self._credentials is not None:
-            self._credentials.remind()
+        if self.credentials is not None:
+            self.credentials.remind()
         call = CALLS[type(request)]
         payload = encode_request(request)
         if trace:

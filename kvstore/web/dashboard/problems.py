@@ -90,10 +90,11 @@ def of_identity(until: float | None, now_ms: int) -> list[FoundProblem]:
     if left_s >= ENDING_S:
         return []
     if left_s <= 0:
-        return [FoundProblem("bad", "This master's certificate has ended: issue it anew.")]
+        text = "This master's certificate has ended: issue it anew."
+        return [FoundProblem("bad", text, "KvstoreIdentityEnds")]
     left = duration_text(int(left_s * 1000))
     text = f"This master's certificate ends in {left}: issue it anew (kvstore auth rotate)."
-    return [FoundProblem("warning", text)]
+    return [FoundProblem("warning", text, "KvstoreIdentityEnds")]
 
 
 def of_a_standby(leader: str) -> list[FoundProblem]:
