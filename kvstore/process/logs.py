@@ -212,7 +212,7 @@ _CONVERSION: Final = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?([a-zA-Z%])")
 def fields_of(record: logging.LogRecord) -> dict[str, object]:
     """The ``key=value`` pairs of a line, by its format and arguments, so that no text of a peer can
     add one. Numbers stay numbers."""
-    arguments: tuple[object, ...] = record.args if isinstance(record.args, tuple) else ()
+    arguments: list[object] = list(record.args) if isinstance(record.args, tuple) else []
     found: dict[str, object] = {}
     at = 0
     for word in str(record.msg).split():
@@ -224,7 +224,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
             continue
         shape = shape.rstrip(":,;")
         is_one = kinds and _CONVERSION.fullmatch(shape)
-        found[key] = _value(shape, own[0]) if is_one else shape % own
+        found[key] = _value(shape, own[0]) if is_one else shape % tuple(own)
     return found
 
 

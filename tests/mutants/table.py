@@ -484,7 +484,7 @@ MUTANTS: Final = (
         "self._misdirected(request) or _forged(request) or self",
         "_forged(request) or self", ("tests/unit/web/test_access.py",)),
     Mutant("the-page-itself-needs-no-name", ACCESS,
-        "return _guarded(handler, self._misdirected)\n",
+        "return self._guarded(handler, self._misdirected)\n",
         "return handler\n", ("tests/unit/web/test_access.py",)),
     Mutant("the-oldest-wait-stays", DOORS,
         "        while self._waiting and self._weight + weight > self._weight_max:\n"
@@ -719,13 +719,11 @@ MUTANTS: Final = (
         "self.sizes[order][:-1] > starts[1:]",
         "self.sizes[:-1] > starts[1:]", LENT),
     Mutant("views-can-be-written", MAPPING,
-        "access=mmap.ACCESS_READ",
-        "access=mmap.ACCESS_WRITE", MAPPED),
+        "\"its memory\", self.size, mmap.ACCESS_READ",
+        "\"its memory\", self.size, mmap.ACCESS_WRITE", MAPPED),
     Mutant("views-of-another-entry", MAPPING,
-        "            if (there.st_dev, there.st_ino) != self._inode:\n"
-        "                return None\n"
-        "            shown",
-        "            shown", MAPPED),
+        "if os.path.samestat(os.fstat(fd), self._there):\n            return fd",
+        "return fd", MAPPED),
     Mutant("views-are-not-kept-mapped", MAPPING,
         "    array.keep = memory\n", "", MAPPED),
     Mutant("copies-under-way-are-left-when-stopped", DEVICE,
