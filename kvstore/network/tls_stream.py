@@ -19,8 +19,8 @@ from typing import Final, cast
 
 from kvstore.network.stream import EndedError, StalledError, Stream
 
-PIECE_BYTES: Final = 256 << 10
-"""Encrypted bytes in one system call."""
+PIECE_BYTES: Final = 128 << 10
+"""Encrypted bytes in one system call. A connection holds about three such pieces."""
 
 RECORD_BYTES: Final = 16 << 10
 """The most that one record holds."""
