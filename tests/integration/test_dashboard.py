@@ -24,7 +24,7 @@ from kvstore.auth.credentials import Credentials
 from kvstore.connectors.engine.fleet import FleetRecords
 from kvstore.fleet import Record
 from kvstore.limits import FLEET_NAMESPACE
-from kvstore.web.dashboard.paths import NAMESPACES_SHOWN
+from kvstore.web.dashboard.paths import FILES, NAMESPACES_SHOWN
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
 from tests.support.accessibility import barriers
@@ -97,15 +97,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def test_the_page_and_its_files_allow_nothing_from_elsewhere(cluster: Cluster, port: int) -> None:
-    for path in (
-        "/runbook",
-        "/page.css",
-        "/page.js",
-        "/charts.js",
-        "/prefixes.js",
-        "/misses.js",
-        *PATHS,
-    ):
+    for path in (*FILES, *PATHS):
         reply = asked(port, path)
         assert reply.status == 200, path
         policy = reply.headers["Content-Security-Policy"]
@@ -385,6 +377,40 @@ def test_a_chart_is_read_with_the_keyboard_and_as_a_table(
     until(lambda: "MatchPrefix" in browser.text("#call-rows"))
 
 
+def test_blocks_are_followed_as_sentences(tmp_path: Path, browser: Browser) -> None:
+    port = free_port()
+    with Cluster(tmp_path, settings={"http_port": port, "events": "on"}) as cluster:
+        cluster.start()
+        browser.open(port, "events")
+        until(lambda: browser.texts("#event-rows tr"))
+        browser.run("document.querySelector('#blocks').click()")
+        keys = [f"k{number}" for number in range(12)]
+        with cluster.client(namespace="a\u202eb") as client:
+
+            def told_of() -> str:
+                client.put_chain(keys, [b"x" * 100] * 12)
+                client.remove_many(keys)
+                return "".join(browser.texts("#event-rows summary"))
+
+            until(lambda: "Stored 12 blocks (1.17 KiB) of namespace a\\u{202e}b." in told_of()
+                  and "blocks of namespace a\\u{202e}b are gone" in told_of(),
+                  every_s=1.5)  # fmt: skip
+        raw = "".join(browser.texts("#event-rows code"))
+        assert "stored namespace=a\\u{202e}b key=6b30 parent=null size=100" in raw
+        browser.view("nodes")
+        until(lambda: not browser.run("return document.querySelector('#blocks').checked"))
+        assert browser.complaints() == []
+
+
+def test_without_events_blocks_are_not_followed(
+    cluster: Cluster, port: int, browser: Browser
+) -> None:
+    browser.open(port, "events")
+    browser.run("document.querySelector('#blocks').click()")
+    until(lambda: "start it with --events" in browser.text("#blocks-note"))
+    assert not browser.run("return document.querySelector('#blocks').checked")
+
+
 def test_tenants_are_shown_with_their_quotas(tmp_path: Path, browser: Browser) -> None:
     port, file = free_port(), tmp_path / "tenants.toml"
     file.write_text(
@@ -502,14 +528,7 @@ def test_an_observer_sees_the_page_and_its_numbers(tmp_path: Path) -> None:
         def asked_as(who: str, path: str) -> int:
             return request(port, "GET", path, tls=Credentials(identities.file(who)).client()).status
 
-        for path in (
-            "/page.css",
-            "/page.js",
-            "/charts.js",
-            "/prefixes.js",
-            "/misses.js",
-            "/metrics",
-        ):
+        for path in (*FILES, "/metrics"):
             assert asked_as("observer", path) == 200, path
         for path in PATHS:
             assert asked_as("observer", path) == 200, path

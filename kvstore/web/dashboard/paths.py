@@ -42,6 +42,7 @@ FILES: Final = {
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
     "/runbook": ("runbook.html", "text/html"),
+    "/blocks.js": ("blocks.js", "text/javascript"),
     "/charts.js": ("charts.js", "text/javascript"),
     "/misses.js": ("misses.js", "text/javascript"),
     "/prefixes.js": ("prefixes.js", "text/javascript"),
