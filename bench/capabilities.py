@@ -72,14 +72,14 @@ def _round(segment: NodeSegment, port: int, calls: int) -> dict[str, float]:
     info = _described(segment, port)
     key = holder_key(segment.token, segment.uuid, segment.generation, HOLDER)
     held = info._replace(token=key, holder=HOLDER)
-    found = {"mac": _ns([lambda: steps.siphash(segment.token, bytes(56))], calls)[0]}
+    found = {"mac": _ns([lambda: steps.siphash(segment.token, bytes(64))], calls)[0]}
     with closing(TcpTransport()) as transport:
         for batch in BATCHES:
             offsets = [START + index * extent_bytes(SIZE) for index in range(batch)]
             columns = [1] * batch, offsets, [SIZE] * batch
 
             def seal(op: Op, columns: tuple[list[int], list[int], list[int]] = columns) -> bytes:
-                return steps.seal(mounts, *columns, HOLDER, op)
+                return steps.seal(mounts, *columns, HOLDER, 0, op)
 
             found[f"seal {batch}"] = _ns([lambda: seal(Op.READ)], calls)[0] / batch
             for op in (Op.WRITE, Op.READ):

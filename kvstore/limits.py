@@ -86,6 +86,9 @@ CLAIMS_UNANSWERED_MAX = 8
 NODE_SEGMENTS_MAX = 1_024
 """Segments in a message of a node; a master accepts 64 of one node."""
 
+REFUSED_HOLDERS_MAX = 1_024
+"""Identities that a master names in one beat as revoked a short time ago."""
+
 SIZE_BYTES_MAX = 1 << 48
 """Bytes of any size in a message: 256 TiB, more than any real object, segment or sum of them
 has. A value must also fit into one segment."""

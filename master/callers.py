@@ -13,7 +13,7 @@ from typing import Final
 
 from kvstore.auth.identity import Identity
 from kvstore.errors import ProtocolError
-from kvstore.master.gate import DIGEST_BYTES, MAC_BYTES, Gate
+from kvstore.master.gate import DIGEST_BYTES, MAC_BYTES, Gate, holder_of
 from kvstore.master.state.traffic import Caller
 from kvstore.wire.frames import TOKEN_BYTES_MAX
 from kvstore.wire.packed import unpack_text
@@ -63,10 +63,11 @@ def caller_of(
         ProtocolError, InvalidArgumentError: no client could have joined with this name.
     """
     if gate is not None and (signed := gate.read_token(token, secret)) is not None:
-        named, holder, given = signed
+        named, number, given = signed
         if who is not None and who.name != named.name:
             return None
-        return Caller(f"{_name(given)} {address}", who or named, holder)
+        who = who or named
+        return Caller(f"{_name(given)} {address}", who, holder_of(who), number)
     if who is not None or (gate is not None and gate.required):
         return None
     if not hmac.compare_digest(token[: len(secret)], secret):

@@ -8,7 +8,6 @@ token is signed, names the identity, and is of no use with the certificate of an
 from __future__ import annotations
 
 import hmac
-import itertools
 import logging
 import secrets
 import ssl
@@ -20,7 +19,7 @@ from kvstore.auth import rights
 from kvstore.auth.credentials import MASTER_NAME, Credentials, alternative_names
 from kvstore.auth.identity import Identity
 from kvstore.auth.names import identity_by, load_names
-from kvstore.auth.revoked import Revoked
+from kvstore.auth.revoked import Revoked, plain
 from kvstore.calls import (
     Allocate,
     Clear,
@@ -38,7 +37,7 @@ from kvstore.calls import (
 from kvstore.clocks import uptime
 from kvstore.config import MasterConfig
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
-from kvstore.master.sealing import MASTER
+from kvstore.limits import REFUSED_HOLDERS_MAX
 from kvstore.master.state.puts import Pending
 from kvstore.master.state.traffic import Caller
 from kvstore.texts import name_text
@@ -63,6 +62,7 @@ DIGEST_BYTES: Final = 16
 MAC_BYTES: Final = 16
 
 _TLS: Final = b"TLSv1.3"
+_LOWER_HALF: Final = 0xFFFF_FFFF
 
 
 class Gate:
@@ -80,14 +80,12 @@ class Gate:
         """Whether a peer without an identity is refused."""
         self.refused = 0
         """Connections and calls that were refused since the start."""
-        self._revoked = Revoked(config.auth_revoked)
+        longest_ms = max(config.lease_ms, config.put_deadline_ms)
+        self._revoked = Revoked(config.auth_revoked, kept_s=2 * longest_ms / 1000)
         self._names = load_names(config.auth_names)
         self._key = secrets.token_bytes(32)
         self._identities: OrderedDict[bytes, Identity] = OrderedDict()
         self._known: dict[tuple[str, ...], Identity] = {}
-        self._numbers: OrderedDict[int, str] = OrderedDict()
-        """The name of the identity that has joined with a number."""
-        self._holders = itertools.count(1 + secrets.randbits(62))
         self._refusals = Lines()
         self._audits = Lines()
 
@@ -141,6 +139,11 @@ class Gate:
         if self._revoked.has(who):
             raise self.refusal(f"{who.shown} was revoked", "Issue it a new identity.")
 
+    def refused_holders(self) -> list[int]:
+        """Holders whose capabilities may still be valid although their identities are revoked; the
+        last ones, if there are too many for one message."""
+        return [_holder(number) for number in self._revoked.lately()[-REFUSED_HOLDERS_MAX:]]
+
     # --- tokens -------------------------------------------------------------------------------
 
     def token(self, secret: bytes, who: Identity, name: bytes, number: int) -> bytes:
@@ -149,28 +152,17 @@ class Gate:
         Args:
             secret: that of the term, at whose end the token is over.
             number: the one that the client has chosen for itself; 0: it gets one.
-
-        Raises:
-            PermissionDeniedError: another identity has chosen this number.
         """
         digest = _digest(who)
         self._identities[digest] = who
         self._identities.move_to_end(digest)
         if len(self._identities) > IDENTITIES_MAX:
             self._identities.popitem(last=False)
-        holder = number or next(self._holders)
-        if holder >= MASTER:
-            raise self.refusal(f"{who.shown} shows the number of the master")
-        if self._numbers.setdefault(holder, who.name) != who.name:
-            raise self.refusal(f"{who.shown} shows the number of another client")
-        self._numbers.move_to_end(holder)
-        if len(self._numbers) > IDENTITIES_MAX:
-            self._numbers.popitem(last=False)
-        body = holder.to_bytes(8, "little") + digest + name
+        body = number_of(who, number).to_bytes(8, "little") + digest + name
         return self._mac(secret, body) + body
 
     def read_token(self, token: bytes, secret: bytes) -> tuple[Identity, int, bytes] | None:
-        """The identity, the number as a holder and the name in a token; None: it is none of ours,
+        """The identity, the client's number and its name in a token; None: it is none of ours,
         or its identity is forgotten."""
         mac, body = token[:MAC_BYTES], token[MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(secret, body)) or len(body) < 8 + DIGEST_BYTES:
@@ -218,20 +210,10 @@ class Gate:
         """
         if caller is None or caller.identity is None:
             return request
-        if isinstance(request, PUTTING):
-            return request._replace(client_number=caller.holder)
-        if isinstance(request, Commit):
-            tokens: Sequence[int] = (request.token,)
-        elif isinstance(request, PutEnd | PutRevoke | Renew):
-            tokens = request.tokens
-        else:
-            return request
-        for token in tokens:
-            put = pending.get(token)
-            if put is not None and put.client_number != caller.holder:
-                self._note(f"{caller.identity.shown} names a put of another client")
-                raise rights.refused(caller.identity, request, "names a put of another client")
-        return request
+        if names_anothers(request, caller.number, pending):
+            self._note(f"{caller.identity.shown} names a put of another client")
+            raise rights.refused(caller.identity, request, "names a put of another client")
+        return numbered(request, caller.number)
 
     def _audit(self, who: Identity, request: Request) -> None:
         if self._audits.has_room():
@@ -279,6 +261,43 @@ class Lines:
         has_room = self._count <= LINES_PER_S
         self.left_out += not has_room
         return has_room
+
+
+def holder_of(who: Identity) -> int:
+    """The number of this identity as a holder of capabilities (``kvstore.master.sealing``). It
+    follows from the number of the certificate, so a master knows the holders that it revokes."""
+    return _holder(plain(who.number) or who.uri)
+
+
+def _holder(said: str) -> int:
+    digest = hmac.digest(b"holder", said.encode(), "sha256")
+    return int.from_bytes(digest[:8], "little") >> 1 | 1
+
+
+def number_of(who: Identity, chosen: int) -> int:
+    """The number under which a client puts: the lower half is that which it has chosen, or a new
+    one, the upper half follows from the name of its identity. So no other identity can have it, and
+    every master knows that."""
+    half = int.from_bytes(hmac.digest(b"number", who.name.encode(), "sha256")[:4], "little")
+    return half << 32 | (chosen & _LOWER_HALF or 1 + secrets.randbits(31))
+
+
+def numbered(request: Request, number: int) -> Request:
+    """The request with the number of the client that makes it, if it gets memory to write to."""
+    return request._replace(client_number=number) if isinstance(request, PUTTING) else request
+
+
+def names_anothers(request: Request, number: int, pending: Pending) -> bool:
+    """Whether a token of the request belongs to a put of another client than that of this
+    number."""
+    if isinstance(request, Commit):
+        tokens: Sequence[int] = (request.token,)
+    elif isinstance(request, PutEnd | PutRevoke | Renew):
+        tokens = request.tokens
+    else:
+        return False
+    puts = (pending.get(token) for token in tokens)
+    return any(put is not None and put.client_number != number for put in puts)
 
 
 def _digest(who: Identity) -> bytes:

@@ -25,7 +25,7 @@ from kvstore.errors import (
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
-from kvstore.master.gate import Gate
+from kvstore.master.gate import Gate, holder_of
 from kvstore.master.sniffing import Sniffing, splice
 from kvstore.master.state.traffic import Caller
 from kvstore.network.addresses import join_address
@@ -201,7 +201,7 @@ class GrpcServer:
             raise PermissionDeniedError(
                 f"{call.name} needs the token of a join", advice="Join first.", join=1
             )
-        return Caller(identity=who)
+        return Caller(identity=who, holder=holder_of(who))
 
     async def _session(self, _: object, context: Context) -> None:
         """One node's stream. This is a coroutine, not a generator, so that the cancellation of a

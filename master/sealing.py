@@ -1,10 +1,16 @@
 """Adds capabilities to replies: without them a client reads and writes nothing over tcp.
 
 A node checks that whoever asks for a range has a capability for its extent
-(``kvstore.network.tcp_protocol``). The master makes them, for callers that it has authenticated
+(``kvstore.network.tcp_protocol``). The master makes them, for identities that it has authenticated
 (*holders*), and writes the expiry in the clock of the extent's node: a node says in its join and in
 each beat what time it has. What the master knows of that clock is late by the time that the message
 took; so the expiry is early by that much, and ``SLACK_MS`` makes up for it.
+
+An extent must not be written by capabilities of its former objects. An order to wipe it goes to its
+node before it is granted again; a capability names the last order that had been made by then, and
+the node refuses one that is older than the last order for the extent. An extent that is leased is
+granted to nobody, so capabilities to read end with the lease of the state. Holders are told a lease
+that ends ``read_slack_ms`` earlier.
 
 The state decides who gets which extent, and knows nothing of this.
 """
@@ -26,11 +32,10 @@ from kvstore.network.handover import map_key
 from kvstore.network.tcp_protocol import WITH_CAPABILITIES, Op, holder_key
 
 SLACK_MS: Final = 1_000
-"""How much later than the lease or deadline a capability ends. Until then, a client that breaks the
-rules can use an extent which is no longer its own."""
+"""How much later than the deadline that the client was told a capability to write ends."""
 
 STAT_MS: Final = 1_000
-"""How long a client has to read the header of an object that it has asked about."""
+"""How long a holder may read the header of an object that it has asked about."""
 
 MASTER: Final = (1 << 64) - 1
 """The master's own number as a holder, with which it tries to connect to nodes. No client gets
@@ -58,6 +63,8 @@ class Sealing:
 
     def __init__(self, state: MasterState) -> None:
         self._common = state.common
+        self._read_slack_ms = min(SLACK_MS, state.rules.lease_ms // 5)
+        """How much earlier than the lease of the state that ends which a holder is told."""
         self._ways: dict[type, Callable[[int, Any, Any, int], calls.Reply]] = {
             calls.Found: self._found,
             calls.Matched: self._matched,
@@ -85,17 +92,21 @@ class Sealing:
         self, now_ms: int, request: calls.Lookup, reply: calls.Found, holder: int
     ) -> calls.Found:
         until_ms = now_ms + reply.lease_ms
-        return reply._replace(placements=self._readable(reply.placements, until_ms, holder))
+        return reply._replace(
+            lease_ms=reply.lease_ms - self._read_slack_ms,
+            placements=self._readable(reply.placements, until_ms, holder),
+        )
 
     def _matched(
         self, now_ms: int, request: calls.MatchPrefix, reply: calls.Matched, holder: int
     ) -> calls.Matched:
         until_ms = now_ms + reply.lease_ms
         return reply._replace(
+            lease_ms=reply.lease_ms - self._read_slack_ms,
             matches=[
                 each._replace(placements=self._readable(each.placements, until_ms, holder))
                 for each in reply.matches
-            ]
+            ],
         )
 
     def _granted(
@@ -117,7 +128,7 @@ class Sealing:
     def _moves(
         self, now_ms: int, request: calls.StartMoves, reply: calls.MovesStarted, holder: int
     ) -> calls.MovesStarted:
-        until_ms = now_ms + reply.grants.deadline_ms
+        until_ms = now_ms + reply.grants.deadline_ms + SLACK_MS
         return reply._replace(
             sources=self._readable(reply.sources, until_ms, holder),
             grants=self._writable(now_ms, reply.grants, reply.sources.sizes, holder),
@@ -126,6 +137,7 @@ class Sealing:
     def _renewed(
         self, now_ms: int, request: calls.Renew, reply: calls.Renewed, holder: int
     ) -> calls.Renewed:
+        reply = reply._replace(lease_ms=reply.lease_ms - self._read_slack_ms)
         if not reply.tokens_held:
             return reply
         segments, offsets, sizes = [], [], []
@@ -135,7 +147,7 @@ class Sealing:
             segments.append(extents[0][0])
             offsets.append(extents[0][1])
             sizes.append(0 if put is None else put.size)
-        until_ms = now_ms + reply.deadline_ms
+        until_ms = now_ms + reply.deadline_ms + SLACK_MS
         made = self._sealed(segments, offsets, sizes, until_ms, holder, Op.WRITE)
         return reply._replace(capabilities=made)
 
@@ -143,6 +155,7 @@ class Sealing:
         self, now_ms: int, request: calls.StatObject, reply: calls.ObjectDetail, holder: int
     ) -> calls.ObjectDetail:
         until_ms = now_ms + STAT_MS
+        self._common.lease(request.namespace, request.key, until_ms)
         return reply._replace(placements=self._readable(reply.placements, until_ms, holder))
 
     def _readable(self, placements: Placements, until_ms: int, holder: int) -> Placements:
@@ -160,7 +173,7 @@ class Sealing:
     ) -> calls.Grants:
         if grants.replicas != 1:
             sizes = _each(repeat(size, grants.replicas) for size in sizes)
-        until_ms = now_ms + grants.deadline_ms
+        until_ms = now_ms + grants.deadline_ms + SLACK_MS
         columns = grants.segments, grants.offsets, sizes
         return grants._replace(capabilities=self._sealed(*columns, until_ms, holder, Op.WRITE))
 
@@ -184,9 +197,10 @@ class Sealing:
                 continue
             offer = segment.offer
             if offer.data_protocol >= WITH_CAPABILITIES:
-                expires_ms = max(0, until_ms + ahead_ms + SLACK_MS)
+                expires_ms = max(0, until_ms + ahead_ms)
                 mounts[segment_id] = _MOUNT.pack(offer.token, offer.generation, expires_ms)
-        return steps.seal(mounts, segments, offsets, sizes, holder, op)
+        order = self._common.reclaim.last_order
+        return steps.seal(mounts, segments, offsets, sizes, holder, order, op)
 
 
 def _each(sizes: Iterable[Iterable[int]]) -> list[int]:

@@ -453,6 +453,9 @@ class MasterService:
                     case Answer(ticket, result):
                         self._answer(ticket, result)
                     case Send(session, message):
+                        if self.gate is not None and isinstance(message, calls.MasterBeat):
+                            refused = self.gate.refused_holders()
+                            message = message._replace(refused_holders=refused)
                         if session in self._outboxes:
                             self._put(self._outboxes[session], message)
                     case Hangup(session, error):

@@ -18,7 +18,7 @@ from kvstore.calls.fields import (
     Uuid,
 )
 from kvstore.calls.places import NO_VERSION, DevicePlace, EngineAddress, Version
-from kvstore.limits import NODE_SEGMENTS_MAX, SIZE_BYTES_MAX, Key, Namespace
+from kvstore.limits import NODE_SEGMENTS_MAX, REFUSED_HOLDERS_MAX, SIZE_BYTES_MAX, Key, Namespace
 
 
 class SegmentOffer(NamedTuple):
@@ -130,6 +130,9 @@ class MasterBeat(NamedTuple):
     number: int
     repair: bool = False
     """The node has objects with too few replicas: it is to ask what to copy (``StartMoves``)."""
+    refused_holders: Annotated[Sequence[int], Rows(REFUSED_HOLDERS_MAX)] = ()
+    """Whose data connections the node ends and refuses, until a beat names them no more: identities
+    that were revoked a short time ago."""
 
 
 class MasterWipe(NamedTuple):

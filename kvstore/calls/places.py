@@ -97,8 +97,8 @@ class SegmentInfo(NamedTuple):
     device: DevicePlace | None = None
     """None: the segment is in memory of the host."""
     holder: int = 0
-    """The number of the client that has this description, if the node takes its capabilities: the
-    client then speaks data protocol 3. 0: it speaks 2."""
+    """The number of the identity that has this description, if the node takes its capabilities: its
+    clients then speak data protocol 3. 0: they speak 2."""
     handover: Handover | None = None
     """Where a holder asks for the memory; None: its node hands none over."""
 
@@ -121,8 +121,8 @@ class Placements(NamedTuple):
     """``CAPABILITY_BYTES`` for each extent, with which the client may read it; empty: none."""
 
 
-CAPABILITY_BYTES = 24
-"""Expiry and MAC of one capability, which a client shows to the extent's node as it got them
+CAPABILITY_BYTES = 32
+"""Expiry, order and MAC of one capability, which a client shows to the extent's node as it got them
 (``kvstore.network.tcp_protocol``)."""
 
 NO_PLACEMENTS = Placements((), (), (), (), (), ())

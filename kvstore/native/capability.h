@@ -2,16 +2,19 @@
 #ifndef KVSTORE_CAPABILITY_H
 #define KVSTORE_CAPABILITY_H
 
-#define RECORD_BYTES 64     /* u64 offset, length, extent's offset, its length, expiry, rights; MAC */
+#define RECORD_BYTES 72     /* u64 offset, length, extent's offset, its length, expiry, order, rights; MAC */
 #define MOUNT_BYTES 32      /* the segment's key, u64 generation, u64 expiry */
+#define EXTENT_ALIGN 1024
+#define ORDER_BITS 18       /* of the number of words in kinds.ORDERS_BYTES */
+#define ORDERS_BYTES ((Py_ssize_t)8 << ORDER_BITS)
 
 /* What the MAC covers. */
 typedef struct {
     uint8_t tag[8];
-    uint64_t generation, holder, offset, length, expires_ms, rights;
+    uint64_t generation, holder, offset, length, expires_ms, order, rights;
 } Sealed;
 
-static const uint8_t SEAL_TAG[8] = "KVcap\0\0\1";
+static const uint8_t SEAL_TAG[8] = "KVcap\0\0\2";
 
 static void seal_extent(const uint8_t *key, Sealed *sealed, uint8_t mac[SIPHASH_BYTES]) {
     memcpy(sealed->tag, SEAL_TAG, sizeof SEAL_TAG);
@@ -44,15 +47,47 @@ static PyObject *siphash_of(PyObject *self, PyObject *args) {
     return is_key ? PyBytes_FromStringAndSize((const char *)mac, sizeof mac) : NULL;
 }
 
-PyDoc_STRVAR(seal_doc, "seal(mounts, segments, offsets, sizes, holder, rights)\n"
+/* Where the last order for an extent is. Extents that share a word share the higher order. */
+static uint64_t *order_of(uint64_t *orders, uint64_t offset) {
+    return orders + (offset / EXTENT_ALIGN * UINT64_C(0x9E3779B97F4A7C15) >> (64 - ORDER_BITS));
+}
+
+PyDoc_STRVAR(call_back_doc, "call_back(orders, offsets, order)\nSee kvstore.native.kinds.Steps.");
+
+static PyObject *call_back(PyObject *self, PyObject *args) {
+    Py_buffer orders;
+    PyObject *offsets, *items;
+    unsigned long long order;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "w*OK", &orders, &offsets, &order))
+        return NULL;
+    if (orders.len != ORDERS_BYTES || (uintptr_t)orders.buf % 8)
+        PyErr_SetString(PyExc_ValueError, "no table of orders");
+    else if ((items = PySequence_Fast(offsets, "offsets come in a sequence"))) {
+        for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(items); index++) {
+            uint64_t offset = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(items, index));
+            if (PyErr_Occurred())
+                break;
+            uint64_t *word = order_of(orders.buf, offset);
+            if (*word < order)
+                __atomic_store_n(word, order, __ATOMIC_RELAXED);
+        }
+        Py_DECREF(items);
+        __atomic_thread_fence(__ATOMIC_SEQ_CST); /* pairs with that of take_records */
+    }
+    PyBuffer_Release(&orders);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
+PyDoc_STRVAR(seal_doc, "seal(mounts, segments, offsets, sizes, holder, order, rights)\n"
                        "See kvstore.native.kinds.Steps.");
 
 static PyObject *seal(PyObject *self, PyObject *args) {
     PyObject *mounts, *columns[3], *items[3] = {NULL, NULL, NULL}, *result = NULL;
-    unsigned long long holder, rights;
+    unsigned long long holder, order, rights;
     (void)self;
-    if (!PyArg_ParseTuple(args, "O!OOOKK", &PyDict_Type, &mounts, &columns[0], &columns[1], &columns[2],
-                          &holder, &rights))
+    if (!PyArg_ParseTuple(args, "O!OOOKKK", &PyDict_Type, &mounts, &columns[0], &columns[1], &columns[2],
+                          &holder, &order, &rights))
         return NULL;
     for (int index = 0; index < 3; index++)
         if (!(items[index] = PySequence_Fast(columns[index], "a column is a sequence")))
@@ -80,9 +115,11 @@ static PyObject *seal(PyObject *self, PyObject *args) {
         }
         const uint8_t *key = (const uint8_t *)PyBytes_AS_STRING(mount);
         Sealed sealed = {.generation = load64(key + 16), .holder = holder, .offset = offset,
-                         .length = HEADER_BYTES + size, .expires_ms = load64(key + 24), .rights = rights};
+                         .length = HEADER_BYTES + size, .expires_ms = load64(key + 24), .order = order,
+                         .rights = rights};
         memcpy(at, &sealed.expires_ms, 8);
-        seal_extent(key, &sealed, at + 8);
+        memcpy(at + 8, &sealed.order, 8);
+        seal_extent(key, &sealed, at + 16);
     }
 done:
     for (int index = 0; index < 3; index++)

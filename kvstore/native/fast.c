@@ -371,6 +371,7 @@ static PyObject *xxh3_64(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef METHODS[] = {
+    {"call_back", call_back, METH_VARARGS, call_back_doc},
     {"exchange", exchange, METH_VARARGS, exchange_doc},
     {"get_many", get_many, METH_VARARGS, get_many_doc},
     {"overlap", overlap, METH_O, overlap_doc},

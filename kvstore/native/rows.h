@@ -12,7 +12,7 @@
 #define NAMESPACE_MAX 128
 #define KEY_MAX 256
 #define DESCRIPTOR_MAX 320
-#define CAPABILITY_BYTES 24 /* u64 expiry, MAC: capability.h */
+#define CAPABILITY_BYTES 32 /* u64 expiry, u64 order, MAC: capability.h */
 static const uint8_t MAGIC[8] = "KVextnt\x01";
 
 #define PIECE_BYTES (256 << 10) /* before each, a look at clock and generation */

@@ -21,7 +21,13 @@ import xxhash
 from kvstore.clocks import uptime, uptime_ms
 from kvstore.errors import DeadlineExceededError
 from kvstore.limits import KEY_BYTES_MAX, Key
-from kvstore.memory.header import GENERATION_OFFSET, HEADER_BYTES, SUPERBLOCK_BYTES, WIPE
+from kvstore.memory.header import (
+    EXTENT_ALIGN,
+    GENERATION_OFFSET,
+    HEADER_BYTES,
+    SUPERBLOCK_BYTES,
+    WIPE,
+)
 from kvstore.memory.raw import address_of
 from kvstore.memory.segment import RangeAccess
 from kvstore.native import kinds
@@ -51,6 +57,10 @@ _LANE_HEAD: Final = struct.Struct("<IQBB")
 
 _MOUNT: Final = struct.Struct("<16sQQ")
 """As ``Steps.seal`` takes them: key, generation, expiry."""
+
+_ORDER_BITS: Final = 18
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+_WORD: Final = (1 << 64) - 1
 
 _counting: Final = threading.Lock()
 
@@ -369,7 +379,7 @@ def receive_status(stream: Stream, deadline: float) -> None:
 
 def seal(
     mounts: dict[int, bytes], segments: Sequence[int], offsets: Sequence[int], sizes: Sequence[int],
-    holder: int, rights: int, /,
+    holder: int, order: int, rights: int, /,
 ) -> bytes:  # fmt: skip
     made: list[bytes] = []
     for segment, offset, size in zip(segments, offsets, sizes, strict=True):
@@ -381,8 +391,8 @@ def seal(
             raise ValueError("a mount has 32 bytes")
         key, generation, expires_ms = _MOUNT.unpack(mount)
         length = HEADER_BYTES + size
-        said = protocol.sealed(generation, holder, offset, length, expires_ms, rights)
-        made.append(protocol.pack_capability(expires_ms, siphash(key, said)))
+        said = protocol.sealed(generation, holder, offset, length, expires_ms, order, rights)
+        made.append(protocol.pack_capability(expires_ms, order, siphash(key, said)))
     return b"".join(made)
 
 
@@ -395,13 +405,16 @@ class Sealed(NamedTuple):
     holder: int
     mac: Callable[[bytes, bytes], bytes]
     """``siphash``, in Python or compiled."""
+    orders: memoryview
+    asked: memoryview
+    """As ``Steps.serve`` takes them."""
 
     def check(self, record: protocol.Record, op: Op) -> None:
         """Raises RefusedTransferError: it is no capability of this holder for ``op`` on the range
         now."""
         place = record.extent_offset, record.extent_length
         said = protocol.sealed(
-            self.generation, self.holder, *place, record.expires_ms, record.rights
+            self.generation, self.holder, *place, record.expires_ms, record.order, record.rights
         )
         if not hmac.compare_digest(record.mac, self.mac(self.key, said)):
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
@@ -412,17 +425,51 @@ class Sealed(NamedTuple):
         if not record.covers():
             raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
 
+    def begin_write(self, records: Sequence[protocol.Record]) -> None:
+        """Notes which extents are written, and then compares the capabilities with the last orders
+        for them: whoever makes an order known finds this write, or it is refused here.
+
+        Raises:
+            RefusedTransferError: a capability is older than an order to wipe its extent.
+        """
+        asked, orders = self.asked.cast("Q"), self.orders.cast("Q")
+        for index, record in enumerate(records, 1):
+            asked[index] = record.extent_offset
+        asked[0] = len(records)
+        if any(record.order < orders[_slot(record.extent_offset)] for record in records):
+            raise RefusedTransferError(TransferStatus.NOT_ALLOWED)
+
+    def end_write(self) -> None:
+        self.asked.cast("Q")[0] = 0
+
+
+def call_back(orders: memoryview, offsets: Sequence[int], order: int, /) -> None:
+    if orders.nbytes != kinds.ORDERS_BYTES:
+        raise ValueError("no table of orders")
+    words = orders.cast("Q")
+    for offset in offsets:
+        if offset < 0:
+            raise OverflowError("an offset below 0")
+        slot = _slot(offset)
+        words[slot] = max(words[slot], order)
+
+
+def _slot(offset: int) -> int:
+    """The word of an extent's last order. Extents that share a word share the higher order."""
+    return (offset // EXTENT_ALIGN * _GOLDEN & _WORD) >> (64 - _ORDER_BITS)
+
 
 # --- the node's end ------------------------------------------------------------------------------
 
 
 def serve(
     stream: Wire, file: int, memory: memoryview, generation: int, cut: bytearray,
-    counts: bytearray, stall_s: float, idle_s: float, key: bytes, holder: int, /,
+    counts: bytearray, stall_s: float, idle_s: float, key: bytes, holder: int,
+    orders: memoryview, asked: memoryview, /,
 ) -> tuple[int, int]:  # fmt: skip
     del file
     assert isinstance(stream, Stream)
-    sealed = Sealed(key, generation, holder, siphash) if key else None
+    sealed = Sealed(key, generation, holder, siphash, orders, asked) if key else None
     bounds = counts, stall_s, idle_s
     return serve_ranges(stream, None, len(memory), memory, generation, cut, *bounds, sealed)
 
@@ -469,6 +516,8 @@ def serve_ranges(
                     held.write(parts, in_time())
             if ahead:
                 stream.send(ahead, in_time())
+            if sealed is not None:
+                sealed.end_write()
             with _counting:
                 at = 0 if op is Op.READ else 2
                 counted[at] += 1
@@ -477,6 +526,9 @@ def serve_ranges(
         return kinds.TIMED_OUT, 0
     except (OSError, RefusedTransferError) as error:
         return _how(error)
+    finally:
+        if sealed is not None:
+            sealed.end_write()
     return kinds.ENDED, 0
 
 
@@ -511,6 +563,8 @@ def _next_request(
     records = protocol.unpack_records(raw)
     for record in records:
         sealed.check(record, op)
+    if op is Op.WRITE:
+        sealed.begin_write(records)
     ranges = [(record.offset, record.length) for record in records]
     return op, ranges, min(record.expires_ms for record in records) / 1000
 

@@ -7,6 +7,7 @@
 #define RANGE_BYTES 16  /* u64 offset, u64 length; RECORD_BYTES with a capability */
 #define STATUS_BYTES 8  /* magic, u32 status */
 #define RANGES_MAX 4096
+#define ASKED_BYTES (8 * (1 + RANGES_MAX))
 static const uint8_t TCP_MAGIC[4] = "KVdt";
 enum { OP_READ = 1, OP_WRITE = 2 };
 enum { STATUS_OK = 0, STATUS_GONE = 3, STATUS_INVALID_RANGE = 4, STATUS_BAD_REQUEST = 5, STATUS_NOT_ALLOWED = 6 };
@@ -199,8 +200,9 @@ static void put_range(uint8_t **at, const Batch *batch, const Row *row, uint64_t
     put64(at, row->offset);
     put64(at, HEADER_BYTES + row->size);
     put64(at, load64(capability));
+    put64(at, load64(capability + 8));
     put64(at, batch->write ? OP_WRITE : OP_READ);
-    memcpy(*at, capability + 8, SIPHASH_BYTES);
+    memcpy(*at, capability + 16, SIPHASH_BYTES);
     *at += SIPHASH_BYTES;
 }
 
@@ -484,6 +486,8 @@ typedef struct {
     uint64_t *counts; /* reads, bytes of those, writes, bytes of those */
     const uint8_t *key; /* of the segment: every range needs a capability; NULL: none does */
     uint64_t holder;    /* of the capabilities */
+    uint64_t *orders;   /* the last order to wipe of each extent: kinds.Steps.call_back */
+    uint64_t *asked;    /* the number of extents that are being written, and their offsets */
     int64_t expires_ns; /* when the first capability of the present request ends */
 } Served;
 
@@ -592,8 +596,11 @@ static int refused(Served *served, int status) {
 }
 
 /* Whether each record of the request has a valid capability: of this segment, generation and holder, that
- * has not expired, for an extent around its range, with a right for `op`. Leaves the ranges alone, one
- * behind the other. */
+ * has not expired, for an extent around its range, with a right for `op`; to write, one that is not older
+ * than the last order to wipe the extent. Leaves the ranges alone, one behind the other.
+ *
+ * A write is noted in `asked` before the orders are read, and who makes an order known reads `asked`
+ * after that: so either this refuses the write, or the other one finds it, and ends it. */
 static int take_records(Served *served, uint64_t *ranges, size_t count, int op) {
     uint64_t now_ms = (uint64_t)now_ns() / 1000000, first_ms = UINT64_MAX;
     for (size_t index = 0; index < count; index++) {
@@ -602,16 +609,30 @@ static int take_records(Served *served, uint64_t *ranges, size_t count, int op) 
         memcpy(record, (const uint8_t *)ranges + RECORD_BYTES * index, RECORD_BYTES);
         uint64_t offset = record[0], length = record[1];
         Sealed sealed = {.generation = served->generation, .holder = served->holder, .offset = record[2],
-                         .length = record[3], .expires_ms = record[4], .rights = record[5]};
+                         .length = record[3], .expires_ms = record[4], .order = record[5],
+                         .rights = record[6]};
         seal_extent(served->key, &sealed, mac);
-        if (!same_mac(mac, (const uint8_t *)&record[6]) || sealed.expires_ms <= now_ms ||
+        if (!same_mac(mac, (const uint8_t *)&record[7]) || sealed.expires_ms <= now_ms ||
             !(sealed.rights & (uint64_t)op) ||
             offset - sealed.offset > sealed.length || /* also if it begins before: that wraps */
             length > sealed.length - (offset - sealed.offset))
             return 0;
         first_ms = sealed.expires_ms < first_ms ? sealed.expires_ms : first_ms;
-        ranges[2 * index] = offset;
-        ranges[2 * index + 1] = length;
+        if (op == OP_WRITE)
+            served->asked[1 + index] = sealed.offset;
+    }
+    if (op == OP_WRITE) {
+        __atomic_store_n(served->asked, count, __ATOMIC_RELEASE);
+        __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    }
+    for (size_t index = 0; index < count; index++) {
+        uint64_t record[RECORD_BYTES / 8];
+        memcpy(record, (const uint8_t *)ranges + RECORD_BYTES * index, RECORD_BYTES);
+        if (op == OP_WRITE &&
+            record[5] < __atomic_load_n(order_of(served->orders, record[2]), __ATOMIC_RELAXED))
+            return 0;
+        ranges[2 * index] = record[0];
+        ranges[2 * index + 1] = record[1];
     }
     served->expires_ns = first_ms < INT64_MAX / 1000000 ? (int64_t)first_ms * 1000000 : INT64_MAX;
     if (served->expires_ns - now_ns() < served->stall_ns) /* sooner than the time-outs that are set */
@@ -669,20 +690,20 @@ static int serve_request(Served *served, uint64_t *ranges, int *idle) {
     return ended;
 }
 
-PyDoc_STRVAR(serve_doc, "serve(stream, file, memory, generation, cut, counts, stall, idle, key, holder)\n"
+PyDoc_STRVAR(serve_doc, "serve(stream, file, memory, generation, cut, counts, stall, idle, key, holder, orders, asked)\n"
                         "See kvstore.native.kinds.Steps.");
 
 static PyObject *serve(PyObject *self, PyObject *args) {
     Served served = {0};
-    Py_buffer memory, cut, counts;
+    Py_buffer memory, cut, counts, orders, asked;
     unsigned long long generation, holder;
     double stall, idle;
     PyObject *stream;
     const char *key;
     Py_ssize_t key_size;
     (void)self;
-    if (!PyArg_ParseTuple(args, "Oiw*Kw*w*ddy#K", &stream, &served.file, &memory, &generation, &cut, &counts,
-                          &stall, &idle, &key, &key_size, &holder))
+    if (!PyArg_ParseTuple(args, "Oiw*Kw*w*ddy#Kw*w*", &stream, &served.file, &memory, &generation, &cut,
+                          &counts, &stall, &idle, &key, &key_size, &holder, &orders, &asked))
         return NULL;
     PyObject *result = NULL;
     uint64_t *ranges = malloc((key_size ? RECORD_BYTES : RANGE_BYTES) * RANGES_MAX);
@@ -701,6 +722,13 @@ static PyObject *serve(PyObject *self, PyObject *args) {
         PyErr_SetString(PyExc_ValueError, "a key has 16 bytes");
         goto done;
     }
+    if (key_size && (orders.len != ORDERS_BYTES || (uintptr_t)orders.buf % 8 || asked.len < ASKED_BYTES ||
+                     (uintptr_t)asked.buf % 8)) {
+        PyErr_SetString(PyExc_ValueError, "no table of orders, or of what is asked");
+        goto done;
+    }
+    served.orders = orders.buf;
+    served.asked = asked.buf;
     served.key = key_size ? (const uint8_t *)key : NULL;
     served.holder = holder;
     served.memory = memory.buf;
@@ -714,6 +742,8 @@ static PyObject *serve(PyObject *self, PyObject *args) {
     int64_t quiet_since = now_ns();
     while (!status) {
         status = serve_request(&served, ranges, &is_idle);
+        if (served.key)
+            __atomic_store_n(served.asked, 0, __ATOMIC_RELEASE);
         if (!status)
             quiet_since = now_ns();
         else if (status == TIMED_OUT && is_idle && !*served.cut)
@@ -726,6 +756,8 @@ done:
     PyBuffer_Release(&memory);
     PyBuffer_Release(&cut);
     PyBuffer_Release(&counts);
+    PyBuffer_Release(&orders);
+    PyBuffer_Release(&asked);
     return result;
 }
 

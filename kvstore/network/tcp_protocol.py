@@ -33,11 +33,15 @@ Version 4 is version 3 within TLS 1.3, which begins the connection (``kvstore.au
 segment's description says 4, and the hello says 3. A server that has no connection left answers
 with ``BUSY`` before TLS.
 
-A holder is a client whom the master has authenticated. It proves that it has the holder's key of
-the segment (``holder_key``), which the master tells to no other client. A record is a range with
-the capability for it: offset, length; offset and length of its extent; expiry in ms of the node's
-clock (``kvstore.clocks.uptime``); rights; MAC. The MAC is SipHash-2-4, of 128 bits, of what
-``sealed`` packs, under the segment's token. So each capability is for one holder, mount and extent.
+A holder is an identity that the master has authenticated. Its clients prove that they have the
+holder's key of the segment (``holder_key``), which the master tells to no other identity. A record
+is a range with the capability for it: offset, length; offset and length of its extent; expiry in ms
+of the node's clock (``kvstore.clocks.uptime``); order; rights; MAC. The MAC is SipHash-2-4, of 128
+bits, of what ``sealed`` packs, under the segment's token. So each capability is for one holder,
+mount and extent.
+
+The order is the number of the last order to wipe that the master had made when it made the
+capability. A later order for the extent ends the right to write there: ``Steps.call_back``.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ DATA_PROTOCOL_MIN: Final = PLAIN
 """The lowest such version: that of the release before (docs/compatibility.md). The first is 2."""
 
 RANGES_MAX: Final = 4096
-"""Ranges in one request: 64 KiB of them, or 256 with capabilities. A client splits longer calls."""
+"""Ranges in one request: 64 KiB of them, or 288 with capabilities. A client splits longer calls."""
 
 NONCE_BYTES: Final = 16
 PROOF_BYTES: Final = 16
@@ -74,11 +78,11 @@ _HELLO: Final = struct.Struct("<4sI16s16sQQQ")
 _HOLDER: Final = struct.Struct("<QQ")
 _REQUEST: Final = struct.Struct("<4sHHI")
 _STATUS: Final = struct.Struct("<4sI")
-_RECORD: Final = struct.Struct("<6Q16s")
-_SEALED: Final = struct.Struct("<8s6Q")
-_CAPABILITY: Final = struct.Struct("<Q16s")
+_RECORD: Final = struct.Struct("<7Q16s")
+_SEALED: Final = struct.Struct("<8s7Q")
+_CAPABILITY: Final = struct.Struct("<2Q16s")
 
-_SEAL_TAG: Final = b"KVcap\0\0\1"
+_SEAL_TAG: Final = b"KVcap\0\0\2"
 _HOLDER_TAG: Final = b"holder"
 
 HELLO_BYTES: Final = _HELLO.size
@@ -128,7 +132,7 @@ class Hello(NamedTuple):
     protocol: int = PLAIN
     """The version that both speak from here on."""
     holder: int = 0
-    """``WITH_CAPABILITIES``: the number that the master has given the client."""
+    """``WITH_CAPABILITIES``: the number that the master has given the client's identity."""
 
 
 class Extent(NamedTuple):
@@ -138,7 +142,7 @@ class Extent(NamedTuple):
     length: int
     """Bytes, the header included."""
     capability: bytes
-    """``CAPABILITY_BYTES``: expiry and MAC."""
+    """``CAPABILITY_BYTES``: expiry, order and MAC."""
 
 
 NO_EXTENT: Final = Extent(0, 0, bytes(_CAPABILITY.size))
@@ -153,6 +157,7 @@ class Record(NamedTuple):
     extent_offset: int
     extent_length: int
     expires_ms: int
+    order: int
     rights: int
     """One bit for each ``Op``, of that value."""
     mac: bytes
@@ -195,14 +200,14 @@ def prove(key: bytes, nonce: bytes, hello: bytes) -> bytes:
 
 
 def sealed(
-    generation: int, holder: int, offset: int, length: int, expires_ms: int, rights: int
+    generation: int, holder: int, offset: int, length: int, expires_ms: int, order: int, rights: int
 ) -> bytes:
     """What the MAC of a capability is of."""
-    return _SEALED.pack(_SEAL_TAG, generation, holder, offset, length, expires_ms, rights)
+    return _SEALED.pack(_SEAL_TAG, generation, holder, offset, length, expires_ms, order, rights)
 
 
-def pack_capability(expires_ms: int, mac: bytes) -> bytes:
-    return _CAPABILITY.pack(expires_ms, mac)
+def pack_capability(expires_ms: int, order: int, mac: bytes) -> bytes:
+    return _CAPABILITY.pack(expires_ms, order, mac)
 
 
 def pack_request(
@@ -215,9 +220,9 @@ def pack_request(
         numbers = [number for pair in ranges for number in pair]
         return head + struct.pack(f"<{len(numbers)}Q", *numbers)
     return head + b"".join(
-        _RECORD.pack(*pair, offset, length, expires_ms, op, mac)
+        _RECORD.pack(*pair, offset, length, expires_ms, order, op, mac)
         for pair, (offset, length, capability) in zip(ranges, extents, strict=True)
-        for expires_ms, mac in (_CAPABILITY.unpack(capability),)
+        for expires_ms, order, mac in (_CAPABILITY.unpack(capability),)
     )
 
 

@@ -48,6 +48,7 @@ from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_MIN, PROTOCOL_VERSION
 from kvstore.memory.entries import ENTRY_GONE
 from kvstore.memory.header import Owner
 from kvstore.memory.segment import NodeSegment, is_believed
+from kvstore.network.tcp_protocol import WITH_CAPABILITIES
 from kvstore.node import inventory
 from kvstore.node.masters import Masters
 from kvstore.node.stream import NodeStream
@@ -421,7 +422,9 @@ class NodeAgent:
                     f"the master has been silent for {silence_s:.0f} s"
                 ) from None
             match message:
-                case MasterBeat(repair=wanted):
+                case MasterBeat(repair=wanted, refused_holders=refused):
+                    if ended := self._server.refuse_holders(refused):
+                        log.info("holders_refused node=%s connections=%d", self._name, ended)
                     if wanted:
                         self._repair()
                 case MasterClaimed():
@@ -433,8 +436,9 @@ class NodeAgent:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")
 
     async def _wipe(self, order: MasterWipe) -> None:
-        """Wipes extents as ordered. Bytes of a put that was given up may still be on their way, so
-        the connections that carry them are ended first. A writer through shared memory cannot be
+        """Wipes extents as ordered. Capabilities from before the order give no right to write to
+        them any more. Bytes of a put that was given up may still be on their way, so the
+        connections that carry them are ended first. A writer through shared memory cannot be
         stopped: what it writes is wiped when the master orders it once more, or before the node
         reports to the next master.
 
@@ -452,6 +456,12 @@ class NodeAgent:
             log.info("connections_cut node=%s writers=%d cut=%d", self._name, len(writers), cut)
         elif self._given_up:
             self._given_up.difference_update(attempts)
+        if order.offsets and self._server.data_protocol >= WITH_CAPABILITIES:
+            late = await asyncio.to_thread(
+                self._server.call_back, order.uuid, order.offsets, order.order
+            )
+            if late:
+                log.warning("writes_called_back node=%s connections=%d", self._name, late)
         self._segment.wipe(order.offsets, order.epochs, order.counters)
         self._segment.keep_mark(order.mark)
 

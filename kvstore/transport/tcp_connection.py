@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import mmap
 import secrets
 import socket
 import struct
@@ -20,7 +21,7 @@ from kvstore.auth.data_port import NodeEnd
 from kvstore.clocks import uptime
 from kvstore.memory.segment import RangeAccess
 from kvstore.native import steps
-from kvstore.native.kinds import REFUSED, TIMED_OUT
+from kvstore.native.kinds import ASKED_BYTES, ORDERS_BYTES, REFUSED, TIMED_OUT
 from kvstore.native.slow import Sealed, serve_ranges
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import StalledError, Stream
@@ -93,10 +94,19 @@ class ServerContext:
     capabilities: Capabilities = "off"
     tls: NodeEnd | None = None
     """None: connections are not encrypted."""
+    orders: dict[bytes, memoryview] = field(default_factory=dict)
+    """By uuid, as of ``Steps.call_back``; empty without capabilities. Other ones after a fence."""
+    refused_holders: frozenset[int] = frozenset()
+    """Whose proofs are refused."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
     """As ``counts`` of ``Steps.serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
     _counting: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin_orders(self) -> None:
+        """Forgets all orders. For a mount of which there are no capabilities yet."""
+        if self.capabilities != "off":
+            self.orders = {uuid: memoryview(mmap.mmap(-1, ORDERS_BYTES)) for uuid in self.segments}
 
     def count(self, **amounts: int) -> None:
         """Add to counters by name."""
@@ -128,10 +138,15 @@ class Connection:
         """Whether the peer has shown the token of a segment, or proven to be a holder."""
         self.client = self.number = 0
         """The peer's number as a client, and its number for this connection, once it is greeted."""
+        self.holder = 0
+        """As which the peer has proven itself, or is about to."""
+        self.uuid = b""
+        """Of its segment, once it is greeted."""
         self._stream = stream
         self._context = context
         self._ended = ended
         self._cut = bytearray(1)  # not 0: end it
+        self._asked = memoryview(b"")
         self._thread = threading.Thread(target=self._run, name="kvstore-data", daemon=True)
 
     def start(self) -> None:
@@ -145,6 +160,13 @@ class Connection:
         """
         self._cut[0] = 1
         self._stream.shutdown(socket.SHUT_RD if gently else socket.SHUT_RDWR)
+
+    def writes_to(self, offsets: frozenset[int]) -> bool:
+        """Whether it is writing to one of these extents, with capabilities."""
+        if not self._asked:
+            return False
+        words = self._asked.cast("Q")
+        return not offsets.isdisjoint(words[1 : 1 + words[0]].tolist())
 
     def join(self, timeout_s: float) -> bool:
         """Whether the thread has ended within that time."""
@@ -197,7 +219,7 @@ class Connection:
         if segment.ranges is None and stream.is_plain:
             how, number = steps.serve(
                 stream, segment.fd, segment.memory, generation, self._cut, *bounds,
-                sealed.key, sealed.holder,
+                sealed.key, sealed.holder, sealed.orders, sealed.asked,
             )  # fmt: skip
         else:  # bytes of a device, or encrypted ones, which compiled steps do not reach
             how, number = serve_ranges(
@@ -235,22 +257,30 @@ class Connection:
             raise RefusedTransferError(TransferStatus.DENIED)
         if hello.generation != segment.generation:
             raise RefusedTransferError(TransferStatus.GONE)
-        self.client, self.number = hello.client, hello.connection
-        key = segment.token if hello.protocol >= protocol.WITH_CAPABILITIES else b""
-        return segment, Sealed(key, hello.generation, hello.holder, steps.siphash)
+        self.client, self.number, self.uuid = hello.client, hello.connection, hello.uuid
+        nothing = memoryview(bytearray())
+        if hello.protocol < protocol.WITH_CAPABILITIES:
+            return segment, Sealed(b"", hello.generation, 0, steps.siphash, nothing, nothing)
+        self._asked = memoryview(bytearray(ASKED_BYTES))
+        return segment, Sealed(
+            segment.token, hello.generation, hello.holder, steps.siphash,
+            self._context.orders[hello.uuid], self._asked,
+        )  # fmt: skip
 
     def _check_proof(self, segment: ServedSegment, hello: Hello, raw: bytes) -> None:
         """Has the peer prove that it is the holder whose number it has said.
 
         Raises:
-            RefusedTransferError: it has not the holder's key.
+            RefusedTransferError: it has not the holder's key, or the holder is refused.
         """
+        self.holder = hello.holder  # before the look: who refuses a holder looks here afterwards
         key = protocol.holder_key(segment.token, segment.uuid, hello.generation, hello.holder)
         nonce = secrets.token_bytes(protocol.NONCE_BYTES)
         said = bytearray(protocol.PROOF_BYTES)
         self._stream.send([protocol.pack_status(TransferStatus.OK), nonce], self._soon())
         self._stream.receive([memoryview(said)], self._soon())
-        if not hmac.compare_digest(said, protocol.prove(key, nonce, raw)):
+        is_proven = hmac.compare_digest(said, protocol.prove(key, nonce, raw))
+        if not is_proven or hello.holder in self._context.refused_holders:
             raise RefusedTransferError(TransferStatus.DENIED)
 
     def _reply(self, status: TransferStatus) -> None:

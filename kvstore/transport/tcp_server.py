@@ -17,6 +17,7 @@ from typing import Final
 from kvstore.auth.data_port import NodeEnd
 from kvstore.clocks import uptime
 from kvstore.errors import AddressInUseError, InternalError, StartupError
+from kvstore.native import steps
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
 from kvstore.network.stream import Stream
@@ -49,6 +50,9 @@ CUT_S: Final = 1.0
 
 STOP_S: Final = 5.0
 """How long ``stop``, ``fence`` and ``cut`` wait for threads, which take one system call."""
+
+LOWER_HALF: Final = 0xFFFF_FFFF
+"""Of a client's number."""
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +91,7 @@ class DataServer:
             capabilities=capabilities,
             tls=tls,
         )
+        self._context.begin_orders()
         self._connections: dict[Connection, None] = {}
         """In the order of their arrival."""
         self._changing = threading.Lock()
@@ -150,9 +155,53 @@ class DataServer:
         Raises:
             InternalError: a thread did not end; the node must not join.
         """
+        self._context.begin_orders()
         with self._changing:
             present = list(self._connections)
         _end(present)
+
+    def call_back(self, uuid: bytes, offsets: Sequence[int], order: int) -> int:
+        """Ends the right to write to these extents that older capabilities give, and the writes
+        under way. Returns how many, when none of them can touch the segment any more. Without
+        capabilities it does nothing.
+
+        A client that keeps the rules has no such write under way: its put has ended, or ``cut`` has
+        ended the connection.
+
+        Args:
+            uuid: of the segment.
+            offsets: where the extents start.
+            order: the number of the master's order to wipe them.
+
+        Raises:
+            InternalError: a thread did not end.
+        """
+        orders = self._context.orders.get(uuid)
+        if orders is None or not offsets:
+            return 0
+        steps.call_back(orders, offsets, order)
+        wanted = frozenset(offsets)
+        with self._changing:
+            chosen = [
+                connection
+                for connection in self._connections
+                if connection.uuid == uuid and connection.writes_to(wanted)
+            ]
+        _end(chosen)
+        return len(chosen)
+
+    def refuse_holders(self, holders: Iterable[int]) -> int:
+        """Refuses the proofs of these holders, and of no others, from now on; ends their
+        connections. Returns how many."""
+        refused = frozenset(holders)
+        if refused == self._context.refused_holders:
+            return 0
+        self._context.refused_holders = refused
+        with self._changing:
+            chosen = [each for each in self._connections if each.holder in refused]
+        for connection in chosen:
+            connection.cut()
+        return len(chosen)
 
     def cut(self, writers: Iterable[tuple[int, int]]) -> int:
         """Closes the connections that may still carry bytes of abandoned puts. Returns how many,
@@ -163,18 +212,23 @@ class DataServer:
 
         Args:
             writers: (client, connection) of each, by the numbers in its hello; connection 0: all of
-                the client's, client 0: all connections.
+                the client's, client 0: all connections. Of a client's number the lower half counts:
+                the upper half is the master's, for clients with an identity.
 
         Raises:
             InternalError: a thread did not end.
         """
-        wanted = set(writers)
+        wanted = {(client & LOWER_HALF, number) for client, number in writers}
         with self._changing:
             chosen = [
                 connection
                 for connection in self._connections
                 if not wanted.isdisjoint(
-                    ((connection.client, connection.number), (connection.client, 0), (0, 0))
+                    (
+                        (connection.client & LOWER_HALF, connection.number),
+                        (connection.client & LOWER_HALF, 0),
+                        (0, 0),
+                    )
                 )
             ]
         for connection in chosen:

@@ -738,7 +738,7 @@ class RenewReply(_message.Message):
     tokens_held: _builtins.bytes
     """One byte per token, 1 or 0."""
     capabilities: _builtins.bytes
-    """24 bytes per token, as in PutStartReply, with the new deadline; empty: none."""
+    """32 bytes per token, as in PutStartReply, with the new deadline; empty: none."""
     def __init__(
         self,
         *,

@@ -188,8 +188,8 @@ class Placements(_message.Message):
     header, then its payload.
     """
     capabilities: _builtins.bytes
-    """Per extent 24 bytes that its node wants to see before it is read: when that ends, in ms of the
-    node's clock (8 bytes), and a MAC. Empty: none.
+    """Per extent 32 bytes that its node wants to see before it is read: when that ends, in ms of the
+    node's clock (8 bytes), the number of the last MasterWipe (8 bytes), and a MAC. Empty: none.
     """
     def __init__(
         self,
@@ -248,7 +248,7 @@ class SegmentInfo(_message.Message):
     data_protocol: _builtins.int
     """The highest version of the data protocol that the node's data server speaks; 0: 2."""
     holder: _builtins.int
-    """The number of the client that asked, where the node takes its capabilities: it speaks data
+    """The number of the identity that asked, where the node takes its capabilities: it speaks data
     protocol 3 as this holder, and proves that it has the key in `token`. 0: it speaks 2.
     """
     @_builtins.property

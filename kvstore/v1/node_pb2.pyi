@@ -414,18 +414,26 @@ class MasterBeat(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     REPAIR_FIELD_NUMBER: _builtins.int
+    REFUSED_HOLDERS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     repair: _builtins.bool
     """The node has objects with too few replicas: it may ask what to copy (StartMovesRequest.repair)."""
+    @_builtins.property
+    def refused_holders(self) -> _common_pb2.Column:
+        """Holders (SegmentInfo.holder) whose data connections the node ends, and refuses until a beat names
+        them no more: identities that were revoked a short time ago. At most 1,024.
+        """
+
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         repair: _builtins.bool = ...,
+        refused_holders: _common_pb2.Column | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["refused_holders", b"refused_holders"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "repair", b"repair"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "refused_holders", b"refused_holders", "repair", b"repair"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -434,7 +442,8 @@ Global___MasterBeat: _TypeAlias = MasterBeat  # noqa: Y015
 @_typing.final
 class MasterWipe(_message.Message):
     """Wipe the headers at these offsets, each where it still has that version. End the data connections
-    that are named before that.
+    that are named before that, and the right to write to these extents by capabilities that name an
+    earlier order.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -180,6 +180,12 @@ class Common:
             if above is not None and not above.children:
                 self.pool.settle(above)  # created for this record, and not needed
 
+    def lease(self, namespace: Namespace, key: Key, until_ms: int) -> None:
+        """Keeps the bytes of an object, if it is there, for a client that was told its place."""
+        record = self.forest.get(namespace, key)
+        if record is not None:
+            record.lease_until_ms = max(record.lease_until_ms, until_ms)
+
     def forbid(self, namespace: str, key: Key | None, but: Version | None = None) -> None:
         """Forbids that a version up to now, except ``but``, comes back with memory that is away.
         ``key`` None: of the whole namespace; ``namespace`` "": of all namespaces."""

@@ -385,6 +385,8 @@ class Putting:
         if put.length < given.length:
             tails = [(segment, offset + put.length) for segment, offset in alive]
             self._pool.free(tails, given.length - put.length)
+            # The owner's right to write the whole extent ends; no header has this version.
+            common.wipe([given.residue(common.epoch)._replace(epoch=0, counter=0, forbid=False)])
         replaced = self._store(put, alive, now_ms)
         self._count_stored(1, request.size)
         putter = self._traffic.puts(now_ms, namespace)

@@ -119,6 +119,11 @@ class Reclaim:
         """Times at which ``unanswered`` was called, and the last order at each."""
 
     @property
+    def last_order(self) -> int:
+        """The number of the last order that was made; 0: there was none."""
+        return self._next_order
+
+    @property
     def names_orders(self) -> bool:
         """Whether there are unfinished orders that concern objects."""
         return bool(self._unwiped_of)

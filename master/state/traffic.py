@@ -114,20 +114,31 @@ class ClientRow:
 class Caller:
     """Where a call comes from. The lane makes one per connection, gRPC one per call."""
 
-    __slots__ = ("asks", "holder", "identity", "name", "puts")
+    __slots__ = ("asks", "holder", "identity", "name", "number", "puts")
 
-    def __init__(self, name: str = "", identity: Identity | None = None, holder: int = 0) -> None:
+    def __init__(
+        self, name: str = "", identity: Identity | None = None, holder: int = 0, number: int = 0
+    ) -> None:
         self.name = name
         """The client's name, a space, and its address, which has no spaces; empty: not known."""
         self.identity = identity
         """Who the client has proved to be; None: without authentication."""
         self.holder = holder
-        """The number of a client that the master has authenticated, for whom it makes capabilities
-        (``kvstore.master.sealing``); 0: it is none, and gets the segments' tokens."""
+        """The number of its identity, for which the master makes capabilities
+        (``kvstore.master.sealing``); 0: it has none, and gets the segments' tokens."""
+        self.number = number
+        """Of the client, as its puts have it, if it has an identity and has joined."""
         self.asks: ClientRow | None = None
         """The client's row for its last question."""
         self.puts: ClientRow | None = None
         """The client's row for its last put."""
+
+    @property
+    def source(self) -> str:
+        """Its identity and its address; empty: it has no identity. Neither is what it says."""
+        if self.identity is None:
+            return ""
+        return f"{self.identity.name} {self.name.rpartition(' ')[2]}"
 
 
 class LastClients:

@@ -86,7 +86,7 @@ def test_messages_go_both_ways(server: Server) -> None:
         assert await stream.receive() == ACCEPTED
         for number in range(100):
             await stream.send(calls.NodeBeat(number))
-            assert await stream.receive() == calls.MasterBeat(number)
+            assert await stream.receive() == calls.MasterBeat(number, refused_holders=[])
 
     run(server, scenario)
 
@@ -94,11 +94,11 @@ def test_messages_go_both_ways(server: Server) -> None:
 def test_every_message_of_the_master_arrives(server: Server) -> None:
     place = b"u" * 16, [0, 8192], [7, 7], [1, 2]
     wipe = calls.MasterWipe(3, *place, calls.Version(7, 1), [5, 0], [9, 0])
-    scripted(server, ACCEPTED, calls.MasterBeat(2**63), wipe)
+    scripted(server, ACCEPTED, calls.MasterBeat(2**63, refused_holders=[]), wipe)
 
     async def scenario(stream: NodeStream) -> None:
         assert await stream.receive() == ACCEPTED
-        assert await stream.receive() == calls.MasterBeat(2**63)
+        assert await stream.receive() == calls.MasterBeat(2**63, refused_holders=[])
         assert await stream.receive() == wipe
 
     run(server, scenario)
@@ -187,7 +187,7 @@ def test_what_cannot_be_sent_is_a_usage_error(server: Server) -> None:
         with pytest.raises(UsageError):
             await stream.send(calls.NodeBeat(-1))
         await stream.send(calls.NodeBeat(1))
-        assert await stream.receive() == calls.MasterBeat(1)
+        assert await stream.receive() == calls.MasterBeat(1, refused_holders=[])
 
     run(server, scenario)
 
@@ -199,7 +199,7 @@ def test_receiving_may_be_cancelled(server: Server) -> None:
                 async with asyncio.timeout(0.01):
                     await stream.receive()
             await stream.send(calls.NodeBeat(number))
-            assert await stream.receive() == calls.MasterBeat(number)
+            assert await stream.receive() == calls.MasterBeat(number, refused_holders=[])
 
     run(server, scenario)
 
@@ -218,7 +218,7 @@ def test_leaving_while_the_master_is_about_to_speak(server: Server) -> None:
 
     async def script(incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
         for number in range(1_000_000):
-            yield calls.MasterBeat(number)
+            yield calls.MasterBeat(number, refused_holders=[])
             speaking.set()
 
     server.service.script = script

@@ -13,10 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore import Client, PutOutcome
+from kvstore import Client, PutOutcome, calls
+from kvstore.auth.ledger import Wanted
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
-from kvstore.errors import CapabilityRefusedError, PermissionDeniedError, PutRefusedError
+from kvstore.errors import (
+    CapabilityRefusedError,
+    KVStoreError,
+    PermissionDeniedError,
+    PutRefusedError,
+)
+from kvstore.limits import Key, Namespace
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.tcp_protocol import Extent, Op
 from kvstore.transport.base import Move
@@ -120,7 +127,10 @@ def test_objects_are_moved_and_copied(store: Cluster, monkeypatch: pytest.Monkey
 
 def test_who_has_no_capability_gets_nothing(store: Cluster) -> None:
     store.node()
-    client, other = store.client(transports=TCP), store.client(transports=TCP, name="other")
+    client = store.client(transports=TCP)
+    assert store._identities is not None
+    theirs_auth = store._identities.engine("other", "default")
+    other = store.client(transports=TCP, name="other", auth=theirs_auth)
     client.put_many([("a", content("a", SIZE)), ("b", content("b", SIZE))])
     segment, at, capability = segment_of(client, "a")
     theirs = segment_of(other, "b")
@@ -163,7 +173,7 @@ def test_a_capability_that_ended_is_asked_for_again(store: Cluster) -> None:
     client.lookup(["a"])
     placements = client._state.context.placements
     ((name, placed),) = placements._placed.items()
-    replica = placed.replicas[0]._replace(capability=bytes(24))
+    replica = placed.replicas[0]._replace(capability=bytes(32))
     placements._placed[name] = placed._replace(replicas=(replica,))
     assert client.get("a") == content("a", SIZE)
     assert client.stats().counters["failed_transfers"] == 1
@@ -220,3 +230,89 @@ def test_a_stranger_on_the_data_port_is_denied(store: Cluster) -> None:
         assert protocol.unpack_status(said) is protocol.TransferStatus.DENIED
         with contextlib.suppress(ConnectionResetError):
             assert sock.recv(1) == b""
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_who_has_ended_its_put_does_not_write_there_any_more(
+    tmp_path: Path, *, gives_up: bool
+) -> None:
+    """The extent belongs to the next object although the deadline of the put is far away."""
+    settings = SHORT | {"put_deadline_ms": 600_000}
+    size = 1_900_000
+    with Cluster(tmp_path, settings=settings, identities=Identities(tmp_path)) as store:
+        store.node_module = OVER_TCP_NODE
+        store.master()
+        store.node(memory="2MiB")
+        client, liar = store.client(transports=TCP), store.client(transports=TCP, name="liar")
+        start = calls.PutStart(
+            Namespace("default"), [Key(b"l")], [size], None, False, 1, False, 5_000, ""
+        )
+        grants = asked_of(liar, start)
+        assert isinstance(grants, calls.Grants)
+        described = asked_of(liar, calls.DescribeSegments(grants.segments))
+        assert isinstance(described, calls.Segments)
+        (segment,) = described.segments
+        (at,) = grants.offsets
+        extent = Extent(at, size + 1024, grants.capabilities)
+        transport = TcpTransport()
+
+        def write() -> None:
+            junk = Move(at, memoryview(b"j" * 2000), extent=extent)
+            transport.write(segment, [junk], uptime() + 5)
+
+        write()
+        if gives_up:
+            asked_of(liar, calls.PutRevoke(grants.epoch, grants.tokens, True))
+        else:
+            asked_of(liar, calls.PutEnd(grants.epoch, grants.tokens))
+            write()
+            assert liar.remove("l")
+        assert client.put("a", content("a", size), wait_ms=10_000) is STORED
+        with pytest.raises(CapabilityRefusedError):
+            write()
+        transport.close()
+        assert client.get("a") == content("a", size)
+
+
+def asked_of(client: Client, request: calls.Request) -> calls.Reply:
+    """What the master replies to a client that makes its own calls."""
+    client.exists("joined")
+    return client._stub.call(request, uptime() + 10)
+
+
+def test_nodes_refuse_who_is_revoked(tmp_path: Path) -> None:
+    """Within a heartbeat, although its capabilities last for longer. A newer certificate of the
+    same name goes on."""
+    identities = Identities(tmp_path)
+    settings = SHORT | {"lease_ms": 600_000}
+    with Cluster(tmp_path, settings=settings, identities=identities) as store:
+        store.node_module = OVER_TCP_NODE
+        store.master()
+        store.node()
+        stolen = store.client(auth=identities.engine("e", "default"), transports=TCP)
+        stolen.put("a", content("a", SIZE))
+        segment, at, capability = segment_of(stolen, "a")
+        wanted = Wanted("e", ("engine",), ("default",), ("default",))
+        renewed = identities.folder / "renewed.auth"
+        identities.replace(renewed, wanted)
+        good = store.client(auth=str(renewed), transports=TCP, name="good")
+        assert good.get("a") == content("a", SIZE)
+        transport = TcpTransport()
+
+        def is_refused() -> bool:
+            read = Move(at, memoryview(bytearray(SIZE)), extent=Extent(at, SIZE + 1024, capability))
+            try:
+                transport.read(segment, [read], uptime() + 5)
+            except PermissionDeniedError:
+                return True
+            except KVStoreError:
+                return False  # its connection has ended
+            return False
+
+        assert not is_refused()
+        identities.revoke_older("e")
+        until(is_refused)
+        transport.close()
+        assert good.get("a") == content("a", SIZE)
+        assert good.put("b", b"b") is STORED
+        assert "failed_transfers" not in good.stats().counters

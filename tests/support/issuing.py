@@ -28,6 +28,11 @@ class Identities:
         authority.create(self._folder, "", clock)
 
     @property
+    def folder(self) -> Path:
+        """For the files."""
+        return self._files
+
+    @property
     def revoked_file(self) -> Path:
         return self._folder / authority.REVOKED_NAME
 
@@ -64,3 +69,8 @@ class Identities:
     def revoke(self, name: str) -> None:
         with authority.opened(self._folder, self.clock) as opened:
             opened.revoke(opened.valid([name]))
+
+    def revoke_older(self, name: str) -> None:
+        """All certificates of this name but the last one."""
+        with authority.opened(self._folder, self.clock) as opened:
+            opened.revoke(opened.valid([name])[:-1])

@@ -21,12 +21,12 @@ def in_ms(seconds: float = 60.0) -> int:
 
 def extent(
     token: bytes, generation: int, offset: int, size: int, op: int, *, holder: int = HOLDER,
-    expires_ms: int | None = None,
+    expires_ms: int | None = None, order: int = 0,
 ) -> Extent:  # fmt: skip
     """The extent of a payload of ``size`` bytes, with a capability for ``op``."""
     expires_ms = in_ms() if expires_ms is None else expires_ms
     mount = struct.pack("<16sQQ", token, generation, expires_ms)
-    capability = slow.seal({1: mount}, [1], [offset], [size], holder, op)
+    capability = slow.seal({1: mount}, [1], [offset], [size], holder, order, op)
     return Extent(offset, HEADER_BYTES + size, capability)
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvstore import native
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import slow
-from kvstore.native.kinds import CAPABILITY_BYTES, Steps
+from kvstore.native.kinds import CAPABILITY_BYTES, ORDERS_BYTES, Steps
 from kvstore.network import tcp_protocol as protocol
 
 VECTORS = """
@@ -85,30 +85,50 @@ def mount(key: bytes, generation: int, expires_ms: int) -> bytes:
 
 def test_a_capability_is_of_all_that_it_says(steps: Steps) -> None:
     mounts = {7: mount(KEY, 3, 5_000), 8: mount(KEY[::-1], 4, 2**64 - 1)}
-    made = steps.seal(mounts, (7, 8, 9, 7), [4096, 1 << 40, 5, 8192], [0, 100, 1, 2**63], 99, 2)
+    made = steps.seal(mounts, (7, 8, 9, 7), [4096, 1 << 40, 5, 8192], [0, 100, 1, 2**63], 99, 6, 2)
     assert len(made) == 4 * CAPABILITY_BYTES
     expected = b"".join(
-        struct.pack("<Q", expires) + slow.siphash(key, protocol.sealed(*said, expires, 2))
+        struct.pack("<2Q", expires, 6) + slow.siphash(key, protocol.sealed(*said, expires, 6, 2))
         for key, expires, said in (
             (KEY, 5_000, (3, 99, 4096, HEADER_BYTES)),
             (KEY[::-1], 2**64 - 1, (4, 99, 1 << 40, HEADER_BYTES + 100)),
         )
     )
-    assert made[:48] == expected
-    assert made[48:72] == bytes(24), "a segment without a mount gets none"
-    last = slow.siphash(KEY, protocol.sealed(3, 99, 8192, HEADER_BYTES + 2**63, 5_000, 2))
-    assert made[80:] == last
+    assert made[:64] == expected
+    assert made[64:96] == bytes(32), "a segment without a mount gets none"
+    last = slow.siphash(KEY, protocol.sealed(3, 99, 8192, HEADER_BYTES + 2**63, 5_000, 6, 2))
+    assert made[112:] == last
 
 
 def test_no_extent_needs_no_capability(steps: Steps) -> None:
-    assert steps.seal({}, [], (), [], 1, 1) == b""
+    assert steps.seal({}, [], (), [], 1, 1, 1) == b""
 
 
 def test_what_cannot_be_sealed(steps: Steps) -> None:
     mounts = {7: mount(KEY, 3, 5_000)}
     with pytest.raises(ValueError, match=r"length|longer|shorter"):
-        steps.seal(mounts, [7], [1, 2], [3], 1, 1)
+        steps.seal(mounts, [7], [1, 2], [3], 1, 1, 1)
     with pytest.raises(ValueError, match="32 bytes"):
-        steps.seal({7: b"short"}, [7], [1], [3], 1, 1)
+        steps.seal({7: b"short"}, [7], [1], [3], 1, 1, 1)
     with pytest.raises((OverflowError, struct.error)):
-        steps.seal(mounts, [7], [-1], [3], 1, 1)
+        steps.seal(mounts, [7], [-1], [3], 1, 1, 1)
+
+
+def test_the_last_order_of_an_extent_counts(steps: Steps) -> None:
+    """Compiled and in Python they share the table: both write where the other one looks."""
+    chance = random.Random(5)
+    ours, theirs = (memoryview(bytearray(ORDERS_BYTES)) for _ in range(2))
+    for order in chance.sample(range(1 << 40), 200):
+        offsets = [chance.randrange(1 << 48) & -1024 for _ in range(3)] + [4096]
+        steps.call_back(ours, offsets, order)
+        slow.call_back(theirs, offsets, order)
+    assert ours == theirs
+    assert 500 < sum(map(bool, ours.cast("Q"))) <= 601, "offsets are spread over the table"
+
+
+def test_what_is_no_table_of_orders(steps: Steps) -> None:
+    for size in (0, 8, ORDERS_BYTES - 8):
+        with pytest.raises(ValueError, match="no table"):
+            steps.call_back(memoryview(bytearray(size)), [4096], 1)
+    with pytest.raises(OverflowError):
+        steps.call_back(memoryview(bytearray(ORDERS_BYTES)), [-1], 1)

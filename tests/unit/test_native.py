@@ -251,7 +251,7 @@ def test_fenced_late_and_outside(steps: Steps, memory: memoryview) -> None:
         (4096, 1, 1, 1, b"k" * 257, None, b""),
         (4096, 1, 1, 1, "k", None, b""),
         (4096, 1, 1, 1, b"k", (), b""),
-        (4096, 1, 1, 1, b"k", None, b"c" * 25),
+        (4096, 1, 1, 1, b"k", None, b"c" * 33),
         (4096, 1, 1, 1, b"k", None),
         "row",
     ],
@@ -495,7 +495,18 @@ def test_time_outs_of_whole_seconds(
     stream, _ = wire
     serving = peer(
         lambda: steps.serve(
-            stream, -1, memory, GENERATION, bytearray(1), bytearray(32), 1.0, 1.0, b"", 0
+            stream,
+            -1,
+            memory,
+            GENERATION,
+            bytearray(1),
+            bytearray(32),
+            1.0,
+            1.0,
+            b"",
+            0,
+            memoryview(bytearray()),
+            memoryview(bytearray()),
         )
     )
     serving.join(10)

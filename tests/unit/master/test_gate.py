@@ -13,9 +13,12 @@ from kvstore import calls
 from kvstore.auth.identity import Identity, identity
 from kvstore.config import MasterConfig
 from kvstore.errors import PermissionDeniedError
-from kvstore.limits import Key, Namespace
+from kvstore.limits import REFUSED_HOLDERS_MAX, Key, Namespace
 from kvstore.master.callers import caller_of, token_for
-from kvstore.master.gate import LINES_PER_S, Gate
+from kvstore.master.gate import LINES_PER_S, Gate, holder_of, number_of
+from kvstore.master.sealing import MASTER
+from kvstore.master.service import MasterService
+from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.puts import GrantedAllocation, Pending
 from kvstore.master.state.traffic import Caller
 from tests.support.issuing import Identities
@@ -68,7 +71,8 @@ def test_a_token_names_an_identity_and_a_number(gate: Gate) -> None:
     token = token_for(SECRET, "name of a client", ENGINE, gate, 7)
     caller = caller_of(token, SECRET, "10.0.0.1", gate)
     assert caller is not None
-    assert (caller.identity, caller.holder, caller.name) == (ENGINE, 7, "name of a client 10.0.0.1")
+    assert (caller.identity, caller.name) == (ENGINE, "name of a client 10.0.0.1")
+    assert (caller.holder, caller.number) == (holder_of(ENGINE), number_of(ENGINE, 7))
     beside = caller_of(token, SECRET, "10.0.0.1", gate, ENGINE._replace(number="next"))
     assert beside is not None
     assert beside.identity == ENGINE._replace(number="next"), "what the connection shows counts"
@@ -87,14 +91,63 @@ def test_no_other_token_is_one(gate: Gate, identities: Identities) -> None:
     assert caller_of(token, SECRET, "", again) is None, "of another process"
 
 
-def test_a_number_belongs_to_who_came_with_it_first(gate: Gate) -> None:
-    token_for(SECRET, "c", ENGINE, gate, 7)
-    token_for(SECRET, "again", ENGINE, gate, 7)
-    with pytest.raises(PermissionDeniedError, match="the number of another client"):
-        token_for(SECRET, "c", OTHER, gate, 7)
-    mine = caller_of(token_for(SECRET, "c", OTHER, gate, 0), SECRET, "", gate)
-    assert mine is not None
-    assert mine.holder not in (0, 7)
+def test_a_number_is_of_one_identity(gate: Gate, identities: Identities) -> None:
+    """Also at a master that has just started, which has seen nobody yet."""
+    numbers = []
+    for master in (gate, Gate(MasterConfig(auth=identities.file("master")))):
+        for who in (ENGINE, ENGINE._replace(number="renewed"), OTHER):
+            caller = caller_of(token_for(SECRET, "c", who, master, 7), SECRET, "", master)
+            assert caller is not None
+            numbers.append(caller.number)
+    mine, renewed, theirs = numbers[:3]
+    assert mine == renewed != theirs
+    assert numbers[3:] == numbers[:3]
+    assert {number & 0xFFFF_FFFF for number in numbers} == {7}, "nodes cut connections by this half"
+    taken = token_for(SECRET, "c", OTHER, gate, mine)
+    caller = caller_of(taken, SECRET, "", gate)
+    assert caller is not None
+    assert caller.number == theirs, "who shows the number of another gets its own"
+    drawn = {number_of(ENGINE, 0) & 0xFFFF_FFFF for _ in range(4)}
+    assert 0 not in drawn
+    assert len(drawn) > 1
+
+
+def test_a_holder_is_a_certificate() -> None:
+    holders = [
+        holder_of(who)
+        for who in (ENGINE, OTHER, ENGINE._replace(number="1"), ENGINE._replace(number="2"))
+    ]
+    assert len(set(holders)) == len(holders)
+    assert all(0 < holder < MASTER for holder in holders)
+    assert holder_of(ENGINE._replace(number="0x0A:1b")) == holder_of(OTHER._replace(number="a1b"))
+
+
+def test_who_was_revoked_lately_is_told_to_nodes(
+    identities: Identities, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identities.revoked_file.write_text("1\n")
+    gate = Gate(
+        MasterConfig(
+            auth=identities.file("master"), auth_revoked=str(identities.revoked_file),
+            lease_ms=1_000, put_deadline_ms=1_000,
+        )
+    )  # fmt: skip
+    now = 100.0
+    for module in ("kvstore.auth.revoked.uptime",):
+        monkeypatch.setattr(module, lambda: now)
+    assert gate.refused_holders() == [], "who was revoked before has nothing of this master"
+    identities.revoked_file.write_text("1\n0x0A\n")
+    now += 1
+    assert gate.refused_holders() == [holder_of(ENGINE._replace(number="a"))]
+    identities.revoked_file.write_text("1\n0x0A\nB\n")
+    now += 1
+    a, b = (holder_of(ENGINE._replace(number=number)) for number in "ab")
+    assert gate.refused_holders() == [a, b]
+    now += 1
+    assert gate.refused_holders() == [b], "its capabilities have ended"
+    identities.revoked_file.write_text("".join(f"c{number}\n" for number in range(2_000)))
+    now += 1
+    assert len(gate.refused_holders()) == REFUSED_HOLDERS_MAX
 
 
 def test_who_is_revoked_is_out(
@@ -115,7 +168,7 @@ def test_who_is_revoked_is_out(
 
 
 def test_puts_get_the_number_of_their_caller(gate: Gate) -> None:
-    caller = Caller("c", ENGINE, 7)
+    caller = Caller("c", ENGINE, number=7)
     made = calls.PutStart(SPACE, [Key(b"k")], [1], None, True, 1, False, 0, "", client_number=9)
     for request in (made, calls.Allocate(1, 0, "", client_number=9)):
         owned = gate.own(caller, request, Pending())
@@ -139,10 +192,11 @@ def test_a_token_is_of_the_client_that_got_it(
     pending = Pending()
     pending.add(GrantedAllocation(5, [], 10, 1_000, 7))
     ending, unknown = request_of(5), request_of(6)
-    assert gate.own(Caller("c", ENGINE, 7), ending, pending) is ending
-    assert gate.own(Caller("c", OTHER, 8), unknown, pending) is unknown, "it has ended before"
+    assert gate.own(Caller("c", ENGINE, number=7), ending, pending) is ending
+    theirs = Caller("c", OTHER, number=8)
+    assert gate.own(theirs, unknown, pending) is unknown, "it has ended before"
     with pytest.raises(PermissionDeniedError, match="a put of another client"):
-        gate.own(Caller("c", OTHER, 8), ending, pending)
+        gate.own(theirs, ending, pending)
 
 
 def test_removals_are_logged_and_refusals_counted_within_a_bound(
@@ -160,3 +214,35 @@ def test_removals_are_logged_and_refusals_counted_within_a_bound(
     assert gate.refused == 100
     for lines in (audits, refusals):
         assert 1 <= len(lines) <= 2 * LINES_PER_S
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda keys: calls.Exists(SPACE, keys),
+        lambda keys: calls.Lookup(SPACE, keys),
+        lambda keys: calls.MatchPrefix([SPACE], keys, True),
+        lambda keys: calls.StatObject(SPACE, keys[0]),
+        lambda keys: calls.PutStart(SPACE, keys, [1], None, False, 1, False, 0, ""),
+        lambda keys: calls.Remove(SPACE, keys),
+    ],
+    ids=["exists", "lookup", "match", "stat", "put", "remove"],
+)
+def test_what_is_refused_is_not_looked_up(
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+    ask: Callable[[list[Key]], calls.Request],
+    *,
+    there: bool,
+) -> None:
+    """So the time of a refusal cannot tell whether a block of others is there."""
+    state = MasterState(epoch=1)
+    if there:
+        state.common.forest.ensure(SPACE, Key(b"k"))
+    service = MasterService(state)
+    service.gate = gate
+    stranger = Caller("c", identity("s", ["engine"], reads=["b"], writes=["b"]))
+    monkeypatch.setattr(service, "_step", lambda *_: pytest.fail("the state was asked"))
+    with pytest.raises(PermissionDeniedError):
+        service.call(ask([Key(b"k")]), stranger)

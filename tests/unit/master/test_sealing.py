@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -34,11 +34,14 @@ ONE, TWO = 5_000_000, 300
 
 
 class Store:
-    """A master with two nodes, which wipe at once, at a time that stands still."""
+    """A master with two nodes, which wipe at once, at a time that stands still until ``later``."""
 
     def __init__(self, **of_second: Any) -> None:
         self.state = MasterState(epoch=EPOCH)
-        self.service = MasterService(self.state, clock=lambda: NOW)
+        self.now = NOW
+        self.service = MasterService(self.state, clock=lambda: self.now)
+        self.carried_out: dict[tuple[int, int], int] = {}
+        """By segment and offset, the last order that its node has carried out."""
         self._settle = self.service._settle
         self.service._settle = self._wiping  # type: ignore[method-assign]
         self.holder = Caller("holder 127.0.0.1", holder=HOLDER)
@@ -67,9 +70,23 @@ class Store:
         self._settle()
         for each in sends:
             if isinstance(each.message, calls.MasterWipe):
-                self.state.nodes.said(NOW, each.session, calls.NodeWiped(each.message.order))
+                for offset in each.message.offsets:
+                    place = self.ids[each.session - 1], offset
+                    self.carried_out[place] = each.message.order
+                self.state.nodes.said(self.now, each.session, calls.NodeWiped(each.message.order))
         if sends:
             self._wiping()
+
+    def later(self, ms: int) -> None:
+        async def main() -> None:
+            for session in (1, 2):
+                self.state.nodes.said(self.now, session, calls.NodeBeat(2))
+            self.state.tick(self.now)
+            self.service._settle()
+            await asyncio.sleep(0)
+
+        self.now += ms
+        asyncio.run(main())
 
     def ask(self, request: calls.Request, caller: Caller | None = None) -> Any:
         async def main() -> Any:
@@ -93,8 +110,9 @@ class Store:
         index = self.ids.index(segment)
         offer, clock = self.offers[index], (ONE, TWO)[index]
         expires = clock + for_ms + SLACK_MS
-        said = sealed(offer.generation, HOLDER, offset, HEADER_BYTES + size, expires, op)
-        return struct.pack("<Q", expires) + slow.siphash(offer.token, said)
+        order = self.state.common.reclaim.last_order
+        said = sealed(offer.generation, HOLDER, offset, HEADER_BYTES + size, expires, order, op)
+        return struct.pack("<2Q", expires, order) + slow.siphash(offer.token, said)
 
     def all_made(
         self, places: calls.Placements | calls.Grants, sizes: Sequence[int], for_ms: int, op: Op
@@ -120,8 +138,11 @@ def test_placements_can_be_read_and_grants_written(replicas: int) -> None:
         expected = store.all_made(places, each[:replicas], matched.lease_ms, Op.READ)
         assert places.capabilities == expected
     detail = store.ask(calls.StatObject(SPACE, KEYS[1]))
-    expected = store.all_made(detail.placements, each[replicas:], STAT_MS, Op.READ)
+    expected = store.all_made(detail.placements, each[replicas:], STAT_MS - SLACK_MS, Op.READ)
     assert detail.placements.capabilities == expected
+    record = store.state.common.forest.get(SPACE, KEYS[1])
+    assert record is not None
+    assert record.lease_until_ms >= NOW + STAT_MS
 
 
 def test_only_what_is_granted_can_be_written() -> None:
@@ -142,7 +163,7 @@ def test_allocations_are_extended() -> None:
     tokens = [*grant.tokens, 12345]
     renewed = store.ask(calls.Renew(SPACE, (), (), (), EPOCH, tokens))
     assert bytes(renewed.tokens_held) == b"\1\0"
-    assert renewed.capabilities == made + bytes(24)
+    assert renewed.capabilities == made + bytes(32)
     assert store.ask(calls.Renew(SPACE, (), (), (), EPOCH, ())).capabilities == b""
 
 
@@ -165,7 +186,7 @@ def test_a_large_lookup_is_sealed_piece_by_piece() -> None:
     keys = [KEYS[index % 2] for index in range(LOOKUPS_PER_PIECE + 3)]
     found = store.ask(calls.Lookup(SPACE, keys))
     pair = store.ask(calls.Lookup(SPACE, KEYS)).placements.capabilities
-    assert found.placements.capabilities == (pair * len(keys))[: 24 * len(keys)]
+    assert found.placements.capabilities == (pair * len(keys))[: 32 * len(keys)]
 
 
 def test_a_reply_that_comes_later_is_sealed() -> None:
@@ -225,16 +246,16 @@ def test_a_node_without_capabilities_is_described_with_its_token() -> None:
     store = Store(data_protocol=PLAIN)
     grants = store.put([5], 2)
     of_second = grants.segments.index(store.ids[1])
-    both = [grants.capabilities[:24], grants.capabilities[24:]]
-    assert both[of_second] == bytes(24)
-    assert both[1 - of_second] != bytes(24)
+    both = [grants.capabilities[:32], grants.capabilities[32:]]
+    assert both[of_second] == bytes(32)
+    assert both[1 - of_second] != bytes(32)
     described = store.ask(calls.DescribeSegments(store.ids[1:])).segments[0]
     assert (described.token, described.holder) == (store.offers[1].token, 0)
 
 
 def test_the_time_of_a_node_is_that_of_its_last_beat() -> None:
     store = Store(clock_ms=0)
-    assert store.put([5], 2).capabilities.count(bytes(24)) == 1, "it has not told its time"
+    assert store.put([5], 2).capabilities.count(bytes(32)) == 1, "it has not told its time"
     store.state.nodes.said(NOW, 2, calls.NodeBeat(1, clock_ms=TWO))
     store.state.nodes.said(NOW, 2, calls.NodeBeat(2))
     store.state.nodes.said(NOW - 10, 1, calls.NodeBeat(1, clock_ms=ONE - 10))
@@ -251,4 +272,76 @@ def test_a_node_with_a_wrong_clock_harms_itself_alone(clock_ms: int) -> None:
     index = grants.segments.index(store.ids[0])
     rows = grants.segments[index], grants.offsets[index], 5
     made = store.made(*rows, grants.deadline_ms, Op.WRITE)
-    assert grants.capabilities[24 * index : 24 * index + 24] == made
+    assert grants.capabilities[32 * index : 32 * index + 32] == made
+
+
+def orders_of(column: bytes) -> list[int]:
+    """The order that each capability names."""
+    return [int.from_bytes(column[at + 8 : at + 16], "little") for at in range(0, len(column), 32)]
+
+
+def ended_by_put_end(store: Store, grants: calls.Grants) -> None:
+    store.ask(calls.PutEnd(EPOCH, grants.tokens))
+    store.ask(calls.Remove(SPACE, KEYS[:1]))
+    store.later(store.state.rules.lease_ms + 1)
+
+
+def ended_by_revoke(store: Store, grants: calls.Grants) -> None:
+    store.ask(calls.PutRevoke(EPOCH, grants.tokens, True))
+
+
+def ended_by_deadline(store: Store, grants: calls.Grants) -> None:
+    store.later(store.state.rules.put_deadline_ms + 1)
+    store.later(store.state.rules.quarantine_ms + 1)
+
+
+def ended_by_eviction(store: Store, grants: calls.Grants) -> None:
+    store.ask(calls.PutEnd(EPOCH, grants.tokens))
+
+
+@pytest.mark.parametrize(
+    "ends", [ended_by_put_end, ended_by_revoke, ended_by_deadline, ended_by_eviction]
+)
+def test_an_extent_that_is_granted_again_was_called_back(
+    ends: Callable[[Store, calls.Grants], None],
+) -> None:
+    """However its put ended: its node has carried out an order that is later than each capability
+    of it, before a capability of the next put is told."""
+    store = Store()
+    size = 50 << 20
+    old: calls.Grants = store.put([size], 2)
+    ends(store, old)
+    new: calls.Grants = store.ask(
+        calls.PutStart(SPACE, [Key(b"z")], [size], None, False, 2, False, 1_000, "h1")
+    )
+    assert (new.segments, new.offsets) == (old.segments, old.offsets)
+    for index, segment in enumerate(new.segments):
+        carried_out = store.carried_out[segment, new.offsets[index]]
+        assert orders_of(old.capabilities)[index] < carried_out
+        assert orders_of(new.capabilities)[index] >= carried_out
+
+
+def test_a_committed_allocation_cannot_be_written_in_its_free_tail() -> None:
+    store = Store()
+    grant: calls.Grants = store.ask(calls.Allocate(50 << 20, 0, "h1"))
+    place = grant.segments[0], grant.offsets[0]
+    commit = calls.Commit(EPOCH, grant.tokens[0], SPACE, KEYS[0], None, 100, False)
+    assert store.ask(commit).outcome is calls.PutOutcome.STORED
+    assert orders_of(grant.capabilities)[0] < store.carried_out[place]
+    found = store.ask(calls.Lookup(SPACE, KEYS[:1]))
+    assert list(found.placements.offsets) == list(grant.offsets), "the object stays"
+
+
+def test_who_is_told_a_lease_can_read_for_longer() -> None:
+    """Capabilities to read end when the lease of the state does: until then no other object gets
+    the extent. Holders are told a shorter lease, since what they read must come in time."""
+    store = Store()
+    store.stored([5])
+    found = store.ask(calls.Lookup(SPACE, KEYS[:1]))
+    assert found.lease_ms == store.state.rules.lease_ms - SLACK_MS
+    expires = int.from_bytes(found.placements.capabilities[:8], "little")
+    clock = (ONE, TWO)[store.ids.index(found.placements.segments[0])]
+    assert expires == clock + store.state.rules.lease_ms
+    renewed = store.ask(calls.Renew(SPACE, KEYS[:1], [EPOCH], [1], EPOCH, ()))
+    assert renewed.lease_ms == store.state.rules.lease_ms - SLACK_MS
+    assert store.ask(calls.Lookup(SPACE, KEYS[:1]), Caller()).lease_ms == store.state.rules.lease_ms

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import cast
 
 import pytest
@@ -31,6 +32,7 @@ from kvstore.transport import tcp_connection
 from kvstore.transport.tcp_connection import ServedSegment
 from kvstore.transport.tcp_server import DataServer
 from tests.support.sealing import HOLDER, extent, in_ms
+from tests.support.waiting import until
 from tests.unit.transport.test_tcp_server import is_closed, received, status
 
 MIB = 1 << 20
@@ -192,11 +194,11 @@ def test_as_many_ranges_as_a_request_may_have(server: DataServer, segment: NodeS
 class TestRefused:
     def test_no_capability(self, server: DataServer, segment: NodeSegment, op: Op) -> None:
         assert_refused(server, segment, op, protocol.NO_EXTENT)
-        assert_refused(server, segment, op, Extent(AT, SIZE, bytes(24)))
+        assert_refused(server, segment, op, Extent(AT, SIZE, bytes(32)))
 
     def test_a_forged_one(self, server: DataServer, segment: NodeSegment, op: Op) -> None:
         good = of(segment, op)
-        for at in (8, 23):  # the first and the last byte of the MAC
+        for at in (8, 16, 31):  # of the order, the first and the last byte of the MAC
             flipped = bytearray(good.capability)
             flipped[at] ^= 1
             assert_refused(server, segment, op, good._replace(capability=bytes(flipped)))
@@ -289,6 +291,66 @@ def test_a_read_ends_when_its_capability_does(server: DataServer, segment: NodeS
             assert uptime() < deadline
             time.sleep(0.01)
     assert server.counters().stalls == 1
+
+
+def test_who_is_older_than_the_order_to_wipe_does_not_write(
+    server: DataServer, segment: NodeSegment
+) -> None:
+    assert server.call_back(segment.uuid, [AT], 7) == 0
+    assert server.call_back(segment.uuid, [AT], 5) == 0, "an order that was sent again"
+    assert server.call_back(segment.uuid, [], 9) == server.call_back(bytes(16), [AT], 9) == 0
+    assert_refused(server, segment, Op.WRITE, of(segment, Op.WRITE, order=6))
+    beside = extent(segment.token, segment.generation, AT + MIB, SIZE, RIGHTS[Op.WRITE], order=6)
+    with greeted(server, segment) as sock:
+        for at, given in ((AT, of(segment, Op.WRITE, order=7)), (AT + MIB, beside)):
+            assert asked(sock, Op.WRITE, [(at, 64)], [given]) is TransferStatus.OK
+        assert asked(sock, Op.READ, [(AT, 64)], [of(segment, Op.READ)]) is TransferStatus.OK
+        assert received(sock, 64) == b"e" * 64
+    segment.bump_generation()
+    server.fence()
+    with greeted(server, segment) as sock:
+        given = of(segment, Op.WRITE)
+        assert asked(sock, Op.WRITE, [(AT, 64)], [given]) is TransferStatus.OK, "of another mount"
+
+
+def is_written(server: DataServer, at: int) -> bool:
+    return any(each.writes_to(frozenset((at,))) for each in list(server._connections))
+
+
+def test_a_write_under_way_is_called_back(server: DataServer, segment: NodeSegment) -> None:
+    """The extent is another's when ``call_back`` returns."""
+    beside = extent(segment.token, segment.generation, AT + MIB, SIZE, RIGHTS[Op.WRITE])
+    with greeted(server, segment) as one, greeted(server, segment) as other:
+        one.sendall(protocol.pack_request(Op.WRITE, [(AT, 64)], [of(segment, Op.WRITE)]) + b"x")
+        other.sendall(protocol.pack_request(Op.WRITE, [(AT + MIB, 64)], [beside]) + b"y")
+        for at in (AT, AT + MIB):
+            until(partial(is_written, server, at))
+        assert server.call_back(segment.uuid, [4096, AT], 1) == 1
+        segment.memory[AT : AT + 64] = b"n" * 64
+        with contextlib.suppress(OSError):
+            one.sendall(b"x" * 63)
+        assert is_closed(one)
+        assert segment.memory[AT : AT + 64] == b"n" * 64
+        other.sendall(b"y" * 63)
+        assert status(other) is TransferStatus.OK
+        assert server.call_back(segment.uuid, [AT + MIB], 2) == 0, "it is done"
+        assert asked(other, Op.READ, [(AT, 1)], [of(segment, Op.READ)]) is TransferStatus.OK
+
+
+def test_a_refused_holder_is_out(server: DataServer, segment: NodeSegment) -> None:
+    with greeted(server, segment) as one, greeted(server, segment, 7) as other:
+        assert server.refuse_holders([HOLDER, 12]) == 1
+        assert server.refuse_holders([12, HOLDER]) == 0, "nothing new"
+        assert is_closed(one)
+        with connected(server) as sock:
+            hello = hello_of(segment)
+            sock.sendall(hello)
+            sock.sendall(protocol.prove(key_of(segment), nonce(sock), hello))
+            assert status(sock) is TransferStatus.DENIED
+        given = of(segment, Op.READ, holder=7)
+        assert asked(other, Op.READ, [(AT, 1)], [given]) is TransferStatus.OK
+    assert server.refuse_holders([]) == 0
+    assert_serves(server, segment)
 
 
 @pytest.mark.parametrize("wrong", ["key", "nonce", "hello", "holder", "length"])
