@@ -9,6 +9,8 @@ missed. Dead is an event: the caller unmounts the segments, and the node is forg
 
 A client's report is only its own view: a firewall may be in front of it. The reports make a node
 suspect for all clients only when hosts agree: two at least, and most of the recent writers to it.
+The host is what the client says. Where clients have identities, the hosts that one identity names
+from one address count as one.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class HostReports:
     at_ms: int
     noted_ms: int
     """When it was last logged."""
+    source: str
+    """Identity and address of the last reporter; the host itself, if it has no identity."""
     unnoted: int = 0
     """Reports since that one."""
 
@@ -104,17 +108,19 @@ def used(node: JoinedNode, host: str, now_ms: int) -> None:
     users[host] = now_ms
 
 
-def reported(node: JoinedNode, host: str, now_ms: int) -> int | None:
-    """Called when a client on ``host`` cannot read or write on the node. Returns how many reports
-    of that host were not logged since the last logged one; None: do not log this one either."""
+def reported(node: JoinedNode, host: str, now_ms: int, source: str = "") -> int | None:
+    """Called when a client on ``host`` cannot read or write on the node. ``source``: as in
+    ``HostReports``; empty: the host. Returns how many reports of that host were not logged since
+    the last logged one; None: do not log this one either."""
     reports = node.reports
     report = reports.pop(host, None)
     if report is None:
         if len(reports) >= HOSTS_MAX:
             del reports[next(iter(reports))]
-        report = HostReports(now_ms, now_ms - NOTED_MS)
+        report = HostReports(now_ms, now_ms - NOTED_MS, host)
     reports[host] = report
     report.at_ms = now_ms
+    report.source = source or host
     if node.session is None or _agree(node, now_ms):
         node.reported_ms = now_ms
     if now_ms - report.noted_ms < NOTED_MS:
@@ -133,8 +139,9 @@ def stream_broken(node: JoinedNode) -> None:
 def _agree(node: JoinedNode, now_ms: int) -> bool:
     since_ms = now_ms - AGREEING_MS
     reporters = {host for host, report in node.reports.items() if report.at_ms >= since_ms}
+    agreeing = len({node.reports[host].source for host in reporters})
     users = {host for host, used_ms in node.users.items() if used_ms >= since_ms}
-    return len(reporters) >= AGREEING_MIN and 2 * len(reporters) > len(reporters | users)
+    return agreeing >= AGREEING_MIN and 2 * agreeing > len(reporters | users)
 
 
 def state_of(node: JoinedNode, now_ms: int, rules: LivenessRules) -> str:

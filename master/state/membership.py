@@ -256,9 +256,12 @@ class Membership:
         node.heard_ms = now_ms
         self._alive = None
 
-    def reported(self, now_ms: int, node: JoinedNode, report: ReportFailure) -> None:
-        """Called when a client cannot read or write on the node."""
-        unnoted = liveness.reported(node, report.host, now_ms)
+    def reported(
+        self, now_ms: int, node: JoinedNode, report: ReportFailure, source: str = ""
+    ) -> None:
+        """Called when a client cannot read or write on the node. ``source``: as in
+        ``liveness.reported``."""
+        unnoted = liveness.reported(node, report.host, now_ms, source)
         self._alive = None
         if unnoted is not None:
             self._notice(

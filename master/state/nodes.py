@@ -144,10 +144,11 @@ class Nodes:
         common = self._common
         common.changing = True
         is_ours = request.epoch in (0, common.epoch)
+        source = common.traffic.caller.source
         for segment_id in request.segment_ids if is_ours else ():
             segment = common.pool.segments.get(segment_id)
             if segment is not None:
-                self._membership.reported(now_ms, segment.node, request)
+                self._membership.reported(now_ms, segment.node, request, source)
                 common.counters["reported_failures"] += 1
         self._membership.expire_nodes(now_ms)
         self._follow(now_ms)

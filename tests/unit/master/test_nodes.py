@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
+from kvstore.auth.identity import identity
 from kvstore.errors import (
     InvalidArgumentError,
     NodeNameTakenError,
@@ -19,6 +20,7 @@ from kvstore.master.state.effects import Notice
 from kvstore.master.state.events import GONE_SIZE
 from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
 from kvstore.master.state.rules import MasterRules
+from kvstore.master.state.traffic import Caller
 from tests.unit.master.cluster import EPOCH, Cluster
 from tests.unit.master.conftest import NewCluster
 
@@ -407,6 +409,29 @@ def test_a_report_about_a_segment_of_another_master_is_about_no_node_of_this_one
         report = calls.ReportFailure([1], "client", host, "refused", epoch)
         seen.append(cluster.state.nodes.report_failure(cluster.now_ms, report).suspects)
     assert seen == [0, suspects]
+
+
+@pytest.mark.parametrize(
+    ("reporters", "suspects"),
+    [
+        (["e 10.0.0.1", "e 10.0.0.1"], 0),
+        (["e 10.0.0.1", "e 10.0.0.2"], 1),
+        (["e 10.0.0.1", "f 10.0.0.1"], 1),
+        (["e 10.0.0.1", "e 10.0.0.1", "e 10.0.0.1", "f 10.0.0.2"], 0),
+    ],
+    ids=["invented", "addresses", "identities", "and two that are not most"],
+)
+def test_hosts_of_one_identity_and_address_agree_as_one(
+    new_cluster: NewCluster, reporters: list[str], suspects: int
+) -> None:
+    """The host is what a client says, and its identity and address are not."""
+    cluster = new_cluster(one=4, two=4)
+    for number, reporter in enumerate(reporters):
+        who, address = reporter.split()
+        caller = Caller(f"client {address}", identity(who, ["engine"]))
+        cluster.state.traffic.caller = caller
+        cluster.report("one", f"host-{number}")
+    assert cluster.report("two", "host-x") == suspects
 
 
 def test_a_broken_stream_and_a_reported_failure_are_death(new_cluster: NewCluster) -> None:
