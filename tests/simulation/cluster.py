@@ -13,6 +13,7 @@ from itertools import count
 from random import Random
 from typing import Any, TypeVar
 
+from kvstore.auth.identity import Identity
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, highest_believed
@@ -136,6 +137,8 @@ class SimulatedCluster:
         """How far the clock that a single master takes its epoch from is ahead of ours."""
         self._client_numbers = count(1)
         self._call_ids = count(1)
+        self.callers: dict[str, tuple[Identity, int]] = {}
+        """As ``Master.callers``."""
         self._start_masters()
         for number in range(options.nodes):
             self.nodes.append(self._new_node(f"node{number}"))
@@ -345,7 +348,9 @@ class SimulatedCluster:
                 started_ms=started_ms, events=True,
             )  # fmt: skip
 
-        return Master(process, self.oracle, new_state, clock, self.random.randbytes(16))
+        master = Master(process, self.oracle, new_state, clock, self.random.randbytes(16))
+        master.callers = self.callers
+        return master
 
     def _outruns(self) -> Outruns:
         return Outruns(self.random, every_s=OUTRUN_S)

@@ -23,7 +23,7 @@ FAILURES = (
     "hold_back_a_put", "restart_amid_copies",
 )  # fmt: skip
 
-LIES = ("client_lies", "node_lies")
+LIES = ("client_lies", "node_lies", "client_attacks")
 KINDS = FAILURES + LIES
 
 QUICK_US = (5, 200)
@@ -191,6 +191,9 @@ class Faults:
 
     def _client_lies(self) -> None:
         self._liars.client()
+
+    def _client_attacks(self) -> None:
+        self._liars.attacker()
 
     def _node_lies(self) -> None:
         self._liars.node()

@@ -2,21 +2,24 @@
 
 What they say is drawn from ``tests.support.twin``: one field of one message is a lie. The rules of
 the oracle are those of runs without liars. ``Liars.may_be_said`` leaves out what the store cannot
-refuse while callers have no identities.
+refuse while callers have no identities. An *attacker* is a client with an identity that has rights
+in one namespace, which says exactly that: it knows all tokens and keys of the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Coroutine, Iterable
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstore import calls
+from kvstore.auth.identity import identity
 from kvstore.calls import NO_VERSION, Version
 from kvstore.client.calling.retries import CarrierBrokenError, TokenRefusedError
 from kvstore.client.flows import putting
 from kvstore.client.flows.writing import PutOptions
-from kvstore.errors import InternalError, KVStoreError
+from kvstore.errors import InternalError, KVStoreError, PermissionDeniedError
 from kvstore.limits import Key, Namespace, highest_believed
 from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
 from kvstore.wire.messages import CALLS, encode_request
@@ -39,6 +42,14 @@ LIES_MAX = 6
 
 ROWS_MAX = 3
 """Of a column. Many rows cost many steps; ``tests/integration/test_hostile_twin.py`` has them."""
+
+ATTACKS_MAX = 12
+"""Calls of one attacker."""
+
+FLOOD_MAX = 200
+"""Calls of one flood, and puts of it that are never ended."""
+
+ATTACKER: Final = identity("attacker", ["engine"], reads=[MINE], writes=[MINE])
 
 NODE_BEATS_MAX = 15
 """A node that lies stays for so many heartbeats: longer than a node is silent before it is dead."""
@@ -72,6 +83,13 @@ class Liars:
         """One more client lies a few times, and ends."""
         process = self._process("liar")
         self._spawn(process, self._lie_as_client(self._cluster.new_liar(process)))
+
+    def attacker(self) -> None:
+        """One more client, with an identity, does all that it must not, and ends."""
+        process = self._process("attacker")
+        client = self._cluster.new_liar(process)
+        self._cluster.callers[process.name] = ATTACKER, client.context.client_number
+        self._spawn(process, self._attack(client))
 
     def node(self) -> None:
         """One more node joins a master, lies a few times, beats for a while, and ends."""
@@ -152,6 +170,103 @@ class Liars:
                 self._note(f"{client.process.name} hears {type(error).__name__}")
             else:
                 self._cluster.oracle.count("lies_answered")
+
+    # --- an attacker --------------------------------------------------------------------------
+
+    async def _attack(self, client: LyingClient) -> None:
+        """Says each thing to the master that leads, which must refuse what is not about its own."""
+        cluster, random = self._cluster, self._random
+        try:
+            await client.put_own()
+        except KVStoreError as error:
+            self._note(f"{client.process.name} has put nothing: {error.code}")
+        for _ in range(random.randint(1, ATTACKS_MAX)):
+            master = cluster.master
+            if master is None:
+                return
+            if random.random() < 0.2:
+                await self._flood(client, master.process.name)
+                continue
+            asked = random.choice(self._attacks())
+            self._note(f"{client.process.name} asks {asked!r:.150}")
+            is_refused = await self._is_refused(client, asked, master.process.name)
+            if is_refused is None:
+                continue
+            cluster.oracle.count("attacks_refused" if is_refused else "attacks_answered")
+            if not is_refused:
+                cluster.oracle.broken("allowed", f"{client.process.name} was answered: {asked!r}")
+
+    async def _is_refused(
+        self, client: LyingClient, asked: calls.Request, address: str
+    ) -> bool | None:
+        """None: it was not heard, or names nothing any more."""
+        leader = self._cluster.master
+        try:
+            await client.say(asked, address, "grpc")
+        except PermissionDeniedError as error:
+            return None if error.fields.get("join") else True
+        except (KVStoreError, CarrierBrokenError, TokenRefusedError):
+            return None
+        if isinstance(asked, calls.PutEnd | calls.PutRevoke | calls.Commit | calls.Renew):
+            return None  # the put had ended; if it had not, the oracle sees a put that is lost
+        return None if leader is not self._cluster.master else False
+
+    async def _flood(self, client: LyingClient, address: str) -> None:
+        """Puts that are never ended, in its own namespace, and reports that nodes fail, from hosts
+        that it invents."""
+        master = self._cluster.master
+        segments = [] if master is None else sorted(master.state.pool.segments)
+        count = self._random.randint(1, FLOOD_MAX)
+        self._note(f"{client.process.name} floods with {count}")
+        for number in range(count):
+            key = Key(b"flood-%d" % number)
+            asked: calls.Request = calls.Exists(Namespace(MINE), [key])
+            if number % 20 == 0:
+                start = calls.PutStart(
+                    Namespace(MINE), [key], [10], None, False, 1, False, 0, "host-liar"
+                )
+                asked = start
+            elif number % 20 == 1:
+                host = f"invented-{number}"
+                asked = calls.ReportFailure(segments, "liar", host, "invented")
+            with contextlib.suppress(KVStoreError, CarrierBrokenError, TokenRefusedError):
+                await client.say(asked, address, "grpc")
+        self._cluster.oracle.count("floods")
+
+    def _attacks(self) -> list[calls.Request]:
+        """About objects and puts of others, which it knows as well as the master does."""
+        master = self._cluster.master
+        assert master is not None
+        state = master.state
+        theirs = Namespace(self._random.choice(NAMESPACES))
+        named = [(name[1], version) for name, version in self._versions().items()
+                 if name[0] == theirs]  # fmt: skip
+        key, version = self._random.choice(named) if named else (Key(b"f0"), Version(1, 1))
+        found: list[calls.Request] = [
+            calls.Remove(theirs, [key]),
+            calls.Clear(theirs, 1_000),
+            calls.Clear(Namespace(""), 1_000),
+            calls.Pin(theirs, [key], 86_400_000),
+            calls.Unpin(theirs, [key]),
+            calls.Exists(theirs, [key]),
+            calls.Lookup(theirs, [key]),
+            calls.ReportCorrupt(theirs, [key], [version.epoch], [version.counter], [bytes(16)]),
+            calls.PutStart(theirs, [key], [10], None, False, 1, True, 0, "host-liar"),
+            calls.Renew(theirs, [key], [version.epoch], [version.counter], state.epoch, []),
+            calls.Drain(self._random.choice(sorted(self._names())), calls.DrainStep.BEGIN),
+            calls.StartMoves(self._random.choice(sorted(self._names())), 0, 10, 1 << 20),
+        ]
+        tokens = [put.token for put in state.pending]
+        if tokens:
+            token = self._random.choice(tokens)
+            of_puts: list[calls.Request] = [
+                calls.PutEnd(state.epoch, [token]),
+                calls.PutRevoke(state.epoch, [token], True),
+                calls.Commit(state.epoch, token, Namespace(MINE), Key(b"taken"), None, 1, False),
+                calls.Renew(Namespace(MINE), [], [], [], state.epoch, [token]),
+            ]
+            found += 2 * of_puts
+        return found
 
     # --- a node -------------------------------------------------------------------------------
 

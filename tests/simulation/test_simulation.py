@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from kvstore import calls
+from kvstore.auth import rights
 from kvstore.calls import MasterWipe, PutOutcome
 from kvstore.master.state import common
 from kvstore.master.state.effects import Later, Outrun
@@ -31,6 +32,7 @@ from kvstore.master.state.reclaim import Reclaim
 from kvstore.master.state.records import ObjectRecord
 from kvstore.memory.header import extent_bytes
 from kvstore.tenants import TenantRule
+from tests.simulation import master as simulated
 from tests.simulation.cluster import RULES, Options, SimulatedCluster
 from tests.simulation.node import Node
 from tests.simulation.run import run_seed
@@ -452,7 +454,9 @@ def test_finds_a_node_that_is_read_after_it_has_left() -> None:
     found(options, "removed_read_from_dead", within_steps=500_000, each=15_000)
 
 
-LIARS = Options(seed=0, masters=1, faults=("client_lies", "node_lies", "restart_master"))
+LIARS = Options(
+    seed=0, masters=1, faults=("client_lies", "node_lies", "client_attacks", "restart_master")
+)
 
 
 @pytest.mark.slow
@@ -463,8 +467,30 @@ def test_clients_and_nodes_that_lie_break_no_rule() -> None:
         assert not result.failure, result.failure
         for what, number in result.counts.items():
             happened[what] = happened.get(what, 0) + number
-    for what in ("lies_answered", "liars_joined", "claimed_by_liars"):
+    wanted = "lies_answered", "liars_joined", "claimed_by_liars", "attacks_refused", "floods"
+    for what in wanted:
         assert happened.get(what), f"{what} never happened: {happened}"
+
+
+@pytest.mark.parametrize("lacks", ["rights", "owners"])
+def test_finds_a_master_that_lets_anybody(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    if lacks == "rights":
+        monkeypatch.setattr(rights, "check", lambda who, request: None)
+    else:
+        monkeypatch.setattr(simulated, "names_anothers", lambda *_: False)
+    rules = ["allowed"] if lacks == "rights" else ["granted_allocation", "allocation_outlived"]
+    found(replace(LIARS, faults=("client_attacks",)), *rules, within_steps=SOON, each=20_000)
+
+
+def test_an_attacker_does_not_make_nodes_suspect() -> None:
+    """By reports from hosts that it invents."""
+    cluster = SimulatedCluster(replace(LIARS, seed=1, faults=("client_attacks",)))
+    cluster.run_steps(20_000)
+    assert cluster.oracle.counts["floods"]
+    assert cluster.master is not None
+    members = cluster.master.state.membership
+    assert any(node.reports for node in members.nodes.values())
+    assert all(node.reported_ms is None for node in members.nodes.values())
 
 
 def test_finds_a_master_that_believes_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
