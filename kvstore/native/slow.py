@@ -514,10 +514,10 @@ def serve_ranges(
                 if held is not None:
                     check()
                     held.write(parts, in_time())
+            if sealed is not None:
+                sealed.end_write()  # before the client may know
             if ahead:
                 stream.send(ahead, in_time())
-            if sealed is not None:
-                sealed.end_write()
             with _counting:
                 at = 0 if op is Op.READ else 2
                 counted[at] += 1

@@ -583,6 +583,8 @@ static int receive_ranges(Served *served, const uint64_t *ranges, size_t count) 
         if (ended)
             return ended;
     }
+    if (served->key) /* before the client may know */
+        __atomic_store_n(served->asked, 0, __ATOMIC_RELEASE);
     uint8_t ok[STATUS_BYTES] = {0};
     memcpy(ok, TCP_MAGIC, 4);
     struct iovec part = {ok, sizeof ok};
