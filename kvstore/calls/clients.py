@@ -266,7 +266,7 @@ class Commit(NamedTuple):
 
 
 class Committed(NamedTuple):
-    outcome: Annotated[int, Between(1, PutOutcome.REFUSED)]
+    outcome: Annotated[int, Between(1, int(PutOutcome.REFUSED))]
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
 
 
