@@ -201,7 +201,7 @@ def _call(way: Way, op: Op, size: int, count: int) -> Callable[[], object]:
     offsets = [MIB + index * extent_bytes(size) for index in range(count)]
     told = way.segment
     mounts = {1: struct.pack("<16sQQ", way.token, told.generation, uptime_ms() + FOR_MS)}
-    column = steps.seal(mounts, [1] * count, offsets, [size] * count, HOLDER, op)
+    column = steps.seal(mounts, [1] * count, offsets, [size] * count, HOLDER, 0, op)
     cut = range(0, CAPABILITY_BYTES * count, CAPABILITY_BYTES)
     shown = [column[at : at + CAPABILITY_BYTES] if way.segment.holder else b"" for at in cut]
     data = [[memoryview(bytearray(size))] for _ in offsets]
