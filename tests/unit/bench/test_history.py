@@ -97,6 +97,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> l
     return history.read(folder, "mooncake")
 
 
+@pytest.mark.slow  # it draws, and matplotlib is in no quick environment
 def test_each_whole_run_is_kept_and_the_oldest_are_dropped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -110,6 +111,7 @@ def test_each_whole_run_is_kept_and_the_oldest_are_dropped(
     assert "20 runs on 1 kind of machine" in (tmp_path / "mooncake.md").read_text()
 
 
+@pytest.mark.slow  # it draws, and matplotlib is in no quick environment
 def test_drawing_again_adds_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("bench.picture.draw_comparison", lambda *_: None)
     (tmp_path / "found.json").write_text(json.dumps(found()))
