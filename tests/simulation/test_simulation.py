@@ -81,7 +81,7 @@ def test_with_tenants(seed: int) -> None:
         made.append(MasterState(**given, tenants=TENANTS))
         return made[-1]
 
-    options = Options(seed=seed, fault_seconds=FAULT_SECONDS / 2, new_state=with_tenants)
+    options = Options(seed=seed, fault_seconds=FAULT_SECONDS / 3, new_state=with_tenants)
     result = run_seed(options)
     assert not result.failure, result.failure
     tenants = [tenant for state in made for tenant in state.pool.tenants or ()]

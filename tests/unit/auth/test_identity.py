@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.auth.identity import (
@@ -24,6 +24,7 @@ PATTERNS = st.one_of(BEGINNINGS.filter(bool), BEGINNINGS.map(lambda text: f"{tex
 SOME = st.lists(PATTERNS, max_size=4).map(tuple)
 
 
+@settings(max_examples=50)
 @given(
     name=NAMES,
     roles=st.sets(st.sampled_from(ROLES), min_size=1),
