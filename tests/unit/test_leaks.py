@@ -101,3 +101,14 @@ def test_what_is_on_its_way_out_gets_time() -> None:
     thread.start()
     assert leaks.leaked(before) == []
     thread.join()
+
+
+def test_a_socket_in_place_of_another_is_none() -> None:
+    first = socket.socket()
+    before = leaks.snapshot()
+    with socket.socket(), socket.socket():
+        first.close()
+        (left,) = {line.split(":")[1] for line in leaks.leaked(before, grace_s=0)}
+        assert left == " socket"
+    with socket.socket():
+        assert leaks.leaked(before, grace_s=0) == []
