@@ -17,8 +17,7 @@ from tests.support.processes import ROOT
 
 PAGES: Final = [ROOT / "docs/from-mooncake.md", ROOT / "docs/from-mooncake.zh.md"]
 FIRST_PROMPTS: Final = [
-    "README.md",
-    "README.zh.md",
+    "docs/engines/index.md",
     "docs/vllm.md",
     "docs/from-mooncake.md",
     "docs/from-mooncake.zh.md",
