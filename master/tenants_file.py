@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from kvstore.config.tenants import load_tenants
 from kvstore.errors import ConfigError, InvalidArgumentError
+from kvstore.network.tls import mark_of
 from kvstore.tenants import TenantMatcher, TenantRule
 
 log = logging.getLogger("kvstore.master")
@@ -18,11 +18,9 @@ LOOK_S: Final = 1.0
 
 Apply = Callable[[Sequence[TenantRule], TenantMatcher], None]
 
-_State = tuple[int, int, int]
-
 
 class _Found(NamedTuple):
-    seen: _State
+    seen: object
     rules: Sequence[TenantRule]
     matcher: TenantMatcher
 
@@ -36,35 +34,28 @@ class TenantsFile:
             ConfigError: the file cannot be used.
         """
         self._path = path
-        self._seen = self._state()
+        self._seen = mark_of(path)
         self.rules: Sequence[TenantRule] = load_tenants(path)
         """The last ones that could be used."""
         self._wrong = ""
-
-    def _state(self) -> _State:
-        try:
-            state = os.stat(self._path)
-        except OSError:
-            return 0, 0, 0
-        return state.st_mtime_ns, state.st_ino, state.st_size
 
     async def follow(self, apply: Apply) -> None:
         """Calls ``apply`` with other rules, when the file has changed; it may raise
         InvalidArgumentError. A file that became wrong is logged once; the rules stay."""
         while True:
             await asyncio.sleep(LOOK_S)
-            if self._state() != self._seen:
+            if mark_of(self._path) != self._seen:
                 self._use(await asyncio.to_thread(self._read), apply)  # a long file takes a second
 
     def look(self, apply: Apply) -> None:
         """Looks at the file once, and waits until it is read."""
-        if self._state() != self._seen:
+        if mark_of(self._path) != self._seen:
             self._use(self._read(), apply)
 
     def _read(self) -> _Found | str:
         """What the file says now, or why it says nothing."""
         try:
-            seen = self._state()
+            seen = mark_of(self._path)
             rules = load_tenants(self._path)
             return _Found(seen, rules, TenantMatcher(rules))
         except (ConfigError, InvalidArgumentError) as error:

@@ -171,7 +171,7 @@ class Pool:
         self.forest.fill(record, self._sizes.setdefault(size, size))
         self.pins.stored(record)
         if self.tenants is not None:
-            self.tenants.take(record, extents, extent_bytes(size))
+            self.tenants.hold(record, extents, extent_bytes(size))
 
     def add_replica(
         self, record: ObjectRecord, extent: Extent, instead_of: Extent | None = None
@@ -180,7 +180,7 @@ class Pool:
         replaces."""
         self.has_replicas = True
         if self.tenants is not None:
-            self.tenants.take(record, [extent], extent_bytes(record.size))
+            self.tenants.hold(record, [extent], extent_bytes(record.size))
         lacked = repairing.missing(record)
         if instead_of is None:
             record.more = (*record.more, extent)
@@ -251,7 +251,7 @@ class Pool:
         if record.ticket:
             self._policy_of(record).discard(record)
         if self.tenants is not None:
-            self.tenants.give(record, extents, extent_bytes(record.size))
+            self.tenants.hold(record, extents, -extent_bytes(record.size))
         if self.forest.empty(record):
             self._jobs.due |= SWEEP
         return extents

@@ -92,8 +92,9 @@ class Tenants(PutCounts):
 
     # --- what they hold -----------------------------------------------------------------------
 
-    def take(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
-        """Counts extents that the tenant of this record holds from now on."""
+    def hold(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
+        """Counts extents that the tenant of this record holds from now on. ``length``: bytes of
+        each; negative: it holds them no more. Extents on dead segments count nothing."""
         table = self._tables.of(record)
         tenant, held = table.tenant, table.held
         assert tenant is not None
@@ -104,50 +105,33 @@ class Tenants(PutCounts):
                 if not before:
                     for other in [each for each in held if each not in self._segments]:
                         del held[other]  # died since
-                held[number] = before + length
-                _add(tenant, number, length)
-
-    def give(self, record: ObjectRecord, extents: list[Extent], length: int) -> None:
-        """The opposite of ``take``: extents on dead segments count nothing any more."""
-        table = self._tables.of(record)
-        tenant, held = table.tenant, table.held
-        assert tenant is not None
-        for segment, _ in extents:
-            if segment.alive:
-                number = segment.segment_id
-                left = held[number] - length
+                left = before + length
+                assert left >= 0, "more is given back than was taken"
                 if left:
                     held[number] = left
                 else:
                     del held[number]
-                _add(tenant, number, -length)
+                _add(tenant, number, length)
 
     def granted(self, put: Granted) -> None:
         """Counts a put, or an allocation, that begins."""
-        if isinstance(put, GrantedPut):
-            table = self._tables.of(put.record)
-            assert table.tenant is not None
-            table.pending += 1
-            table.tenant.pending += 1
-            self.take(put.record, put.extents, put.length)
-        elif isinstance(put, GrantedAllocation):
-            self.unnamed.pending += 1
-            for segment, _ in put.extents:
-                if segment.alive:
-                    _add(self.unnamed, segment.segment_id, put.length)
+        self._count(put, 1)
 
     def ended(self, put: Granted) -> None:
+        self._count(put, -1)
+
+    def _count(self, put: Granted, by: int) -> None:
         if isinstance(put, GrantedPut):
             table = self._tables.of(put.record)
             assert table.tenant is not None
-            table.pending -= 1
-            table.tenant.pending -= 1
-            self.give(put.record, put.extents, put.length)
+            table.pending += by
+            table.tenant.pending += by
+            self.hold(put.record, put.extents, by * put.length)
         elif isinstance(put, GrantedAllocation):
-            self.unnamed.pending -= 1
+            self.unnamed.pending += by
             for segment, _ in put.extents:
                 if segment.alive:
-                    _add(self.unnamed, segment.segment_id, -put.length)
+                    _add(self.unnamed, segment.segment_id, by * put.length)
 
     def segment_died(self, segment_id: int) -> None:
         for tenant in self._numbered:
@@ -270,13 +254,12 @@ class Tenants(PutCounts):
                     held[place] = held.get(place, 0) + length
         for put in pending:
             if isinstance(put, GrantedPut | GrantedAllocation):
-                is_put = isinstance(put, GrantedPut)
                 name = self.of_record(put.record).name if isinstance(put, GrantedPut) else ""
                 puts[name] = puts.get(name, 0) + 1
                 for segment, _ in put.extents:
                     if segment.alive:
                         size[name] = size.get(name, 0) + put.length
-                        if is_put and isinstance(put, GrantedPut):
+                        if isinstance(put, GrantedPut):
                             place = put.record.namespace, segment.segment_id
                             held[place] = held.get(place, 0) + put.length
         for tenant in self._numbered:
