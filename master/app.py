@@ -45,6 +45,7 @@ from kvstore.network.listening import EVERY_INTERFACE, hears, reached_at
 from kvstore.process import background, descriptors, logs, supervisor
 from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.children import NO_PARENT, Child, ParentLink, start_node
+from kvstore.process.heap import keep_freed_memory
 from kvstore.tenants import TenantMatcher, TenantRule
 from kvstore.web.channel import Answers, MasterEnd
 from kvstore.web.server.access import secured_by
@@ -92,6 +93,7 @@ def run(
         AddressInUseError, StartupError: the master could not start; nothing is left behind.
     """
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
+    keep_freed_memory()
     with asyncio.Runner(loop_factory=lambda: new_event_loop(config.lane_spin_us)) as runner:
         return runner.run(_serve(config, parent, temporary))
 
