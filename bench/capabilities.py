@@ -83,29 +83,29 @@ def _round(segment: NodeSegment, port: int, calls: int) -> dict[str, float]:
 
             found[f"seal {batch}"] = _ns([lambda: seal(Op.READ)], calls)[0] / batch
             for op in (Op.WRITE, Op.READ):
-                with_token = _call(transport, info, op, offsets, b"")
-                with_capabilities = _call(transport, held, op, offsets, seal(op))
+                with_token = moving(transport, info, op, offsets, SIZE, b"")
+                with_capabilities = moving(transport, held, op, offsets, SIZE, seal(op))
                 plain, sealed = _ns([with_token, with_capabilities], calls)
                 found[f"{op.name.lower()} {batch}, token"] = plain / batch
                 found[f"{op.name.lower()} {batch}, capabilities"] = sealed / batch
     return found
 
 
-def _call(
-    transport: TcpTransport, info: SegmentInfo, op: Op, offsets: list[int], column: bytes
+def moving(
+    transport: TcpTransport, info: SegmentInfo, op: Op, offsets: list[int], size: int, column: bytes
 ) -> Callable[[], object]:
-    """A call that moves one object at each offset."""
+    """A call that moves an object of so many bytes at each offset."""
     cut = range(0, CAPABILITY_BYTES * len(offsets), CAPABILITY_BYTES)
     capabilities = [column[at : at + CAPABILITY_BYTES] for at in cut]
-    data = [[memoryview(bytearray(SIZE))] for _ in offsets]
+    data = [[memoryview(bytearray(size))] for _ in offsets]
     rows = zip(offsets, data, capabilities, strict=True)
     if op is Op.READ:
-        reads: list[ReadRow] = [(at, SIZE, 1, 1, b"key", into, shown) for at, into, shown in rows]
-        return lambda: transport.read_objects(info, "bench", reads, True, uptime() + 10)
+        reads: list[ReadRow] = [(at, size, 1, 1, b"key", into, shown) for at, into, shown in rows]
+        return lambda: transport.read_objects(info, "bench", reads, True, uptime() + 30)
     writes: list[WriteRow] = [
-        (at, SIZE, 1, 1, b"key", source, b"", b"d", shown) for at, source, shown in rows
+        (at, size, 1, 1, b"key", source, b"", b"d", shown) for at, source, shown in rows
     ]
-    return lambda: transport.write_objects(info, "bench", writes, uptime() + 10)
+    return lambda: transport.write_objects(info, "bench", writes, uptime() + 30)
 
 
 def _ns(some: list[Callable[[], object]], calls: int) -> list[float]:

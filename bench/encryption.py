@@ -15,13 +15,12 @@ Each number is the median over the rounds, with the smallest and the largest.
 from __future__ import annotations
 
 import json
+import math
 import os
-import resource
 import statistics
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
@@ -31,11 +30,13 @@ from typing import Any, Final, NamedTuple
 
 import click
 
+from bench.capabilities import moving
 from kvstore.auth import authority
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.data_port import ClientEnd, NodeEnd
 from kvstore.auth.ledger import Wanted
 from kvstore.auth.revoked import Revoked
+from kvstore.bench.timing import processor_seconds, timed
 from kvstore.calls import SegmentInfo
 from kvstore.cli.options import json_option
 from kvstore.cli.show import print_json
@@ -43,7 +44,6 @@ from kvstore.clocks import uptime, uptime_ms
 from kvstore.memory.header import extent_bytes
 from kvstore.memory.segment import NodeSegment
 from kvstore.native import steps
-from kvstore.native.kinds import CAPABILITY_BYTES, ReadRow, WriteRow
 from kvstore.network.tcp_protocol import PLAIN, WITH_CAPABILITIES, WITH_TLS, Op, holder_key
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import ClientConnection
@@ -82,13 +82,13 @@ def main(rounds: int, as_json: bool) -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         node, client = _identities(folder)
-        process, segments = stack.enter_context(_node(node))
+        segments = stack.enter_context(_node(node))
         tls = ClientEnd(Credentials(client))
         ways = [Way(each, segments[0].token, TcpTransport(tls=tls), tls) for each in segments]
         for way in ways:
             stack.enter_context(closing(way.transport))
         for _ in range(rounds):
-            for name, value in _round(ways, process):
+            for name, value in _round(ways):
                 found.setdefault(name, []).append(value)
     if as_json:
         print_json({name: sorted(values) for name, values in found.items()})
@@ -113,8 +113,8 @@ def _identities(folder: Path) -> tuple[str, str]:
 
 
 @contextmanager
-def _node(auth: str) -> Iterator[tuple[int, list[SegmentInfo]]]:
-    """The process that serves a segment: its id, and the segment as each of ``WAYS`` sees it."""
+def _node(auth: str) -> Iterator[list[SegmentInfo]]:
+    """A process that serves a segment: the segment as each of ``WAYS`` sees it."""
     name = f"bench-{os.getpid()}"
     command = [sys.executable, "-m", __spec__.name, "--serve", name, auth]
     with subprocess.Popen(
@@ -123,7 +123,7 @@ def _node(auth: str) -> Iterator[tuple[int, list[SegmentInfo]]]:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            yield process.pid, list(_described(name, json.loads(process.stdout.readline())))
+            yield list(_described(name, json.loads(process.stdout.readline())))
         finally:
             process.stdin.close()
             process.wait(30)
@@ -166,7 +166,7 @@ def _serve(name: str, auth: str) -> None:
             server.stop()
 
 
-def _round(ways: list[Way], process: int) -> Iterator[tuple[str, float]]:
+def _round(ways: list[Way]) -> Iterator[tuple[str, float]]:
     for shape, (size, count, calls) in SHAPES.items():
         for op in (Op.WRITE, Op.READ):
             verb = f"{shape} {op.name.lower()}"
@@ -174,9 +174,9 @@ def _round(ways: list[Way], process: int) -> Iterator[tuple[str, float]]:
             for name, way in zip(WAYS, ways, strict=True):
                 call = _call(way, op, size, count)
                 call()  # connects
-                before = _processor_s(process)
+                before = processor_seconds(os.getpid())
                 took[name] = _median_s(call, calls)
-                used = _processor_s(process) - before
+                used = processor_seconds(os.getpid()) - before
                 if shape == "bulk":
                     yield f"{verb}, {name}, GB/s", size * count / took[name] / 1e9
                     if op is Op.READ:
@@ -199,37 +199,15 @@ def _round(ways: list[Way], process: int) -> Iterator[tuple[str, float]]:
 def _call(way: Way, op: Op, size: int, count: int) -> Callable[[], object]:
     """A call that moves so many objects."""
     offsets = [MIB + index * extent_bytes(size) for index in range(count)]
-    told = way.segment
-    mounts = {1: struct.pack("<16sQQ", way.token, told.generation, uptime_ms() + FOR_MS)}
-    column = steps.seal(mounts, [1] * count, offsets, [size] * count, HOLDER, 0, op)
-    cut = range(0, CAPABILITY_BYTES * count, CAPABILITY_BYTES)
-    shown = [column[at : at + CAPABILITY_BYTES] if way.segment.holder else b"" for at in cut]
-    data = [[memoryview(bytearray(size))] for _ in offsets]
-    rows = list(zip(offsets, data, shown, strict=True))
-    if op is Op.READ:
-        reads: list[ReadRow] = [(at, size, 1, 1, b"key", into, each) for at, into, each in rows]
-        return lambda: way.transport.read_objects(way.segment, "bench", reads, True, uptime() + 30)
-    writes: list[WriteRow] = [
-        (at, size, 1, 1, b"key", source, b"", b"d", each) for at, source, each in rows
-    ]
-    return lambda: way.transport.write_objects(way.segment, "bench", writes, uptime() + 30)
+    told, column = way.segment, b""
+    if told.holder:
+        mounts = {1: struct.pack("<16sQQ", way.token, told.generation, uptime_ms() + FOR_MS)}
+        column = steps.seal(mounts, [1] * count, offsets, [size] * count, HOLDER, 0, op)
+    return moving(way.transport, told, op, offsets, size, column)
 
 
 def _median_s(call: Callable[[], object], calls: int) -> float:
-    took = []
-    for _ in range(calls):
-        started = time.perf_counter()
-        call()
-        took.append(time.perf_counter() - started)
-    return statistics.median(took)
-
-
-def _processor_s(process: int) -> float:
-    """What this process and that one have used so far."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    theirs = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return own.ru_utime + own.ru_stime + theirs
+    return statistics.median(timed(lambda _: call(), math.inf, calls))
 
 
 if __name__ == "__main__":

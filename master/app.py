@@ -438,8 +438,9 @@ class _Serving:
             "eviction_age_ms": (age_ms.counts, age_ms.total),
             "reuse_ms": (reuse_ms.counts, reuse_ms.total),
             "connections": {"lane": carriers.lane_connections, "grpc": self._grpc_connections},
-            "open_files": descriptors.open_now(),
-            "auth_until": None if self.gate is None else self.gate.credentials.validity().until,
+            # The child may not count them itself where our memory is hidden.
+            "open_files": None if self.gate is None else descriptors.open_now(),
+            "auth_valid": None if self.gate is None else [*self.gate.credentials.validity()],
             "counters": {
                 "connections_refused": carriers.lane_stats.refused,
                 "refused": 0 if self.gate is None else self.gate.refused,

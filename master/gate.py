@@ -7,6 +7,7 @@ token is signed, names the identity, and is of no use with the certificate of an
 
 from __future__ import annotations
 
+import functools
 import hmac
 import logging
 import secrets
@@ -40,6 +41,7 @@ from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.limits import REFUSED_HOLDERS_MAX
 from kvstore.master.state.puts import Pending
 from kvstore.master.state.traffic import Caller
+from kvstore.network.tcp_protocol import LOWER_HALF
 from kvstore.texts import name_text
 
 log = logging.getLogger("kvstore.auth")
@@ -62,7 +64,6 @@ DIGEST_BYTES: Final = 16
 MAC_BYTES: Final = 16
 
 _TLS: Final = b"TLSv1.3"
-_LOWER_HALF: Final = 0xFFFF_FFFF
 
 
 class Gate:
@@ -269,6 +270,7 @@ def holder_of(who: Identity) -> int:
     return _holder(plain(who.number) or who.uri)
 
 
+@functools.lru_cache(2 * REFUSED_HOLDERS_MAX)
 def _holder(said: str) -> int:
     digest = hmac.digest(b"holder", said.encode(), "sha256")
     return int.from_bytes(digest[:8], "little") >> 1 | 1
@@ -276,10 +278,10 @@ def _holder(said: str) -> int:
 
 def number_of(who: Identity, chosen: int) -> int:
     """The number under which a client puts: the lower half is that which it has chosen, or a new
-    one, the upper half follows from the name of its identity. So no other identity can have it, and
-    every master knows that."""
+    one, the upper half follows from the name of its identity, and every master knows that. Another
+    identity can have it only if both names' digests begin alike (2^-32)."""
     half = int.from_bytes(hmac.digest(b"number", who.name.encode(), "sha256")[:4], "little")
-    return half << 32 | (chosen & _LOWER_HALF or 1 + secrets.randbits(31))
+    return half << 32 | (chosen & LOWER_HALF or 1 + secrets.randbits(31))
 
 
 def numbered(request: Request, number: int) -> Request:

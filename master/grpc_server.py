@@ -197,7 +197,7 @@ class GrpcServer:
         if who is None:
             return None
         if call.lane:
-            # What it gets is made for the number of its join: capabilities, keys, puts.
+            # Its puts have the number of its join.
             raise PermissionDeniedError(
                 f"{call.name} needs the token of a join", advice="Join first.", join=1
             )

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from kvstore.clocks import uptime
 from kvstore.config.tenants import load_tenants
 from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.network.tls import mark_of
@@ -15,6 +16,9 @@ from kvstore.tenants import TenantMatcher, TenantRule
 log = logging.getLogger("kvstore.master")
 
 LOOK_S: Final = 1.0
+
+RETRY_S: Final = 10.0
+"""After how long a file is read again that could not be used, and has not changed."""
 
 Apply = Callable[[Sequence[TenantRule], TenantMatcher], None]
 
@@ -42,10 +46,16 @@ class TenantsFile:
     async def follow(self, apply: Apply) -> None:
         """Calls ``apply`` with other rules, when the file has changed; it may raise
         InvalidArgumentError. A file that became wrong is logged once; the rules stay."""
+        wrong: object = None
+        again_at = 0.0
         while True:
             await asyncio.sleep(LOOK_S)
-            if mark_of(self._path) != self._seen:
-                self._use(await asyncio.to_thread(self._read), apply)  # a long file takes a second
+            mark = mark_of(self._path)
+            if mark == self._seen or (mark == wrong and uptime() < again_at):
+                continue
+            self._use(await asyncio.to_thread(self._read), apply)  # a long file takes a second
+            if self._wrong:
+                wrong, again_at = mark, uptime() + RETRY_S
 
     def look(self, apply: Apply) -> None:
         """Looks at the file once, and waits until it is read."""

@@ -70,7 +70,7 @@ class Revoked:
         self._wrong = ""
         numbers = frozenset(plain(line.split("#")[0]) for line in lines) - {""}
         log.info("revoked_read file=%s numbers=%d", self._path, len(numbers))
-        for number in sorted(numbers - self._numbers) if has_looked else ():
+        for number in sorted(numbers - self._numbers) if has_looked and self._kept_s else ():
             self._lately.pop(number, None)
             self._lately[number] = uptime() + self._kept_s
         self._numbers = numbers

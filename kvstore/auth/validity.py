@@ -32,9 +32,10 @@ class Validity(NamedTuple):
     def until_text(self) -> str:
         return f"{datetime.fromtimestamp(self.until, UTC):%Y-%m-%d %H:%M} UTC"
 
-    def ends_soon(self, now: float) -> bool:
-        """Whether it ends soon, or has ended. ``now``: seconds since the epoch."""
-        return now >= self.until - min(SOON_S, SOON_SHARE * (self.until - self.since))
+    def ends_soon(self, now: float, soon_s: float = SOON_S) -> bool:
+        """Whether it ends soon, or has ended. ``now``: seconds since the epoch. ``soon_s``: how
+        many seconds before its end that is, at most."""
+        return now >= self.until - min(soon_s, SOON_SHARE * (self.until - self.since))
 
 
 FOREVER: Final = Validity(0.0, math.inf)

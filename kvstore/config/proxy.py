@@ -11,10 +11,10 @@ from kvstore.config.values import (
     DEFAULT_PORT,
     Addresses,
     Affinity,
-    As,
     AuthFile,
     Cluster,
     Count,
+    File,
     HeaderName,
     Host,
     HttpCert,
@@ -205,7 +205,7 @@ class ProxyConfig(Config):
         description="The secret of --cache-salt-secret-file itself; only as a variable, or in the "
         "file.",
     )
-    cache_salt_secret_file: Annotated[str, As("FILE")] = Field(
+    cache_salt_secret_file: File = Field(
         default="",
         description="File with the secret of --cache-salt-from (mode 600, one line), the same for "
         "every proxy before these engines. With a new one no caller finds what it stored before.",

@@ -330,19 +330,17 @@ HttpToken = Annotated[
     AfterValidator(lambda value: check_token(value) if value else value),
 ]
 HttpCert = Annotated[
-    str,
-    As("FILE"),
+    File,
     Field(
         description="Serve HTTPS instead of HTTP, with the certificate chain in this file (PEM). "
         "Replaced files are used from the next connection on."
     ),
 ]
 HttpKey = Annotated[
-    str, As("FILE"), Field(description="File with the key of --http-cert (PEM, no passphrase).")
+    File, Field(description="File with the key of --http-cert (PEM, no passphrase).")
 ]
 AuthFile = Annotated[
-    str,
-    As("FILE"),
+    File,
     Field(
         description="File that proves this process's identity (kvstore auth issue writes it), or a "
         "folder with tls.key, tls.crt and ca.crt. With it peers are authenticated on every port, "

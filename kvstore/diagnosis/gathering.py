@@ -1,7 +1,5 @@
 """Gathers from a store what ``diagnosis.why`` judges: the master's memory of who put and who asked,
 the fleet records of engines, and a look at single objects.
-
-All of it are calls of operators: they count as no traffic, and lease nothing.
 """
 
 from __future__ import annotations
@@ -111,7 +109,7 @@ def _look_closer(
     client: Client, evidence: Evidence, chosen: Sequence[Party], everyone: Sequence[Party]
 ) -> None:
     """Adds to the evidence what only a look at single objects shows, for parties that find
-    nothing."""
+    nothing. These are operators' calls: they count as no traffic, and lease nothing."""
     written = [space.name for party in everyone for space in party.spaces if space.objects]
     for party in chosen[:PARTIES_LOOKED_AT]:
         if not party.asked or party.found:

@@ -129,16 +129,8 @@ class Mapping:
         return mapping
 
     @classmethod
-    def why_not(cls, shm_name: str, uuid: bytes) -> str:
-        """Why ``attach`` returns None: tries it once more. One line, for a log."""
-        mapping, why = cls.tried(shm_name, uuid)
-        if mapping is not None:
-            mapping.close()
-        return why
-
-    @classmethod
     def tried(cls, shm_name: str, uuid: bytes) -> tuple[Mapping | None, str]:
-        """As ``attach``, and why it returns None."""
+        """As ``attach``, and why it returns None: one line, for a log."""
         if not shm_name.startswith(SHM_PREFIX) or "/" in shm_name:
             return None, f"{shm_name!r} is no name of a segment"
         entry = f"{SHM_DIRECTORY}/{shm_name}"

@@ -111,6 +111,7 @@ def of_identity(process: str, until: float | None) -> dict[str, Rows]:
 
 
 def _of_master(measured: Mapping[str, Any]) -> dict[str, Rows]:
+    valid = measured["auth_valid"]
     of: dict[str, Rows] = {
         "kvstore_master_info": {(measured["version"], measured["cluster"]): 1},
         "kvstore_master_leads": {(): int(measured["leads"])},
@@ -122,7 +123,7 @@ def _of_master(measured: Mapping[str, Any]) -> dict[str, Rows]:
         "kvstore_master_connections": {
             (carrier,): count for carrier, count in measured["connections"].items()
         },
-        **of_identity("master", measured["auth_until"]),
+        **of_identity("master", None if valid is None else valid[1]),
     }
     for call, (count, errors, times) in measured["calls"].items():
         of["kvstore_master_calls_total"][(call, "ok")] = count - errors

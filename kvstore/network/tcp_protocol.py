@@ -120,6 +120,10 @@ class RefusedTransferError(Exception):
         self.status = status
 
 
+LOWER_HALF: Final = 0xFFFF_FFFF
+"""Of a client's number: the part that it chooses. The upper half follows from its identity."""
+
+
 class Hello(NamedTuple):
     uuid: bytes
     token: bytes

@@ -194,6 +194,7 @@ class ShmTransport(Transport):
                 with self._changing:
                     if self._mappings.get(uuid) is mapping:
                         self._mappings.pop(uuid, None)
+                        self._again.pop(uuid, None)
                 if mapping is not None:
                     mapping.close()
 
@@ -231,7 +232,6 @@ class ShmTransport(Transport):
 
     def _mapped(self, segment: SegmentInfo) -> Mapping | None:
         handover = segment.handover if segment.holder else None
-        self._again.pop(segment.uuid, None)
         if handover is None:
             mapping, why = Mapping.tried(segment.shm_name, segment.uuid)
             if mapping is None:
@@ -240,7 +240,7 @@ class ShmTransport(Transport):
         try:
             return Mapping.of(fetch(segment, handover), segment.uuid)
         except NotHandedError as error:
-            if not error.is_for_now and len(self._again) < SAID_MAX:
+            if not error.is_for_now:
                 self._again[segment.uuid] = uptime() + AGAIN_S
             self._say_why(segment, str(error))
         except (OSError, ValueError) as error:

@@ -22,6 +22,7 @@ from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
 from kvstore.network.stream import Stream
 from kvstore.network.tcp_protocol import (
+    LOWER_HALF,
     PLAIN,
     WITH_CAPABILITIES,
     WITH_TLS,
@@ -50,9 +51,6 @@ CUT_S: Final = 1.0
 
 STOP_S: Final = 5.0
 """How long ``stop``, ``fence`` and ``cut`` wait for threads, which take one system call."""
-
-LOWER_HALF: Final = 0xFFFF_FFFF
-"""Of a client's number."""
 
 _log = logging.getLogger(__name__)
 

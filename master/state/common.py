@@ -183,7 +183,7 @@ class Common:
     def lease(self, namespace: Namespace, key: Key, until_ms: int) -> None:
         """Keeps the bytes of an object, if it is there, for a client that was told its place."""
         record = self.forest.get(namespace, key)
-        if record is not None:
+        if record is not None and record.complete:
             record.lease_until_ms = max(record.lease_until_ms, until_ms)
 
     def forbid(self, namespace: str, key: Key | None, but: Version | None = None) -> None:

@@ -212,7 +212,8 @@ class MasterState:
             matcher: made of ``rules`` elsewhere, because thousands of patterns take a while.
 
         Raises:
-            InvalidArgumentError: they contradict each other; nothing has changed.
+            InvalidArgumentError: they contradict each other, or too many tenants have come and
+                gone; nothing has changed.
         """
         tenants = self.pool.tenants
         assert tenants is not None, "this master has no tenants"

@@ -835,21 +835,20 @@ class _QuotaEviction(_Eviction):
             raise TypeError("segments of a master with tenants have orders of tenants")
         oldest: ObjectRecord | None = None
         unfinished = False
-        for number, order in list(candidates.orders.items()):
+        own = [owner.number] if self._own_only and owner is not None else list(candidates.orders)
+        for number in own:
+            order = candidates.orders.get(number)
+            if order is None:
+                continue
             tenant = self._tenants.numbered(number)
-            if tenant is not owner:
-                if self._own_only:
-                    continue
-                if tenant.size <= tenant.guaranteed and tenant.guaranteed:
-                    self._held_back = True
-                    continue
+            if tenant is not owner and 0 < tenant.guaranteed and tenant.size <= tenant.guaranteed:
+                self._held_back = True
+                continue
             head = self._head_of(candidates, order)
             unfinished = unfinished or order.unfinished
             if head is None or (oldest is not None and oldest.ticket < head.ticket):
                 continue
-            if self._may_go(head) and not (
-                self._own_only and self._tenants.of_record(head) is not owner
-            ):
+            if self._may_go(head):
                 oldest = head
         candidates.unfinished = unfinished
         return oldest

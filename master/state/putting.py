@@ -416,10 +416,8 @@ class Putting:
         if owner is None:
             return
         if request.parent is not None:
-            parent = self._forest.get(request.namespace, request.parent)
-            if parent is not None and parent.complete:
-                lease_until_ms = now_ms + self._common.rules.lease_ms
-                parent.lease_until_ms = max(parent.lease_until_ms, lease_until_ms)
+            until_ms = now_ms + self._common.rules.lease_ms
+            self._common.lease(request.namespace, request.parent, until_ms)
         wanted = extent_bytes(request.size) * replicas
         missing = self._granting.keep_bound(now_ms, owner, wanted)
         if missing is not None:

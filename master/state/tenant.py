@@ -80,7 +80,7 @@ class Tenant:
         self.retired = True
 
     def rise(self) -> None:
-        """Allows what it holds now; see the module."""
+        """Allows what it holds now (``kvstore.master.state.tenants``)."""
         self.ceiling = max(self.ceiling, self.size)
 
     def lacks(self, wanted: int) -> int:

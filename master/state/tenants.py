@@ -153,25 +153,22 @@ class Tenants(PutCounts):
         """
         wanted = {rule.name: rule for rule in rules if rule.name}
         new = [rule for name, rule in wanted.items() if name not in self._by_name]
-        free = self._free_numbers()
+        free = [tenant for tenant in self._free() if tenant.name not in wanted]
         if len(free) + ORDERS_MAX - len(self._numbered) < len(new):
             raise InvalidArgumentError(
                 "too many tenants have come and gone since this master leads",
                 advice="Keep the names of tenants, or restart the master.",
             )
-        for number in free:
-            del self._by_name[self._numbered[number].name]
         for name, tenant in self._by_name.items():
             if name in wanted:
                 tenant.follow(wanted[name])
             elif name:
                 tenant.retire()
-        for rule in wanted.values():
-            if rule.name in self._by_name:
-                continue
+        for rule in new:
             if free:
-                number = free.pop()
-                self._numbered[number] = tenant = Tenant(number, rule)
+                gone = free.pop()
+                del self._by_name[gone.name]
+                self._numbered[gone.number] = tenant = Tenant(gone.number, rule)
             else:
                 tenant = Tenant(len(self._numbered), rule)
                 self._numbered.append(tenant)
@@ -180,15 +177,16 @@ class Tenants(PutCounts):
         self.guaranteed = sum([tenant.guaranteed for tenant in self._by_name.values()])
         self._to_move = self._tables.values()
 
-    def _free_numbers(self) -> list[int]:
-        """Numbers of tenants that are retired and hold nothing; none while tables move."""
+    def _free(self) -> list[Tenant]:
+        """Those that are retired and hold nothing, whose numbers others may have; none while tables
+        move."""
         if self._to_move:
             return []
         used = {
             number for segment in self._segments.values() for number in segment.candidates.numbers()
         }
         return [
-            tenant.number
+            tenant
             for tenant in self._by_name.values()
             if tenant.retired
             and not (tenant.size or tenant.objects or tenant.pending or tenant.waiting)

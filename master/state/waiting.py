@@ -37,8 +37,8 @@ class WaitingPuts:
         self._jobs = common.jobs
         self._queue = common.waiting
         self._tried_ms = common.started_ms
-        self._stuck: dict[Tenant, Shortage] = {}
-        """Tenants whose first put found no room since room was last made."""
+        self._stuck: dict[Tenant | None, Shortage] = {}
+        """Tenants whose first put found no room since room was last made, and what it lacked."""
         self._rooms = 0
         """``Common.rooms`` when that was."""
 
@@ -88,32 +88,40 @@ class WaitingPuts:
         self._queue.remove(put)
         if put.tenant is not None:
             put.tenant.waiting -= 1
-            self._stuck.pop(put.tenant, None)  # its next put may want less
+        self._stuck.pop(put.tenant, None)  # its next put may want less
 
     def serve(self, now_ms: int, grant: Grant) -> None:
-        """Grants puts in their order, until one must go on waiting; refuses those whose time is up.
-        Leaves the rest to the next step when this one has done enough."""
-        if self._common.pool.tenants is not None:
-            self._serve_by_tenant(now_ms, grant)
-            return
+        """Grants puts in their order; passes over those of a tenant whose first one must go on
+        waiting: over all others, where there are no tenants. Refuses those whose time is up. Leaves
+        the rest to the next step when this one has done enough."""
         common, jobs = self._common, self._jobs
+        if not jobs.due & SERVE or self._rooms != common.rooms:  # a tick, or there is more room
+            self._stuck.clear()
+        self._rooms = common.rooms
         jobs.note(SERVE, False)
         self._tried_ms = now_ms
         served = 0
-        missing: Shortage | None = None
+        lacked: dict[Tenant | None, Shortage] = {}
         evicted_max = common.counters["evicted_objects"] + EVICTIONS_PER_STEP
-        while self._queue and missing is None and not jobs.due & SERVE:
-            request = self._queue[0].request
-            result = self._tried(now_ms, request, grant)
-            if isinstance(result, Shortage):
-                missing = result
-                jobs.note(SERVE, result.goes_on)
+        for put in list(self._queue):
+            if put.tenant in self._stuck:
+                continue
+            if jobs.due & SERVE:
                 break
-            self._answer(now_ms, self._queue.popleft(), result)
-            served += PUT_COUNTS_FOR + _keys_of(request)
-            is_spent = common.counters["evicted_objects"] >= evicted_max
-            jobs.note(SERVE, is_spent or served >= SERVED_PER_STEP)
-        self._refuse_late(now_ms, missing)
+            result = self._tried(now_ms, put.request, grant)
+            if isinstance(result, Shortage):
+                lacked[put.tenant] = result
+                if result.goes_on:  # this put is the next one again
+                    jobs.due |= SERVE
+                else:
+                    self._stuck[put.tenant] = result
+            else:
+                self._drop(put)
+                self._answer(now_ms, put, result)
+            served += PUT_COUNTS_FOR + _keys_of(put.request)
+            if served >= SERVED_PER_STEP or common.counters["evicted_objects"] >= evicted_max:
+                jobs.due |= SERVE
+        self._refuse_late(now_ms, self._stuck | lacked)
         if not self._queue:
             jobs.note(SERVE, False)
 
@@ -132,37 +140,6 @@ class WaitingPuts:
         self._common.forest.resumes = False
         return result
 
-    def _serve_by_tenant(self, now_ms: int, grant: Grant) -> None:
-        """As ``serve``; passes over the puts of a tenant whose first one must go on waiting."""
-        common, jobs = self._common, self._jobs
-        if not jobs.due & SERVE or self._rooms != common.rooms:  # a tick, or there is more room
-            self._stuck.clear()
-        self._rooms = common.rooms
-        jobs.note(SERVE, False)
-        self._tried_ms = now_ms
-        served = 0
-        evicted_max = common.counters["evicted_objects"] + EVICTIONS_PER_STEP
-        for put in list(self._queue):
-            if put.tenant is None or put.tenant in self._stuck:
-                continue
-            if jobs.due & SERVE:
-                break
-            result = self._tried(now_ms, put.request, grant)
-            if isinstance(result, Shortage):
-                if result.goes_on:  # this put is the next one again
-                    jobs.due |= SERVE
-                else:
-                    self._stuck[put.tenant] = result
-            else:
-                self._drop(put)
-                self._answer(now_ms, put, result)
-            served += PUT_COUNTS_FOR + _keys_of(put.request)
-            if served >= SERVED_PER_STEP or common.counters["evicted_objects"] >= evicted_max:
-                jobs.due |= SERVE
-        self._refuse_late(now_ms, None)
-        if not self._queue:
-            jobs.note(SERVE, False)
-
     def _answer(self, now_ms: int, put: WaitingPut, result: calls.Grants | KVStoreError) -> None:
         common = self._common
         if isinstance(result, calls.Grants) and (earlier := common.unread(put.request, result)):
@@ -171,14 +148,10 @@ class WaitingPuts:
         else:
             common.effect(Answer(put.ticket, result))
 
-    def _refuse_late(self, now_ms: int, missing: Shortage | None) -> None:
-        """Refuses late puts. ``missing``: what the first in the queue lacks, if it was tried."""
-        stuck = dict(self._stuck)
+    def _refuse_late(self, now_ms: int, lacked: dict[Tenant | None, Shortage]) -> None:
+        """Refuses late puts. ``lacked``: by tenant, what its first put lacks, if it was tried."""
         for put in [put for put in self._queue if put.deadline_ms <= now_ms]:
-            if put.tenant is not None:
-                missing = self._lacking(put, stuck.get(put.tenant))
-            elif put is not self._queue[0] or missing is None:  # its turn did not come
-                missing = Shortage(shortage.asked_bytes(put.request))
+            missing = self._lacking(put, lacked.get(put.tenant))
             self._drop(put)
             self._jobs.due |= SERVE  # the next in the queue may want less
             self._common.counters["refused_no_space"] += 1

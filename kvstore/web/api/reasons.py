@@ -170,10 +170,7 @@ class Reasons:
         return TrafficAnswer(
             uptime_ms=report.uptime_ms,
             engines=_engines(spaces)[:ROWS_SHOWN],
-            namespaces=[
-                SpaceTraffic(**{name: getattr(row, name) for name in SpaceTraffic.model_fields})
-                for row in rows
-            ],
+            namespaces=[SpaceTraffic.model_validate(row, from_attributes=True) for row in rows],
         )
 
 
@@ -186,7 +183,7 @@ def _explained(client: Client, namespace: str, model: str) -> Explained:
 
 
 def _cause(cause: Cause) -> WhyCause:
-    return WhyCause(**{name: getattr(cause, name) for name in WhyCause.model_fields})
+    return WhyCause.model_validate(cause, from_attributes=True)
 
 
 def _party(party: Party) -> WhyParty:
@@ -215,10 +212,7 @@ def _missed(missed: calls.MissedKey) -> WhyMissed:
 
 
 def _clients(rows: Sequence[calls.ClientTraffic]) -> list[WhyClient]:
-    return [
-        WhyClient(**{name: getattr(row, name) for name in WhyClient.model_fields})
-        for row in rows[:CLIENTS_SHOWN]
-    ]
+    return [WhyClient.model_validate(row, from_attributes=True) for row in rows[:CLIENTS_SHOWN]]
 
 
 def _engines(spaces: Iterable[calls.NamespaceTraffic]) -> list[EngineTraffic]:

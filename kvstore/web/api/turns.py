@@ -1,4 +1,5 @@
-"""Questions that are dear to the master: one at a time, then a pause, however many pages ask."""
+"""Questions of one kind that are dear to the master: one at a time, then a pause, however many
+pages ask."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from types import TracebackType
 from typing import Final, Self, TypeVar
 
 SHARE: Final = 0.2
-"""The share of time that may go into asking such questions, each of up to 100 ms of the master."""
+"""The share of time that may go into asking them, if one takes under half a second."""
 
 REST_S: Final = 2.0
 """The longest pause between two of them."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from aiohttp import web
 from pydantic import Field
 
+from kvstore.auth.validity import Validity
 from kvstore.calls import ClusterStatus, NamespaceStatus, NodeStatus
 from kvstore.errors import InvalidArgumentError, KVStoreError, UnavailableError
 from kvstore.network.addresses import join_address, split_address
@@ -98,7 +99,8 @@ class Dashboard:
         """The cluster."""
         seen = await self._master.seen()
         address = {"address": self._master.address}
-        identity = problems.of_identity(seen.measured["auth_until"], seen.at_ms)
+        valid = seen.measured["auth_valid"]
+        identity = problems.of_identity(valid and Validity(*valid), seen.at_ms)
         if seen.measured["leads"]:
             if seen.status is None:
                 raise UnavailableError("this master leads, and does not tell its status in time")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from kvstore.auth.validity import Validity
 from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
 from kvstore.diagnosis.why import Evidence, diagnose, parties_of
 from kvstore.fleet import Record
@@ -34,8 +34,8 @@ LATE_US: Final = 50_000
 """How late the master's loop may be in one of a hundred times, without a warning."""
 
 ENDING_S: Final = 14 * 86_400
-"""How long a certificate may still be valid without a warning: the bound of the alert
-KvstoreIdentityEnds."""
+"""How long a certificate may still be valid without a warning, if it is not a short one: the bound
+of the alert KvstoreIdentityEnds."""
 
 NODES_NAMED: Final = 5
 """Nodes that have a line of their own for one kind of problem."""
@@ -80,15 +80,13 @@ def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) ->
     return found
 
 
-def of_identity(until: float | None, now_ms: int) -> list[FoundProblem]:
-    """The problem of a master whose certificate ends soon.
-
-    Args:
-        until: when it ends, in seconds since the epoch; None: no authentication.
-    """
-    left_s = math.inf if until is None else until - now_ms / 1000
-    if left_s >= ENDING_S:
+def of_identity(valid: Validity | None, now_ms: int) -> list[FoundProblem]:
+    """The problem of a master whose certificate ends soon. ``valid``: its; None: no
+    authentication."""
+    now_s = now_ms / 1000
+    if valid is None or not valid.ends_soon(now_s, ENDING_S):
         return []
+    left_s = valid.until - now_s
     if left_s <= 0:
         text = "This master's certificate has ended: issue it anew."
         return [FoundProblem("bad", text, "KvstoreIdentityEnds")]

@@ -174,9 +174,16 @@ def test_the_doctor_says_that_a_file_is_of_no_use(tmp_path: Path) -> None:
 def test_the_dashboard_says_it() -> None:
     now_ms = int(NOW.timestamp() * 1000)
     assert of_identity(None, now_ms) == []
-    assert of_identity(NOW.timestamp() + 15 * DAY_S, now_ms) == []
-    [soon] = of_identity(NOW.timestamp() + 13 * DAY_S, now_ms)
+    assert of_identity(_ending_in(15 * DAY_S), now_ms) == []
+    [soon] = of_identity(_ending_in(13 * DAY_S), now_ms)
     assert soon.level == "warning"
     assert "ends in 13 d" in soon.text
-    [ended] = of_identity(NOW.timestamp() - 1, now_ms)
+    [ended] = of_identity(_ending_in(-1), now_ms)
     assert ended.level == "bad"
+    assert of_identity(_ending_in(DAY_S // 2, whole_s=DAY_S), now_ms) == []
+    assert len(of_identity(_ending_in(DAY_S // 5, whole_s=DAY_S), now_ms)) == 1
+
+
+def _ending_in(seconds: float, whole_s: float = 365 * DAY_S) -> Validity:
+    until = NOW.timestamp() + seconds
+    return Validity(until - whole_s, until)

@@ -332,6 +332,34 @@ def test_a_tenant_that_is_gone_gives_its_namespaces_back(new_cluster: NewCluster
     assert blocks(cluster, "") == 3
 
 
+def test_the_numbers_of_tenants_that_are_gone_are_not_lost(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[], one=6)
+    for edit in range(40):
+        names = () if edit % 2 else range(edit * TENANTS_MAX, (edit + 1) * TENANTS_MAX)
+        cluster.state.set_tenants([rule(f"t{name}") for name in names])
+        cluster.work()
+    tenants = cluster.state.pool.tenants
+    assert tenants is not None
+    assert len({tenant.number for tenant in tenants}) == len(list(tenants)) == TENANTS_MAX + 1
+
+
+def test_a_tenant_that_comes_back_keeps_its_number(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=6)
+    cluster.put("ab", namespace=A)
+    cluster.put("c", namespace=A)
+    before = row(cluster, "a")
+    assert before.evicted_by_own
+    for _ in range(3):
+        cluster.state.set_tenants([])
+        cluster.work()
+        cluster.state.set_tenants([rule("a", at_most=2)])
+        cluster.work()
+    tenants = cluster.state.pool.tenants
+    assert tenants is not None
+    assert [tenant.number for tenant in tenants] == [0, 1]
+    assert row(cluster, "a").evicted_by_own == before.evicted_by_own
+
+
 def test_rules_that_contradict_change_nothing(new_cluster: NewCluster) -> None:
     cluster = new_cluster(tenants=[rule("a", guaranteed=2)], one=6)
     twice = TenantRule("b", ("a/x",))

@@ -290,15 +290,15 @@ def test_a_shortened_entry_is_not_attached(segment: NodeSegment) -> None:
     path = Path(SHM_DIRECTORY, f"{segment.shm_name}-short")
     path.write_bytes(bytes(segment.memory[:SUPERBLOCK_BYTES]))
     assert Mapping.attach(path.name, segment.uuid) is None
-    assert "its superblock says" in Mapping.why_not(path.name, segment.uuid)
+    assert "its superblock says" in Mapping.tried(path.name, segment.uuid)[1]
     path.write_bytes(b"short")
     assert Mapping.attach(path.name, segment.uuid) is None
 
 
 def test_what_cannot_be_attached_says_why(segment: NodeSegment) -> None:
-    assert "of another node" in Mapping.why_not(segment.shm_name, bytes(16))
-    assert "is not here" in Mapping.why_not("kvstore.no-such-segment", segment.uuid)
-    assert "no name" in Mapping.why_not("../shm/" + segment.shm_name, segment.uuid)
+    assert "of another node" in Mapping.tried(segment.shm_name, bytes(16))[1]
+    assert "is not here" in Mapping.tried("kvstore.no-such-segment", segment.uuid)[1]
+    assert "no name" in Mapping.tried("../shm/" + segment.shm_name, segment.uuid)[1]
 
 
 LIMITED = """
@@ -308,7 +308,7 @@ from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import NodeSegment
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
-print(Mapping.why_not(sys.argv[1], bytes.fromhex(sys.argv[2])))
+print(Mapping.tried(sys.argv[1], bytes.fromhex(sys.argv[2]))[1])
 try:
     NodeSegment.create(sys.argv[3], 64 << 20)
 except MemoryLimitError as error:
@@ -407,7 +407,7 @@ def can_map(segment: NodeSegment, *, groups: list[int]) -> bool:
             os.setuid(OTHER_USER)
             code = 0 if Mapping.attach(segment.shm_name, segment.uuid) is not None else 1
             if code:
-                assert "--shm-group" in Mapping.why_not(segment.shm_name, segment.uuid)
+                assert "--shm-group" in Mapping.tried(segment.shm_name, segment.uuid)[1]
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
