@@ -126,7 +126,12 @@ def page(seen: Snapshot, master: str) -> RenderableType:
     head = f"{who}, epoch {status.epoch}, up {duration_text(status.uptime_ms)}"
     if status.cluster:
         head = f"cluster {status.cluster}, {head}"
-    return Group(head, "", _traffic(dict(status.counters), seen.rates), "", *_tables(status))
+    traffic = (
+        _traffic(dict(status.counters), seen.rates)
+        if status.counters
+        else "What was done since the start is for the roles admin, node and observer."
+    )
+    return Group(head, "", traffic, "", *_tables(status))
 
 
 def _traffic(totals: dict[str, int], now: dict[str, float]) -> Table:

@@ -50,6 +50,7 @@ from kvstore.memory.header import Owner
 from kvstore.memory.segment import NodeSegment, is_believed
 from kvstore.network.tcp_protocol import WITH_CAPABILITIES
 from kvstore.node import inventory
+from kvstore.node.handover import HandoverServer
 from kvstore.node.masters import Masters
 from kvstore.node.stream import NodeStream
 from kvstore.process.background import start_task
@@ -92,7 +93,7 @@ class NodeAgent:
         server: DataServer,
         address: str,
         engine: EngineServer | None = None,
-        handover: str = "",
+        handover: HandoverServer | None = None,
         owner: Owner | None = None,
         joined: Callable[[MasterAccepted], None] = lambda accepted: None,
         waiting: Callable[[KVStoreError], None] = lambda error: None,
@@ -109,7 +110,7 @@ class NodeAgent:
             server: serves ``segment``; owned by the caller.
             address: where clients find ``server``.
             engine: serves ``segment`` as well; owned by the caller.
-            handover: as ``SegmentOffer.handover``.
+            handover: hands out the memory of ``segment``; owned by the caller.
             owner: the cluster of this node, as far as its settings say.
             joined: called at each join that is not a resumption.
             waiting: called when the master is not reachable, once per outage.
@@ -250,7 +251,7 @@ class NodeAgent:
                 engine=None if self._engine is None else self._engine.address,
                 data_protocol=self._server.data_protocol,
                 device=segment.place,
-                handover=self._handover,
+                handover="" if self._handover is None else self._handover.name,
             )
             join = NodeJoin(
                 name=self._name,
@@ -425,6 +426,8 @@ class NodeAgent:
                 case MasterBeat(repair=wanted, refused_holders=refused):
                     if ended := self._server.refuse_holders(refused):
                         log.info("holders_refused node=%s connections=%d", self._name, ended)
+                    if self._handover is not None:
+                        self._handover.refuse_holders(refused)
                     if wanted:
                         self._repair()
                 case MasterClaimed():

@@ -229,7 +229,7 @@ async def _serve(
         server=server,
         address=address,
         engine=engine,
-        handover="" if handover is None else handover.name,
+        handover=handover,
         owner=segment.owner._replace(cluster=config.cluster or segment.owner.cluster),
         joined=joined,
         waiting=waiting,

@@ -224,7 +224,9 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
             continue
         shape = shape.rstrip(":,;")
         is_one = kinds and _CONVERSION.fullmatch(shape)
-        found[key] = _value(shape, own[0]) if is_one else shape % tuple(own) if record.args else shape
+        found[key] = (
+            _value(shape, own[0]) if is_one else shape % tuple(own) if record.args else shape
+        )
     return found
 
 

@@ -18,6 +18,7 @@ import hmac
 import ipaddress
 import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -152,9 +153,14 @@ class Hosts:
         return host in self._names or is_address(host)
 
 
-STILL: Final = "kvstore-still"
-"""Key of a request that an identity has sent: a callable that says whether it is still one. For
-answers that last."""
+_STILL: Final[ContextVar[Callable[[], bool]]] = ContextVar("still", default=lambda: True)
+
+
+def is_still_known() -> bool:
+    """Whether who has sent the request that is being answered is still one of ours. For answers
+    that last."""
+    return _STILL.get()()
+
 
 HTTP_TOKEN: Final = identity("http-token", [ADMIN])
 """Who shows the token of a port, where there are identities."""
@@ -261,9 +267,15 @@ class Access:
             return handler
 
         async def acting(request: web.Request) -> web.StreamResponse:
-            with acting_for(self._who(request)):
-                request[STILL] = lambda: self._who(request) is not None
-                return await handler(request)
+            who = self._who(request)
+            if who is None:  # revoked since it was checked
+                return _unauthorized(UNKNOWN)
+            still = _STILL.set(lambda: self._who(request) is not None)
+            try:
+                with acting_for(who):
+                    return await handler(request)
+            finally:
+                _STILL.reset(still)
 
         return acting
 
@@ -274,8 +286,11 @@ class Access:
         return None if self._identities is None else self._identities.of(request)
 
     def _blind(self, request: web.Request) -> web.Response | None:
-        if self._identities is None or (who := self._who(request)) is None:
+        if self._identities is None:
             return None
+        who = self._who(request)
+        if who is None:  # revoked since it was checked
+            return _unauthorized(UNKNOWN)
         try:
             check_numbers(who)
         except PermissionDeniedError as error:
