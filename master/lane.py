@@ -28,9 +28,9 @@ from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.gate import Gate
-from kvstore.master.sniffing import Sniffing
 from kvstore.master.state.traffic import Caller
 from kvstore.network.listening import listen
+from kvstore.network.sniffing import Sniffing
 from kvstore.wire import frames
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame
 from kvstore.wire.messages import BY_WIRE_NAME

@@ -362,7 +362,8 @@ class MasterService:
         with self._transition() as state:
             accepted = state.nodes.joined(self._clock(), session, first)
             self._outboxes[session] = outbox
-            outbox.put_nowait(accepted)
+            serves_all = self.gate is not None and not self.gate.required
+            outbox.put_nowait(accepted._replace(serves_all=serves_all))
         reader = start_task(
             f"node {first.name}",
             self._read_node(session, incoming, outbox, who, first.name),

@@ -353,7 +353,8 @@ AuthMode = Annotated[
     BeforeValidator(_lower),
     Field(
         description="With --auth: require refuses peers without an identity; prefer still serves "
-        "them as before, while a cluster is switched on host by host."
+        "them as before, and HTTP with and without TLS, while a cluster is switched on host by "
+        "host."
     ),
 ]
 Unauthenticated = Annotated[

@@ -8,7 +8,6 @@ import logging
 import re
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -67,8 +66,9 @@ from kvstore.process.children import NO_PARENT, ParentLink
 from kvstore.texts import size_text
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
+from kvstore.transport.tcp_connection import Capabilities
 from kvstore.transport.tcp_server import DataServer
-from kvstore.web.server.access import Access, secured_by
+from kvstore.web.server.access import Access, Secured, secured_by
 from kvstore.web.server.serving import bind, serving
 
 log = logging.getLogger("kvstore.node")
@@ -134,7 +134,7 @@ def run(
                 None, token=secured.token, reads=secured.reads, identities=secured.identities()
             )
             starting = Starting(config.memory)
-            with starting_served(starting, listener, access, secured.tls()):
+            with starting_served(starting, listener, access, secured):
                 segment = _mount(config, kind, starting)
             drained = broken = False
             served: list[MasterAccepted] = []
@@ -147,7 +147,8 @@ def run(
                 segment.close(unlink=drained or not keep)
 
             stack.callback(close)
-            server = _start_server(config, segment, tls)
+            follows = _follows_master(config, kind)
+            server = _start_server(config, segment, tls, serves_all=follows)
             stack.callback(server.stop)
             handover = _start_handover(config, segment)
             if handover is not None:
@@ -174,8 +175,9 @@ def run(
                         copying,
                         listener,
                         access,
-                        secured.tls(),
+                        secured,
                         credentials,
+                        follows=follows,
                     )
                 )
             except KVStoreError:
@@ -200,16 +202,20 @@ async def _serve(
     copying: ReplicaCopier | None,
     listener: socket.socket | None,
     access: Access,
-    tls: ssl.SSLContext | None,
+    secured: Secured,
     credentials: Credentials | None,
+    *,
+    follows: bool,
 ) -> bool:
     """Serves until the node is told to stop; returns whether it was drained. ``served`` holds the
-    answer to the last join."""
+    answer to the last join. ``follows``: as ``_follows_master`` returns."""
     address = _advertised(config, server.port)
     medium = f" of {config.device}" if config.device else ""
 
     def joined(accepted: MasterAccepted) -> None:
         served[:] = [accepted]
+        if follows:
+            server.serve_tokens(accepted.serves_all)
         print(
             f"kvstore-node {segment.node} serves {segment.size >> 20} MiB{medium} on {address} "
             f"for the master at {shown_place(config.master)}",
@@ -248,7 +254,8 @@ async def _serve(
         async with contextlib.AsyncExitStack() as stack:
             if listener is not None:
                 answers = answers_of(agent, segment, server, credentials)
-                await stack.enter_async_context(serving(listener, answers, access=access, tls=tls))
+                serves = serving(listener, answers, access=access, secured=secured)
+                await stack.enter_async_context(serves)
             if handover is not None:
                 await stack.enter_async_context(handover.serving())
             supervisor.ready(f"serves {size_text(segment.size)} as node {segment.node}")
@@ -445,12 +452,26 @@ def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeEnd | None:
     return NodeEnd(credentials, Revoked(config.auth_revoked), load_names(config.auth_names))
 
 
-def _start_server(config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None) -> DataServer:
+def _follows_master(config: NodeConfig, kind: _StartedAs) -> bool:
+    """Whether the node serves peers without an identity as long as its master does, whatever its
+    settings say. A client that contributes memory has no setting for this: its node serves the
+    peers that it is to serve at each step while a cluster is switched on."""
+    is_of_client = kind.is_child and not kind.of_master
+    return is_of_client and bool(config.auth) and config.data_encryption == "off"
+
+
+def _start_server(
+    config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None, *, serves_all: bool
+) -> DataServer:
     """Starts the data server on the given port; if none is given, on the default or a free one.
+    ``serves_all``: whether peers without an identity are served until the node has joined.
 
     Raises:
         AddressInUseError, StartupError
     """
+    capabilities: Capabilities = config.auth_mode if config.auth else "off"
+    if serves_all:
+        capabilities = "prefer"
     ports = [config.port]
     if "port" not in config.model_fields_set:
         ports = [*range(config.port, config.port + DATA_PORTS), 0]
@@ -460,7 +481,7 @@ def _start_server(config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None)
             config.host,
             port,
             connections_max=config.connections_max,
-            capabilities=config.auth_mode if config.auth else "off",
+            capabilities=capabilities,
             tls=tls,
         )
         try:

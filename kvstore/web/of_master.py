@@ -87,7 +87,7 @@ async def serve(served: Served) -> None:
             identities=secured.identities(),
         )  # fmt: skip
         routes = _routes(access, master, dashboard, events, nodes)
-        async with serving(served.listener, answers, routes, access=access, tls=secured.tls()):
+        async with serving(served.listener, answers, routes, access=access, secured=secured):
             served.parent.tell(ready=1)
             await stopped.wait()
     finally:

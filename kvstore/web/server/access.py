@@ -86,15 +86,19 @@ class Secured(NamedTuple):
     cert: str = ""
     key: str = ""
     auth: str = ""
-    """The file of this process's identity, if requests need one."""
+    """The file of this process's identity, if the port shows it."""
     revoked: str = ""
     """File with the numbers of revoked identities."""
     names: str = ""
     """As ``HttpConfig.auth_names``."""
+    also_plain: bool = False
+    """With ``auth``: whether peers may come without TLS, too. Then requests need no identity, and
+    none counts."""
 
     @property
     def scheme(self) -> str:
-        return "https" if self.cert or self.auth else "http"
+        """By which everybody who may use the port can reach it."""
+        return "https" if self.cert or (self.auth and not self.also_plain) else "http"
 
     def tls(self) -> ssl.SSLContext | None:
         """The TLS context; None: plain HTTP. Raises ConfigError, as ``tls_of``."""
@@ -105,7 +109,7 @@ class Secured(NamedTuple):
 
     def identities(self) -> Identities | None:
         """Raises ConfigError."""
-        if not self.auth:
+        if not self.auth or self.also_plain:
             return None
         return Identities(Revoked(self.revoked), load_names(self.names))
 
@@ -119,10 +123,12 @@ def secured_by(config: HttpConfig) -> Secured:
     Raises:
         ConfigError: a file cannot be read, or is of no use.
     """
+    prefers = config.auth_mode == "prefer"
+    own = prefers and config.http_cert  # for browsers, which show no identity
     secured = Secured(
         token_of(config), config.http_reads, config.http_cert, config.http_key,
-        config.auth if config.auth_mode == "require" else "", config.auth_revoked,
-        config.auth_names,
+        "" if own else config.auth, config.auth_revoked, config.auth_names,
+        also_plain=prefers and bool(config.auth) and not own,
     )  # fmt: skip
     secured.tls()
     secured.identities()
