@@ -106,6 +106,8 @@ NODE: Final = (
     Family("kvstore_node_refused_connections_total", "counter", ("reason",), "Connections that were refused: busy (too many), hello (another protocol, token, segment or generation)."),
     Family("kvstore_node_bad_requests_total", "counter", (), "Requests outside the segment, of an older generation, or of another protocol."),
     Family("kvstore_node_refused_capabilities_total", "counter", (), "Requests with a range for which the client had no valid capability."),
+    Family("kvstore_node_handed_descriptors_total", "counter", (), "Descriptors of the memory that clients of this host got; no row: without authentication."),
+    Family("kvstore_node_refused_handovers_total", "counter", (), "Clients of this host that asked for a descriptor of the memory and got none; no row: without authentication."),
     Family("kvstore_node_auth_expiry_timestamp_seconds", "gauge", (), "When this node's certificate ends, in seconds since 1970; no row: without authentication."),
     Family("kvstore_node_stalls_total", "counter", (), "Connections that were cut because the peer stalled within a request."),
     Family("kvstore_node_requests_total", "counter", ("direction",), "Requests over tcp: read, write. What clients of this host move through shared memory passes no process of the node."),

@@ -253,7 +253,7 @@ async def _serve(
     try:
         async with contextlib.AsyncExitStack() as stack:
             if listener is not None:
-                answers = answers_of(agent, segment, server, credentials)
+                answers = answers_of(agent, segment, server, handover, credentials)
                 serves = serving(listener, answers, access=access, secured=secured)
                 await stack.enter_async_context(serves)
             if handover is not None:

@@ -14,7 +14,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -28,11 +29,14 @@ from kvstore.network import handover as protocol
 from kvstore.network.handover import WHY, HandoverStatus
 from kvstore.network.host import host_id
 from kvstore.node import handover as serving
+from kvstore.node.agent import NodeAgent
 from kvstore.node.handover import HandoverServer
+from kvstore.node.web import answers_of
 from kvstore.transport import handed, shm
 from kvstore.transport.base import Move
 from kvstore.transport.handed import NotHandedError, fetch
 from kvstore.transport.shm import ShmTransport
+from kvstore.transport.tcp_server import DataServer
 from tests.support.waiting import until
 from tests.unit.client.world import segment as described
 
@@ -136,6 +140,23 @@ def test_a_reader_gets_a_descriptor_to_read_and_a_writer_one_to_write(store: Sto
     assert can_write(store.fetch(WRITES))
     assert can_write(store.fetch(EVERYTHING))
     until(lambda: server.handed == 3)
+
+
+def test_metrics_count_who_got_a_descriptor_and_who_none(store: Store) -> None:
+    agent, server = SimpleNamespace(is_joined=True), DataServer([store.segment])
+
+    def metrics(handover: HandoverServer | None) -> str:
+        answers = answers_of(cast(NodeAgent, agent), store.segment, server, handover, None)
+        return asyncio.run(answers.metrics()).decode()
+
+    handover = store.serve()
+    os.close(store.fetch(READS))
+    store.why_not(READS, key=bytes(16))
+    until(lambda: (handover.handed, handover.refused) == (1, 1))
+    page = metrics(handover)
+    assert "\nkvstore_node_handed_descriptors_total 1.0" in page
+    assert "\nkvstore_node_refused_handovers_total 1.0" in page
+    assert "\nkvstore_node_handed_descriptors_total" not in metrics(None)
 
 
 @pytest.mark.parametrize(
