@@ -111,7 +111,15 @@ def _checks(
     masters = client.master
     yield (
         "cluster",
-        _check("cluster.reached", master, masters, timeout_s, is_named=named, auth=client.auth),
+        _check(
+            "cluster.reached",
+            master,
+            masters,
+            timeout_s,
+            is_named=named,
+            auth=client.auth,
+            demands=client.data_encryption == "tls",
+        ),
     )
 
 

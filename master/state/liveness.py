@@ -77,6 +77,8 @@ class JoinedNode:
     tell its time."""
     address: str = ""
     """Where its data port is; empty: it has none."""
+    certified: str = ""
+    """As ``SegmentInfo.certified``."""
     unreachable: str = ""
     """Why the master could not connect to its memory when it last tried; empty: it could."""
 

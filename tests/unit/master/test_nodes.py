@@ -209,6 +209,22 @@ def test_segments_are_told_in_the_order_in_which_they_were_offered(new_cluster: 
     assert list(after.segment_ids) == list(reversed(before.segment_ids))
 
 
+def test_clients_are_told_with_which_identity_a_node_has_joined(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    nodes = cluster.state.nodes
+
+    def told() -> list[str]:
+        ask = calls.DescribeSegments(accepted.segment_ids)
+        return [each.certified for each in cluster.state.report.describe_segments(0, ask).segments]
+
+    accepted = nodes.joined(0, 1, JOIN, "kvstore:one")
+    assert told() == ["kvstore:one"]
+    assert [each.certified for each in nodes.offered(1)] == ["kvstore:one"]
+    nodes.joined(0, 2, JOIN._replace(resume_epoch=EPOCH), "kvstore:renewed")
+    assert told() == ["kvstore:renewed"]
+    cluster.state.effects.clear()
+
+
 def test_a_node_cannot_resume_under_another_epoch(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4)
     join = JOIN._replace(name="one", resume_epoch=EPOCH - 1, segments=cluster.offers["one"])
