@@ -145,18 +145,18 @@ def test_a_reader_gets_a_descriptor_to_read_and_a_writer_one_to_write(store: Sto
 def test_metrics_count_who_got_a_descriptor_and_who_none(store: Store) -> None:
     agent, server = SimpleNamespace(is_joined=True), DataServer([store.segment])
 
-    def metrics(handover: HandoverServer | None) -> str:
+    async def page_of(handover: HandoverServer | None) -> str:
         answers = answers_of(cast(NodeAgent, agent), store.segment, server, handover, None)
-        return asyncio.run(answers.metrics()).decode()
+        return (await answers.metrics()).decode()
 
     handover = store.serve()
     os.close(store.fetch(READS))
     store.why_not(READS, key=bytes(16))
     until(lambda: (handover.handed, handover.refused) == (1, 1))
-    page = metrics(handover)
+    page = asyncio.run(page_of(handover))
     assert "\nkvstore_node_handed_descriptors_total 1.0" in page
     assert "\nkvstore_node_refused_handovers_total 1.0" in page
-    assert "\nkvstore_node_handed_descriptors_total" not in metrics(None)
+    assert "\nkvstore_node_handed_descriptors_total" not in asyncio.run(page_of(None))
 
 
 @pytest.mark.parametrize(
