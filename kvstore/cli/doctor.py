@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import Any
 
 import click
-from rich.text import Text
 
 from kvstore.cli.invocation import CONNECTION
 from kvstore.cli.options import CONTEXT, FAILED, Command, config_options, debug_option, json_option
@@ -138,6 +137,8 @@ def _check(place: str, *arguments: object, **named: object) -> Check:
 
 def _show(found: list[Finding]) -> None:
     """Prints the findings as a table, and below it the advice, each on one line to copy."""
+    from rich.text import Text  # not above: a TAB imports this module
+
     console = console_of_names(fits=True)
     table = table_of("", "", "found", show_header=False)
     last = ""
