@@ -27,6 +27,9 @@ Examples:
 Exit codes: 0 no problem, 1 at least one problem.
 """
 
+USED = ("master", "auth", "timeout_ms")
+"""Settings of a client that the checks use."""
+
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 IMPORTS_TIMEOUT_S = 60.0
@@ -39,7 +42,7 @@ IMPORTS_TIMEOUT_S = 60.0
     epilog=EXAMPLE,
     help="Check this host, its programs and the connection to the cluster; say what to do.",
 )
-@config_options(ClientConfig, only=CONNECTION, common=CONNECTION)
+@config_options(ClientConfig, only=USED, common=USED, helps=CONNECTION)
 @click.option("--memory", metavar="SIZE", help="Size of a planned node; default: configured.")
 @click.option("--transfer-engine", is_flag=True, help="Test it with transfers to this host.")
 @json_option
@@ -56,7 +59,7 @@ def doctor(
 ) -> int:
     outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}, "config_path": None}
     config_path = outer["config_path"] if config_path is None else config_path
-    flags = {key: value for key, value in outer["flags"].items() if key in (*given, "auth")}
+    flags = {key: value for key, value in outer["flags"].items() if key in USED}
     flags |= {key: value for key, value in given.items() if value is not None}
     client = load(ClientConfig, flags, config_path=config_path, origin="{flag}")
     if client.auth:
