@@ -20,7 +20,7 @@ class Family(NamedTuple):
 
 
 MASTER: Final = (
-    Family("kvstore_master_info", "gauge", ("version", "cluster"), "Always 1; the labels say what runs."),
+    Family("kvstore_master_info", "gauge", ("version", "cluster", "scheme"), "Always 1; the labels say what runs, and how its HTTP port is reached: http, https."),
     Family("kvstore_master_leads", "gauge", (), "1 if this master leads, or is the only one; 0 if it stands by."),
     Family("kvstore_master_epoch", "gauge", (), "The present or last epoch; grows each time a master takes over."),
     Family("kvstore_master_calls_total", "counter", ("call", "outcome"), "Calls that were answered, by outcome: ok, error."),
