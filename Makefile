@@ -218,8 +218,10 @@ $(VENV)/.test: $(VENV)/.kvstore $(CONSTRAINTS)
 	$(call EXTRAS,test)
 	@touch $@
 
+# Of axe-playwright-python the tests use axe-core alone, and not the browsers of playwright.
 $(VENV)/.dev: $(VENV)/.test
 	$(call EXTRAS,test dev demo)
+	$(PIP) --no-deps axe-playwright-python
 	@touch $@ $(VENV)/.demo
 
 # What builds archives needs nothing of what tests need. It imports the commands, to write their
