@@ -77,6 +77,10 @@ class NodeBeat(NamedTuple):
     """Somebody has removed the entry of my memory in /dev/shm."""
     clock_ms: ClockMs = 0
     """As in ``NodeJoin``."""
+    read_bytes: int = 0
+    """Bytes that clients have read over the node's data port since its start."""
+    written_bytes: int = 0
+    """Bytes that clients have written so."""
 
 
 class NodeWiped(NamedTuple):

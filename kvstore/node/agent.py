@@ -358,7 +358,17 @@ class NodeAgent:
         number = 0
         while True:
             number += 1
-            await self._send(link, NodeBeat(number, self._entry_is_gone(), uptime_ms()))
+            moved = self._server.counters()
+            await self._send(
+                link,
+                NodeBeat(
+                    number,
+                    self._entry_is_gone(),
+                    uptime_ms(),
+                    read_bytes=moved.read_bytes,
+                    written_bytes=moved.written_bytes,
+                ),
+            )
             await asyncio.sleep(accepted.beat_ms / 1000)
 
     def _entry_is_gone(self) -> bool:

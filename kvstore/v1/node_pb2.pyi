@@ -235,21 +235,28 @@ class NodeBeat(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     ENTRY_GONE_FIELD_NUMBER: _builtins.int
     CLOCK_MS_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     entry_gone: _builtins.bool
     """The entry of the node's memory in /dev/shm is removed."""
     clock_ms: _builtins.int
     """As in NodeJoin."""
+    read_bytes: _builtins.int
+    """That clients have read and written over its data port since the node's start."""
+    written_bytes: _builtins.int
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         entry_gone: _builtins.bool = ...,
         clock_ms: _builtins.int = ...,
+        read_bytes: _builtins.int = ...,
+        written_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ms", b"clock_ms", "entry_gone", b"entry_gone", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ms", b"clock_ms", "entry_gone", b"entry_gone", "number", b"number", "read_bytes", b"read_bytes", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,8 +81,9 @@ class Nodes:
         self._membership.heard(now_ms, node)
         common.changing = True
         match message:
-            case calls.NodeBeat(number, entry_gone, clock_ms):
+            case calls.NodeBeat(number, entry_gone, clock_ms, read_bytes, written_bytes):
                 liveness.told_time(node, clock_ms, now_ms)
+                node.read_bytes, node.written_bytes = read_bytes, written_bytes
                 self._membership.heard_of_entry(node, is_gone=entry_gone)
                 self._follow(now_ms)
                 repair = self._copying.has_work_for(node, now_ms)

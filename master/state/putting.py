@@ -312,9 +312,11 @@ class Putting:
                 common.counters["moved_bytes"] += put.size
         stored = [put for put, _ in ended if isinstance(put, GrantedPut)]
         if stored:  # clients end the puts of one namespace at a time
-            self._count_stored(len(stored), sum([put.size for put in stored]))
+            size = sum([put.size for put in stored])
+            self._count_stored(len(stored), size)
             putter = self._traffic.puts(now_ms, stored[0].record.namespace)
             putter.stored += len(stored)
+            putter.stored_bytes += size
         for put, _ in ended:  # now that all are stored: only the last block of a chain is a leaf
             if not put.record.children:
                 self._pool.settle(put.record)
@@ -392,6 +394,7 @@ class Putting:
         putter = self._traffic.puts(now_ms, namespace)
         putter.keys += 1
         putter.stored += 1
+        putter.stored_bytes += request.size
         putter.key = key
         # The owner has the allocation mapped, and relies on it until this reply arrives.
         lease_until_ms = max(now_ms + common.rules.lease_ms, put.deadline_ms)
@@ -451,6 +454,8 @@ class Putting:
         lacks = put.missing + len(put.extents) - len(extents)
         version = Version(self._common.epoch, put.token)
         self._pool.store(record, extents, put.size, version, now_ms, lacks)
+        for segment, _ in extents:
+            segment.node.stored_bytes += put.size
         if version <= self._common.tombstones.newest:  # something was removed during the put
             self._common.allow(record, version)
         if isinstance(put, GrantedPut):

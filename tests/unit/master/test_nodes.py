@@ -21,7 +21,7 @@ from kvstore.master.state.events import GONE_SIZE
 from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import Caller
-from tests.unit.master.cluster import EPOCH, Cluster
+from tests.unit.master.cluster import BLOCK, EPOCH, Cluster
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
@@ -177,6 +177,24 @@ def test_an_entry_that_is_gone_is_noted_once_and_at_once(new_cluster: NewCluster
         cluster.state.check_invariants()
 
     assert cluster.notices == ["node_entry_gone", "node_entry_gone"]
+
+
+def test_what_was_moved_is_told_of_each_node(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8, two=8)
+    cluster.put("ab", replicas=2)
+    cluster.put("c")
+    cluster.say("one", calls.NodeBeat(1, read_bytes=5, written_bytes=7))
+
+    one, two = cluster.status().nodes
+
+    assert min(one.stored_bytes, two.stored_bytes) == 2 * BLOCK
+    assert one.stored_bytes + two.stored_bytes == 5 * BLOCK
+    assert (one.read_bytes, one.written_bytes) == (5, 7)
+    assert (two.read_bytes, two.written_bytes) == (0, 0)
+
+    cluster.join("one", again=True)
+    (again,) = (node for node in cluster.status().nodes if node.name == "one")
+    assert (again.stored_bytes, again.read_bytes) == (0, 0), "it is another mount"
 
 
 # --- streams -----------------------------------------------------------------------------------
