@@ -407,7 +407,8 @@ def test_what_nodes_move_is_shown_and_what_is_not_counted(
         browser.open(port, "nodes")
         until(lambda: len(browser.texts("#moved-rows tr")) == 2)
         assert away.get("k") == b"x" * (1 << 20)
-        stored, written, read = until(lambda: (last := moved()[-1])[2] and last)
+        until(lambda: moved()[-1][2])
+        stored, written, read = moved()[-1]
         assert (stored, written) == (1 << 20, 0)
         assert 1 << 20 <= read < (1 << 20) + 4096, "the reader over TCP alone"
         until(lambda: any(" MiB (" in row for row in browser.texts("#moved-rows td:last-child")))
