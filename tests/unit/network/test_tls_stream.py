@@ -142,7 +142,7 @@ def test_a_changed_byte_is_an_error_and_lands_nowhere(ends: Ends) -> None:
     changes = True
     node.send([b"b" * 1000], soon())
     into = bytearray(1000)
-    with pytest.raises(TlsError, match="decryption failed or bad record mac"):
+    with pytest.raises(TlsError, match=r"bad record mac|record layer failure"):
         client.receive([memoryview(into)], soon())
     assert into == bytes(1000)
     client.close()
