@@ -96,8 +96,8 @@ def test_a_cluster_with_names_of_spiffe(tmp_path: Path, authority: Authority) ->
             client = cluster.client(auth=engine, namespace="vllm/a", transports=transports)
             client.put("k", b"v" * 1_000)
             assert client.get("k") == b"v" * 1_000
-        with pytest.raises(PermissionDeniedError, match="engine decode"):
-            client.put("k", b"v", namespace="default")
+            with pytest.raises(PermissionDeniedError, match="engine decode"):
+                client.put("k", b"v", namespace="default")
         with pytest.raises(PermissionDeniedError, match="names 0 identities"):
             cluster.client(auth=stranger, namespace="vllm/a").get("k")
 
