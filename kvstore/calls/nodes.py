@@ -143,7 +143,7 @@ class MasterBeat(NamedTuple):
 
 
 class MasterWipe(NamedTuple):
-    """Wipe the headers at these offsets, each only if it still has that version."""
+    """Wipe the headers at these offsets, each only if it still has that version; then zero."""
 
     order: int
     uuid: Uuid
@@ -159,6 +159,9 @@ class MasterWipe(NamedTuple):
     client of each, 0 for any."""
     cut_connections: Annotated[Sequence[int], Rows(like="cut_clients")] = ()
     """For each of them the number that its client has given it; 0: all of that client."""
+    lengths: Numbers = ()
+    """Bytes to zero from each offset on, whatever is there; 0: none. Empty: none anywhere. Only a
+    node that takes capabilities gets lengths, and only for extents that no client may use."""
 
 
 class MasterClaimed(NamedTuple):

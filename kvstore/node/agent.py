@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Final
@@ -449,9 +450,8 @@ class NodeAgent:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")
 
     async def _wipe(self, order: MasterWipe) -> None:
-        """Wipes extents as ordered. Capabilities from before the order give no right to write to
-        them any more. Bytes of a put that was given up may still be on their way, so the
-        connections that carry them are ended first. A writer through shared memory cannot be
+        """Wipes extents as ordered. Bytes of a put that was given up may still be on their way, so
+        the connections that carry them are ended first. A writer through shared memory cannot be
         stopped: what it writes is wiped when the master orders it once more, or before the node
         reports to the next master.
 
@@ -470,13 +470,35 @@ class NodeAgent:
         elif self._given_up:
             self._given_up.difference_update(attempts)
         if order.offsets and self._server.data_protocol >= WITH_CAPABILITIES:
-            late = await asyncio.to_thread(
-                self._server.call_back, order.uuid, order.offsets, order.order
-            )
+            await self._take_back(order)
+        else:
+            self._segment.wipe(order.offsets, order.epochs, order.counters)
+        self._segment.keep_mark(order.mark)
+
+    async def _take_back(self, order: MasterWipe) -> None:
+        """Wipes and zeroes extents as ordered, in a thread. Capabilities from before the order give
+        no right to write to them any more.
+
+        A cancelled call returns when the thread has ended: after the next order, or in the next
+        session, the extents may belong to other objects.
+        """
+        is_over = threading.Event()
+
+        def run() -> None:
+            late = self._server.call_back(order.uuid, order.offsets, order.order)
             if late:
                 log.warning("writes_called_back node=%s connections=%d", self._name, late)
-        self._segment.wipe(order.offsets, order.epochs, order.counters)
-        self._segment.keep_mark(order.mark)
+            self._segment.wipe(order.offsets, order.epochs, order.counters)
+            if order.lengths:
+                self._segment.zero(zip(order.offsets, order.lengths, strict=True), is_over.is_set)
+
+        running = start_task("wipe", asyncio.to_thread(run), expected=KVStoreError)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            is_over.set()
+            await asyncio.wait((running,))
+            raise
 
     async def _stopped_within(self, seconds: float) -> None:
         try:

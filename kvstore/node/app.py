@@ -41,7 +41,7 @@ from kvstore.errors import (
 from kvstore.etcd.finding import find_leader
 from kvstore.memory import numa
 from kvstore.memory.entries import free_node_name, group_id, socket_name
-from kvstore.memory.header import Owner
+from kvstore.memory.header import SUPERBLOCK_BYTES, Owner
 from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
 from kvstore.network.addresses import (
@@ -53,6 +53,7 @@ from kvstore.network.addresses import (
 )
 from kvstore.network.host import address_towards, host_id, is_loopback, places_of, why_only_here
 from kvstore.network.listening import EVERY_INTERFACE, hears
+from kvstore.network.tcp_protocol import WITH_CAPABILITIES
 from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.handover import HandoverServer
@@ -150,6 +151,9 @@ def run(
             follows = _follows_master(config, kind)
             server = _start_server(config, segment, tls, serves_all=follows)
             stack.callback(server.stop)
+            if segment.place is not None and server.data_protocol >= WITH_CAPABILITIES:
+                # A device's new memory may hold what other processes left there.
+                segment.zero([(SUPERBLOCK_BYTES, segment.size - SUPERBLOCK_BYTES)])
             handover = _start_handover(config, segment)
             if handover is not None:
                 stack.callback(handover.close)

@@ -454,7 +454,7 @@ Global___MasterBeat: _TypeAlias = MasterBeat  # noqa: Y015
 class MasterWipe(_message.Message):
     """Wipe the headers at these offsets, each where it still has that version. End the data connections
     that are named before that, and the right to write to these extents by capabilities that name an
-    earlier order.
+    earlier order. Zero the lengths that are given.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -467,6 +467,7 @@ class MasterWipe(_message.Message):
     MARK_FIELD_NUMBER: _builtins.int
     CUT_CLIENTS_FIELD_NUMBER: _builtins.int
     CUT_CONNECTIONS_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
     order: _builtins.int
     uuid: _builtins.bytes
     """Of the segment."""
@@ -490,6 +491,12 @@ class MasterWipe(_message.Message):
 
     @_builtins.property
     def cut_connections(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def lengths(self) -> _common_pb2.Column:
+        """Bytes to zero from each offset on; 0: none. Empty: nothing is to be zeroed. Extents have a length
+        where the node takes capabilities and nobody may read or write them before they are granted again.
+        """
+
     def __init__(
         self,
         *,
@@ -501,10 +508,11 @@ class MasterWipe(_message.Message):
         mark: _common_pb2.Version | None = ...,
         cut_clients: _common_pb2.Column | None = ...,
         cut_connections: _common_pb2.Column | None = ...,
+        lengths: _common_pb2.Column | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_clients", b"cut_clients", "cut_connections", b"cut_connections", "epochs", b"epochs", "mark", b"mark", "offsets", b"offsets"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_clients", b"cut_clients", "cut_connections", b"cut_connections", "epochs", b"epochs", "lengths", b"lengths", "mark", b"mark", "offsets", b"offsets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_clients", b"cut_clients", "cut_connections", b"cut_connections", "epochs", b"epochs", "mark", b"mark", "offsets", b"offsets", "order", b"order", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_clients", b"cut_clients", "cut_connections", b"cut_connections", "epochs", b"epochs", "lengths", b"lengths", "mark", b"mark", "offsets", b"offsets", "order", b"order", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -92,6 +92,7 @@ class Nodes:
                 segment = common.reclaim.segment_of(order)
                 if segment is not None and segment.node is node:
                     common.effects += common.reclaim.wiped(order)
+                    common.effects += common.reclaim.zero_more(now_ms)
                     self._common.room_made()
             case calls.NodeClaims():
                 if max(message.epochs, default=0) > common.epoch:  # its join did not say so

@@ -9,6 +9,7 @@ from tests.mutants.mutant import Mutant
 GATE: Final = ("tests/unit/master/test_gate.py",)
 IDENTITY: Final = ("tests/unit/auth/test_identity.py", "tests/unit/auth/test_rights.py")
 DATA_PORT: Final = ("tests/unit/transport/test_tcp_tls.py",)
+ZEROED: Final = ("tests/unit/master/test_zeroing.py", "tests/unit/memory/test_segment.py")
 RIGHTS: Final = ("tests/unit/auth/test_rights.py",)
 
 MUTANTS: Final = (
@@ -63,6 +64,19 @@ MUTANTS: Final = (
     Mutant("all-namespaces-are-one-of-mine", "kvstore/auth/rights.py",
         "        if not namespace or not may(namespace):\n",
         "        if namespace and not may(namespace):\n", RIGHTS),
+    Mutant("freed-memory-is-not-zeroed", "kvstore/memory/segment.py",
+        "                self._zero(start, min(ZERO_STEP, stop - start))\n",
+        "                pass\n", ZEROED),
+    Mutant("an-evicted-extent-keeps-its-bytes", "master/state/reclaim.py",
+        "wiping.zeroed.append(0 if kept or residue.kept else length)",
+        "wiping.zeroed.append(0)", ZEROED),
+    Mutant("memory-that-is-read-is-zeroed", "master/state/reclaim.py",
+        "wiping.zeroed.append(0 if kept or residue.kept else length)",
+        "wiping.zeroed.append(length)", ZEROED),
+    Mutant("gaps-keep-their-bytes", "master/state/reclaim.py",
+        "        if segment.zeroes:\n            segment.reclaim_bytes += length\n",
+        "        if segment.zeroes and not length:\n            segment.reclaim_bytes += length\n",
+        ZEROED),
     Mutant("readers-write", "kvstore/auth/rights.py",
         "verb, may = \"write\", who.may_write", "verb, may = \"write\", who.may_read", RIGHTS),
 )  # fmt: skip
