@@ -44,7 +44,7 @@ from kvstore.network.tcp_protocol import (
     RefusedTransferError,
     TransferStatus,
 )
-from kvstore.network.tls_stream import TlsError
+from kvstore.network.tls_memory import TlsError
 from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.pieces import (
     deadline_exceeded,
