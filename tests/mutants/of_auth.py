@@ -14,7 +14,7 @@ RIGHTS: Final = ("tests/unit/auth/test_rights.py",)
 
 MUTANTS: Final = (
     Mutant("a-node-has-any-name", "kvstore/auth/data_port.py",
-        "return identity_of(names).may_be_node(node)", "return bool(identity_of(names))",
+        "return who.may_be_node(node) and certified in", "return certified in",
         DATA_PORT),
     Mutant("the-revoked-get-bytes", "kvstore/auth/data_port.py",
         "return not self._revoked.has(who)", "return bool(who)", DATA_PORT),
@@ -22,8 +22,8 @@ MUTANTS: Final = (
         "if tls is not None and not tls.accepts(self._stream.certificate):",
         "if tls is not None and not tls:", DATA_PORT),
     Mutant("back-to-plain-without-an-identity", "kvstore/transport/tcp_client.py",
-        "encrypts = self._segment.data_protocol >= protocol.WITH_TLS",
-        "encrypts = self._segment.data_protocol >= protocol.WITH_TLS and self._tls is not None",
+        "encrypts = self._encrypts\n",
+        "encrypts = self._encrypts and self._tls is not None\n",
         DATA_PORT),
     Mutant("old-tls-is-let-in", "master/gate.py",
         "        if version != _TLS:\n", "        if not version:\n", GATE),
