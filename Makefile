@@ -16,7 +16,7 @@ BIN := $(VENV)/bin
 # Tests of real processes wait most of their time, so more of them run at once than there are cores.
 BESIDE = --numprocesses $(JOBS) --dist worksteal
 QUICK = $(addprefix tests/,unit conformance model simulation stories)
-QUICK_JOBS ?= auto
+QUICK_JOBS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? 2 * cores : cores)))
 # Engines compute.
 ENGINE_JOBS ?= 2
 # Engines whose packages would be in each other's way have environments of their own, over $(VENV).
