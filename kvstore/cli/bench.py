@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.invocation import CONNECTION
+from kvstore.cli.invocation import CONNECTION, client_config, given_flags
 from kvstore.cli.options import (
     CONTEXT,
     Command,
@@ -21,7 +21,6 @@ from kvstore.cli.options import (
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
 from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.network.addresses import shown_place
-from kvstore.process import dumps
 from kvstore.texts import size_text
 
 if TYPE_CHECKING:
@@ -126,16 +125,10 @@ def bench(
     patterns = [pattern.strip() for pattern in rows.split(",")]
     cases.check_patterns(modes, patterns)
     if master is not None:
-        flags = outer["flags"] | {key: value for key, value in given.items() if value is not None}
-        config = load(
-            ClientConfig,
-            flags | {"master": master, "memory": 0},
-            config_path=outer["config_path"] if config_path is None else config_path,
-            origin="{flag}",
-        )
+        flags = given_flags(outer, given) | {"master": master, "memory": 0}
+        path = outer["config_path"] if config_path is None else config_path
+        config = client_config(flags, path)
         master, auth = config.master, config.auth
-        if auth:
-            dumps.hide_memory()
         pool = _room_in_use(config, pool, yes=yes, as_json=as_json)
     with contextlib.ExitStack() as stack:
         if master is None:

@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 
-from kvstore.cli.invocation import CONNECTION
+from kvstore.cli.invocation import CONNECTION, client_config, given_flags
 from kvstore.cli.options import CONTEXT, FAILED, Command, config_options, debug_option, json_option
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
 from kvstore.diagnosis.findings import Check, Finding, ok, problem, run_all
-from kvstore.process import dumps
 
 EXAMPLE = """\b
 Examples:
@@ -59,11 +58,8 @@ def doctor(
 ) -> int:
     outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}, "config_path": None}
     config_path = outer["config_path"] if config_path is None else config_path
-    flags = {key: value for key, value in outer["flags"].items() if key in USED}
-    flags |= {key: value for key, value in given.items() if value is not None}
-    client = load(ClientConfig, flags, config_path=config_path, origin="{flag}")
-    if client.auth:
-        dumps.hide_memory()
+    flags = {key: value for key, value in given_flags(outer, given).items() if key in USED}
+    client = client_config(flags, config_path)
     master = load(MasterConfig, config_path=config_path)
     node = load(NodeConfig, {"memory": memory}, config_path=config_path, origin="{flag}")
     checks = list(_checks(client, master, node, config_path, transfer_engine=transfer_engine))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -66,6 +66,24 @@ class Invocation:
         return Namespace(self.config.namespace)
 
 
+def given_flags(outer: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags behind a command (``here``; None: not given), and those before it, which they
+    replace. ``outer``: the object of ``kvstore``'s context."""
+    return {**outer["flags"], **{key: value for key, value in here.items() if value is not None}}
+
+
+def client_config(flags: Mapping[str, Any], config_path: str | None) -> ClientConfig:
+    """The settings of a command with a client. Hides this process's memory if it has an identity.
+
+    Raises:
+        ConfigError
+    """
+    config = load(ClientConfig, flags, config_path=config_path, origin="{flag}")
+    if config.auth:
+        dumps.hide_memory()
+    return config
+
+
 def connects(*only: str, **helps: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives a function that takes an ``Invocation`` the options ``--master``, ``--json`` etc. The
     help names those of ``CONNECTION``; that of ``kvstore`` names all.
@@ -82,15 +100,9 @@ def connects(*only: str, **helps: str) -> Callable[[Callable[..., Any]], Callabl
         def command(config_path: str | None, as_json: bool, **arguments: Any) -> Any:
             outer: dict[str, Any] = click.get_current_context().obj
             here = {key: arguments.pop(key) for key in keys}
-            flags = outer["flags"] | {k: v for k, v in here.items() if v is not None}
-            config = load(
-                ClientConfig,
-                flags | {"memory": 0},
-                config_path=outer["config_path"] if config_path is None else config_path,
-                origin="{flag}",
-            )
-            if config.auth:
-                dumps.hide_memory()
+            flags = given_flags(outer, here)
+            path = outer["config_path"] if config_path is None else config_path
+            config = client_config(flags | {"memory": 0}, path)
             given = frozenset(key for key, value in flags.items() if value is not None)
             invocation = Invocation(config=config, given=given, as_json=as_json or outer["as_json"])
             return function(invocation, **arguments)

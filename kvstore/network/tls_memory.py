@@ -90,8 +90,7 @@ class TlsEnd:
         Raises:
             TlsError: bytes were changed on their way, or the other end does not trust us.
         """
-        # To ask first costs less than the error that says so.
-        if not self._incoming.pending and not (self._is_full and self._tls.pending()):
+        if not self.has_unread:  # to ask costs less than the error that says so
             return None
         try:
             count = cast(int, self._tls.read(len(buffer), buffer))

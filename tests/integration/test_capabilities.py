@@ -244,14 +244,7 @@ def test_who_has_ended_its_put_does_not_write_there_any_more(
         store.master()
         store.node(memory="2MiB")
         client, liar = store.client(transports=TCP), store.client(transports=TCP, name="liar")
-        start = calls.PutStart(
-            Namespace("default"), [Key(b"l")], [size], None, False, 1, False, 5_000, ""
-        )
-        grants = asked_of(liar, start)
-        assert isinstance(grants, calls.Grants)
-        described = asked_of(liar, calls.DescribeSegments(grants.segments))
-        assert isinstance(described, calls.Segments)
-        (segment,) = described.segments
+        grants, segment = granted_to(liar, b"l", size)
         (at,) = grants.offsets
         extent = Extent(at, size + 1024, grants.capabilities)
         transport = TcpTransport()
@@ -272,6 +265,19 @@ def test_who_has_ended_its_put_does_not_write_there_any_more(
             write()
         transport.close()
         assert client.get("a") == content("a", size)
+
+
+def granted_to(client: Client, key: bytes, size: int) -> tuple[calls.Grants, SegmentInfo]:
+    """What a client gets that begins to put one object, and where."""
+    start = calls.PutStart(
+        Namespace("default"), [Key(key)], [size], None, False, 1, False, 5_000, ""
+    )
+    grants = asked_of(client, start)
+    assert isinstance(grants, calls.Grants)
+    described = asked_of(client, calls.DescribeSegments(grants.segments))
+    assert isinstance(described, calls.Segments)
+    (segment,) = described.segments
+    return grants, segment
 
 
 def asked_of(client: Client, request: calls.Request) -> calls.Reply:

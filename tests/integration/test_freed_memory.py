@@ -18,7 +18,7 @@ from kvstore.memory.header import HEADER_BYTES
 from kvstore.network.tcp_protocol import Extent
 from kvstore.transport.base import Move
 from kvstore.transport.tcp import TcpTransport
-from tests.integration.test_capabilities import asked_of
+from tests.integration.test_capabilities import asked_of, granted_to
 from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster
 from tests.support.issuing import Identities
 from tests.support.waiting import until
@@ -89,14 +89,8 @@ def test_of_a_put_that_came_to_nothing(store: Cluster) -> None:
     """Given up, and its memory in quarantine until its writer has stopped."""
     store.node(memory="2MiB")
     owner = store.client(transports=TCP)
-    start = calls.PutStart(
-        Namespace("default"), [Key(b"s")], [SIZE], None, False, 1, False, 5_000, ""
-    )
-    grants = asked_of(owner, start)
-    assert isinstance(grants, calls.Grants)
-    described = asked_of(owner, calls.DescribeSegments(grants.segments))
-    assert isinstance(described, calls.Segments)
-    (segment,), (at,) = described.segments, grants.offsets
+    grants, segment = granted_to(owner, b"s", SIZE)
+    (at,) = grants.offsets
     transport = TcpTransport()
     extent = Extent(at, SIZE + HEADER_BYTES, grants.capabilities)
     secret = Move(at + HEADER_BYTES, memoryview(SECRET), extent=extent)
