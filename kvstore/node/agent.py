@@ -251,6 +251,7 @@ class NodeAgent:
                 data_protocol=self._server.data_protocol,
                 device=segment.place,
                 handover=self._handover,
+                stamp_key=segment.stamp_key,
             )
             join = NodeJoin(
                 name=self._name,

@@ -58,6 +58,7 @@ from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.handover import HandoverServer
 from kvstore.node.masters import LOCATE_S
+from kvstore.node.stamps import use_stamps
 from kvstore.node.starting import Starting
 from kvstore.node.starting import served as starting_served
 from kvstore.node.web import answers_of
@@ -147,6 +148,8 @@ def run(
                 segment.close(unlink=drained or not keep)
 
             stack.callback(close)
+            if config.auth:
+                use_stamps(segment, only=config.auth_mode == "require")
             server = _start_server(config, segment, tls)
             stack.callback(server.stop)
             handover = _start_handover(config, segment)

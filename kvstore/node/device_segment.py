@@ -176,7 +176,7 @@ class DeviceSegment(NodeSegment):
         for start in range(layout.SUPERBLOCK_BYTES, self.size, len(memory)):
             part = memory[: min(len(memory), self.size - start)]
             self._ranges.read([(start, part)], uptime() + STEP_S)
-            yield from layout.scan_part(part, start, self.size, self.seed)
+            yield from layout.scan_part(part, start, self.size, self.seed, self.believed)
 
     def close(self, *, unlink: bool = True) -> None:
         """As ``NodeSegment.close``, but nothing is ever left for another process. Waits up to

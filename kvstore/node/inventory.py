@@ -20,6 +20,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.memory import header as layout
 from kvstore.memory.header import Header, extent_bytes
 from kvstore.memory.segment import NodeSegment
+from kvstore.node.stamps import Stamps
 from kvstore.texts import field_text
 
 log = logging.getLogger("kvstore.node")
@@ -46,6 +47,9 @@ def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found
         if wiped := segment.wipe(offsets, epochs, counters):
             log.info("late_headers_wiped node=%s count=%d", segment.node, wiped)
     found, overlapped = apart(segment.scan())
+    stamps = segment.believed
+    if isinstance(stamps, Stamps) and (refused := stamps.take_refused()):
+        log.warning("unstamped_headers node=%s count=%d", segment.node, refused)
     if overlapped:
         log.warning("overlapping_headers_wiped node=%s count=%d", segment.node, len(overlapped))
         segment.wipe(
