@@ -153,15 +153,17 @@ class Sealing:
     def _committed(
         self, now_ms: int, request: calls.Commit, reply: calls.Committed, holder: int
     ) -> calls.Committed:
+        if reply.outcome != calls.PutOutcome.STORED:
+            return reply
         record = self._common.forest.get(request.namespace, request.key)
         version = request.epoch, request.token
         if record is None or (record.epoch, record.counter) != version:
-            return reply  # it was refused, or is replaced already
+            return reply  # it is replaced or removed already
         for segment, offset in record.extents():
             if segment.offer.stamp_key:
                 mounts = {segment.segment_id: segment.offer.stamp_key}
                 stamp = steps.stamp(
-                    mounts, [segment.segment_id], [offset], [request.size], [request.epoch],
+                    mounts, [segment.segment_id], [offset], [record.size], [request.epoch],
                     [request.token], [request.namespace], [request.key],
                 )  # fmt: skip
                 return reply._replace(stamp=stamp)
