@@ -1,5 +1,5 @@
-"""Adds capabilities and stamps to replies. Without a capability a client reads and writes nothing
-over tcp; without a stamp the node does not find the object again.
+"""Adds capabilities to replies: without them a client reads and writes nothing over tcp. What is
+granted is also stamped (``kvstore.master.stamping``).
 
 A node checks that whoever asks for a range has a capability for its extent
 (``kvstore.network.tcp_protocol``). The master makes them, for identities that it has authenticated
@@ -13,9 +13,6 @@ the node refuses one that is older than the last order for the extent. An extent
 granted to nobody, so capabilities to read end with the lease of the state. Holders are told a lease
 that ends ``read_slack_ms`` earlier.
 
-A stamp (``kvstore.memory.header``) says which object may be in an extent. It has no end: it is good
-for this version at this place, and no other put ever has this version.
-
 The state decides who gets which extent, and knows nothing of this.
 """
 
@@ -24,11 +21,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from kvstore import calls
 from kvstore.auth.rights import map_rights
 from kvstore.calls import Placements, SegmentInfo
+from kvstore.master.stamping import Stamping
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.native import steps
@@ -44,8 +42,6 @@ STAT_MS: Final = 1_000
 MASTER: Final = (1 << 64) - 1
 """The master's own number as a holder, with which it tries to connect to nodes. No client gets
 it."""
-
-RowT = TypeVar("RowT")
 
 _MOUNT: Final = struct.Struct("<16sQQ")
 """As ``Steps.seal`` takes it."""
@@ -69,6 +65,7 @@ class Sealing:
 
     def __init__(self, state: MasterState) -> None:
         self._common = state.common
+        self._stamping = Stamping(state.common)
         self._read_slack_ms = min(SLACK_MS, state.rules.lease_ms // 5)
         """How much earlier than the lease of the state that ends which a holder is told."""
         self._ways: dict[type, Callable[[int, Any, Any, int], calls.Reply]] = {
@@ -78,14 +75,14 @@ class Sealing:
             calls.Renewed: self._renewed,
             calls.MovesStarted: self._moves,
             calls.ObjectDetail: self._detail,
-            calls.Committed: self._committed,
         }
 
     def seal(
         self, now_ms: int, request: calls.Request, reply: calls.Reply, caller: Caller
     ) -> calls.Reply:
-        """The reply to a request of this holder, with its capabilities. ``now_ms``: on the state's
-        clock."""
+        """The reply to a request of this holder, with its capabilities and stamps. ``now_ms``: on
+        the state's clock."""
+        reply = self._stamping.stamp(request, reply)
         way = self._ways.get(type(reply))
         if way is not None:
             return way(now_ms, request, reply, caller.holder)
@@ -123,51 +120,23 @@ class Sealing:
         reply: calls.Grants,
         holder: int,
     ) -> calls.Grants:
-        if isinstance(request, calls.Allocate):  # which object it becomes, its commit says
-            return self._writable(now_ms, reply, [request.size], holder)
-        keys, sizes = request.keys, request.sizes
-        if len(reply.tokens) < len(sizes):
-            outcomes = enumerate(reply.outcomes)
-            granted = [row for row, outcome in outcomes if outcome == calls.PutOutcome.WRITE]
-            keys, sizes = [keys[row] for row in granted], [sizes[row] for row in granted]
-        reply = self._writable(now_ms, reply, sizes, holder)
-        epochs, namespaces = [reply.epoch] * len(keys), [request.namespace] * len(keys)
-        return self._stamped(reply, sizes, epochs, reply.tokens, namespaces, keys)
+        if isinstance(request, calls.Allocate):
+            sizes: Sequence[int] = [request.size]
+        elif len(reply.tokens) == len(request.sizes):
+            sizes = request.sizes
+        else:
+            pairs = zip(request.sizes, reply.outcomes, strict=True)
+            sizes = [size for size, outcome in pairs if outcome == calls.PutOutcome.WRITE]
+        return self._writable(now_ms, reply, sizes, holder)
 
     def _moves(
         self, now_ms: int, request: calls.StartMoves, reply: calls.MovesStarted, holder: int
     ) -> calls.MovesStarted:
-        sources, grants = reply.sources, reply.grants
-        until_ms = now_ms + grants.deadline_ms + SLACK_MS
-        epochs, counters = sources.epochs, sources.counters
-        if not reply.keeps_version:
-            epochs, counters = [grants.epoch] * len(grants.tokens), grants.tokens
-        grants = self._writable(now_ms, grants, sources.sizes, holder)
+        until_ms = now_ms + reply.grants.deadline_ms + SLACK_MS
         return reply._replace(
-            sources=self._readable(sources, until_ms, holder),
-            grants=self._stamped(
-                grants, sources.sizes, epochs, counters, reply.namespaces, reply.keys
-            ),
+            sources=self._readable(reply.sources, until_ms, holder),
+            grants=self._writable(now_ms, reply.grants, reply.sources.sizes, holder),
         )
-
-    def _committed(
-        self, now_ms: int, request: calls.Commit, reply: calls.Committed, holder: int
-    ) -> calls.Committed:
-        if reply.outcome != calls.PutOutcome.STORED:
-            return reply
-        record = self._common.forest.get(request.namespace, request.key)
-        version = request.epoch, request.token
-        if record is None or (record.epoch, record.counter) != version:
-            return reply  # it is replaced or removed already
-        for segment, offset in record.extents():
-            if segment.offer.stamp_key:
-                mounts = {segment.segment_id: segment.offer.stamp_key}
-                stamp = steps.stamp(
-                    mounts, [segment.segment_id], [offset], [record.size], [request.epoch],
-                    [request.token], [request.namespace], [request.key],
-                )  # fmt: skip
-                return reply._replace(stamp=stamp)
-        return reply
 
     def _renewed(
         self, now_ms: int, request: calls.Renew, reply: calls.Renewed, holder: int
@@ -212,27 +181,6 @@ class Sealing:
         columns = grants.segments, grants.offsets, sizes
         return grants._replace(capabilities=self._sealed(*columns, until_ms, holder, Op.WRITE))
 
-    def _stamped(
-        self, grants: calls.Grants, sizes: Sequence[int], *of_keys: Sequence[Any]
-    ) -> calls.Grants:
-        """The grants with a stamp for each extent, if a node wants them. ``sizes`` and ``of_keys``
-        (epochs, counters, namespaces, keys) have a row for each granted key."""
-        known = self._common.pool.segments
-        found = {each: known.get(each) for each in set(grants.segments)}
-        mounts = {
-            segment_id: segment.offer.stamp_key
-            for segment_id, segment in found.items()
-            if segment is not None and segment.offer.stamp_key
-        }
-        if not mounts:
-            return grants
-        columns = [sizes, *of_keys]
-        if grants.replicas != 1:
-            columns = [_each(repeat(row, grants.replicas) for row in each) for each in columns]
-        return grants._replace(
-            stamps=steps.stamp(mounts, grants.segments, grants.offsets, *columns)
-        )
-
     def _sealed(
         self,
         segments: Sequence[int],
@@ -259,5 +207,5 @@ class Sealing:
         return steps.seal(mounts, segments, offsets, sizes, holder, order, op)
 
 
-def _each(rows: Iterable[Iterable[RowT]]) -> list[RowT]:
-    return list(chain.from_iterable(rows))
+def _each(sizes: Iterable[Iterable[int]]) -> list[int]:
+    return list(chain.from_iterable(sizes))

@@ -158,6 +158,7 @@ class Node:
                 size=memory.size, uuid=memory.uuid, shm_name=memory.shm_name,
                 address=f"{self.name}:1", token=memory.token, seed=memory.seed,
                 generation=memory.generation, fresh=self._fresh, mark=memory.mark,
+                stamp_key=memory.stamp_key,
             )  # fmt: skip
             join = NodeJoin(
                 self.name, self.process.host, PROTOCOL_VERSION, self._epoch, [offer],

@@ -182,6 +182,6 @@ def test_what_cannot_be_stamped(steps: Steps) -> None:
         steps.stamp({7: b"short"}, *row)
     for name, key in (("n" * 129, b"k"), ("n", b"k" * 257)):
         with pytest.raises(ValueError, match="too long"):
-            steps.stamp({7: KEY}, *row[:5], [name], [Key(key)])
+            steps.stamp({7: KEY}, [7], [1], [1], [1], [1], [name], [Key(key)])
     with pytest.raises((OverflowError, struct.error)):
-        steps.stamp({7: KEY}, [7], [-1], *row[2:])
+        steps.stamp({7: KEY}, [7], [-1], [1], [1], [1], ["n"], [Key(b"k")])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import StartupError
-from kvstore.memory import entries, stamp_key
+from kvstore.memory import entries
 from kvstore.memory.entries import SHM_PREFIX, key_path, left_overs, remove_left
 from kvstore.memory.segment import NodeSegment
 from kvstore.memory.stamp_key import keep_stamp_key
@@ -65,7 +65,7 @@ def test_a_file_that_others_may_have_made_is_replaced(
             os.mkfifo(path, 0o600)
         case _:
             uid = os.geteuid()
-            monkeypatch.setattr(stamp_key.os, "geteuid", lambda: uid + 1)
+            monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     made = keep_stamp_key(SHM_NAME, UUID)
     assert made != key
     monkeypatch.undo()
