@@ -5,7 +5,7 @@ VENV ?= .venv
 PIP_FLAGS ?=
 # Compiled wheels are built for these; each needs its headers (python3-dev) and a compiler. A name
 # that is on PATH and does not run (a shim of pyenv without a version) does not count.
-PYTHONS ?= $(foreach version,3.11 3.12 3.13,$(shell python$(version) -c 'import sys; print(sys.executable)' 2>/dev/null))
+PYTHONS ?= $(foreach version,3.11 3.12 3.13 3.14,$(shell python$(version) -c 'import sys; print(sys.executable)' 2>/dev/null))
 ARGS ?=
 SEEDS ?=
 SEED ?=
@@ -74,7 +74,7 @@ gpu: ## On a bare machine with a GPU: install into build/gpu, test and measure, 
 # The wheels are built from the source distribution, so what it lacks is noticed here.
 dist: $(DIST_VENV)/.ready ## Build the source distribution and the wheels, into dist/
 	rm -rf dist build/wheels
-	$(BUILD) docs/site/manual.py
+	PYTHONPATH=. $(BUILD) docs/site/manual.py
 	$(BUILD) -m build --sdist --outdir dist .
 	KVSTORE_NATIVE=0 $(call WHEEL,$(DIST_VENV)/bin/python) --wheel-dir dist dist/kvstore_llm-*.tar.gz
 	set -e; for python in $(PYTHONS); do \
@@ -190,14 +190,15 @@ $(VENV)/.torch:
 	$(PIP) torch==2.13.0
 	@touch $@
 
-# Compiling kvstore takes a minute, so it is done once; EXTRAS adds what an extra names.
+# Compiling kvstore takes a minute, so it is done once; EXTRAS adds what extras name to what it needs.
 $(VENV)/.kvstore: $(VENV)/.torch pyproject.toml setup.py
 	$(PIP) --editable .
 	@touch $@ $(VENV)/.compiled
 
 EXTRAS = $(BIN)/python -c 'import sys, tomllib; \
-    extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
-    print(*(each for name in sys.argv[1:] for each in extras[name]), sep="\n")' $(1) > $@.txt && \
+    project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+    extras = project["optional-dependencies"]; \
+    print(*project["dependencies"], *(each for name in sys.argv[1:] for each in extras[name]), sep="\n")' $(1) > $@.txt && \
     $(PIP) --requirement $@.txt
 
 $(VENV)/.demo: $(VENV)/.kvstore
@@ -217,11 +218,14 @@ $(VENV)/.test: $(VENV)/.kvstore $(CONSTRAINTS)
 	$(call EXTRAS,test)
 	@touch $@
 
+# Of axe-playwright-python the tests use axe-core alone, and not the browsers of playwright.
 $(VENV)/.dev: $(VENV)/.test
 	$(call EXTRAS,test dev demo)
+	$(PIP) --no-deps axe-playwright-python
 	@touch $@ $(VENV)/.demo
 
-# What builds archives needs nothing of what tests need.
+# What builds archives needs nothing of what tests need. It imports the commands, to write their
+# manual pages.
 $(DIST_VENV)/.ready: pyproject.toml
 	$(call NEW_VENV,$(DIST_VENV))
 	$(MAKE) --no-print-directory VENV=$(DIST_VENV) $(DIST_VENV)/.building

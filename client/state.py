@@ -167,7 +167,9 @@ class ClientState:
 
     def _tls(self) -> ClientEnd | None:
         credentials = self.stub.credentials
-        return None if credentials is None else ClientEnd(credentials)
+        if credentials is None:
+            return None
+        return ClientEnd(credentials, demands=self.config.data_encryption == "tls")
 
     def _engine(self) -> MooncakeTransport:
         # Imported here, because most clients have no engine, and every import takes time.

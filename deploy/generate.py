@@ -5,8 +5,8 @@
     python deploy/generate.py --to FOLDER --runbook https://wiki.example/kvstore
 
 ``deploy/prometheus/alerts.yml`` and ``deploy/grafana/kvstore.json`` are the sources. By default the
-runbook of an alert is the page that a master serves, by HTTP; ``--runbook`` names another page with
-the same anchors, and then ``--to`` is the folder for the three files, ``alerts.yml`` among them.
+runbook of an alert is the page that a master serves; ``--runbook`` names another page with the same
+anchors, and then ``--to`` is the folder for the three files, ``alerts.yml`` among them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ ALERTS: Final = DEPLOY / "prometheus/alerts.yml"
 DASHBOARD: Final = DEPLOY / "grafana/kvstore.json"
 
 SERVED: Final = (
-    '{{ with query "topk(1, kvstore_master_leads)" }}http://{{ . | first | label "instance" }}'
+    '{{ with query "topk(1, kvstore_master_leads'
+    ' * on (job, instance) group_right kvstore_master_info)" }}'
+    '{{ . | first | label "scheme" }}://{{ . | first | label "instance" }}'
     "{{ else }}http://localhost:50080{{ end }}/runbook"
 )
-"""The runbook by default, a template of Prometheus: that of the leader, else of any master."""
+"""The runbook by default, a template of Prometheus: that of the leader, else of any master, by HTTP
+or HTTPS as that master serves it."""
 
 RULE: Final = """\
 # By deploy/generate.py, from deploy/prometheus/alerts.yml. For the Prometheus operator; not in

@@ -44,6 +44,7 @@ class Repairer:
             master=config.master,
             cluster=config.cluster,
             auth=config.auth,
+            data_encryption=config.data_encryption,
             transports=("shm", "tcp"),
             name=f"{node}-repair",
         )

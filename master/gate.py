@@ -57,6 +57,9 @@ LINES_PER_S: Final = 5
 PUTTING: Final = (PutStart, Allocate, StartMoves)
 """Calls that get memory to write to."""
 
+NAMING: Final = (PutEnd, PutRevoke, Renew)
+"""Calls that name the tokens of several puts."""
+
 AUDITED: Final = (Remove, Clear, Drain)
 """Calls that are logged with who has made them: they take something away from others."""
 
@@ -294,7 +297,7 @@ def names_anothers(request: Request, number: int, pending: Pending) -> bool:
     number."""
     if isinstance(request, Commit):
         tokens: Sequence[int] = (request.token,)
-    elif isinstance(request, PutEnd | PutRevoke | Renew):
+    elif isinstance(request, NAMING):
         tokens = request.tokens
     else:
         return False

@@ -26,10 +26,10 @@ from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.gate import Gate, holder_of
-from kvstore.master.sniffing import Sniffing, splice
 from kvstore.master.state.traffic import Caller
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
+from kvstore.network.sniffing import Sniffing, splice
 from kvstore.ports import what_answers
 from kvstore.wire import traces
 from kvstore.wire.messages import CALLS, JOIN_METADATA, Call

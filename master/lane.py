@@ -28,9 +28,10 @@ from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.gate import Gate
-from kvstore.master.sniffing import Sniffing
 from kvstore.master.state.traffic import Caller
 from kvstore.network.listening import listen
+from kvstore.network.sniffing import Sniffing
+from kvstore.network.tls_transport import RECEIVED_BYTES, TlsTransport
 from kvstore.wire import frames
 from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame
 from kvstore.wire.messages import BY_WIRE_NAME
@@ -40,7 +41,7 @@ HELLO_BYTES_MAX = 256
 """Bytes that the master buffers, at most, for a client without a valid token."""
 
 HANDSHAKES_MAX = 128
-"""Handshakes of TLS at once, of 340 KB each; the oldest makes room for one more."""
+"""Handshakes of TLS at once; the oldest makes room for one more."""
 
 FRAMES_PER_TURN = 64
 """Calls of one connection that are answered before other connections get their turn: well under a
@@ -106,7 +107,9 @@ class LaneServer:
         self._sniffing: Sniffing | None = None
         """Accepts connections by TCP, with authentication."""
         self._tls: ssl.SSLContext | None = None
-        self._handshakes: dict[asyncio.Task[None], None] = {}
+        self._received = memoryview(b"")
+        """What connections with TLS receive into."""
+        self._handshakes: dict[TlsTransport, None] = {}
         """Connections within their handshake, oldest first."""
 
     async def bind(self, host: str, port: int, *, unix: bool = True) -> None:
@@ -125,6 +128,7 @@ class LaneServer:
         else:
             self._sniffing = Sniffing(listener, self._serve_tcp)
             self._tls = self.gate.credentials.server()
+            self._received = memoryview(bytearray(RECEIVED_BYTES))
         if unix:
             # The random name prevents connections by accident; the token keeps strangers out.
             self.unix = f"kvstore-lane-{self.port}-{secrets.token_hex(8)}"
@@ -181,30 +185,30 @@ class LaneServer:
             else:
                 await loop.connect_accepted_socket(self._connection, sock)
             return
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self._handshakes) >= HANDSHAKES_MAX:  # the oldest makes room
+        assert self._tls is not None
+        if len(self._handshakes) >= HANDSHAKES_MAX:
             oldest = next(iter(self._handshakes))
             del self._handshakes[oldest]
-            oldest.cancel()
-        self._handshakes[task] = None
+            oldest.give_up("newer handshakes needed its place")
+        tls = TlsTransport(self._tls, self._connection, self._received)
+        self._handshakes[tls] = None
+        timeout_s = self.settings.hello_timeout_s
+        timer = loop.call_later(timeout_s, tls.give_up, "no handshake in time")
         try:
-            await loop.connect_accepted_socket(
-                self._connection,
-                sock,
-                ssl=self._tls,
-                ssl_handshake_timeout=self.settings.hello_timeout_s,
-            )
-        except (OSError, asyncio.CancelledError) as error:  # cancelled: it makes room, or we stop
-            # A cycle of the error, frames, and asyncio's future or our task, with the buffers of
-            # TLS: 340 KB, which would never be freed, since the collector does not see what is
-            # frozen. Nothing of the task is left that a cancellation would have to end.
+            await loop.connect_accepted_socket(lambda: tls, sock)
+            why = await tls.begun
+        except (OSError, asyncio.CancelledError) as error:  # cancelled: we stop
+            # A cycle of the error, frames and our task would never be freed, since the collector
+            # does not see what is frozen. Nothing of the task is left that could be cancelled.
             without_frames(error)
-            self.stats.refused += 1
-            why = getattr(error, "reason", "") or getattr(error, "strerror", "")
-            self.gate.refusal(f"a connection to the lane: {why or 'no handshake in time'}")
+            why = getattr(error, "strerror", "") or "it was ended"
+            tls.abort()
         finally:
-            self._handshakes.pop(task, None)
+            timer.cancel()
+            self._handshakes.pop(tls, None)
+        if why:
+            self.stats.refused += 1
+            self.gate.refusal(f"a connection to the lane: {why}")
 
     def _connection(self) -> _LaneClient:
         return _LaneClient(self, self._dispatcher)

@@ -46,6 +46,7 @@ from kvstore.master.sealing import Sealing
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
+from kvstore.network.tcp_protocol import WITH_TLS
 from kvstore.process.background import Died, start_task
 from kvstore.tenants import TenantMatcher, TenantRule
 from kvstore.texts import field_text
@@ -360,9 +361,10 @@ class MasterService:
         session = self._next_session
         outbox: Outbox = asyncio.Queue(OUTBOX_MAX)
         with self._transition() as state:
-            accepted = state.nodes.joined(self._clock(), session, first)
+            accepted = state.nodes.joined(self._clock(), session, first, _certified(first, who))
             self._outboxes[session] = outbox
-            outbox.put_nowait(accepted)
+            serves_all = self.gate is not None and not self.gate.required
+            outbox.put_nowait(accepted._replace(serves_all=serves_all))
         reader = start_task(
             f"node {first.name}",
             self._read_node(session, incoming, outbox, who, first.name),
@@ -516,6 +518,12 @@ class MasterService:
                 return
             self._settle()
             self._took(started)
+
+
+def _certified(join: calls.NodeJoin, who: Identity | None) -> str:
+    """``SegmentInfo.certified`` for a node that joins with this identity."""
+    encrypts = any(offer.data_protocol >= WITH_TLS for offer in join.segments)
+    return who.certified if who is not None and encrypts else ""
 
 
 def _shown(value: str | int) -> str | int:

@@ -7,6 +7,9 @@ set -euo pipefail
 missing=("${@:2}")
 need() { command -v "$1" >/dev/null || missing+=("$2"); }
 need ip iproute2
+# Shells whose completion is tested.
+need zsh zsh
+need fish fish
 # Masters elect through etcd; transfer engines meet there and at Redis.
 need redis-server redis-server
 need etcd etcd-server

@@ -6,18 +6,17 @@ import contextlib
 import errno
 import os
 import socket
-import ssl
 import struct
 import time
 
 from kvstore.auth.credentials import MASTER_NAME, Credentials
 from kvstore.calls import Joined
-from kvstore.client.calling import tls
 from kvstore.client.calling.retries import (
     CarrierBrokenError,
     LaneUnreachableError,
     TokenRefusedError,
 )
+from kvstore.client.calling.tls import TlsWire
 from kvstore.clocks import uptime
 from kvstore.errors import PermissionDeniedError, ProtocolError
 from kvstore.limits import FRAME_BYTES_MAX
@@ -40,7 +39,7 @@ class EndedBeforeError(CarrierBrokenError):
 class LaneConnection:
     """One connection, one call at a time. Threads: the one that took it; ``interrupt``: any."""
 
-    def __init__(self, sock: socket.socket, spin_s: float, generation: int) -> None:
+    def __init__(self, sock: socket.socket | TlsWire, spin_s: float, generation: int) -> None:
         self._sock = sock
         self.generation = generation
         self._spin_s = spin_s
@@ -49,23 +48,12 @@ class LaneConnection:
 
     def greet(self, joined: Joined, until: float) -> None:
         """Sends the HELLO and reads the answer. Raises TokenRefusedError, LaneUnreachableError."""
-        sock, reader = self._sock, FrameReader()
-
-        def wait_until() -> None:
-            left_s = until - uptime()
-            if left_s <= 0:
-                raise TimeoutError
-            sock.settimeout(left_s)
-
+        first, sock = hello(joined.lane_token, joined.protocol), self._sock
         try:
-            wait_until()
-            sock.sendall(hello(joined.lane_token, joined.protocol))
-            while (answer := reader.next()) is None:
-                wait_until()
-                if not (count := sock.recv_into(reader.space())):
-                    raise ConnectionError("the master closed the connection")
-                reader.received(count)
-            sock.setblocking(False)
+            if isinstance(sock, TlsWire):
+                answer = sock.greet(first, until)
+            else:
+                answer = _greet(sock, first, until)
         except TimeoutError:
             raise LaneUnreachableError("no greeting: no answer in time", silent=True) from None
         except OSError as error:
@@ -90,8 +78,8 @@ class LaneConnection:
         spinning = spin and self._spin_s > 0 and gauge.pays()
         spin_s = self._spin_s if spinning else 0.0
         how = request, self._call_id, spin_s, deadline, FRAME_BYTES_MAX
-        if isinstance(self._sock, ssl.SSLSocket):
-            status, number, kind, data = tls.exchange(self._sock, *how)
+        if isinstance(self._sock, TlsWire):
+            status, number, kind, data = self._sock.exchange(*how)
         else:
             status, number, kind, data = steps.exchange(self._sock, *how)
         if status == ANSWERED and data is not None:
@@ -157,7 +145,8 @@ def connect(
             sock = names.connect(host, joined.lane_port, until)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if credentials is not None:
-                sock = _with_tls(sock, credentials, until)
+                wire = _with_tls(sock, credentials, until)
+                return LaneConnection(wire, spin_s, generation)
         except TimeoutError:
             raise LaneUnreachableError(f"{address}: no answer in time", silent=True) from None
         except OSError as error:
@@ -174,14 +163,36 @@ def _is_trusted(sock: socket.socket) -> bool:
     return uid in (0, os.geteuid())
 
 
-def _with_tls(sock: socket.socket, credentials: Credentials, until: float) -> ssl.SSLSocket:
-    """Takes over ``sock``. Raises OSError (``ssl.SSLError`` is one)."""
+def _with_tls(sock: socket.socket, credentials: Credentials, until: float) -> TlsWire:
+    """Takes over ``sock``. Raises OSError."""
     try:
-        sock.settimeout(max(until - uptime(), 0.001))
-        return credentials.client().wrap_socket(sock, server_hostname=MASTER_NAME)
+        wire = TlsWire(sock, credentials.client(), MASTER_NAME)
+        wire.begin(until)
     except BaseException:
         sock.close()
         raise
+    return wire
+
+
+def _greet(sock: socket.socket, first: bytes, until: float) -> Frame:
+    """Sends the first frame without TLS; the answer to it. Raises TimeoutError, OSError."""
+    reader = FrameReader()
+
+    def wait_until() -> None:
+        left_s = until - uptime()
+        if left_s <= 0:
+            raise TimeoutError
+        sock.settimeout(left_s)
+
+    wait_until()
+    sock.sendall(first)
+    while (answer := reader.next()) is None:
+        wait_until()
+        if not (count := sock.recv_into(reader.space())):
+            raise ConnectionError("the master closed the connection")
+        reader.received(count)
+    sock.setblocking(False)
+    return answer
 
 
 def _connect_unix(name: str, until: float) -> socket.socket | None:

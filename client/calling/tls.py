@@ -1,14 +1,19 @@
-"""One call on a connection of TLS: what ``Steps.exchange`` does on a plain one."""
+"""``TlsWire``: a lane's connection within TLS, for one call at a time.
+
+TLS works on bytes in memory, and a step (``Steps.send_and_receive``) moves the encrypted ones as
+``Steps.exchange`` does those of a plain lane: by as few system calls, and it polls as that does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import select
+import os
+import socket
 import ssl
-import struct
-from typing import Final
 
-from kvstore.clocks import uptime
+from kvstore.errors import ProtocolError
+from kvstore.native import steps
 from kvstore.native.kinds import (
     ANSWERED,
     BROKEN,
@@ -18,105 +23,113 @@ from kvstore.native.kinds import (
     TIMED_OUT,
     UNASKED,
 )
+from kvstore.network.stream import EndedError
+from kvstore.network.tls_memory import TlsEnd, TlsError
+from kvstore.wire.frames import Frame, FrameReader
 
-_HEAD: Final = struct.Struct("<IQBB")
-_RECORD_BYTES: Final = 16 << 10
-"""TLS hands out no more at once."""
 
+class TlsWire:
+    """See the module. Threads: one at a time; ``shutdown``: any. ``close`` it after an error."""
 
-def exchange(
-    sock: ssl.SSLSocket,
-    request: bytes,
-    call_id: int,
-    spin_s: float,
-    deadline: float,
-    length_max: int,
-) -> tuple[int, int, int, bytes | None]:
-    """As ``kvstore.native.kinds.Steps.exchange``. ``sock`` does not block, before and after."""
-    now = uptime()
-    if now >= deadline:
-        return TIMED_OUT, 0, 0, None
-    failure = UNASKED
-    try:
-        if not _is_quiet(sock):
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_name: str) -> None:
+        """Takes over ``sock``. ``server_name``: the name that the master's certificate must
+        have."""
+        sock.setblocking(False)
+        self._sock = sock
+        self._tls = TlsEnd(context, server_name)
+        self._reader = FrameReader()
+
+    def begin(self, deadline: float) -> None:
+        """The handshake. Our last message of it leaves with the first frame.
+
+        Raises:
+            TimeoutError
+            OSError: ``TlsError`` if one end does not trust the other; the master may say so later,
+                to ``greet``.
+        """
+        try:
+            while not self._tls.shake():
+                self._receive(deadline)
+        except TlsError:
+            with contextlib.suppress(OSError):
+                self._sock.send(self._tls.take())  # tells the master why
+            raise
+
+    def greet(self, hello: bytes, deadline: float) -> Frame:
+        """Sends the first frame; the answer to it.
+
+        Raises:
+            ProtocolError, TimeoutError, OSError
+        """
+        self._tls.write(hello)
+        while (answer := self._next()) is None:
+            self._receive(deadline)
+        return answer
+
+    def exchange(
+        self, request: bytes, call_id: int, spin_s: float, deadline: float, length_max: int
+    ) -> tuple[int, int, int, bytes | None]:
+        """As ``kvstore.native.kinds.Steps.exchange``."""
+        if self._tls.has_unread:
             return UNASKED, 0, 0, None
-        failure = NOT_SENT
-        _send(sock, request, deadline)
-        failure = BROKEN
-        received, spun = _first(sock, now + spin_s, deadline)
-        head = _more(sock, received, _HEAD.size, deadline)
-        if head is None:
+        self._reader.length_max = length_max
+        try:
+            self._tls.write(request)
+            status, number, came = steps.send_and_receive(
+                self._sock, self._tls.take(), True, spin_s, deadline
+            )
+            polled = number
+            while status == ANSWERED and came is not None:
+                self._tls.feed(came)
+                if (answer := self._next()) is not None:
+                    return self._checked(answer, call_id, polled)
+                status, number, came = steps.send_and_receive(
+                    self._sock, self._tls.take(), False, 0.0, deadline
+                )
+                if status == NOT_SENT:
+                    status = BROKEN  # the request has left
+        except TlsError:
+            return BROKEN, errno.EBADMSG, 0, None
+        except EndedError:
             return ENDED, 0, 0, None
-        length, answered, kind, name_size = _HEAD.unpack_from(head)
-        if length + 4 < _HEAD.size or length > length_max or name_size:
+        except ProtocolError:
             return GARBLED, 0, 0, None
-        whole = _more(sock, head, length + 4, deadline)
-        if whole is None:
-            return ENDED, 0, 0, None
-    except TimeoutError:
-        return TIMED_OUT, 0, 0, None
-    except ssl.SSLError:  # its number is OpenSSL's
-        return failure, errno.EPROTO, 0, None
-    except OSError as error:
-        return failure, error.errno or 0, 0, None
-    if answered != call_id or len(whole) != length + 4:
-        return GARBLED, 0, kind, None
-    return ANSWERED, int(spun), kind, bytes(whole[_HEAD.size :])
+        return status, number, 0, None
 
+    def shutdown(self, how: int) -> None:
+        """As ``socket.socket.shutdown``; wakes a thread that waits here."""
+        self._sock.shutdown(how)
 
-def _is_quiet(sock: ssl.SSLSocket) -> bool:
-    """Whether the master has neither sent bytes nor ended the connection since the last call."""
-    try:
-        sock.recv(1)
-    except ssl.SSLWantReadError:
-        return True
-    return False
+    def close(self) -> None:
+        self._sock.close()
 
+    def _checked(
+        self, answer: Frame, call_id: int, polled: int
+    ) -> tuple[int, int, int, bytes | None]:
+        answered, kind, name, payload = answer
+        if name or self._reader.held or self._tls.has_unread:
+            return GARBLED, 0, 0, None
+        return (ANSWERED if answered == call_id else GARBLED), polled, kind, payload
 
-def _send(sock: ssl.SSLSocket, request: bytes, deadline: float) -> None:
-    left = memoryview(request)
-    while left:
-        try:
-            left = left[sock.send(left) :]
-        except ssl.SSLWantWriteError:
-            _wait(sock, select.POLLOUT, deadline)
-        except ssl.SSLWantReadError:
-            _wait(sock, select.POLLIN, deadline)
+    def _receive(self, deadline: float) -> None:
+        """Sends what is to be sent, and receives something."""
+        data = self._tls.take()
+        status, number, came = steps.send_and_receive(self._sock, data, False, 0.0, deadline)
+        if status == TIMED_OUT:
+            raise TimeoutError
+        if status == ENDED:
+            raise ConnectionError("the master closed the connection")
+        if status != ANSWERED or came is None:
+            raise OSError(number, os.strerror(number))
+        self._tls.feed(came)
 
-
-def _first(sock: ssl.SSLSocket, spin_until: float, deadline: float) -> tuple[bytearray, bool]:
-    """The first bytes of the answer, and whether polling has found them."""
-    while True:
-        try:
-            return bytearray(sock.recv(_RECORD_BYTES)), uptime() < spin_until
-        except ssl.SSLWantReadError:
-            if uptime() >= spin_until:
-                break
-    return _received(sock, deadline), False
-
-
-def _more(sock: ssl.SSLSocket, received: bytearray, size: int, deadline: float) -> bytearray | None:
-    """``received``, with at least ``size`` bytes; None: the master has ended the connection."""
-    while len(received) < size:
-        some = _received(sock, deadline) if received else received
-        if not some:
-            return None
-        received += some
-    return received
-
-
-def _received(sock: ssl.SSLSocket, deadline: float) -> bytearray:
-    while True:
-        try:
-            return bytearray(sock.recv(_RECORD_BYTES))
-        except ssl.SSLWantReadError:
-            _wait(sock, select.POLLIN, deadline)
-
-
-def _wait(sock: ssl.SSLSocket, events: int, deadline: float) -> None:
-    """Raises TimeoutError."""
-    poll = select.poll()
-    poll.register(sock, events)
-    left_s = deadline - uptime()
-    if left_s <= 0 or not poll.poll(left_s * 1000):
-        raise TimeoutError
+    def _next(self) -> Frame | None:
+        """The frame that has come; None: more has to come. Raises TlsError, ProtocolError,
+        EndedError."""
+        while count := self._tls.read(self._reader.space()):
+            self._reader.received(count)
+            if (answer := self._reader.next()) is not None:
+                return answer
+        if count == 0:
+            raise EndedError(0)
+        return None

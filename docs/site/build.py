@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+from finishing import finished
 from reference import SERVERS, all_commands, cell, code
 
 from kvstore import calls
@@ -179,7 +180,10 @@ def run(out: Path) -> int:
         "-c", HERE, "-d", out / "cache", "-D", f"html_search_scorer={out / 'scorer.js'}",
         source, out / "html",
     ]  # fmt: skip
-    return subprocess.run(command, check=False, cwd=ROOT).returncode
+    done = subprocess.run(command, check=False, cwd=ROOT).returncode
+    for page in (out / "html").rglob("*.html"):
+        page.write_text(finished(page.read_text()))
+    return done
 
 
 if __name__ == "__main__":

@@ -297,6 +297,12 @@ def read(path: str, *, check_mode: bool = True) -> Pems:
         b"".join(_CERTIFICATE.findall(chain)),
         b"".join(_CERTIFICATE.findall(authorities)),
     )
+    if not pems.key and b"-----BEGIN ENCRYPTED PRIVATE KEY-----" in key:
+        raise ConfigError(
+            f"the key of auth {path} has a passphrase, which a process cannot enter",
+            advice="openssl pkey -in tls.key -out new.key takes it away (easy-rsa: nopass).",
+            key="auth",
+        )
     for what, found in zip(("key", "certificate", "authority's certificate"), pems, strict=True):
         if not found:
             raise ConfigError(

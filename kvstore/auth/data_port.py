@@ -1,8 +1,9 @@
 """TLS on the data port of a node: what both ends show, and whom they accept.
 
-A node proves its role by the name ``node.kvstore`` in its certificate, and its own name by the
-identity there. A client proves that it is one of the cluster; what it may read and write there is
-said by its capabilities (``kvstore.network.tcp_protocol``).
+A node proves its role by the name ``node.kvstore`` in its certificate, and by the identity there
+that it is the one that has joined under its name: the master says which one that was. A client
+proves that it is one of the cluster; what it may read and write there is said by its capabilities
+(``kvstore.network.tcp_protocol``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Mapping
+from typing import Final
 
 from kvstore.auth.credentials import NODE_NAME, Credentials, alternative_names
 from kvstore.auth.identity import SCHEME, Identity, identity_of
@@ -53,7 +55,9 @@ class NodeEnd:
 class ClientEnd:
     """The client's end. Threads: any."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Credentials, *, demands: bool = False) -> None:
+        """``demands``: refuse nodes that do not encrypt."""
+        self.demands: Final = demands
         self._credentials = credentials
 
     def stream(self, sock: socket.socket, stall_s: float) -> TlsStream:
@@ -61,13 +65,18 @@ class ClientEnd:
         context = self._credentials.client()
         return TlsStream(sock, context, server_name=NODE_NAME, stall_s=stall_s)
 
-    def accepts(self, certificate: object, node: str) -> bool:
-        """Whether a node with this certificate may have the name ``node``. One of another authority
-        that names no identity of ours (SPIFFE) may have any: its role is proved."""
+    def accepts(self, certificate: object, node: str, certified: str = "") -> bool:
+        """Whether a node with this certificate is the one of the name ``node``.
+
+        Args:
+            certified: as ``SegmentInfo.certified``. Empty: a node of another authority that names
+                no identity of ours (SPIFFE) may have any name: its role is proved.
+        """
         names = alternative_names(certificate)
         if not any(name.startswith(SCHEME) for name in names):
-            return True
+            return certified in ("", *names)
         try:
-            return identity_of(names).may_be_node(node)
+            who = identity_of(names)
         except InvalidArgumentError:
             return False
+        return who.may_be_node(node) and certified in ("", who.certified)

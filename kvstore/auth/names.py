@@ -40,7 +40,7 @@ def load_names(path: str) -> dict[str, Identity]:
         try:
             if name.startswith(SCHEME) or not isinstance(uri, str):
                 raise InvalidArgumentError("it is no name of another authority and an identity")
-            names[name] = parse(uri)
+            names[name] = parse(uri)._replace(other=name)
         except InvalidArgumentError as error:
             raise ConfigError(
                 f"auth_names {path}: {name[:80]!r}: {error.message}",

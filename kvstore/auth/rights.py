@@ -206,12 +206,13 @@ def check_events(who: Identity, namespace: str, under: str) -> None:
 
 
 def shown_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterStatus:
-    """What this identity may see of it: an engine sees its own namespaces only."""
+    """What this identity may see of it: an engine sees its own namespaces only, and nothing that
+    counts what others do, but for how full the nodes are."""
     if who.is_admin or NODE in who.roles or OBSERVER in who.roles:
         return status
     mine = [each for each in status.namespaces if who.may_read(each.name)]
     tenants = [each for each in status.tenants if _is_of(who, each)]
-    return status._replace(namespaces=mine, tenants=tenants)
+    return status._replace(namespaces=mine, tenants=tenants, counters=(), gone=())
 
 
 def _is_of(who: Identity, tenant: calls.TenantStatus) -> bool:

@@ -81,6 +81,10 @@ class NodeBeat(NamedTuple):
     """Somebody has removed the entry of my memory in /dev/shm."""
     clock_ms: ClockMs = 0
     """As in ``NodeJoin``."""
+    read_bytes: int = 0
+    """Bytes that clients have read over the node's data port since its start."""
+    written_bytes: int = 0
+    """Bytes that clients have written so."""
 
 
 class NodeWiped(NamedTuple):
@@ -126,6 +130,9 @@ class MasterAccepted(NamedTuple):
     """The version that both speak from here on."""
     cluster: NameOrEmpty = ""
     """Name of the master's cluster; empty: it has none."""
+    serves_all: bool = False
+    """Whether the master has an identity and also serves peers without one (``--auth-mode
+    prefer``)."""
 
 
 class MasterBeat(NamedTuple):
@@ -140,7 +147,7 @@ class MasterBeat(NamedTuple):
 
 
 class MasterWipe(NamedTuple):
-    """Wipe the headers at these offsets, each only if it still has that version."""
+    """Wipe the headers at these offsets, each only if it still has that version; then zero."""
 
     order: int
     uuid: Uuid
@@ -156,6 +163,9 @@ class MasterWipe(NamedTuple):
     client of each, 0 for any."""
     cut_connections: Annotated[Sequence[int], Rows(like="cut_clients")] = ()
     """For each of them the number that its client has given it; 0: all of that client."""
+    lengths: Numbers = ()
+    """Bytes to zero from each offset on, whatever is there; 0: none. Empty: none anywhere. Only a
+    node that takes capabilities gets lengths, and only for extents that no client may use."""
 
 
 class MasterClaimed(NamedTuple):

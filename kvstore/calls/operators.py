@@ -67,6 +67,14 @@ class NodeStatus(NamedTuple):
     entry_gone: bool = False
     """Whether somebody has removed the entry of its memory in /dev/shm: processes that start now
     cannot map it, and what it holds is lost when the node ends."""
+    stored_bytes: int = 0
+    """Payload bytes of objects that were put, moved or repaired there, by whatever transport, since
+    the node joined this master."""
+    read_bytes: int = 0
+    """Bytes that clients have read over the node's data port since its start, as the node says.
+    What clients move through shared memory or a transfer engine does not pass that port."""
+    written_bytes: int = 0
+    """Bytes that clients have written so."""
 
 
 class GoneNode(NamedTuple):

@@ -101,6 +101,9 @@ class SegmentInfo(NamedTuple):
     clients then speak data protocol 3. 0: they speak 2."""
     handover: Handover | None = None
     """Where a holder asks for the memory; None: its node hands none over."""
+    certified: str = ""
+    """What the certificate of the node said of its identity when the node joined
+    (``Identity.certified``), for data protocol 4; empty: not known."""
 
 
 class Placements(NamedTuple):

@@ -38,6 +38,8 @@ class ClientTraffic(NamedTuple):
     """Keys that it has put."""
     key: bytes
     """One key of its last put; empty: it has only asked."""
+    stored_bytes: int = 0
+    """Payload bytes of what it has put, replicas not counted."""
 
 
 class MissedKey(NamedTuple):

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.options import CONTEXT, Command, agreed, debug_option, json_option
+from kvstore.cli.invocation import CONNECTION
+from kvstore.cli.options import (
+    CONTEXT,
+    Command,
+    agreed,
+    config_options,
+    debug_option,
+    json_option,
+)
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
 from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.network.addresses import shown_place
@@ -22,6 +30,9 @@ if TYPE_CHECKING:
 POOL_BYTES_MIN = 1 << 30
 FREE_PART = 0.9
 """The part of a running store's free memory that the benchmark uses: some may be fragmented."""
+
+USED = ("auth", "cluster")
+"""Settings of a running store that is measured."""
 
 EXAMPLE = """\b
 Examples:
@@ -60,11 +71,14 @@ Examples:
 @click.option("--master-scale", type=click.IntRange(min=1), metavar="N",
               help="Measure a master that knows N objects instead: memory and pauses.")  # fmt: skip
 @click.option("--verify", is_flag=True, help="Measure what each setting of verify costs instead.")
+@config_options(ClientConfig, only=USED, common=USED, helps=CONNECTION)
 @json_option
 @debug_option
 @click.pass_context
 def bench(
     context: click.Context,
+    /,
+    config_path: str | None,
     transport: str,
     seconds: float,
     rows: str,
@@ -74,6 +88,7 @@ def bench(
     master_scale: int | None,
     verify: bool,
     as_json: bool,
+    **given: Any,
 ) -> None:
     # Here, as further below: a shell that completes this command would wait for numpy and rich.
     from kvstore.bench import cases
@@ -111,8 +126,13 @@ def bench(
     patterns = [pattern.strip() for pattern in rows.split(",")]
     cases.check_patterns(modes, patterns)
     if master is not None:
-        given = outer["flags"] | {"master": master, "memory": 0}
-        config = load(ClientConfig, given, config_path=outer["config_path"], origin="{flag}")
+        flags = outer["flags"] | {key: value for key, value in given.items() if value is not None}
+        config = load(
+            ClientConfig,
+            flags | {"master": master, "memory": 0},
+            config_path=outer["config_path"] if config_path is None else config_path,
+            origin="{flag}",
+        )
         master, auth = config.master, config.auth
         if auth:
             dumps.hide_memory()

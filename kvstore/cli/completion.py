@@ -20,7 +20,7 @@ EXAMPLE = """\b
 Examples:
   eval "$(kvstore completion bash)"                        in ~/.bashrc
   eval "$(kvstore completion zsh)"                         in ~/.zshrc, after compinit
-  kvstore completion fish > ~/.config/fish/completions/kvstore.fish
+  kvstore completion fish > ~/.config/fish/conf.d/kvstore.fish
 """
 
 
@@ -38,4 +38,6 @@ def completion(shell: str) -> None:
     for program in PROGRAMS:
         variable = f"_{program.replace('-', '_')}_COMPLETE".upper()
         made = kind(click.Command(program), {}, program, variable)
-        click.echo(made.source_template % made.source_vars())
+        # click's script for fish would end a description at its first comma.
+        source = made.source_template.replace('string split ","', 'string split -m 1 ","')
+        click.echo(source % made.source_vars())

@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import Any
 
 import click
-from rich.text import Text
 
 from kvstore.cli.invocation import CONNECTION
 from kvstore.cli.options import CONTEXT, FAILED, Command, config_options, debug_option, json_option
@@ -28,6 +27,9 @@ Examples:
 Exit codes: 0 no problem, 1 at least one problem.
 """
 
+USED = ("master", "auth", "timeout_ms")
+"""Settings of a client that the checks use."""
+
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 IMPORTS_TIMEOUT_S = 60.0
@@ -40,7 +42,7 @@ IMPORTS_TIMEOUT_S = 60.0
     epilog=EXAMPLE,
     help="Check this host, its programs and the connection to the cluster; say what to do.",
 )
-@config_options(ClientConfig, only=CONNECTION, common=CONNECTION)
+@config_options(ClientConfig, only=USED, common=USED, helps=CONNECTION)
 @click.option("--memory", metavar="SIZE", help="Size of a planned node; default: configured.")
 @click.option("--transfer-engine", is_flag=True, help="Test it with transfers to this host.")
 @json_option
@@ -57,7 +59,7 @@ def doctor(
 ) -> int:
     outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}, "config_path": None}
     config_path = outer["config_path"] if config_path is None else config_path
-    flags = {key: value for key, value in outer["flags"].items() if key in (*given, "auth")}
+    flags = {key: value for key, value in outer["flags"].items() if key in USED}
     flags |= {key: value for key, value in given.items() if value is not None}
     client = load(ClientConfig, flags, config_path=config_path, origin="{flag}")
     if client.auth:
@@ -111,7 +113,15 @@ def _checks(
     masters = client.master
     yield (
         "cluster",
-        _check("cluster.reached", master, masters, timeout_s, is_named=named, auth=client.auth),
+        _check(
+            "cluster.reached",
+            master,
+            masters,
+            timeout_s,
+            is_named=named,
+            auth=client.auth,
+            demands=client.data_encryption == "tls",
+        ),
     )
 
 
@@ -130,6 +140,8 @@ def _check(place: str, *arguments: object, **named: object) -> Check:
 
 def _show(found: list[Finding]) -> None:
     """Prints the findings as a table, and below it the advice, each on one line to copy."""
+    from rich.text import Text  # not above: a TAB imports this module
+
     console = console_of_names(fits=True)
     table = table_of("", "", "found", show_header=False)
     last = ""

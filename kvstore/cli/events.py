@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,7 +16,9 @@ from kvstore.config import HTTP_PORT, HTTP_TOKEN_VARIABLE, http_token_given, rea
 from kvstore.errors import KVStoreError
 from kvstore.network.addresses import join_address
 from kvstore.texts import key_text, name_text, size_text
-from kvstore.web.events.following import Told, follow
+
+if TYPE_CHECKING:
+    from kvstore.web.events.following import Told
 
 PAUSE_S = 1.0
 
@@ -59,6 +62,8 @@ def events(
     snapshot: bool,
     since: str,
 ) -> None:
+    from kvstore.web.events.following import follow  # not above: a TAB imports this module
+
     namespace = invocation.config.namespace if "namespace" in invocation.given else ""
     scheme = "https://" if cacert else ""
     places = [each if "://" in each else scheme + each for each in at] or _leaders(

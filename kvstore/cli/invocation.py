@@ -12,15 +12,30 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from kvstore.cli.options import config_options, debug_option, json_option
-from kvstore.config import ClientConfig, load
+from kvstore.config import ClientConfig, load, settings
 from kvstore.limits import Namespace
 from kvstore.process import dumps
 
 if TYPE_CHECKING:
     from kvstore import Client
 
-CONNECTION: Final = ("master", "timeout_ms")
-"""Settings that are options of every command with a client."""
+CONNECTION: Final = {
+    "master": "",
+    "auth": "File of this process's identity, which kvstore auth issue writes.",
+    "cluster": "Name that the cluster must have.",
+    "timeout_ms": "",
+}
+"""Settings that the help of every command with a client names, and what it says of them where the
+setting's own words are long."""
+
+OF_SOME: Final = ("memory", "namespace", "replicas", "put_wait_ms")
+"""Settings that are options only of the commands that use them."""
+
+EVERYWHERE: Final = tuple(
+    each.key for each in settings(ClientConfig) if each.flag and each.key not in OF_SOME
+)
+"""Settings that are options of every command with a client, as well as of ``kvstore`` itself:
+people write them before the command or behind it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +67,8 @@ class Invocation:
 
 
 def connects(*only: str, **helps: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a function that takes an ``Invocation`` the options ``--master``, ``--json`` etc.
+    """Gives a function that takes an ``Invocation`` the options ``--master``, ``--json`` etc. The
+    help names those of ``CONNECTION``; that of ``kvstore`` names all.
 
     Args:
         only: further settings that the command uses.
@@ -60,7 +76,7 @@ def connects(*only: str, **helps: str) -> Callable[[Callable[..., Any]], Callabl
     """
 
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
-        keys = (*CONNECTION, *only, *helps)
+        keys = (*EVERYWHERE, *only, *helps)
 
         @functools.wraps(function)
         def command(config_path: str | None, as_json: bool, **arguments: Any) -> Any:
@@ -79,9 +95,13 @@ def connects(*only: str, **helps: str) -> Callable[[Callable[..., Any]], Callabl
             invocation = Invocation(config=config, given=given, as_json=as_json or outer["as_json"])
             return function(invocation, **arguments)
 
-        with_options = config_options(ClientConfig, only=keys, common=CONNECTION, helps=helps)(
-            command
+        with_options = config_options(
+            ClientConfig,
+            only=keys,
+            common=EVERYWHERE,
+            hidden=[key for key in EVERYWHERE if key not in CONNECTION],
+            helps=CONNECTION | helps,
         )
-        return json_option(debug_option(with_options))
+        return json_option(debug_option(with_options(command)))
 
     return wrap

@@ -39,6 +39,10 @@ Examples:
   kvstore --master 10.0.0.7:50001 rm greeting
 
 \b
+Options of kvstore stand before a command; those that say how to reach and use the
+store can stand behind it as well: kvstore status --auth me.auth
+
+\b
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no such object, 130 interrupted.
 With --json results are JSON on stdout, and an error is one line of JSON on stderr:
   {"error": {"code": ..., "message": ..., "advice": ..., "fields": {...}}}

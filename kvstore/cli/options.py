@@ -92,6 +92,7 @@ def config_options(
     only: Sequence[str] = (),
     without: Sequence[str] = (),
     common: Sequence[str] = (),
+    hidden: Sequence[str] = (),
     helps: Mapping[str, str] | None = None,
 ) -> Callable[[CommandT], CommandT]:
     """Adds an option for each setting of ``kind``, and ``--config``.
@@ -102,6 +103,7 @@ def config_options(
     Args:
         only: the settings; empty: all of them, but those ``without``.
         common: the settings whose options stand with the common ones in the help.
+        hidden: the settings whose options the help leaves out.
         helps: what a setting does in this command, where its own words do not say it.
     """
 
@@ -117,6 +119,7 @@ def config_options(
                 flag if setting.metavar else f"{flag}/--no-{flag[2:]}",
                 setting.key,
                 cls=Common if setting.key in common else None,
+                hidden=setting.key in hidden,
                 metavar=setting.metavar or None,
                 default=None,
                 multiple=setting.many,

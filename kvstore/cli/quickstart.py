@@ -13,7 +13,6 @@ from kvstore.cli.options import CONTEXT, SOURCES, Command, config_options, debug
 from kvstore.config import MasterConfig, load
 from kvstore.errors import AddressInUseError, SharedMemoryTooSmallError
 from kvstore.memory import cgroup
-from kvstore.memory.entries import SHM_DIRECTORY
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
 from kvstore.process import logs
@@ -109,6 +108,7 @@ def spare_memory() -> int:
         SharedMemoryTooSmallError: the host can spare less than ``MEMORY_MIN``.
     """
     from kvstore.diagnosis.host import memory_available
+    from kvstore.memory.entries import SHM_DIRECTORY  # imports numpy
 
     room = os.statvfs(SHM_DIRECTORY)
     shared = room.f_bavail * room.f_frsize if room.f_blocks else None

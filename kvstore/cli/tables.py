@@ -1,16 +1,17 @@
-"""Tables of the command ``kvstore``. Imported only to show one: rich takes a while to import."""
+"""Tables of the command ``kvstore``. Imports rich, which takes a while, only to make one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.calls import ClusterStatus, NodeStatus
 from kvstore.shortages import guarantees_short
 from kvstore.texts import duration_text, name_text, size_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 WIDE: Final = 1 << 16
 """Characters of a line, which no row of a table reaches."""
@@ -23,6 +24,8 @@ def console_of_names(*, stderr: bool = False, fits: bool = False) -> Console:
     ``fits``: on a terminal, cells are wrapped within their columns instead: for prose, and for a
     page that is shown again and again.
     """
+    from rich.console import Console
+
     # Where TERM is dumb, rich ignores a width that comes without a height.
     console = Console(
         stderr=stderr, markup=False, emoji=False, highlight=False, width=WIDE, height=25
@@ -39,6 +42,8 @@ def table_of(*columns: str, right: Sequence[str] = (), show_header: bool = True)
         columns: the headers of the columns.
         right: the headers of further columns, whose cells are numbers.
     """
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False, show_header=show_header)
     for name in columns:
         table.add_column(name, overflow="fold")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import click
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.table import Table
 
 from kvstore.calls import ClusterStatus
 from kvstore.cli.cluster import status_json
@@ -21,6 +18,10 @@ from kvstore.cli.tables import console_of_names, table_of
 from kvstore.errors import KVStoreError
 from kvstore.network.addresses import shown_place
 from kvstore.texts import duration_text, name_text, size_text
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
 
 NAMESPACES: Final = 10
 """Namespaces that are shown, the largest ones."""
@@ -74,6 +75,8 @@ def top(invocation: Invocation, interval_s: float, count: int | None) -> int:
 
 def show(looks: Iterator[Snapshot], console: Console, place: str) -> None:
     """Shows each look on a screen of its own, and leaves the last one in the terminal."""
+    from rich.live import Live  # not above: a TAB imports this module
+
     last: RenderableType | None = None
     try:
         with Live(console=console, auto_refresh=False, screen=True) as live:
@@ -119,6 +122,8 @@ def rates(before: ClusterStatus | None, after: ClusterStatus, seconds: float) ->
 
 def page(seen: Snapshot, master: str) -> RenderableType:
     """What the terminal shows."""
+    from rich.console import Group
+
     status = seen.status
     if status is None:
         return f"no answer from {master}: {seen.error}"
@@ -126,7 +131,12 @@ def page(seen: Snapshot, master: str) -> RenderableType:
     head = f"{who}, epoch {status.epoch}, up {duration_text(status.uptime_ms)}"
     if status.cluster:
         head = f"cluster {status.cluster}, {head}"
-    return Group(head, "", _traffic(dict(status.counters), seen.rates), "", *_tables(status))
+    traffic = (
+        _traffic(dict(status.counters), seen.rates)
+        if status.counters
+        else "What was done since the start is for the roles admin, node and observer."
+    )
+    return Group(head, "", traffic, "", *_tables(status))
 
 
 def _traffic(totals: dict[str, int], now: dict[str, float]) -> Table:

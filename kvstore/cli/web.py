@@ -27,7 +27,8 @@ from kvstore.process.children import ParentLink
 @click.option("--key", default="")
 @click.option("--cluster", default="")
 @click.option("--auth", default="", help="The file of the parent's identity.")
-@click.option("--guarded", is_flag=True, help="Requests need an identity.")
+@click.option("--has-tls", is_flag=True, help="The port shows the parent's identity.")
+@click.option("--also-plain", is_flag=True, help="It also serves peers without TLS.")
 @click.option("--revoked", default="")
 @click.option("--known", default="", help="File with names of other authorities.")
 @click.option("--config", default="")
@@ -46,7 +47,8 @@ def command(
     key: str,
     cluster: str,
     auth: str,
-    guarded: bool,
+    has_tls: bool,
+    also_plain: bool,
     revoked: str,
     known: str,
     config: str,
@@ -79,9 +81,10 @@ def command(
                         reads,
                         cert,
                         key,
-                        auth if guarded else "",
+                        auth if has_tls else "",
                         revoked,
                         known,
+                        also_plain,
                     ),
                 )
             )

@@ -4,8 +4,8 @@ The value of a setting comes from the first of these sources that has one:
 
 1. a flag of the command line, or an argument in a program (``--lease-ms``, ``lease_ms=``);
 2. the environment: ``KVSTORE_MASTER_LEASE_MS``, ``KVSTORE_NODE_MEMORY``, ``KVSTORE_CLIENT_LANE``;
-   ``KVSTORE_MASTER`` says to all of them where the master is, and ``KVSTORE_CLUSTER`` is the
-   name of the cluster;
+   ``KVSTORE_MASTER`` says to all of them where the master is, ``KVSTORE_CLUSTER`` is the name of
+   the cluster, and ``KVSTORE_AUTH`` and ``KVSTORE_DATA_ENCRYPTION`` are of all of them, too;
 3. a TOML file with the sections ``[master]``, ``[node]``, ``[client]``, ``[connector]`` and
    ``[proxy]``: the one that ``--config`` or ``KVSTORE_CONFIG`` names, else ``./kvstore.toml``,
    else ``~/.config/kvstore/kvstore.toml``; files are never merged, and an empty name means none;

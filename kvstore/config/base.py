@@ -14,6 +14,7 @@ CONFIG_VARIABLE = "KVSTORE_CONFIG"
 MASTER_VARIABLE = "KVSTORE_MASTER"
 CLUSTER_VARIABLE = "KVSTORE_CLUSTER"
 AUTH_VARIABLE = "KVSTORE_AUTH"
+ENCRYPTION_VARIABLE = "KVSTORE_DATA_ENCRYPTION"
 HTTP_TOKEN_VARIABLE = "KVSTORE_HTTP_TOKEN"  # noqa: S105 - the name of a variable
 STRICT_VARIABLE = "KVSTORE_STRICT_CONFIG"
 """If it is not empty, unknown settings are refused; ``--strict-config`` sets it."""
@@ -24,6 +25,7 @@ _SHARED = {
     "master": MASTER_VARIABLE,
     "cluster": CLUSTER_VARIABLE,
     "auth": AUTH_VARIABLE,
+    "data_encryption": ENCRYPTION_VARIABLE,
     "http_token": HTTP_TOKEN_VARIABLE,
 }
 """Variables that several kinds of process read."""

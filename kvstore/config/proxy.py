@@ -10,6 +10,7 @@ from kvstore.config.base import Config
 from kvstore.config.values import (
     DEFAULT_PORT,
     Addresses,
+    AdminToken,
     Affinity,
     AuthFile,
     Cluster,
@@ -27,7 +28,6 @@ from kvstore.config.values import (
     OptionalMaster,
     Port,
     RefusedValueError,
-    Secret,
     check_https,
 )
 
@@ -186,9 +186,10 @@ class ProxyConfig(Config):
         description="How long requests under way may take when the proxy is asked to stop: as "
         "long as Kubernetes waits before it kills.",
     )
-    admin_token: Secret = Field(
+    admin_token: AdminToken = Field(
         default="",
-        description="Changing the instances needs 'Authorization: Bearer SECRET', also from this "
+        repr=False,
+        description="Changing the instances needs 'Authorization: Bearer TOKEN', also from this "
         "host; without a token only this host may. Better given as a variable: flags can be read "
         "by every user of the host.",
     )

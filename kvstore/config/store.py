@@ -52,7 +52,12 @@ class StoreSettings(Config):
     device_name: Devices = ""
     metadata_server: MetadataServer = P2P
     engine_unauthenticated: Unauthenticated = False
-    data_encryption: DataEncryption = "off"
+    data_encryption: DataEncryption = Field(
+        default="off",
+        description="tls: over tcp use only nodes that encrypt their data ports, and encrypt the "
+        "memory that this process pools; needs auth. off: as each node says, in plain or encrypted "
+        "(TLS 1.3). Memory of this host is mapped in any case.",
+    )
     engine_buffer: EngineBuffer = 64 << 20
     device_ring: DeviceRing = 64 << 20
     device_locked: DeviceLocked = 1 << 40

@@ -247,7 +247,7 @@ def check_token(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._~+/-]{16,256}=*", value, re.ASCII):
         raise RefusedValueError(
             "must be 16 to 256 letters, digits and signs of ._~+/-",
-            "Make one: openssl rand -hex 32 > FILE",
+            "Make one: openssl rand -hex 32",
         )
     return value
 
@@ -324,11 +324,9 @@ Group = Annotated[str, As("GROUP")]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
 Secret = Annotated[str, As("SECRET", is_secret=True)]
 HeaderName = Annotated[str, As("HEADER"), AfterValidator(_header)]
-HttpToken = Annotated[
-    str,
-    As("TOKEN", is_secret=True, has_flag=False),
-    AfterValidator(lambda value: check_token(value) if value else value),
-]
+_Token = Annotated[str, AfterValidator(lambda value: check_token(value) if value else value)]
+HttpToken = Annotated[_Token, As("TOKEN", is_secret=True, has_flag=False)]
+AdminToken = Annotated[_Token, As("TOKEN", is_secret=True)]
 HttpCert = Annotated[
     File,
     Field(
@@ -353,7 +351,8 @@ AuthMode = Annotated[
     BeforeValidator(_lower),
     Field(
         description="With --auth: require refuses peers without an identity; prefer still serves "
-        "them as before, while a cluster is switched on host by host."
+        "them as before, and HTTP with and without TLS, while a cluster is switched on host by "
+        "host."
     ),
 ]
 Unauthenticated = Annotated[

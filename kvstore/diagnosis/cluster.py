@@ -42,9 +42,11 @@ from kvstore.network.addresses import (
 )
 from kvstore.network.host import host_id
 from kvstore.network.listening import listen, reached_at
+from kvstore.network.tcp_protocol import WITH_TLS
 from kvstore.ports import start_command
 from kvstore.transport.base import Move
 from kvstore.transport.device import DeviceTransport
+from kvstore.transport.pieces import not_encrypted
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
 from kvstore.wire.frames import ERROR, FrameReader, hello
@@ -68,14 +70,21 @@ Deadline = float
 
 
 def reached(
-    master: MasterConfig, masters: str, timeout_s: float, *, is_named: bool, auth: str = ""
+    master: MasterConfig,
+    masters: str,
+    timeout_s: float,
+    *,
+    is_named: bool,
+    auth: str = "",
+    demands: bool = False,
 ) -> Iterator[Finding]:
     """Checks the ports for a master here, and the cluster if ``is_named`` or a master is here.
-    ``auth``: the file that proves who asks; empty: no authentication."""
+    ``auth``: the file that proves who asks; empty: no authentication. ``demands``: as
+    ``ClientEnd``."""
     found = list(under("ports", ports(master, timeout_s, auth)))
     yield from found
     if is_named or any("a master answers" in each.found for each in found):
-        yield from cluster(masters, timeout_s, auth)
+        yield from cluster(masters, timeout_s, auth, demands=demands)
 
 
 def ports(config: MasterConfig, timeout_s: float, auth: str = "") -> Iterator[Finding]:
@@ -121,11 +130,13 @@ def _stub(place: str, auth: str) -> MasterStub:
     return MasterStub(place, host=host_id(), name="doctor", lane=False, auth=auth)
 
 
-def cluster(masters: str, timeout_s: float, auth: str = "") -> list[Finding]:
+def cluster(
+    masters: str, timeout_s: float, auth: str = "", *, demands: bool = False
+) -> list[Finding]:
     """Checks the masters of a list, and through the leader the nodes; for an etcd, its members and
     the leader that they name. Slow checks run in parallel, each with the whole ``timeout_s``."""
     if masters.startswith(ETCD_SCHEME):
-        return by_etcd(parse_etcd(masters), timeout_s, auth)
+        return by_etcd(parse_etcd(masters), timeout_s, auth, demands=demands)
     places = [place.strip() for place in masters.split(",")]
     with ThreadPoolExecutor(AT_ONCE_MAX) as pool:
         seen = list(pool.map(lambda place: master(place, timeout_s, auth), places))
@@ -139,12 +150,15 @@ def cluster(masters: str, timeout_s: float, auth: str = "") -> list[Finding]:
             found += master(leader, timeout_s, auth).found
         stub = _stub(leader, auth)
         try:
-            return found + nodes(stub, timeout_s, pool, auth) + hits(stub, leader, timeout_s)
+            found += nodes(stub, timeout_s, pool, auth, demands=demands)
+            return found + hits(stub, leader, timeout_s)
         finally:
             stub.close()
 
 
-def by_etcd(place: EtcdPlace, timeout_s: float, auth: str = "") -> list[Finding]:
+def by_etcd(
+    place: EtcdPlace, timeout_s: float, auth: str = "", *, demands: bool = False
+) -> list[Finding]:
     """Checks the members of an etcd, and the master that they name as leader."""
     found: list[Finding] = []
     leaders: set[str] = set()
@@ -179,7 +193,7 @@ def by_etcd(place: EtcdPlace, timeout_s: float, auth: str = "") -> list[Finding]
         advice = f"kvstore-master --etcd {','.join(place.endpoints)} on two hosts or more"
         return [*found, problem(what, advice, "leader")]
     found += [ok(f"{leader} leads the masters", subject="leader") for leader in sorted(leaders)]
-    return found + cluster(",".join(sorted(leaders)), timeout_s, auth)
+    return found + cluster(",".join(sorted(leaders)), timeout_s, auth, demands=demands)
 
 
 class _MasterAnswer(NamedTuple):
@@ -299,7 +313,12 @@ def lane(host: str, joined: Joined, deadline: Deadline, auth: str = "") -> Findi
 
 
 def nodes(
-    stub: MasterStub, timeout_s: float, pool: ThreadPoolExecutor, auth: str = ""
+    stub: MasterStub,
+    timeout_s: float,
+    pool: ThreadPoolExecutor,
+    auth: str = "",
+    *,
+    demands: bool = False,
 ) -> list[Finding]:
     """Checks for each node that it is alive, that its data port answers, and, for a node on this
     host, that its memory can be mapped."""
@@ -316,7 +335,7 @@ def nodes(
     if not status.nodes:
         command = "kvstore-node --master ... --memory 4GiB"
         return [problem("no node has joined", command, "nodes")]
-    tls = ClientEnd(Credentials(auth)) if auth else None
+    tls = ClientEnd(Credentials(auth), demands=demands) if auth else None
     asked = {s.segment_id: pool.submit(by_tcp, s, timeout_s, tls) for s in described}
     found: list[Finding] = []
     for node in status.nodes:
@@ -353,6 +372,9 @@ def node_well(node: NodeStatus) -> Finding:
 
 
 def by_tcp(segment: SegmentInfo, timeout_s: float, tls: ClientEnd | None = None) -> Finding:
+    if tls is not None and tls.demands and segment.data_protocol < WITH_TLS:
+        refused = not_encrypted(segment)
+        return problem(refused.message, refused.advice)
     why_not = _unreadable(TcpTransport(tls=tls), segment, timeout_s)
     if why_not is not None:
         advice = "Start it with --host or --advertise and an address that this host can reach."

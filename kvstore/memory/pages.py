@@ -64,6 +64,11 @@ def populate(memory: mmap.mmap | memoryview, start: int, length: int, advice: in
     return True
 
 
+def zero(memory: mmap.mmap | memoryview, start: int, length: int) -> None:
+    """Overwrites ``length`` bytes from ``start`` with zeros."""
+    ctypes.memset(_at(memory, start), 0, length)
+
+
 def prefer_huge(memory: mmap.mmap) -> None:
     """Asks for huge pages for later allocations. The kernel may not grant them (``huge_bytes``
     tells); a kernel without huge pages ignores the call."""

@@ -49,18 +49,22 @@ class _Shown(Collector):
             yield metric(family, self._values.get(family.name, {}))
 
 
-def of_master(measured: Mapping[str, Any], status: ClusterStatus | None, *, pid: int) -> bytes:
+def of_master(
+    measured: Mapping[str, Any], status: ClusterStatus | None, *, pid: int, scheme: str
+) -> bytes:
     """The page of a master.
 
     Args:
         measured: its answer to ``measures``.
         status: None: it does not lead, or the store could not be asked.
         pid: the master's process, whose processor time and memory are shown, too.
+        scheme: of this page: http or https.
     """
     files: int | None = measured["open_files"]
+    values = _of_master(measured, scheme)
     if status is None:
-        return page(MASTER, _of_master(measured), pid=pid, open_files=files)
-    values = {**_of_master(measured), **_of_store(measured, status)}
+        return page(MASTER, values, pid=pid, open_files=files)
+    values |= _of_store(measured, status)
     return page((*MASTER, *STORE), values, pid=pid, open_files=files)
 
 
@@ -110,10 +114,10 @@ def of_identity(process: str, until: float | None) -> dict[str, Rows]:
     }
 
 
-def _of_master(measured: Mapping[str, Any]) -> dict[str, Rows]:
+def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
     valid = measured["auth_valid"]
     of: dict[str, Rows] = {
-        "kvstore_master_info": {(measured["version"], measured["cluster"]): 1},
+        "kvstore_master_info": {(measured["version"], measured["cluster"], scheme): 1},
         "kvstore_master_leads": {(): int(measured["leads"])},
         "kvstore_master_epoch": {(): measured["epoch"]},
         "kvstore_master_calls_total": {},

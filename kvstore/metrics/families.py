@@ -20,7 +20,7 @@ class Family(NamedTuple):
 
 
 MASTER: Final = (
-    Family("kvstore_master_info", "gauge", ("version", "cluster"), "Always 1; the labels say what runs."),
+    Family("kvstore_master_info", "gauge", ("version", "cluster", "scheme"), "Always 1; the labels say what runs, and how its HTTP port is reached: http, https."),
     Family("kvstore_master_leads", "gauge", (), "1 if this master leads, or is the only one; 0 if it stands by."),
     Family("kvstore_master_epoch", "gauge", (), "The present or last epoch; grows each time a master takes over."),
     Family("kvstore_master_calls_total", "counter", ("call", "outcome"), "Calls that were answered, by outcome: ok, error."),
@@ -106,6 +106,8 @@ NODE: Final = (
     Family("kvstore_node_refused_connections_total", "counter", ("reason",), "Connections that were refused: busy (too many), hello (another protocol, token, segment or generation)."),
     Family("kvstore_node_bad_requests_total", "counter", (), "Requests outside the segment, of an older generation, or of another protocol."),
     Family("kvstore_node_refused_capabilities_total", "counter", (), "Requests with a range for which the client had no valid capability."),
+    Family("kvstore_node_handed_descriptors_total", "counter", (), "Descriptors of the memory that clients of this host got; no row: without authentication."),
+    Family("kvstore_node_refused_handovers_total", "counter", (), "Clients of this host that asked for a descriptor of the memory and got none; no row: without authentication."),
     Family("kvstore_node_auth_expiry_timestamp_seconds", "gauge", (), "When this node's certificate ends, in seconds since 1970; no row: without authentication."),
     Family("kvstore_node_stalls_total", "counter", (), "Connections that were cut because the peer stalled within a request."),
     Family("kvstore_node_requests_total", "counter", ("direction",), "Requests over tcp: read, write. What clients of this host move through shared memory passes no process of the node."),

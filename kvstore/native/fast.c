@@ -217,6 +217,36 @@ static PyObject *get_many(PyObject *self, PyObject *args) {
 
 /* --- the lane ----------------------------------------------------------------------------------- */
 
+/* Sends `request`, then receives at least `wanted` bytes into `into`, of LANE_BUFFER bytes. `is_quiet`:
+ * UNASKED if bytes had come before. `*spin_ns`: how long to poll; 0 afterwards if that was in vain.
+ * SIGNALLED: a signal's handler has raised. */
+static int ask(int fd, const Py_buffer *request, int is_quiet, char *into, size_t wanted, size_t *received,
+               int64_t *spin_ns, int64_t deadline_ns, int *number) {
+    size_t sent = 0;
+    int status, sending = 1;
+    if (now_ns() >= deadline_ns) /* nothing is sent after the deadline */
+        return TIMED_OUT;
+    if (is_quiet &&
+        (recv(fd, into, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK)))
+        return UNASKED; /* the other end has closed, or sent bytes unasked */
+    do { /* a signal's handler runs between two attempts, and may raise */
+        Py_BEGIN_ALLOW_THREADS
+        status = ANSWERED;
+        if (sending)
+            status = send_all(fd, request->buf, (size_t)request->len, &sent, deadline_ns);
+        if (!status) {
+            if (sending && *spin_ns > 0)
+                *spin_ns += now_ns();
+            sending = 0;
+            status = receive_some(fd, into, LANE_BUFFER, wanted, received, spin_ns, deadline_ns);
+        }
+        if (status == NOT_SENT || status == BROKEN)
+            *number = errno;
+        Py_END_ALLOW_THREADS
+    } while (status == SIGNALLED && !PyErr_CheckSignals());
+    return status;
+}
+
 PyDoc_STRVAR(exchange_doc, "exchange(sock, request, call_id, spin, deadline, length_max)\n"
                            "See kvstore.native.kinds.Steps.");
 
@@ -233,39 +263,15 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
         PyBuffer_Release(&request);
         return NULL;
     }
-    int64_t deadline_ns = as_ns(deadline), spin_until = 0;
+    int64_t deadline_ns = as_ns(deadline), spin_until = (int64_t)(spin * 1e9);
     char head[LANE_BUFFER];
-    size_t sent = 0, received = 0;
-    int status, number = 0, sending = 1;
+    size_t received = 0;
+    int number = 0;
     PyObject *payload = NULL;
-    if (now_ns() >= deadline_ns) { /* nothing is sent after the deadline */
-        PyBuffer_Release(&request);
-        return Py_BuildValue("iiiO", TIMED_OUT, 0, 0, Py_None);
-    }
-    if (recv(fd, head, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) {
-        PyBuffer_Release(&request); /* the other end has closed, or sent bytes unasked */
-        return Py_BuildValue("iiiO", UNASKED, 0, 0, Py_None);
-    }
-    do { /* a signal's handler runs between two attempts, and may raise */
-        Py_BEGIN_ALLOW_THREADS
-        status = ANSWERED;
-        if (sending)
-            status = send_all(fd, request.buf, (size_t)request.len, &sent, deadline_ns);
-        if (!status) {
-            if (sending && spin > 0)
-                spin_until = now_ns() + (int64_t)(spin * 1e9);
-            sending = 0;
-            status = receive_some(fd, head, sizeof head, LANE_HEAD, &received, &spin_until, deadline_ns);
-        }
-        if (status == NOT_SENT || status == BROKEN)
-            number = errno;
-        Py_END_ALLOW_THREADS
-        if (status == SIGNALLED && PyErr_CheckSignals()) {
-            PyBuffer_Release(&request);
-            return NULL;
-        }
-    } while (status == SIGNALLED);
+    int status = ask(fd, &request, 1, head, LANE_HEAD, &received, &spin_until, deadline_ns, &number);
     PyBuffer_Release(&request);
+    if (status == SIGNALLED)
+        return NULL;
     if (status)
         return Py_BuildValue("iiiO", status, number, 0, Py_None);
     uint64_t length = load32((uint8_t *)head) + (uint64_t)4;
@@ -298,6 +304,33 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
     else
         status = ANSWERED;
     return Py_BuildValue("iiiN", status, spin_until != 0, kind, payload);
+}
+
+PyDoc_STRVAR(send_and_receive_doc, "send_and_receive(sock, data, is_quiet, spin, deadline)\n"
+                                   "See kvstore.native.kinds.Steps.");
+
+static PyObject *send_and_receive(PyObject *self, PyObject *args) {
+    int fd, is_quiet, number = 0;
+    PyObject *sock;
+    Py_buffer data;
+    double spin, deadline;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "Oy*pdd", &sock, &data, &is_quiet, &spin, &deadline))
+        return NULL;
+    if (!descriptor_of(sock, &fd)) {
+        PyBuffer_Release(&data);
+        return NULL;
+    }
+    char came[LANE_BUFFER];
+    size_t received = 0;
+    int64_t spin_ns = (int64_t)(spin * 1e9);
+    int status = ask(fd, &data, is_quiet, came, 1, &received, &spin_ns, as_ns(deadline), &number);
+    PyBuffer_Release(&data);
+    if (status == SIGNALLED)
+        return NULL;
+    if (status)
+        return Py_BuildValue("iiO", status, number, Py_None);
+    return Py_BuildValue("iiy#", ANSWERED, spin_ns != 0, came, (Py_ssize_t)received);
 }
 
 /* --- buffers ------------------------------------------------------------------------------------ */
@@ -373,6 +406,7 @@ static PyObject *xxh3_64(PyObject *self, PyObject *args) {
 static PyMethodDef METHODS[] = {
     {"call_back", call_back, METH_VARARGS, call_back_doc},
     {"exchange", exchange, METH_VARARGS, exchange_doc},
+    {"send_and_receive", send_and_receive, METH_VARARGS, send_and_receive_doc},
     {"get_many", get_many, METH_VARARGS, get_many_doc},
     {"overlap", overlap, METH_O, overlap_doc},
     {"pack_keys", pack_keys, METH_O, pack_keys_doc},

@@ -52,6 +52,9 @@ SERVED_BYTES: Final = 1 << 20
 SERVED_PARTS: Final = 512
 """The most bytes and buffers that a node's connection sends or receives in one go."""
 
+LANE_BYTES: Final = 32 << 10
+"""The most that ``send_and_receive`` receives."""
+
 _LANE_HEAD: Final = struct.Struct("<IQBB")
 """As in ``kvstore.wire.frames``: length of what follows, call id, kind, bytes of the name."""
 
@@ -212,13 +215,7 @@ def exchange(
     assert isinstance(sock, socket.socket)
     if uptime() >= deadline:
         return kinds.TIMED_OUT, 0, 0, None
-    try:
-        sock.setblocking(False)
-        sock.recv(1, socket.MSG_PEEK)
-        return kinds.UNASKED, 0, 0, None
-    except BlockingIOError:
-        pass
-    except OSError:
+    if not _is_quiet(sock):
         return kinds.UNASKED, 0, 0, None
     failure = kinds.NOT_SENT
     try:
@@ -237,6 +234,41 @@ def exchange(
     if name_size:
         return kinds.GARBLED, 0, 0, None
     return (kinds.ANSWERED if answered == call_id else kinds.GARBLED), 0, kind, payload
+
+
+def send_and_receive(
+    sock: Wire, data: bytes, is_quiet: bool, spin_s: float, deadline: float, /
+) -> tuple[int, int, bytes | None]:
+    del spin_s
+    assert isinstance(sock, socket.socket)
+    if uptime() >= deadline:
+        return kinds.TIMED_OUT, 0, None
+    if is_quiet and not _is_quiet(sock):
+        return kinds.UNASKED, 0, None
+    failure = kinds.NOT_SENT
+    try:
+        sock.settimeout(_left(deadline))
+        if data:  # to send nothing would fail if the other end has closed
+            sock.sendall(data)
+        failure = kinds.BROKEN
+        sock.settimeout(_left(deadline))
+        came = sock.recv(LANE_BYTES)
+    except OSError as error:
+        how, number = _how(error)
+        return (failure if how == kinds.BROKEN else how), number, None
+    return (kinds.ANSWERED, 0, came) if came else (kinds.ENDED, 0, None)
+
+
+def _is_quiet(sock: socket.socket) -> bool:
+    """Whether the connection is open and no byte has come."""
+    try:
+        sock.setblocking(False)
+        sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _received(sock: socket.socket, size: int, deadline: float) -> bytes:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Final
@@ -50,6 +51,7 @@ from kvstore.memory.header import Owner
 from kvstore.memory.segment import NodeSegment, is_believed
 from kvstore.network.tcp_protocol import WITH_CAPABILITIES
 from kvstore.node import inventory
+from kvstore.node.handover import HandoverServer
 from kvstore.node.masters import Masters
 from kvstore.node.stream import NodeStream
 from kvstore.process.background import start_task
@@ -92,7 +94,7 @@ class NodeAgent:
         server: DataServer,
         address: str,
         engine: EngineServer | None = None,
-        handover: str = "",
+        handover: HandoverServer | None = None,
         owner: Owner | None = None,
         joined: Callable[[MasterAccepted], None] = lambda accepted: None,
         waiting: Callable[[KVStoreError], None] = lambda error: None,
@@ -109,7 +111,7 @@ class NodeAgent:
             server: serves ``segment``; owned by the caller.
             address: where clients find ``server``.
             engine: serves ``segment`` as well; owned by the caller.
-            handover: as ``SegmentOffer.handover``.
+            handover: hands out the memory of ``segment``; owned by the caller.
             owner: the cluster of this node, as far as its settings say.
             joined: called at each join that is not a resumption.
             waiting: called when the master is not reachable, once per outage.
@@ -250,7 +252,7 @@ class NodeAgent:
                 engine=None if self._engine is None else self._engine.address,
                 data_protocol=self._server.data_protocol,
                 device=segment.place,
-                handover=self._handover,
+                handover="" if self._handover is None else self._handover.name,
                 stamp_key=segment.stamp_key,
             )
             join = NodeJoin(
@@ -358,7 +360,17 @@ class NodeAgent:
         number = 0
         while True:
             number += 1
-            await self._send(link, NodeBeat(number, self._entry_is_gone(), uptime_ms()))
+            moved = self._server.counters()
+            await self._send(
+                link,
+                NodeBeat(
+                    number,
+                    self._entry_is_gone(),
+                    uptime_ms(),
+                    read_bytes=moved.read_bytes,
+                    written_bytes=moved.written_bytes,
+                ),
+            )
             await asyncio.sleep(accepted.beat_ms / 1000)
 
     def _entry_is_gone(self) -> bool:
@@ -426,6 +438,8 @@ class NodeAgent:
                 case MasterBeat(repair=wanted, refused_holders=refused):
                     if ended := self._server.refuse_holders(refused):
                         log.info("holders_refused node=%s connections=%d", self._name, ended)
+                    if self._handover is not None:
+                        self._handover.refuse_holders(refused)
                     if wanted:
                         self._repair()
                 case MasterClaimed():
@@ -437,9 +451,8 @@ class NodeAgent:
                     raise ProtocolError(f"unexpected {type(message).__name__} from the master")
 
     async def _wipe(self, order: MasterWipe) -> None:
-        """Wipes extents as ordered. Capabilities from before the order give no right to write to
-        them any more. Bytes of a put that was given up may still be on their way, so the
-        connections that carry them are ended first. A writer through shared memory cannot be
+        """Wipes extents as ordered. Bytes of a put that was given up may still be on their way, so
+        the connections that carry them are ended first. A writer through shared memory cannot be
         stopped: what it writes is wiped when the master orders it once more, or before the node
         reports to the next master.
 
@@ -458,13 +471,35 @@ class NodeAgent:
         elif self._given_up:
             self._given_up.difference_update(attempts)
         if order.offsets and self._server.data_protocol >= WITH_CAPABILITIES:
-            late = await asyncio.to_thread(
-                self._server.call_back, order.uuid, order.offsets, order.order
-            )
+            await self._take_back(order)
+        else:
+            self._segment.wipe(order.offsets, order.epochs, order.counters)
+        self._segment.keep_mark(order.mark)
+
+    async def _take_back(self, order: MasterWipe) -> None:
+        """Wipes and zeroes extents as ordered, in a thread. Capabilities from before the order give
+        no right to write to them any more.
+
+        A cancelled call returns when the thread has ended: after the next order, or in the next
+        session, the extents may belong to other objects.
+        """
+        is_over = threading.Event()
+
+        def run() -> None:
+            late = self._server.call_back(order.uuid, order.offsets, order.order)
             if late:
                 log.warning("writes_called_back node=%s connections=%d", self._name, late)
-        self._segment.wipe(order.offsets, order.epochs, order.counters)
-        self._segment.keep_mark(order.mark)
+            self._segment.wipe(order.offsets, order.epochs, order.counters)
+            if order.lengths:
+                self._segment.zero(zip(order.offsets, order.lengths, strict=True), is_over.is_set)
+
+        running = start_task("wipe", asyncio.to_thread(run), expected=KVStoreError)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            is_over.set()
+            await asyncio.wait((running,))
+            raise
 
     async def _stopped_within(self, seconds: float) -> None:
         try:

@@ -8,7 +8,6 @@ import logging
 import re
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -42,7 +41,7 @@ from kvstore.errors import (
 from kvstore.etcd.finding import find_leader
 from kvstore.memory import numa
 from kvstore.memory.entries import free_node_name, group_id, socket_name
-from kvstore.memory.header import Owner
+from kvstore.memory.header import SUPERBLOCK_BYTES, Owner
 from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
 from kvstore.network.addresses import (
@@ -54,6 +53,7 @@ from kvstore.network.addresses import (
 )
 from kvstore.network.host import address_towards, host_id, is_loopback, places_of, why_only_here
 from kvstore.network.listening import EVERY_INTERFACE, hears
+from kvstore.network.tcp_protocol import WITH_CAPABILITIES
 from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.handover import HandoverServer
@@ -68,8 +68,9 @@ from kvstore.process.children import NO_PARENT, ParentLink
 from kvstore.texts import size_text
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
+from kvstore.transport.tcp_connection import Capabilities
 from kvstore.transport.tcp_server import DataServer
-from kvstore.web.server.access import Access, secured_by
+from kvstore.web.server.access import Access, Secured, secured_by
 from kvstore.web.server.serving import bind, serving
 
 log = logging.getLogger("kvstore.node")
@@ -135,7 +136,7 @@ def run(
                 None, token=secured.token, reads=secured.reads, identities=secured.identities()
             )
             starting = Starting(config.memory)
-            with starting_served(starting, listener, access, secured.tls()):
+            with starting_served(starting, listener, access, secured):
                 segment = _mount(config, kind, starting)
             drained = broken = False
             served: list[MasterAccepted] = []
@@ -148,10 +149,14 @@ def run(
                 segment.close(unlink=drained or not keep)
 
             stack.callback(close)
+            follows = _follows_master(config, kind)
             if config.auth:
-                use_stamps(segment, only=config.auth_mode == "require")
-            server = _start_server(config, segment, tls)
+                use_stamps(segment, only=config.auth_mode == "require" and not follows)
+            server = _start_server(config, segment, tls, serves_all=follows)
             stack.callback(server.stop)
+            if segment.place is not None and server.data_protocol >= WITH_CAPABILITIES:
+                # A device's new memory may hold what other processes left there.
+                segment.zero([(SUPERBLOCK_BYTES, segment.size - SUPERBLOCK_BYTES)])
             handover = _start_handover(config, segment)
             if handover is not None:
                 stack.callback(handover.close)
@@ -177,8 +182,9 @@ def run(
                         copying,
                         listener,
                         access,
-                        secured.tls(),
+                        secured,
                         credentials,
+                        follows=follows,
                     )
                 )
             except KVStoreError:
@@ -203,16 +209,21 @@ async def _serve(
     copying: ReplicaCopier | None,
     listener: socket.socket | None,
     access: Access,
-    tls: ssl.SSLContext | None,
+    secured: Secured,
     credentials: Credentials | None,
+    *,
+    follows: bool,
 ) -> bool:
     """Serves until the node is told to stop; returns whether it was drained. ``served`` holds the
-    answer to the last join."""
+    answer to the last join. ``follows``: as ``_follows_master`` returns."""
     address = _advertised(config, server.port)
     medium = f" of {config.device}" if config.device else ""
 
     def joined(accepted: MasterAccepted) -> None:
         served[:] = [accepted]
+        if follows:
+            server.serve_tokens(accepted.serves_all)
+            use_stamps(segment, only=not accepted.serves_all)
         print(
             f"kvstore-node {segment.node} serves {segment.size >> 20} MiB{medium} on {address} "
             f"for the master at {shown_place(config.master)}",
@@ -232,7 +243,7 @@ async def _serve(
         server=server,
         address=address,
         engine=engine,
-        handover="" if handover is None else handover.name,
+        handover=handover,
         owner=segment.owner._replace(cluster=config.cluster or segment.owner.cluster),
         joined=joined,
         waiting=waiting,
@@ -250,8 +261,9 @@ async def _serve(
     try:
         async with contextlib.AsyncExitStack() as stack:
             if listener is not None:
-                answers = answers_of(agent, segment, server, credentials)
-                await stack.enter_async_context(serving(listener, answers, access=access, tls=tls))
+                answers = answers_of(agent, segment, server, handover, credentials)
+                serves = serving(listener, answers, access=access, secured=secured)
+                await stack.enter_async_context(serves)
             if handover is not None:
                 await stack.enter_async_context(handover.serving())
             supervisor.ready(f"serves {size_text(segment.size)} as node {segment.node}")
@@ -448,12 +460,26 @@ def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeEnd | None:
     return NodeEnd(credentials, Revoked(config.auth_revoked), load_names(config.auth_names))
 
 
-def _start_server(config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None) -> DataServer:
+def _follows_master(config: NodeConfig, kind: _StartedAs) -> bool:
+    """Whether the node serves peers without an identity as long as its master does, whatever its
+    settings say. A client that contributes memory has no setting for this: its node serves the
+    peers that it is to serve at each step while a cluster is switched on."""
+    is_of_client = kind.is_child and not kind.of_master
+    return is_of_client and bool(config.auth) and config.data_encryption == "off"
+
+
+def _start_server(
+    config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None, *, serves_all: bool
+) -> DataServer:
     """Starts the data server on the given port; if none is given, on the default or a free one.
+    ``serves_all``: whether peers without an identity are served until the node has joined.
 
     Raises:
         AddressInUseError, StartupError
     """
+    capabilities: Capabilities = config.auth_mode if config.auth else "off"
+    if serves_all:
+        capabilities = "prefer"
     ports = [config.port]
     if "port" not in config.model_fields_set:
         ports = [*range(config.port, config.port + DATA_PORTS), 0]
@@ -463,7 +489,7 @@ def _start_server(config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None)
             config.host,
             port,
             connections_max=config.connections_max,
-            capabilities=config.auth_mode if config.auth else "off",
+            capabilities=capabilities,
             tls=tls,
         )
         try:

@@ -36,7 +36,7 @@ from kvstore.memory.entries import (
     reclaim_elsewhere,
     unlink_entry,
 )
-from kvstore.memory.segment import NodeSegment
+from kvstore.memory.segment import ZERO_STEP, NodeSegment
 from kvstore.memory.taking import SIZE_STEP
 from kvstore.transport.base import Move
 from kvstore.transport.device import LOCK
@@ -55,6 +55,8 @@ OPEN_S: Final = 3.0
 
 STEP_S: Final = 10.0
 """The longest that one step of a scan or a wipe may wait for the device."""
+
+_ZEROS: Final = memoryview(bytes(ZERO_STEP))
 
 
 class DeviceSegment(NodeSegment):
@@ -169,6 +171,9 @@ class DeviceSegment(NodeSegment):
                 wiped.append((offset, memoryview(layout.WIPE)))
         self._ranges.write(wiped, deadline)
         return len(wiped)
+
+    def _zero(self, start: int, length: int) -> None:
+        self._ranges.write([(start, _ZEROS[:length])], uptime() + STEP_S)
 
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
         """As ``NodeSegment.scan``: copies all of the segment to the host, a part at a time."""

@@ -15,7 +15,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
@@ -83,6 +83,9 @@ class HandoverServer:
         self._peers: dict[asyncio.Task[None], None] = {}
         """Oldest first."""
         self._again: asyncio.TimerHandle | None = None
+        self._refused: set[int] = set()
+        """Holders that were revoked since the mount ``_refused_in``, whose keys end with it."""
+        self._refused_in = segment.generation
         self._lent = segment.lend()
         self.name: Final = socket_name(segment.shm_name)
         """Entry in ``/dev/shm``. It is ours while we own the segment of that name."""
@@ -108,6 +111,14 @@ class HandoverServer:
             for peer in peers:
                 peer.cancel()
             await asyncio.gather(*peers, return_exceptions=True)
+
+    def refuse_holders(self, holders: Iterable[int]) -> None:
+        """Hands nothing to these holders any more. Their keys have no end of their own, so they are
+        remembered until the segment is mounted anew."""
+        if self._refused_in != self._segment.generation:
+            self._refused_in = self._segment.generation
+            self._refused.clear()
+        self._refused.update(holders)
 
     def close(self) -> None:
         """Not while ``serving``. Descriptors that were handed over stay valid."""
@@ -175,7 +186,7 @@ class HandoverServer:
         if uuid != segment.uuid or generation != segment.generation:
             return HandoverStatus.GONE, b"", False
         key = protocol.map_key(segment.token, uuid, generation, holder, rights)
-        if not protocol.is_proven(raw, key, nonce):
+        if holder in self._refused or not protocol.is_proven(raw, key, nonce):
             return HandoverStatus.DENIED, b"", False
         status, writes = protocol.access(rights, needs_all=self._needs_all)
         return status, key, writes

@@ -24,12 +24,11 @@ def use_stamps(segment: NodeSegment, *, only: bool) -> None:
     Raises:
         StartupError: the key cannot be kept.
     """
-    is_kept = segment.place is None  # memory of a device ends with its process
-    segment.stamp_key = (
-        keep_stamp_key(segment.shm_name, segment.uuid) if is_kept else secrets.token_bytes(16)
-    )
-    if only:
-        segment.believed = Stamps(segment.stamp_key)
+    if not segment.stamp_key and segment.place is None:
+        segment.stamp_key = keep_stamp_key(segment.shm_name, segment.uuid)
+    elif not segment.stamp_key:  # memory of a device ends with its process
+        segment.stamp_key = secrets.token_bytes(16)
+    segment.believed = Stamps(segment.stamp_key) if only else None
 
 
 class Stamps:

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import socket
-import ssl
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -18,7 +17,7 @@ from kvstore.metrics.families import NODE
 from kvstore.process import supervisor
 from kvstore.process.background import start_thread
 from kvstore.texts import duration_text, size_text
-from kvstore.web.server.access import Access
+from kvstore.web.server.access import Access, Secured
 from kvstore.web.server.serving import Answers, Readiness, serving
 
 log = logging.getLogger("kvstore.node")
@@ -75,7 +74,7 @@ class Starting:
 
 @contextlib.contextmanager
 def served(
-    starting: Starting, listener: socket.socket | None, access: Access, tls: ssl.SSLContext | None
+    starting: Starting, listener: socket.socket | None, access: Access, secured: Secured
 ) -> Iterator[None]:
     """Inside the block a thread answers requests for health. After it, ``listener`` is as before,
     for the loop that takes its place; requests meanwhile wait in the kernel."""
@@ -87,7 +86,7 @@ def served(
     stopped = asyncio.Event()
 
     async def serve() -> None:
-        async with serving(same, starting.answers(), access=access, tls=tls):
+        async with serving(same, starting.answers(), access=access, secured=secured):
             await stopped.wait()
 
     def run() -> None:

@@ -11,14 +11,23 @@ from kvstore.metrics import exposition
 from kvstore.metrics.exposition import Rows
 from kvstore.metrics.families import NODE
 from kvstore.node.agent import NodeAgent
+from kvstore.node.handover import HandoverServer
 from kvstore.transport.tcp_server import DataServer
 from kvstore.web.server.serving import Answers, Readiness
 
 
 def answers_of(
-    agent: NodeAgent, segment: NodeSegment, server: DataServer, credentials: Credentials | None
+    agent: NodeAgent,
+    segment: NodeSegment,
+    server: DataServer,
+    handover: HandoverServer | None,
+    credentials: Credentials | None,
 ) -> Answers:
-    """``credentials``: the node's identity; None: no authentication."""
+    """
+    Args:
+        handover: hands out descriptors of the memory; None: nothing does.
+        credentials: the node's identity; None: no authentication.
+    """
 
     async def readiness() -> Readiness:
         if agent.is_joined:
@@ -27,13 +36,16 @@ def answers_of(
 
     async def page() -> bytes:
         until = None if credentials is None else credentials.validity().until
-        values = _values(agent, segment, server) | exposition.of_identity("node", until)
+        values = _values(agent, segment, server, handover)
+        values |= exposition.of_identity("node", until)
         return exposition.page(NODE, values, pid=os.getpid())
 
     return Answers(readiness, page)
 
 
-def _values(agent: NodeAgent, segment: NodeSegment, server: DataServer) -> dict[str, Rows]:
+def _values(
+    agent: NodeAgent, segment: NodeSegment, server: DataServer, handover: HandoverServer | None
+) -> dict[str, Rows]:
     counted = server.counters()
     cluster = segment.owner.cluster
     return {
@@ -48,6 +60,8 @@ def _values(agent: NodeAgent, segment: NodeSegment, server: DataServer) -> dict[
         },
         "kvstore_node_bad_requests_total": {(): counted.bad_requests},
         "kvstore_node_refused_capabilities_total": {(): counted.refused_capabilities},
+        "kvstore_node_handed_descriptors_total": {} if handover is None else {(): handover.handed},
+        "kvstore_node_refused_handovers_total": {} if handover is None else {(): handover.refused},
         "kvstore_node_stalls_total": {(): counted.stalls},
         "kvstore_node_requests_total": {("read",): counted.reads, ("write",): counted.writes},
         "kvstore_node_moved_bytes_total": {

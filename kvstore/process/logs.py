@@ -30,7 +30,6 @@ from datetime import datetime
 from queue import SimpleQueue
 from typing import IO, Any, Final, TextIO, cast
 
-from kvstore.process.background import start_thread
 from kvstore.texts import shown_text
 
 PIECES_MAX: Final = 2_000
@@ -224,7 +223,9 @@ def fields_of(record: logging.LogRecord) -> dict[str, object]:
             continue
         shape = shape.rstrip(":,;")
         is_one = kinds and _CONVERSION.fullmatch(shape)
-        found[key] = _value(shape, own[0]) if is_one else shape % tuple(own) if record.args else shape
+        found[key] = (
+            _value(shape, own[0]) if is_one else shape % tuple(own) if record.args else shape
+        )
     return found
 
 
@@ -253,6 +254,8 @@ class LogWriter:
         self._told = 0
         self._is_cut = False
         """Whether the last line was written in part."""
+        from kvstore.process.background import start_thread  # not above: it imports asyncio
+
         start_thread(f"kvstore-output-{fd}", self._write_forever)
 
     def write(self, piece: bytes) -> None:

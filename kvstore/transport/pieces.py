@@ -10,6 +10,7 @@ from kvstore.errors import (
     DeadlineExceededError,
     InvalidRangeError,
     KVStoreError,
+    NodeUnreachableError,
     SegmentGoneError,
 )
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
@@ -63,6 +64,17 @@ def deadline_exceeded(segment: SegmentInfo, *, settled: int = 1) -> DeadlineExce
         address=segment.address,
         settled=settled,
     )
+
+
+def not_encrypted(segment: SegmentInfo) -> NodeUnreachableError:
+    """For a client that demands encryption. The node works, so its master is not told."""
+    return NodeUnreachableError(
+        f"node {segment.node} ({segment.address}) does not encrypt its data port, and "
+        "data_encryption of this client is tls",
+        advice="Start that node with --data-encryption tls; or this client without it, where the "
+        "network between both may see bytes of blocks.",
+        node=segment.node, address=segment.address, transport="tcp", tried=0, settled=1,
+    )  # fmt: skip
 
 
 def batch_ended(how: BatchEnd, segment: SegmentInfo) -> KVStoreError:

@@ -44,9 +44,15 @@ from kvstore.network.tcp_protocol import (
     RefusedTransferError,
     TransferStatus,
 )
-from kvstore.network.tls_stream import TlsError
+from kvstore.network.tls_memory import TlsError
 from kvstore.transport.base import PIECE_BYTES, Move
-from kvstore.transport.pieces import deadline_exceeded, feed, segment_gone, windows
+from kvstore.transport.pieces import (
+    deadline_exceeded,
+    feed,
+    not_encrypted,
+    segment_gone,
+    windows,
+)
 from kvstore.wire.spinning import SpinGauge
 
 STALL_S: Final = 1.0
@@ -168,6 +174,10 @@ class ClientConnection:
         return f"node {self._segment.node} ({self._segment.address})"
 
     @property
+    def _encrypts(self) -> bool:
+        return self._segment.data_protocol >= protocol.WITH_TLS
+
+    @property
     def _connect_s(self) -> float:
         return self._stall_s * CONNECT_STALLS
 
@@ -261,6 +271,8 @@ class ClientConnection:
 
     def _connect(self, deadline: float) -> Stream:
         segment = self._segment
+        if self._tls is not None and self._tls.demands and not self._encrypts:
+            raise not_encrypted(segment)
         deadline = min(deadline, uptime() + self._connect_s)
         sock = names.connect(*_host_and_port(segment.address), deadline)
         stream = self._begin(sock, deadline)
@@ -298,7 +310,7 @@ class ClientConnection:
             TlsError, RefusedTransferError, OSError
         """
         node = self._segment.node
-        encrypts = self._segment.data_protocol >= protocol.WITH_TLS
+        encrypts = self._encrypts
         if not encrypts:
             stream = self._stream = Stream(sock, stall_s=self._stall_s)
         elif self._tls is not None:
@@ -319,11 +331,18 @@ class ClientConnection:
             if error.heard == protocol.pack_status(TransferStatus.BUSY):
                 raise RefusedTransferError(TransferStatus.BUSY) from None
             raise
-        if self._tls is not None and encrypts and not self._tls.accepts(stream.certificate, node):
+        certified = self._segment.certified
+        if (
+            self._tls is not None
+            and encrypts
+            and not self._tls.accepts(stream.certificate, node, certified)
+        ):
+            joined = f": it has joined as {certified}" if certified else ""
             raise PermissionDeniedError(
-                f"{self._where} has the identity of another node",
+                f"{self._where} has the identity of another node{joined}",
                 advice="Check --advertise, and the names that its identity may have as a node: "
-                "kvstore auth issue --role node --node 'PATTERN' NAME.",
+                "kvstore auth issue --role node --node 'PATTERN' NAME. A node that has got an "
+                "identity of another name has to be started again.",
                 node=node,
                 settled=1,
             )

@@ -188,6 +188,18 @@ class DataServer:
         _end(chosen)
         return len(chosen)
 
+    def serve_tokens(self, wanted: bool) -> None:
+        """Whether to serve, from now on, who shows a segment's token. Connections of those that are
+        not served any more end. Not for a server that was made with ``off``."""
+        context = self._context
+        before, context.capabilities = context.capabilities, "prefer" if wanted else "require"
+        if before == context.capabilities or wanted:
+            return
+        with self._changing:
+            chosen = [each for each in self._connections if not each.holder]
+        for connection in chosen:
+            connection.cut()
+
     def refuse_holders(self, holders: Iterable[int]) -> int:
         """Refuses the proofs of these holders, and of no others, from now on; ends their
         connections. Returns how many."""

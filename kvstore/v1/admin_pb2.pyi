@@ -228,6 +228,9 @@ class NodeStatus(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     UNREACHABLE_FIELD_NUMBER: _builtins.int
     ENTRY_GONE_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     host: _builtins.str
     state: _builtins.str
@@ -244,6 +247,13 @@ class NodeStatus(_message.Message):
     """
     entry_gone: _builtins.bool
     """The entry of its memory in /dev/shm is removed: new processes cannot map it."""
+    stored_bytes: _builtins.int
+    """Payload of objects that were put, moved or repaired there, by whatever transport, since it joined
+    this master.
+    """
+    read_bytes: _builtins.int
+    """As in NodeBeat."""
+    written_bytes: _builtins.int
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentStatus]: ...
     def __init__(
@@ -258,10 +268,13 @@ class NodeStatus(_message.Message):
         version: _builtins.str = ...,
         unreachable: _builtins.str = ...,
         entry_gone: _builtins.bool = ...,
+        stored_bytes: _builtins.int = ...,
+        read_bytes: _builtins.int = ...,
+        written_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "entry_gone", b"entry_gone", "host", b"host", "name", b"name", "segments", b"segments", "silent_ms", b"silent_ms", "state", b"state", "unreachable", b"unreachable", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "entry_gone", b"entry_gone", "host", b"host", "name", b"name", "read_bytes", b"read_bytes", "segments", b"segments", "silent_ms", b"silent_ms", "state", b"state", "stored_bytes", b"stored_bytes", "unreachable", b"unreachable", "version", b"version", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -939,6 +952,7 @@ class ClientTraffic(_message.Message):
     FOUND_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
+    STORED_BYTES_FIELD_NUMBER: _builtins.int
     client: _builtins.str
     """The name with which it joined; empty: not known."""
     address: _builtins.str
@@ -952,6 +966,8 @@ class ClientTraffic(_message.Message):
     stored: _builtins.int
     key: _builtins.bytes
     """One of its last put; empty: it has only asked."""
+    stored_bytes: _builtins.int
+    """Payload of what it has put."""
     def __init__(
         self,
         *,
@@ -963,10 +979,11 @@ class ClientTraffic(_message.Message):
         found: _builtins.int = ...,
         stored: _builtins.int = ...,
         key: _builtins.bytes = ...,
+        stored_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "client", b"client", "first_ms", b"first_ms", "found", b"found", "idle_ms", b"idle_ms", "key", b"key", "keys", b"keys", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "client", b"client", "first_ms", b"first_ms", "found", b"found", "idle_ms", b"idle_ms", "key", b"key", "keys", b"keys", "stored", b"stored", "stored_bytes", b"stored_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

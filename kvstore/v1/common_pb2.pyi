@@ -227,6 +227,7 @@ class SegmentInfo(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
     HANDOVER_FIELD_NUMBER: _builtins.int
+    CERTIFIED_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     """Never used again within an epoch."""
     node: _builtins.str
@@ -250,6 +251,11 @@ class SegmentInfo(_message.Message):
     holder: _builtins.int
     """The number of the identity that asked, where the node takes its capabilities: it speaks data
     protocol 3 as this holder, and proves that it has the key in `token`. 0: it speaks 2.
+    """
+    certified: _builtins.str
+    """Which identity the node had when it joined, if it encrypts its data port (data protocol 4): the
+    URI in its certificate, if another authority has issued it (spiffe://...); else kvstore:NAME.
+    Its certificate on the data port must have the same. Empty: not known.
     """
     @_builtins.property
     def engine(self) -> Global___TransferEngine:
@@ -283,10 +289,11 @@ class SegmentInfo(_message.Message):
         device: Global___DevicePlace | None = ...,
         holder: _builtins.int = ...,
         handover: Global___Handover | None = ...,
+        certified: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "handover", b"handover"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "generation", b"generation", "handover", b"handover", "holder", b"holder", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certified", b"certified", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "generation", b"generation", "handover", b"handover", "holder", b"holder", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

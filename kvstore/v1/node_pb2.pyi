@@ -241,21 +241,28 @@ class NodeBeat(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     ENTRY_GONE_FIELD_NUMBER: _builtins.int
     CLOCK_MS_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     entry_gone: _builtins.bool
     """The entry of the node's memory in /dev/shm is removed."""
     clock_ms: _builtins.int
     """As in NodeJoin."""
+    read_bytes: _builtins.int
+    """That clients have read and written over its data port since the node's start."""
+    written_bytes: _builtins.int
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         entry_gone: _builtins.bool = ...,
         clock_ms: _builtins.int = ...,
+        read_bytes: _builtins.int = ...,
+        written_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ms", b"clock_ms", "entry_gone", b"entry_gone", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ms", b"clock_ms", "entry_gone", b"entry_gone", "number", b"number", "read_bytes", b"read_bytes", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -381,6 +388,7 @@ class MasterAccepted(_message.Message):
     SEGMENT_IDS_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
+    SERVES_ALL_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     beat_ms: _builtins.int
     """How often to send NodeBeat."""
@@ -390,6 +398,8 @@ class MasterAccepted(_message.Message):
     """The version of this protocol that both speak from here on; 0: 1."""
     cluster: _builtins.str
     """Name of the master's cluster; may be empty. The node writes it into its memory."""
+    serves_all: _builtins.bool
+    """The master has an identity, and also serves peers without one."""
     @_builtins.property
     def segment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One per offered segment, in their order."""
@@ -403,10 +413,11 @@ class MasterAccepted(_message.Message):
         segment_ids: _abc.Iterable[_builtins.int] | None = ...,
         protocol: _builtins.int = ...,
         cluster: _builtins.str = ...,
+        serves_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_ms", b"beat_ms", "cluster", b"cluster", "dead_ms", b"dead_ms", "epoch", b"epoch", "protocol", b"protocol", "segment_ids", b"segment_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_ms", b"beat_ms", "cluster", b"cluster", "dead_ms", b"dead_ms", "epoch", b"epoch", "protocol", b"protocol", "segment_ids", b"segment_ids", "serves_all", b"serves_all"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,7 +460,7 @@ Global___MasterBeat: _TypeAlias = MasterBeat  # noqa: Y015
 class MasterWipe(_message.Message):
     """Wipe the headers at these offsets, each where it still has that version. End the data connections
     that are named before that, and the right to write to these extents by capabilities that name an
-    earlier order.
+    earlier order. Zero the lengths that are given.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -462,6 +473,7 @@ class MasterWipe(_message.Message):
     MARK_FIELD_NUMBER: _builtins.int
     CUT_CLIENTS_FIELD_NUMBER: _builtins.int
     CUT_CONNECTIONS_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
     order: _builtins.int
     uuid: _builtins.bytes
     """Of the segment."""
@@ -485,6 +497,12 @@ class MasterWipe(_message.Message):
 
     @_builtins.property
     def cut_connections(self) -> _common_pb2.Column: ...
+    @_builtins.property
+    def lengths(self) -> _common_pb2.Column:
+        """Bytes to zero from each offset on; 0: none. Empty: nothing is to be zeroed. Extents have a length
+        where the node takes capabilities and nobody may read or write them before they are granted again.
+        """
+
     def __init__(
         self,
         *,
@@ -496,10 +514,11 @@ class MasterWipe(_message.Message):
         mark: _common_pb2.Version | None = ...,
         cut_clients: _common_pb2.Column | None = ...,
         cut_connections: _common_pb2.Column | None = ...,
+        lengths: _common_pb2.Column | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_clients", b"cut_clients", "cut_connections", b"cut_connections", "epochs", b"epochs", "mark", b"mark", "offsets", b"offsets"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_clients", b"cut_clients", "cut_connections", b"cut_connections", "epochs", b"epochs", "lengths", b"lengths", "mark", b"mark", "offsets", b"offsets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_clients", b"cut_clients", "cut_connections", b"cut_connections", "epochs", b"epochs", "mark", b"mark", "offsets", b"offsets", "order", b"order", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "cut_clients", b"cut_clients", "cut_connections", b"cut_connections", "epochs", b"epochs", "lengths", b"lengths", "mark", b"mark", "offsets", b"offsets", "order", b"order", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

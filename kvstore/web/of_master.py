@@ -69,12 +69,13 @@ async def serve(served: Served) -> None:
     journal = Journal()
     channel = ChildEnd(served.channel, journal.took)
     reading = start_task("channel", channel.run())
+    secured = served.secured
     master = ParentMaster(
-        served.master, cluster=served.cluster, pid=served.pid, channel=channel, auth=served.auth
-    )
+        served.master, cluster=served.cluster, pid=served.pid, channel=channel,
+        scheme=secured.scheme, auth=served.auth,
+    )  # fmt: skip
     answers = Answers(master.readiness, master.metrics)
     events = EventsAPI(journal, channel, master.readiness) if served.has_events else None
-    secured = served.secured
     port = served.listener.getsockname()[1]
     dashboard = Dashboard(master, port=port, scheme=secured.scheme)
     nodes = NodesAPI(master.client, master.nodes, master.connect)
@@ -87,7 +88,7 @@ async def serve(served: Served) -> None:
             identities=secured.identities(),
         )  # fmt: skip
         routes = _routes(access, master, dashboard, events, nodes)
-        async with serving(served.listener, answers, routes, access=access, tls=secured.tls()):
+        async with serving(served.listener, answers, routes, access=access, secured=secured):
             served.parent.tell(ready=1)
             await stopped.wait()
     finally:

@@ -341,11 +341,18 @@ def _check_moves(moves: calls.MovesStarted) -> calls.MovesStarted:
     return moves
 
 
+def _check_wipe(order: calls.MasterWipe) -> calls.MasterWipe:
+    if len(order.lengths) not in (0, len(order.offsets)):
+        raise ProtocolError("columns of different length")
+    return order
+
+
 CHECKS: Final[dict[type, Callable[[Any], Any]]] = {
     calls.PrefixMatch: _check_match,
     calls.MovesStarted: _check_moves,
     calls.Renew: _check_renew,
     calls.Renewed: _check_renewed,
+    calls.MasterWipe: _check_wipe,
 }
 """Checks across the fields of a value, by class; each returns its argument."""
 

@@ -353,6 +353,7 @@ class Copying:
         ):
             return False
         self._pool.add_replica(record, (segment, offset), instead_of)
+        segment.node.stored_bytes += put.size
         self._common.counters["repaired_objects"] += 1
         self._common.counters["repaired_bytes"] += put.size
         self._repairs.done()

@@ -199,7 +199,7 @@ class Granting:
         self.end(put)
         residue = put.residue(self._common.epoch)
         self.quarantine(put, max(now_ms, put.deadline_ms))
-        self._common.wipe([residue._replace(writers=put.writers())])
+        self._common.wipe([residue._replace(writers=put.writers(), kept=True)])
         self.unclaim(put)
 
     def quarantine(self, put: Granted, writes_until_ms: int) -> None:
@@ -228,7 +228,7 @@ class Granting:
         shared memory since the first wiping, and the next master must not find that."""
         residue = self._pending.quarantined(token)
         if residue is not None:
-            self._common.effects += self._common.reclaim.clean([residue])
+            self._common.wipe([residue._replace(kept=True)])
 
     def expire(self, now_ms: int) -> None:
         """Abandons puts whose deadline has passed, and frees extents whose quarantine is over."""

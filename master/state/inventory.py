@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -144,11 +144,10 @@ class Inventory:
         """Notes an object for which ``fits`` is true."""
         self._taken.add(offset, offset + extent_bytes(size))
 
-    def free_gaps(self) -> bool:
+    def free_gaps(self, free: Callable[[MountedSegment, int, int], None]) -> bool:
         """Frees some unclaimed bytes, after the last claim. Returns whether none is left."""
-        allocator = self.segment.allocator
         for offset, length in islice(self.gaps(), GAPS_PER_STEP):
-            allocator.free(offset, length)
+            free(self.segment, offset, length)
             self._freed_until = offset + length
         return next(self.gaps(), None) is None
 

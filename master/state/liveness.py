@@ -77,8 +77,15 @@ class JoinedNode:
     tell its time."""
     address: str = ""
     """Where its data port is; empty: it has none."""
+    certified: str = ""
+    """As ``SegmentInfo.certified``."""
     unreachable: str = ""
     """Why the master could not connect to its memory when it last tried; empty: it could."""
+    stored_bytes: int = 0
+    """Payload bytes of objects that were put, moved or repaired there."""
+    read_bytes: int = 0
+    written_bytes: int = 0
+    """What clients have read and written over its data port, as the node says; only shown."""
 
     @property
     def place(self) -> str:

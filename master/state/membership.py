@@ -134,9 +134,10 @@ class Membership:
         session: int,
         join: NodeJoin,
         changes: Callable[[], None] = lambda: None,
+        certified: str = "",
     ) -> MasterAccepted:
         """Handles the first message of a stream. ``changes`` is called before the first change: an
-        exception before that leaves everything as it was.
+        exception before that leaves everything as it was. ``certified``: as in ``SegmentInfo``.
 
         Raises:
             NodeNameTakenError: another living node has that name.
@@ -154,7 +155,7 @@ class Membership:
             node = self._resumable(join, known if same else None, uuids)
             changes()
             self._take_over(node, session)
-            node.heard_ms = now_ms
+            node.heard_ms, node.certified = now_ms, certified
             liveness.told_time(node, join.clock_ms, now_ms)
             self._notice("node_resumed", node)
             return self._accepted(node, join, protocol)
@@ -182,6 +183,7 @@ class Membership:
             heard_ms=now_ms,
             version=join.version,
             address=next((offer.address for offer in join.segments if offer.address), ""),
+            certified=certified,
         )
         liveness.told_time(node, join.clock_ms, now_ms)
         if known is not None and known.draining:
@@ -412,4 +414,5 @@ def describe(segment: MountedSegment) -> SegmentInfo:
         data_protocol=offer.data_protocol,
         device=offer.device,
         handover=Handover(offer.handover, 0, bytes(16)) if offer.handover else None,
+        certified=segment.node.certified,
     )

@@ -46,9 +46,11 @@ class Nodes:
 
     # --- streams ------------------------------------------------------------------------------
 
-    def joined(self, now_ms: int, session: int, join: calls.NodeJoin) -> calls.MasterAccepted:
-        """Handles the first message of a node's stream. Errors: as ``Membership.join``; then there
-        is no session.
+    def joined(
+        self, now_ms: int, session: int, join: calls.NodeJoin, certified: str = ""
+    ) -> calls.MasterAccepted:
+        """Handles the first message of a node's stream. ``certified``: as in ``SegmentInfo``.
+        Errors: as ``Membership.join``; then there is no session.
 
         A node that knows a later master is refused: its claims of versions above our epoch would be
         refused, and wiped. It joins our next term, which begins above that epoch.
@@ -59,7 +61,7 @@ class Nodes:
             self._check_later(join.name, join.highest_epoch)
             fields: dict[str, str | int] = {"node": join.name, "epoch": join.highest_epoch}
             common.effect(Notice("epoch_not_believed", fields))
-        accepted = self._membership.join(now_ms, session, join, common.changes)
+        accepted = self._membership.join(now_ms, session, join, common.changes, certified)
         if not join.resume_epoch:
             self._marks.node_joined(session, max(offer.mark for offer in join.segments))
         self._follow(now_ms)
@@ -79,8 +81,9 @@ class Nodes:
         self._membership.heard(now_ms, node)
         common.changing = True
         match message:
-            case calls.NodeBeat(number, entry_gone, clock_ms):
+            case calls.NodeBeat(number, entry_gone, clock_ms, read_bytes, written_bytes):
                 liveness.told_time(node, clock_ms, now_ms)
+                node.read_bytes, node.written_bytes = read_bytes, written_bytes
                 self._membership.heard_of_entry(node, is_gone=entry_gone)
                 self._follow(now_ms)
                 repair = self._copying.has_work_for(node, now_ms)
@@ -89,6 +92,7 @@ class Nodes:
                 segment = common.reclaim.segment_of(order)
                 if segment is not None and segment.node is node:
                     common.effects += common.reclaim.wiped(order)
+                    common.effects += common.reclaim.zero_more(now_ms)
                     self._common.room_made()
             case calls.NodeClaims():
                 if max(message.epochs, default=0) > common.epoch:  # its join did not say so

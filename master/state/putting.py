@@ -24,7 +24,7 @@ from kvstore.master.state.reclaim import Wiping
 from kvstore.master.state.records import Extent, ObjectRecord, Residue
 from kvstore.master.state.removing import Removing
 from kvstore.master.state.waiting import WaitingPuts, Wanting
-from kvstore.memory.header import extent_bytes
+from kvstore.memory.header import HEADER_BYTES, extent_bytes
 
 MAKING_ROOM_MS = 1_000
 """A put that needs more evictions than one step makes waits so long, even if it did not ask to."""
@@ -312,9 +312,11 @@ class Putting:
                 common.counters["moved_bytes"] += put.size
         stored = [put for put, _ in ended if isinstance(put, GrantedPut)]
         if stored:  # clients end the puts of one namespace at a time
-            self._count_stored(len(stored), sum([put.size for put in stored]))
+            size = sum([put.size for put in stored])
+            self._count_stored(len(stored), size)
             putter = self._traffic.puts(now_ms, stored[0].record.namespace)
             putter.stored += len(stored)
+            putter.stored_bytes += size
         for put, _ in ended:  # now that all are stored: only the last block of a chain is a leaf
             if not put.record.children:
                 self._pool.settle(put.record)
@@ -344,7 +346,7 @@ class Putting:
                 self._pool.free(put.extents, put.length)
             else:
                 self._granting.quarantine(put, put.deadline_ms)
-                residue = residue._replace(writers=put.writers(request.connections))
+                residue = residue._replace(writers=put.writers(request.connections), kept=True)
             given_up.append(residue)
             self._granting.unclaim(put)
         common.wipe(given_up)
@@ -369,7 +371,7 @@ class Putting:
             self._granting.end(given)
             # The owner may still read what it computed, so the extents are not free at once.
             self._granting.quarantine(given, given.deadline_ms)
-            common.wipe([given.residue(common.epoch)])
+            common.wipe([given.residue(common.epoch)._replace(kept=True)])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
         self._keep_bound(now_ms, request, len(alive))
         record = self._ensure(now_ms, namespace, key, parent)
@@ -386,12 +388,16 @@ class Putting:
             tails = [(segment, offset + put.length) for segment, offset in alive]
             self._pool.free(tails, given.length - put.length)
             # The owner's right to write the whole extent ends; no header has this version.
-            common.wipe([given.residue(common.epoch)._replace(epoch=0, counter=0, forbid=False)])
+            right = Residue(None, given.size, 0, 0, alive, kept=True)
+            zeroed = [extent for extent in tails if extent[0].zeroes]
+            size = given.length - put.length - HEADER_BYTES
+            common.wipe([right, Residue(None, size, 0, 0, zeroed)])
         replaced = self._store(put, alive, now_ms)
         self._count_stored(1, request.size)
         putter = self._traffic.puts(now_ms, namespace)
         putter.keys += 1
         putter.stored += 1
+        putter.stored_bytes += request.size
         putter.key = key
         # The owner has the allocation mapped, and relies on it until this reply arrives.
         lease_until_ms = max(now_ms + common.rules.lease_ms, put.deadline_ms)
@@ -451,6 +457,8 @@ class Putting:
         lacks = put.missing + len(put.extents) - len(extents)
         version = Version(self._common.epoch, put.token)
         self._pool.store(record, extents, put.size, version, now_ms, lacks)
+        for segment, _ in extents:
+            segment.node.stored_bytes += put.size
         if version <= self._common.tombstones.newest:  # something was removed during the put
             self._common.allow(record, version)
         if isinstance(put, GrantedPut):

@@ -9,6 +9,12 @@ restart finds the object again. A removal is acknowledged at (b), because reader
 header. A segment that dies counts as wiped at (a): the master accepts none of these objects when
 the segment joins anew (tombstones forbid them), but until the lease ends a client may read there,
 if only the master cannot reach the node.
+
+A node that takes capabilities zeroes extents before they are granted again (``segment.zeroes``),
+but not while a client may use them. Extents that are free at once are zeroed by the order to wipe
+them. Others are zeroed by an order of their own, when the lease has ended; so are the bytes that no
+object claims in memory that comes back. A segment has one such order at a time, so that the orders
+behind it do not wait for gigabytes.
 """
 
 from __future__ import annotations
@@ -29,6 +35,9 @@ from kvstore.memory.header import extent_bytes
 WIPES_PER_ORDER = 1_024
 """Extents of one order at most: they are freed in one step, which takes about 2 ms."""
 
+ZERO_BYTES = 256 << 20
+"""Bytes of one order to zero memory that is not free yet: a node takes 25 to 100 ms."""
+
 
 @dataclass(slots=True, eq=False)
 class Wiping:
@@ -45,6 +54,8 @@ class Wiping:
     lengths: list[int] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
     counters: list[int] = field(default_factory=list)
+    zeroed: list[int] = field(default_factory=list)
+    """Bytes to zero at each offset; empty on a segment that does not zero."""
     forbidden: list[Version] = field(default_factory=list)
     """The versions that get a tombstone if the segment dies before their headers are wiped."""
     wiped: bool = False
@@ -88,6 +99,7 @@ class Wiping:
             self.mark,
             [client for client, _ in self.writers],
             [connection for _, connection in self.writers],
+            self.zeroed if any(self.zeroed) else (),
         )
 
 
@@ -114,6 +126,10 @@ class Reclaim:
         """Segments that died within the last lease, as ``wait_for_readers`` was told."""
         self._held: dict[MountedSegment, Wiping] = {}
         """Segments whose inventory is not complete, each with a placeholder order."""
+        self._unzeroed: dict[MountedSegment, deque[tuple[int, int]]] = {}
+        """Offset and length of memory that is free once it is zeroed."""
+        self._zeroing: dict[MountedSegment, int] = {}
+        """The order under way that zeroes such memory."""
         self._next_order = 0
         self._ordered: deque[tuple[int, int]] = deque()
         """Times at which ``unanswered`` was called, and the last order at each."""
@@ -159,7 +175,7 @@ class Reclaim:
         the effects and whether there is anything to wait for.
         """
         removal = Removal(ticket, reply)
-        wipings = self._new_wipings(gone, free_at_ms)
+        wipings = self._new_wipings(gone, free_at_ms, kept=True)
         self._by_end.extend(wipings)
         for wiping in wipings:
             wiping.count()
@@ -169,7 +185,8 @@ class Reclaim:
         return [effect for wiping in wipings for effect in _send(wiping)], removal.orders > 0
 
     def clean(self, gone: Iterable[Residue]) -> list[Effect]:
-        """Orders headers wiped in extents that are free already, or that another part frees."""
+        """Orders headers wiped in extents that are free already, or that another part frees
+        (``Residue.kept``)."""
         effects: list[Effect] = []
         for wiping in self._new_wipings(gone, 0):
             wiping.ended = wiping.released = True
@@ -250,7 +267,55 @@ class Reclaim:
             for wiping in self._unclean.get(segment, {}).values()
         ]
 
-    def _new_wipings(self, gone: Iterable[Residue], free_at_ms: int) -> list[Wiping]:
+    def free_unclaimed(self, segment: MountedSegment, offset: int, length: int) -> None:
+        """Frees memory that no object claims, at once or when it is zeroed."""
+        if segment.zeroes:
+            segment.reclaim_bytes += length
+            self._unzeroed.setdefault(segment, deque()).append((offset, length))
+            segment.unready = True
+        else:
+            segment.allocator.free(offset, length)
+
+    def zero_more(self, now_ms: int) -> list[Effect]:
+        """Orders more memory zeroed, on each segment where no such order is under way."""
+        effects: list[Effect] = []
+        for segment, waiting in list(self._unzeroed.items()):
+            if segment in self._zeroing or segment.usable_at_ms > now_ms:
+                continue
+            self._next_order += 1
+            wiping = Wiping(self._next_order, segment, 0, [], ended=True)
+            room = ZERO_BYTES
+            while waiting and room and len(wiping.offsets) < WIPES_PER_ORDER:
+                offset, length = waiting.popleft()
+                if length > room:
+                    waiting.appendleft((offset + room, length - room))
+                    length = room
+                room -= length
+                wiping.offsets.append(offset)
+                wiping.lengths.append(length)
+                wiping.zeroed.append(length)
+                wiping.epochs.append(0)  # no header has this version
+                wiping.counters.append(0)
+            if not waiting:
+                del self._unzeroed[segment]
+            self._zeroing[segment] = wiping.order
+            self._unwiped[wiping.order] = wiping
+            effects += _send(wiping)
+        return effects
+
+    def _hand_back(self, wiping: Wiping) -> None:
+        """Frees the extents of an order that is done and has ended, or has them zeroed first."""
+        segment = wiping.segment
+        if not segment.zeroes or not segment.alive or any(wiping.zeroed):
+            wiping.free()
+        elif wiping.offsets:
+            waiting = self._unzeroed.setdefault(segment, deque())
+            waiting.extend(zip(wiping.offsets, wiping.lengths, strict=True))
+
+    def _new_wipings(
+        self, gone: Iterable[Residue], free_at_ms: int, *, kept: bool = False
+    ) -> list[Wiping]:
+        """``kept``: as in ``Residue``, for all of them."""
         wipings: list[Wiping] = []
         open_wipings: dict[MountedSegment, Wiping] = {}
         for residue in gone:
@@ -277,6 +342,8 @@ class Reclaim:
                 wiping.lengths.append(length)
                 wiping.epochs.append(residue.epoch)
                 wiping.counters.append(residue.counter)
+                if segment.zeroes:
+                    wiping.zeroed.append(0 if kept or residue.kept else length)
                 if residue.forbid:
                     wiping.forbidden.append(version)
                 wiping.writers.update(dict.fromkeys(residue.writers))
@@ -311,7 +378,10 @@ class Reclaim:
             if not unclean:
                 del self._unclean[wiping.segment]
         elif wiping.ended:
-            wiping.free()
+            self._hand_back(wiping)
+        if self._zeroing.get(wiping.segment) == order:
+            del self._zeroing[wiping.segment]
+            wiping.segment.unready = False
         if wiping.ahead:
             wiping.segment.wiping_bytes -= sum(wiping.lengths)
         for name in wiping.names:
@@ -371,6 +441,7 @@ class Reclaim:
             for version in wiping.forbidden:
                 self._tombstones.add_version(version)
         ended = [wiping for wiping in unwiped if wiping.ended]
+        self._unzeroed.pop(segment, None)
         return [effect for wiping in ended for effect in self.wiped(wiping.order)]
 
     def end_next(self, now_ms: int) -> tuple[list[Effect], bool]:
@@ -381,7 +452,7 @@ class Reclaim:
         wiping = self._by_end.popleft()
         wiping.ended = True
         if wiping.wiped:
-            wiping.free()
+            self._hand_back(wiping)
         return ([] if wiping.segment.alive else self.wiped(wiping.order)), True
 
     def end_reading(self, now_ms: int) -> list[Effect]:
@@ -395,6 +466,7 @@ class Reclaim:
         ends = [self._by_end[0].free_at_ms] if self._by_end else []
         if self._still_read:
             ends.append(self._still_read[0][1].free_at_ms)
+        ends += [each.usable_at_ms for each in self._unzeroed if each not in self._zeroing]
         return min(ends, default=None)
 
     def ranges(self) -> Iterator[tuple[MountedSegment, int, int]]:
@@ -404,6 +476,9 @@ class Reclaim:
         for wiping in (*self._by_end, *ended):
             for offset, length in zip(wiping.offsets, wiping.lengths, strict=True):
                 yield wiping.segment, offset, length
+        for segment, waiting in self._unzeroed.items():
+            for offset, length in waiting:
+                yield segment, offset, length
 
     def check_invariants(self) -> None:
         of_names: set[tuple[Name, int]] = set()
@@ -414,6 +489,8 @@ class Reclaim:
         assert of_names == {
             (name, wiping.order) for name, wipings in self._unwiped_of.items() for wiping in wipings
         }
+        assert self._zeroing.items() <= {(g.segment, g.order) for g in self._unwiped.values()}
+        assert all(segment.alive and waiting for segment, waiting in self._unzeroed.items())
         unclean = {order for wipings in self._unclean.values() for order in wipings}
         assert unclean == {g.order for g in self._unwiped.values() if g.released}
 

@@ -20,6 +20,7 @@ from kvstore.master.state.allocator import Allocator
 from kvstore.master.state.tenant import Tenant
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
 from kvstore.native import steps
+from kvstore.network.tcp_protocol import WITH_CAPABILITIES
 
 if TYPE_CHECKING:
     from kvstore.master.state.liveness import JoinedNode
@@ -127,9 +128,11 @@ class MountedSegment:
         "quarantined_bytes",
         "reclaim_bytes",
         "segment_id",
+        "unready",
         "usable_at_ms",
         "whole",
         "wiping_bytes",
+        "zeroes",
     )
 
     def __init__(
@@ -151,6 +154,11 @@ class MountedSegment:
         self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size & -EXTENT_ALIGN, empty=offer.fresh)
         self.candidates = candidates
         """The objects that could be evicted from here: leaves whose first replica is here."""
+        self.zeroes = bool(offer.data_protocol >= WITH_CAPABILITIES)
+        """Whether its node zeroes memory before it belongs to another object. Clients that reach an
+        extent by a capability then find nothing of its former objects."""
+        self.unready = False
+        """Whether the node has yet to zero the first of the bytes that no object claimed."""
         self.usable_at_ms = usable_at_ms
         """No allocation before this time: promises from before its mounting may still hold."""
         self.allocated_until_ms = 0
@@ -174,7 +182,7 @@ class MountedSegment:
 
     def usable(self, now_ms: int) -> bool:
         """Whether extents of the segment may be granted now."""
-        return self.whole and self.usable_at_ms <= now_ms
+        return self.whole and self.usable_at_ms <= now_ms and not self.unready
 
     @property
     def capacity(self) -> int:
@@ -281,6 +289,9 @@ class Residue(NamedTuple):
     forbid: bool = False
     """Whether only this version has ended: then memory that goes away before the header is wiped
     must not bring this version back. A removal forbids all earlier versions of the key instead."""
+    kept: bool = False
+    """Whether clients may still use the extents, which are freed later: then only their headers are
+    wiped."""
 
     @classmethod
     def of(cls, record: ObjectRecord, *, forbid: bool = False) -> Residue:

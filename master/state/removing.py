@@ -178,6 +178,7 @@ class Removing:
         self._common.effects += self._reclaim.end_reading(now_ms)
         effects, may_go_on = self._reclaim.end_next(now_ms)
         self._common.effects += effects
+        self._common.effects += self._reclaim.zero_more(now_ms)
         self._common.jobs.note(FREE, may_go_on)
         if may_go_on:
             self._common.room_made()

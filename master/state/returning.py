@@ -91,7 +91,7 @@ class Returning:
             if inventory.has_work:
                 if not inventory.all_claimed:
                     self._take_slice(now_ms, segment, inventory)
-                elif inventory.free_gaps():
+                elif inventory.free_gaps(self._common.reclaim.free_unclaimed):
                     self._finish(now_ms, segment, inventory)
                 break
         self._common.jobs.note(CLAIM, self._has_claims())
@@ -126,7 +126,8 @@ class Returning:
                 break
             if record is None:
                 of = [(segment, claim.offset)]
-                refused.append(Residue(claim.name, claim.size, *claim.version, of))
+                # It may overlap an object that was claimed. Gaps are zeroed after the last claim.
+                refused.append(Residue(claim.name, claim.size, *claim.version, of, kept=True))
             else:
                 stored.append(record)
         self._forest.resumes = False

@@ -76,7 +76,8 @@ class ClientRow:
 
     __slots__ = (
         "era", "first_ms", "found", "key", "keys", "last_ms", "missed", "missed_at", "missed_ms",
-        "missed_of", "name", "namespace", "none", "partly", "questions", "stored", "tips",
+        "missed_of", "name", "namespace", "none", "partly", "questions", "stored", "stored_bytes",
+        "tips",
     )  # fmt: skip
 
     def __init__(self, name: str, space: Space, era: Era, now_ms: int) -> None:
@@ -94,6 +95,8 @@ class ClientRow:
         """Those of these keys that were there."""
         self.stored = 0
         """Objects that the client has put."""
+        self.stored_bytes = 0
+        """Payload bytes of these objects."""
         self.key = Key(b"")
         """The first key of its last put."""
         self.questions = 0

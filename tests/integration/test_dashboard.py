@@ -28,7 +28,7 @@ from kvstore.web.dashboard.paths import FILES, NAMESPACES_SHOWN
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
 from tests.support.accessibility import barriers
-from tests.support.browser import PHONE, Browser, browsing
+from tests.support.browser import DESK, PHONE, TABLET, Browser, browsing
 from tests.support.cluster import MASTER, Cluster
 from tests.support.etcd import running
 from tests.support.http import get, request
@@ -317,21 +317,33 @@ def test_nothing_stands_in_the_way_of_a_keyboard_a_screen_reader_or_weak_eyes(
         "misses": "#why-causes li", "events": "#event-rows tr",
     }  # fmt: skip
     found = {}
+
+    def look(*where: object) -> None:
+        browser.run("for (const e of document.querySelectorAll('details')) e.open = true")
+        found[where] = barriers(browser)
+
     for theme in ("light", "dark"):
         browser.theme(theme)
-        for size in (PHONE, (1280, 900)):
+        for size in (PHONE, TABLET, DESK):
             for view, selector in filled.items():
                 browser.driver.get("about:blank")
                 browser.open(port, view, size=size)
                 until(partial(browser.texts, selector))
-                browser.run("for (const e of document.querySelectorAll('details')) e.open = true")
-                found[theme, size, view] = barriers(browser)
+                look(theme, size, view)
+            browser.view("prefixes")
+            until(partial(browser.texts, ".branch"))
+            browser.run("document.querySelector('.branch').click()")
+            until(partial(browser.texts, "#branch-blocks td"))
+            look(theme, size, "a branch")
+            browser.driver.get(f"http://127.0.0.1:{port}/runbook")
+            look(theme, size, "runbook")
     assert {where: what for where, what in found.items() if what} == {}
     browser.theme("light")
     for broken, rule in (
-        ("document.querySelector('nav a').style.color = '#c4c4c4'", "contrast"),
-        ("document.querySelector('h1').outerHTML = '<h3>x</h3>'", "heading order"),
-        ("document.body.append(document.createElement('button'))", "name"),
+        ("document.querySelector('nav a').style.color = '#c4c4c4'", "color-contrast"),
+        ("document.querySelector('h1').outerHTML = '<h3>x</h3>'", "page-has-heading-one"),
+        ("document.body.append(document.createElement('button'))", "button-name"),
+        ("document.body.id = 'blocks'", "two have id"),
     ):
         browser.open(port, "events")
         browser.run(broken)
@@ -375,6 +387,33 @@ def test_a_chart_is_read_with_the_keyboard_and_as_a_table(
     assert p50.endswith("µs")
     assert p99.endswith("s")
     until(lambda: "MatchPrefix" in browser.text("#call-rows"))
+
+
+def test_what_nodes_move_is_shown_and_what_is_not_counted(
+    cluster: Cluster, port: int, browser: Browser
+) -> None:
+    with cluster.client() as here, cluster.client(transports=("tcp",)) as away:
+        here.put("k", b"x" * (1 << 20))
+
+        def moved() -> list[tuple[int, int, int]]:
+            nodes = told(port, "/api/v1/status")["nodes"]
+            of_each = [
+                (each["stored_bytes"], each["written_bytes"], each["read_bytes"]) for each in nodes
+            ]
+            return sorted(of_each)
+
+        until(lambda: moved() == [(0, 0, 0), (1 << 20, 0, 0)])
+        assert here.get("k") == b"x" * (1 << 20)
+        browser.open(port, "nodes")
+        until(lambda: len(browser.texts("#moved-rows tr")) == 2)
+        assert away.get("k") == b"x" * (1 << 20)
+        until(lambda: moved()[-1][2])
+        stored, written, read = moved()[-1]
+        assert (stored, written) == (1 << 20, 0)
+        assert 1 << 20 <= read < (1 << 20) + 4096, "the reader over TCP alone"
+        until(lambda: any(" MiB (" in row for row in browser.texts("#moved-rows td:last-child")))
+    assert any("1.00 MiB" in cell for cell in browser.texts("#moved-rows td:nth-child(2)"))
+    assert browser.complaints() == []
 
 
 def test_blocks_are_followed_as_sentences(tmp_path: Path, browser: Browser) -> None:

@@ -68,9 +68,10 @@ def test_the_answers_are_those_of_the_command_and_described(cluster: Cluster, po
     assert asked(port, f"{WHY_PATH}?namespace=nowhere").status == 404
     assert asked(port, f"{WHY_PATH}?namespace=a&model=m").status == 400
     traffic = told(port, TRAFFIC_PATH)
-    rows = {row["client"]: (row["put"], row["asked"], row["found"]) for row in traffic["engines"]}
-    assert rows["prefill-1"] == (8, 0, 0)
-    assert rows["decode-1"] == (0, 8, 0)
+    counted = ("put", "put_bytes", "asked", "found")
+    rows = {row["client"]: [row[each] for each in counted] for row in traffic["engines"]}
+    assert rows["prefill-1"] == [8, 8, 0, 0]
+    assert rows["decode-1"] == [0, 0, 8, 0]
     none = {row["name"]: row["none"] for row in traffic["namespaces"]}
     assert (none[here], none[there]) == (0, 1)
     assert FLEET_NAMESPACE not in none

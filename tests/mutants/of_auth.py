@@ -9,11 +9,12 @@ from tests.mutants.mutant import Mutant
 GATE: Final = ("tests/unit/master/test_gate.py",)
 IDENTITY: Final = ("tests/unit/auth/test_identity.py", "tests/unit/auth/test_rights.py")
 DATA_PORT: Final = ("tests/unit/transport/test_tcp_tls.py",)
+ZEROED: Final = ("tests/unit/master/test_zeroing.py", "tests/unit/memory/test_segment.py")
 RIGHTS: Final = ("tests/unit/auth/test_rights.py",)
 
 MUTANTS: Final = (
     Mutant("a-node-has-any-name", "kvstore/auth/data_port.py",
-        "return identity_of(names).may_be_node(node)", "return bool(identity_of(names))",
+        "return who.may_be_node(node) and certified in", "return certified in",
         DATA_PORT),
     Mutant("the-revoked-get-bytes", "kvstore/auth/data_port.py",
         "return not self._revoked.has(who)", "return bool(who)", DATA_PORT),
@@ -21,8 +22,8 @@ MUTANTS: Final = (
         "if tls is not None and not tls.accepts(self._stream.certificate):",
         "if tls is not None and not tls:", DATA_PORT),
     Mutant("back-to-plain-without-an-identity", "kvstore/transport/tcp_client.py",
-        "encrypts = self._segment.data_protocol >= protocol.WITH_TLS",
-        "encrypts = self._segment.data_protocol >= protocol.WITH_TLS and self._tls is not None",
+        "encrypts = self._encrypts\n",
+        "encrypts = self._encrypts and self._tls is not None\n",
         DATA_PORT),
     Mutant("old-tls-is-let-in", "master/gate.py",
         "        if version != _TLS:\n", "        if not version:\n", GATE),
@@ -63,6 +64,19 @@ MUTANTS: Final = (
     Mutant("all-namespaces-are-one-of-mine", "kvstore/auth/rights.py",
         "        if not namespace or not may(namespace):\n",
         "        if namespace and not may(namespace):\n", RIGHTS),
+    Mutant("freed-memory-is-not-zeroed", "kvstore/memory/segment.py",
+        "                self._zero(start, min(ZERO_STEP, stop - start))\n",
+        "                pass\n", ZEROED),
+    Mutant("an-evicted-extent-keeps-its-bytes", "master/state/reclaim.py",
+        "wiping.zeroed.append(0 if kept or residue.kept else length)",
+        "wiping.zeroed.append(0)", ZEROED),
+    Mutant("memory-that-is-read-is-zeroed", "master/state/reclaim.py",
+        "wiping.zeroed.append(0 if kept or residue.kept else length)",
+        "wiping.zeroed.append(length)", ZEROED),
+    Mutant("gaps-keep-their-bytes", "master/state/reclaim.py",
+        "        if segment.zeroes:\n            segment.reclaim_bytes += length\n",
+        "        if segment.zeroes and not length:\n            segment.reclaim_bytes += length\n",
+        ZEROED),
     Mutant("readers-write", "kvstore/auth/rights.py",
         "verb, may = \"write\", who.may_write", "verb, may = \"write\", who.may_read", RIGHTS),
 )  # fmt: skip

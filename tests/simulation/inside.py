@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvstore.calls import NO_VERSION, Version
 from kvstore.limits import Key, Namespace
@@ -64,6 +64,17 @@ def pending_extents(state: MasterState) -> Iterator[tuple[int, MountedSegment, i
     for put in state.pending:
         for segment, offset in put.extents:
             yield put.token, segment, offset, put.length
+
+
+def zeroed(state: MasterState, tokens: Sequence[int]) -> Iterator[tuple[bytes, int, int]]:
+    """(uuid, offset, length) of what these puts were granted on nodes that zero memory."""
+    for token in tokens:
+        put = state.pending.get(token)
+        if put is None:
+            continue
+        for segment, offset in put.extents:
+            if segment.zeroes and segment.alive:
+                yield segment.offer.uuid, offset, put.length
 
 
 def repairs(state: MasterState) -> Iterator[GrantedCopy]:

@@ -64,3 +64,6 @@ class Memory:
     def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> None:
         """The production rule, which needs nothing of the system."""
         NodeSegment.wipe(cast(Any, self), offsets, epochs, counters)
+
+    def zero(self, offset: int, length: int) -> None:
+        self.memory[offset : offset + length] = bytes(length)

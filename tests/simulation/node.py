@@ -19,6 +19,8 @@ from kvstore.calls import (
 from kvstore.client.flows import moving
 from kvstore.errors import KVStoreError, SegmentGoneError, UnavailableError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
+from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.network.tcp_protocol import PLAIN, WITH_CAPABILITIES
 from kvstore.node import inventory
 from kvstore.wire.node_messages import decode_master_message, encode_node_message
 from kvstore.wire.status import decode_error
@@ -50,6 +52,8 @@ class Node:
     verifies = True
     """What it finds in memory that was left."""
     wipes = True
+    zeroes = False
+    """Takes capabilities, and so zeroes what it is told to. Its new memory is zero."""
     cuts = True
     """Ends the connections that may still carry what it is to wipe."""
     remembers = True
@@ -86,6 +90,8 @@ class Node:
         self._copying: Task[None] | None = None
         if attached:
             self._fence()
+        elif self.zeroes:
+            memory.zero(SUPERBLOCK_BYTES, memory.size - SUPERBLOCK_BYTES)
         process.spawn("agent", self._run())
 
     def accept(self, port: str, end: End) -> None:
@@ -158,6 +164,7 @@ class Node:
                 size=memory.size, uuid=memory.uuid, shm_name=memory.shm_name,
                 address=f"{self.name}:1", token=memory.token, seed=memory.seed,
                 generation=memory.generation, fresh=self._fresh, mark=memory.mark,
+                data_protocol=WITH_CAPABILITIES if self.zeroes else PLAIN,
                 stamp_key=memory.stamp_key,
             )  # fmt: skip
             join = NodeJoin(
@@ -228,6 +235,9 @@ class Node:
             else:
                 self._given_up -= attempts
             self.memory.wipe(message.offsets, message.epochs, message.counters)
+            if message.lengths:
+                for offset, length in zip(message.offsets, message.lengths, strict=True):
+                    self.memory.zero(offset, length)
             self.memory.mark = max(self.memory.mark, message.mark)
             self._oracle.wiped(self.memory, message, self._epoch)
 

@@ -340,13 +340,25 @@ class Oracle:
         self._expired = state.counters["expired_objects"]
         if reply is not None and not isinstance(reply, Later):
             self._promises(state, now_ms, request, reply)
+            self._grants_nothing_of_others(state, reply)
         self._granted(state)
 
     def answered(self, state: MasterState, now_ms: int, result: object) -> None:
         """A reply that had to wait is sent now."""
-        del state, now_ms
+        del now_ms
+        self._grants_nothing_of_others(state, result)
         if isinstance(result, calls.Grants):
             self.count("waited_grants")
+
+    def _grants_nothing_of_others(self, state: MasterState, reply: object) -> None:
+        """Where nodes take capabilities, memory is zero when its writer hears of it."""
+        grants = reply.grants if isinstance(reply, calls.MovesStarted) else reply
+        if not isinstance(grants, calls.Grants):
+            return
+        for uuid, offset, length in inside.zeroed(state, grants.tokens):
+            memory = self._memories(uuid)
+            if memory is not None and any(memory.memory[offset : offset + length]):
+                self.broken("not_zeroed", f"granted with bytes of before: {memory.node} {offset}")
 
     def _compare(
         self,

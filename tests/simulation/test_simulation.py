@@ -367,6 +367,37 @@ def test_finds_headers_that_are_not_wiped() -> None:
     found(options, "removed_read", within_steps=SOON, each=5_000)
 
 
+class Zeroing(Node):
+    zeroes = True
+
+
+@pytest.mark.parametrize("seed", [3, 5, 17])
+def test_memory_is_zero_when_it_is_granted(seed: int) -> None:
+    """And no view of a program changes by that."""
+    result = run_seed(Options(seed=seed, new_node=Zeroing, fault_seconds=FAULT_SECONDS / 2))
+    assert not result.failure, result.failure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1, 61, TOGETHER))
+def test_memory_is_zero_with_more_seeds(first: int) -> None:
+    for seed in range(first, first + TOGETHER):
+        result = run_seed(Options(seed=seed, new_node=Zeroing, fault_seconds=FAULT_SECONDS))
+        assert not result.failure, f"seed {seed}: {result.failure}"
+
+
+class Unzeroing(Zeroing):
+    """Wipes headers alone."""
+
+    def _wipe(self, message: MasterWipe) -> None:
+        super()._wipe(message._replace(lengths=()))
+
+
+def test_finds_memory_that_is_not_zeroed() -> None:
+    options = Options(seed=0, new_node=Unzeroing, faults=())
+    found(options, "not_zeroed", within_steps=SOON, each=5_000)
+
+
 @pytest.mark.slow
 def test_finds_a_removed_version_that_is_read_after_a_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """The put is acknowledged while the removal still waits for a node that hangs."""

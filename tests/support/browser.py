@@ -10,6 +10,7 @@ from typing import Any, Final
 from tests.support.programs import need_program, skip
 
 PHONE: Final = (375, 812)
+TABLET: Final = (768, 1024)
 DESK: Final = (1280, 900)
 
 
@@ -20,12 +21,16 @@ class Browser:
         self.driver = driver
 
     def open(self, port: int, view: str = "overview", *, size: tuple[int, int] = DESK) -> None:
+        self.resize(size)
+        self.driver.get(f"http://127.0.0.1:{port}/#{view}")
+
+    def resize(self, size: tuple[int, int]) -> None:
+        """Width and height of the window, in pixels."""
         width, height = size
         self.driver.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE},
         )
-        self.driver.get(f"http://127.0.0.1:{port}/#{view}")
 
     def theme(self, name: str) -> None:
         """light or dark, as the system of the user has it."""

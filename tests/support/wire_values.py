@@ -250,3 +250,6 @@ NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
 MASTER_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     kind: of(kind, _NODE[kind.__name__]) for kind in typing.get_args(calls.MasterMessage)
 }
+MASTER_MESSAGES[calls.MasterWipe] = MASTER_MESSAGES[calls.MasterWipe].map(
+    lambda order: order._replace(lengths=order.epochs if order.lengths else [])
+)

@@ -422,6 +422,8 @@ def test_bytes_are_encrypted_only_where_all_peers_have_an_identity(
     given["auth"] = "some.auth"
     loaded = load(kind, {"auth": "some.auth", "data_encryption": "tls"}, environ=environment(home))
     assert getattr(loaded, "data_encryption") == "tls"  # noqa: B009  # not of all kinds
+    of_all = {"KVSTORE_AUTH": "some.auth", "KVSTORE_DATA_ENCRYPTION": "tls"}
+    assert load(kind, environ=environment(home, **of_all)) == loaded
     if kind in (MasterConfig, NodeConfig):
         assert "--auth-mode prefer" in refusal(kind, **given, auth_mode="prefer").message  # type: ignore[arg-type]
     if kind is not MasterConfig:

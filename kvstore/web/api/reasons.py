@@ -110,6 +110,7 @@ class EngineTraffic(BaseModel):
     address: str
     namespaces: int
     put: int = Field(description="Keys that it has put.")
+    put_bytes: int = Field(description="Payload of these.")
     asked: int = Field(description="Keys.")
     found: int = Field(description="Of those.")
     idle_ms: int
@@ -220,18 +221,19 @@ def _engines(spaces: Iterable[calls.NamespaceTraffic]) -> list[EngineTraffic]:
     found: dict[tuple[str, str], EngineTraffic] = {}
     for space in spaces:
         here = set()
-        rows = [(row, row.stored, 0, 0) for row in space.putters]
-        rows += [(row, 0, row.keys, row.found) for row in space.askers]
-        for row, put, asked, hits in rows:
+        rows = [(row, row.stored, row.stored_bytes, 0, 0) for row in space.putters]
+        rows += [(row, 0, 0, row.keys, row.found) for row in space.askers]
+        for row, put, put_bytes, asked, hits in rows:
             mark = row.client, row.address
             engine = found.setdefault(
                 mark,
                 EngineTraffic(
-                    client=row.client, address=row.address, namespaces=0, put=0, asked=0, found=0,
-                    idle_ms=row.idle_ms,
+                    client=row.client, address=row.address, namespaces=0, put=0, put_bytes=0,
+                    asked=0, found=0, idle_ms=row.idle_ms,
                 ),
             )  # fmt: skip
             engine.put += put
+            engine.put_bytes += put_bytes
             engine.asked += asked
             engine.found += hits
             engine.idle_ms = min(engine.idle_ms, row.idle_ms)

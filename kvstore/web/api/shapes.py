@@ -47,6 +47,11 @@ class Member(BaseModel):
 class Node(Member):
     segments: list[Segment]
     transports: list[str]
+    stored_bytes: int = Field(
+        description="Payload of objects put, moved or repaired there, since it joined this master."
+    )
+    read_bytes: int = Field(description="Over its data port, since the node's start.")
+    written_bytes: int = Field(description="Over its data port, since the node's start.")
 
 
 class Namespace(BaseModel):

@@ -103,13 +103,22 @@ class ParentMaster:
     """The parent, as its child sees it. Methods raise UnavailableError if it does not answer."""
 
     def __init__(
-        self, address: str, *, cluster: str, pid: int, channel: ChildEnd, auth: str = ""
+        self,
+        address: str,
+        *,
+        cluster: str,
+        pid: int,
+        channel: ChildEnd,
+        scheme: str,
+        auth: str = "",
     ) -> None:
+        """``scheme``: of the port of this process: http or https."""
         self.address = address
         """The master's own ``host:port``; on loopback also where it listens on all addresses."""
         self._cluster = cluster
         self._auth = auth
         self._pid = pid
+        self._scheme = scheme
         self._channel = channel
         self._lives = start_task("lives", channel.ask_forever("role", ANSWER_S))
         self.client = AsyncClient(
@@ -176,7 +185,9 @@ class ParentMaster:
             name: own + measured["counters"].get(name, 0) for name, own in logs.counters().items()
         }
         measured = measured | {"counters": of_both}
-        return await asyncio.to_thread(exposition.of_master, measured, status, pid=self._pid)
+        return await asyncio.to_thread(
+            exposition.of_master, measured, status, pid=self._pid, scheme=self._scheme
+        )
 
     async def nodes_of(self, segments: Iterable[int]) -> Mapping[int, str]:
         """The nodes' names by segment: these segments and others. Asks the leader for its status

@@ -17,7 +17,7 @@ from kvstore.limits import check_namespace
 from kvstore.web.channel import ChildEnd
 from kvstore.web.events.journal import EventPosition, Journal, Streams
 from kvstore.web.events.subscribers import Subscribers
-from kvstore.web.server.access import STILL
+from kvstore.web.server.access import is_still_known
 from kvstore.web.server.endpoints import (
     Endpoint,
     Question,
@@ -160,9 +160,8 @@ async def _send(
         if first:
             await response.write(first)
         async with contextlib.aclosing(texts):
-            still = request.get(STILL)
             async for text in texts:
-                if still is not None and not still():
+                if not is_still_known():
                     break  # it was revoked
                 if not text:  # an empty chunk would end the body
                     continue

@@ -18,6 +18,7 @@ import hmac
 import ipaddress
 import ssl
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -85,15 +86,19 @@ class Secured(NamedTuple):
     cert: str = ""
     key: str = ""
     auth: str = ""
-    """The file of this process's identity, if requests need one."""
+    """The file of this process's identity, if the port shows it."""
     revoked: str = ""
     """File with the numbers of revoked identities."""
     names: str = ""
     """As ``HttpConfig.auth_names``."""
+    also_plain: bool = False
+    """With ``auth``: whether peers may come without TLS, too. Then requests need no identity, and
+    none counts."""
 
     @property
     def scheme(self) -> str:
-        return "https" if self.cert or self.auth else "http"
+        """By which everybody who may use the port can reach it."""
+        return "https" if self.cert or (self.auth and not self.also_plain) else "http"
 
     def tls(self) -> ssl.SSLContext | None:
         """The TLS context; None: plain HTTP. Raises ConfigError, as ``tls_of``."""
@@ -104,7 +109,7 @@ class Secured(NamedTuple):
 
     def identities(self) -> Identities | None:
         """Raises ConfigError."""
-        if not self.auth:
+        if not self.auth or self.also_plain:
             return None
         return Identities(Revoked(self.revoked), load_names(self.names))
 
@@ -118,10 +123,12 @@ def secured_by(config: HttpConfig) -> Secured:
     Raises:
         ConfigError: a file cannot be read, or is of no use.
     """
+    prefers = config.auth_mode == "prefer"
+    own = prefers and config.http_cert  # for browsers, which show no identity
     secured = Secured(
         token_of(config), config.http_reads, config.http_cert, config.http_key,
-        config.auth if config.auth_mode == "require" else "", config.auth_revoked,
-        config.auth_names,
+        "" if own else config.auth, config.auth_revoked, config.auth_names,
+        also_plain=prefers and bool(config.auth) and not own,
     )  # fmt: skip
     secured.tls()
     secured.identities()
@@ -152,9 +159,14 @@ class Hosts:
         return host in self._names or is_address(host)
 
 
-STILL: Final = "kvstore-still"
-"""Key of a request that an identity has sent: a callable that says whether it is still one. For
-answers that last."""
+_STILL: Final[ContextVar[Callable[[], bool]]] = ContextVar("still", default=lambda: True)
+
+
+def is_still_known() -> bool:
+    """Whether who has sent the request that is being answered is still one of ours. For answers
+    that last."""
+    return _STILL.get()()
+
 
 HTTP_TOKEN: Final = identity("http-token", [ADMIN])
 """Who shows the token of a port, where there are identities."""
@@ -261,9 +273,15 @@ class Access:
             return handler
 
         async def acting(request: web.Request) -> web.StreamResponse:
-            with acting_for(self._who(request)):
-                request[STILL] = lambda: self._who(request) is not None
-                return await handler(request)
+            who = self._who(request)
+            if who is None:  # revoked since it was checked
+                return _unauthorized(UNKNOWN)
+            still = _STILL.set(lambda: self._who(request) is not None)
+            try:
+                with acting_for(who):
+                    return await handler(request)
+            finally:
+                _STILL.reset(still)
 
         return acting
 
@@ -274,8 +292,11 @@ class Access:
         return None if self._identities is None else self._identities.of(request)
 
     def _blind(self, request: web.Request) -> web.Response | None:
-        if self._identities is None or (who := self._who(request)) is None:
+        if self._identities is None:
             return None
+        who = self._who(request)
+        if who is None:  # revoked since it was checked
+            return _unauthorized(UNKNOWN)
         try:
             check_numbers(who)
         except PermissionDeniedError as error:

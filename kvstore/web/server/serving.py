@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import socket
-import ssl
 import time
 from collections.abc import (
     AsyncIterator,
@@ -28,8 +28,9 @@ from kvstore.errors import AddressInUseError, BusyError, StartupError, Unavailab
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
+from kvstore.network.sniffing import Sniffing
 from kvstore.ports import what_answers
-from kvstore.web.server.access import HEADERS, Access
+from kvstore.web.server.access import HEADERS, NOT_SECURED, Access, Secured
 from kvstore.web.server.doors import (
     BUFFER_BYTES,
     RETRY_AFTER_S,
@@ -40,6 +41,7 @@ from kvstore.web.server.doors import (
     answering,
     connections_max,
     listen_on,
+    take,
 )
 
 log = logging.getLogger("kvstore.web")
@@ -145,14 +147,18 @@ async def serving(
     routes: Iterable[Route] = (),
     *,
     access: Access,
-    tls: ssl.SSLContext | None = None,
+    secured: Secured = NOT_SECURED,
 ) -> AsyncIterator[None]:
     """Serves health, readiness, metrics and ``routes`` inside the block. Closes ``listener``.
 
     Args:
         access: who may read the metrics.
-        tls: the TLS context for HTTPS; None: plain HTTP.
+        secured: whether the port speaks TLS.
+
+    Raises:
+        ConfigError: as ``Secured.tls``.
     """
+    tls = secured.tls()
     connections = connections_max(REQUESTS_MAX)
     doors = Doors(connections)
     # Fewer than connections: there are always idle ones that can make room.
@@ -161,6 +167,14 @@ async def serving(
     async with answering(
         application, doors, idle_s=IDLE_CONNECTION_S, line_bytes_max=LINE_BYTES_MAX, log=log
     ):
+        if tls is not None and secured.also_plain:
+            either = Sniffing(listener, functools.partial(take, doors, tls))
+            either.start()
+            try:
+                yield
+            finally:
+                await either.stop()
+            return
         server = await listen_on(doors, listener, tls)
         try:
             yield

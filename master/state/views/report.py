@@ -236,6 +236,7 @@ def _client(row: ClientRow, now_ms: int) -> calls.ClientTraffic:
         found=row.found,
         stored=row.stored,
         key=row.key,
+        stored_bytes=row.stored_bytes,
     )
 
 
@@ -276,6 +277,9 @@ def _node(common: Common, node: JoinedNode, now_ms: int) -> calls.NodeStatus:
         version=node.version,
         unreachable=node.unreachable,
         entry_gone=node.entry_gone,
+        stored_bytes=node.stored_bytes,
+        read_bytes=node.read_bytes,
+        written_bytes=node.written_bytes,
     )
 
 

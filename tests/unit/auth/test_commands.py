@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -221,8 +222,8 @@ def test_what_a_certificate_is_for(
     ).stdout  # fmt: skip
     found = [use for use in ("client", "server") if f"TLS Web {use.title()} Auth" in told]
     assert found == uses
-    for part in ("CN = x", "Digital Signature\n", "CA:FALSE"):
-        assert part in told
+    for part in ("CN ?= ?x", "Digital Signature\n", "CA:FALSE"):  # OpenSSL 3.6 has no spaces
+        assert re.search(part, told), told
     done = subprocess.run(
         ["openssl", "verify", "-x509_strict", "-CAfile", FOLDER / "authority.pem", "x.auth"],
         check=False, capture_output=True, text=True,

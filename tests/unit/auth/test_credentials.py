@@ -89,6 +89,12 @@ def test_what_lacks_a_part_is_refused(path: Path, begin: str, missing: str) -> N
         Credentials(str(path))
 
 
+def test_a_key_with_a_passphrase_is_refused_as_such(path: Path) -> None:
+    path.write_text(path.read_text().replace("PRIVATE KEY", "ENCRYPTED PRIVATE KEY"))
+    with pytest.raises(ConfigError, match="has a passphrase"):
+        Credentials(str(path))
+
+
 def test_what_is_not_there_or_may_not_be_read_is_refused(tmp_path: Path) -> None:
     for place in (tmp_path / "none", tmp_path, tmp_path / "x" / "y", Path("/dev/null")):
         with pytest.raises(ConfigError):

@@ -23,7 +23,9 @@ def names(tmp_path: Path) -> Path:
 def test_a_name_stands_for_an_identity(names: Path) -> None:
     known = load_names(str(names))
     who = identity("decode", ["engine"], reads=["a/*"], writes=["a/*"])
-    assert identity_by([DECODE], known) == who
+    assert identity_by([DECODE], known) == who._replace(other=DECODE)
+    assert identity_by([DECODE], known).certified == DECODE
+    assert who.certified == "kvstore:decode"
     assert load_names("") == {}
 
 

@@ -241,6 +241,13 @@ def test_an_engine_sees_its_own_namespaces_in_the_status() -> None:
     }
 
 
+def test_an_engine_sees_no_count_of_what_others_do() -> None:
+    counters = [calls.Counter("stored_objects", 5)]
+    status = calls.ClusterStatus(1, "", 0, [], [], counters)
+    seen = {role: bool(shown_status(who, status).counters) for role, who in WHO.items()}
+    assert {role for role, sees in seen.items() if not sees} == {"engine", "reader"}
+
+
 def test_an_engine_sees_no_tenant_but_its_own() -> None:
     def row(name: str, *patterns: str) -> calls.TenantStatus:
         return calls.TenantStatus(name, 1, 0, 0, 0, 0, 1, 0, 0, 0, patterns)

@@ -11,11 +11,18 @@ import sys
 import pytest
 
 from kvstore.cli.completion import PROGRAMS, SHELLS
+from kvstore.cli.main import LATE, cli
 from tests.support.processes import run_python
 from tests.unit.cli.conftest import KV
 
-SLOW = {"grpc", "numpy", "torch", "vllm"}
-"""Packages for which a TAB does not wait. ``rich`` is small beside them."""
+SLOW = {
+    *("aiohttp", "asyncio", "cryptography", "grpc", "http.client", "http.server", "numpy", "rich"),
+    *("ssl", "torch", "vllm", "yaml"),
+}
+"""Packages for which a TAB does not wait."""
+
+
+NAMES = sorted({*LATE, *cli.commands})
 
 
 @pytest.fixture
@@ -88,6 +95,27 @@ def completed(words: str, *, program: str = "kvstore") -> list[str]:
 )
 def test_what_is_offered(words: str, offered: list[str]) -> None:
     assert completed(words, program=words.partition(" ")[0]) == offered
+
+
+def test_no_command_waits_for_a_slow_package() -> None:
+    """One process completes the options of each command in turn, and names the one that imports a
+    package first."""
+    said = run_python(
+        "-c",
+        "import sys\n"
+        "from click.shell_completion import BashComplete\n"
+        "from kvstore.cli.main import cli\n"
+        "found = set()\n"
+        f"for command in {NAMES!r}:\n"
+        "    offered = BashComplete(cli, {}, 'kvstore', '').get_completions([command], '--')\n"
+        "    assert '--help' in [each.value for each in offered], command\n"
+        f"    slow = {SLOW!r} & sys.modules.keys() - found\n"
+        "    found |= slow\n"
+        "    if slow:\n"
+        "        print(command, *sorted(slow))",
+        check=True,
+    )
+    assert said.stdout == ""
 
 
 def test_the_list_of_commands_loads_none() -> None:

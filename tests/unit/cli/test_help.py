@@ -28,8 +28,8 @@ PROGRAMS: dict[str, click.Command] = {
     "kvstore-proxy": proxy.command,
 }
 EVERYWHERE = {
-    "--config", "--strict-config", "--master", "--timeout-ms", "--json", "--debug", "--version",
-    "--help",
+    "--config", "--strict-config", "--master", "--auth", "--cluster", "--timeout-ms", "--json",
+    "--debug", "--version", "--help",
 }  # fmt: skip
 
 
@@ -80,8 +80,16 @@ def test_own_options_come_before_the_common_ones(path: str) -> None:
     assert title
     own = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", before, re.MULTILINE))
     common = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", after.partition("\n\n")[0], re.MULTILINE))
-    if path in ("kvstore", "kvstore-proxy", "kvstore bench", "kvstore-node"):
-        own -= {"--master", "--timeout-ms"}  # they mean more there
+    if path in (
+        "kvstore",
+        "kvstore-proxy",
+        "kvstore bench",
+        "kvstore-node",
+        "kvstore-master",
+        "kvstore auth init",
+        "kvstore clean",
+    ):
+        own -= {"--master", "--auth", "--cluster", "--timeout-ms"}  # they mean more there
     assert not own & EVERYWHERE
     assert common <= EVERYWHERE
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvstore._version import __version__
 from kvstore.bench import cases
 from kvstore.calls import PutOutcome
 from kvstore.cli import bench as cli_bench
+from kvstore.cli import doctor as cli_doctor
 from kvstore.cli.main import LATE, cli
 from kvstore.client.flows.asking import ObjectStat
 from kvstore.config import ClientConfig
@@ -433,10 +435,11 @@ def test_the_benchmark_of_a_running_store_shows_its_identity(
 ) -> None:
     command = ["bench", "--master", "a:1", "--memory", "64MiB", "--yes"]
     kv("--auth", "a.auth", *command)
-    monkeypatch.setenv("KVSTORE_AUTH", "b.auth")
+    kv(*command, "--auth", "b.auth")
+    monkeypatch.setenv("KVSTORE_AUTH", "c.auth")
     kv(*command)
-    assert [config.auth for config in store.configs] == ["a.auth", "b.auth"]
-    assert measured == [f"a:1 {64 << 20} as {each}" for each in ("a.auth", "b.auth")]
+    assert [config.auth for config in store.configs] == ["a.auth", "b.auth", "c.auth"]
+    assert measured == [f"a:1 {64 << 20} as {each}" for each in ("a.auth", "b.auth", "c.auth")]
 
 
 @pytest.mark.parametrize(
@@ -460,6 +463,51 @@ def test_rows_that_do_not_exist(kv: KV, measured: list[str], given: list[str], n
 def test_options_of_the_group_and_of_the_command(kv: KV, store: FakeClient) -> None:
     kv("--master", "a:1", "--timeout-ms", "5", "--no-lane", "status", "--master", "b:2")
     assert store.configs == [ClientConfig(master="b:2", timeout_ms=5, lane=False)]
+
+
+def test_options_of_the_group_may_stand_behind_the_command(kv: KV, store: FakeClient) -> None:
+    behind = ("--cluster", "blue", "--no-lane", "--verify", "header", "--transports", "tcp")
+    for command in (["status"], ["ls"], ["stat", "k"], ["prefixes"], ["why"]):
+        kv(*command, *behind)
+        kv(*behind, *command)
+        after, before = store.configs
+        store.configs.clear()
+        assert after == before, command
+        assert after.cluster == "blue"
+
+
+def test_the_last_word_is_the_one_behind_the_command(kv: KV, store: FakeClient) -> None:
+    kv("--cluster", "blue", "ls", "--cluster", "green")
+    assert [each.cluster for each in store.configs] == ["green"]
+
+
+def test_an_identity_behind_the_command(
+    kv: KV, store: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv("status", "--auth", "a.auth")
+    kv("--auth", "a.auth", "ls")
+    assert [each.auth for each in store.configs] == ["a.auth", "a.auth"]
+    checked: list[ClientConfig] = []
+
+    def checks(client: ClientConfig, *_: object, **__: object) -> list[object]:
+        checked.append(client)
+        return []
+
+    monkeypatch.setattr(cli_doctor, "_checks", checks)
+    monkeypatch.setattr(logging.getLogger("kvstore"), "level", logging.NOTSET)
+    kv("doctor", "--auth", "a.auth")
+    kv("--auth", "a.auth", "doctor")
+    assert [each.auth for each in checked] == ["a.auth", "a.auth"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("status", "--namespace"), ("get", "--replicas"), ("ls", "--put-wait-ms"), ("rm", "--memory")],
+)
+def test_an_option_without_effect_is_refused(kv: KV, command: str, flag: str) -> None:
+    result = kv(command, flag, "1")
+    assert result.code == 2
+    assert f"No such option '{flag}'" in result.err
 
 
 def test_a_command_never_contributes_memory(

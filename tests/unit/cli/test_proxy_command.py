@@ -169,3 +169,30 @@ def test_without_the_extra_it_says_what_to_install() -> None:
     done = run_python("-c", program)
     assert done.returncode == 1
     assert "pip install 'aiohttp>=3.12'" in done.stderr
+
+
+@pytest.mark.parametrize("by", ["a flag", "a variable"])
+@pytest.mark.parametrize("token", ["secret", "fifteen-letters", "with spaces, and so not one"])
+def test_a_token_that_can_be_guessed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    served: list[ProxyConfig],
+    by: str,
+    token: str,
+) -> None:
+    if by == "a variable":
+        monkeypatch.setenv("KVSTORE_PROXY_ADMIN_TOKEN", token)
+    assert code_of(*(["--admin-token", token] if by == "a flag" else [])) == 2
+    said = capfd.readouterr().err
+    assert "must be 16 to 256 letters" in said
+    assert token not in said
+    assert not served
+
+
+def test_a_token_of_the_administrator(
+    monkeypatch: pytest.MonkeyPatch, served: list[ProxyConfig]
+) -> None:
+    monkeypatch.setenv("KVSTORE_PROXY_ADMIN_TOKEN", "sixteen-letters-")
+    assert code_of() == 0
+    assert [config.admin_token for config in served] == ["sixteen-letters-"]
+    assert "sixteen-letters-" not in repr(served)

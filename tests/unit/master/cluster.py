@@ -18,6 +18,7 @@ from kvstore.master.state.inventory import Claim
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
+from kvstore.network.tcp_protocol import PLAIN
 from kvstore.tenants import TenantRule
 
 EPOCH = 5
@@ -72,6 +73,8 @@ class Cluster:
         self.offers: dict[str, list[calls.SegmentOffer]] = {}
         self.silent: set[str] = set()
         self.wipes_at_once = True
+        self.data_protocol = PLAIN
+        """Of nodes that join."""
         self.orders: list[tuple[int, calls.MasterWipe]] = []  # not done yet, with their session
         self.answers: dict[int, calls.Reply | KVStoreError] = {}
         self.hangups: list[int] = []
@@ -118,6 +121,7 @@ class Cluster:
                     seed=index,
                     generation=1,
                     fresh=True,
+                    data_protocol=self.data_protocol,
                 )
                 for index, count in enumerate(blocks)
             ]

@@ -14,7 +14,10 @@ from typing import TypeVar
 import pytest
 
 from kvstore import calls
+from kvstore.auth.credentials import MASTER_NAME, Credentials
 from kvstore.auth.identity import Identity
+from kvstore.client.calling.tls import TlsWire
+from kvstore.clocks import uptime
 from kvstore.config import MasterConfig
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
@@ -107,9 +110,36 @@ def test_a_connection_that_has_ended_is_gone_with_its_transport() -> None:
 
 
 @pytest.mark.usefixtures("_collector_off")
+def test_a_connection_within_tls_is_gone_with_its_end(tmp_path: Path) -> None:
+    async def come_and_go() -> list[weakref.ref[object]]:
+        identities = Identities(tmp_path)
+        gate = Gate(MasterConfig(auth=identities.file("master")))
+        server = LaneServer(Dispatcher(Waits()), b"t" * 16, gate=gate)
+        await server.bind("127.0.0.1", 0, unix=False)
+        await server.start()
+        sock = socket.create_connection(("127.0.0.1", server.port))
+        wire = TlsWire(sock, Credentials(identities.file("admin")).client(), MASTER_NAME)
+        async with asyncio.timeout(5):
+            await asyncio.to_thread(wire.begin, uptime() + 5)
+            with pytest.raises(TimeoutError):  # sends the last message of the handshake
+                await asyncio.to_thread(wire.greet, b"\0", uptime() + 0.1)
+            while not server.connections:
+                await asyncio.sleep(0.001)
+            ends = [end for each in server.connections for end in ends_of(each)]
+            wire.close()
+            while server.connections:
+                await asyncio.sleep(0.001)
+        await asyncio.sleep(0.01)
+        await server.stop()
+        return ends
+
+    assert [end() for end in run(come_and_go())] == [None, None]
+
+
+@pytest.mark.usefixtures("_collector_off")
 @pytest.mark.parametrize("said", [b"\x16\x03\x01 no greeting", b"\x16"])
 def test_a_handshake_that_fails_leaves_nothing(tmp_path: Path, said: bytes) -> None:
-    """Its buffers have 340 KB, and any stranger can begin one."""
+    """Any stranger can begin one."""
 
     async def come_and_go() -> list[str]:
         gate = Gate(MasterConfig(auth=Identities(tmp_path).file("master")))
@@ -127,7 +157,7 @@ def test_a_handshake_that_fails_leaves_nothing(tmp_path: Path, said: bytes) -> N
         # Not isinstance: some objects of torch warn when they are asked for their class.
         names = [type(each).__name__ for each in gc.get_objects()]
         await server.stop()
-        return [name for name in names if name in ("SSLProtocol", "_SelectorSocketTransport")]
+        return [name for name in names if name in ("TlsTransport", "_SelectorSocketTransport")]
 
     assert run(come_and_go()) == []
 
@@ -158,6 +188,6 @@ def test_a_handshake_that_makes_room_leaves_nothing(
         await asyncio.sleep(0.01)
         names = [type(each).__name__ for each in gc.get_objects()]
         await server.stop()
-        return [name for name in names if name in ("SSLProtocol", "_SelectorSocketTransport")]
+        return [name for name in names if name in ("TlsTransport", "_SelectorSocketTransport")]
 
     assert run(come_and_go()) == []

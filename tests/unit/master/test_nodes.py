@@ -21,7 +21,7 @@ from kvstore.master.state.events import GONE_SIZE
 from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import Caller
-from tests.unit.master.cluster import EPOCH, Cluster
+from tests.unit.master.cluster import BLOCK, EPOCH, Cluster
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
@@ -179,6 +179,24 @@ def test_an_entry_that_is_gone_is_noted_once_and_at_once(new_cluster: NewCluster
     assert cluster.notices == ["node_entry_gone", "node_entry_gone"]
 
 
+def test_what_was_moved_is_told_of_each_node(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=8, two=8)
+    cluster.put("ab", replicas=2)
+    cluster.put("c")
+    cluster.say("one", calls.NodeBeat(1, read_bytes=5, written_bytes=7))
+
+    one, two = cluster.status().nodes
+
+    assert min(one.stored_bytes, two.stored_bytes) == 2 * BLOCK
+    assert one.stored_bytes + two.stored_bytes == 5 * BLOCK
+    assert (one.read_bytes, one.written_bytes) == (5, 7)
+    assert (two.read_bytes, two.written_bytes) == (0, 0)
+
+    cluster.join("one", again=True)
+    (again,) = (node for node in cluster.status().nodes if node.name == "one")
+    assert (again.stored_bytes, again.read_bytes) == (0, 0), "it is another mount"
+
+
 # --- streams -----------------------------------------------------------------------------------
 
 
@@ -207,6 +225,22 @@ def test_segments_are_told_in_the_order_in_which_they_were_offered(new_cluster: 
     after = cluster.join("one", resume=True)
 
     assert list(after.segment_ids) == list(reversed(before.segment_ids))
+
+
+def test_clients_are_told_with_which_identity_a_node_has_joined(new_cluster: NewCluster) -> None:
+    cluster = new_cluster()
+    nodes = cluster.state.nodes
+
+    def told() -> list[str]:
+        ask = calls.DescribeSegments(accepted.segment_ids)
+        return [each.certified for each in cluster.state.report.describe_segments(0, ask).segments]
+
+    accepted = nodes.joined(0, 1, JOIN, "kvstore:one")
+    assert told() == ["kvstore:one"]
+    assert [each.certified for each in nodes.offered(1)] == ["kvstore:one"]
+    nodes.joined(0, 2, JOIN._replace(resume_epoch=EPOCH), "kvstore:renewed")
+    assert told() == ["kvstore:renewed"]
+    cluster.state.effects.clear()
 
 
 def test_a_node_cannot_resume_under_another_epoch(new_cluster: NewCluster) -> None:

@@ -97,6 +97,7 @@ def test_a_put_that_found_too_few_nodes_is_repaired_when_one_comes(
     assert short(cluster) == 0
     counters = dict(cluster.status().counters)
     assert (counters["repaired_objects"], counters["repaired_bytes"]) == (1, BLOCK)
+    assert [node.stored_bytes for node in cluster.status().nodes] == [BLOCK, BLOCK]
     cluster.after(120_000)
     assert ask(cluster, "a").keys == ask(cluster, "b").keys == []
 

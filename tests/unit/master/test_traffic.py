@@ -17,7 +17,7 @@ from kvstore.master.state.effects import Later
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, Caller, TrafficCounts
 from kvstore.master.state.views import report
-from tests.unit.master.cluster import EPOCH, NAMESPACE, Cluster, keys_of
+from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 from tests.unit.master.test_inventories import back, claim
 
@@ -51,7 +51,7 @@ def test_who_puts_is_remembered_with_what_became_of_it(new_cluster: NewCluster) 
 
     assert (row.objects, row.askers, row.misses) == (4, [], [])
     assert row.putters == [
-        calls.ClientTraffic("prefill 1", "10.0.0.8", 1_500, 500, 7, 3, 4, b"a"),
+        calls.ClientTraffic("prefill 1", "10.0.0.8", 1_500, 500, 7, 3, 4, b"a", 4 * BLOCK),
     ]
 
 
@@ -61,6 +61,7 @@ def test_an_allocation_counts_when_it_has_its_key(new_cluster: NewCluster) -> No
     assert cluster.commit(cluster.allocate(), "k") is PutOutcome.STORED
     (putter,) = seen(cluster).putters
     assert (putter.keys, putter.stored, putter.key) == (1, 1, b"k")
+    assert putter.stored_bytes == BLOCK
 
 
 def test_a_put_without_space_is_seen_as_one_that_stores_nothing(new_cluster: NewCluster) -> None:

@@ -342,6 +342,30 @@ def test_wiping_takes_that_version_and_no_other(segment: NodeSegment) -> None:
     assert segment.wipe([first], [5], [1]) == 0
 
 
+def test_ranges_are_zeroed_and_nothing_beside_them(
+    segment: NodeSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.memory.segment.ZERO_STEP", 1_000)
+    before = bytes(segment.memory[:SUPERBLOCK_BYTES])
+    segment.memory[SUPERBLOCK_BYTES:] = b"x" * (segment.size - SUPERBLOCK_BYTES)
+    outside = [(0, 64), (SUPERBLOCK_BYTES, 2**40), (2**63, 64), (segment.size - 1, 2)]
+    segment.zero([*outside, (8_192, 4_096), (segment.size - 10, 10), (5_000, 0)])
+    assert segment.memory[:SUPERBLOCK_BYTES] == before
+    assert segment.memory[8_191:12_289] == b"x" + bytes(4_096) + b"x"
+    assert segment.memory[-11:] == b"x" + bytes(10)
+    assert bytes(segment.memory).count(b"x") == segment.size - SUPERBLOCK_BYTES - 4_106
+
+
+def test_zeroing_ends_when_its_caller_wants_that(
+    segment: NodeSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.memory.segment.ZERO_STEP", 1_000)
+    segment.memory[8_192:12_288] = b"x" * 4_096
+    asked = iter([False, True])
+    segment.zero([(8_192, 4_096)], lambda: next(asked))
+    assert segment.memory[8_192:12_288] == bytes(1_000) + b"x" * 3_096
+
+
 def test_free_names_are_counted_up(name: str) -> None:
     assert free_node_name(name) == name
     first = NodeSegment.create(name, MIB)

@@ -14,7 +14,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -28,11 +29,14 @@ from kvstore.network import handover as protocol
 from kvstore.network.handover import WHY, HandoverStatus
 from kvstore.network.host import host_id
 from kvstore.node import handover as serving
+from kvstore.node.agent import NodeAgent
 from kvstore.node.handover import HandoverServer
+from kvstore.node.web import answers_of
 from kvstore.transport import handed, shm
 from kvstore.transport.base import Move
 from kvstore.transport.handed import NotHandedError, fetch
 from kvstore.transport.shm import ShmTransport
+from kvstore.transport.tcp_server import DataServer
 from tests.support.waiting import until
 from tests.unit.client.world import segment as described
 
@@ -138,6 +142,23 @@ def test_a_reader_gets_a_descriptor_to_read_and_a_writer_one_to_write(store: Sto
     until(lambda: server.handed == 3)
 
 
+def test_metrics_count_who_got_a_descriptor_and_who_none(store: Store) -> None:
+    agent, server = SimpleNamespace(is_joined=True), DataServer([store.segment])
+
+    async def page_of(handover: HandoverServer | None) -> str:
+        answers = answers_of(cast(NodeAgent, agent), store.segment, server, handover, None)
+        return (await answers.metrics()).decode()
+
+    handover = store.serve()
+    os.close(store.fetch(READS))
+    store.why_not(READS, key=bytes(16))
+    until(lambda: (handover.handed, handover.refused) == (1, 1))
+    page = asyncio.run(page_of(handover))
+    assert "\nkvstore_node_handed_descriptors_total 1.0" in page
+    assert "\nkvstore_node_refused_handovers_total 1.0" in page
+    assert "\nkvstore_node_handed_descriptors_total" not in asyncio.run(page_of(None))
+
+
 @pytest.mark.parametrize(
     ("needs_all", "rights", "said", "writes"),
     [
@@ -180,6 +201,17 @@ def test_no_proof_no_descriptor(store: Store) -> None:
         fetch(before, before.handover)
     os.close(store.fetch())
     until(lambda: (server.handed, server.refused) == (1, 6))
+
+
+def test_a_revoked_holder_gets_nothing_until_the_next_mount(store: Store) -> None:
+    server = store.serve()
+    os.close(store.fetch())
+    server.refuse_holders([HOLDER + 1, HOLDER])
+    server.refuse_holders([])  # its capabilities have ended by now, its key has not
+    assert store.why_not() == WHY[HandoverStatus.DENIED]
+    store.segment.bump_generation()
+    server.refuse_holders([])
+    os.close(store.fetch())
 
 
 def test_a_client_cannot_truncate(store: Store) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.node import starting as module
 from kvstore.node.starting import Starting, served
-from kvstore.web.server.access import Access
+from kvstore.web.server.access import NOT_SECURED, Access
 from tests.support.http import get, metric
 
 GIB = 1 << 30
@@ -51,7 +51,7 @@ def test_health_answers_meanwhile_and_leaves_the_socket() -> None:
         port = listener.getsockname()[1]
         for done in (0, GIB):
             starting(done, 4 * GIB)
-            with served(starting, listener, access, None):
+            with served(starting, listener, access, NOT_SECURED):
                 status, text = get(port, "/healthz")
                 assert status == 200
                 assert text.startswith("ok: reserves memory: ")
@@ -67,12 +67,12 @@ def test_a_failed_start_ends_the_thread() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(KeyboardInterrupt),
-        served(Starting(GIB), listener, Access(None), None),
+        served(Starting(GIB), listener, Access(None), NOT_SECURED),
     ):
         raise KeyboardInterrupt
     assert not [each for each in threading.enumerate() if each.name == "kvstore-starting"]
 
 
 def test_without_http_nothing_is_served() -> None:
-    with served(Starting(GIB), None, Access(None), None):
+    with served(Starting(GIB), None, Access(None), NOT_SECURED):
         pass

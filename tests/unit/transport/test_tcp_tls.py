@@ -284,11 +284,46 @@ def test_the_node_of_another_name_gets_no_byte(segment: NodeSegment, ends: Ends)
         assert_serves(server, segment, ends)
 
 
+def test_a_node_has_the_identity_with_which_it_has_joined(segment: NodeSegment, ends: Ends) -> None:
+    """Each server here gets a new certificate, so the first one is one that was renewed."""
+    with serving(segment, ends) as server, transport(ends.client()) as way:
+        info = described(segment, server.port)
+        write(way, info._replace(certified=f"kvstore:{NODE.name}"), b"renewed")
+    with (
+        serving(segment, ends) as server,
+        transport(ends.client()) as way,
+        pytest.raises(PermissionDeniedError, match="has joined as kvstore:other"),
+    ):
+        write(way, described(segment, server.port)._replace(certified="kvstore:other"), b"secret")
+    assert server.counters().writes == 0
+
+
+def test_a_client_that_demands_encryption_connects_to_no_other_node(
+    segment: NodeSegment, ends: Ends
+) -> None:
+    demanding = ClientEnd(ends.credentials(ENGINE), demands=True)
+    with serving(segment, ends) as server, transport(demanding) as way:
+        plain = described(segment, server.port, PLAIN)
+        with pytest.raises(NodeUnreachableError, match="does not encrypt its data port") as error:
+            write(way, plain, b"secret")
+        assert error.value.fields["tried"] == 0, "the master is not told that the node fails"
+        assert "--data-encryption tls" in error.value.advice
+        assert server.counters().connections == 0
+        write(way, described(segment, server.port), b"secret")
+
+
 def test_a_certificate_of_another_authorities_kind_has_any_name(ends: Ends) -> None:
-    """SPIFFE: the role is proved by the handshake; the file with its names is the servers'."""
+    """SPIFFE: the role is proved by the handshake; the file with its names is the servers'. The
+    master says which one the node had when it joined."""
     client = ends.client()
     spiffe = {"subjectAltName": (("URI", "spiffe://prod/node"), ("DNS", NODE_NAME))}
     assert client.accepts(spiffe, "any")
+    assert client.accepts(spiffe, "any", "spiffe://prod/node")
+    assert not client.accepts(spiffe, "any", "spiffe://prod/node2")
+    assert not client.accepts(spiffe, "any", "kvstore:node")
+    ours = {"subjectAltName": (("URI", "kvstore:node/n?id=3f0a"),)}
+    assert client.accepts(ours, "any", "kvstore:n")
+    assert not client.accepts(ours, "any", "kvstore:n?id=3f0a")
     assert not client.accepts({"subjectAltName": (("URI", "kvstore:engine/e"),)}, "any")
     assert not client.accepts({"subjectAltName": (("URI", "kvstore:none"),)}, "any")
     known = {"spiffe://prod/e": identity("e", ["engine"])}

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
 
+from kvstore.auth.credentials import MASTER_NAME
 from kvstore.web.server import serving
-from kvstore.web.server.access import Access
+from kvstore.web.server.access import NOT_SECURED, Access, Secured
 from kvstore.web.server.serving import Answers, Readiness, Route
 
 
@@ -33,9 +35,17 @@ class Port:
         return sock
 
     async def ask(
-        self, path: str, method: str = "GET", body: bytes = b"", more: str = ""
+        self,
+        path: str,
+        method: str = "GET",
+        body: bytes = b"",
+        more: str = "",
+        tls: ssl.SSLContext | None = None,
     ) -> tuple[int, dict[str, str], bytes]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        """``tls``: what we show, and whom we trust, as a client of the masters."""
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", self.port, ssl=tls, server_hostname=tls and MASTER_NAME
+        )
         try:
             async with asyncio.timeout(20):
                 lines = [f"{method} {path} HTTP/1.1", "Host: localhost", "Connection: close"]
@@ -56,11 +66,15 @@ class Port:
         return all([(await self.ask("/healthz"))[0] == 200 for _ in range(times)])
 
 
-def run(test: Callable[[Port], Coroutine[Any, Any, None]], routes: Iterable[Route]) -> None:
+def run(
+    test: Callable[[Port], Coroutine[Any, Any, None]],
+    routes: Iterable[Route],
+    secured: Secured = NOT_SECURED,
+) -> None:
     """Serves these routes, and health, while ``test`` runs."""
 
     async def inside() -> None:
-        async with _served(routes) as port:
+        async with _served(routes, secured) as port:
             await test(port)
 
     asyncio.run(inside())
@@ -75,13 +89,14 @@ async def _page() -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def _served(routes: Iterable[Route]) -> AsyncIterator[Port]:
+async def _served(routes: Iterable[Route], secured: Secured) -> AsyncIterator[Port]:
     listener = socket.create_server(("127.0.0.1", 0))
     # What a stranger does not read stays in this process, and not in the kernel.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
     port = Port(listener.getsockname()[1])
     try:
-        async with serving.serving(listener, Answers(_ready, _page), routes, access=Access(None)):
+        answers = Answers(_ready, _page)
+        async with serving.serving(listener, answers, routes, access=Access(None), secured=secured):
             yield port
     finally:
         for each in port.strangers:

@@ -12,9 +12,11 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
+from kvstore.auth.acting import acting
+from kvstore.auth.identity import Identity
 from kvstore.config import MasterConfig, NodeConfig, load, read_token, settings
 from kvstore.errors import ConfigError
-from kvstore.web.server.access import Access, Hosts, is_loopback
+from kvstore.web.server.access import HTTP_TOKEN, Access, Hosts, Identities, is_loopback
 
 TOKEN = "0123456789abcdef-secret"
 HERE = ("127.0.0.1", 40_000)
@@ -194,3 +196,32 @@ def test_settings_that_do_not_go_together(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as refused:
         MasterConfig(**given)
     assert TOKEN not in str(refused.value)
+
+
+@pytest.mark.parametrize("way", ["reading", "trusted", "of_all", "measuring"])
+@pytest.mark.parametrize("asked_before", [0, 1, 2])
+def test_a_request_whose_identity_is_revoked_meanwhile_is_refused(
+    way: str, asked_before: int
+) -> None:
+    """It must never be answered with the rights of the process itself."""
+
+    class Revoking(Identities):
+        def __init__(self) -> None:
+            self._left = asked_before
+
+        def of(self, request: web.Request) -> Identity | None:
+            del request
+            self._left -= 1
+            return HTTP_TOKEN if self._left >= 0 else None
+
+    acted: list[Identity | None] = []
+
+    async def handler(_: web.Request) -> web.Response:
+        acted.append(acting())
+        return web.Response(status=204)
+
+    access = Access(None, identities=Revoking())
+    found = asyncio.run(getattr(access, way)(handler)(request_of(ELSEWHERE)))
+    assert (found.status == 401) == (not acted)
+    assert asked_before == 2 or found.status == 401
+    assert way == "measuring" or None not in acted

@@ -52,7 +52,7 @@ def samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def page(*args: Any) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    return samples(of_master(*args, pid=os.getpid()))
+    return samples(of_master(*args, pid=os.getpid(), scheme="https"))
 
 
 def test_what_was_measured_is_there_with_its_labels() -> None:
@@ -145,7 +145,9 @@ def test_every_declared_metric_is_served_and_no_other() -> None:
     served = {
         family.name
         for family in text_string_to_metric_families(
-            of_master(measured(), status(NamespaceStatus("n", 1, 1)), pid=os.getpid()).decode()
+            of_master(
+                measured(), status(NamespaceStatus("n", 1, 1)), pid=os.getpid(), scheme="http"
+            ).decode()
         )
         if not family.name.startswith("process_")
     }

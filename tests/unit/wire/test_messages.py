@@ -312,6 +312,12 @@ def test_columns_of_a_request_are_of_one_length(field: str, rows: int) -> None:
         messages.decode_request(CALLS[calls.ReportCorrupt], data)
 
 
+def test_an_order_has_a_length_for_each_extent_or_none() -> None:
+    data = node_messages.encode_master_message(WIPE._replace(lengths=[1]))
+    with pytest.raises(ProtocolError, match="different length"):
+        node_messages.decode_master_message(data)
+
+
 @pytest.mark.parametrize("field", ["epochs", "counters", "cut_connections"])
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_columns_of_an_order_are_of_one_length(field: str, rows: int) -> None:

@@ -61,10 +61,10 @@ function showTraffic(answer) {
   const number = (value) => [value.toLocaleString("en"), "number"];
   put($("traffic-note"), `In the ${time(Math.floor(answer.uptime_ms / 1000))} since this master leads, as far as it remembers. A client that still knows where a block is does not ask again.`);
   const engines = answer.engines.map((row) => [
-    [shown(row.client || "without a name"), "name"], [shown(row.address)], number(row.namespaces), number(row.put), number(row.asked),
+    [shown(row.client || "without a name"), "name"], [shown(row.address)], number(row.namespaces), number(row.put), [bytes(row.put_bytes), "number"], number(row.asked),
     [row.asked ? percent(row.found / row.asked) : "", "number"], [ago(row.idle_ms), "number"],
   ]);
-  table($("engine-rows"), engines.length ? engines : [[["no client has put or asked"], [""], [""], [""], [""], [""], [""]]]);
+  table($("engine-rows"), engines.length ? engines : [[["no client has put or asked"], [""], [""], [""], [""], [""], [""], [""]]]);
   const spaces = answer.namespaces.map((row) => [
     [shown(row.name), "name"], [modelOf.get(row.name) || ""], number(row.evicted),
     [row.evicted ? ago(row.evicted_ms) : "", "number"], [row.evicted ? time(row.evicted_idle_ms / 1000) : "", "number"],

@@ -170,6 +170,24 @@ function showNode(card, node) {
   ].join(" · "));
 }
 
+const MOVED = ["stored_bytes", "written_bytes", "read_bytes"], MOVED_MS = 10000;
+let looks = [];  // at the nodes, of the last ten seconds, the oldest first
+
+function noteMoved(nodes) {
+  const now = performance.now();
+  looks = [...looks.filter((look) => now - look.at < MOVED_MS), { at: now, of: new Map(nodes.map((node) => [node.name, node])) }];
+}
+
+/** What was moved to and from each node; no rate for a node that has come since, or has begun to count anew. */
+function showMoved(nodes) {
+  const first = looks[0], seconds = (looks.at(-1).at - first.at) / 1000;
+  $("moved").hidden = !nodes.length;
+  table($("moved-rows"), nodes.map((node) => [[shown(node.name), "name"], ...MOVED.map((what) => {
+    const rate = (node[what] - first.of.get(node.name)?.[what]) / seconds;
+    return [`${bytes(node[what])}${rate > 0 ? ` (${bytes(rate)}/s)` : ""}`, "number"];
+  })]));
+}
+
 const LOOPBACK = /^(localhost|127\.[\d.]+|\[::1\])$/;
 
 /** The command that starts a node for this store, typed on the node's host. */
@@ -339,10 +357,14 @@ function show() {
     $("standby").replaceChildren("This master stands by. ", ...(status.leader ? ["The one that leads: ", link] : ["It knows of no master that leads."]));
     table($("namespace-rows"), []);
     $("node-cards").replaceChildren();
+    $("moved").hidden = true;
     return;
   }
   if (view === "overview") showTiles(status, history);
-  if (view === "nodes") each($("node-cards"), status.nodes, nodeCard, showNode);
+  if (view === "nodes") {
+    each($("node-cards"), status.nodes, nodeCard, showNode);
+    showMoved(status.nodes);
+  }
   if (view === "namespaces") showNamespaces(status);
   if (view === "prefixes") showSpaces($("chains-of"), []);
   if (view === "misses") showMisses();
@@ -350,7 +372,7 @@ function show() {
 
 // The first one tells whether the master answers at all.
 const POLLS = [
-  { every: STATUS_MS, wanted: () => true, run: async () => { status = await ask("api/v1/status"); heardAt = Date.now(); show(); } },
+  { every: STATUS_MS, wanted: () => true, run: async () => { status = await ask("api/v1/status"); heardAt = Date.now(); noteMoved(status.nodes || []); show(); } },
   { every: HISTORY_MS, wanted: () => view === "overview", run: async () => {
     history = await ask("api/v1/history");
     charts.forEach((chart) => chart.draw(history));

@@ -1,21 +1,19 @@
 """A port for peers with and without TLS: looks at the first byte of each connection.
 
-A greeting of TLS begins with a byte that begins nothing else that clients and nodes send. Peers
-that say nothing are bounded: the one that has been silent longest makes room.
+A greeting of TLS begins with a byte that begins nothing else that clients and nodes send, and no
+request of HTTP. Peers that say nothing are bounded: the one that has been silent longest makes
+room.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Final
 
 from kvstore.process.background import start_task
-
-log = logging.getLogger("kvstore.master")
 
 SILENT_S: Final = 5.0
 """How long a peer may say nothing."""
