@@ -50,6 +50,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 # --- what was granted is found -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_killed_master_and_a_killed_node_find_everything_again(
     cluster: Cluster, transport: str, monkeypatch: pytest.MonkeyPatch
@@ -74,6 +75,7 @@ def test_a_killed_master_and_a_killed_node_find_everything_again(
     check(cluster)
 
 
+@pytest.mark.slow
 def test_an_allocation_is_found_again_and_copies_are(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ def test_memory_of_a_device_is_found_by_the_next_master(cluster: Cluster) -> Non
     check(cluster)
 
 
+@pytest.mark.slow
 def test_switching_on_loses_only_what_has_no_stamp(cluster: Cluster) -> None:
     cluster.start(auth_mode="prefer")
     (node,) = cluster.nodes
@@ -132,6 +135,7 @@ def test_switching_on_loses_only_what_has_no_stamp(cluster: Cluster) -> None:
     says(last, "unstamped_headers")
 
 
+@pytest.mark.slow
 def test_the_key_is_for_the_nodes_user_alone_and_goes_with_the_memory(cluster: Cluster) -> None:
     cluster.start()
     (node,) = cluster.nodes
@@ -235,7 +239,7 @@ def whole(cluster: Cluster, victim: Client, *, kills_node: bool) -> None:
     says(cluster.nodes[-1], "unstamped_headers")
 
 
-@pytest.mark.parametrize("kills_node", [False, True])
+@pytest.mark.parametrize("kills_node", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_key_of_others_does_not_get_the_bytes_of_a_liar(
     cluster: Cluster, attacked: tuple[Liar, Client], *, kills_node: bool
 ) -> None:
@@ -247,7 +251,7 @@ def test_a_key_of_others_does_not_get_the_bytes_of_a_liar(
     whole(cluster, victim, kills_node=kills_node)
 
 
-@pytest.mark.parametrize("kills_node", [False, True])
+@pytest.mark.parametrize("kills_node", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_header_over_its_neighbours_neither_shows_nor_destroys_them(
     cluster: Cluster, attacked: tuple[Liar, Client], *, kills_node: bool
 ) -> None:
@@ -265,6 +269,7 @@ def test_a_header_over_its_neighbours_neither_shows_nor_destroys_them(
     assert liar.client.get_many(["wide", "own"], namespace=MINE) == [None, None]
 
 
+@pytest.mark.slow
 def test_a_liar_finds_what_it_was_granted(cluster: Cluster, attacked: tuple[Liar, Client]) -> None:
     """The stamp alone decides: the same header with it is believed."""
     liar, victim = attacked
