@@ -18,7 +18,8 @@ STAMPING: Final = ("tests/unit/master/test_sealing.py",)
 
 MUTANTS: Final = (
     Mutant("any-stamp-counts", "kvstore/node/stamps.py",
-        "is_right = hmac.compare_digest(made, stamp)", "is_right = len(made) == len(stamp)", STAMPS),
+        "is_right = hmac.compare_digest(made, stamp)", "is_right = len(made) == len(stamp)",
+        STAMPS),
     Mutant("a-header-without-a-stamp-is-believed", "kvstore/node/stamps.py",
         "= Stamps(segment.stamp_key) if only else None", "= None", STAMPS),
     Mutant("anybodys-key-of-stamps", "kvstore/memory/stamp_key.py",
