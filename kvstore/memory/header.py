@@ -190,11 +190,10 @@ def write_stamp(buffer: memoryview | bytearray, end: int, stamp: bytes) -> None:
         buffer[end : end + len(stamp)] = stamp
 
 
-def _stamp_of(raw: bytes, header: Header) -> bytes:
-    """The bytes behind the header in ``raw``, where its stamp would be."""
+def stamp_at(header: Header) -> int:
+    """Where the stamp of this header is, behind its beginning."""
     name, key, parent, *_, descriptor = header
-    end = _FIXED.size + len(name.encode()) + len(key) + len(parent or b"") + len(descriptor)
-    return raw[end : end + STAMP_BYTES]
+    return _FIXED.size + len(name.encode()) + len(key) + len(parent or b"") + len(descriptor)
 
 
 def unpack(buffer: memoryview | bytearray | bytes, seed: int, offset: int) -> Header | None:
@@ -287,7 +286,8 @@ def scan_part(
         header = unpack(raw, seed, start + at)
         if header is None or start + at + extent_bytes(header.payload_size) > size:
             continue
-        if believed is None or believed(start + at, header, _stamp_of(raw, header)):
+        end = stamp_at(header)
+        if believed is None or believed(start + at, header, raw[end : end + STAMP_BYTES]):
             yield start + at, header
 
 

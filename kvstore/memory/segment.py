@@ -380,6 +380,10 @@ class NodeSegment:
     def _zero(self, start: int, length: int) -> None:
         pages.zero(self.memory, start, length)
 
+    def write(self, offset: int, data: bytes) -> None:
+        """Writes a few bytes, within the segment."""
+        self.memory[offset : offset + len(data)] = data
+
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
         """As ``header.scan``. The segment must be fenced first."""
         return layout.scan(self.memory, self.seed, self.believed)

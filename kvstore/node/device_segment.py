@@ -175,6 +175,10 @@ class DeviceSegment(NodeSegment):
     def _zero(self, start: int, length: int) -> None:
         self._ranges.write([(start, _ZEROS[:length])], uptime() + STEP_S)
 
+    def write(self, offset: int, data: bytes) -> None:
+        """As ``NodeSegment.write``."""
+        self._ranges.write([(offset, memoryview(data))], uptime() + STEP_S)
+
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
         """As ``NodeSegment.scan``: copies all of the segment to the host, a part at a time."""
         memory = memoryview(bytearray(min(SCAN_BYTES, self.size)))

@@ -47,9 +47,6 @@ def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found
         if wiped := segment.wipe(offsets, epochs, counters):
             log.info("late_headers_wiped node=%s count=%d", segment.node, wiped)
     found, overlapped = apart(segment.scan())
-    stamps = segment.believed
-    if isinstance(stamps, Stamps) and (refused := stamps.take_refused()):
-        log.warning("unstamped_headers node=%s count=%d", segment.node, refused)
     if overlapped:
         log.warning("overlapping_headers_wiped node=%s count=%d", segment.node, len(overlapped))
         segment.wipe(
@@ -57,6 +54,12 @@ def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found
             [header.epoch for _, header in overlapped],
             [header.counter for _, header in overlapped],
         )
+    stamps = segment.believed
+    if isinstance(stamps, Stamps):
+        if refused := stamps.take_refused():
+            log.warning("unstamped_headers node=%s count=%d", segment.node, refused)
+        if adopted := stamps.adopt(segment, found):
+            log.info("headers_stamped node=%s count=%d", segment.node, adopted)
     return in_order(found)
 
 

@@ -18,10 +18,11 @@ STAMPING: Final = ("tests/unit/master/test_sealing.py",)
 
 MUTANTS: Final = (
     Mutant("any-stamp-counts", "kvstore/node/stamps.py",
-        "is_right = hmac.compare_digest(made, stamp)", "is_right = len(made) == len(stamp)",
-        STAMPS),
+        "hmac.compare_digest(self._made(offset, header), stamp)", "len(stamp) == 16", STAMPS),
     Mutant("a-header-without-a-stamp-is-believed", "kvstore/node/stamps.py",
-        "= Stamps(segment.stamp_key) if only else None", "= None", STAMPS),
+        "is_right = self._is_open or", "is_right = not self._serves_all or", STAMPS),
+    Mutant("memory-stays-open", "kvstore/node/stamps.py",
+        "        self._note(False)\n        self._is_open = False\n", "", STAMPS),
     Mutant("anybodys-key-of-stamps", "kvstore/memory/stamp_key.py",
         "and there.st_uid == os.geteuid()", "", STAMP_KEY),
     Mutant("the-key-of-another-segment", "kvstore/memory/stamp_key.py",

@@ -152,7 +152,7 @@ def stamp(segment: NodeSegment, at: int, **said: Any) -> None:
 
 @pytest.fixture
 def stamped(segment: NodeSegment) -> NodeSegment:
-    use_stamps(segment, only=True)
+    use_stamps(segment, serves_all=False)
     return segment
 
 
@@ -199,7 +199,29 @@ def test_a_stamp_of_something_else_is_none(stamped: NodeSegment, said: dict[str,
 
 
 def test_while_others_may_write_all_headers_are_believed(segment: NodeSegment) -> None:
-    use_stamps(segment, only=False)
+    use_stamps(segment, serves_all=True)
     stamp(segment, write(segment, 0, "a", counter=1))
     write(segment, 4, "b", counter=2)
     assert sorted(told(inventory.take(segment))) == ["a", "b"]
+
+
+def test_what_is_found_is_stamped_once_when_others_may_write_no_more(segment: NodeSegment) -> None:
+    use_stamps(segment, serves_all=True)
+    write(segment, 0, "a", counter=1)
+    assert told(inventory.take(segment)) == "a"
+    write(segment, 4, "b", counter=2)
+    use_stamps(segment, serves_all=False)
+    assert sorted(told(inventory.take(segment))) == ["a", "b"]
+    write(segment, 8, "x", counter=3)
+    assert sorted(told(inventory.take(segment))) == ["a", "b"]
+    segment.believed = None  # the next start of the node
+    use_stamps(segment, serves_all=False)
+    assert sorted(told(inventory.take(segment))) == ["a", "b"]
+
+
+def test_new_memory_is_never_open(segment: NodeSegment) -> None:
+    """Its first inventory may come after engines have written there."""
+    use_stamps(segment, serves_all=False)
+    use_stamps(segment, serves_all=False)
+    write(segment, 0, "x", counter=1)
+    assert inventory.take(segment) == []
