@@ -47,7 +47,7 @@ def axe_core() -> str:
     try:
         return (resources.files(PACKAGE) / "axe.min.js").read_text()
     except ModuleNotFoundError:
-        skip("there is no axe-core: pip install --no-deps axe-playwright-python")
+        skip("there is no axe-core: make builds an environment with it")
 
 
 def barriers(browser: Browser) -> list[str]:
