@@ -1,4 +1,5 @@
-"""Adds capabilities to replies: without them a client reads and writes nothing over tcp.
+"""Adds capabilities to replies: without them a client reads and writes nothing over tcp. What is
+granted is also stamped (``kvstore.master.stamping``).
 
 A node checks that whoever asks for a range has a capability for its extent
 (``kvstore.network.tcp_protocol``). The master makes them, for identities that it has authenticated
@@ -25,6 +26,7 @@ from typing import Any, Final
 from kvstore import calls
 from kvstore.auth.rights import map_rights
 from kvstore.calls import Placements, SegmentInfo
+from kvstore.master.stamping import Stamping
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.native import steps
@@ -63,6 +65,7 @@ class Sealing:
 
     def __init__(self, state: MasterState) -> None:
         self._common = state.common
+        self._stamping = Stamping(state.common)
         self._read_slack_ms = min(SLACK_MS, state.rules.lease_ms // 5)
         """How much earlier than the lease of the state that ends which a holder is told."""
         self._ways: dict[type, Callable[[int, Any, Any, int], calls.Reply]] = {
@@ -77,8 +80,9 @@ class Sealing:
     def seal(
         self, now_ms: int, request: calls.Request, reply: calls.Reply, caller: Caller
     ) -> calls.Reply:
-        """The reply to a request of this holder, with its capabilities. ``now_ms``: on the state's
-        clock."""
+        """The reply to a request of this holder, with its capabilities and stamps. ``now_ms``: on
+        the state's clock."""
+        reply = self._stamping.stamp(request, reply)
         way = self._ways.get(type(reply))
         if way is not None:
             return way(now_ms, request, reply, caller.holder)

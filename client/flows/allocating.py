@@ -7,6 +7,7 @@ in front of the payload, commits the allocation under its key, and renews the le
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from copy import copy
 from typing import cast
@@ -29,6 +30,8 @@ from kvstore.errors import (
 )
 from kvstore.memory.header import HEADER_BYTES, WIPE, Header, pack_into
 from kvstore.transport.base import Move
+
+log = logging.getLogger("kvstore.client")
 
 
 def allocate(context: Context, descriptor: bytes, size: int, wait_ms: int) -> Flow[Value]:
@@ -196,7 +199,7 @@ def commit(
         options.namespace, key, options.parent, size, epoch, token,
         xxh3_64(data).intdigest(), descriptor,
     )  # fmt: skip
-    pack_into(head, header, segment.seed, offset)
+    end = pack_into(head, header, segment.seed, offset)
     if head != written:
         written.clear()  # until the new header is whole
         # ``allocate`` has wiped the old header, and a half-written one is not valid.
@@ -214,6 +217,14 @@ def commit(
         calls.Committed,
     )  # fmt: skip
     context.placements.forget(options.namespace, key)
+    if committed.stamp and end + len(committed.stamp) <= HEADER_BYTES:
+        # The object is leased until ``deadline``. Without its stamp it is stored all the same, and
+        # the next master, or the next start of its node, does not find it.
+        move = Move(offset + end, memoryview(committed.stamp), extent=granted.extent)
+        errors = yield [Transfer(segment, [move], True, deadline)]
+        assert isinstance(errors, list)
+        if errors[0] is not None:
+            log.debug("not_stamped key=%s error=%s", key.hex(), errors[0])
     return PutOutcome(committed.outcome)
 
 

@@ -21,7 +21,7 @@ from xxhash import xxh3_64
 from kvstore import calls
 from kvstore.calls import NO_VERSION, PutOutcome, SegmentInfo, Version
 from kvstore.client.flows.objects import ObjectWrites
-from kvstore.client.flows.placements import capability_of_each
+from kvstore.client.flows.placements import capability_of_each, writable_of_each
 from kvstore.client.flows.steps import Context, Flow, Transfer, ask, carry_out, describe
 from kvstore.client.flows.writing import revoke
 from kvstore.errors import KVStoreError
@@ -77,6 +77,7 @@ class _Copy:
     source: tuple[int, int, bytes]
     """Segment, offset, and the capability for the extent."""
     targets: list[tuple[int, int, bytes]]
+    """The same, with the stamp behind the capability, if there is one."""
     head: bytearray
     data: bytearray
     hasher: Hasher
@@ -145,7 +146,7 @@ def _copy(context: Context, request: calls.StartMoves) -> Flow[Moved]:
 def _copies(reply: calls.MovesStarted) -> list[_Copy]:
     sources, grants = reply.sources, reply.grants
     readable = capability_of_each(sources.capabilities, len(sources.segments))
-    writable = capability_of_each(grants.capabilities, len(grants.segments))
+    writable = writable_of_each(grants)
     copies: list[_Copy] = []
     at = 0
     for row, token in enumerate(grants.tokens):

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
-from kvstore.calls import CAPABILITY_BYTES, Placements, SegmentInfo
+from kvstore.calls import CAPABILITY_BYTES, STAMP_BYTES, Grants, Placements, SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError
 from kvstore.limits import AVOID_MAX, Key, Namespace
@@ -67,6 +67,19 @@ def capability_of_each(column: bytes, extents: int) -> Sequence[bytes]:
     if not column:
         return [b""] * extents
     return [column[at : at + CAPABILITY_BYTES] for at in range(0, len(column), CAPABILITY_BYTES)]
+
+
+def writable_of_each(grants: Grants) -> Sequence[bytes]:
+    """One capability for each extent of the grants, with its stamp behind it (``WriteRow``)."""
+    capabilities = capability_of_each(grants.capabilities, len(grants.segments))
+    stamps = grants.stamps
+    if not stamps:
+        return capabilities
+    starts = range(0, len(stamps), STAMP_BYTES)
+    return [
+        capability + stamps[at : at + STAMP_BYTES]
+        for capability, at in zip(capabilities, starts, strict=True)
+    ]
 
 
 class PlacementCache:

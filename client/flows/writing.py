@@ -14,7 +14,7 @@ from kvstore import calls
 from kvstore.calls import PutOutcome, SegmentInfo
 from kvstore.client.flows.devices import DeviceWrites
 from kvstore.client.flows.objects import ObjectWrites
-from kvstore.client.flows.placements import capability_of_each, is_silent
+from kvstore.client.flows.placements import is_silent, writable_of_each
 from kvstore.client.flows.steps import Context, Flow, Pause, ask, describe, unreachable
 from kvstore.client.values import Payload
 from kvstore.errors import (
@@ -364,7 +364,7 @@ def _rows(
         tokens = [token for token in tokens for _ in range(replicas)]
     keys, sizes, parts, descriptors, _ = items
     epochs = [grants.epoch] * len(keys)
-    capabilities = capability_of_each(grants.capabilities, len(keys))
+    capabilities = writable_of_each(grants)
     columns = (
         grants.offsets, sizes, epochs, tokens, keys, parts, parents, descriptors, capabilities,
     )  # fmt: skip

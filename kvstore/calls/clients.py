@@ -20,6 +20,7 @@ from kvstore.calls.fields import (
     Replicas,
     Rows,
     Sixteen,
+    SixteenOrEmpty,
     Size,
     TtlMs,
     WaitMs,
@@ -208,6 +209,8 @@ class Grants(NamedTuple):
     offsets: Sequence[int]
     capabilities: bytes = b""
     """``CAPABILITY_BYTES`` for each extent, with which the client may write it; empty: none."""
+    stamps: bytes = b""
+    """``STAMP_BYTES`` for each extent, which the client writes behind the header; empty: none."""
 
 
 class PutEnd(NamedTuple):
@@ -268,6 +271,9 @@ class Commit(NamedTuple):
 class Committed(NamedTuple):
     outcome: Annotated[int, Between(1, int(PutOutcome.REFUSED))]
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
+    stamp: SixteenOrEmpty = b""
+    """``STAMP_BYTES``, which the client writes behind the header until the allocation's deadline;
+    empty: none."""
 
 
 class Renew(NamedTuple):

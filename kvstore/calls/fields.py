@@ -47,6 +47,9 @@ class FileName:
 class Sixteen:
     """16 bytes."""
 
+    empty: bool = False
+    """Whether there may be none."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyPrefix:
@@ -77,6 +80,7 @@ NameOrEmpty = Annotated[str, Text(empty=True)]
 NamespaceOrEmpty = Annotated[str, AnyNamespace()]
 ShmName = Annotated[str, FileName()]
 Uuid = Annotated[bytes, Sixteen()]
+SixteenOrEmpty = Annotated[bytes, Sixteen(empty=True)]
 ClockMs = Annotated[int, Between(0, 1 << 53)]
 Port = Annotated[int, Between(0, 65_535)]
 Size = Annotated[int, Between(0, SIZE_BYTES_MAX)]

@@ -15,6 +15,7 @@ from kvstore.calls.fields import (
     Numbers,
     Rows,
     ShmName,
+    SixteenOrEmpty,
     Uuid,
 )
 from kvstore.calls.places import NO_VERSION, DevicePlace, EngineAddress, Version
@@ -43,6 +44,9 @@ class SegmentOffer(NamedTuple):
     handover: ShmName = ""
     """Entry in ``/dev/shm``: the Unix socket where the node hands descriptors of its memory to
     clients of its host; empty: it has none."""
+    stamp_key: SixteenOrEmpty = b""
+    """16 bytes, which no client learns: the key of the stamps behind the segment's headers
+    (``kvstore.memory.header``); empty: the node takes headers without one."""
 
 
 class NodeJoin(NamedTuple):

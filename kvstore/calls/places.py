@@ -128,4 +128,7 @@ CAPABILITY_BYTES = 32
 """Expiry, order and MAC of one capability, which a client shows to the extent's node as it got them
 (``kvstore.network.tcp_protocol``)."""
 
+STAMP_BYTES = 16
+"""A MAC behind a header, which a client writes there as it got it (``kvstore.memory.header``)."""
+
 NO_PLACEMENTS = Placements((), (), (), (), (), ())

@@ -39,6 +39,9 @@ SOCKET_PREFIX: Final = "kvstore-socket."
 """What the names of nodes' sockets begin with: a node cannot have clients talk to another program's
 (``kvstore.node.handover``)."""
 
+KEY_PREFIX: Final = "kvstore-key."
+"""What the names of files with a segment's key begin with (``kvstore.memory.stamp_key``)."""
+
 ENTRY_GONE: Final = (
     "another program has removed it. systemd does so when the last session of a user ends "
     "(RemoveIPC=yes in logind.conf), unless it is a system user. Clients that start from now on "
@@ -114,6 +117,11 @@ def socket_name(shm_name: str) -> str:
     return SOCKET_PREFIX + hashlib.sha256(shm_name.encode()).hexdigest()[:16]
 
 
+def key_path(shm_name: str) -> str:
+    """The file with the key of this segment's stamps, wherever the segment is."""
+    return f"{SHM_DIRECTORY}/{KEY_PREFIX}{shm_name.removeprefix(SHM_PREFIX)}"
+
+
 class LeftOver(NamedTuple):
     """Memory that no living process owns."""
 
@@ -174,7 +182,9 @@ def remove_left(left: LeftOver) -> bool:
         if _left_over(fd, left.path) != left:
             return False
         os.unlink(left.path)
-        unlink_entry(f"{SHM_DIRECTORY}/{socket_name(os.path.basename(left.path))}")
+        shm_name = os.path.basename(left.path)
+        unlink_entry(f"{SHM_DIRECTORY}/{socket_name(shm_name)}")
+        unlink_entry(key_path(shm_name))
         return True
     finally:
         os.close(fd)

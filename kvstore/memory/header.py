@@ -25,6 +25,13 @@ header, a header copied elsewhere, and a header left by another segment are not 
         48     8   version: counter
         56     8   payload checksum, xxh3_64
         64         namespace, key, parent key, descriptor, end to end; the rest is undefined
+       end    16   the stamp, where the segment's node has a key for stamps
+
+Every client of a segment knows its seed, so a valid header proves nothing about its writer. A stamp
+does: the SipHash (128 bits) of offset, payload bytes, version, namespace and key, under a key that
+only the node and its master know (``kvstore.node.stamps``, ``kvstore.master.stamping``). The master
+makes it for what it grants, the client writes it behind the header, and a scan compares it. A
+header that leaves less than 16 bytes of its 1,024 has none.
 
 The superblock continues, outside of that checksum, with fields that change while the segment is
 used:
@@ -49,12 +56,13 @@ Numbers are little-endian. Everything here is a pure function of the given bytes
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from kvstore.calls import STAMP_BYTES
 from kvstore.limits import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, Key, Namespace
 
 HEADER_BYTES: Final = 1024
@@ -124,13 +132,19 @@ class Header(NamedTuple):
     """What the client needs to restore the payload's type; opaque here."""
 
 
+Believed = Callable[[int, Header, bytes], bool]
+"""Whether a scan is to believe a valid header: given the offset of its extent, the header, and the
+bytes where its stamp would be."""
+
+
 def extent_bytes(payload_size: int) -> int:
     """Bytes of the extent of a payload: header and payload, rounded up to ``EXTENT_ALIGN``."""
     return (HEADER_BYTES + payload_size + EXTENT_ALIGN - 1) & -EXTENT_ALIGN
 
 
-def pack_into(buffer: memoryview | bytearray, header: Header, seed: int, offset: int) -> None:
+def pack_into(buffer: memoryview | bytearray, header: Header, seed: int, offset: int) -> int:
     """Write ``header`` to the start of ``buffer``, valid at ``offset`` of the segment of ``seed``.
+    Returns where it ends.
 
     Args:
         buffer: at least ``HEADER_BYTES``, writable, ``B``-formatted; bytes behind the descriptor
@@ -166,6 +180,20 @@ def pack_into(buffer: memoryview | bytearray, header: Header, seed: int, offset:
     checksum = _CHECKSUM.pack(xxh3_64_intdigest(checked, seed ^ offset))
     packed = _MAGIC + checksum + checked
     buffer[: len(packed)] = packed
+    return len(packed)
+
+
+def write_stamp(buffer: memoryview | bytearray, end: int, stamp: bytes) -> None:
+    """Writes the stamp (or none, if it is empty) behind the header in ``buffer``, which ends at
+    ``end``. A header without room for it is left without."""
+    if end + len(stamp) <= HEADER_BYTES:
+        buffer[end : end + len(stamp)] = stamp
+
+
+def stamp_at(header: Header) -> int:
+    """Where the stamp of this header is, behind its beginning."""
+    name, key, parent, *_, descriptor = header
+    return _FIXED.size + len(name.encode()) + len(key) + len(parent or b"") + len(descriptor)
 
 
 def unpack(buffer: memoryview | bytearray | bytes, seed: int, offset: int) -> Header | None:
@@ -228,8 +256,10 @@ def unpack(buffer: memoryview | bytearray | bytes, seed: int, offset: int) -> He
     )
 
 
-def scan(memory: memoryview, seed: int) -> Iterator[tuple[int, Header]]:
-    """Every valid header of a segment with its offset, ascending.
+def scan(
+    memory: memoryview, seed: int, believed: Believed | None = None
+) -> Iterator[tuple[int, Header]]:
+    """Every valid header of a segment with its offset, ascending; of those, the believed ones.
 
     Found extents may overlap: an evicted object's header stays until it is overwritten, and the
     space behind it may hold a newer object. The caller decides which one counts (the newer version
@@ -240,17 +270,24 @@ def scan(memory: memoryview, seed: int) -> Iterator[tuple[int, Header]]:
         seed: of its header checksums.
     """
     for start in range(SUPERBLOCK_BYTES, len(memory), _SCAN_BYTES):
-        yield from scan_part(memory[start : start + _SCAN_BYTES], start, len(memory), seed)
+        part = memory[start : start + _SCAN_BYTES]
+        yield from scan_part(part, start, len(memory), seed, believed)
 
 
-def scan_part(part: memoryview, start: int, size: int, seed: int) -> Iterator[tuple[int, Header]]:
+def scan_part(
+    part: memoryview, start: int, size: int, seed: int, believed: Believed | None = None
+) -> Iterator[tuple[int, Header]]:
     """As ``scan``, for a part of a segment of ``size`` bytes. The part begins at ``start``, where
     an extent may begin."""
     magics = np.frombuffer(part, dtype="<u8")[:: EXTENT_ALIGN // 8]
     for index in np.flatnonzero(magics == _MAGIC_WORD).tolist():
         at = index * EXTENT_ALIGN
-        header = unpack(part[at : at + HEADER_BYTES], seed, start + at)
-        if header is not None and start + at + extent_bytes(header.payload_size) <= size:
+        raw = bytes(part[at : at + HEADER_BYTES])
+        header = unpack(raw, seed, start + at)
+        if header is None or start + at + extent_bytes(header.payload_size) > size:
+            continue
+        end = stamp_at(header)
+        if believed is None or believed(start + at, header, raw[end : end + STAMP_BYTES]):
             yield start + at, header
 
 

@@ -25,6 +25,7 @@ from kvstore.memory.entries import (
     freed_by_removal,
     group_id,
     is_same_file,
+    key_path,
     left_superblock,
     let_in,
     of_another_cluster,
@@ -76,6 +77,10 @@ class NodeSegment:
     """Reads and writes the extents, if they are not in ``memory``."""
     place: DevicePlace | None = None
     """Where the extents are in the memory of a device; None: in ``memory``."""
+    stamp_key: bytes = b""
+    """Of the stamps behind the headers, for the master alone; empty: there are none."""
+    believed: layout.Believed | None = None
+    """Which valid headers ``scan`` yields; None: all."""
 
     def __init__(
         self, *, path: str, fd: int, mapped: mmap.mmap, superblock: layout.Superblock, locked: bool
@@ -375,9 +380,13 @@ class NodeSegment:
     def _zero(self, start: int, length: int) -> None:
         pages.zero(self.memory, start, length)
 
+    def write(self, offset: int, data: bytes) -> None:
+        """Writes a few bytes, within the segment."""
+        self.memory[offset : offset + len(data)] = data
+
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
         """As ``header.scan``. The segment must be fenced first."""
-        return layout.scan(self.memory, self.seed)
+        return layout.scan(self.memory, self.seed, self.believed)
 
     def close(self, *, unlink: bool = True) -> None:
         """Gives the segment up. Idempotent.
@@ -395,6 +404,7 @@ class NodeSegment:
             if unlink:
                 self._words[layout.GENERATION_OFFSET // 8] = 0
                 unlink_entry(self.path)
+                unlink_entry(key_path(self.shm_name))
             else:
                 self.bump_generation()
             self._words.release()

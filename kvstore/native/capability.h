@@ -1,4 +1,5 @@
-/* Capabilities, which the master makes and a node checks: kvstore.network.tcp_protocol says what they are. */
+/* Capabilities and stamps, which the master makes and a node checks: kvstore.network.tcp_protocol and
+ * kvstore.memory.header say what they are. */
 #ifndef KVSTORE_CAPABILITY_H
 #define KVSTORE_CAPABILITY_H
 
@@ -124,6 +125,78 @@ static PyObject *seal(PyObject *self, PyObject *args) {
 done:
     for (int index = 0; index < 3; index++)
         Py_XDECREF(items[index]);
+    return result;
+}
+
+#define STAMP_COLUMNS 7
+#define STAMPED_BYTES 48 /* tag, u64 offset, payload bytes, epoch, counter, bytes of the namespace */
+
+static const uint8_t STAMP_TAG[8] = "KVhead\0\1";
+
+/* What the stamp of one header covers, into `said`; returns its bytes, 0 on an exception. */
+static size_t stamped(uint8_t *said, PyObject *const items[STAMP_COLUMNS], Py_ssize_t index) {
+    uint64_t numbers[5];
+    for (int column = 1; column < 5; column++) {
+        numbers[column - 1] = PyLong_AsUnsignedLongLong(PySequence_Fast_GET_ITEM(items[column], index));
+        if (PyErr_Occurred())
+            return 0;
+    }
+    Py_ssize_t name_size, key_size;
+    const char *name = PyUnicode_AsUTF8AndSize(PySequence_Fast_GET_ITEM(items[5], index), &name_size);
+    char *key;
+    if (!name || PyBytes_AsStringAndSize(PySequence_Fast_GET_ITEM(items[6], index), &key, &key_size))
+        return 0;
+    if (name_size > NAMESPACE_MAX || key_size > KEY_MAX) {
+        PyErr_SetString(PyExc_ValueError, "a namespace or key is too long");
+        return 0;
+    }
+    numbers[4] = (uint64_t)name_size;
+    memcpy(said, STAMP_TAG, sizeof STAMP_TAG);
+    memcpy(said + sizeof STAMP_TAG, numbers, sizeof numbers);
+    memcpy(said + STAMPED_BYTES, name, (size_t)name_size);
+    memcpy(said + STAMPED_BYTES + name_size, key, (size_t)key_size);
+    return (size_t)(STAMPED_BYTES + name_size + key_size);
+}
+
+PyDoc_STRVAR(stamp_doc, "stamp(mounts, segments, offsets, sizes, epochs, counters, namespaces, keys)\n"
+                        "See kvstore.native.kinds.Steps.");
+
+static PyObject *stamp(PyObject *self, PyObject *args) {
+    PyObject *mounts, *columns[STAMP_COLUMNS], *items[STAMP_COLUMNS] = {NULL}, *result = NULL;
+    uint8_t said[STAMPED_BYTES + NAMESPACE_MAX + KEY_MAX];
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O!OOOOOOO", &PyDict_Type, &mounts, &columns[0], &columns[1], &columns[2],
+                          &columns[3], &columns[4], &columns[5], &columns[6]))
+        return NULL;
+    for (int column = 0; column < STAMP_COLUMNS; column++) {
+        if (!(items[column] = PySequence_Fast(columns[column], "a column is a sequence")))
+            goto done;
+        if (PySequence_Fast_GET_SIZE(items[column]) != PySequence_Fast_GET_SIZE(items[0])) {
+            PyErr_SetString(PyExc_ValueError, "columns of different length");
+            goto done;
+        }
+    }
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(items[0]);
+    if (!(result = PyBytes_FromStringAndSize(NULL, count * STAMP_BYTES)))
+        goto done;
+    uint8_t *at = (uint8_t *)PyBytes_AS_STRING(result);
+    memset(at, 0, (size_t)count * STAMP_BYTES);
+    for (Py_ssize_t index = 0; index < count; index++, at += STAMP_BYTES) {
+        PyObject *key = PyDict_GetItemWithError(mounts, PySequence_Fast_GET_ITEM(items[0], index));
+        if (!key && !PyErr_Occurred())
+            continue;
+        if (key && (!PyBytes_Check(key) || PyBytes_GET_SIZE(key) != SIPHASH_KEY_BYTES))
+            PyErr_SetString(PyExc_ValueError, "a key has 16 bytes");
+        size_t size = PyErr_Occurred() ? 0 : stamped(said, items, index);
+        if (!size) {
+            Py_CLEAR(result);
+            goto done;
+        }
+        siphash((const uint8_t *)PyBytes_AS_STRING(key), said, size, at);
+    }
+done:
+    for (int column = 0; column < STAMP_COLUMNS; column++)
+        Py_XDECREF(items[column]);
     return result;
 }
 

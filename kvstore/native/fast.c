@@ -415,6 +415,7 @@ static PyMethodDef METHODS[] = {
     {"seal", seal, METH_VARARGS, seal_doc},
     {"serve", serve, METH_VARARGS, serve_doc},
     {"siphash", siphash_of, METH_VARARGS, siphash_doc},
+    {"stamp", stamp, METH_VARARGS, stamp_doc},
     {"tcp_read", tcp_read, METH_VARARGS, tcp_read_doc},
     {"tcp_write", tcp_write, METH_VARARGS, tcp_write_doc},
     {"xxh3_64", xxh3_64, METH_VARARGS, xxh3_64_doc},

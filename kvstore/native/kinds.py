@@ -42,6 +42,9 @@ REFUSED: Final = 8
 CAPABILITY_BYTES: Final = 32
 """Expiry, order and MAC of a capability (``kvstore.network.tcp_protocol``)."""
 
+STAMP_BYTES: Final = 16
+"""A MAC behind a header (``kvstore.memory.header``)."""
+
 ORDERS_BYTES: Final = 8 << 18
 """Of a table of orders: ``Steps.call_back``. At 5,000 wiped extents a second a put of 10 ms meets
 the order of another extent once in 5,000 times, and then its client asks again."""
@@ -57,7 +60,8 @@ capability for the extent; empty: the client has none."""
 
 WriteRow = tuple[int, int, int, int, bytes, Buffers | None, bytes, bytes, bytes]
 """As ``ReadRow``, with the buffers that the payload comes from (None: it is in its place already);
-then the parent's key (empty: a root), the descriptor, and the capability."""
+then the parent's key (empty: a root), the descriptor, and the capability, with the ``STAMP_BYTES``
+of the header behind it if the master has made a stamp."""
 
 
 class Wire(Protocol):
@@ -288,6 +292,31 @@ class Steps(Protocol):
 
         Raises:
             ValueError: columns of different length, or a mount that has not 32 bytes.
+        """
+        ...
+
+    def stamp(
+        self,
+        mounts: dict[int, bytes],
+        segments: Sequence[int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        epochs: Sequence[int],
+        counters: Sequence[int],
+        namespaces: Sequence[str],
+        keys: Sequence[Key],
+        /,
+    ) -> bytes:
+        """Makes the stamps of headers (``kvstore.memory.header``), ``STAMP_BYTES`` for each.
+
+        Args:
+            mounts: by segment its stamp key, 16 bytes. The stamps of other segments are zeros.
+            segments, offsets, sizes: of each extent; its payload bytes.
+            epochs, counters, namespaces, keys: of the object that may be there.
+
+        Raises:
+            ValueError: columns of different length, a key of another length, or a name that is too
+                long.
         """
         ...
 

@@ -13,6 +13,7 @@
 #define KEY_MAX 256
 #define DESCRIPTOR_MAX 320
 #define CAPABILITY_BYTES 32 /* u64 expiry, u64 order, MAC: capability.h */
+#define STAMP_BYTES 16      /* of a header, behind its capability in a row: capability.h */
 static const uint8_t MAGIC[8] = "KVextnt\x01";
 
 #define PIECE_BYTES (256 << 10) /* before each, a look at clock and generation */
@@ -52,7 +53,7 @@ typedef struct {
     uint64_t offset, size, epoch, counter;
     const uint8_t *key, *parent, *descriptor; /* the last two: writes only */
     size_t key_size, parent_size, descriptor_size;
-    const uint8_t *capability; /* of CAPABILITY_BYTES, or of none */
+    const uint8_t *capability; /* of CAPABILITY_BYTES, of none, or with a stamp behind it */
     size_t capability_size;
     Part *parts;
     size_t part_count;
@@ -118,7 +119,18 @@ static int check_header(Row *row, const uint8_t *place, const Batch *batch, uint
     return WHOLE;
 }
 
-/* As kvstore.native.rows.write_header; sets `*size` to the header's bytes. */
+/* Bytes of the header that the row's write leaves, without its stamp. */
+static size_t checked_size(const Batch *batch, const Row *row) {
+    return FIXED_BYTES + (size_t)batch->name_size + row->key_size + row->parent_size + row->descriptor_size;
+}
+
+/* Bytes of its stamp: a header that fills its place has none. */
+static size_t stamp_size(const Batch *batch, const Row *row) {
+    int is_stamped = row->capability_size == CAPABILITY_BYTES + STAMP_BYTES;
+    return is_stamped && checked_size(batch, row) + STAMP_BYTES <= HEADER_BYTES ? STAMP_BYTES : 0;
+}
+
+/* As kvstore.native.rows.write_header; sets `*size` to the bytes of the header and its stamp. */
 static void pack_header(uint8_t *head, size_t *size, const Row *row, const Batch *batch, uint64_t checksum) {
     uint16_t sizes[6] = {FORMAT_VERSION, 0, (uint16_t)batch->name_size, (uint16_t)row->key_size,
                          (uint16_t)row->parent_size, (uint16_t)row->descriptor_size};
@@ -139,6 +151,9 @@ static void pack_header(uint8_t *head, size_t *size, const Row *row, const Batch
     *size = (size_t)(at - head);
     uint64_t sum = xxh3(head + CHECKED_FROM, *size - CHECKED_FROM, batch->seed ^ row->offset);
     memcpy(head + 8, &sum, 8);
+    size_t stamp = stamp_size(batch, row);
+    memcpy(at, row->capability + CAPABILITY_BYTES * (stamp > 0), stamp);
+    *size += stamp;
 }
 
 /* Hashes a payload that stays in the segment: a caller reads it there, or has put it there. */
@@ -289,6 +304,7 @@ static int take_parts(Batch *batch, Row *row, PyObject *buffers) {
  * or hash. */
 static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
     Py_ssize_t count = PyList_GET_SIZE(rows), width = batch->write ? 9 : 7, buffers = 0;
+    size_t capability_max = CAPABILITY_BYTES + (batch->write ? STAMP_BYTES : 0);
     for (Py_ssize_t index = 0; index < count; index++) {
         PyObject *row = PyList_GET_ITEM(rows, index);
         if (!PyTuple_CheckExact(row) || PyTuple_GET_SIZE(row) != width) {
@@ -318,7 +334,7 @@ static int take_rows(Batch *batch, PyObject *rows, uint64_t *total) {
         if (take_number(source, 0, &row->offset) || take_number(source, 1, &row->size) ||
             take_number(source, 2, &row->epoch) || take_number(source, 3, &row->counter) ||
             take_bytes(source, 4, KEY_MAX, &row->key, &row->key_size) ||
-            take_bytes(source, width - 1, CAPABILITY_BYTES, &row->capability, &row->capability_size) ||
+            take_bytes(source, width - 1, capability_max, &row->capability, &row->capability_size) ||
             take_parts(batch, row, PyTuple_GET_ITEM(source, 5)))
             return -1;
         if (batch->write &&

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvstore.limits import Key, Namespace
-from kvstore.memory.header import Header, pack_into, unpack
-from kvstore.native.kinds import ReadRow, WriteRow
+from kvstore.memory.header import Header, pack_into, unpack, write_stamp
+from kvstore.native.kinds import CAPABILITY_BYTES, ReadRow, WriteRow
 
 
 def header_of(
@@ -27,10 +27,12 @@ def header_of(
 def write_header(
     head: memoryview | bytearray, seed: int, namespace: str, row: WriteRow, checksum: int
 ) -> None:
-    """Writes the row's header, with the checksum of its payload, to the start of ``head``."""
-    offset, size, epoch, counter, key, _, parent, descriptor, _ = row
+    """Writes the row's header, with the checksum of its payload, to the start of ``head``, and
+    behind it the row's stamp, if there is one."""
+    offset, size, epoch, counter, key, _, parent, descriptor, capability = row
     header = Header(
         Namespace(namespace), Key(key), Key(parent) if parent else None, size, epoch, counter,
         checksum, descriptor,
     )  # fmt: skip
-    pack_into(head, header, seed, offset)
+    end = pack_into(head, header, seed, offset)
+    write_stamp(head, end, capability[CAPABILITY_BYTES:])

@@ -20,7 +20,7 @@ import xxhash
 
 from kvstore.clocks import uptime, uptime_ms
 from kvstore.errors import DeadlineExceededError
-from kvstore.limits import KEY_BYTES_MAX, Key
+from kvstore.limits import KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, Key
 from kvstore.memory.header import (
     EXTENT_ALIGN,
     GENERATION_OFFSET,
@@ -60,6 +60,11 @@ _LANE_HEAD: Final = struct.Struct("<IQBB")
 
 _MOUNT: Final = struct.Struct("<16sQQ")
 """As ``Steps.seal`` takes them: key, generation, expiry."""
+
+_STAMPED: Final = struct.Struct("<8s5Q")
+_STAMP_TAG: Final = b"KVhead\0\1"
+"""What a stamp covers: this tag, offset, payload bytes, epoch, counter, bytes of the namespace;
+then namespace and key."""
 
 _ORDER_BITS: Final = 18
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -363,7 +368,8 @@ def tcp_write(
 
 
 def _extent(row: ReadRow | WriteRow) -> Extent:
-    return Extent(row[0], HEADER_BYTES + row[1], row[-1] or NO_EXTENT.capability)
+    shown = row[-1][: kinds.CAPABILITY_BYTES]
+    return Extent(row[0], HEADER_BYTES + row[1], shown or NO_EXTENT.capability)
 
 
 def request(
@@ -425,6 +431,25 @@ def seal(
         length = HEADER_BYTES + size
         said = protocol.sealed(generation, holder, offset, length, expires_ms, order, rights)
         made.append(protocol.pack_capability(expires_ms, order, siphash(key, said)))
+    return b"".join(made)
+
+
+def stamp(
+    mounts: dict[int, bytes], segments: Sequence[int], offsets: Sequence[int], sizes: Sequence[int],
+    epochs: Sequence[int], counters: Sequence[int], namespaces: Sequence[str], keys: Sequence[Key],
+    /,
+) -> bytes:  # fmt: skip
+    made: list[bytes] = []
+    rows = zip(offsets, sizes, epochs, counters, namespaces, keys, strict=True)
+    for segment, (*numbers, namespace, key) in zip(segments, rows, strict=True):
+        secret = mounts.get(segment)
+        if secret is None:
+            made.append(bytes(kinds.STAMP_BYTES))
+            continue
+        name = namespace.encode()
+        if len(name) > NAMESPACE_BYTES_MAX or len(key) > KEY_BYTES_MAX:
+            raise ValueError("a namespace or key is too long")
+        made.append(siphash(secret, _STAMPED.pack(_STAMP_TAG, *numbers, len(name)) + name + key))
     return b"".join(made)
 
 

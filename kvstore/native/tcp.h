@@ -185,10 +185,6 @@ static void put64(uint8_t **at, uint64_t value) {
     *at += 8;
 }
 
-static size_t header_size(const Batch *batch, const Row *row) {
-    return FIXED_BYTES + (size_t)batch->name_size + row->key_size + row->parent_size + row->descriptor_size;
-}
-
 /* Puts one range of a row, with the row's capability where the request shows them. */
 static void put_range(uint8_t **at, const Batch *batch, const Row *row, uint64_t offset, uint64_t length) {
     put64(at, offset);
@@ -196,7 +192,8 @@ static void put_range(uint8_t **at, const Batch *batch, const Row *row, uint64_t
     if (!batch->sealed)
         return;
     uint8_t capability[CAPABILITY_BYTES] = {0};
-    memcpy(capability, row->capability, row->capability_size);
+    size_t shown = row->capability_size < CAPABILITY_BYTES ? row->capability_size : CAPABILITY_BYTES;
+    memcpy(capability, row->capability, shown);
     put64(at, row->offset);
     put64(at, HEADER_BYTES + row->size);
     put64(at, load64(capability));
@@ -222,7 +219,7 @@ static uint8_t *make_request(const Batch *batch, size_t *size) {
         put_range(&at, batch, row, row->offset, FIXED_BYTES);
         if (row->size)
             put_range(&at, batch, row, row->offset + HEADER_BYTES, row->size);
-        put_range(&at, batch, row, row->offset, header_size(batch, row));
+        put_range(&at, batch, row, row->offset, checked_size(batch, row) + stamp_size(batch, row));
     }
     *size = (size_t)(at - request);
     uint16_t words[2] = {batch->write ? OP_WRITE : OP_READ, 0};

@@ -253,6 +253,7 @@ class NodeAgent:
                 data_protocol=self._server.data_protocol,
                 device=segment.place,
                 handover="" if self._handover is None else self._handover.name,
+                stamp_key=segment.stamp_key,
             )
             join = NodeJoin(
                 name=self._name,

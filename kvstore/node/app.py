@@ -40,7 +40,7 @@ from kvstore.errors import (
 )
 from kvstore.etcd.finding import find_leader
 from kvstore.memory import numa
-from kvstore.memory.entries import free_node_name, group_id, socket_name
+from kvstore.memory.entries import free_node_name, group_id, key_path, socket_name, unlink_entry
 from kvstore.memory.header import SUPERBLOCK_BYTES, Owner
 from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
@@ -58,6 +58,7 @@ from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.handover import HandoverServer
 from kvstore.node.masters import LOCATE_S
+from kvstore.node.stamps import use_stamps
 from kvstore.node.starting import Starting
 from kvstore.node.starting import served as starting_served
 from kvstore.node.web import answers_of
@@ -149,6 +150,10 @@ def run(
 
             stack.callback(close)
             follows = _follows_master(config, kind)
+            if config.auth:
+                use_stamps(segment, serves_all=config.auth_mode == "prefer")
+            else:  # what is put from now on has no stamp
+                unlink_entry(key_path(segment.shm_name))
             server = _start_server(config, segment, tls, serves_all=follows)
             stack.callback(server.stop)
             if segment.place is not None and server.data_protocol >= WITH_CAPABILITIES:
@@ -220,6 +225,7 @@ async def _serve(
         served[:] = [accepted]
         if follows:
             server.serve_tokens(accepted.serves_all)
+            use_stamps(segment, serves_all=accepted.serves_all)
         print(
             f"kvstore-node {segment.node} serves {segment.size >> 20} MiB{medium} on {address} "
             f"for the master at {shown_place(config.master)}",

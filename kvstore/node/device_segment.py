@@ -175,13 +175,17 @@ class DeviceSegment(NodeSegment):
     def _zero(self, start: int, length: int) -> None:
         self._ranges.write([(start, _ZEROS[:length])], uptime() + STEP_S)
 
+    def write(self, offset: int, data: bytes) -> None:
+        """As ``NodeSegment.write``."""
+        self._ranges.write([(offset, memoryview(data))], uptime() + STEP_S)
+
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
         """As ``NodeSegment.scan``: copies all of the segment to the host, a part at a time."""
         memory = memoryview(bytearray(min(SCAN_BYTES, self.size)))
         for start in range(layout.SUPERBLOCK_BYTES, self.size, len(memory)):
             part = memory[: min(len(memory), self.size - start)]
             self._ranges.read([(start, part)], uptime() + STEP_S)
-            yield from layout.scan_part(part, start, self.size, self.seed)
+            yield from layout.scan_part(part, start, self.size, self.seed, self.believed)
 
     def close(self, *, unlink: bool = True) -> None:
         """As ``NodeSegment.close``, but nothing is ever left for another process. Waits up to

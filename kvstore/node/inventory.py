@@ -20,6 +20,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.memory import header as layout
 from kvstore.memory.header import Header, extent_bytes
 from kvstore.memory.segment import NodeSegment
+from kvstore.node.stamps import Stamps
 from kvstore.texts import field_text
 
 log = logging.getLogger("kvstore.node")
@@ -53,6 +54,12 @@ def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found
             [header.epoch for _, header in overlapped],
             [header.counter for _, header in overlapped],
         )
+    stamps = segment.believed
+    if isinstance(stamps, Stamps):
+        if refused := stamps.take_refused():
+            log.warning("unstamped_headers node=%s count=%d", segment.node, refused)
+        if adopted := stamps.adopt(segment, found):
+            log.info("headers_stamped node=%s count=%d", segment.node, adopted)
     return in_order(found)
 
 

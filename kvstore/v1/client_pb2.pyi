@@ -419,6 +419,7 @@ class PutStartReply(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     GRANTS_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    STAMPS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     deadline_ms: _builtins.int
     """From the moment before the client asked: after it, write no more."""
@@ -432,6 +433,10 @@ class PutStartReply(_message.Message):
     """
     capabilities: _builtins.bytes
     """As in Placements: what the extents' nodes want to see before they are written."""
+    stamps: _builtins.bytes
+    """16 bytes for each extent: what the client writes behind the header. A node that gives its master a
+    key for stamps finds an object again by it alone. Empty: none.
+    """
     def __init__(
         self,
         *,
@@ -441,10 +446,11 @@ class PutStartReply(_message.Message):
         replicas: _builtins.int = ...,
         grants: _builtins.bytes = ...,
         capabilities: _builtins.bytes = ...,
+        stamps: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "deadline_ms", b"deadline_ms", "epoch", b"epoch", "grants", b"grants", "outcomes", b"outcomes", "replicas", b"replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "deadline_ms", b"deadline_ms", "epoch", b"epoch", "grants", b"grants", "outcomes", b"outcomes", "replicas", b"replicas", "stamps", b"stamps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -652,16 +658,20 @@ class CommitReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOME_FIELD_NUMBER: _builtins.int
+    STAMP_FIELD_NUMBER: _builtins.int
     outcome: _common_pb2.PutOutcome.ValueType
     """STORED; FOUND or BEING_WRITTEN (the allocation is freed); REFUSED."""
+    stamp: _builtins.bytes
+    """As one of PutStartReply.stamps, to be written until the allocation's deadline."""
     def __init__(
         self,
         *,
         outcome: _common_pb2.PutOutcome.ValueType = ...,
+        stamp: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "stamp", b"stamp"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -174,6 +174,7 @@ class SegmentOffer(_message.Message):
     DATA_PROTOCOL_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     HANDOVER_FIELD_NUMBER: _builtins.int
+    STAMP_KEY_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     uuid: _builtins.bytes
     """16 bytes."""
@@ -190,6 +191,10 @@ class SegmentOffer(_message.Message):
     handover: _builtins.str
     """Entry in /dev/shm: the Unix socket where the node hands descriptors of its memory to clients;
     empty: none.
+    """
+    stamp_key: _builtins.bytes
+    """16 bytes, which no client learns: the key of the stamps behind the headers of this segment. Empty:
+    its node takes headers without one.
     """
     @_builtins.property
     def mark(self) -> _common_pb2.Version:
@@ -217,10 +222,11 @@ class SegmentOffer(_message.Message):
         data_protocol: _builtins.int = ...,
         device: _common_pb2.DevicePlace | None = ...,
         handover: _builtins.str = ...,
+        stamp_key: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "mark", b"mark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "handover", b"handover", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "handover", b"handover", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "stamp_key", b"stamp_key", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

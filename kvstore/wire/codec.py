@@ -224,8 +224,9 @@ class _Writer:
                 return fill, f"unpack_text({taken}, {name!r}, empty={empty})"
             case fields.FileName():
                 return fill, f"unpack_shm_name({taken})"
-            case fields.Sixteen():
-                return fill, f"unpack_sixteen({taken}, {name!r})"
+            case fields.Sixteen(empty):
+                made = f"unpack_sixteen({taken}, {name!r})"
+                return fill, f"{taken} and {made}" if empty else made
             case fields.KeyPrefix():
                 return fill, f"unpack_prefix({taken})"
             case fields.AnyNamespace():

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 
 from kvstore import calls
-from kvstore.calls import CAPABILITY_BYTES, PutOutcome
+from kvstore.calls import CAPABILITY_BYTES, STAMP_BYTES, PutOutcome
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import (
     BATCH_KEYS_MAX,
@@ -77,16 +77,17 @@ def unpack_placements(packed: common_pb2.Placements) -> calls.Placements:
     if max(replicas) > REPLICAS_MAX or 2 * sum(replicas) != len(extents):
         raise InvalidArgumentError(f"{len(extents) // 2} extents do not belong to the rows")
     segments, offsets = extents[0::2], extents[1::2]
-    capabilities = _capabilities(packed.capabilities, len(segments))
+    capabilities = _macs(packed.capabilities, CAPABILITY_BYTES, len(segments))
     return calls.Placements(
         rows[0::4], rows[1::4], rows[2::4], replicas, segments, offsets, capabilities
     )
 
 
-def _capabilities(column: bytes, extents: int) -> bytes:
-    """Raises InvalidArgumentError: it is neither empty nor one capability for each extent."""
-    if column and len(column) != CAPABILITY_BYTES * extents:
-        raise InvalidArgumentError(f"{len(column)} bytes of capabilities for {extents} extents")
+def _macs(column: bytes, width: int, extents: int) -> bytes:
+    """Raises InvalidArgumentError: it is neither empty nor one capability or stamp, of ``width``
+    bytes, for each extent."""
+    if column and len(column) != width * extents:
+        raise InvalidArgumentError(f"{len(column)} bytes of MACs for {extents} extents")
     return column
 
 
@@ -104,6 +105,8 @@ def pack_grants(target: client_pb2.PutStartReply, reply: calls.Grants) -> None:
     target.grants = struct.pack(f"<{len(numbers)}Q", *numbers)
     if reply.capabilities:
         target.capabilities = reply.capabilities
+    if reply.stamps:
+        target.stamps = reply.stamps
 
 
 def unpack_grants(m: client_pb2.PutStartReply) -> calls.Grants:
@@ -120,10 +123,11 @@ def unpack_grants(m: client_pb2.PutStartReply) -> calls.Grants:
         starts = range(0, len(numbers), width)
         segments = [number for at in starts for number in numbers[at + 1 : at + width : 2]]
         offsets = [number for at in starts for number in numbers[at + 2 : at + width : 2]]
-    capabilities = _capabilities(m.capabilities, len(segments))
+    capabilities = _macs(m.capabilities, CAPABILITY_BYTES, len(segments))
+    stamps = _macs(m.stamps, STAMP_BYTES, len(segments))
     return calls.Grants(
         m.epoch, m.deadline_ms, outcomes, replicas, numbers[0::width], segments, offsets,
-        capabilities,
+        capabilities, stamps,
     )  # fmt: skip
 
 

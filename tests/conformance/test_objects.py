@@ -37,10 +37,10 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import Key, Namespace
-from kvstore.memory.header import HEADER_BYTES, extent_bytes
+from kvstore.memory.header import HEADER_BYTES, extent_bytes, unpack
 from kvstore.memory.raw import address_of
 from kvstore.native import slow
-from kvstore.native.kinds import CORRUPT, STALE, Steps
+from kvstore.native.kinds import CAPABILITY_BYTES, CORRUPT, STALE, Steps
 from kvstore.network.tcp_protocol import Op
 from kvstore.transport import shm, tcp_client
 from kvstore.transport.base import Transport
@@ -144,7 +144,8 @@ class HolderWay(Way):
         assert isinstance(transfer, ObjectReads | ObjectWrites)
         known, op = transfer.segment, Op.WRITE if transfer.write else Op.READ
         transfer.rows = [  # pyright: ignore[reportAttributeAccessIssue]
-            (*row[:-1], capability(known, row[0], row[1], op)) for row in transfer.rows
+            (*row[:-1], capability(known, row[0], row[1], op) + row[-1][CAPABILITY_BYTES:])
+            for row in transfer.rows
         ]
         transfer.segment = held(known)
         super().carry(transfer, seconds)
@@ -291,6 +292,28 @@ def reads(
         transfer.add(placed, offset, Target(Key(b"k%d" % index), views))
         offset += extent_bytes(len(target))
     return transfer, targets
+
+
+@by(EVERY)
+def test_a_stamp_is_behind_the_header(shared_peer: Peer, memory: str, way: Way) -> None:
+    segment, some = shared_peer.info, values([100, 0])
+    transfer = writes(segment, some)
+    stamps = [bytes([number]) * 16 for number in (1, 2)]
+    transfer.rows = [
+        (*row[:-1], bytes(CAPABILITY_BYTES) + stamp)
+        for row, stamp in zip(transfer.rows, stamps, strict=True)
+    ]
+    rows = transfer.rows
+    way.carry(transfer)
+    with memory_of(shared_peer) as bytes_there:
+        for row, stamp in zip(rows, stamps, strict=True):
+            end = row[0] + 64 + sum(map(len, (SPACE, row[4], row[6], row[7])))
+            assert bytes_there[end : end + 16] == stamp
+            head = bytes_there[row[0] : row[0] + HEADER_BYTES]
+            assert unpack(head, segment.seed, row[0]) is not None
+    got, targets = reads(segment, [100, 0])
+    way.carry(got)
+    assert [bytes(target) for target in targets] == some
 
 
 SIZES: dict[str, dict[str, tuple[list[int], int]]] = {

@@ -131,7 +131,7 @@ def test_a_killed_node_finds_its_memory_and_its_clients_map_it_again(
     until(lambda: all(client.get_many(keys)), within_s=20)
     moved(client)
     assert client.get_many(keys, kind="bytes") == [content(key, SIZE) for key in keys]
-    assert client.put("after", b"x") is STORED
+    assert client.put("after", b"x", wait_ms=5_000) is STORED
     newcomer = client_of(cluster, identities.engine("engine", OURS))
     assert newcomer.get_many(keys, kind="bytes") == [content(key, SIZE) for key in keys]
     assert moved(client) == moved(newcomer) == {"shm"}
@@ -142,6 +142,7 @@ def test_a_killed_node_finds_its_memory_and_its_clients_map_it_again(
     run_python(*KVSTORE, "clean", node.name, "--yes", check=True)
     assert not again.entry.exists()
     assert not again.socket.exists()
+    assert not again.key.exists()
 
 
 def test_clients_without_an_identity_map_by_name_while_a_cluster_is_switched_on(

@@ -12,7 +12,32 @@ DATA_PORT: Final = ("tests/unit/transport/test_tcp_tls.py",)
 ZEROED: Final = ("tests/unit/master/test_zeroing.py", "tests/unit/memory/test_segment.py")
 RIGHTS: Final = ("tests/unit/auth/test_rights.py",)
 
+STAMPS: Final = ("tests/unit/node/test_inventory.py",)
+STAMP_KEY: Final = ("tests/unit/memory/test_stamp_key.py",)
+STAMPING: Final = ("tests/unit/master/test_sealing.py",)
+
 MUTANTS: Final = (
+    Mutant("any-stamp-counts", "kvstore/node/stamps.py",
+        "hmac.compare_digest(self._made(offset, header), stamp)", "len(stamp) == 16", STAMPS),
+    Mutant("a-header-without-a-stamp-is-believed", "kvstore/node/stamps.py",
+        "is_right = self._is_open or", "is_right = not self._serves_all or", STAMPS),
+    Mutant("memory-stays-open", "kvstore/node/stamps.py",
+        "        self._note(False)\n        self._is_open = False\n", "", STAMPS),
+    Mutant("anybodys-key-of-stamps", "kvstore/memory/stamp_key.py",
+        "and there.st_uid == os.geteuid()", "", STAMP_KEY),
+    Mutant("the-key-of-another-segment", "kvstore/memory/stamp_key.py",
+        "    if of == uuid:\n", "    if of:\n", STAMP_KEY),
+    Mutant("a-key-outlives-its-memory", "kvstore/memory/segment.py",
+        "                unlink_entry(key_path(self.shm_name))\n", "", STAMP_KEY),
+    Mutant("a-copy-has-the-stamp-of-before", "master/stamping.py",
+        "        if not reply.keeps_version:\n", "        if not reply:\n", STAMPING),
+    Mutant("a-refused-commit-is-stamped", "master/stamping.py",
+        "calls.Committed(PutOutcome.STORED):", "calls.Committed():", STAMPING),
+    Mutant("what-is-found-is-stamped", "master/stamping.py",
+        "        if len(grants.tokens) < len(keys):\n", "        if not grants:\n", STAMPING),
+    Mutant("a-stamp-beyond-the-header", "kvstore/memory/header.py",
+        "    if end + len(stamp) <= HEADER_BYTES:\n", "    if end:\n",
+        ("tests/unit/memory/test_header.py",)),
     Mutant("a-node-has-any-name", "kvstore/auth/data_port.py",
         "return who.may_be_node(node) and certified in", "return certified in",
         DATA_PORT),

@@ -29,7 +29,7 @@ from kvstore.errors import (
     PermissionDeniedError,
 )
 from kvstore.limits import PROTOCOL_VERSION
-from kvstore.memory.header import HEADER_BYTES, unpack
+from kvstore.memory.header import EXTENT_ALIGN, HEADER_BYTES, unpack
 from kvstore.transport.base import Move
 from kvstore.transport.pieces import check_moves, deadline_exceeded, segment_gone
 from kvstore.transport.tcp_client import CONNECT_STALLS
@@ -426,8 +426,9 @@ class Client:
         version = Version(0, 0)
         segment_id = transfer.segment.segment_id
         for move in moves_of(transfer):
-            if move.hasher is None:  # a header, or its wiping: not payload
-                version = self._tokens.get((segment_id, move.offset), version)
+            if move.hasher is None:  # a header, its wiping or its stamp: not payload
+                place = move.offset & -EXTENT_ALIGN
+                version = self._tokens.get((segment_id, place), version)
             yield move, version
 
     def _watch_header(self, transfer: Transfer, move: Move) -> None:

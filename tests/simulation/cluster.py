@@ -93,6 +93,8 @@ class Options:
     """Rules of the oracle whose violations are only counted: issues that are known."""
     mix: Mix | None = None
     """Of the work; None: the seed decides."""
+    stamps: bool = False
+    """Whether nodes believe only headers that have a stamp."""
     new_state: Callable[..., MasterState] = MasterState
     policy: Callable[[], EvictionPolicy] = LRU
     new_node: Callable[..., Node] = Node
@@ -368,6 +370,8 @@ class SimulatedCluster:
         """``left``: memory of the process of before."""
         process = self._process(name, self._host_of(name))
         memory = left or Memory(name, process.host, self.segment_bytes, self.random)
+        if self.options.stamps:
+            memory.use_stamps()
         self._memories[memory.uuid] = memory
         self.oracle.note(f"{name} starts attached={left is not None}")
         node = self.options.new_node(
@@ -397,6 +401,9 @@ class SimulatedCluster:
 
     def _client_in(self, process: Process, config: ClientConfig) -> Client:
         return self._client_of(self.options.new_client, process, config)
+
+    def memory(self, uuid: bytes) -> Memory | None:
+        return self._memories.get(uuid)
 
     def new_liar(self, process: Process) -> LyingClient:
         """Not one of ``clients``: nothing is promised to it."""

@@ -13,6 +13,8 @@ from collections.abc import Coroutine, Iterable
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
+from xxhash import xxh3_64_intdigest
+
 from kvstore import calls
 from kvstore.auth.identity import identity
 from kvstore.calls import NO_VERSION, Version
@@ -21,8 +23,8 @@ from kvstore.client.flows import putting
 from kvstore.client.flows.writing import PutOptions
 from kvstore.errors import InternalError, KVStoreError, PermissionDeniedError
 from kvstore.limits import Key, Namespace, highest_believed
-from kvstore.memory.header import SUPERBLOCK_BYTES, extent_bytes
-from kvstore.wire.messages import CALLS, encode_request
+from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, extent_bytes, pack_into
+from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.node_messages import decode_master_message, encode_node_message
 from tests.simulation import inside
 from tests.simulation.client import Client
@@ -33,6 +35,7 @@ from tests.support.twin import KEY, MINE, Lie, Theirs, lies, true_calls, true_jo
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster
+    from tests.simulation.master import Master
 
 HOUR_US = 3600 * SECOND
 """No clock from which a master takes its epoch shows so much in a run."""
@@ -65,11 +68,12 @@ class LyingClient(Client):
         options = PutOptions(namespace=namespace, wait_ms=200)
         await self.run(putting.put(self.context, key, data, options))
 
-    async def say(self, asked: calls.Request, address: str, port: str) -> None:
+    async def say(self, asked: calls.Request, address: str, port: str) -> calls.Reply:
         """Raises KVStoreError, CarrierBrokenError, TokenRefusedError."""
         call, payload = CALLS[type(asked)], encode_request(asked)
         until = self.clock() + 1
-        await self._exchange(address, port, next(self._call_ids), call, payload, until)
+        said = await self._exchange(address, port, next(self._call_ids), call, payload, until)
+        return decode_reply(call, said)
 
 
 class Liars:
@@ -184,8 +188,12 @@ class Liars:
             master = cluster.master
             if master is None:
                 return
-            if random.random() < 0.2:
+            chance = random.random()
+            if chance < 0.2:
                 await self._flood(client, master.process.name)
+                continue
+            if chance < 0.4 and cluster.options.stamps:
+                await self._forge(client, master)
                 continue
             asked = random.choice(self._attacks())
             self._note(f"{client.process.name} asks {asked!r:.150}")
@@ -232,6 +240,40 @@ class Liars:
             with contextlib.suppress(KVStoreError, CarrierBrokenError, TokenRefusedError):
                 await client.say(asked, address, "grpc")
         self._cluster.oracle.count("floods")
+
+    async def _forge(self, client: LyingClient, master: Master) -> None:
+        """Writes headers into the extent of a put of its own: of an object of others, at any place,
+        and of one that covers all that follows."""
+        size = self._random.randint(1, 8) << 10
+        key = Key(b"forged-%d" % self._random.getrandbits(40))
+        start = calls.PutStart(
+            Namespace(MINE), [key], [size], None, False, 1, False, 0, "host-liar"
+        )
+        try:
+            grants = await client.say(start, master.process.name, "grpc")
+        except (KVStoreError, CarrierBrokenError, TokenRefusedError):
+            return
+        assert isinstance(grants, calls.Grants)
+        if not grants.segments or grants.segments[0] not in master.state.pool.segments:
+            return
+        memory = self._cluster.memory(master.state.pool.segments[grants.segments[0]].offer.uuid)
+        if memory is None or not memory.linked:
+            return
+        self._note(f"{client.process.name} forges headers on {memory.node} at {grants.offsets[0]}")
+        self._cluster.oracle.count("forged")
+        payload = b"of the liar"
+        theirs = [name for name in self._versions() if name[0] in NAMESPACES]
+        begin, end = grants.offsets[0], grants.offsets[0] + extent_bytes(size)
+        for at in range(begin, end - HEADER_BYTES, 2 * HEADER_BYTES):
+            header = Header(
+                Namespace(MINE), key, None, memory.size - at - HEADER_BYTES, grants.epoch,
+                (1 << 60) + at, xxh3_64_intdigest(payload), b"",
+            )  # fmt: skip
+            if theirs and self._random.random() < 0.5:
+                space, known = self._random.choice(theirs)
+                header = header._replace(namespace=space, key=known, payload_size=len(payload))
+            pack_into(memory.memory[at : at + HEADER_BYTES], header, memory.seed, at)
+            memory.memory[at + HEADER_BYTES : at + HEADER_BYTES + len(payload)] = payload
 
     def _attacks(self) -> list[calls.Request]:
         """About objects and puts of others, which it knows as well as the master does."""

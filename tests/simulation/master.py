@@ -16,6 +16,7 @@ from kvstore.errors import (
     ProtocolError,
 )
 from kvstore.master.gate import names_anothers, numbered
+from kvstore.master.stamping import Stamping
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
@@ -52,6 +53,7 @@ class Master:
         self._clock = clock
         self._over = False
         self.state = new_state(self.now_ms)
+        self._stamping = Stamping(self.state.common)
         self._answers: dict[int, Future[Any]] = {}
         self._sessions: dict[int, End] = {}
         self._next_session = 0
@@ -126,6 +128,7 @@ class Master:
         except KVStoreError as error:
             self._send(end, ("error", encode_error(error)))
         else:
+            reply = self._stamping.stamp(request, reply)
             self._send(end, ("reply", encode_reply(call, reply)))
 
     def _allowed(self, request: calls.Request, end: End) -> calls.Request:

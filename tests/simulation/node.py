@@ -165,6 +165,7 @@ class Node:
                 address=f"{self.name}:1", token=memory.token, seed=memory.seed,
                 generation=memory.generation, fresh=self._fresh, mark=memory.mark,
                 data_protocol=WITH_CAPABILITIES if self.zeroes else PLAIN,
+                stamp_key=memory.stamp_key,
             )  # fmt: skip
             join = NodeJoin(
                 self.name, self.process.host, PROTOCOL_VERSION, self._epoch, [offer],

@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol, cast
 from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
-from kvstore.calls import NO_VERSION, MasterWipe, Presence, PutOutcome, Version
+from kvstore.calls import NO_VERSION, STAMP_BYTES, MasterWipe, Presence, PutOutcome, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.ends import STEP_MS
@@ -604,7 +604,7 @@ class Oracle:
 
     def nothing_is_forgotten(self, memory: Memory) -> None:
         """At rest: whole objects of a node that nobody ended are complete at the master."""
-        for offset, header in scan(memory.memory, memory.seed):
+        for offset, header in memory.scan():
             name, version = (header.namespace, header.key), Version(header.epoch, header.counter)
             start = offset + HEADER_BYTES
             payload = memory.memory[start : start + header.payload_size]
@@ -659,6 +659,12 @@ class Oracle:
             return True
         if owner == "free" and by_hand and not segment.usable(self._now_ms()):
             self.count("written_before_usable")  # nobody is harmed, yet
+            return True
+        is_its = owner == "removed" or owner.endswith(f" {version.epoch}.{version.counter}")
+        if is_its and length == STAMP_BYTES and version in self._stored:
+            # The answer to a commit brings the stamp. Until the deadline of the allocation the
+            # object is leased, and its memory is no other's if it is removed.
+            self.count("stamped_commits")
             return True
         rule = "late_write"
         if by_hand:

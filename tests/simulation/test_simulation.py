@@ -31,6 +31,7 @@ from kvstore.master.state.puts import Granted, Pending
 from kvstore.master.state.reclaim import Reclaim
 from kvstore.master.state.records import ObjectRecord
 from kvstore.memory.header import extent_bytes
+from kvstore.node.stamps import Stamps
 from kvstore.tenants import TenantRule
 from tests.simulation import master as simulated
 from tests.simulation.cluster import RULES, Options, SimulatedCluster
@@ -486,7 +487,10 @@ def test_finds_a_node_that_is_read_after_it_has_left() -> None:
 
 
 LIARS = Options(
-    seed=0, masters=1, faults=("client_lies", "node_lies", "client_attacks", "restart_master")
+    seed=0,
+    masters=1,
+    faults=("client_lies", "node_lies", "client_attacks", "restart_master"),
+    stamps=True,
 )
 
 
@@ -498,7 +502,9 @@ def test_clients_and_nodes_that_lie_break_no_rule() -> None:
         assert not result.failure, result.failure
         for what, number in result.counts.items():
             happened[what] = happened.get(what, 0) + number
-    wanted = "lies_answered", "liars_joined", "claimed_by_liars", "attacks_refused", "floods"
+    wanted = (
+        "lies_answered", "liars_joined", "claimed_by_liars", "attacks_refused", "floods", "forged",
+    )  # fmt: skip
     for what in wanted:
         assert happened.get(what), f"{what} never happened: {happened}"
 
@@ -510,7 +516,16 @@ def test_finds_a_master_that_lets_anybody(monkeypatch: pytest.MonkeyPatch, lacks
     else:
         monkeypatch.setattr(simulated, "names_anothers", lambda *_: False)
     rules = ["allowed"] if lacks == "rights" else ["granted_allocation", "allocation_outlived"]
-    found(replace(LIARS, faults=("client_attacks",)), *rules, within_steps=SOON, each=20_000)
+    options = replace(LIARS, faults=("client_attacks",), stamps=False)
+    found(options, *rules, within_steps=SOON, each=20_000)
+
+
+@pytest.mark.slow
+def test_finds_a_node_that_believes_every_valid_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stamps, "__call__", lambda *_: True)
+    options = replace(LIARS, faults=("client_attacks", "restart_master"))
+    rules = "forgotten", "served_unverified"  # wiped by a wide one; a wide one that is served
+    found(options, *rules, within_steps=10**6)
 
 
 def test_an_attacker_does_not_make_nodes_suspect() -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 from kvstore import Client
 from kvstore.calls import ClusterStatus
 from kvstore.limits import FLEET_NAMESPACE
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, socket_name
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, key_path, socket_name
 from tests.support.issuing import Identities
 from tests.support.processes import Server, flags_of, let_others_leave
 
@@ -67,6 +67,11 @@ class Node(Server):
     def socket(self) -> Path:
         """Where it hands over its memory."""
         return Path(SHM_DIRECTORY, socket_name(SHM_PREFIX + self.name))
+
+    @property
+    def key(self) -> Path:
+        """The key of its memory's stamps."""
+        return Path(key_path(SHM_PREFIX + self.name))
 
 
 class Cluster:
@@ -250,7 +255,7 @@ class Cluster:
                 assert "Traceback" not in server.errors, server.errors
             for node in self.nodes:
                 killed = node.process.returncode == -signal.SIGKILL
-                for left in (node.entry, node.socket):
+                for left in (node.entry, node.socket, node.key):
                     assert killed or not left.exists(), f"{left} is left behind"
         finally:
             self.close()
@@ -264,6 +269,7 @@ class Cluster:
         for node in self.nodes:
             node.entry.unlink(missing_ok=True)
             node.socket.unlink(missing_ok=True)
+            node.key.unlink(missing_ok=True)
 
     def close_clients(self) -> None:
         clients, self._clients = self._clients, []

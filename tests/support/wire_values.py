@@ -117,8 +117,8 @@ def _one(hint: Any, rule: Any, field: FieldDescriptor) -> st.SearchStrategy[Any]
             return st.just("") | NAME if empty else NAME
         case fields.FileName():
             return st.just("") | ENTRY
-        case fields.Sixteen():
-            return SIXTEEN
+        case fields.Sixteen(empty):
+            return st.just(b"") | SIXTEEN if empty else SIXTEEN
         case fields.KeyPrefix():
             return st.binary(max_size=KEY_BYTES_MAX)
         case fields.AnyNamespace():
@@ -140,14 +140,14 @@ def placements(draw: st.DrawFn, rows: int | None = None) -> calls.Placements:
     extents = sum(replicas)
     sizes, epochs, counters = (draw(column(rows)) for _ in range(3))
     segments, offsets = (draw(column(extents)) for _ in range(2))
-    made = draw(capabilities(extents))
+    made = draw(macs(extents))
     return calls.Placements(sizes, epochs, counters, replicas, segments, offsets, made)
 
 
 @st.composite
-def capabilities(draw: st.DrawFn, extents: int) -> bytes:
-    """One for each, or none at all."""
-    size = calls.CAPABILITY_BYTES * extents
+def macs(draw: st.DrawFn, extents: int, width: int = calls.CAPABILITY_BYTES) -> bytes:
+    """One of ``width`` bytes for each, or none at all."""
+    size = width * extents
     return draw(st.just(b"") | st.binary(min_size=size, max_size=size))
 
 
@@ -164,15 +164,17 @@ def grants(draw: st.DrawFn) -> calls.Grants:
     granted = outcomes.count(1)
     replicas = draw(st.integers(0, 8))
     segments, offsets = (draw(column(granted * replicas)) for _ in range(2))
-    made = draw(capabilities(granted * replicas))
+    made = draw(macs(granted * replicas))
+    stamps = draw(macs(granted * replicas, calls.STAMP_BYTES))
     tokens = draw(column(granted))
-    return calls.Grants(draw(U64), draw(U64), outcomes, replicas, tokens, segments, offsets, made)
+    places = tokens, segments, offsets
+    return calls.Grants(draw(U64), draw(U64), outcomes, replicas, *places, made, stamps)
 
 
 @st.composite
 def renewed(draw: st.DrawFn) -> calls.Renewed:
     keys_held, tokens_held = (bytes(draw(st.lists(FLAGS, max_size=40))) for _ in range(2))
-    made = draw(capabilities(len(tokens_held)))
+    made = draw(macs(len(tokens_held)))
     return calls.Renewed(draw(U64), draw(U64), keys_held, tokens_held, made)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 import struct
+from typing import Any
 
 import pytest
 
 from kvstore import native
+from kvstore.limits import Key
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import slow
-from kvstore.native.kinds import CAPABILITY_BYTES, ORDERS_BYTES, Steps
+from kvstore.native.kinds import CAPABILITY_BYTES, ORDERS_BYTES, STAMP_BYTES, Steps
 from kvstore.network import tcp_protocol as protocol
 
 VECTORS = """
@@ -132,3 +134,54 @@ def test_what_is_no_table_of_orders(steps: Steps) -> None:
             steps.call_back(memoryview(bytearray(size)), [4096], 1)
     with pytest.raises(OverflowError):
         steps.call_back(memoryview(bytearray(ORDERS_BYTES)), [-1], 1)
+
+
+# --- stamps --------------------------------------------------------------------------------------
+
+
+def test_a_stamp_is_of_all_that_a_grant_says(steps: Steps) -> None:
+    names = ["n", "\u00fc" * 64, "n", "n"]
+    keys = [Key(b"k"), Key(b"k" * 256), Key(b"k"), Key(b"nk")]
+    versions = [1, 2, 3, 4], [5, 6, 7, 2**64 - 1]
+    rows = [7, 8, 9, 7], (4096, 1 << 40, 5, 8192), [0, 100, 1, 2**63], *versions
+    made = steps.stamp({7: KEY, 8: KEY[::-1]}, *rows, names, keys)
+    assert len(made) == 4 * STAMP_BYTES
+
+    def said(row: int) -> bytes:
+        name = names[row].encode()
+        numbers = struct.pack("<5Q", *(column[row] for column in rows[1:]), len(name))
+        return b"KVhead\0\1" + numbers + name + keys[row]
+
+    assert made[:16] == slow.siphash(KEY, said(0))
+    assert made[16:32] == slow.siphash(KEY[::-1], said(1))
+    assert made[32:48] == bytes(16), "a segment without a key gets none"
+    assert made[48:] == slow.siphash(KEY, said(3))
+
+
+def test_each_field_of_a_header_changes_its_stamp(steps: Steps) -> None:
+    row: list[Any] = [4096, 100, 1, 2, "ab", Key(b"c")]
+    others = [5120, 101, 2, 3, "a", Key(b"bc")]
+    rows = [row, *([*row[:at], other, *row[at + 1 :]] for at, other in enumerate(others))]
+    rows.append([*row[:4], *others[4:]])  # the same bytes end to end
+    made = {steps.stamp({7: KEY}, [7], *([field] for field in each)) for each in rows}
+    made.add(steps.stamp({7: KEY[::-1]}, [7], *([field] for field in row)))
+    assert len(made) == len(rows) + 1
+
+
+def test_no_header_needs_no_stamp(steps: Steps) -> None:
+    assert steps.stamp({}, [], (), [], [], [], [], []) == b""
+
+
+def test_what_cannot_be_stamped(steps: Steps) -> None:
+    row: list[Any] = [[7], [4096], [1], [1], [1], ["n"], [Key(b"k")]]
+    for column in range(7):
+        longer = [*row[:column], row[column] * 2, *row[column + 1 :]]
+        with pytest.raises(ValueError, match=r"length|longer|shorter"):
+            steps.stamp({7: KEY}, *longer)
+    with pytest.raises(ValueError, match="16 bytes"):
+        steps.stamp({7: b"short"}, *row)
+    for name, key in (("n" * 129, b"k"), ("n", b"k" * 257)):
+        with pytest.raises(ValueError, match="too long"):
+            steps.stamp({7: KEY}, [7], [1], [1], [1], [1], [name], [Key(key)])
+    with pytest.raises((OverflowError, struct.error)):
+        steps.stamp({7: KEY}, [7], [-1], [1], [1], [1], ["n"], [Key(b"k")])

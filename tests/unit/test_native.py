@@ -41,7 +41,7 @@ from kvstore.memory.header import (
     unpack,
 )
 from kvstore.native import kinds, slow
-from kvstore.native.kinds import ReadRow, Steps, WriteRow
+from kvstore.native.kinds import CAPABILITY_BYTES, STAMP_BYTES, ReadRow, Steps, WriteRow
 from kvstore.network.stream import Stream
 
 SEED, GENERATION, SPACE = 0x1234_5678_9ABC_DEF0, 3, "llama/ü"
@@ -130,6 +130,39 @@ def test_what_is_written_can_be_read_by_both(
     assert read(steps, memory, reads) == [b'{"kind":"bytes"}'] * len(sizes)
     for written, into in zip(writes, targets, strict=True):
         assert b"".join(into) == b"".join(written[5] or ())
+
+
+def test_a_stamp_is_written_behind_its_header(steps: Steps, memory: memoryview) -> None:
+    stamp, capability = bytes(range(16)), bytes(CAPABILITY_BYTES)
+    (plain, stamped), reads, _ = rows([10, 10])
+    size = len(SPACE.encode()) + len(stamped[4]) + len(stamped[6]) + len(stamped[7])
+    for row in (plain, stamped):
+        memory[row[0] : row[0] + HEADER_BYTES] = b"\xff" * HEADER_BYTES
+    assert write(steps, memory, [(*plain[:8], capability), (*stamped[:8], capability + stamp)]) == 0
+    end = stamped[0] + 64 + size
+    assert memory[end : end + 20] == stamp + b"\xff" * 4
+    behind = plain[0] + 64 + len(SPACE.encode()) + len(plain[4]) + len(plain[6]) + len(plain[7])
+    assert memory[behind : behind + 20] == b"\xff" * 20
+    assert read(steps, memory, reads) == [stamped[7]] * 2
+
+
+@pytest.mark.parametrize("left", [16, 15, 0])
+def test_a_header_that_fills_its_place_has_no_stamp(
+    steps: Steps, memory: memoryview, left: int
+) -> None:
+    space, key, parent = "s" * 128, b"k" * 256, b"p" * 256
+    descriptor = b"d" * (320 - left)
+    offset = SUPERBLOCK_BYTES
+    memory[offset : offset + 2 * HEADER_BYTES] = b"\xff" * 2 * HEADER_BYTES
+    capability = bytes(CAPABILITY_BYTES) + bytes(STAMP_BYTES)
+    row: WriteRow = (offset, 0, 1, 1, key, [], parent, descriptor, capability)
+    assert steps.write_objects(memory, GENERATION, SEED, space, [row], math.inf, 1) == 0
+    header = unpack(memory[offset : offset + HEADER_BYTES], SEED, offset)
+    assert header is not None
+    assert header.descriptor == descriptor
+    behind = memory[offset + HEADER_BYTES - left : offset + HEADER_BYTES]
+    assert behind == (bytes(16) if left == 16 else b"\xff" * left)
+    assert memory[offset + HEADER_BYTES : offset + 2 * HEADER_BYTES] == b"\xff" * HEADER_BYTES
 
 
 def test_reads_what_python_has_written(steps: Steps, memory: memoryview) -> None:

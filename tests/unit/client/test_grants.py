@@ -289,3 +289,41 @@ def test_committing_moves_a_header_and_no_payload() -> None:
     assert not written
     commit(payload.tobytes()[:40])
     assert len(world.moved) == 4
+
+
+def test_a_stamp_is_written_behind_the_header_of_a_commit() -> None:
+    world = World()
+    payload, stamp = bytes(50), bytes(range(16))
+    world.answers[calls.Commit] = calls.Committed(STORED, stamp)
+    granted = Granted(EPOCH, 9, world.segments[1], 4096, 50)
+    end = 4096 + 64 + len(N) + len(A) + len(items((A, payload)).descriptors[0])
+
+    def commit() -> PutOutcome:
+        flow = allocating.commit(
+            world.context, granted, items((A, payload)), OPTIONS, world.now + 3, bytearray()
+        )
+        return world.run(flow)
+
+    assert commit() is STORED
+    assert world.memory[1][end : end + 17] == stamp + b"\0"
+    assert unpack(world.memory[1][4096:], 1, 4096) is not None
+    assert [transfer.deadline for transfer in world.moved] == [world.now + 3] * 2
+    world.memory[1][end : end + 16] = bytes(16)
+    world.failing[1] = [None, NodeUnreachableError("off", settled=1)]
+    assert commit() is STORED, "it is stored, and no restart finds it"
+    assert not any(world.memory[1][end : end + 16])
+
+
+def test_each_extent_of_a_put_gets_its_own_stamp() -> None:
+    world = World()
+    stamps = [bytes([number]) * 16 for number in (1, 2, 3, 4)]
+    places = [(1, 4096), (2, 4096), (1, 8192), (2, 8192)]
+    granted = grants([WRITE, FOUND, WRITE], [9, 10], places, replicas=2)
+    world.answers[calls.PutStart] = granted._replace(
+        capabilities=bytes(4 * 32), stamps=b"".join(stamps)
+    )
+    world.answers[calls.PutEnd] = calls.PutEnded([STORED] * 2)
+    assert put(world, A, B, C) == [STORED, FOUND, STORED]
+    end = 64 + len(N) + len(A) + len(items((A, b"")).descriptors[0])
+    starts = [(number, at + end) for number, at in places]
+    assert [bytes(world.memory[number][at : at + 16]) for number, at in starts] == stamps

@@ -24,6 +24,7 @@ from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.native import slow
 from kvstore.network.handover import map_key
 from kvstore.network.tcp_protocol import PLAIN, WITH_CAPABILITIES, Op, holder_key, sealed
+from kvstore.wire.messages import CALLS, encode_reply
 from tests.unit.master.test_term import JOIN
 
 SPACE = Namespace("n")
@@ -345,3 +346,86 @@ def test_who_is_told_a_lease_can_read_for_longer() -> None:
     renewed = store.ask(calls.Renew(SPACE, KEYS[:1], [EPOCH], [1], EPOCH, ()))
     assert renewed.lease_ms == store.state.rules.lease_ms - SLACK_MS
     assert store.ask(calls.Lookup(SPACE, KEYS[:1]), Caller()).lease_ms == store.state.rules.lease_ms
+
+
+# --- stamps --------------------------------------------------------------------------------------
+
+STAMPS = bytes(range(16))
+
+
+def stamps_of(
+    store: Store, grants: Any, sizes: Sequence[int], versions: Sequence[tuple[int, int]],
+    keys: Sequence[Key],
+) -> bytes:  # fmt: skip
+    """Those that a master is to make for the second node, and zeros for the first."""
+    replicas = grants.replicas
+    rows = zip(sizes, versions, keys, strict=True)
+    each = [row for row in rows for _ in range(replicas)]
+    mounts = {store.ids[1]: STAMPS}
+    places = zip(grants.segments, grants.offsets, strict=True)
+    return b"".join(
+        slow.stamp(mounts, [segment], [at], [size], [epoch], [counter], [SPACE], [key])
+        for (segment, at), (size, (epoch, counter), key) in zip(places, each, strict=True)
+    )
+
+
+def test_a_grant_has_a_stamp_where_the_node_wants_one() -> None:
+    store = Store(stamp_key=STAMPS)
+    grants = store.put([5, 70_000], 2)
+    versions = [(EPOCH, token) for token in grants.tokens]
+    assert grants.stamps == stamps_of(store, grants, [5, 70_000], versions, KEYS)
+    zeros = [grants.stamps[at : at + 16] == bytes(16) for at in range(0, 64, 16)]
+    assert zeros == [segment == store.ids[0] for segment in grants.segments]
+
+
+def test_what_is_found_gets_no_stamp() -> None:
+    store = Store(stamp_key=STAMPS)
+    first = store.put([5], 2)
+    store.ask(calls.PutEnd(EPOCH, first.tokens))
+    grants = store.put([5, 6], 2)
+    versions = [(EPOCH, token) for token in grants.tokens]
+    assert grants.stamps == stamps_of(store, grants, [6], versions, KEYS[1:])
+    store.ask(calls.PutEnd(EPOCH, grants.tokens))
+    assert store.put([5, 6], 2).stamps == b""
+
+
+def test_without_a_key_or_a_holder_there_is_no_stamp() -> None:
+    assert Store().put([5], 2).stamps == b""
+    store = Store(stamp_key=STAMPS)
+    request = calls.PutStart(SPACE, KEYS, [1, 2], None, False, 2, False, 0, "h")
+    assert store.ask(request, Caller()).stamps == b""
+    assert store.ask(calls.Allocate(100, 0, "h2")).stamps == b"", "no key is known yet"
+
+
+def test_no_client_learns_the_key_of_stamps() -> None:
+    store = Store(stamp_key=STAMPS)
+    for caller in (store.holder, Caller()):
+        asked = calls.DescribeSegments(store.ids)
+        assert STAMPS not in encode_reply(CALLS[type(asked)], store.ask(asked, caller))
+
+
+def test_a_copy_has_the_stamp_of_its_new_version() -> None:
+    store = Store(stamp_key=STAMPS)
+    store.ask(calls.PutEnd(EPOCH, store.put([5]).tokens))
+    (holding,) = store.ask(calls.Lookup(SPACE, KEYS[:1])).placements.segments
+    assert holding == store.ids[0], "the test needs the copy on the second node"
+    store.ask(calls.Drain("n1", calls.DrainStep.BEGIN))
+    grants = store.ask(calls.StartMoves("n1", 0, 10, 1 << 20)).grants
+    (token,) = grants.tokens
+    expected = stamps_of(store, grants, [5], [(EPOCH, token)], KEYS[:1])
+    assert grants.stamps == expected != bytes(16)
+
+
+def test_an_allocation_gets_its_stamp_with_its_key() -> None:
+    store = Store(stamp_key=STAMPS)
+    grants = store.ask(calls.Allocate(100, 0, "h2"))
+    assert grants.segments == [store.ids[1]]
+    (token,) = grants.tokens
+    commit = calls.Commit(EPOCH, token, SPACE, KEYS[0], None, 90, False)
+    committed = store.ask(commit)
+    assert committed.outcome == calls.PutOutcome.STORED
+    assert committed.stamp == stamps_of(store, grants, [90], [(EPOCH, token)], KEYS[:1])
+    assert store.ask(commit) == calls.Committed(calls.PutOutcome.REFUSED)
+    other = store.ask(calls.Allocate(100, 0, "h2"))
+    found = store.ask(commit._replace(token=other.tokens[0]))
+    assert found == calls.Committed(calls.PutOutcome.FOUND), "another version is there"

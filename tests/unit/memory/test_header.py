@@ -22,6 +22,7 @@ from kvstore.memory.header import (
     scan,
     unpack,
     unpack_superblock,
+    write_stamp,
 )
 
 SEED = 0x0123_4567_89AB_CDEF
@@ -136,6 +137,35 @@ def segment(size: int = 64 * 1024) -> memoryview:
 
 def place(memory: memoryview, offset: int, header: Header) -> None:
     pack_into(memory[offset : offset + HEADER_BYTES], header, SEED, offset)
+
+
+def test_a_stamp_leaves_the_header_as_it_is() -> None:
+    for header, room in ((SMALL, True), (LARGEST, False)):
+        buffer = packed(header)
+        end = pack_into(buffer, header, SEED, OFFSET)
+        before = bytes(buffer)
+        write_stamp(buffer, end, b"s" * 16)
+        assert unpack(buffer, SEED, OFFSET) == header
+        assert buffer[:end] == before[:end]
+        assert (buffer[end : end + 16] == b"s" * 16) is room
+        assert len(buffer) == HEADER_BYTES
+
+
+def test_a_scan_yields_the_headers_that_are_believed() -> None:
+    """Asked with the private copy that was checked, and its stamp."""
+    memory = segment()
+    asked = []
+    for number, offset in enumerate((SUPERBLOCK_BYTES, OFFSET)):
+        header = SMALL._replace(counter=number, parent=Key(b"p"), descriptor=b"d" * number)
+        head = memory[offset : offset + HEADER_BYTES]
+        write_stamp(head, pack_into(head, header, SEED, offset), bytes([number + 1]) * 16)
+
+    def believed(offset: int, header: Header, stamp: bytes) -> bool:
+        asked.append((offset, header.counter, stamp))
+        return header.counter == 1
+
+    assert [offset for offset, _ in scan(memory, SEED, believed)] == [OFFSET]
+    assert asked == [(SUPERBLOCK_BYTES, 0, b"\1" * 16), (OFFSET, 1, b"\2" * 16)]
 
 
 def test_a_scan_finds_every_header_in_order() -> None:

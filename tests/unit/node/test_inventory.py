@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from xxhash import xxh3_64_intdigest
@@ -16,9 +17,12 @@ from kvstore.memory.header import (
     Header,
     pack_into,
     unpack,
+    write_stamp,
 )
 from kvstore.memory.segment import NodeSegment
+from kvstore.native import steps
 from kvstore.node import inventory
+from kvstore.node.stamps import use_stamps
 
 N = Namespace("n")
 
@@ -127,3 +131,97 @@ def test_memory_is_attached_with_what_it_holds(segment: NodeSegment) -> None:
     assert told(inventory.take(again)) == "a"
     again.close()
     assert NodeSegment.attach(name, 1 << 20) is None
+
+
+# --- stamps --------------------------------------------------------------------------------------
+
+
+def stamp(segment: NodeSegment, at: int, **said: Any) -> None:
+    """Stamps the header at ``at``, as a master that granted it, or granted what is ``said``."""
+    head = segment.memory[at : at + HEADER_BYTES]
+    header = unpack(head, segment.seed, at)
+    assert header is not None
+    end = pack_into(head, header, segment.seed, at)
+    offset, granted = said.pop("offset", at), header._replace(**said)
+    made = steps.stamp(
+        {1: segment.stamp_key}, [1], [offset], [granted.payload_size], [granted.epoch],
+        [granted.counter], [granted.namespace], [granted.key],
+    )  # fmt: skip
+    write_stamp(head, end, made)
+
+
+@pytest.fixture
+def stamped(segment: NodeSegment) -> NodeSegment:
+    use_stamps(segment, serves_all=False)
+    return segment
+
+
+def test_only_what_is_stamped_is_told(
+    stamped: NodeSegment, caplog: pytest.LogCaptureFixture
+) -> None:
+    granted = write(stamped, 0, "a", counter=1)
+    stamp(stamped, granted)
+    write(stamped, 4, "b", counter=2)
+    with caplog.at_level(logging.WARNING, "kvstore.node"):
+        assert told(inventory.take(stamped)) == "a"
+    assert f"unstamped_headers node={stamped.node} count=1" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "kvstore.node"):
+        assert told(inventory.take(stamped)) == "a"
+    assert "count=1" in caplog.text, "of this scan alone"
+
+
+def test_an_unstamped_header_overlaps_nothing(stamped: NodeSegment) -> None:
+    write(stamped, 4, "x", counter=1 << 60, size=30_000)
+    for at, key in ((0, "a"), (10, "b"), (20, "c")):
+        stamp(stamped, write(stamped, at, key, counter=1 + at))
+
+    found = inventory.take(stamped)
+
+    assert sorted(told(found)) == ["a", "b", "c"]
+    assert len(inventory.take(stamped)) == 3, "and none of theirs is wiped"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"offset": SUPERBLOCK_BYTES + 1024}, {"payload_size": 99}, {"epoch": 4}, {"counter": 2},
+        {"namespace": Namespace("other")}, {"key": Key(b"b")},
+    ],
+    ids=lambda said: next(iter(said)),
+)  # fmt: skip
+def test_a_stamp_of_something_else_is_none(stamped: NodeSegment, said: dict[str, Any]) -> None:
+    offset = write(stamped, 0, "a", counter=1)
+    stamp(stamped, offset, **said)
+    assert inventory.take(stamped) == []
+    stamp(stamped, offset)
+    assert told(inventory.take(stamped)) == "a"
+
+
+def test_while_others_may_write_all_headers_are_believed(segment: NodeSegment) -> None:
+    use_stamps(segment, serves_all=True)
+    stamp(segment, write(segment, 0, "a", counter=1))
+    write(segment, 4, "b", counter=2)
+    assert sorted(told(inventory.take(segment))) == ["a", "b"]
+
+
+def test_what_is_found_is_stamped_once_when_others_may_write_no_more(segment: NodeSegment) -> None:
+    use_stamps(segment, serves_all=True)
+    write(segment, 0, "a", counter=1)
+    assert told(inventory.take(segment)) == "a"
+    write(segment, 4, "b", counter=2)
+    use_stamps(segment, serves_all=False)
+    assert sorted(told(inventory.take(segment))) == ["a", "b"]
+    write(segment, 8, "x", counter=3)
+    assert sorted(told(inventory.take(segment))) == ["a", "b"]
+    segment.believed = None  # the next start of the node
+    use_stamps(segment, serves_all=False)
+    assert sorted(told(inventory.take(segment))) == ["a", "b"]
+
+
+def test_new_memory_is_never_open(segment: NodeSegment) -> None:
+    """Its first inventory may come after engines have written there."""
+    use_stamps(segment, serves_all=False)
+    use_stamps(segment, serves_all=False)
+    write(segment, 0, "x", counter=1)
+    assert inventory.take(segment) == []
