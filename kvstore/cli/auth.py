@@ -69,6 +69,7 @@ A process takes its file from KVSTORE_AUTH, or from --auth FILE.
 
 @click.group(
     cls=Group,
+    before=(),
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Write the files by which processes prove who they are, and revoke them.",

@@ -42,7 +42,13 @@ Examples:
 """
 
 
-@click.command(cls=Command, context_settings=CONTEXT, epilog=EXAMPLE, help="Measure this machine.")
+@click.command(
+    cls=Command,
+    before=("master", *USED),
+    context_settings=CONTEXT,
+    epilog=EXAMPLE,
+    help="Measure this machine.",
+)
 @click.option(
     "--transport",
     type=click.Choice([*TRANSPORTS, "both", "mooncake"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,6 +41,7 @@ memory.
 
 @click.command(
     cls=Command,
+    before=("cluster",),
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Remove memory that dead nodes left on this host.",
@@ -61,7 +62,9 @@ def clean(
 ) -> int:
     from kvstore.memory.entries import left_overs, remove_left
 
-    as_json = as_json or bool((context.obj or {}).get("as_json"))
+    outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}}
+    as_json = as_json or outer["as_json"]
+    cluster = cluster or outer["flags"].get("cluster")
 
     def is_meant(left: LeftOver) -> bool:
         if names and left.name not in names:

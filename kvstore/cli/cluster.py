@@ -111,6 +111,7 @@ def drain(
 
 @click.command(
     cls=Command,
+    before=(),
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore version --json",
     help="Show the versions of this program and of what it runs on.",

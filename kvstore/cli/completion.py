@@ -26,6 +26,7 @@ Examples:
 
 @click.command(
     cls=Command,
+    before=(),
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Print the script by which a shell completes kvstore's commands, flags and values.",

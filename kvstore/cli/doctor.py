@@ -37,6 +37,7 @@ IMPORTS_TIMEOUT_S = 60.0
 
 @click.command(
     cls=Command,
+    before=USED,
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Check this host, its programs and the connection to the cluster; say what to do.",
@@ -58,8 +59,7 @@ def doctor(
 ) -> int:
     outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}, "config_path": None}
     config_path = outer["config_path"] if config_path is None else config_path
-    flags = {key: value for key, value in given_flags(outer, given).items() if key in USED}
-    client = client_config(flags, config_path)
+    client = client_config(given_flags(outer, given), config_path)
     master = load(MasterConfig, config_path=config_path)
     node = load(NodeConfig, {"memory": memory}, config_path=config_path, origin="{flag}")
     checks = list(_checks(client, master, node, config_path, transfer_engine=transfer_engine))

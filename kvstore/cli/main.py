@@ -14,6 +14,7 @@ from kvstore.cli.objects import clear, get, ls, pin, put, rm, stat, unpin
 from kvstore.cli.options import (
     CONTEXT,
     SOURCES,
+    Command,
     Group,
     config_options,
     debug_option,
@@ -22,7 +23,7 @@ from kvstore.cli.options import (
     sentence,
     version_option,
 )
-from kvstore.config import ClientConfig
+from kvstore.config import ClientConfig, settings
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -50,6 +51,8 @@ With --json results are JSON on stdout, and an error is one line of JSON on stde
 
 # A client's memory that exists only while one command runs is of no use to the pool.
 SETTINGS_WITHOUT = ("memory",)
+
+SETTINGS: Final = frozenset(each.key for each in settings(ClientConfig))
 
 
 PROGRAMS: Final = {
@@ -97,6 +100,25 @@ class Commands(Group):
         name = cmd_name.replace("-", "_")
         command: click.Command = getattr(importlib.import_module(f"kvstore.cli.{name}"), name)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """
+        Raises:
+            click.UsageError: an option before the command has no effect on it.
+        """
+        name, command, rest = super().resolve_command(ctx, args)
+        if isinstance(command, Command) and command.before is not None:
+            for option in self.params:
+                is_given = ctx.params.get(option.name or "") is not None
+                if is_given and option.name in SETTINGS and option.name not in command.before:
+                    raise click.UsageError(
+                        f"kvstore {name} does not use {option.opts[0]}: leave it out, or see what "
+                        f"it takes (kvstore {name} --help).",
+                        ctx,
+                    )
+        return name, command, rest
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, names in SECTIONS.items():

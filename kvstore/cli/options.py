@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO, TypeVar
 
 import click
@@ -54,6 +54,13 @@ class Common(click.Option):
 
 class Command(click.Command):
     """A command whose help has its own options before the common ones."""
+
+    def __init__(
+        self, *arguments: Any, before: Collection[str] | None = None, **attributes: Any
+    ) -> None:
+        """``before``: the settings that it takes from options before its name; None: all."""
+        super().__init__(*arguments, **attributes)
+        self.before = before
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own: list[tuple[str, str]] = []

@@ -26,7 +26,9 @@ from kvstore.client.flows.asking import ObjectStat
 from kvstore.config import ClientConfig
 from kvstore.errors import MasterUnreachableError, NoSpaceError
 from kvstore.limits import Key, Namespace
-from kvstore.memory.header import Header
+from kvstore.memory import entries
+from kvstore.memory.entries import LeftOver
+from kvstore.memory.header import Header, Owner
 from tests.support.processes import run_python
 from tests.unit.cli.conftest import KV, Result
 
@@ -598,3 +600,31 @@ def test_a_misspelt_variable_is_told_and_stops_nothing(
     monkeypatch.setenv("KVSTORE_CLIENT_MASTRE", "a:1")
     assert kv("status").code == 0
     assert "Did you mean KVSTORE_CLIENT_MASTER?" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["doctor"], "--cluster"),
+        (["quickstart"], "--auth"),
+        (["version"], "--master"),
+        (["clean"], "--namespace"),
+        (["bench"], "--replicas"),
+        (["auth", "ls"], "--auth"),
+        (["completion", "bash"], "--timeout-ms"),
+        (["as-mooncake", "true"], "--master"),
+    ],
+)
+def test_an_option_before_a_command_that_does_not_use_it_is_refused(
+    kv: KV, command: list[str], option: str
+) -> None:
+    result = kv(option, "1", *command)
+    assert result.code == 2
+    assert f"kvstore {command[0]} does not use {option}" in result.err
+
+
+def test_clean_takes_the_cluster_before_it(kv: KV, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [LeftOver(f"/dev/shm/kvstore.{each}", each, Owner(each), 1, 1) for each in "ab"]
+    monkeypatch.setattr(entries, "left_overs", lambda: left)
+    shown = [json.loads(line) for line in kv("--cluster", "b", "clean", "--json").out.splitlines()]
+    assert [each["node"] for each in shown] == ["b"]
