@@ -220,7 +220,6 @@ class MasterService:
     ) -> calls.Reply | Awaitable[calls.Reply]:
         if self.gate is not None:
             self.gate.check(None if caller is None else caller.identity, request)
-            request = self.gate.own(caller, request, self.state.common.pending)
         if isinstance(request, calls.Join):
             return self._joined(request, caller)
         cut = CUTS.get(type(request))
@@ -237,6 +236,8 @@ class MasterService:
         started = uptime()
         if started >= self.leads_until:
             self._check_time(started)
+        if self.gate is not None:  # for each piece: tokens are given out between two of them
+            request = self.gate.own(caller, request, self.state.common.pending)
         self.state.common.changing = False
         self._traffic.caller = caller = caller or self._traffic.unknown
         try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +24,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.puts import GrantedAllocation, Pending
 from kvstore.master.state.traffic import Caller
 from tests.support.issuing import Identities
+from tests.unit.master.test_pieces import MANY, service_with
 
 ENGINE = identity("e", ["engine"], reads=["a"], writes=["a"])
 OTHER = identity("o", ["engine"], reads=["a"], writes=["a"])
@@ -246,3 +249,40 @@ def test_what_is_refused_is_not_looked_up(
     monkeypatch.setattr(service, "_step", lambda *_: pytest.fail("the state was asked"))
     with pytest.raises(PermissionDeniedError):
         service.call(ask([Key(b"k")]), stranger)
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda tokens: calls.PutEnd(7, tokens),
+        lambda tokens: calls.PutRevoke(7, tokens, True),
+        lambda tokens: calls.Renew(SPACE, [], [], [], 7, tokens),
+    ],
+)
+def test_a_token_that_is_given_out_between_two_pieces_of_a_call_is_not_its_callers(
+    gate: Gate, request_of: Callable[[list[int]], calls.Request]
+) -> None:
+    service = service_with(0)
+    service.gate = gate
+    ours, theirs = Caller("c", ENGINE, number=7), Caller("d", OTHER, number=8)
+
+    def put(key: bytes) -> int:
+        grants = service.call(
+            calls.PutStart(SPACE, [Key(key)], [1], None, False, 1, False, 0, "h"), ours
+        )
+        assert isinstance(grants, calls.Grants)
+        return grants.tokens[0]
+
+    async def main() -> None:
+        first = put(b"first")  # what the attacker has seen of the numbers of tokens
+        guessed = [*range(first + 1_000_000, first + 1_000_000 + MANY), first + 1]
+        attack = asyncio.ensure_future(cast(Any, service.call(request_of(guessed), theirs)))
+        await asyncio.sleep(0)
+        assert put(b"second") == guessed[-1]
+        with pytest.raises(PermissionDeniedError, match="a put of another client"):
+            await asyncio.wait_for(attack, 10)
+        ended = service.call(calls.PutEnd(7, guessed[-1:]), ours)
+        assert isinstance(ended, calls.PutEnded)
+        assert list(ended.outcomes) == [calls.PutOutcome.STORED]
+
+    asyncio.run(main())
