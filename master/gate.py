@@ -35,7 +35,6 @@ from kvstore.calls import (
     Request,
     StartMoves,
 )
-from kvstore.clocks import uptime
 from kvstore.config import MasterConfig
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.limits import REFUSED_HOLDERS_MAX
@@ -50,9 +49,6 @@ WhatT = TypeVar("WhatT")
 
 IDENTITIES_MAX: Final = 65_536
 """Identities that have joined and whose tokens are known. Who is forgotten joins again."""
-
-LINES_PER_S: Final = 5
-"""Lines of the log of one kind in a second; all are counted."""
 
 PUTTING: Final = (PutStart, Allocate, StartMoves)
 """Calls that get memory to write to."""
@@ -90,8 +86,6 @@ class Gate:
         self._key = secrets.token_bytes(32)
         self._identities: OrderedDict[bytes, Identity] = OrderedDict()
         self._known: dict[tuple[str, ...], Identity] = {}
-        self._refusals = Lines()
-        self._audits = Lines()
 
     # --- who a peer is ------------------------------------------------------------------------
 
@@ -141,7 +135,7 @@ class Gate:
 
     def _check_revoked(self, who: Identity) -> None:
         if self._revoked.has(who):
-            raise self.refusal(f"{who.shown} was revoked", "Issue it a new identity.")
+            raise self.refusal(f"{who.shown} was revoked", "Issue it a new identity.", who)
 
     def refused_holders(self) -> list[int]:
         """Holders whose capabilities may still be valid although their identities are revoked; the
@@ -202,7 +196,7 @@ class Gate:
         try:
             check(who, what)
         except PermissionDeniedError as error:
-            self._note(error.message)
+            self._note(error.message, who)
             raise
 
     def own(self, caller: Caller | None, request: Request, pending: Pending) -> Request:
@@ -215,56 +209,37 @@ class Gate:
         if caller is None or caller.identity is None:
             return request
         if names_anothers(request, caller.number, pending):
-            self._note(f"{caller.identity.shown} names a put of another client")
+            self._note(f"{caller.identity.shown} names a put of another client", caller.identity)
             raise rights.refused(caller.identity, request, "names a put of another client")
         return numbered(request, caller.number)
 
     def _audit(self, who: Identity, request: Request) -> None:
-        if self._audits.has_room():
-            on = getattr(request, "namespace", None) or getattr(request, "node", "") or "*"
-            log.info(
-                "audit call=%s identity=%s on=%s left_out=%d",
-                type(request).__name__, name_text(who.name), name_text(on),
-                self._audits.left_out,
-            )  # fmt: skip
+        on = getattr(request, "namespace", None) or getattr(request, "node", "") or "*"
+        log.info(
+            "audit call=%s identity=%s on=%s keys=%d",
+            type(request).__name__, name_text(who.name), name_text(on),
+            len(getattr(request, "keys", ())), extra={"whose": who.certified},
+        )  # fmt: skip
 
     def shown(self, who: Identity | None, status: ClusterStatus) -> ClusterStatus:
         """What this identity may see of it."""
         return status if who is None else rights.shown_status(who, status)
 
-    def refusal(self, why: str, advice: str = "") -> PermissionDeniedError:
-        """The error for a peer that does not get in; counted, and logged within the bound."""
-        self._note(why)
+    def refusal(
+        self, why: str, advice: str = "", who: Identity | None = None
+    ) -> PermissionDeniedError:
+        """The error for a peer that does not get in; counted, and logged."""
+        self._note(why, who)
         return PermissionDeniedError(
             f"refused: {why}",
             advice=advice
             or "Give this process a file of kvstore auth issue: KVSTORE_AUTH, or --auth.",
         )
 
-    def _note(self, why: str) -> None:
+    def _note(self, why: str, who: Identity | None) -> None:
         self.refused += 1
-        if self._refusals.has_room():
-            log.warning("refused count=%d reason=%r", self.refused, why)
-
-
-class Lines:
-    """Bounds the lines of one kind in the log. Threads: one."""
-
-    def __init__(self) -> None:
-        self.left_out = 0
-        """Lines since the start that were not written."""
-        self._second = 0
-        self._count = 0
-
-    def has_room(self) -> bool:
-        """Whether to write one more line now."""
-        second = int(uptime())
-        if second != self._second:
-            self._second, self._count = second, 0
-        self._count += 1
-        has_room = self._count <= LINES_PER_S
-        self.left_out += not has_room
-        return has_room
+        whose = "" if who is None else who.certified
+        log.warning("refused count=%d reason=%r", self.refused, why, extra={"whose": whose})
 
 
 def holder_of(who: Identity) -> int:

@@ -62,6 +62,8 @@ class Authority:
         self._signer: Signer = certificates().signer_of(read(str(folder / KEY_NAME)))
         self.rows = ledger.load(folder / LEDGER_NAME)
         self._write_pem()  # in case a command was killed before it did
+        if not self.revoked_file.exists():  # no master starts without it
+            write_whole(self.revoked_file, b"", PUBLIC)
 
     @property
     def revoked_file(self) -> Path:

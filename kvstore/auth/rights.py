@@ -212,7 +212,8 @@ def shown_status(who: Identity, status: calls.ClusterStatus) -> calls.ClusterSta
         return status
     mine = [each for each in status.namespaces if who.may_read(each.name)]
     tenants = [each for each in status.tenants if _is_of(who, each)]
-    return status._replace(namespaces=mine, tenants=tenants, counters=(), gone=())
+    nodes = [each._replace(stored_bytes=0, read_bytes=0, written_bytes=0) for each in status.nodes]
+    return status._replace(nodes=nodes, namespaces=mine, tenants=tenants, counters=(), gone=())
 
 
 def _is_of(who: Identity, tenant: calls.TenantStatus) -> bool:

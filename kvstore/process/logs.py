@@ -48,8 +48,8 @@ BURST: Final = 100
 PER_S: Final = 1.0
 """Lines of one kind that are written: so many at once, and then so many a second."""
 
-KINDS_MAX: Final = 500
-"""Kinds of lines whose rate is known. More would be a bug: text of a peer in a format."""
+KINDS_MAX: Final = 2_000
+"""Kinds of lines whose rate is known; if there are more, all rates begin anew."""
 
 EACH: Final = {"each": True}
 """With ``extra=EACH`` a call of ``log`` is not limited: each of its lines is wanted."""
@@ -89,14 +89,15 @@ def counters() -> dict[str, int]:
 
 class RateLimit(logging.Filter):
     """Bounds the rate of lines of one kind. The next line of that kind says how many were left
-    out."""
+    out. Lines with ``extra={"whose": ...}`` are of a kind for each of these names, so that none
+    hides what another does."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self.left_out = 0
         """Lines since the start."""
         self._clock = clock
-        self._kinds: dict[tuple[str, str], _Rate] = {}
+        self._kinds: dict[tuple[str, str, str], _Rate] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """As ``logging.Filter``: whether to write it. Never blocks."""
@@ -105,7 +106,8 @@ class RateLimit(logging.Filter):
         if len(self._kinds) > KINDS_MAX:
             self._kinds.clear()
         now = self._clock()
-        rate = self._kinds.setdefault((record.name, str(record.msg)), _Rate(now))
+        kind = record.name, str(record.msg), getattr(record, "whose", "")
+        rate = self._kinds.setdefault(kind, _Rate(now))
         if not rate.allows(now):
             self.left_out += 1
             return False

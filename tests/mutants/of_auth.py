@@ -11,6 +11,7 @@ IDENTITY: Final = ("tests/unit/auth/test_identity.py", "tests/unit/auth/test_rig
 DATA_PORT: Final = ("tests/unit/transport/test_tcp_tls.py",)
 ZEROED: Final = ("tests/unit/master/test_zeroing.py", "tests/unit/memory/test_segment.py")
 RIGHTS: Final = ("tests/unit/auth/test_rights.py",)
+REVOKED: Final = ("tests/unit/auth/test_revoked.py",)
 
 STAMPS: Final = ("tests/unit/node/test_inventory.py",)
 STAMP_KEY: Final = ("tests/unit/memory/test_stamp_key.py",)
@@ -74,6 +75,12 @@ MUTANTS: Final = (
         "return _holder(plain(who.number) or who.uri)", "return _holder(who.name)", GATE),
     Mutant("revoked-holders-are-never-forgotten", "kvstore/auth/revoked.py",
         "while self._lately and next(iter(self._lately.values())) <= now:", "while False:", GATE),
+    Mutant("one-identity-hides-what-others-do", "kvstore/process/logs.py",
+        'str(record.msg), getattr(record, "whose", "")', 'str(record.msg), ""', GATE),
+    Mutant("engines-see-the-traffic-of-nodes", "kvstore/auth/rights.py",
+        "status._replace(nodes=nodes, namespaces=mine", "status._replace(namespaces=mine", RIGHTS),
+    Mutant("a-page-is-a-list-of-nobody", "kvstore/auth/revoked.py",
+        "if not all(digit in hexdigits for digit in number):", "if not number:", REVOKED),
     Mutant("a-put-has-the-number-that-it-says", "master/gate.py",
         "return request._replace(client_number=number) if",
         "return request if", GATE),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from kvstore.auth import revoked
 from kvstore.auth.identity import identity
 from kvstore.auth.revoked import Revoked
+from kvstore.errors import ConfigError
 
 
 class Clock:
@@ -33,6 +33,7 @@ def has(file: Revoked, number: str = "9c41f0aa52e3b817") -> bool:
 
 def test_a_number_counts_within_a_second(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "revoked"
+    path.touch()
     file = Revoked(str(path))
     assert not has(file)
     path.write_text("9c41f0aa52e3b817  # decode-7, 2026-11-26\n")
@@ -43,16 +44,6 @@ def test_a_number_counts_within_a_second(tmp_path: Path, clock: Clock) -> None:
     path.write_text("")
     clock.now += 1.0
     assert not has(file)
-
-
-def test_who_was_revoked_stays_so_without_the_file(tmp_path: Path, clock: Clock) -> None:
-    path = tmp_path / "revoked"
-    path.write_text("9c41f0aa52e3b817\n")
-    file = Revoked(str(path))
-    assert has(file)
-    path.unlink()
-    clock.now += 1.0
-    assert has(file)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +67,32 @@ def test_certificates_without_a_number_are_never_revoked(tmp_path: Path) -> None
     assert not has(Revoked(""))
 
 
-def test_a_file_that_cannot_be_read_is_told_once(
-    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("content", [None, "no list\n", "9c41f0aa52e3b817\n<html>\n"])
+def test_without_a_list_no_process_starts(tmp_path: Path, content: str | None) -> None:
+    """It started, and let in who was revoked."""
+    path = tmp_path / "revoked"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match="the file of revoked identities"):
+        Revoked(str(path))
+
+
+@pytest.mark.parametrize("content", [None, "no list\n", "9c41f0aa52e3b818\n<html>\n"])
+def test_who_was_revoked_stays_so_and_it_is_told_each_minute(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, content: str | None
 ) -> None:
+    path = tmp_path / "revoked"
+    path.write_text("9c41f0aa52e3b817\n")
+    file = Revoked(str(path))
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
     caplog.set_level(logging.INFO, "kvstore.auth")
-    os.mkdir(tmp_path / "revoked")
-    file = Revoked(str(tmp_path / "revoked"))
-    for _ in range(5):
+    for _ in range(100):
         clock.now += 1.0
-        assert not has(file)
-    assert [record.message.split()[0] for record in caplog.records] == ["revoked_not_read"]
+        assert has(file)
+        assert not has(file, "9c41f0aa52e3b818")
+    assert [record.message.split()[0] for record in caplog.records] == ["revoked_not_read"] * 2
+    path.write_text("9c41f0aa52e3b818\n")
+    clock.now += 1.0
+    assert has(file, "9c41f0aa52e3b818")

@@ -244,8 +244,14 @@ def test_an_engine_sees_its_own_namespaces_in_the_status() -> None:
 def test_an_engine_sees_no_count_of_what_others_do() -> None:
     counters = [calls.Counter("stored_objects", 5)]
     status = calls.ClusterStatus(1, "", 0, [], [], counters)
-    seen = {role: bool(shown_status(who, status).counters) for role, who in WHO.items()}
-    assert {role for role, sees in seen.items() if not sees} == {"engine", "reader"}
+    node = calls.NodeStatus("n", "h", "alive", "", 0, (), stored_bytes=1, read_bytes=2)
+    status = status._replace(nodes=[node._replace(written_bytes=3)])
+    for role, who in WHO.items():
+        shown = shown_status(who, status)
+        (its,) = shown.nodes
+        seen = bool(shown.counters), (its.stored_bytes, its.read_bytes, its.written_bytes)
+        is_engine = role in ("engine", "reader")
+        assert seen == ((False, (0, 0, 0)) if is_engine else (True, (1, 2, 3))), role
 
 
 def test_an_engine_sees_no_tenant_but_its_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,12 +18,13 @@ from kvstore.config import MasterConfig
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import REFUSED_HOLDERS_MAX, Key, Namespace
 from kvstore.master.callers import caller_of, token_for
-from kvstore.master.gate import LINES_PER_S, Gate, holder_of, number_of
+from kvstore.master.gate import Gate, holder_of, number_of
 from kvstore.master.sealing import MASTER
 from kvstore.master.service import MasterService
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.puts import GrantedAllocation, Pending
 from kvstore.master.state.traffic import Caller
+from kvstore.process.logs import BURST, RateLimit
 from tests.support.issuing import Identities
 from tests.unit.master.test_pieces import MANY, service_with
 
@@ -202,21 +204,33 @@ def test_a_token_is_of_the_client_that_got_it(
         gate.own(theirs, ending, pending)
 
 
-def test_removals_are_logged_and_refusals_counted_within_a_bound(
+def test_no_identity_hides_what_another_removes_or_is_refused(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Five lines of all together were written in a second."""
     caplog.set_level(logging.INFO, "kvstore.auth")
-    for _ in range(100):
-        gate.check(ENGINE, calls.Remove(SPACE, [Key(b"k")]))
+    limit = RateLimit(lambda: 1.0)
+    caplog.handler.addFilter(limit)
+    try:
+        for _ in range(3 * BURST):
+            gate.check(ENGINE, calls.Remove(SPACE, [Key(b"k"), Key(b"l")]))
+            with pytest.raises(PermissionDeniedError):
+                gate.check(ENGINE, calls.Clear(Namespace("b"), 1))
+            with pytest.raises(PermissionDeniedError):
+                gate.of_grpc({"ssl_tls_version": [b"TLSv1.3"]})
+        gate.check(OTHER, calls.Remove(SPACE, [Key(b"k")]))
         with pytest.raises(PermissionDeniedError):
-            gate.check(ENGINE, calls.Clear(Namespace("b"), 1))
-    audits = [
-        each for each in caplog.messages if each.startswith("audit call=Remove identity=e on=a")
-    ]
-    refusals = [each for each in caplog.messages if each.startswith("refused ")]
-    assert gate.refused == 100
-    for lines in (audits, refusals):
-        assert 1 <= len(lines) <= 2 * LINES_PER_S
+            gate.check(OTHER, calls.Clear(Namespace("b"), 1))
+    finally:
+        caplog.handler.removeFilter(limit)
+    assert gate.refused == 6 * BURST + 1
+    assert Counter(line.partition(" reason=")[2] or line for line in caplog.messages) == {
+        "audit call=Remove identity=e on=a keys=2": BURST,
+        "audit call=Remove identity=o on=a keys=1": 1,
+        "\"Clear: engine e may not write namespace 'b'\"": BURST,
+        "\"Clear: engine o may not write namespace 'b'\"": 1,
+        "'the certificate names 0 identities'": BURST,
+    }
 
 
 @pytest.mark.parametrize("there", [True, False])
