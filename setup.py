@@ -100,10 +100,23 @@ def first_page() -> str:
 # ``make dist`` writes them (docs/site/manual.py); a build from a clone has none.
 PAGES = sorted(str(path) for path in Path("docs/man").glob("*.1"))
 
+
+def deployed() -> list[tuple[str, list[str]]]:
+    """What operators copy or apply, by folder; the programs that write it are not installed."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(Path("deploy").rglob("*")):
+        if path.is_file() and path.suffix not in (".py", ".pyc"):
+            found.setdefault(f"share/kvstore/{path.parent}", []).append(str(path))
+    return list(found.items())
+
+
 setup(
     long_description=first_page(),
     long_description_content_type="text/markdown",
     ext_modules=[STEPS] if WANTED else [],
-    data_files=[("share/man/man1", PAGES)] if PAGES else [],
+    data_files=[
+        *deployed(),
+        *([("share/man/man1", PAGES)] if PAGES else []),
+    ],
     cmdclass={"build_ext": Build},
 )

@@ -58,6 +58,9 @@ P = ParamSpec("P")
 LIST_PAGE = 1_000
 """Objects of one page of ``list_objects``."""
 
+GIVE_UP_S = 0.5
+"""How long a call that is interrupted or cancelled may take to give up a put under way."""
+
 
 class Client:
     """A client of one store.
@@ -1033,7 +1036,7 @@ class Client:
         stop = current()
         if stop is not None:
             deadline = min(deadline, stop.deadline)
-            call, pause = _waiting(stop, call), _waiting(stop, pause)
+            call, pause = _waiting_call(stop, call), _waiting(stop, pause)
         try:
             step = next(flow)
             while True:
@@ -1050,6 +1053,9 @@ class Client:
                     else:
                         outcome = move(step, deadline)  # type: ignore[arg-type]
                 except KVStoreError as error:
+                    step = flow.throw(error)
+                except BaseException as error:  # noqa: BLE001  # the flow may give grants up
+                    deadline = min(deadline, uptime() + GIVE_UP_S)
                     step = flow.throw(error)
                 else:
                     step = flow.send(outcome)
@@ -1092,6 +1098,19 @@ def _one(buffer: object) -> memoryview:
     if isinstance(buffer, list | tuple):
         raise InvalidArgumentError("this takes one buffer, not several")
     return writable(cast("Buffer", buffer))[0][0]
+
+
+def _waiting_call(stop: Stop, call: Callable[..., calls.Reply]) -> Callable[..., calls.Reply]:
+    """``call``, as ``_waiting``; a put that was stopped is given up all the same."""
+    waits = _waiting(stop, call)
+
+    def ask(request: calls.Request, deadline: float, **named: str) -> calls.Reply:
+        if isinstance(request, calls.PutRevoke):
+            with Stop().here():  # one that is not set
+                return call(request, min(deadline, uptime() + GIVE_UP_S), **named)
+        return waits(request, deadline, **named)
+
+    return ask
 
 
 def _waiting(stop: Stop, wait: Callable[P, ResultT]) -> Callable[P, ResultT]:

@@ -40,6 +40,8 @@ ATTEMPTS = 4
 SHOWN_MAX = 3
 """Failed nodes whose errors the message of a failed put repeats."""
 
+_INTERRUPTED = KVStoreError("a signal's handler has raised")
+
 OUTCOMES = {int(each): each for each in PutOutcome}
 """By number: calling the enum takes 20 times as long."""
 
@@ -300,7 +302,13 @@ def _finish(
         for segment_id, row in zip(segment_ids, rows, strict=True):
             if segment_id in writes:
                 writes[segment_id].rows.append(row)
-    errors = (yield list(writes.values())) if writes else []
+    try:
+        errors = (yield list(writes.values())) if writes else []
+    except GeneratorExit:
+        raise
+    except BaseException:  # a signal: without this nobody could put these keys until the deadline
+        yield from revoke(grants.epoch, grants.tokens, [_INTERRUPTED])
+        raise
     assert isinstance(errors, list)
     lost: dict[int, KVStoreError] = {}  # segments that failed
     for (segment_id, transfer), error in zip(writes.items(), errors, strict=True):
@@ -311,8 +319,9 @@ def _finish(
                 context.count("put_deadlines_passed")
             try:
                 yield from unreachable(context, transfer.segment, error)
-            except DeviceError:  # unrevoked grants would block these keys until the deadline
-                error.fields.setdefault("settled", 1)  # its copies have ended, unless it says no
+            except KVStoreError as raised:  # these keys would be blocked until the deadline
+                if isinstance(raised, DeviceError):
+                    error.fields.setdefault("settled", 1)  # its copies have ended, or it says no
                 yield from revoke(grants.epoch, grants.tokens, [each for each in errors if each])
                 raise
     whole = not lost and len(writes) == len(distinct_ids)

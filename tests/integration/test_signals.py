@@ -6,6 +6,7 @@ SIGALRM, ``sys.exit`` on SIGTERM. Afterwards the client works, and gives everyth
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import signal
 import sys
@@ -13,14 +14,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
-from kvstore import Client
+from kvstore import AsyncClient, Client
+from kvstore.calls import PutOutcome
 from kvstore.client.calling import lane as lane_module
+from kvstore.client.flows.steps import Transfer
+from kvstore.errors import ClosedError, KVStoreError
 from kvstore.native import slow
+from kvstore.process.stopping import current
 from kvstore.transport import shm, tcp_client
 from tests.support.cluster import Cluster
 from tests.support.cuts import Cut, cut
@@ -231,3 +236,50 @@ def test_real_alarms(stored: Cluster, transport: str) -> None:
     calls.clear()
     gc.collect()
     assert not leaked(before)
+
+
+def test_the_key_of_an_interrupted_put_can_be_put_again(
+    stored: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody could put it for 30 s."""
+    with Client(stored.address) as client:
+        client.put("before", value(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(client._state.movers, "move", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                client.put("cut", value(1), replicas=2)
+        assert client.put("cut", value(2)) is PutOutcome.STORED
+        assert np.array_equal(client.get("cut"), value(2))  # type: ignore[arg-type]
+
+
+def test_the_key_of_a_cancelled_put_can_be_put_again(
+    stored: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Event()
+
+    def move(transfers: list[Transfer], deadline: float) -> list[KVStoreError]:
+        """Until the call is stopped."""
+        stop = current()
+        assert stop is not None
+        began.set()
+        until(lambda: stop.is_set)
+        return [ClosedError("the call was cancelled", settled=1) for _ in transfers]
+
+    async def main() -> PutOutcome:
+        async with AsyncClient(stored.address) as client:
+            await client.put("before", value(1))
+            movers = client._client._state.movers
+            with monkeypatch.context() as patch:
+                patch.setattr(movers, "move", move)
+                put = asyncio.ensure_future(client.put("cancelled", value(1)))
+                await asyncio.to_thread(began.wait, 10)
+                put.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await put
+            return await client.put("cancelled", value(2))
+
+    assert asyncio.run(main()) is PutOutcome.STORED
+
+
+def _interrupted(*_: object) -> NoReturn:
+    raise KeyboardInterrupt

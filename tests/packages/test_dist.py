@@ -92,7 +92,13 @@ def test_a_wheel_holds_the_packages_and_their_files_and_nothing_else(wheel: str)
     found = {name for name in names_in(wheel) if ".dist-info/" not in name}
     pages = {name for name in found if "/share/man/man1/" in name}
     assert {Path(name).name for name in pages} >= {"kvstore.1", "kvstore-put.1", "kvstore-master.1"}
-    found -= pages
+    deployed = {name for name in found if "/share/kvstore/deploy/" in name}
+    assert {name.partition("/share/kvstore/")[2] for name in deployed} == {
+        path.relative_to(ROOT).as_posix()
+        for path in ROOT.glob("deploy/**/*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    found -= pages | deployed
     libraries = {name for name in found if name.endswith(".so")}
     assert found - libraries == sources()
     if wheel == PURE:
@@ -189,6 +195,7 @@ def test_a_new_user_installs_it_and_runs_the_readme(
 
     assert user.kvstore("--version").strip() == __version__
     assert (user.bin.parent / "share/man/man1/kvstore.1").is_file()
+    assert (user.bin.parent / "share/kvstore/deploy/prometheus/alerts.yml").is_file()
     where = "import kvstore; print(kvstore.__file__)"
     assert user.run(user.python, "-c", where).startswith(str(user.directory))
 
