@@ -11,6 +11,10 @@ A client's report is only its own view: a firewall may be in front of it. The re
 suspect for all clients only when hosts agree: two at least, and most of the recent writers to it.
 The host is what the client says. Where clients have identities, the hosts that one identity names
 from one address count as one.
+
+While the stream of a node is broken, the report of a single host is enough, and the node is dead: a
+process that ended is found so at the first failed transfer. The report of a client with an identity
+is not: streams of nodes that live break as well, and one client could make each of these a death.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ class HostReports:
     noted_ms: int
     """When it was last logged."""
     source: str
-    """Identity and address of the last reporter; the host itself, if it has no identity."""
+    """Identity and address of the last reporter; empty: it has no identity."""
     unnoted: int = 0
     """Reports since that one."""
 
@@ -117,18 +121,18 @@ def used(node: JoinedNode, host: str, now_ms: int) -> None:
 
 def reported(node: JoinedNode, host: str, now_ms: int, source: str = "") -> int | None:
     """Called when a client on ``host`` cannot read or write on the node. ``source``: as in
-    ``HostReports``; empty: the host. Returns how many reports of that host were not logged since
+    ``HostReports``. Returns how many reports of that host were not logged since
     the last logged one; None: do not log this one either."""
     reports = node.reports
     report = reports.pop(host, None)
     if report is None:
         if len(reports) >= HOSTS_MAX:
             del reports[next(iter(reports))]
-        report = HostReports(now_ms, now_ms - NOTED_MS, host)
+        report = HostReports(now_ms, now_ms - NOTED_MS, source)
     reports[host] = report
     report.at_ms = now_ms
-    report.source = source or host
-    if node.session is None or _agree(node, now_ms):
+    report.source = source
+    if (node.session is None and not source) or _agree(node, now_ms):
         node.reported_ms = now_ms
     if now_ms - report.noted_ms < NOTED_MS:
         report.unnoted += 1
@@ -138,15 +142,17 @@ def reported(node: JoinedNode, host: str, now_ms: int, source: str = "") -> int 
 
 
 def stream_broken(node: JoinedNode) -> None:
-    """Called when the node's stream broke: from now on the report of a single host counts."""
+    """Called when the node's stream broke: from now on the report of a single host counts, if its
+    client has no identity."""
     for report in node.reports.values():
-        node.reported_ms = max(node.reported_ms or report.at_ms, report.at_ms)
+        if not report.source:
+            node.reported_ms = max(node.reported_ms or report.at_ms, report.at_ms)
 
 
 def _agree(node: JoinedNode, now_ms: int) -> bool:
     since_ms = now_ms - AGREEING_MS
     reporters = {host for host, report in node.reports.items() if report.at_ms >= since_ms}
-    agreeing = len({node.reports[host].source for host in reporters})
+    agreeing = len({node.reports[host].source or host for host in reporters})
     users = {host for host, used_ms in node.users.items() if used_ms >= since_ms}
     return agreeing >= AGREEING_MIN and 2 * agreeing > len(reporters | users)
 

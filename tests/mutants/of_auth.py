@@ -13,6 +13,7 @@ ZEROED: Final = ("tests/unit/master/test_zeroing.py", "tests/unit/memory/test_se
 RIGHTS: Final = ("tests/unit/auth/test_rights.py",)
 REVOKED: Final = ("tests/unit/auth/test_revoked.py",)
 
+REPORTS: Final = ("tests/unit/master/test_nodes.py",)
 STAMPS: Final = ("tests/unit/node/test_inventory.py",)
 STAMP_KEY: Final = ("tests/unit/memory/test_stamp_key.py",)
 STAMPING: Final = ("tests/unit/master/test_sealing.py",)
@@ -39,6 +40,10 @@ MUTANTS: Final = (
     Mutant("a-stamp-beyond-the-header", "kvstore/memory/header.py",
         "    if end + len(stamp) <= HEADER_BYTES:\n", "    if end:\n",
         ("tests/unit/memory/test_header.py",)),
+    Mutant("one-identity-ends-a-node", "master/state/liveness.py",
+        "(node.session is None and not source)", "node.session is None", REPORTS),
+    Mutant("one-identity-ended-a-node", "master/state/liveness.py",
+        "        if not report.source:\n", "        if report:\n", REPORTS),
     Mutant("a-node-has-any-name", "kvstore/auth/data_port.py",
         "return who.may_be_node(node) and certified in", "return certified in",
         DATA_PORT),

@@ -461,11 +461,37 @@ def test_hosts_of_one_identity_and_address_agree_as_one(
     """The host is what a client says, and its identity and address are not."""
     cluster = new_cluster(one=4, two=4)
     for number, reporter in enumerate(reporters):
-        who, address = reporter.split()
-        caller = Caller(f"client {address}", identity(who, ["engine"]))
-        cluster.state.traffic.caller = caller
-        cluster.report("one", f"host-{number}")
+        _report_as(cluster, reporter, "one", f"host-{number}")
     assert cluster.report("two", "host-x") == suspects
+
+
+def _report_as(cluster: Cluster, reporter: str, node: str, host: str) -> None:
+    """``reporter``: the common name of its certificate and its address."""
+    who, address = reporter.split()
+    cluster.state.traffic.caller = Caller(f"client {address}", identity(who, ["engine"]))
+    cluster.report(node, host)
+
+
+@pytest.mark.parametrize("is_broken_first", [True, False])
+def test_one_identity_does_not_make_a_broken_stream_a_death(
+    new_cluster: NewCluster, is_broken_first: bool
+) -> None:
+    """It could report all nodes each second, and empty the pool when their streams break."""
+    cluster = new_cluster(one=4)
+    cluster.put("a")
+    if is_broken_first:
+        cluster.break_stream("one")
+    for number in range(3):
+        _report_as(cluster, "e 10.0.0.1", "one", f"host-{number}")
+    if not is_broken_first:
+        cluster.break_stream("one")
+    cluster.state.tick(cluster.now_ms)
+    assert cluster.states() == {"one": "suspect"}
+
+    _report_as(cluster, "f 10.0.0.1", "one", "host-f")
+    assert cluster.states() == {"one": "suspect"}, "two of four hosts are not most"
+    _report_as(cluster, "g 10.0.0.1", "one", "host-0")
+    assert cluster.states() == {}
 
 
 def test_a_broken_stream_and_a_reported_failure_are_death(new_cluster: NewCluster) -> None:
