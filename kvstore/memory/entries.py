@@ -5,8 +5,8 @@ has one owner at a time, and an entry without a lock was left by an owner that w
 of reserved huge pages is an entry of the same name in a hugetlbfs; the code looks in all of
 ``directories()`` to find it.
 
-A left-over entry is unlinked and never truncated: a client may still map the old memory, and would
-die of SIGBUS if the file shrank.
+A left-over entry is unlinked and never made shorter than its segment: a client may still map the
+old memory, and would die of SIGBUS.
 """
 
 from __future__ import annotations
@@ -320,14 +320,15 @@ def left_superblock(
     fd: int, path: str, node: str, size: int, *, volatile: bool
 ) -> layout.Superblock | None:
     """The superblock of left-over memory that can be the segment of that node and size; None: its
-    process was killed before it wrote one."""
+    process was killed before it wrote one. The file may be longer: a client that may write can do
+    that (``kvstore.memory.lending``)."""
     raw = os.pread(fd, layout.SUPERBLOCK_BYTES, 0)
     superblock = layout.unpack_superblock(raw)
     if superblock is None:
         why = layout.why_no_superblock(raw)
         if not why:
             return None
-    elif superblock.size != os.fstat(fd).st_size:
+    elif superblock.size > os.fstat(fd).st_size:
         why = f"it has {os.fstat(fd).st_size} bytes, and its superblock says {superblock.size}"
     elif superblock.size != size:
         why = f"it has {superblock.size >> 20} MiB, and {size >> 20} MiB were asked for"

@@ -2,8 +2,13 @@
 
 The kernel fixes what a descriptor can do when it is opened. One that was opened to read cannot be
 mapped to write. One that was opened under Landlock (Linux 6.2) without the right to truncate cannot
-truncate, in whichever process: so its holder cannot make others die of SIGBUS. Seals of a memfd
-would forbid the same, but a memfd has no name, and so no memory for the next start of the node.
+shorten the file, in whichever process: others that touch the missing pages would die of SIGBUS.
+Seals of a memfd would forbid the same, but a memfd has no name, and so no memory for the next start
+of the node.
+
+Nothing forbids who may write to make the file longer (``fallocate``), or to free pages in it
+(``MADV_REMOVE``), which come back with zeros when they are touched, or end who touches them if
+``/dev/shm`` is full. The node's next start undoes both.
 
 A process of the file's own user can open the file anew, with all rights: the kernel does not keep
 processes of one user apart.

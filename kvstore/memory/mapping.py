@@ -278,7 +278,7 @@ def _checked(fd: int, what: str, uuid: bytes) -> tuple[layout.Superblock, os.sta
     if superblock is None or superblock.uuid != uuid:
         raise ValueError(f"{what} is the memory of another node, or of an earlier start")
     there = os.fstat(fd)
-    if superblock.size != there.st_size:
+    if superblock.size > there.st_size:
         raise ValueError(
             f"{what} has {there.st_size} bytes, and its superblock says {superblock.size}"
         )

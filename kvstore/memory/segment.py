@@ -251,6 +251,7 @@ class NodeSegment:
                     raise of_no_use(path, "its record of its cluster is damaged")
                 if directory != wanted:
                     raise of_no_use(path, f"memory of {wanted} was asked for")
+                os.ftruncate(fd, superblock.size)
                 if directory == SHM_DIRECTORY:
                     cgroup.check(max(0, size - os.fstat(fd).st_blocks * 512))
                 mapped = map_file(fd, directory, superblock.size)

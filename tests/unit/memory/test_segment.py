@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import ConfigError, NodeNameTakenError, SharedMemoryTooSmallError, StartupError
+from kvstore.errors import (
+    ConfigError,
+    LeftOverMemoryError,
+    NodeNameTakenError,
+    SharedMemoryTooSmallError,
+    StartupError,
+)
 from kvstore.limits import Key, Namespace
 from kvstore.memory import entries, taking
 from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, freed_by_removal
@@ -293,6 +299,38 @@ def test_a_shortened_entry_is_not_attached(segment: NodeSegment) -> None:
     assert "its superblock says" in Mapping.tried(path.name, segment.uuid)[1]
     path.write_bytes(b"short")
     assert Mapping.attach(path.name, segment.uuid) is None
+
+
+def test_what_a_writer_did_to_the_file_is_undone_at_the_next_start(name: str) -> None:
+    """A descriptor that cannot truncate can make the file longer, and free pages in it."""
+    segment = NodeSegment.create(name, MIB)
+    segment.memory[-5:] = b"there"
+    lent = segment.lend()
+    os.posix_fallocate(lent.to_write, MIB, MIB)
+    with mmap.mmap(lent.to_write, MIB) as mapped:
+        mapped.madvise(mmap.MADV_REMOVE, MIB // 2, MIB // 4)
+    lent.close()
+    mapping = Mapping.attach(segment.shm_name, segment.uuid)
+    assert mapping is not None, "it stays as good for clients as it was"
+    assert len(mapping.memory) == MIB
+    mapping.close()
+    del mapping
+    segment.close(unlink=False)
+
+    again = NodeSegment.attach(name, MIB)
+    assert again is not None
+    file = entry(name).stat()
+    assert (file.st_size, file.st_blocks * 512) == (MIB, MIB)
+    assert bytes(again.memory[-5:]) == b"there"
+    again.close()
+
+
+def test_a_file_as_long_as_what_is_asked_for_needs_a_superblock_that_says_so(name: str) -> None:
+    NodeSegment.create(name, MIB).close(unlink=False)
+    os.truncate(entry(name), 2 * MIB)
+    with pytest.raises(LeftOverMemoryError, match="1 MiB, and 2 MiB were asked for"):
+        NodeSegment.attach(name, 2 * MIB)
+    assert entry(name).stat().st_size == 2 * MIB, "left unchanged"
 
 
 def test_what_cannot_be_attached_says_why(segment: NodeSegment) -> None:
