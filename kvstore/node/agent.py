@@ -154,6 +154,8 @@ class NodeAgent:
         """Whether a join had no answer: a master may have accepted it, and may grant extents."""
         self._given_up: set[inventory.Attempt] = set()
         """Puts whose bytes may still arrive although a master has ordered to wipe them."""
+        self._looking: asyncio.Task[list[inventory.Found]] | None = None
+        """Reads or verifies the memory in a thread, which cannot be cancelled."""
         self.drained = False
         """Whether ``run`` ended because the node's objects have been moved elsewhere."""
         self._stopping = asyncio.Event()
@@ -319,6 +321,8 @@ class NodeAgent:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                if self._looking is not None:  # one at a time: it may stamp what it finds
+                    await asyncio.wait((self._looking,))
             for task in (reading, beating, telling):
                 if task.done() and not task.cancelled() and task.exception() is not None:
                     raise task.exception() or AssertionError
@@ -409,7 +413,8 @@ class NodeAgent:
         Yields no objects every ``WORKING_S`` while memory is read: a master drops a silent node."""
         segment, rows = self._segment, inventory.ROWS_PER_MESSAGE
         given_up, self._given_up = self._given_up, set()
-        taking = start_task("inventory", asyncio.to_thread(inventory.take, segment, given_up))
+        looking = asyncio.to_thread(inventory.take, segment, given_up)
+        taking = self._looking = start_task("inventory", looking)
         while not (await asyncio.wait((taking,), timeout=WORKING_S))[0]:
             yield [], 0, False
         found = taking.result()
@@ -417,9 +422,8 @@ class NodeAgent:
             chunk = found[start : start + rows]
             good = chunk
             if self._unverified:
-                checking = start_task(
-                    "inventory", asyncio.to_thread(inventory.verified, segment, chunk)
-                )
+                looking = asyncio.to_thread(inventory.verified, segment, chunk)
+                checking = self._looking = start_task("inventory", looking)
                 while not (await asyncio.wait((checking,), timeout=WORKING_S))[0]:
                     yield [], 0, False
                 good = checking.result()

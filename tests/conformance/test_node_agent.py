@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from kvstore import calls
 from kvstore.calls import MasterMessage, NodeJoin, NodeMessage
 from kvstore.memory.segment import NodeSegment
+from kvstore.node import inventory
 from kvstore.node.agent import NodeAgent
 from kvstore.transport.tcp_server import DataServer
 from tests.conformance.carrier_peers import ScriptedService, Server
@@ -111,3 +113,36 @@ def test_nobody_with_a_lower_epoch_is_obeyed(segment: NodeSegment) -> None:
     assert epochs == [LEAVES, LEAVES + 1]
     offers = [(join.segments[0].fresh, join.segments[0].generation) for join in master.joins]
     assert offers == [(True, 1), (False, 1), (False, 2)]
+
+
+def test_one_thread_at_a_time_looks_through_the_memory(
+    segment: NodeSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A master may grant extents once it has been told of them; a thread of the session before
+    would stamp, there, what it found."""
+    begun, again = threading.Event(), threading.Event()
+    joined_meanwhile: list[bool] = []
+
+    def take(*_: object) -> list[inventory.Found]:
+        if not begun.is_set():
+            begun.set()
+            joined_meanwhile.append(again.wait(0.3))
+        return []
+
+    async def script(incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
+        assert isinstance(await anext(incoming), NodeJoin)
+        if begun.is_set():
+            again.set()
+            yield calls.MasterAccepted(LEAVES + 1, 500, 6_000, [1])
+            async for _ in incoming:
+                pass
+        else:
+            yield calls.MasterAccepted(LEAVES, 500, 6_000, [1])
+            await asyncio.to_thread(begun.wait, 10)
+
+    monkeypatch.setattr(inventory, "take", take)
+    segment.attached = True
+    with Server(ScriptedService()) as server:
+        server.service.script = script
+        assert run(server, segment, server.address, LEAVES + 1) == [LEAVES, LEAVES + 1]
+    assert joined_meanwhile == [False]
