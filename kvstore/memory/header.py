@@ -286,9 +286,11 @@ def scan_part(
         header = unpack(raw, seed, start + at)
         if header is None or start + at + extent_bytes(header.payload_size) > size:
             continue
-        end = stamp_at(header)
-        if believed is None or believed(start + at, header, raw[end : end + STAMP_BYTES]):
-            yield start + at, header
+        if believed is not None:
+            end = stamp_at(header)
+            if not believed(start + at, header, raw[end : end + STAMP_BYTES]):
+                continue
+        yield start + at, header
 
 
 class Superblock(NamedTuple):

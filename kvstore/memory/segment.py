@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Protocol
 
+from xxhash import xxh3_64_intdigest
+
 from kvstore.calls import NO_VERSION, DevicePlace, Version
 from kvstore.errors import ConfigError
 from kvstore.limits import highest_believed
@@ -384,6 +386,10 @@ class NodeSegment:
     def write(self, offset: int, data: bytes) -> None:
         """Writes a few bytes, within the segment."""
         self.memory[offset : offset + len(data)] = data
+
+    def checksum(self, offset: int, length: int) -> int:
+        """Of bytes within the segment, as headers have it of their payload."""
+        return xxh3_64_intdigest(self.memory[offset : offset + length])
 
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
         """As ``header.scan``. The segment must be fenced first."""

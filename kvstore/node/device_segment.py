@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from xxhash import xxh3_64
+
 from kvstore.calls import DevicePlace
 from kvstore.clocks import uptime
 from kvstore.device.device import Device
@@ -178,6 +180,16 @@ class DeviceSegment(NodeSegment):
     def write(self, offset: int, data: bytes) -> None:
         """As ``NodeSegment.write``."""
         self._ranges.write([(offset, memoryview(data))], uptime() + STEP_S)
+
+    def checksum(self, offset: int, length: int) -> int:
+        """As ``NodeSegment.checksum``: copies the bytes to the host, a part at a time."""
+        made, stop = xxh3_64(), offset + length
+        memory = memoryview(bytearray(min(SCAN_BYTES, length)))
+        for start in range(offset, stop, SCAN_BYTES):
+            part = memory[: min(SCAN_BYTES, stop - start)]
+            self._ranges.read([(start, part)], uptime() + STEP_S)
+            made.update(part)
+        return made.intdigest()
 
     def scan(self) -> Iterator[tuple[int, layout.Header]]:
         """As ``NodeSegment.scan``: copies all of the segment to the host, a part at a time."""

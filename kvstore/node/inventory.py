@@ -3,6 +3,11 @@
 The node scans the segment for headers; of two extents that overlap, the newer counts. It reports
 the newest objects first, but each after its ancestors, in messages of which a few are under way.
 
+With stamps (``kvstore.node.stamps``) the newer need not be the later: a copy for repair keeps the
+version of its object. An engine could write the header of an object that was there before, and read
+the copy as part of that. So a header which covers an older one counts only if its payload is right:
+the engine would have to know the bytes between, a stamp among them, to make up the checksum.
+
 The functions here may take long, and ``kvstore.node.agent`` calls them in a separate thread. Of
 each object they keep only the fields of its header, some 400 bytes.
 """
@@ -10,10 +15,8 @@ each object they keep only the fields of its header, some 400 bytes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Final
-
-from xxhash import xxh3_64_intdigest
 
 from kvstore.calls import NodeClaims
 from kvstore.limits import Key, Namespace
@@ -46,7 +49,9 @@ def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found
         offsets, epochs, counters = zip(*given_up, strict=True)
         if wiped := segment.wipe(offsets, epochs, counters):
             log.info("late_headers_wiped node=%s count=%d", segment.node, wiped)
-    found, overlapped = apart(segment.scan())
+    stamps = segment.believed
+    is_right = (lambda _: True) if stamps is None else _Checked(segment)
+    found, overlapped = apart(segment.scan(), is_right)
     if overlapped:
         log.warning("overlapping_headers_wiped node=%s count=%d", segment.node, len(overlapped))
         segment.wipe(
@@ -54,7 +59,6 @@ def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found
             [header.epoch for _, header in overlapped],
             [header.counter for _, header in overlapped],
         )
-    stamps = segment.believed
     if isinstance(stamps, Stamps):
         if refused := stamps.take_refused():
             log.warning("unstamped_headers node=%s count=%d", segment.node, refused)
@@ -63,15 +67,18 @@ def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found
     return in_order(found)
 
 
-def apart(found: Iterator[Found]) -> tuple[list[Found], list[Found]]:
+def apart(
+    found: Iterator[Found], is_right: Callable[[Found], bool]
+) -> tuple[list[Found], list[Found]]:
     """Splits ``found``, which is in order of offset, into the objects to keep, which are the newest
-    of those that overlap, and the others."""
+    of those that overlap, and the others. ``is_right``: whether an object that covers the beginning
+    of an older one is to be kept all the same."""
     kept: list[Found] = []
     lost: list[Found] = []
     for each in found:
         offset, header = each
         while kept and kept[-1][0] + extent_bytes(kept[-1][1].payload_size) > offset:
-            if _version(kept[-1][1]) >= _version(header):
+            if _version(kept[-1][1]) >= _version(header) and is_right(kept[-1]):
                 lost.append(each)
                 break
             lost.append(kept.pop())
@@ -80,18 +87,40 @@ def apart(found: Iterator[Found]) -> tuple[list[Found], list[Found]]:
     return kept, lost
 
 
+class _Checked:
+    """Says whether the payload of an object matches its checksum. Reads each object once, and not
+    more bytes in all than the segment has: what is beyond that does not match. Where nobody lies,
+    the objects that are asked for do not overlap."""
+
+    def __init__(self, segment: NodeSegment) -> None:
+        self._segment = segment
+        self._bytes_left = segment.size
+        self._known: dict[int, bool] = {}
+
+    def __call__(self, found: Found) -> bool:
+        offset, header = found
+        if offset not in self._known:
+            self._bytes_left -= header.payload_size
+            self._known[offset] = self._bytes_left >= 0 and is_whole(self._segment, found)
+        return self._known[offset]
+
+
+def is_whole(segment: NodeSegment, found: Found) -> bool:
+    """Whether the payload matches the checksum in the header."""
+    offset, header = found
+    start = offset + layout.HEADER_BYTES
+    return segment.checksum(start, header.payload_size) == header.payload_checksum
+
+
 def verified(segment: NodeSegment, found: list[Found]) -> list[Found]:
     """The objects whose payload matches the checksum in the header. Other objects' headers are
     wiped and logged, and those objects are not reported."""
     good: list[Found] = []
-    memory = segment.memory
     for each in found:
-        offset, header = each
-        start = offset + layout.HEADER_BYTES
-        payload = memory[start : start + header.payload_size]
-        if xxh3_64_intdigest(payload) == header.payload_checksum:
+        if is_whole(segment, each):
             good.append(each)
             continue
+        offset, header = each
         log.warning(
             "corrupt_object_wiped node=%s namespace=%s key=%s offset=%d",
             segment.node,

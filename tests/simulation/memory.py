@@ -61,6 +61,10 @@ class Memory:
         """As ``NodeSegment.scan``."""
         return NodeSegment.scan(cast(Any, self))
 
+    def checksum(self, offset: int, length: int) -> int:
+        """As ``NodeSegment.checksum``."""
+        return NodeSegment.checksum(cast(Any, self), offset, length)
+
     def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> None:
         """The production rule, which needs nothing of the system."""
         NodeSegment.wipe(cast(Any, self), offsets, epochs, counters)

@@ -524,7 +524,7 @@ def test_finds_a_master_that_lets_anybody(monkeypatch: pytest.MonkeyPatch, lacks
 def test_finds_a_node_that_believes_every_valid_header(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Stamps, "__call__", lambda *_: True)
     options = replace(LIARS, faults=("client_attacks", "restart_master"))
-    rules = "forgotten", "served_unverified"  # wiped by a wide one; a wide one that is served
+    rules = "foreign", "served_unverified"  # of the liar, for others; a wide one that is served
     found(options, *rules, within_steps=10**6)
 
 

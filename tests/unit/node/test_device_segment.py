@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
@@ -115,6 +116,17 @@ def test_headers_are_found_and_wiped_on_the_device(
     assert segment.wipe(offsets, [1, 2, 1], [0, 1, 5]) == 1, "only of the given version"
     assert [offset for offset, _ in inventory.take(segment)] == [offsets[2], offsets[1]]
     assert segment.wipe([], [], []) == 0
+
+
+def test_a_checksum_is_that_of_the_bytes_on_the_device(
+    segment: DeviceSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_segment, "SCAN_BYTES", 64 << 10)
+    content = bytes(range(251)) * 600
+    assert segment.ranges is not None
+    segment.ranges.write([(5 << 10, memoryview(content))], soon())
+    assert segment.checksum(5 << 10, len(content)) == xxh3_64_intdigest(content)
+    assert segment.checksum(5 << 10, 0) == xxh3_64_intdigest(b"")
 
 
 def test_one_owner_per_name(segment: DeviceSegment, name: str) -> None:

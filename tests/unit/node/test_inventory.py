@@ -198,6 +198,56 @@ def test_a_stamp_of_something_else_is_none(stamped: NodeSegment, said: dict[str,
     assert told(inventory.take(stamped)) == "a"
 
 
+def test_a_header_that_covers_an_older_one_counts_only_with_its_payload(
+    stamped: NodeSegment,
+) -> None:
+    """Its stamp is of a put that was there before; the older one is a copy for repair, which came
+    later and has its object's version."""
+    wide = write(stamped, 4, "w", counter=100, size=10_000)
+    stamp(stamped, wide)
+    within = [write(stamped, at, key, counter=50) for at, key in ((5, "a"), (8, "b"))]
+    for offset in within:
+        stamp(stamped, offset)
+
+    assert sorted(told(inventory.take(stamped))) == ["a", "b"]
+    head = stamped.memory[wide : wide + HEADER_BYTES]
+    assert unpack(head, stamped.seed, wide) is None, "it is wiped"
+
+
+def test_a_whole_object_still_outlasts_an_older_header_within_it(stamped: NodeSegment) -> None:
+    wide = write(stamped, 4, "w", counter=100, size=10_000)
+    old = write(stamped, 6, "o", counter=50)
+    stamp(stamped, old)
+    end = wide + HEADER_BYTES
+    header = Header(
+        N, Key(b"w"), None, 10_000, 5, 100, xxh3_64_intdigest(stamped.memory[end : end + 10_000]),
+        b"",
+    )  # fmt: skip
+    pack_into(stamped.memory[wide : wide + HEADER_BYTES], header, stamped.seed, wide)
+    stamp(stamped, wide)
+
+    assert told(inventory.take(stamped)) == "w"
+
+
+def test_covering_headers_cannot_make_a_node_read_its_memory_many_times(
+    stamped: NodeSegment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    checksum = NodeSegment.checksum
+
+    def counted(segment: NodeSegment, offset: int, length: int) -> int:
+        read.append(length)
+        return checksum(segment, offset, length)
+
+    monkeypatch.setattr(NodeSegment, "checksum", counted)
+    for at in range(8):
+        stamp(stamped, write(stamped, at, "w", counter=100 - at, size=300_000))
+    stamp(stamped, write(stamped, 40, "o", counter=1))
+
+    assert told(inventory.take(stamped)) == "o"
+    assert 0 < sum(read) <= stamped.size
+
+
 def test_while_others_may_write_all_headers_are_believed(segment: NodeSegment) -> None:
     use_stamps(segment, serves_all=True)
     stamp(segment, write(segment, 0, "a", counter=1))
