@@ -11,6 +11,7 @@ from kvstore import calls
 from kvstore.calls import Version
 from kvstore.errors import UnavailableError
 from kvstore.master.state.common import Common
+from kvstore.master.state.effects import Notice
 from kvstore.master.state.records import MountedSegment
 
 
@@ -76,14 +77,19 @@ class Marks:
         """Whether the segment was away during a removal that this master does not know of."""
         return segment.offer.uuid in self._outdated or segment.offer.mark < self._found
 
-    def node_joined(self, session: int, mark: Version) -> None:
+    def node_joined(self, session: int, name: str, mark: Version) -> None:
         """Notes the mark of an earlier master that a joining node has kept. Nodes that joined
-        before with an older mark must join again, and their claims are refused then."""
+        before with an older mark must join again, and their claims are refused then.
+
+        The node is believed: if all others were away during a removal, it alone has the mark.
+        """
         common = self._common
         if mark.epoch >= common.epoch or mark <= self._found:
             return
         self._found = mark
         self._newest = max(self._newest, mark)
+        fields = {"epoch": mark.epoch, "number": mark.counter}
+        common.effect(Notice("mark_found", {"node": name, **fields}))
         for node in list(common.membership.nodes.values()):
             segments = common.membership.segments[node.name]
             older = [s for s in segments if s.offer.mark < mark and not s.offer.fresh]

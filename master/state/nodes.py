@@ -63,7 +63,8 @@ class Nodes:
             common.effect(Notice("epoch_not_believed", fields))
         accepted = self._membership.join(now_ms, session, join, common.changes, certified)
         if not join.resume_epoch:
-            self._marks.node_joined(session, max(offer.mark for offer in join.segments))
+            mark = max(offer.mark for offer in join.segments)
+            self._marks.node_joined(session, join.name, mark)
         self._follow(now_ms)
         for segment_id in accepted.segment_ids:
             common.effects += common.reclaim.send_again(common.pool.segments[segment_id])

@@ -369,6 +369,8 @@ def test_memory_that_was_believed_too_early_joins_again(new_cluster: NewCluster)
     assert cluster.present("a") == "a"
 
     cluster.join("two", again=True, mark=MARK)
+    told = {"node": "two", "epoch": MARK.epoch, "number": MARK.counter}
+    assert [each.fields for each in cluster.noted if each.event == "mark_found"] == [told]
     assert cluster.present("a") == ""
     assert "one" not in cluster.states()
     cluster.join("one", again=True, tells=False, mark=Version(EPOCH, 1))

@@ -279,6 +279,7 @@ const WORDS = {
   node_reported: (f) => `Node ${f.node} was reported as failing by ${f.by_client}`,
   corrupt_object: (f) => `Corrupt object ${f.key} of namespace ${f.namespace}, on ${f.nodes}`,
   inventory_done: (f) => `Node ${f.node} has told which objects it holds: ${amount(f.claimed, "object")} it has${f.refused ? `, ${amount(f.refused, "object")} it may not keep` : ""}`,
+  mark_found: (f) => `Node ${f.node} was there when master ${f.epoch} removed objects: memory that was away is emptied`,
   puts_expired: (f) => `${amount(f.puts, "put")} of ${bytes(f.bytes)} did not end before the deadline; the memory is in quarantine`,
   replicas_missing: (f) => `${amount(f.objects, "object")} with fewer replicas than were asked for; ${f.repaired.toLocaleString("en")} copied`,
   tenants_changed: (f) => `The file of tenants has changed: ${amount(f.tenants, "tenant")}, ${bytes(f.guaranteed)} guaranteed in all`,
