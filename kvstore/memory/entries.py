@@ -40,7 +40,7 @@ SOCKET_PREFIX: Final = "kvstore-socket."
 (``kvstore.node.handover``)."""
 
 KEY_PREFIX: Final = "kvstore-key."
-"""What the names of files with a segment's key begin with (``kvstore.memory.stamp_key``)."""
+"""What the names of private files of segments begin with (``kvstore.memory.stamp_key``)."""
 
 ENTRY_GONE: Final = (
     "another program has removed it. systemd does so when the last session of a user ends "
@@ -66,7 +66,7 @@ def free_node_name(
     base: str, owner: layout.Owner | None = None, avoid: Collection[str] = ()
 ) -> str:
     """The first name of ``base``, ``base-2``, ``base-3`` ... whose memory ``owner`` has left;
-    otherwise the first whose segment belongs to no live process and to no other cluster.
+    otherwise the first that no live process, other user or other cluster has.
 
     A suggestion: two processes that ask at once get the same name; ``NodeSegment.create`` decides.
 
@@ -74,16 +74,20 @@ def free_node_name(
         owner: the cluster that the name is for; None: any, and left-over memory is not considered.
         avoid: names that cannot be used.
     """
+
+    def cannot_be(name: str) -> bool:
+        return name in avoid or any(map(_is_anothers, _beside(name)))
+
     places = tuple(directories())
     free = ""
     while not free:
         known = _numbers(base, places)
         unused = (n for n in itertools.count(1) if n not in known)
-        fresh = next(n for n in unused if _numbered(base, n) not in avoid)
+        fresh = next(n for n in unused if not cannot_be(_numbered(base, n)))
         for number in sorted({*known, fresh}):
             name = _numbered(base, number)
             paths = [f"{each}/{SHM_PREFIX}{name}" for each in places]
-            if name in avoid or any(_is_taken(path) for path in paths):
+            if cannot_be(name) or any(_is_taken(path) for path in paths):
                 continue
             found = [left for path in paths if (left := read_left(path)) is not None]
             lefts = [left for left in found if not left.owner.on_device]  # device memory is gone
@@ -118,8 +122,23 @@ def socket_name(shm_name: str) -> str:
 
 
 def key_path(shm_name: str) -> str:
-    """The file with the key of this segment's stamps, wherever the segment is."""
+    """The private file of this segment, wherever the segment is."""
     return f"{SHM_DIRECTORY}/{KEY_PREFIX}{shm_name.removeprefix(SHM_PREFIX)}"
+
+
+def _beside(name: str) -> tuple[str, str]:
+    """What a node of this name makes in ``/dev/shm`` besides its segment."""
+    shm_name = SHM_PREFIX + name
+    return f"{SHM_DIRECTORY}/{socket_name(shm_name)}", key_path(shm_name)
+
+
+def _is_anothers(path: str) -> bool:
+    """Whether another user has made this entry: only that user, and root, can remove it."""
+    user = os.geteuid()
+    try:
+        return user != 0 and os.lstat(path).st_uid != user
+    except OSError:
+        return False
 
 
 class LeftOver(NamedTuple):
@@ -182,9 +201,8 @@ def remove_left(left: LeftOver) -> bool:
         if _left_over(fd, left.path) != left:
             return False
         os.unlink(left.path)
-        shm_name = os.path.basename(left.path)
-        unlink_entry(f"{SHM_DIRECTORY}/{socket_name(shm_name)}")
-        unlink_entry(key_path(shm_name))
+        for path in _beside(left.name):
+            unlink_own(path)
         return True
     finally:
         os.close(fd)
@@ -426,4 +444,10 @@ def _is_taken(path: str) -> bool:
 
 def unlink_entry(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def unlink_own(path: str) -> None:
+    """As ``unlink_entry``; what cannot be removed, such as an entry of another user, stays."""
+    with contextlib.suppress(OSError):
         os.unlink(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -38,8 +39,10 @@ from kvstore.memory.entries import (
     read_left,
     reclaim_elsewhere,
     unlink_entry,
+    unlink_own,
 )
 from kvstore.memory.lending import Lent, lend
+from kvstore.memory.stamp_key import Private, PrivateFile
 from kvstore.memory.taking import (
     SIZE_STEP,
     MemoryOptions,
@@ -49,6 +52,8 @@ from kvstore.memory.taking import (
     step_of,
     take_pages,
 )
+
+log = logging.getLogger("kvstore.node")
 
 ZERO_STEP: Final = 16 << 20
 """Bytes that are zeroed at a time: 2 to 10 ms."""
@@ -107,6 +112,12 @@ class NodeSegment:
         self._mapped: mmap.mmap | None = mapped
         self._fd = fd
         self._words = self.memory[: layout.SUPERBLOCK_BYTES].cast("Q")
+        at = layout.MARK_OFFSET // 8
+        self._mark = Version(self._words[at], self._words[at + 1])
+        at = layout.EPOCH_OFFSET // 8
+        epoch, check = self._words[at], self._words[at + 1]
+        self._epoch = epoch if check == layout.check_of(epoch) else 0
+        self._private: PrivateFile | None = None
         self._closing = threading.Lock()
 
     @classmethod
@@ -266,6 +277,9 @@ class NodeSegment:
                     superblock = superblock._replace(uuid=uuid, seed=seed)
                     packed = layout.pack_superblock(superblock)
                     mapped[: len(packed)] = packed
+                    start, stop = layout.MARK_OFFSET, layout.STAMPED_OFFSET
+                    mapped[start:stop] = bytes(stop - start)  # it may be another cluster's
+                    mapped[stop : stop + 8] = (1).to_bytes(8, "little")
                 segment = cls(path=path, fd=fd, mapped=mapped, superblock=superblock, locked=locked)
             except BaseException:
                 os.close(fd)
@@ -310,31 +324,60 @@ class NodeSegment:
 
     @property
     def mark(self) -> Version:
-        """The last mark that was kept; ``NO_VERSION`` if its epoch is damaged."""
-        at = layout.MARK_OFFSET // 8
-        mark = Version(self._words[at], self._words[at + 1])
-        return mark if is_believed(mark.epoch) else NO_VERSION
+        """The last mark that was kept; ``NO_VERSION`` if its epoch is damaged. Read from the
+        superblock once: clients can write there."""
+        return self._mark if is_believed(self._mark.epoch) else NO_VERSION
 
     def keep_mark(self, mark: Version) -> None:
         """Keeps ``mark``, unless a newer one is kept. If the process is killed half-way, the
         segment has an older mark."""
         if mark > self.mark:
+            self._mark = mark
+            if self._private is not None:
+                self._private.change(lambda now: now._replace(mark=mark))
             at = layout.MARK_OFFSET // 8
             self._words[at + 1] = 0
             self._words[at], self._words[at + 1] = mark
 
     @property
     def epoch(self) -> int:
-        """The highest epoch that was kept; 0: none, or it is damaged."""
-        at = layout.EPOCH_OFFSET // 8
-        epoch, check = self._words[at], self._words[at + 1]
-        return epoch if check == layout.check_of(epoch) and is_believed(epoch) else 0
+        """The highest epoch that was kept; 0: none, or it is damaged. As ``mark``."""
+        return self._epoch if is_believed(self._epoch) else 0
 
     def keep_epoch(self, epoch: int) -> None:
         """Keeps the epoch of a joined master, unless a higher one is kept."""
         if epoch > self.epoch:
+            self._epoch = epoch
+            if self._private is not None:
+                self._private.change(lambda now: now._replace(epoch=epoch))
             at = layout.EPOCH_OFFSET // 8
             self._words[at], self._words[at + 1] = epoch, layout.check_of(epoch)
+
+    def keep_private(self) -> PrivateFile:
+        """The segment's private file. From now on mark and epoch are what it says, and are kept
+        there, too. The superblock's count only for memory of a process without an identity, which
+        had no such file.
+
+        Raises:
+            StartupError: as ``PrivateFile``.
+        """
+        at = layout.STAMPED_OFFSET // 8
+        key_alone = new = Private(self.uuid, secrets.token_bytes(16))
+        if not self._words[at]:
+            new = new._replace(is_open=self.attached, mark=self.mark, epoch=self.epoch)
+        self._private = private = PrivateFile(self.shm_name, new)
+        if self.attached and private.now == key_alone:
+            log.warning(
+                "private_file_missing node=%s: objects of before lack their stamps", self.node
+            )
+        self._mark, self._epoch = private.now.mark, private.now.epoch
+        self._words[at] = 1
+        return private
+
+    def forget_private(self) -> None:
+        """Removes the private file: what is put from now on has no stamp."""
+        self._words[layout.STAMPED_OFFSET // 8] = 0
+        unlink_own(key_path(self.shm_name))
 
     @property
     def owner(self) -> layout.Owner:
@@ -410,8 +453,9 @@ class NodeSegment:
                 return
             if unlink:
                 self._words[layout.GENERATION_OFFSET // 8] = 0
-                unlink_entry(self.path)
-                unlink_entry(key_path(self.shm_name))
+                unlink_own(self.path)
+                if self._private is not None:
+                    self._private.remove()
             else:
                 self.bump_generation()
             self._words.release()

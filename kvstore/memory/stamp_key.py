@@ -1,83 +1,134 @@
-"""The key of a segment's stamps, which the next start of its node needs to know its objects again.
+"""The private file of a segment: what its node needs to know at its next start, and what no client
+may change.
 
-It is in a file of its own beside the segment's entry in ``/dev/shm``, because clients map all of
-the segment. Only the node's user may read that file. It names the segment's uuid: the key of an
-earlier segment of that name is of no use.
+It is beside the segment's entry, in ``/dev/shm``, because clients map all of the segment. Only the
+node's user may open it. It names the segment's uuid: the file of an earlier segment of that name is
+of no use.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-import secrets
 import stat
 import struct
-from typing import Final
+import threading
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
+from kvstore.calls import NO_VERSION, Version
 from kvstore.errors import StartupError
 from kvstore.memory.entries import key_path, unlink_entry
 
-_FILE: Final = struct.Struct("<16s16s?")
-"""The uuid of the segment, the key, whether the memory is open (``keep_stamp_key``)."""
+log = logging.getLogger("kvstore.node")
 
-_OPEN_AT: Final = 32
-_NO_FILE: Final = bytes(16), b"", False
+_FILE: Final = struct.Struct("<16s16s?7xQQQ")
 
 
-def keep_stamp_key(shm_name: str, uuid: bytes, *, attached: bool) -> tuple[bytes, bool]:
-    """The key of the segment that this process owns, a new one if none was left for it; and whether
-    the memory is *open*: it holds objects of clients without an identity, which have no stamp.
+class Private(NamedTuple):
+    """What the file says."""
 
-    Args:
-        attached: whether a process of before has left objects in the segment. Without a file, that
-            process had no identity.
+    uuid: bytes
+    """Of the segment; 16 bytes."""
+    key: bytes
+    """Of the segment's stamps; 16 bytes, random."""
+    is_open: bool = False
+    """Whether the memory may hold objects of clients without an identity, which have no stamp."""
+    mark: Version = NO_VERSION
+    """As ``NodeSegment.mark``."""
+    epoch: int = 0
+    """As ``NodeSegment.epoch``."""
 
-    Raises:
-        StartupError: the file cannot be written, or is another user's.
-    """
-    path = key_path(shm_name)
-    is_open = attached and not os.path.lexists(path)
-    of, key, was_open = _left(path)
-    if of == uuid:
-        return key, was_open
-    key = secrets.token_bytes(16)
-    try:
-        unlink_entry(path)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
+class PrivateFile:
+    """See the module. Threads: any may ``change`` it; it blocks for microseconds."""
+
+    def __init__(self, shm_name: str, new: Private) -> None:
+        """Reads the file of the segment that this process owns, or makes it.
+
+        Args:
+            new: what a new file says. Where a file of another segment is, or one that others may
+                have made, a new one has the key alone: clients can write what ``new`` is made of.
+
+        Raises:
+            StartupError: the file cannot be written, or is another user's.
+        """
+        self._path: Final = key_path(shm_name)
+        self._changing: Final = threading.Lock()
+        self.now = left = _left(self._path)
+        """What it says now."""
+        if left.uuid == new.uuid:
+            return
+        is_first = not os.path.lexists(self._path)
+        self.now = new if is_first else Private(new.uuid, new.key)
         try:
-            os.write(fd, _FILE.pack(uuid, key, is_open))
+            unlink_entry(self._path)
+            self._write()
+        except OSError as error:
+            raise StartupError(
+                f"the key of the memory's stamps cannot be kept in {self._path}: {error.strerror}",
+                advice="If the file is another user's, remove it as that user, or choose another "
+                "--name. Otherwise a node with an identity needs a writable /dev/shm.",
+                path=self._path,
+            ) from error
+
+    def change(self, change: Callable[[Private], Private]) -> None:
+        """Changes what the file says; makes it again if somebody has removed it.
+
+        If the file cannot be written, it is removed, and that is logged. The next start
+        believes no object in memory without its file, so it needs neither key nor mark.
+        """
+        with self._changing:
+            self.now = change(self.now)
+            try:
+                self._write()
+            except OSError as error:
+                log.warning("private_file_lost path=%s reason=%s", self._path, error.strerror)
+                self._unlink()
+
+    def remove(self) -> None:
+        """Removes the file, unless it is another segment's by now."""
+        with self._changing:
+            self._unlink()
+
+    def _unlink(self) -> None:
+        if _left(self._path).uuid == self.now.uuid:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+    def _write(self) -> None:
+        """Writes all of the file by one call, within one page: if the process is killed, the file
+        says what it said before, or all that is new. Needs no room if the file is there.
+
+        Raises:
+            OSError: also if the file is another segment's or another user's.
+        """
+        uuid, key, is_open, mark, epoch = self.now
+        there = _left(self._path).uuid
+        if not there:
+            unlink_entry(self._path)
+        flags = os.O_NOFOLLOW if there == uuid else os.O_CREAT | os.O_EXCL
+        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+        try:
+            os.write(fd, _FILE.pack(uuid, key, is_open, *mark, epoch))
         finally:
             os.close(fd)
-    except OSError as error:
-        raise StartupError(
-            f"the key of the memory's stamps cannot be kept in {path}: {error.strerror}",
-            advice="If the file is another user's, remove it as that user, or choose another "
-            "--name. Otherwise a node with an identity needs a writable /dev/shm.",
-            path=path,
-        ) from error
-    return key, is_open
 
 
-def note_open(shm_name: str, *, is_open: bool) -> None:
-    """Notes in the file of ``keep_stamp_key`` whether the memory is open. Raises OSError."""
-    fd = os.open(key_path(shm_name), os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        os.pwrite(fd, bytes([is_open]), _OPEN_AT)
-    finally:
-        os.close(fd)
-
-
-def _left(path: str) -> tuple[bytes, bytes, bool]:
-    """What is in the file; ``_NO_FILE``: there is none that only this user could have written."""
+def _left(path: str) -> Private:
+    """What is in the file; without a uuid: there is none that only this user could have written."""
+    nothing = Private(b"", b"")
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return _NO_FILE
+        return nothing
     try:
         there = os.fstat(fd)
         is_ours = stat.S_ISREG(there.st_mode) and there.st_uid == os.geteuid()
         if not is_ours or there.st_mode & 0o077 or there.st_size != _FILE.size:
-            return _NO_FILE
-        of, key, is_open = _FILE.unpack(os.read(fd, _FILE.size))
-        return of, key, is_open
+            return nothing
+        uuid, key, is_open, epoch_of_mark, counter, epoch = _FILE.unpack(os.read(fd, _FILE.size))
+        return Private(uuid, key, is_open, Version(epoch_of_mark, counter), epoch)
     finally:
         os.close(fd)

@@ -40,7 +40,7 @@ from kvstore.errors import (
 )
 from kvstore.etcd.finding import find_leader
 from kvstore.memory import numa
-from kvstore.memory.entries import free_node_name, group_id, key_path, socket_name, unlink_entry
+from kvstore.memory.entries import free_node_name, group_id, socket_name
 from kvstore.memory.header import SUPERBLOCK_BYTES, Owner
 from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
@@ -152,8 +152,8 @@ def run(
             follows = _follows_master(config, kind)
             if config.auth:
                 use_stamps(segment, serves_all=config.auth_mode == "prefer")
-            else:  # what is put from now on has no stamp
-                unlink_entry(key_path(segment.shm_name))
+            else:
+                segment.forget_private()
             server = _start_server(config, segment, tls, serves_all=follows)
             stack.callback(server.stop)
             if segment.place is not None and server.data_protocol >= WITH_CAPABILITIES:

@@ -37,6 +37,7 @@ from kvstore.memory.entries import (
     read_left,
     reclaim_elsewhere,
     unlink_entry,
+    unlink_own,
 )
 from kvstore.memory.segment import ZERO_STEP, NodeSegment
 from kvstore.memory.taking import SIZE_STEP
@@ -207,7 +208,7 @@ class DeviceSegment(NodeSegment):
             if self._fd < 0:
                 return
             self._words[layout.GENERATION_OFFSET // 8] = 0
-            unlink_entry(self.path)
+            unlink_own(self.path)
             give_up = uptime() + OPEN_S
             while self._is_open_elsewhere() and uptime() < give_up:
                 time.sleep(0.02)

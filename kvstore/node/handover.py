@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from typing import Final, Protocol
 
-from kvstore.memory.entries import SHM_DIRECTORY, socket_name, unlink_entry
+from kvstore.memory.entries import SHM_DIRECTORY, socket_name, unlink_entry, unlink_own
 from kvstore.memory.lending import Lent
 from kvstore.network import handover as protocol
 from kvstore.network.handover import HandoverStatus
@@ -122,7 +122,7 @@ class HandoverServer:
 
     def close(self) -> None:
         """Not while ``serving``. Descriptors that were handed over stay valid."""
-        unlink_entry(self._path)
+        unlink_own(self._path)
         self._listener.close()
         self._lent.close()
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from kvstore.calls import STAMP_BYTES
 from kvstore.memory.header import HEADER_BYTES, Header, stamp_at
 from kvstore.memory.segment import NodeSegment
-from kvstore.memory.stamp_key import keep_stamp_key, note_open
 from kvstore.native import steps
 
 
@@ -29,14 +28,16 @@ def use_stamps(segment: NodeSegment, *, serves_all: bool) -> None:
 
     Raises:
         StartupError: the key cannot be kept.
-        OSError: what changes cannot be noted.
     """
     stamps = segment.believed
     if not isinstance(stamps, Stamps):
-        name = segment.shm_name
         if segment.place is None:
-            key, is_open = keep_stamp_key(name, segment.uuid, attached=segment.attached)
-            stamps = Stamps(key, is_open, lambda is_open: note_open(name, is_open=is_open))
+            file = segment.keep_private()
+
+            def note(is_open: bool) -> None:
+                file.change(lambda now: now._replace(is_open=is_open))
+
+            stamps = Stamps(file.now.key, file.now.is_open, note)
         else:  # memory of a device ends with its process
             stamps = Stamps(secrets.token_bytes(16))
         segment.stamp_key, segment.believed = stamps.key, stamps

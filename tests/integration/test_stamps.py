@@ -14,12 +14,25 @@ from xxhash import xxh3_64_intdigest
 from kvstore import Client, PutOutcome, calls
 from kvstore.clocks import uptime
 from kvstore.limits import Key, Namespace
-from kvstore.memory.header import HEADER_BYTES, Header, extent_bytes, pack_into, write_stamp
+from kvstore.memory.header import (
+    EPOCH_OFFSET,
+    HEADER_BYTES,
+    MARK_OFFSET,
+    STAMPED_OFFSET,
+    SUPERBLOCK_BYTES,
+    Header,
+    check_of,
+    extent_bytes,
+    pack_into,
+    write_stamp,
+)
 from kvstore.network.tcp_protocol import Extent
 from kvstore.transport.base import Move
 from kvstore.transport.tcp import TcpTransport
 from tests.integration.test_drain import drain
+from tests.integration.test_handover import shm_of
 from tests.integration.test_restarts import (
+    KEYS,
     check,
     counter,
     fill,
@@ -148,6 +161,86 @@ def test_the_key_is_for_the_nodes_user_alone_and_goes_with_the_memory(cluster: C
     assert node.key.read_bytes() == whole
     assert again.terminate() == 0
     assert not node.key.exists()
+
+
+# --- what a writer of shared memory can do -------------------------------------------------------
+
+
+def lie_in_superblock(cluster: Cluster) -> None:
+    """An engine that has the memory of a node mapped to write says there that all other memory was
+    away during a removal, that a later master has been joined, and that nothing has a stamp."""
+    assert cluster._identities is not None
+    liar = cluster.client(auth=cluster._identities.engine("liar", "a/*"), transports=("shm",))
+    assert liar.put("k", b"v", namespace=MINE, wait_ms=5_000) is STORED
+    (mapping,) = filter(None, shm_of(liar)._mappings.values())
+    epoch = cluster.status().epoch
+    words = mapping.memory[:SUPERBLOCK_BYTES].cast("Q")
+    words[MARK_OFFSET // 8], words[MARK_OFFSET // 8 + 1] = epoch, (1 << 64) - 1
+    words[EPOCH_OFFSET // 8] = later = epoch + 86_400_000
+    words[EPOCH_OFFSET // 8 + 1] = check_of(later)
+    words[STAMPED_OFFSET // 8] = 0
+    words.release()
+
+
+@pytest.mark.parametrize("kills_nodes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_who_writes_into_the_superblock_empties_no_other_memory(
+    cluster: Cluster, *, kills_nodes: bool
+) -> None:
+    cluster.start(2)
+    fill(cluster)
+    assert all(each.segments[0].used for each in cluster.status().nodes), "both have objects"
+    lie_in_superblock(cluster)
+    kill_master(cluster)
+    if kills_nodes:
+        for node in cluster.nodes:
+            node.kill()
+    cluster.master()
+    for node in cluster.nodes[:] if kills_nodes else ():
+        restarted(cluster, node)
+    check(cluster)
+    assert counter(cluster, "refused_claims") == 0
+    master = cluster.master_server.errors
+    assert "why=outdated" not in master
+    assert "epoch_outrun" not in master
+
+
+@pytest.mark.slow
+def test_a_mark_is_still_known_when_all_have_started_again(cluster: Cluster) -> None:
+    """Memory that was away during a removal is not believed, also after the lie of a writer."""
+    cluster.start(2)
+    away, there = cluster.nodes
+    client = cluster.client()
+    client.put_many([(key, content(key, SIZE)) for key in KEYS], replicas=2)
+    away.kill()
+    until(lambda: cluster.state_of(away) == "gone")
+    assert client.remove(KEYS[0])
+    lie_in_superblock(cluster)
+    there.kill()
+    kill_master(cluster)
+    cluster.master()
+    restarted(cluster, there)
+    restarted(cluster, away)
+    says(cluster.master_server, f"mark_found node={there.name}")
+    values = cluster.client().get_many(KEYS)
+    assert values == [None, *(content(key, SIZE) for key in KEYS[1:])]
+
+
+@pytest.mark.slow
+def test_memory_without_its_private_file_holds_nothing_that_is_believed(
+    cluster: Cluster,
+) -> None:
+    """As memory in a hugetlbfs has, beside a ``/dev/shm`` that ended with its container."""
+    cluster.start()
+    (node,) = cluster.nodes
+    fill(cluster)
+    node.kill()
+    node.key.unlink()
+    kill_master(cluster)
+    cluster.master()
+    again = restarted(cluster, node)
+    says(again, "private_file_missing")
+    says(again, "unstamped_headers")
+    assert objects(cluster) == 0
 
 
 # --- what was made up is not ---------------------------------------------------------------------

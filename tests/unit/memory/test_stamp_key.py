@@ -1,59 +1,93 @@
-"""The file with the key of a segment's stamps: for the node's user alone, as long as the memory."""
+"""The private file of a segment: for the node's user alone, as long as the memory, and believed
+before what clients can write."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvstore.calls import NO_VERSION, Version
 from kvstore.errors import StartupError
 from kvstore.memory import entries
-from kvstore.memory.entries import SHM_PREFIX, key_path, left_overs, remove_left
+from kvstore.memory.entries import (
+    SHM_DIRECTORY,
+    SHM_PREFIX,
+    free_node_name,
+    key_path,
+    left_overs,
+    remove_left,
+    socket_name,
+)
+from kvstore.memory.header import EPOCH_OFFSET, MARK_OFFSET, STAMPED_OFFSET, check_of
 from kvstore.memory.segment import NodeSegment
-from kvstore.memory.stamp_key import keep_stamp_key, note_open
+from kvstore.memory.stamp_key import Private, PrivateFile
 
 NAME = f"stamp-key-{os.getpid()}"
 SHM_NAME = SHM_PREFIX + NAME
 UUID = bytes(range(16))
 MIB = 1 << 20
+MARK = Version(7, 3)
+LIE = Version(8, (1 << 64) - 1)
 
 
 @pytest.fixture
 def path() -> Iterator[Path]:
     path = Path(key_path(SHM_NAME))
     yield path
-    path.unlink(missing_ok=True)
+    with contextlib.suppress(IsADirectoryError):
+        path.unlink(missing_ok=True)
+    Path(SHM_DIRECTORY, SHM_NAME).unlink(missing_ok=True)
 
 
-def kept(uuid: bytes) -> bytes:
-    """The key; the memory is not open."""
-    key, is_open = keep_stamp_key(SHM_NAME, uuid, attached=False)
-    assert not is_open
-    return key
+def kept(uuid: bytes = UUID, **more: Any) -> Private:
+    """What the file of a segment says after a start that would make one with ``more``."""
+    return PrivateFile(SHM_NAME, Private(uuid, os.urandom(16), **more)).now
+
+
+def other_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the files of this test are another user's, which only that one can remove."""
+    uid, unlink = os.geteuid(), os.unlink
+
+    def refuse(path: str, **more: Any) -> None:
+        if os.path.lexists(path):
+            raise PermissionError(errno.EPERM, "not yours")
+        unlink(path, **more)
+
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    monkeypatch.setattr(os, "unlink", refuse)
+
+
+# --- the file ------------------------------------------------------------------------------------
 
 
 def test_the_next_start_has_the_same_key(path: Path) -> None:
-    key = kept(UUID)
-    assert len(key) == 16
-    assert kept(UUID) == key
+    first = kept(mark=MARK, epoch=9)
+    assert first == Private(UUID, first.key, False, MARK, 9)
+    assert kept(is_open=True, mark=LIE) == first
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_another_segment_has_another_key(path: Path) -> None:
-    key = kept(UUID)
-    other = kept(UUID[::-1])
-    assert other != key
+@pytest.mark.usefixtures("path")
+def test_another_segment_has_another_key_and_nothing_that_clients_can_write() -> None:
+    first = kept()
+    other = kept(UUID[::-1], is_open=True, mark=LIE, epoch=9)
+    assert other == Private(UUID[::-1], other.key)
+    assert other.key != first.key
     assert kept(UUID[::-1]) == other
-    assert path.read_bytes() == UUID[::-1] + other + b"\0"
 
 
 @pytest.mark.parametrize("damage", ["short", "long", "readable", "link", "pipe", "other's"])
 def test_a_file_that_others_may_have_made_is_replaced(
     path: Path, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = kept(UUID)
+    key = kept().key
     match damage:
         case "short":
             path.write_bytes(path.read_bytes()[:-1])
@@ -73,10 +107,11 @@ def test_a_file_that_others_may_have_made_is_replaced(
         case _:
             uid = os.geteuid()
             monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    made = kept(UUID)
-    assert made != key
+    made = kept(is_open=True, mark=LIE)
+    assert made == Private(UUID, made.key)
+    assert made.key != key
     monkeypatch.undo()
-    assert kept(UUID) == made
+    assert kept() == made
     assert not path.is_symlink()
 
 
@@ -84,15 +119,153 @@ def test_a_key_that_cannot_be_kept_stops_the_start(path: Path) -> None:
     path.mkdir()
     try:
         with pytest.raises(StartupError, match="cannot be kept"):
-            kept(UUID)
+            kept()
     finally:
         path.rmdir()
+
+
+def test_a_file_that_was_removed_is_made_again_whole(path: Path) -> None:
+    file = PrivateFile(SHM_NAME, Private(UUID, bytes(16), mark=MARK))
+    path.unlink()
+    file.change(lambda now: now._replace(is_open=True))
+    assert kept() == file.now == Private(UUID, bytes(16), True, MARK)
+    path.chmod(0o640)
+    file.change(lambda now: now._replace(is_open=False))
+    assert kept() == file.now == Private(UUID, bytes(16), False, MARK)
+
+
+def test_a_change_needs_no_room_and_no_new_file(path: Path) -> None:
+    """``/dev/shm`` may be full: a node fills most of it."""
+    file = PrivateFile(SHM_NAME, Private(UUID, bytes(16)))
+    before = path.stat().st_ino
+    file.change(lambda now: now._replace(mark=MARK))
+    assert path.stat().st_ino == before
+    assert kept().mark == MARK
+
+
+def test_a_file_that_cannot_be_written_is_no_more_and_ends_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it says would be believed otherwise: an older mark, or that the memory is open."""
+    file = PrivateFile(SHM_NAME, Private(UUID, bytes(16), is_open=True))
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "kvstore.node"):
+        patched.setattr(os, "write", full)
+        file.change(lambda now: now._replace(is_open=False))
+    assert "private_file_lost" in caplog.text
+    assert not path.exists()
+
+
+def test_the_file_of_the_next_segment_of_that_name_is_left_alone(path: Path) -> None:
+    first = PrivateFile(SHM_NAME, Private(UUID, bytes(16)))
+    second = kept(UUID[::-1])
+    first.change(lambda now: now._replace(mark=MARK))
+    first.remove()
+    assert kept(UUID[::-1]) == second
+    assert path.exists()
+
+
+# --- beside the memory ---------------------------------------------------------------------------
+
+
+def restarted(segment: NodeSegment) -> NodeSegment:
+    segment.close(unlink=False)
+    again = NodeSegment.attach(NAME, MIB)
+    assert again is not None
+    return again
+
+
+def lie(segment: NodeSegment) -> None:
+    """What any process can do that has the memory mapped to write."""
+    words = segment.memory.cast("Q")
+    words[MARK_OFFSET // 8], words[MARK_OFFSET // 8 + 1] = LIE
+    words[EPOCH_OFFSET // 8], words[EPOCH_OFFSET // 8 + 1] = 99, check_of(99)
+    words[STAMPED_OFFSET // 8] = 0
+    words.release()
+
+
+def test_what_clients_write_into_the_superblock_is_not_believed(path: Path) -> None:
+    segment = NodeSegment.create(NAME, MIB)
+    segment.keep_private()
+    segment.keep_mark(MARK)
+    segment.keep_epoch(9)
+    lie(segment)
+    assert (segment.mark, segment.epoch) == (MARK, 9), "not by the node that runs"
+    again = restarted(segment)
+    assert not again.keep_private().now.is_open
+    assert (again.mark, again.epoch) == (MARK, 9), "and not by the next one"
+    assert PrivateFile(SHM_NAME, Private(again.uuid, b"")).now.mark == MARK
+    again.close()
+    assert not path.exists()
+
+
+@pytest.mark.usefixtures("path")
+def test_without_identities_a_running_node_does_not_believe_it_either() -> None:
+    segment = NodeSegment.create(NAME, MIB)
+    segment.keep_mark(MARK)
+    lie(segment)
+    assert segment.mark == MARK
+    segment.close()
+
+
+@pytest.mark.usefixtures("path")
+def test_memory_of_a_process_without_an_identity_is_open_and_keeps_its_mark() -> None:
+    segment = NodeSegment.create(NAME, MIB)
+    segment.keep_mark(MARK)
+    segment.keep_epoch(9)
+    segment = restarted(segment)
+    now = segment.keep_private().now
+    assert now == Private(segment.uuid, now.key, True, MARK, 9)
+    segment.keep_mark(Version(8, 1))
+    segment = restarted(segment)
+    assert segment.keep_private().now.is_open, "until it is noted otherwise"
+    segment.forget_private()
+    segment = restarted(segment)
+    assert segment.mark == Version(8, 1), "also without a private file"
+    assert segment.keep_private().now.is_open
+    segment.close()
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_memory_without_its_private_file_is_not_open(
+    path: Path, caplog: pytest.LogCaptureFixture, *, is_new: bool
+) -> None:
+    """Memory in a hugetlbfs outlives a ``/dev/shm`` of a container, and files can be removed."""
+    segment = NodeSegment.create(NAME, MIB)
+    if not is_new:
+        segment = restarted(segment)
+        segment.keep_private().change(lambda now: now._replace(is_open=False))
+    segment.keep_private()
+    segment.keep_mark(MARK)
+    path.unlink()
+    segment = restarted(segment)
+    now = segment.keep_private().now
+    assert now == Private(segment.uuid, now.key), "and its superblock counts for nothing"
+    assert f"private_file_missing node={NAME}" in caplog.text
+    segment.close()
+
+
+@pytest.mark.usefixtures("path")
+def test_memory_that_was_discarded_is_as_new() -> None:
+    """It may be of another cluster, whose mark would make all memory of this one outdated."""
+    segment = NodeSegment.create(NAME, MIB)
+    segment.keep_mark(MARK)
+    segment.keep_epoch(9)
+    segment.close(unlink=False)
+    again = NodeSegment.attach(NAME, MIB, discard=True)
+    assert again is not None
+    assert (again.mark, again.epoch) == (NO_VERSION, 0)
+    assert not again.keep_private().now.is_open
+    again.close()
 
 
 @pytest.mark.parametrize("unlink", [True, False])
 def test_it_goes_with_the_entry(path: Path, *, unlink: bool) -> None:
     segment = NodeSegment.create(NAME, MIB)
-    kept(segment.uuid)
+    segment.keep_private()
     segment.close(unlink=unlink)
     assert path.exists() is not unlink
     for left in left_overs():
@@ -102,24 +275,63 @@ def test_it_goes_with_the_entry(path: Path, *, unlink: bool) -> None:
 
 
 def test_its_name_is_no_segments(path: Path) -> None:
-    kept(UUID)
+    kept()
     assert not path.name.startswith(entries.SHM_PREFIX)
     assert not [left for left in left_overs() if left.path == str(path)]
 
 
-@pytest.mark.usefixtures("path")
-def test_memory_of_a_process_without_an_identity_is_open_until_it_is_noted_otherwise() -> None:
-    key, is_open = keep_stamp_key(SHM_NAME, UUID, attached=True)
-    assert is_open
-    assert keep_stamp_key(SHM_NAME, UUID, attached=True) == (key, True)
-    for wanted in (False, True, False):
-        note_open(SHM_NAME, is_open=wanted)
-        assert keep_stamp_key(SHM_NAME, UUID, attached=True) == (key, wanted)
+# --- files of another user -----------------------------------------------------------------------
 
 
-def test_memory_beside_a_key_of_another_is_not_open(path: Path) -> None:
-    """Who has the memory mapped can write another uuid into it."""
-    kept(UUID)
-    assert not keep_stamp_key(SHM_NAME, UUID[::-1], attached=True)[1]
-    path.write_bytes(b"short")
-    assert not keep_stamp_key(SHM_NAME, UUID, attached=True)[1]
+def test_a_file_of_another_user_stops_neither_a_start_without_an_identity_nor_an_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = NodeSegment.create(NAME, MIB)
+    path.touch()
+    with monkeypatch.context() as patched:
+        other_user(patched)
+        segment.forget_private()
+        segment.close()
+    with pytest.raises(ValueError, match="released"):
+        len(segment.memory)
+    assert segment.fd == -1
+
+
+def test_left_over_memory_beside_a_file_of_another_user_can_be_removed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    NodeSegment.create(NAME, MIB).close(unlink=False)
+    path.touch()
+    unlink = os.unlink
+
+    def refuse(name: str) -> None:
+        if name == str(path):
+            raise PermissionError(errno.EPERM, "not yours")
+        unlink(name)
+
+    (left,) = (each for each in left_overs() if each.name == NAME)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refuse)
+        assert remove_left(left)
+
+
+@pytest.mark.parametrize("kind", ["key", "socket"])
+def test_a_name_beside_which_another_user_has_made_something_is_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    other = f"{NAME}-2"
+    shm_names = [SHM_PREFIX + name for name in (NAME, other)]
+    taken = [
+        Path(key_path(name)) if kind == "key" else Path(SHM_DIRECTORY, socket_name(name))
+        for name in shm_names
+    ]
+    try:
+        for each in taken:
+            each.touch()
+        assert free_node_name(NAME) == NAME, "they are ours"
+        other_user(monkeypatch)
+        assert free_node_name(NAME) == f"{NAME}-3"
+    finally:
+        monkeypatch.undo()
+        for each in taken:
+            each.unlink()

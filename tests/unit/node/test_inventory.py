@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvstore.limits import Key, Namespace
+from kvstore.memory.entries import key_path
 from kvstore.memory.header import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
@@ -267,6 +269,18 @@ def test_what_is_found_is_stamped_once_when_others_may_write_no_more(segment: No
     segment.believed = None  # the next start of the node
     use_stamps(segment, serves_all=False)
     assert sorted(told(inventory.take(segment))) == ["a", "b"]
+
+
+def test_a_switch_makes_a_private_file_again_that_was_removed(stamped: NodeSegment) -> None:
+    path = Path(key_path(stamped.shm_name))
+    stamp(stamped, write(stamped, 0, "a", counter=1))
+    for serves_all in (True, False):
+        path.unlink()
+        use_stamps(stamped, serves_all=serves_all)
+        assert told(inventory.take(stamped)) == "a"
+        stamped.believed = None  # the next start of the node
+        use_stamps(stamped, serves_all=serves_all)
+        assert told(inventory.take(stamped)) == "a"
 
 
 def test_new_memory_is_never_open(segment: NodeSegment) -> None:
