@@ -325,6 +325,7 @@ class Client:
         dtype: DType = "uint8",
         *,
         kind: Literal["torch", "numpy"] = "torch",
+        namespace: str | None = None,
         wait_ms: int | None = None,
         timeout_ms: int | None = None,
     ) -> Value:
@@ -335,6 +336,11 @@ class Client:
         ``lease(tensor).held``: if the master could not be reached for longer than the put deadline,
         the memory may have been granted to another client.
 
+        Args:
+            namespace: where it is going to be put: until then the memory counts for the tenant of
+                this namespace. A put in another tenant's namespace moves it there, within the
+                bound of that one.
+
         Raises:
             NodeUnreachableError: there is no segment on this host. Otherwise as ``put``.
         """
@@ -342,7 +348,9 @@ class Client:
         descriptor, size = described_as(shape, dtype, kind)
         arguments.whole("the size", size, 0, arguments.SIZE_MAX, "bytes")
         waits_ms = self._wait_ms(wait_ms, timeout_ms)
-        return self._run(allocating.allocate(self._context, descriptor, size, waits_ms), timeout_ms)
+        space = self._namespace(namespace)
+        flow = allocating.allocate(self._context, space, descriptor, size, waits_ms)
+        return self._run(flow, timeout_ms)
 
     # --- getting ------------------------------------------------------------------------------
 

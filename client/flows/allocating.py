@@ -28,20 +28,24 @@ from kvstore.errors import (
     SegmentGoneError,
     UnavailableError,
 )
+from kvstore.limits import Namespace
 from kvstore.memory.header import HEADER_BYTES, WIPE, Header, pack_into
 from kvstore.transport.base import Move
 
 log = logging.getLogger("kvstore.client")
 
 
-def allocate(context: Context, descriptor: bytes, size: int, wait_ms: int) -> Flow[Value]:
-    """Allocates space for a value of ``size`` payload bytes, on this host, and leases it.
+def allocate(
+    context: Context, namespace: Namespace, descriptor: bytes, size: int, wait_ms: int
+) -> Flow[Value]:
+    """Allocates space for a value of ``size`` payload bytes, on this host, and leases it. Until it
+    is put, it counts for the tenant of ``namespace``.
 
     Raises:
         NodeUnreachableError: there is no segment on this host that the client may write to in
             place. Otherwise as ``write``.
     """
-    granted, until = yield from grant(context, size, wait_ms)
+    granted, until = yield from grant(context, namespace, size, wait_ms)
     segment = granted.segment
     memory = context.pool.view(segment, granted.offset + HEADER_BYTES, size)
     if memory is None:
@@ -66,7 +70,9 @@ def allocate(context: Context, descriptor: bytes, size: int, wait_ms: int) -> Fl
     return value
 
 
-def grant(context: Context, size: int, wait_ms: int) -> Flow[tuple[Granted, float]]:
+def grant(
+    context: Context, namespace: Namespace, size: int, wait_ms: int
+) -> Flow[tuple[Granted, float]]:
     """Has the master grant space for ``size`` payload bytes, and wipes its header. Returns the
     grant, and until when the client holds it.
 
@@ -76,7 +82,7 @@ def grant(context: Context, size: int, wait_ms: int) -> Flow[tuple[Granted, floa
     started = context.clock()
     request = calls.Allocate(
         size, wait_ms, context.host, context.segments.avoid(), context.here_only,
-        context.client_number,
+        context.client_number, namespace,
     )  # fmt: skip
     grants = yield from ask(request, calls.Grants)
     segments = yield from describe(context, grants.epoch, grants.segments)

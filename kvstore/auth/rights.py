@@ -38,6 +38,9 @@ class Right(enum.Enum):
     PUT = "put"
     """To write in some namespace, or to copy objects as a node: the call names a token, which
     belongs to its put."""
+    TAKE = "take"
+    """To write in the namespace that the call names. Older clients name none, and need to write in
+    some."""
     NODE = "node"
     """To be the node that the call names, or an admin."""
 
@@ -59,7 +62,7 @@ RULES: Final[dict[type, Rule]] = {
     calls.PutStart: Rule(Right.WRITE, _SPACE),
     calls.PutEnd: Rule(Right.PUT),
     calls.PutRevoke: Rule(Right.PUT),
-    calls.Allocate: Rule(Right.PUT),
+    calls.Allocate: Rule(Right.TAKE, _SPACE),
     calls.Commit: Rule(Right.WRITE, _SPACE),
     calls.Renew: Rule(Right.KEEP, _SPACE),
     calls.Pin: Rule(Right.WRITE, _SPACE),
@@ -103,7 +106,9 @@ def check(who: Identity, request: Request) -> None:
             verb, may = "read", who.may_read_or_write
         case Right.DOUBT if NODE in who.roles:
             return
-        case Right.WRITE | Right.DOUBT:
+        case Right.TAKE if _writes(who) and not any(_spaces(rule, request)):
+            return
+        case Right.WRITE | Right.DOUBT | Right.TAKE:
             verb, may = "write", who.may_write
         case right:
             if not _has(who, right, request):
@@ -121,11 +126,16 @@ def _has(who: Identity, right: Right, request: Request) -> bool:
         case Right.HOLD:
             return not who.roles.isdisjoint(_HOLDERS)
         case Right.PUT:
-            return NODE in who.roles or (ENGINE in who.roles and bool(who.writes))
+            return NODE in who.roles or _writes(who)
         case Right.NODE:
             return who.may_be_node(str(getattr(request, "node", "")))
         case _:
             return False
+
+
+def _writes(who: Identity) -> bool:
+    """Whether it may write in some namespace."""
+    return ENGINE in who.roles and bool(who.writes)
 
 
 def _spaces(rule: Rule, request: Request) -> Iterable[Namespace]:

@@ -251,6 +251,9 @@ class Allocate(NamedTuple):
     """As in ``PutStart``, like the next two fields."""
     here_only: bool = False
     client_number: int = 0
+    namespace: NamespaceOrEmpty = ""
+    """Whose tenant holds the memory until the commit, which may name another. Empty: the client is
+    of an older release; a master with tenants refuses it."""
 
 
 class Commit(NamedTuple):

@@ -107,7 +107,7 @@ class NamespaceStatus(NamedTuple):
 
 
 class TenantStatus(NamedTuple):
-    """Bytes are those of memory: headers, replicas and puts under way included."""
+    """Bytes are those of memory: headers, replicas, puts and allocations under way included."""
 
     name: str
     """Empty: has what belongs to no other tenant."""

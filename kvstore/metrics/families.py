@@ -60,7 +60,7 @@ STORE: Final = (
     Family("kvstore_missing_objects", "gauge", (), "Objects whose last replica went with its node in the last five minutes: back once it is."),
     Family("kvstore_pinned_objects", "gauge", (), "Objects that pins keep, ancestors included."),
     Family("kvstore_pinned_bytes", "gauge", (), "Bytes of objects that pins keep."),
-    Family("kvstore_tenant_bytes", "gauge", ("tenant",), "Bytes of memory that a tenant holds, puts under way included. Tenant \"\" has what belongs to no other one; without tenants there are no rows."),
+    Family("kvstore_tenant_bytes", "gauge", ("tenant",), "Bytes of memory that a tenant holds, puts and allocations under way included. Tenant \"\" has what belongs to no other one; without tenants there are no rows."),
     Family("kvstore_tenant_guaranteed_bytes", "gauge", ("tenant",), "What the puts of others cannot take from it."),
     Family("kvstore_tenant_at_most_bytes", "gauge", ("tenant",), "What it can never exceed; no row: no bound."),
     Family("kvstore_tenant_pinned_bytes", "gauge", ("tenant",), "Bytes of memory that its pins hold."),

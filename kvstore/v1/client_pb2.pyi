@@ -563,11 +563,16 @@ class AllocateRequest(_message.Message):
     AVOID_FIELD_NUMBER: _builtins.int
     HERE_ONLY_FIELD_NUMBER: _builtins.int
     CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     wait_ms: _builtins.int
     host: _builtins.str
     here_only: _builtins.bool
     client_number: _builtins.int
+    namespace: _builtins.str
+    """Whose tenant holds the memory until the commit. Empty (an older client): none; a master with
+    tenants refuses that.
+    """
     @_builtins.property
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """As in PutStartRequest."""
@@ -581,10 +586,11 @@ class AllocateRequest(_message.Message):
         avoid: _abc.Iterable[_builtins.bytes] | None = ...,
         here_only: _builtins.bool = ...,
         client_number: _builtins.int = ...,
+        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "client_number", b"client_number", "here_only", b"here_only", "host", b"host", "size", b"size", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "client_number", b"client_number", "here_only", b"here_only", "host", b"host", "namespace", b"namespace", "size", b"size", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -133,11 +133,14 @@ class Granting:
         return short
 
     def allocation(
-        self, now_ms: int, extents: list[Extent], size: int, client_number: int
+        self, now_ms: int, request: calls.Allocate, extents: list[Extent], owner: Tenant | None
     ) -> GrantedAllocation:
         token = self._pending.take_tokens(1) + 1
         deadline_ms = now_ms + self._common.rules.put_deadline_ms
-        put = GrantedAllocation(token, extents, size, deadline_ms, client_number)
+        put = GrantedAllocation(
+            token, extents, request.size, deadline_ms, request.client_number, request.namespace,
+            owner,
+        )  # fmt: skip
         self._pending.add(put)
         self._note_allocation(put)
         return put
@@ -205,7 +208,7 @@ class Granting:
     def quarantine(self, put: Granted, writes_until_ms: int) -> None:
         """Keeps the put's extents from use until its writer has certainly stopped."""
         until_ms = writes_until_ms + self._common.rules.quarantine_ms
-        self._pending.quarantine(put.token, put.residue(self._common.epoch), until_ms)
+        self._pending.quarantine(put, put.residue(self._common.epoch), until_ms)
 
     def give_back(self, puts: Sequence[GrantedCopy]) -> None:
         """Frees and wipes the extents of copies that are not stored, and whose writers are done."""

@@ -59,6 +59,7 @@ from kvstore.master.state.tenants import Tenants
 from kvstore.master.state.views.chains import ChainView
 from kvstore.master.state.views.report import Report
 from kvstore.master.state.waiting import WaitingPuts
+from kvstore.memory.header import extent_bytes
 from kvstore.tenants import TenantMatcher, TenantRule
 
 
@@ -301,7 +302,12 @@ class MasterState:
         waiting = [put.tenant for put in self.common.waiting if put.tenant is not None]
         tenants.check_invariants(self.forest.records(), self.pending, waiting)
         used = sum(s.capacity - s.allocator.free_bytes for s in self.pool.segments.values())
-        gone = sum(s.quarantined_bytes + s.reclaim_bytes for s in self.pool.segments.values())
+        gone = sum(s.reclaim_bytes for s in self.pool.segments.values())
+        gone += sum(
+            extent_bytes(residue.size) * sum(segment.alive for segment, _ in residue.extents)
+            for residue, owner in self.pending.all_quarantined()
+            if owner is None
+        )
         copies = sum(
             put.length * sum(segment.alive for segment, _ in put.extents)
             for put in self.pending

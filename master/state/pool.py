@@ -120,7 +120,7 @@ class Pool:
         objects, corrected by each change since, except for the death of nodes."""
 
     def tenant_of(self, namespace: str) -> Tenant | None:
-        """The tenant of this namespace, of an allocation for ""; None: the master has none."""
+        """The tenant of this namespace; None: the master has none."""
         return None if self.tenants is None else self.tenants.of(namespace)
 
     # --- objects ------------------------------------------------------------------------------

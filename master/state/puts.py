@@ -56,7 +56,16 @@ class Granted:
 class GrantedAllocation(Granted):
     """Memory of an allocation: ``commit`` makes it an object; until then it has no key."""
 
-    __slots__ = ()
+    __slots__ = ("namespace", "tenant")
+
+    def __init__(
+        self, token: int, extents: list[Extent], size: int, deadline_ms: int, client_number: int,
+        namespace: str, tenant: Tenant | None,
+    ) -> None:  # fmt: skip
+        super().__init__(token, extents, size, deadline_ms, client_number)
+        self.namespace = namespace
+        self.tenant = tenant
+        """That of the namespace since the last renewal; None: the master has no tenants."""
 
 
 class GrantedObject(Granted):
@@ -139,12 +148,24 @@ class WaitingPut:
 
 
 class PutCounts:
-    """Is told of each grant and of its end: ``Tenants``."""
+    """Is told of each grant, of its renewal and of its end, and of extents in quarantine:
+    ``Tenants``."""
 
     def granted(self, put: Granted) -> None:
         raise NotImplementedError
 
+    def renewed(self, put: Granted) -> None:
+        raise NotImplementedError
+
     def ended(self, put: Granted) -> None:
+        raise NotImplementedError
+
+    def owner(self, put: Granted) -> Tenant | None:
+        """The tenant that holds the extents of a put; None: of a copy."""
+        raise NotImplementedError
+
+    def quarantined(self, owner: Tenant, extents: Sequence[Extent], length: int) -> None:
+        """Counts extents in quarantine. ``length``: bytes of each; negative: it is over."""
         raise NotImplementedError
 
 
@@ -157,8 +178,8 @@ class Pending:
         self.last_token = 0
         """The highest token that was ever given out."""
         self._by_token: OrderedDict[int, Granted] = OrderedDict()
-        self._quarantine: OrderedDict[int, tuple[int, Residue]] = OrderedDict()
-        """By token: the time when the extents are free, and the extents."""
+        self._quarantine: OrderedDict[int, tuple[int, Residue, Tenant | None]] = OrderedDict()
+        """By token: the time when the extents are free, the extents, and who holds them."""
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -186,6 +207,8 @@ class Pending:
     def renew(self, put: Granted, deadline_ms: int) -> None:
         put.deadline_ms = deadline_ms
         self._by_token.move_to_end(put.token)
+        if self.tenants is not None:
+            self.tenants.renewed(put)
 
     def pop(self, token: int) -> Granted | None:
         put = self._by_token.pop(token, None)
@@ -218,14 +241,23 @@ class Pending:
         first = next(iter(self._by_token.values()), None)
         return None if first is None else first.deadline_ms + 1
 
-    def quarantine(self, token: int, residue: Residue, until_ms: int) -> None:
-        self._quarantine[token] = until_ms, residue
+    def quarantine(self, put: Granted, residue: Residue, until_ms: int) -> None:
+        """Keeps the extents of a put that has ended; its tenant holds them until then."""
+        owner = None
+        if self.tenants is not None:
+            owner = self.tenants.owner(put)
+            if owner is not None:
+                self.tenants.quarantined(owner, put.extents, put.length)
+        self._quarantine[put.token] = until_ms, residue, owner
         for segment, _ in residue.extents:
-            segment.quarantined_bytes += extent_bytes(residue.size)
+            segment.quarantined_bytes += put.length
 
     def quarantined(self, token: int) -> Residue | None:
         held = self._quarantine.get(token)
         return None if held is None else held[1]
+
+    def all_quarantined(self) -> list[tuple[Residue, Tenant | None]]:
+        return [(residue, owner) for _, residue, owner in self._quarantine.values()]
 
     def pop_quarantined(self, now_ms: int) -> Iterator[Residue]:
         """Removes and yields the extents whose quarantine is over.
@@ -234,12 +266,15 @@ class Pending:
         delays these by less than one put deadline, which is simpler than a heap.
         """
         while self._quarantine:
-            token, (until_ms, residue) = next(iter(self._quarantine.items()))
+            token, (until_ms, residue, owner) = next(iter(self._quarantine.items()))
             if until_ms > now_ms:
                 return
             del self._quarantine[token]
+            length = extent_bytes(residue.size)
             for segment, _ in residue.extents:
-                segment.quarantined_bytes -= extent_bytes(residue.size)
+                segment.quarantined_bytes -= length
+            if owner is not None and self.tenants is not None:
+                self.tenants.quarantined(owner, residue.extents, -length)
             yield residue
 
     def next_release_ms(self) -> int | None:
@@ -251,7 +286,7 @@ class Pending:
         for put in self._by_token.values():
             for segment, offset in put.extents:
                 yield segment, offset, put.length
-        for _, residue in self._quarantine.values():
+        for _, residue, _ in self._quarantine.values():
             for segment, offset in residue.extents:
                 yield segment, offset, extent_bytes(residue.size)
 

@@ -80,7 +80,17 @@ class Putting:
         return result
 
     def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Later:
+        """
+        Raises:
+            InvalidArgumentError: the master has tenants, and the request names no namespace.
+        """
         self._forest.begin_step()
+        if not request.namespace and self._pool.tenants is not None:
+            raise InvalidArgumentError(
+                "this master has tenants, and the allocation names no namespace whose tenant would "
+                "hold its memory",
+                advice="The client is of an older release: upgrade it, or put without allocate().",
+            )
         self._check_sizes([request.size])
         return self._answer_or_wait(now_ms, request, self._try_allocation(now_ms, request))
 
@@ -243,14 +253,14 @@ class Putting:
         segments = self._pool.segments.values()
         of_devices = [each.offer.uuid for each in segments if each.offer.device is not None]
         avoid = [*request.avoid, *of_devices]  # the client writes to an allocation as to an array
+        owner = self._pool.tenant_of(request.namespace)
         taken = self._granting.reserve(
             now_ms, [request.size], 1, host=request.host, avoid=avoid, here_only=request.here_only,
-            owner=self._pool.tenant_of(""),
+            owner=owner,
         )  # fmt: skip
         if isinstance(taken, Shortage):
             return taken
-        size, client = request.size, request.client_number
-        put = self._granting.allocation(now_ms, taken[0], size, client)
+        put = self._granting.allocation(now_ms, request, taken[0], owner)
         return self._granting.reply(bytes([PutOutcome.WRITE]), [put])
 
     # --- the second phase ---------------------------------------------------------------------
@@ -373,7 +383,7 @@ class Putting:
             self._granting.quarantine(given, given.deadline_ms)
             common.wipe([given.residue(common.epoch)._replace(kept=True)])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
-        self._keep_bound(now_ms, request, len(alive))
+        self._keep_bound(now_ms, request, given, len(alive))
         record = self._ensure(now_ms, namespace, key, parent)
         if request.overwrite:
             still_read = self._reclaim.still_read(record)
@@ -411,16 +421,19 @@ class Putting:
             return self._removing.replace(now_ms, replaced, overwriting, reply, still_read)
         return common.when_wiped(now_ms, [], reply, still_read) if still_read else reply
 
-    def _keep_bound(self, now_ms: int, request: calls.Commit, replicas: int) -> None:
-        """Lets the tenant of the namespace take over the bytes of an allocation, which belonged to
-        no namespace until now.
+    def _keep_bound(
+        self, now_ms: int, request: calls.Commit, given: GrantedAllocation, replicas: int
+    ) -> None:
+        """Makes room for the bytes of an allocation of another tenant within the bound of the
+        tenant whose object it becomes.
 
         Raises:
             NoSpaceError: that would bring it above its bound. The allocation lives on.
         """
         owner = self._pool.tenant_of(request.namespace)
-        if owner is None:
+        if owner is given.tenant:
             return
+        assert owner is not None
         if request.parent is not None:
             until_ms = now_ms + self._common.rules.lease_ms
             self._common.lease(request.namespace, request.parent, until_ms)

@@ -22,7 +22,7 @@ def refused(
     common: Common, now_ms: int, request: PutStart | Allocate, found: Shortage
 ) -> NoSpaceError:
     """The error for a put that is refused now; counted by tenant if a quota refuses it."""
-    owner = common.pool.tenant_of(request.namespace if isinstance(request, PutStart) else "")
+    owner = common.pool.tenant_of(request.namespace)
     if owner is None or not found.quota:
         return explained(common, now_ms, request, found)
     if found.quota == GUARANTEED:

@@ -1,9 +1,11 @@
 """Tenants: which namespaces belong to one, how much each holds, and what it may hold.
 
 The bytes of a tenant are the extents of its objects on segments that are alive, replicas and
-headers included, and those of its puts under way. Each table of a namespace keeps its share, by
-segment, so that a table moves to another tenant in one step when the rules change. Copies that the
-master itself orders (draining, repair) belong to no tenant until they are stored.
+headers included, those of its puts and allocations under way, and of those that were abandoned
+until their quarantine is over. Each table of a namespace keeps its share of objects and puts, by
+segment, so that a table moves to another tenant in one step when the rules change. An allocation
+is in no table: it moves with its next renewal. Copies that the master itself orders (draining,
+repair) belong to no tenant until they are stored.
 
 A tenant is above ``at_most`` only where no put made it so: its bound was lowered, a namespace came
 to it, or a node brought objects back. ``ceiling`` is what it may hold until it is below again.
@@ -17,7 +19,7 @@ from typing import final
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Namespace
 from kvstore.master.state.eviction import ORDERS_MAX, order_of
-from kvstore.master.state.puts import Granted, GrantedAllocation, GrantedPut, PutCounts
+from kvstore.master.state.puts import Granted, GrantedAllocation, GrantedPut, Pending, PutCounts
 from kvstore.master.state.records import (
     Extent,
     MountedSegment,
@@ -48,7 +50,7 @@ class Tenants(PutCounts):
         self._tables = namespaces
         self._segments = segments
         self.unnamed = Tenant(0, TenantRule(""))
-        """Has the namespaces that fit no other tenant, and allocations, which have none yet."""
+        """Has the namespaces that fit no other tenant."""
         self._by_name: dict[str, Tenant] = {"": self.unnamed}
         self._numbered: list[Tenant] = [self.unnamed]
         self._matcher = TenantMatcher(())
@@ -71,8 +73,6 @@ class Tenants(PutCounts):
         return self._by_name[self._matcher.of(namespace)]
 
     def of(self, namespace: str) -> Tenant:
-        if not namespace:
-            return self.unnamed  # an allocation, even where a tenant has all namespaces
         table = self._tables.get(namespace)
         if table is None or table.tenant is None:
             return self.match(namespace)
@@ -117,8 +117,26 @@ class Tenants(PutCounts):
         """Counts a put, or an allocation, that begins."""
         self._count(put, 1)
 
+    def renewed(self, put: Granted) -> None:
+        """Lets an allocation follow its namespace, which may belong to another tenant now."""
+        if isinstance(put, GrantedAllocation):
+            now = self.of(put.namespace)
+            if now is not put.tenant:
+                self._count(put, -1)
+                put.tenant = now
+                self._count(put, 1)
+                now.rise()
+
     def ended(self, put: Granted) -> None:
         self._count(put, -1)
+
+    def owner(self, put: Granted) -> Tenant | None:
+        if isinstance(put, GrantedPut):
+            return self.of_record(put.record)
+        return put.tenant if isinstance(put, GrantedAllocation) else None
+
+    def quarantined(self, owner: Tenant, extents: Sequence[Extent], length: int) -> None:
+        _add_all(owner, extents, length)
 
     def _count(self, put: Granted, by: int) -> None:
         if isinstance(put, GrantedPut):
@@ -128,10 +146,9 @@ class Tenants(PutCounts):
             table.tenant.pending += by
             self.hold(put.record, put.extents, by * put.length)
         elif isinstance(put, GrantedAllocation):
-            self.unnamed.pending += by
-            for segment, _ in put.extents:
-                if segment.alive:
-                    _add(self.unnamed, segment.segment_id, by * put.length)
+            assert put.tenant is not None
+            put.tenant.pending += by
+            _add_all(put.tenant, put.extents, by * put.length)
 
     def segment_died(self, segment_id: int) -> None:
         for tenant in self._numbered:
@@ -235,7 +252,7 @@ class Tenants(PutCounts):
     # --- checking -----------------------------------------------------------------------------
 
     def check_invariants(
-        self, records: Iterable[ObjectRecord], pending: Iterable[Granted], waiting: Sequence[Tenant]
+        self, records: Iterable[ObjectRecord], pending: Pending, waiting: Sequence[Tenant]
     ) -> None:
         size: dict[str, int] = {}
         objects: dict[str, int] = {}
@@ -252,7 +269,9 @@ class Tenants(PutCounts):
                     held[place] = held.get(place, 0) + length
         for put in pending:
             if isinstance(put, GrantedPut | GrantedAllocation):
-                name = self.of_record(put.record).name if isinstance(put, GrantedPut) else ""
+                owner = self.owner(put)
+                assert owner is not None
+                name = owner.name
                 puts[name] = puts.get(name, 0) + 1
                 for segment, _ in put.extents:
                     if segment.alive:
@@ -260,6 +279,11 @@ class Tenants(PutCounts):
                         if isinstance(put, GrantedPut):
                             place = put.record.namespace, segment.segment_id
                             held[place] = held.get(place, 0) + put.length
+        for residue, owner in pending.all_quarantined():
+            for segment, _ in residue.extents:
+                if segment.alive and owner is not None:
+                    name, length = owner.name, extent_bytes(residue.size)
+                    size[name] = size.get(name, 0) + length
         for tenant in self._numbered:
             if self._by_name.get(tenant.name) is not tenant:
                 continue
@@ -281,6 +305,13 @@ class Tenants(PutCounts):
                 if number in self._segments:
                     assert length == held.pop((table.name, number), 0)
         assert not held, "bytes in no table"
+
+
+def _add_all(tenant: Tenant, extents: Iterable[Extent], length: int) -> None:
+    """Counts ``length`` bytes of each of these extents that is on a segment alive."""
+    for segment, _ in extents:
+        if segment.alive:
+            _add(tenant, segment.segment_id, length)
 
 
 def _add(tenant: Tenant, segment_id: int, size: int) -> None:

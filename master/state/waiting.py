@@ -53,7 +53,7 @@ class WaitingPuts:
             )
         if not self._queue:
             self._tried_ms = now_ms
-        owner = self._owner(request)
+        owner = common.pool.tenant_of(request.namespace)
         if owner is not None:
             bound = owner.share_of(common.rules.waiting_puts_max)
             if owner.waiting >= bound:
@@ -78,10 +78,6 @@ class WaitingPuts:
                 self._drop(waiting)
                 self._jobs.note(SERVE, bool(self._queue))  # the next one may want less
                 return
-
-    def _owner(self, request: Wanting) -> Tenant | None:
-        namespace = request.namespace if isinstance(request, calls.PutStart) else ""
-        return self._common.pool.tenant_of(namespace)
 
     def _drop(self, put: WaitingPut) -> None:
         """Takes a put out of the queue."""

@@ -20,7 +20,6 @@ from kvstore.errors import (
     NoSpaceError,
 )
 from kvstore.limits import Namespace
-from kvstore.master.state.effects import Later
 from kvstore.master.state.rules import MasterRules
 from kvstore.tenants import UNBOUNDED, TenantMatcher, TenantRule
 from tests.unit.master.cluster import EPOCH, EXTENT, Cluster, keys_of
@@ -149,26 +148,52 @@ class TenantMachine(RuleBasedStateMachine):
         else:
             self.cluster.end_tokens([token])
 
-    @rule(commits=st.booleans(), space=spaces, name=st.sampled_from(NAMES))
-    def allocate(self, commits: bool, space: Namespace, name: str) -> None:
+    @rule(space=spaces, wait_ms=st.sampled_from([0, 0, 3_000]))
+    def allocate(self, space: Namespace, wait_ms: int) -> None:
         cluster = self.cluster
         cluster.work()
         before = self._held()
+        request = calls.Allocate(3_000, wait_ms, "", namespace=space)
         try:
-            result = cluster.state.putting.allocate(cluster.now_ms, calls.Allocate(3_000, 0, ""))
-            if isinstance(result, Later):
-                cluster.reply(result)
-                self._answers()
-                return
-            self._took_from_others(before, "")
-            assert isinstance(result, calls.Grants)
+            result = cluster.state.putting.allocate(cluster.now_ms, request)
+        except (NoSpaceError, BusyError) as error:
+            self._names_a_tenant(error)
+            return
+        if isinstance(result, calls.Grants):
+            self._took_from_others(before, TenantMatcher(self.tenants).of(space))
             self.allocated += result.tokens
-            if commits:
-                before = self._held()
-                cluster.commit(self.allocated.pop(), name, size=3_000, namespace=space)
-                self._took_from_others(before, TenantMatcher(self.tenants).of(space))
+        else:
+            cluster.work()
+            self._answers()
+
+    @precondition(lambda self: self.allocated)
+    @rule(data=st.data(), space=spaces, name=st.sampled_from(NAMES))
+    def commit(self, data: st.DataObject, space: Namespace, name: str) -> None:
+        """In any namespace, whichever the memory was allocated for."""
+        self.cluster.work()
+        token = data.draw(st.sampled_from(self.allocated))
+        before = self._held()
+        try:
+            self.cluster.commit(token, name, size=3_000, namespace=space)
         except (NoSpaceError, BusyError, InvalidArgumentError) as error:
             self._names_a_tenant(error)
+        else:
+            self.allocated.remove(token)
+        self._took_from_others(before, TenantMatcher(self.tenants).of(space))
+
+    @precondition(lambda self: self.allocated)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        self.cluster.renew_token(data.draw(st.sampled_from(self.allocated)))
+
+    @precondition(lambda self: self.allocated)
+    @rule(data=st.data(), settled=st.booleans())
+    def give_up(self, data: st.DataObject, settled: bool) -> None:
+        token = data.draw(st.sampled_from(self.allocated))
+        self.allocated.remove(token)
+        request = calls.PutRevoke(EPOCH, [token], settled)
+        self.cluster.state.putting.put_revoke(self.cluster.now_ms, request)
+        self.cluster._settle()
 
     @rule(space=spaces, count=st.integers(1, 4))
     def match(self, space: Namespace, count: int) -> None:

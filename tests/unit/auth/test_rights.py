@@ -45,6 +45,7 @@ READS: Final = ALWAYS | {
 WRITES: Final = ALWAYS | {
     "node": "nnnnn", "engine": "ynynn", "reader": "nnnnn", "observer": "nnnnn",
 }  # fmt: skip
+TAKES: Final = WRITES | {"engine": "ynyny"}
 KEEPS: Final = READS | {"engine": "yyynn"}
 DOUBTS: Final = WRITES | {"node": "yyyyy"}
 ENTERS: Final = dict.fromkeys(WHO, "y")
@@ -62,7 +63,7 @@ EXPECTED: Final[dict[type, dict[str, str]]] = {
     calls.PutStart: WRITES,
     calls.PutEnd: PUTS,
     calls.PutRevoke: PUTS,
-    calls.Allocate: PUTS,
+    calls.Allocate: TAKES,
     calls.Commit: WRITES,
     calls.Renew: KEEPS,
     calls.Pin: WRITES,
@@ -96,7 +97,7 @@ def request(kind: type, space: str) -> Request:
         calls.PutStart: calls.PutStart(n, [KEY], [1], None, True, 1, False, 0, ""),
         calls.PutEnd: calls.PutEnd(1, [1]),
         calls.PutRevoke: calls.PutRevoke(1, [1], False),
-        calls.Allocate: calls.Allocate(1, 0, ""),
+        calls.Allocate: calls.Allocate(1, 0, "", namespace=n),
         calls.Commit: calls.Commit(1, 1, n, KEY, None, 1, False),
         calls.Renew: calls.Renew(n, [KEY], [1], [1], 1, []),
         calls.Pin: calls.Pin(n, [KEY], 1),

@@ -45,7 +45,7 @@ class Store(World):
 
     def allocate(self) -> Bytes1D:
         descriptor, size = described_as(100, "uint8", "numpy")
-        flow = allocating.allocate(self.context, descriptor, size, 0)
+        flow = allocating.allocate(self.context, DEFAULT_NAMESPACE, descriptor, size, 0)
         return cast(Bytes1D, self.run(flow))
 
     def put(self, key: str, array: Bytes1D) -> PutOutcome:

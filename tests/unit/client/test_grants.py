@@ -120,7 +120,7 @@ def test_grants_are_asked_for_under_the_number_that_data_servers_see() -> None:
     world.answers[calls.PutStart] = grants([FOUND], [], [])
     put(world, A)
     world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)])
-    world.run(allocating.grant(world.context, 100, 0))
+    world.run(allocating.grant(world.context, N, 100, 0))
     asked = world.requests(calls.PutStart) + world.requests(calls.Allocate)
     assert [request.client_number for request in asked] == [77, 77]
 
@@ -235,7 +235,7 @@ def test_an_allocation_is_wiped_and_counts_from_before_the_question() -> None:
     world = World()
     world.memory[1][4096 : 4096 + 64] = b"x" * 64
     world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)], deadline_ms=5_000)
-    granted, until = world.run(allocating.grant(world.context, 100, 0))
+    granted, until = world.run(allocating.grant(world.context, N, 100, 0))
     assert granted == Granted(EPOCH, 9, world.segments[1], 4096, 100)
     assert until == pytest.approx(world.now + 4.8)
     assert world.memory[1][4096 : 4096 + 64] == WIPE
@@ -246,11 +246,11 @@ def test_an_allocation_that_cannot_be_reached_is_revoked() -> None:
     world.failing[1] = [UNSETTLED]
     world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)])
     with pytest.raises(NodeUnreachableError):
-        world.run(allocating.grant(world.context, 100, 0))
+        world.run(allocating.grant(world.context, N, 100, 0))
     assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], False)]
     world.answers[calls.Allocate] = grants([WRITE], [10], [(17, 4096)])
     with pytest.raises(PutRefusedError):
-        world.run(allocating.grant(world.context, 100, 0))
+        world.run(allocating.grant(world.context, N, 100, 0))
     assert world.requests(calls.PutRevoke)[-1] == calls.PutRevoke(EPOCH, [10], True)
 
 

@@ -322,9 +322,10 @@ class Cluster:
         self._settle()
         return revoked
 
-    def allocate(self, size: int = BLOCK) -> int:
+    def allocate(self, size: int = BLOCK, *, namespace: Namespace = NAMESPACE) -> int:
         """The token."""
-        result = self.state.putting.allocate(self.now_ms, calls.Allocate(size, 0, ""))
+        request = calls.Allocate(size, 0, "", namespace=namespace)
+        result = self.reply(self.state.putting.allocate(self.now_ms, request))
         assert isinstance(result, calls.Grants)
         return result.tokens[0]
 

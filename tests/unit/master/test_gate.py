@@ -195,7 +195,7 @@ def test_a_token_is_of_the_client_that_got_it(
     gate: Gate, request_of: Callable[[int], calls.Request]
 ) -> None:
     pending = Pending()
-    pending.add(GrantedAllocation(5, [], 10, 1_000, 7))
+    pending.add(GrantedAllocation(5, [], 10, 1_000, 7, SPACE, None))
     ending, unknown = request_of(5), request_of(6)
     assert gate.own(Caller("c", ENGINE, number=7), ending, pending) is ending
     theirs = Caller("c", OTHER, number=8)

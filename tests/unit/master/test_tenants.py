@@ -8,6 +8,7 @@ from kvstore import calls
 from kvstore.calls import DrainStep, PutOutcome, Version
 from kvstore.errors import BusyError, InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key, Namespace
+from kvstore.master.state.effects import Later
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES
@@ -60,25 +61,6 @@ def test_bytes_are_those_of_objects_replicas_and_puts_under_way(new_cluster: New
     assert blocks(cluster, "a") == 2
     cluster.remove("ab", namespace=A)
     assert (blocks(cluster, "a"), row(cluster, "a").objects) == (0, 0)
-
-
-def test_an_allocation_belongs_to_no_tenant_until_its_commit(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a")], one=8)
-    token = cluster.allocate(BLOCK + EXTENT)
-    assert (blocks(cluster, ""), blocks(cluster, "a")) == (2, 0)
-    assert cluster.commit(token, "k", namespace=A) is PutOutcome.STORED
-    assert (blocks(cluster, ""), blocks(cluster, "a")) == (0, 1)
-
-
-def test_an_allocation_evicts_nothing_of_a_tenant_with_all_namespaces(
-    new_cluster: NewCluster,
-) -> None:
-    """Found by the model: the pattern * fits the empty name of an allocation's namespace."""
-    cluster = new_cluster(tenants=[TenantRule("a", ("*",), 3 * EXTENT)], one=3)
-    cluster.put("xyz", namespace=A, chain=False)
-    with pytest.raises(NoSpaceError, match="guarantees of other tenants"):
-        cluster.allocate()
-    assert blocks(cluster, "a") == 3
 
 
 def test_without_tenants_the_status_has_no_rows(new_cluster: NewCluster) -> None:
@@ -147,18 +129,6 @@ def test_replicas_count(new_cluster: NewCluster) -> None:
     assert cluster.present("ab", namespace=A) == "b"
 
 
-def test_a_commit_keeps_the_bound(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=1)], one=9)
-    cluster.put("a", namespace=A)
-    cluster.match("a", namespace=A)
-    token = cluster.allocate()
-    with pytest.raises(NoSpaceError, match="tenant a holds 4 KiB"):
-        cluster.commit(token, "b", namespace=A)
-    cluster.after(LEASE_MS)
-    assert cluster.commit(token, "b", namespace=A) is PutOutcome.STORED
-    assert cluster.present("ab", namespace=A) == "b"
-
-
 def test_one_at_its_bound_does_not_hold_up_the_puts_of_others(new_cluster: NewCluster) -> None:
     cluster = new_cluster(tenants=[rule("a", at_most=2), rule("b")], one=4)
     cluster.put("ab", namespace=A)
@@ -180,6 +150,150 @@ def test_a_repair_stays_within_the_bound(new_cluster: NewCluster) -> None:
     record = cluster.state.forest.get(A, Key(b"a"))
     assert record is not None
     assert not cluster.state.pool.may_have_copy(record)
+
+
+# --- allocations ----------------------------------------------------------------------------
+
+
+def test_an_allocation_belongs_to_the_tenant_of_its_namespace(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a")], one=8)
+    token = cluster.allocate(BLOCK + EXTENT, namespace=A)
+    assert (blocks(cluster, "a"), blocks(cluster, "")) == (2, 0)
+    assert cluster.commit(token, "k", namespace=A) is PutOutcome.STORED
+    assert (blocks(cluster, "a"), row(cluster, "a").objects) == (1, 1)
+
+
+def test_a_tenant_that_allocates_and_renews_stays_within_its_bound(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=3), rule("b", guaranteed=1)], one=5)
+    cluster.put("z", namespace=B)
+    cluster.put("k", namespace=A)
+    held = [cluster.allocate(namespace=A) for _ in range(3)]  # the third evicts k, its own
+    for _ in range(5):
+        with pytest.raises(NoSpaceError, match="tenant a holds 12 KiB of at most 12 KiB"):
+            cluster.allocate(namespace=A)
+        cluster.after(cluster.rules.put_deadline_ms // 2)
+        assert all(map(cluster.renew_token, held))
+    cluster.put("y", namespace=B)
+    assert cluster.present("yz", namespace=B) == "yz"
+    assert (blocks(cluster, "a"), row(cluster, "a").refused) == (3, 5)
+
+
+def test_an_allocation_at_the_bound_waits_and_is_refused_by_name(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=1), rule("b")], one=9)
+    first = cluster.allocate(namespace=A)
+    putting = cluster.state.putting
+    request = calls.Allocate(BLOCK, 3_000, "", namespace=A)
+    late, granted = (putting.allocate(cluster.now_ms, request) for _ in range(2))
+    assert isinstance(late, Later)
+    assert isinstance(granted, Later)
+    cluster.allocate(namespace=B)  # which does not wait behind those of another tenant
+    assert cluster.commit(first, "k", namespace=B) is PutOutcome.STORED  # leased, and not of a
+    cluster.work()
+    assert isinstance(cluster.answers.pop(late.ticket), calls.Grants)
+    cluster.after(3_250)
+    error = cluster.answers.pop(granted.ticket)
+    assert isinstance(error, NoSpaceError)
+    assert (error.fields["tenant"], error.fields["quota"]) == ("a", "at_most")
+
+
+@pytest.mark.parametrize("how", ["expires", "is revoked", "is revoked as settled"])
+def test_an_abandoned_allocation_counts_until_it_can_be_granted_again(
+    new_cluster: NewCluster, how: str
+) -> None:
+    """Else a tenant could fill the pool with what it has given up."""
+    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
+    token = cluster.allocate(BLOCK + EXTENT, namespace=A)
+    if how == "expires":
+        cluster.after(cluster.rules.put_deadline_ms + 250)
+    else:
+        settled = how == "is revoked as settled"
+        request = calls.PutRevoke(EPOCH, [token], settled)
+        cluster.state.putting.put_revoke(cluster.now_ms, request)
+    cluster.work()
+    if how != "is revoked as settled":
+        assert blocks(cluster, "a") == 2
+        with pytest.raises(NoSpaceError, match="tenant a holds 8 KiB of at most 8 KiB"):
+            cluster.allocate(namespace=A)
+        cluster.after(cluster.rules.put_deadline_ms + cluster.rules.quarantine_ms + 250)
+    assert blocks(cluster, "a") == 0
+    cluster.allocate(BLOCK + EXTENT, namespace=A)
+
+
+def test_an_abandoned_put_counts_until_its_memory_can_be_granted_again(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
+    cluster.revoke(cluster.start("xy", namespace=A), settled=False)
+    assert (blocks(cluster, "a"), row(cluster, "a").objects) == (2, 0)
+    with pytest.raises(NoSpaceError, match="tenant a holds"):
+        cluster.start("z", namespace=A)
+    cluster.kill("one")
+    assert blocks(cluster, "a") == 0
+    cluster.after(cluster.rules.put_deadline_ms + cluster.rules.quarantine_ms + 250)
+    assert blocks(cluster, "a") == 0
+
+
+def test_a_commit_for_another_tenant_moves_the_bytes_within_the_bound(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=1), rule("b")], one=9)
+    cluster.put("a", namespace=A)
+    cluster.match("a", namespace=A)
+    token = cluster.allocate(namespace=B)
+    with pytest.raises(NoSpaceError, match="tenant a holds 4 KiB"):
+        cluster.commit(token, "b", namespace=A)
+    assert (blocks(cluster, "a"), blocks(cluster, "b")) == (1, 1)
+    cluster.after(LEASE_MS)
+    assert cluster.commit(token, "b", namespace=A) is PutOutcome.STORED
+    assert cluster.present("ab", namespace=A) == "b"
+    assert (blocks(cluster, "a"), blocks(cluster, "b")) == (1, 0)
+
+
+def test_a_commit_at_the_bound_of_its_own_tenant_evicts_nothing(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
+    cluster.put("a", namespace=A)
+    token = cluster.allocate(namespace=A)
+    assert cluster.commit(token, "b", namespace=A) is PutOutcome.STORED
+    assert cluster.present("ab", namespace=A) == "ab"
+
+
+def test_allocations_are_within_the_share_of_puts(new_cluster: NewCluster) -> None:
+    rules = MasterRules(pending_puts_max=4)
+    cluster = new_cluster(rules=rules, tenants=[rule("a", puts=0.5)], one=20)
+    for _ in range(2):
+        cluster.allocate(namespace=A)
+    with pytest.raises(BusyError, match="tenant a has 2 puts under way, at most 2"):
+        cluster.allocate(namespace=A)
+    cluster.allocate(namespace=B)
+
+
+def test_an_allocation_follows_its_namespace_when_it_is_renewed(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(tenants=[rule("a")], one=9)
+    held = [cluster.allocate(namespace=B) for _ in range(2)]
+    cluster.state.set_tenants([rule("a"), rule("b", at_most=1)])
+    cluster.work()
+    assert (blocks(cluster, "b"), blocks(cluster, "")) == (0, 2)
+    cluster.renew_token(held[0])
+    assert (blocks(cluster, "b"), blocks(cluster, "")) == (1, 1)
+    cluster.renew_token(held[1])  # above the bound, which no put has broken
+    assert (blocks(cluster, "b"), blocks(cluster, "")) == (2, 0)
+    cluster.state.check_invariants()
+    with pytest.raises(NoSpaceError, match="tenant b holds 8 KiB"):
+        cluster.allocate(namespace=B)
+
+
+def test_without_a_namespace_it_is_refused_where_there_are_tenants(
+    new_cluster: NewCluster,
+) -> None:
+    """A client of an older release names none."""
+    cluster = new_cluster(tenants=[rule("a")], one=4)
+    with pytest.raises(InvalidArgumentError, match="names no namespace") as refused:
+        cluster.allocate(namespace=Namespace(""))
+    assert "older release" in refused.value.advice
+    without = new_cluster(one=4)
+    assert without.commit(without.allocate(namespace=Namespace("")), "k") is PutOutcome.STORED
 
 
 # --- guarantees -----------------------------------------------------------------------------
