@@ -1,5 +1,6 @@
 """A peer that speaks the protocol well and lies, beside an honest client: as a client on both
-carriers, as a node, on a node's data port, over HTTP and on the ports of events.
+carriers, as a node, as the master of a node, on a node's data port, over HTTP and on the ports of
+events.
 
 Whatever it says: the honest client finds what it has put, and can put more; no process ends, none
 logs a traceback, no call hangs; and a master that is started again finds everything.
@@ -7,13 +8,14 @@ logs a traceback, no call hangs; and a master that is started again finds everyt
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,18 @@ from kvstore.client.calling.lane import LaneConnection, connect
 from kvstore.clocks import uptime
 from kvstore.errors import InternalError, KVStoreError
 from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
+from kvstore.memory.header import SUPERBLOCK_BYTES
+from kvstore.memory.segment import NodeSegment
 from kvstore.network import tcp_protocol as data
 from kvstore.network.addresses import split_address
 from kvstore.network.host import host_id
+from kvstore.node.agent import NodeAgent
+from kvstore.transport.tcp_server import DataServer
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, JOIN_METADATA, decode_reply, encode_request
 from kvstore.wire.node_messages import SESSION_PATH, encode_node_message
 from kvstore.wire.status import decode_error, detail_of
+from tests.conformance.carrier_peers import ScriptedService, Server
 from tests.support.cluster import Cluster
 from tests.support.http import request
 from tests.support.processes import free_port
@@ -42,10 +49,12 @@ from tests.support.twin import (
     TEXTS,
     Lie,
     Theirs,
+    false_ranges,
     lies,
     true_calls,
     true_join,
     true_messages,
+    true_order,
 )
 from tests.support.waiting import until
 
@@ -324,6 +333,110 @@ def test_a_node_that_lies_afterwards(cluster: Cluster, honest: Honest) -> None:
                     assert node.outcome() != "InternalError", lie
             honest.check(type(true).__name__)
     starts_again(cluster, honest)
+
+
+class FalseMaster:
+    """A master that says orders that lie, and has the node answer each."""
+
+    def __init__(
+        self, orders: Iterable[calls.MasterWipe], said: Callable[[calls.MasterWipe, bool], None]
+    ) -> None:
+        """``said``: called after each order: whether the node has answered it."""
+        self._orders = iter(orders)
+        self._said = said
+        self._session = asyncio.Lock()
+        """A node joins again before the end of its last session is seen."""
+        self.joins: list[calls.NodeJoin] = []
+        self.done = asyncio.Event()
+
+    async def script(
+        self, incoming: AsyncIterator[calls.NodeMessage]
+    ) -> AsyncIterator[calls.MasterMessage]:
+        join = await anext(incoming)
+        assert isinstance(join, calls.NodeJoin)
+        async with self._session:
+            self.joins.append(join)
+            yield calls.MasterAccepted(7, 500, 6_000, [1])
+            for order in self._orders:
+                yield order
+                is_answered = False
+                async for message in incoming:
+                    if message == calls.NodeWiped(order.order):
+                        is_answered = True
+                        break
+                self._said(order, is_answered)
+                if not is_answered:
+                    return  # the node has ended the session, and joins again
+            self.done.set()
+            async for _ in incoming:
+                pass
+
+
+def zeroed(memory: bytes, order: calls.MasterWipe) -> bytes:
+    """The memory after an order that is believed: it has every right in its segment, and none
+    elsewhere."""
+    left = bytearray(memory)
+    for offset, length in zip(order.offsets, order.lengths, strict=False):
+        if SUPERBLOCK_BYTES <= offset and offset + length <= len(memory):
+            left[offset : offset + length] = bytes(length)
+    return bytes(left)
+
+
+def test_a_master_that_lies_in_its_orders() -> None:
+    """Each is refused, and ends the session, or changes what it names within the segment and
+    nothing else. The node goes on, and obeys the next true one."""
+    size = 1 << 20
+    with (
+        contextlib.closing(NodeSegment.create("orders", size)) as segment,
+        contextlib.closing(NodeSegment.create("neighbour", size)) as neighbour,
+        Server(ScriptedService()) as server,
+    ):
+        true = true_order(segment.uuid, size)
+        theirs = Theirs(numbers=[size, segment.seed], blobs=[neighbour.uuid, segment.token])
+        told = [lie.message for lie in (*lies(true, theirs), *false_ranges(true, size))]
+        orders = [*itertools.chain.from_iterable((lie, true) for lie in told)]
+        filled = os.urandom(size - SUPERBLOCK_BYTES)
+        for each in (segment, neighbour):
+            each.memory[SUPERBLOCK_BYTES:] = filled
+        beside = bytes(neighbour.memory)
+        refused: list[calls.MasterWipe] = []
+
+        def said(order: calls.MasterWipe, is_answered: bool) -> None:
+            expected = bytes(SUPERBLOCK_BYTES) + filled
+            if not is_answered:
+                refused.append(order)
+            elif order.uuid == segment.uuid:
+                expected = zeroed(expected, order)
+            assert bytes(segment.memory[SUPERBLOCK_BYTES:]) == expected[SUPERBLOCK_BYTES:], order
+            segment.memory[SUPERBLOCK_BYTES:] = filled
+
+        master = FalseMaster(orders, said)
+        server.service.script = master.script
+        data_server = DataServer([segment], "127.0.0.1", 0, capabilities="require")
+
+        async def serve() -> None:
+            data_server.start()
+            agent = NodeAgent(
+                name="n", host="h", master=server.address, segment=segment, server=data_server,
+                address="h:1",
+            )  # fmt: skip
+            running = asyncio.create_task(agent.run())
+            try:
+                async with asyncio.timeout(60):
+                    await master.done.wait()
+                agent.stop()
+                await running
+            finally:
+                running.cancel()
+                data_server.stop()
+
+        asyncio.run_coroutine_threadsafe(serve(), server._loop).result(70)
+        assert bytes(neighbour.memory) == beside
+    assert true not in refused
+    odd = [order for order in refused if len(order.lengths) not in (0, len(order.offsets))]
+    assert len(odd) >= 6, "columns of other lengths"
+    offers = {(o.uuid, o.size, o.seed, o.token) for join in master.joins for o in join.segments}
+    assert offers == {(segment.uuid, size, segment.seed, segment.token)}
 
 
 def test_a_client_of_the_data_port_that_lies(cluster: Cluster, honest: Honest) -> None:

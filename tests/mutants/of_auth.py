@@ -14,6 +14,8 @@ RIGHTS: Final = ("tests/unit/auth/test_rights.py",)
 REVOKED: Final = ("tests/unit/auth/test_revoked.py",)
 
 REPORTS: Final = ("tests/unit/master/test_nodes.py",)
+ORDERS: Final = ("tests/integration/test_hostile_twin.py::test_a_master_that_lies_in_its_orders",)
+
 STAMPS: Final = ("tests/unit/node/test_inventory.py",)
 STAMP_KEY: Final = ("tests/unit/memory/test_stamp_key.py",)
 STAMPING: Final = ("tests/unit/master/test_sealing.py",)
@@ -146,6 +148,16 @@ MUTANTS: Final = (
         "        if segment.zeroes:\n            segment.reclaim_bytes += length\n",
         "        if segment.zeroes and not length:\n            segment.reclaim_bytes += length\n",
         ZEROED),
+    Mutant("anybody-allocates-for-others", "kvstore/auth/rights.py",
+        "calls.Allocate: Rule(Right.TAKE, _SPACE),", "calls.Allocate: Rule(Right.PUT),", RIGHTS),
+    Mutant("without-a-namespace-anybody-allocates", "kvstore/auth/rights.py",
+        "case Right.TAKE if _writes(who) and", "case Right.TAKE if who and", RIGHTS),
+    Mutant("an-order-zeroes-the-superblock", "kvstore/memory/segment.py",
+        "            if offset < layout.SUPERBLOCK_BYTES or stop > self.size:\n",
+        "            if stop > self.size:\n", ORDERS),
+    Mutant("an-order-has-columns-of-any-length", "kvstore/wire/codec.py",
+        "    if len(order.lengths) not in (0, len(order.offsets)):\n",
+        "    if len(order.lengths) < 0:\n", ORDERS),
     Mutant("readers-write", "kvstore/auth/rights.py",
         "verb, may = \"write\", who.may_write", "verb, may = \"write\", who.may_read", RIGHTS),
 )  # fmt: skip
