@@ -8,9 +8,10 @@ from kvstore.calls import NO_VERSION, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import repairing
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.puts import GrantedCopy, GrantedObject, GrantedPut
+from kvstore.master.state.puts import GrantedAllocation, GrantedCopy, GrantedObject, GrantedPut
 from kvstore.master.state.records import MountedSegment, ObjectRecord
 from kvstore.memory.header import extent_bytes
+from kvstore.tenants import UNBOUNDED
 
 Name = tuple[Namespace, Key]
 
@@ -64,6 +65,26 @@ def pending_extents(state: MasterState) -> Iterator[tuple[int, MountedSegment, i
     for put in state.pending:
         for segment, offset in put.extents:
             yield put.token, segment, offset, put.length
+
+
+def held(state: MasterState) -> Iterator[tuple[int, Namespace, int]]:
+    """(token, namespace, bytes of live segments) of each put and allocation under way, and of each
+    object, whose token is 0."""
+    for put in state.pending:
+        of = put.namespace if isinstance(put, GrantedAllocation) else None
+        if isinstance(put, GrantedPut):
+            of = put.record.namespace
+        if of is not None:
+            yield put.token, Namespace(of), put.length * sum(s.alive for s, _ in put.extents)
+    for record in state.forest.records():
+        size = extent_bytes(record.size) * sum(s.alive for s, _ in record.extents())
+        yield 0, record.namespace, size
+
+
+def bound_of(state: MasterState, namespace: Namespace) -> tuple[str, int]:
+    """The name of the namespace's tenant, and the bytes that it may hold."""
+    owner = state.pool.tenant_of(namespace)
+    return ("", UNBOUNDED) if owner is None else (owner.name, owner.at_most)
 
 
 def zeroed(state: MasterState, tokens: Sequence[int]) -> Iterator[tuple[bytes, int, int]]:

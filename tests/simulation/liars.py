@@ -54,6 +54,9 @@ FLOOD_MAX = 200
 
 ATTACKER: Final = identity("attacker", ["engine"], reads=[MINE], writes=[MINE])
 
+HOARD_MAX = 40
+"""Allocations of one hoard, which it renews once."""
+
 NODE_BEATS_MAX = 15
 """A node that lies stays for so many heartbeats: longer than a node is silent before it is dead."""
 
@@ -195,6 +198,9 @@ class Liars:
             if chance < 0.4 and cluster.options.stamps:
                 await self._forge(client, master)
                 continue
+            if chance < 0.5:
+                await self._hoard(client, master.process.name)
+                continue
             asked = random.choice(self._attacks())
             self._note(f"{client.process.name} asks {asked!r:.150}")
             is_refused = await self._is_refused(client, asked, master.process.name)
@@ -240,6 +246,26 @@ class Liars:
             with contextlib.suppress(KVStoreError, CarrierBrokenError, TokenRefusedError):
                 await client.say(asked, address, "grpc")
         self._cluster.oracle.count("floods")
+
+    async def _hoard(self, client: LyingClient, address: str) -> None:
+        """Allocates until the master refuses, holds it all, and gives some of it up as if its
+        bytes were still on their way. Then more of it would escape the quota."""
+        size = self._random.randint(1, 4) << 10
+        tokens: list[int] = []
+        epoch = 0
+        with contextlib.suppress(KVStoreError, CarrierBrokenError, TokenRefusedError):
+            for number in range(HOARD_MAX):
+                asked = calls.Allocate(size, 0, "host-liar", namespace=MINE)
+                grants = await client.say(asked, address, "grpc")
+                assert isinstance(grants, calls.Grants)
+                epoch, tokens = grants.epoch, [*tokens, *grants.tokens]
+                if number % 5 == 4:
+                    await client.say(calls.PutRevoke(epoch, [tokens.pop()], False), address, "grpc")
+        self._note(f"{client.process.name} hoards {len(tokens)} times {size}")
+        renewal = calls.Renew(Namespace(MINE), [], [], [], epoch, tokens)
+        with contextlib.suppress(KVStoreError, CarrierBrokenError, TokenRefusedError):
+            await client.say(renewal, address, "grpc")
+        self._cluster.oracle.count("hoards")
 
     async def _forge(self, client: LyingClient, master: Master) -> None:
         """Writes headers into the extent of a put of its own: of an object of others, at any place,
@@ -294,6 +320,7 @@ class Liars:
             calls.Lookup(theirs, [key]),
             calls.ReportCorrupt(theirs, [key], [version.epoch], [version.counter], [bytes(16)]),
             calls.PutStart(theirs, [key], [10], None, False, 1, True, 0, "host-liar"),
+            calls.Allocate(10, 0, "host-liar", namespace=theirs),
             calls.Renew(theirs, [key], [version.epoch], [version.counter], state.epoch, []),
             calls.Drain(self._random.choice(sorted(self._names())), calls.DrainStep.BEGIN),
             calls.StartMoves(self._random.choice(sorted(self._names())), 0, 10, 1 << 20),

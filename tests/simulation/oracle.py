@@ -10,6 +10,8 @@ clock. Its rules, each with the place where it is checked:
 * An object whose time to live is over is in no answer of a master that knows that time
   (``_promises``), a get that begins one lease later does not return it (``read``), and it does not
   come back (``_compare``).
+* After a grant the tenant of the namespace that was asked for is within its bound, allocations
+  included (``_within_bound``).
 * No extent is granted over bytes that some client still believes to be leased (``_granted``).
 * A write lands only in what its own put was granted, or in quarantine (``write``).
 * Bytes under a view that is held do not change (``check_views``).
@@ -39,6 +41,7 @@ from kvstore.master.state.ends import STEP_MS
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import MountedSegment
 from kvstore.memory.header import HEADER_BYTES, Header, scan, unpack
+from kvstore.tenants import UNBOUNDED
 from tests.simulation import inside
 from tests.simulation.follower import Follower
 from tests.simulation.inside import Name
@@ -156,6 +159,8 @@ class Oracle:
         self._over: set[Version] = set()
         """Versions that this master has taken back after their time to live."""
         self._expired = 0
+        self._allocated: dict[Version, Namespace] = {}
+        """The namespaces that allocations were asked for."""
         self._evicted = 0
         self._claimed = 0
         self._repaired = 0
@@ -338,6 +343,8 @@ class Oracle:
                     self._is_whole(state, name, version)
         self._evicted = state.counters["evicted_objects"]
         self._expired = state.counters["expired_objects"]
+        if isinstance(request, calls.PutStart | calls.Allocate) and isinstance(reply, calls.Grants):
+            self._within_bound(state, request, reply)
         if reply is not None and not isinstance(reply, Later):
             self._promises(state, now_ms, request, reply)
             self._grants_nothing_of_others(state, reply)
@@ -562,6 +569,27 @@ class Oracle:
                 f"{_show(name)} {_v(version)} is in an answer {late_ms} ms after its time to live",
                 name[1].decode(),
             )
+
+    def _within_bound(
+        self, state: MasterState, request: calls.PutStart | calls.Allocate, grants: calls.Grants
+    ) -> None:
+        """Counts what is under way by the namespaces that clients have asked for, as far as they
+        did not have to wait."""
+        name, bound = inside.bound_of(state, Namespace(request.namespace))
+        if isinstance(request, calls.Allocate):
+            version = Version(grants.epoch, grants.tokens[0])
+            self._allocated[version] = Namespace(request.namespace)
+        if bound == UNBOUNDED or not grants.tokens:
+            return
+        size = sum(
+            length
+            for token, namespace, length in inside.held(state)
+            if inside.bound_of(
+                state, self._allocated.get(Version(state.epoch, token), namespace)
+            )[0] == name
+        )  # fmt: skip
+        if size > bound:
+            self.broken("quota", f"tenant {name} holds {size} bytes of {bound} after {request!r}")
 
     def _granted(self, state: MasterState) -> None:
         """New grants must not lie on what somebody believes to be leased."""

@@ -38,6 +38,7 @@ from tests.simulation.cluster import RULES, Options, SimulatedCluster
 from tests.simulation.node import Node
 from tests.simulation.run import run_seed
 from tests.simulation.workload import Mix
+from tests.support.twin import MINE
 
 FIRST_SEEDS = range(1, 21)
 """Of ``make test``, with half of the faults."""
@@ -87,6 +88,46 @@ def test_with_tenants(seed: int) -> None:
     assert not result.failure, result.failure
     tenants = [tenant for state in made for tenant in state.pool.tenants or ()]
     assert sum(tenant.evicted_by_own + tenant.evicted_by_others for tenant in tenants)
+
+
+HOARDED = [*TENANTS, TenantRule("liar", (MINE,), at_most=12 << 10)]
+
+
+class Divided(MasterState):
+    """Has tenants; the one of the liars may hold a few blocks."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given, tenants=HOARDED)
+
+
+class Lavish(Divided):
+    """Counts allocations for the tenant without a name, as if they had no namespace."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.steps[calls.Allocate] = self._allocate
+
+    def _allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Later:
+        return self.putting.allocate(now_ms, request._replace(namespace="of nobody"))
+
+
+HOARDERS = Options(seed=1, masters=1, faults=("client_attacks", "client_lies"), new_state=Divided)
+
+
+def test_a_client_that_hoards_stays_within_its_bound() -> None:
+    """The oracle counts after each grant."""
+    cluster = SimulatedCluster(HOARDERS)
+    cluster.run_steps(15_000)
+    assert cluster.oracle.counts["hoards"]
+    assert cluster.master is not None
+    tenants = cluster.master.state.pool.tenants
+    assert tenants is not None
+    assert next(each for each in tenants if each.name == "liar").refused
+
+
+def test_finds_a_master_in_which_allocations_escape_the_bound() -> None:
+    options = replace(HOARDERS, new_state=Lavish)
+    found(options, "quota", within_steps=SOON, each=15_000)
 
 
 @pytest.mark.parametrize("masters", [1, 2, 3])
@@ -515,7 +556,9 @@ def test_finds_a_master_that_lets_anybody(monkeypatch: pytest.MonkeyPatch, lacks
         monkeypatch.setattr(rights, "check", lambda who, request: None)
     else:
         monkeypatch.setattr(simulated, "names_anothers", lambda *_: False)
-    rules = ["allowed"] if lacks == "rights" else ["granted_allocation", "allocation_outlived"]
+    rules = ["allowed"]
+    if lacks == "owners":  # late_write: the put that somebody else has given up is still written
+        rules = ["granted_allocation", "allocation_outlived", "late_write"]
     options = replace(LIARS, faults=("client_attacks",), stamps=False)
     found(options, *rules, within_steps=SOON, each=20_000)
 

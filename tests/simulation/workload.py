@@ -275,8 +275,10 @@ class Worker:
         namespace, key = self.random.choice(NAMESPACES), self._a_key()
         data = self._payload(namespace, key, least=1)
         descriptor, size = described_as(len(data), "uint8", "numpy")
+        # Some are put in another namespace than they were allocated for.
+        of = namespace if len(data) % 4 else NAMESPACES[0]
         array = await self.client.run(
-            allocating.allocate(self.client.context, descriptor, size, self._wait_ms())
+            allocating.allocate(self.client.context, of, descriptor, size, self._wait_ms())
         )
         lease = self.client.views.of(memoryview(array))  # type: ignore[arg-type]
         assert lease is not None
