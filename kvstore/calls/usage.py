@@ -56,6 +56,9 @@ class MissedKey(NamedTuple):
     """Keys of that question."""
     present: bool
     """Whether the key is stored now."""
+    evicted: bool = False
+    """Whether the key had been evicted before that question. False also if the master does not
+    remember: it remembers the first keys of the chains that were evicted last."""
 
 
 class NamespaceTraffic(NamedTuple):

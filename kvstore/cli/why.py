@@ -101,7 +101,8 @@ def _people(parties: Sequence[Party]) -> Iterator[str]:
             yield "  neither put nor asked"
         if party.misses:
             miss = party.misses[0]
-            there = " (it is there now)" if miss.present else ""
+            there = " (it had been evicted)" if miss.evicted else ""
+            there += " (it is there now)" if miss.present else ""
             yield (
                 f"  missed  {shown_text(key_text(miss.key), 40)}{there}, key {miss.found + 1} of "
                 f"{miss.asked}, asked by {shown_text(miss.client or 'a client', 40)} "

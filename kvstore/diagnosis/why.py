@@ -143,7 +143,7 @@ class Party:
 
     @property
     def writes(self) -> bool:
-        return bool(self.objects or self.written)
+        return bool(self.objects or self.written or self.evicted)
 
     @property
     def namespaces(self) -> tuple[str, ...]:
@@ -229,6 +229,17 @@ def _guesses(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause
     )
 
 
+def _evicted_keys(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
+    """Little is found, and the master remembers that it has evicted what was asked for."""
+    del evidence, others
+    lost = [miss for miss in party.misses if miss.evicted]
+    if not lost or party.share >= FEW:
+        return None
+    cause = _evicted(party)
+    names = ", ".join(list(dict.fromkeys(miss.client or "a client" for miss in lost))[:NAMES_SHOWN])
+    return cause._replace(text=f"what {names} asked for had been evicted before: {cause.text}")
+
+
 def _other_fingerprint(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
     """The party finds next to nothing, and a party with another fingerprint writes its model."""
     del evidence
@@ -290,7 +301,7 @@ def _not_written(evidence: Evidence, party: Party, others: Sequence[Party]) -> C
 
 def _gone(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
     del others
-    if not party.asked or party.objects or not party.written:
+    if not party.asked or party.objects or not party.writes:
         return None
     if party.evicted:
         return _evicted(party)
@@ -343,10 +354,8 @@ def _none_found(evidence: Evidence, party: Party, others: Sequence[Party]) -> Ca
     if party.partly > party.none:
         return _ends(party)
     both = {row.client for row in putters} & {row.client for row in party.askers}
-    return Cause(
-        "other_keys",
-        f"{here}, and the first key of {party.none} of {party.questions} questions is none of "
-        "them: the keys differ from the first block on",
+    first = f"the first key of {party.none} of {party.questions} questions is none of them"
+    compare = (
         "New prompts have no hit: send one twice. Then compare what the hash of the first block "
         "is made of: the tokens (tokenizer, chat template, system prompt), the block size, salt "
         "and adapter"
@@ -355,8 +364,18 @@ def _none_found(evidence: Evidence, party: Party, others: Sequence[Party]) -> Ca
             if both
             else ", the seed: PYTHONHASHSEED must be the same for every engine, or use a hash "
             "without one (vLLM: --prefix-caching-hash-algo sha256_cbor)."
-        ),
+        )
     )
+    if party.evicted:
+        return Cause(
+            "perhaps_evicted",
+            f"{here}, {party.evicted} evicted, the last {_age(_last_evicting(party).evicted_ms)} "
+            f"ago; {first}: either these keys were evicted, too long ago for the master to "
+            "remember them, or the keys differ from the first block on",
+            f"{_MORE_MEMORY} If that changes nothing: {compare}",
+        )
+    text = f"{here}, and {first}: the keys differ from the first block on"
+    return Cause("other_keys", text, compare)
 
 
 def _some_found(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
@@ -372,14 +391,20 @@ def _some_found(evidence: Evidence, party: Party, others: Sequence[Party]) -> Ca
         return Cause(
             "few_hits",
             f"{ratio}; the first key of {party.none} of {party.questions} questions was not there: "
-            "most prompts begin with other tokens than those that are stored",
+            "most prompts begin with other tokens than those that are stored"
+            + (f" ({counted(party.evicted, 'object')} evicted)" if party.evicted else ""),
             "That is how new prompts look. If these prompts share a beginning, compare tokenizer, "
-            "chat template and system prompt.",
+            "chat template and system prompt."
+            + (" If they come again, the pool may be too small." if party.evicted else ""),
             is_problem=False,
         )
     return _ends(party)._replace(is_problem=False)
 
 
+_MORE_MEMORY: Final = (
+    "The pool is too small for what is written between two uses: give it more memory "
+    "(kvstore-node --memory), or pin what must stay (kvstore pin)."
+)
 _SAME_SETTINGS: Final = "Start both engines with the same weights and settings."
 _WEIGHTS: Final = (
     "weights: these are other checkpoints or revisions. That is right if the models differ; "
@@ -424,7 +449,8 @@ _REMEDIES: Final[dict[str, str]] = {
 part of the name (``groups.0.block_tokens``)."""
 
 _RULES: Final[tuple[Rule, ...]] = (
-    _guesses, _other_fingerprint, _not_asked, _not_written, _gone, _none_found, _some_found,
+    _guesses, _evicted_keys, _other_fingerprint, _not_asked, _not_written, _gone, _none_found,
+    _some_found,
 )  # fmt: skip
 
 
@@ -448,14 +474,18 @@ def _put_fails(party: Party) -> Cause:
 
 
 def _evicted(party: Party) -> Cause:
-    last = min((s for s in party.spaces if s.evicted), key=lambda s: s.evicted_ms)
+    last = _last_evicting(party)
     return Cause(
         "evicted",
         f"{counted(party.evicted, 'object')} of {party.name} evicted, {party.objects} left; the "
-        f"last had not been used for {_age(last.evicted_idle_ms)}",
-        "The pool is too small for what is written between two uses: give it more memory "
-        "(kvstore-node --memory), or pin what must stay (kvstore pin).",
+        f"last, {_age(last.evicted_ms)} ago, had not been used for {_age(last.evicted_idle_ms)}",
+        _MORE_MEMORY,
     )
+
+
+def _last_evicting(party: Party) -> NamespaceTraffic:
+    """Where objects of a party, of which some were evicted, were evicted last."""
+    return min((s for s in party.spaces if s.evicted), key=lambda space: space.evicted_ms)
 
 
 def _ends(party: Party) -> Cause:

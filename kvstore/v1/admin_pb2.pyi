@@ -1000,6 +1000,7 @@ class MissedKey(_message.Message):
     FOUND_FIELD_NUMBER: _builtins.int
     ASKED_FIELD_NUMBER: _builtins.int
     PRESENT_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """The first of its question that was not there."""
     client: _builtins.str
@@ -1010,6 +1011,10 @@ class MissedKey(_message.Message):
     asked: _builtins.int
     present: _builtins.bool
     """Whether it is there now."""
+    evicted: _builtins.bool
+    """Whether it had been evicted before that question. The master remembers the last first keys of
+    chains only.
+    """
     def __init__(
         self,
         *,
@@ -1020,10 +1025,11 @@ class MissedKey(_message.Message):
         found: _builtins.int = ...,
         asked: _builtins.int = ...,
         present: _builtins.bool = ...,
+        evicted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked", b"asked", "client", b"client", "found", b"found", "idle_ms", b"idle_ms", "key", b"key", "present", b"present"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "asked", b"asked", "client", b"client", "evicted", b"evicted", "found", b"found", "idle_ms", b"idle_ms", "key", b"key", "present", b"present"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

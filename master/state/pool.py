@@ -352,7 +352,8 @@ class Pool:
         self.strip(record)
         self.counters["evicted_objects"] += 1
         self.counters["evicted_bytes"] += size
-        self.traffic.evicts(now_ms, record.namespace, now_ms - record.last_used_ms)
+        head = record.key if record.parent is None else None
+        self.traffic.evicts(now_ms, record.namespace, now_ms - record.last_used_ms, head)
         self.eviction_ages_ms.add(max(0, now_ms - record.last_used_ms))
         return self.settle(record, detached=detached)
 

@@ -1,5 +1,5 @@
 """Remembers who puts into each namespace, who asks there, which keys were last asked for and not
-found, and where matches ended.
+found, where matches ended, and which first keys of chains were evicted last.
 
 ``kvstore why`` and the dashboard show this. Only the last clients, keys and namespaces are
 remembered. Two dictionaries keep the last ones without an order: a row that is used moves to the
@@ -25,6 +25,11 @@ twice as many at most."""
 
 TIPS_MAX = 128
 """Tips of matches that are remembered of a namespace at least; twice as many at most."""
+
+HEADS_MAX = 4_096
+"""Evicted first keys of chains that are remembered at least, of all namespaces together; twice as
+many at most. A chain is evicted from its end, so its first key goes last, and is the key that the
+next question for the chain misses."""
 
 
 class Tip:
@@ -185,6 +190,9 @@ class TrafficCounts:
         """The caller of the call that is being answered."""
         self.recent: dict[str, Space] = {}
         self.older: dict[str, Space] = {}
+        self.heads: dict[tuple[str, Key], int] = {}
+        """When the first keys of chains were evicted; see ``HEADS_MAX``."""
+        self.older_heads: dict[tuple[str, Key], int] = {}
         self._era = Era()
 
     def asked(
@@ -237,11 +245,31 @@ class TrafficCounts:
         row.last_ms = now_ms
         return row
 
-    def evicts(self, now_ms: int, namespace: Namespace, idle_ms: int) -> None:
+    def evicts(
+        self, now_ms: int, namespace: Namespace, idle_ms: int, head: Key | None = None
+    ) -> None:
+        """Notes the eviction of one object.
+
+        Args:
+            idle_ms: for how long it had not been used.
+            head: its key, if it is the first of its chain.
+        """
         space = self._space(namespace)
         space.evicted += 1
         space.evicted_ms = now_ms
         space.evicted_idle_ms = idle_ms
+        if head is not None:
+            if len(self.heads) >= HEADS_MAX:
+                self.older_heads, self.heads = self.heads, {}
+            self.heads[namespace, head] = now_ms
+
+    def had_evicted(self, namespace: Namespace, key: Key, at_ms: int) -> bool:
+        """Whether the key, the first of its chain, had been evicted by then, as far as known."""
+        name = (namespace, key)
+        evicted_ms = self.heads.get(name)
+        if evicted_ms is None:
+            evicted_ms = self.older_heads.get(name)
+        return evicted_ms is not None and evicted_ms <= at_ms
 
     def _space(self, namespace: Namespace) -> Space:
         space = self.recent.get(namespace)
@@ -280,6 +308,8 @@ class TrafficCounts:
         assert len(self.recent) <= SPACES_MAX
         assert len(self.older) <= SPACES_MAX
         assert not self.recent.keys() & self.older.keys()
+        assert len(self.heads) <= HEADS_MAX
+        assert len(self.older_heads) <= HEADS_MAX
         for space in [*self.recent.values(), *self.older.values()]:
             tips = space.tips
             assert len(tips.recent) <= TIPS_MAX

@@ -53,7 +53,7 @@ TRAFFIC = calls.NamespaceTraffic(
     N, 2, 4106,
     [calls.ClientTraffic("p", "10.0.0.8", 9, 1, 4, 1, 3, b"k")],
     [calls.ClientTraffic("d", "local", 9, 1, 4, 1, 0, b"")],
-    [calls.MissedKey(KEYS[0], "d", "local", 1, 0, 2, present=True)],
+    [calls.MissedKey(KEYS[0], "d", "local", 1, 0, 2, present=True, evicted=True)],
     2, 1, 1, 3, 8, 600,
 )  # fmt: skip
 BRANCH = calls.Branch(

@@ -146,6 +146,31 @@ def test_what_was_evicted_before_it_was_asked_for(cluster: Cluster) -> None:
     assert "kvstore-node --memory" in shown
 
 
+def test_a_pool_that_is_too_small_is_named_while_other_objects_are_left(cluster: Cluster) -> None:
+    """Some chains were evicted, others are there: the pool is too small, no key differs."""
+    cluster.start(memory="16MiB")
+    writer = cluster.client(name="engine-a", put_wait_ms=5_000)
+    chains = [[b"%2d/%d" % (chain, at) + b"." * 28 for at in range(4)] for chain in range(12)]
+    for chain in chains:
+        writer.put_chain(chain, [bytes(640 << 10)] * 4, namespace="agents")
+    asker = cluster.client(name="engine-b")
+    for chain in chains[:4]:
+        assert asker.match_prefix(chain, namespace="agents") == 0
+
+    shown = " ".join(why(cluster, "agents").split())
+
+    assert "what engine-b asked for had been evicted before" in shown
+    assert "PYTHONHASHSEED" not in shown
+    (row,) = cluster.client().traffic("agents").namespaces
+    assert f"{row.evicted} objects of agents evicted, {row.objects} left" in shown
+    assert row.objects > 0
+
+    asker.match_prefix([b"other" + key for key in chains[0]], namespace="agents")
+    assert codes(cluster, "agents") == [
+        "evicted" if row.evicted > row.objects else "perhaps_evicted"
+    ]
+
+
 def test_without_a_node_and_without_a_name(cluster: Cluster) -> None:
     cluster.master()
     assert codes(cluster) == ["no_node"]

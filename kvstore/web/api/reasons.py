@@ -60,6 +60,7 @@ class WhyMissed(BaseModel):
     found: int = Field(description="Keys before it in that question; they were stored.")
     asked: int = Field(description="Keys of that question.")
     present: bool = Field(description="Whether it is stored now.")
+    evicted: bool = Field(description="Whether it had been evicted before, as far as remembered.")
 
 
 class WhyParty(BaseModel):

@@ -207,6 +207,7 @@ def _traffic(common: Common, space: Space, now_ms: int) -> calls.NamespaceTraffi
                 found=row.missed_at,
                 asked=row.missed_of,
                 present=record is not None and _is_there(common, record, now_ms),
+                evicted=common.traffic.had_evicted(space.name, row.missed, row.missed_ms),
             )
         )
     return calls.NamespaceTraffic(

@@ -24,8 +24,10 @@ def client(
     return ClientTraffic(name, "10.0.0.8", 9_000, idle_ms, keys, found, stored, key)
 
 
-def miss(key: bytes = b"m" * 32, *, found: int = 0, present: bool = False) -> MissedKey:
-    return MissedKey(Key(key), "decode", "10.0.0.9", 7, found, 8, present)
+def miss(
+    key: bytes = b"m" * 32, *, found: int = 0, present: bool = False, evicted: bool = False
+) -> MissedKey:
+    return MissedKey(Key(key), "decode", "10.0.0.9", 7, found, 8, present, evicted)
 
 
 def space(
@@ -315,6 +317,40 @@ def test_what_was_put_has_been_evicted() -> None:
     assert "4 min" in cause.text
 
 
+def test_a_key_that_was_evicted_is_called_so_while_other_objects_are_left() -> None:
+    for spaces, records in [
+        ([both("n", 61, evicted=19, none=4, misses=[miss(evicted=True)])], []),
+        (
+            [both("n", 61, evicted=19, none=4, misses=[miss(), miss(evicted=True, present=True)])],
+            [],
+        ),
+        ([both("n", 61, evicted=19, none=4, found=20, misses=[miss(evicted=True)])], []),
+        (  # another engine that writes the model with other settings is not the reason
+            [both("vllm/b", 61, evicted=19, misses=[miss(evicted=True)]), writes("vllm/a")],
+            [record("a"), record("b", dtype="float16")],
+        ),
+    ]:
+        (cause,) = [each for each in causes(*spaces, records=records) if each.code == "evicted"]
+        assert "what decode asked for had been evicted before: 19 objects of " in cause.text
+        assert "61 left" in cause.text
+        assert "--memory" in cause.remedy
+        assert "PYTHONHASHSEED" not in cause.remedy
+
+
+def test_where_objects_were_evicted_memory_is_named_before_the_keys() -> None:
+    cause = only(both("n", 61, evicted=19, none=4))
+    assert cause.code == "perhaps_evicted"
+    assert "19 evicted, the last 0.0 s ago" in cause.text
+    assert 0 < cause.remedy.index("--memory") < cause.remedy.index("PYTHONHASHSEED")
+    few = only(both("n", 61, evicted=19, found=20, none=4))
+    assert few.code == "few_hits"
+    assert "19 objects evicted" in few.text
+
+
+def test_what_was_put_before_the_masters_start_and_evicted_is_not_called_unwritten() -> None:
+    assert only(asks("n", evicted=8)).code == "evicted"
+
+
 def test_what_was_put_was_removed_or_lost() -> None:
     assert only(both("n", 0, none=1)).code == "gone"
 
@@ -387,7 +423,7 @@ CLIENTS = st.lists(st.builds(ClientTraffic, *[st.text(max_size=5)] * 2, *[NUMBER
                              st.binary(max_size=4)), max_size=3)  # fmt: skip
 MISSES = st.lists(
     st.builds(MissedKey, st.binary(min_size=1, max_size=4), *[st.text(max_size=5)] * 2,
-              *[NUMBERS] * 3, st.booleans()), max_size=3,
+              *[NUMBERS] * 3, st.booleans(), st.booleans()), max_size=3,
 )  # fmt: skip
 SPACES = st.lists(
     st.builds(NamespaceTraffic, st.sampled_from("abcd"), NUMBERS, NUMBERS, CLIENTS, CLIENTS, MISSES,

@@ -15,7 +15,7 @@ from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.rules import MasterRules
-from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, Caller, TrafficCounts
+from kvstore.master.state.traffic import CLIENTS_MAX, HEADS_MAX, SPACES_MAX, Caller, TrafficCounts
 from kvstore.master.state.views import report
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
@@ -166,6 +166,38 @@ def test_evictions_are_counted_where_they_happen(new_cluster: NewCluster) -> Non
     assert row.evicted >= 4
     assert (row.evicted_ms, row.evicted_idle_ms) == (200, cluster.rules.lease_ms + 1_000)
     assert seen(cluster, OTHER).evicted == 0
+
+
+def evicts_all(cluster: Cluster) -> None:
+    """Fills the memory with the objects of another namespace."""
+    cluster.after(cluster.rules.lease_ms + 1_000)
+    cluster.put("wxyz", namespace=OTHER, chain=False)
+
+
+def test_a_missed_first_key_of_an_evicted_chain_is_called_evicted(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    as_client(cluster, "early")
+    ask(cluster, calls.Exists(NAMESPACE, keys_of("a")))
+    cluster.put("abc")
+    evicts_all(cluster)
+    for client, name in [("late", "a"), ("deep", "b"), ("other", "q")]:
+        as_client(cluster, client)
+        ask(cluster, calls.MatchPrefix([NAMESPACE], keys_of(name), False))
+    found = {miss.client: miss.evicted for miss in seen(cluster).misses}
+    assert found == {"early": False, "late": True, "deep": False, "other": False}
+
+
+def test_evicted_first_keys_are_forgotten_in_the_order_of_their_eviction() -> None:
+    traffic = TrafficCounts()
+    keys = [Key(b"%d" % number) for number in range(3 * HEADS_MAX)]
+    for number, key in enumerate(keys):
+        traffic.evicts(number, NAMESPACE, 0, key)
+    traffic.check_invariants()
+    now_ms = len(keys)
+    assert not traffic.had_evicted(NAMESPACE, keys[0], now_ms)
+    assert all(traffic.had_evicted(NAMESPACE, key, now_ms) for key in keys[-HEADS_MAX:])
+    assert not traffic.had_evicted(OTHER, keys[-1], now_ms)
+    assert not traffic.had_evicted(NAMESPACE, keys[-1], now_ms - 2), "evicted after the question"
 
 
 def test_what_the_master_moves_is_nobodys_put(new_cluster: NewCluster) -> None:
