@@ -8,7 +8,13 @@ from typing import NamedTuple
 from kvstore.errors import StartupError
 from kvstore.master.carrier_base import CallStats, Dispatcher, Service
 from kvstore.master.gate import Gate
-from kvstore.master.grpc_server import CALLS_MAX, CONNECTIONS_MAX, GrpcServer, startup_error
+from kvstore.master.grpc_server import (
+    CALLS_MAX,
+    CONNECTIONS_MAX,
+    GrpcServer,
+    cannot_bind,
+    startup_error,
+)
 from kvstore.master.lane import LaneServer, LaneSettings, LaneStats
 from kvstore.network.addresses import join_address
 
@@ -68,6 +74,9 @@ class Carriers:
                 await self._lane.bind(host, lane_port, unix=unix)
             except OSError as error:
                 await self._lane.stop()
+                # Another master has both ports. The one that was asked for is named then.
+                if port and (asked := cannot_bind(host, port)) is not None:
+                    raise asked from error
                 raise startup_error(
                     join_address(host or "::", lane_port), lane_port, error,
                     "the lane", "--port, which the lane's follows, or --lane-port",

@@ -238,6 +238,15 @@ async def _abort(context: Context, error: KVStoreError) -> None:
 
 def why_not_bound(host: str, port: int) -> StartupError:
     """The error for ``host:port``, which gRPC could not bind: tries once more to learn why."""
+    return cannot_bind(host, port) or AddressInUseError(
+        f"{join_address(host or '::', port)} could not be bound",
+        advice="Try again, or choose another port.",
+        port=port,
+    )
+
+
+def cannot_bind(host: str, port: int) -> StartupError | None:
+    """Tries to bind ``host:port`` for gRPC, and lets it go; the error, if that fails."""
     address = join_address(host or "::", port)
     family = socket.AF_INET6 if ":" in (host or "::") else socket.AF_INET
     try:
@@ -247,9 +256,7 @@ def why_not_bound(host: str, port: int) -> StartupError:
             sock.listen()
     except OSError as error:
         return startup_error(address, port, error)
-    return AddressInUseError(
-        f"{address} could not be bound", advice="Try again, or choose another port.", port=port
-    )
+    return None
 
 
 def startup_error(

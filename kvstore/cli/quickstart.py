@@ -89,12 +89,20 @@ def quickstart(config_path: str | None, **flags: object) -> int:
     def started(port: int, http_port: int) -> None:
         scheme = "https" if config.http_cert else "http"
         page = f"{scheme}://{join_address(host, http_port)}/" if http_port else ""
-        click.echo(text(join_address(host, port), page))
+        passed_over = 0 if is_given or port == usual_port else usual_port
+        click.echo(text(join_address(host, port), page, passed_over))
 
     for _ in range(PORT_TRIES):
         try:
             return serve(config, temporary=Temporary("quickstart", started))
-        except AddressInUseError:
+        except AddressInUseError as error:
+            if is_given and error.fields.get("port") == config.port + 1:
+                raise AddressInUseError(
+                    error.message,
+                    advice="Stop what listens there (ss -ltnp shows it), or choose another --port "
+                    f"than {config.port}: the next one is the lane's.",
+                    **error.fields,
+                ) from None
             if is_given:
                 raise
             # Another process has taken the port since, such as a quickstart that began meanwhile.
@@ -148,9 +156,15 @@ def free_port(host: str, port: int) -> int:
     return 0
 
 
-def text(master: str, page: str) -> str:
-    """Says how to use a store at ``master`` with a dashboard at ``page`` (empty: without one)."""
+def text(master: str, page: str, passed_over: int = 0) -> str:
+    """Says how to use a store at ``master`` with a dashboard at ``page`` (empty: without one).
+    ``passed_over``: the default port, if it or the next one was taken."""
     lines = [f"The store is ready at {master}. Ctrl-C ends it and frees its memory."]
+    if passed_over:
+        lines.append(
+            f"Port {passed_over} or {passed_over + 1} was taken, so give other commands --master "
+            f"{master}, as in: kvstore --master {master} status"
+        )
     lines += ["", "vLLM:", f"  {vllm_line(master)}"]
     lines += ["", "SGLang:", f"  {sglang_line(master)}"]
     lines += ["", "Python:", f"  {python_line(master)}", ""]

@@ -69,12 +69,15 @@ def test_nothing_stays(quickstart: Callable[..., Quickstart], end: str) -> None:
         assert [line for line in after if line not in ("", "^C")] == []
 
 
-def test_a_second_one_takes_other_ports(quickstart: Callable[..., Quickstart]) -> None:
+def test_a_second_one_takes_other_ports_and_says_so(quickstart: Callable[..., Quickstart]) -> None:
     first = quickstart("--memory", "16MiB")
     first.ready()
     second = quickstart("--memory", "16MiB")
     second.ready()
     assert {first.port, first.http_port}.isdisjoint({second.port, second.http_port})
+    (line,) = re.findall("^Port .* was taken.*$", second.text, re.MULTILINE)
+    assert re.match(r"Port \d+ or \d+ was taken, so give ", line)
+    assert f"--master 127.0.0.1:{second.port}" in line
     for store in (first, second):
         with Client(f"127.0.0.1:{store.port}") as client:
             client.put("who", str(store.port).encode())
@@ -92,6 +95,29 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error(
     assert re.search(rf"127\.0\.0\.1:({port}|{port + 1}), for .*, is in use", store.text)
     assert "choose another --port" in store.text
     assert "Traceback" not in store.text
+
+
+def test_the_port_of_another_quickstart_is_named_as_it_was_asked_for(
+    quickstart: Callable[..., Quickstart],
+) -> None:
+    first = quickstart("--memory", "16MiB")
+    first.ready()
+    second = quickstart("--port", str(first.port), "--memory", "16MiB")
+    assert second.process.wait(STOP_S) == 1
+    assert f"127.0.0.1:{first.port}, for gRPC, is in use" in second.text
+    assert "--lane-port" not in second.text
+
+
+def test_a_taken_port_of_the_lane_is_mended_by_an_option_that_there_is(
+    quickstart: Callable[..., Quickstart],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        store = quickstart("--port", str(port - 1), "--memory", "16MiB")
+        assert store.process.wait(STOP_S) == 1
+    assert f"127.0.0.1:{port}, for the lane, is in use" in store.text
+    assert f"choose another --port than {port - 1}: the next one is the lane's" in store.text
+    assert "--lane-port" not in store.text
 
 
 def test_more_memory_than_there_is_is_an_error(quickstart: Callable[..., Quickstart]) -> None:
