@@ -68,7 +68,8 @@ def command(config_path: str | None, **flags: object) -> int:
             raise
         raise StartupError(
             f"the proxy needs {error.name}, which is not installed",
-            advice="pip install 'aiohttp>=3.12' 'prometheus-client>=0.21' 'cbor2>=5.6'",
+            advice="pip install 'aiohttp>=3.12' 'prometheus-client>=0.21' 'cbor2>=5.6', or install "
+            "kvstore with its extra [proxy].",
         ) from None
     return serve(config)
 

@@ -31,6 +31,7 @@ OPTIONAL: Final = {
     "torch": "tensors as values: pip install torch",
     "vllm": "the connector: pip install vllm",
     "aiohttp": "kvstore-proxy: pip install aiohttp prometheus-client cbor2",
+    "cbor2": "kvstore-proxy, or the extra [proxy]: pip install cbor2",
 }
 ENGINES: Final = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 

@@ -8,6 +8,7 @@ import errno
 import logging
 import signal
 import ssl
+import sys
 from functools import partial
 from typing import Final
 
@@ -184,6 +185,13 @@ def _greet(config: ProxyConfig, server: asyncio.Server) -> None:
         f"; store: {shown_place(config.master) or 'none'}{only}",
         flush=True,
     )
+    if not config.decode:
+        print(
+            "kvstore-proxy: no decoder is known, so every request gets 503 until one is: give "
+            f"--decode HOST:PORT, or add it with POST /admin/instances on port {port}",
+            file=sys.stderr,
+            flush=True,
+        )
     log.info("proxy_started version=%s", __version__)
 
 

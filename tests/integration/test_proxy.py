@@ -777,3 +777,15 @@ def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:
             second.close()
 
     play(tmp_path, scenario, prefill=0, decode=0)
+
+
+@pytest.mark.parametrize("decode", [[], ["--decode", "127.0.0.1:9"]], ids=["none", "one"])
+def test_a_proxy_without_a_decoder_says_what_is_missing(tmp_path: Path, decode: list[str]) -> None:
+    server = Server(PROXY, ["--port", "0", *decode], log=tmp_path / "proxy.log")
+    try:
+        server.line("listening on")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    finally:
+        server.close()
+    assert ("no decoder is known, so every request gets 503" in server.errors) is (not decode)

@@ -11,6 +11,7 @@ from kvstore.cli import proxy
 from kvstore.cli.options import run
 from kvstore.cli.proxy_flags import EXAMPLE, IGNORED
 from kvstore.config import ProxyConfig, load, settings
+from kvstore.diagnosis import software
 from kvstore.errors import ConfigError
 from tests.support.processes import run_python
 
@@ -169,6 +170,20 @@ def test_without_the_extra_it_says_what_to_install() -> None:
     done = run_python("-c", program)
     assert done.returncode == 1
     assert "pip install 'aiohttp>=3.12'" in done.stderr
+
+
+def test_each_package_that_it_imports_is_named_with_the_extra_and_by_doctor() -> None:
+    """cbor2 is the one of them that nothing else brings."""
+    program = (
+        "import sys; sys.modules['cbor2'] = None; sys.argv[1:] = ['--port', '0']; "
+        "from kvstore.cli.proxy import main; main()"
+    )
+    done = run_python("-c", program)
+    assert done.returncode == 1
+    assert "the proxy needs cbor2" in done.stderr
+    assert "[proxy]" in done.stderr
+    checked = [finding.found for finding in software.optional()]
+    assert any(what.startswith("cbor2 ") for what in checked), checked
 
 
 @pytest.mark.parametrize("by", ["a flag", "a variable"])
