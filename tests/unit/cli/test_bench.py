@@ -40,3 +40,9 @@ def test_a_row_is_of_one_call_and_its_whole_batch() -> None:
         "per_second": 32_000.0, "gb_per_second": 32.0, "p50_us": 2000.0, "p99_us": 3000.0,
     }  # fmt: skip
     assert OWN.cells(row)[3:] == ("64", "32,000", "32.00", "2,000.0", "3,000.0")
+
+
+def test_a_view_moves_no_bytes_and_has_no_bandwidth() -> None:
+    row = row_of("shm", "get_view", 4 << 20, 64, [0.0004])
+    assert row["gb_per_second"] == 0.0
+    assert OWN.cells(row)[4:6] == ("160,000", "-")
