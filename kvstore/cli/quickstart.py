@@ -50,7 +50,8 @@ outlives its terminal or has several hosts: kvstore-master --help, kvstore-node 
     epilog=f"{EXAMPLE}\n\n{SOURCES}",
     help="""Run a whole store on this host, and show how vLLM, SGLang and Python use it.
 
-    If the default port is taken, for example by another quickstart, the store takes a free one.
+    If the default port is taken, for example by another quickstart, the store takes a free one,
+    and says so. Its memory ends with it: no object survives the end of its master.
     """,
 )
 @click.option(
