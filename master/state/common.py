@@ -190,6 +190,10 @@ class Common:
         """Forbids that a version up to now, except ``but``, comes back with memory that is away.
         ``key`` None: of the whole namespace; ``namespace`` "": of all namespaces."""
         self.tombstones.add(namespace, key, self.present, but=but)
+        if key is None:
+            self.forest.missing.clear(namespace, self.present)
+        else:
+            self.forest.missing.settle(namespace, key)
 
     def allow(self, record: ObjectRecord, version: Version) -> None:
         """Called when a put has stored this version. A removal during the put did not remove this

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from kvstore.errors import BusyError, InvalidArgumentError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.events import Event, Survey, removed, stored
+from kvstore.master.state.jobs import Jobs
 from kvstore.master.state.missing import Missing
 from kvstore.master.state.records import Namespaces, NamespaceTable, ObjectRecord
 from kvstore.master.state.tenants import Tenants
@@ -66,7 +67,7 @@ class Forest:
     """Namespaces and their records. Knows nothing of memory; not thread-safe, like all of the
     state."""
 
-    def __init__(self, counters: Counter[str] | None = None) -> None:
+    def __init__(self, counters: Counter[str] | None = None, jobs: Jobs | None = None) -> None:
         self.namespaces = Namespaces()
         self.breaks = 1
         self.mends = 0
@@ -83,7 +84,7 @@ class Forest:
         self._walk: _Walk | None = None
         self.objects = 0
         """Records with bytes, of all namespaces."""
-        self.missing = Missing(Counter() if counters is None else counters)
+        self.missing = Missing(Counter() if counters is None else counters, jobs or Jobs())
         self.tenants: Tenants | None = None
         """None: the master has no tenants."""
         self.events: list[Event] | None = None
@@ -328,6 +329,7 @@ class Forest:
 
     def fill(self, record: ObjectRecord, size: int) -> None:
         """Called when a record got its bytes: its descendants may be reachable again."""
+        self.missing.settle(record.namespace, record.key)
         record.checked = 0
         record.size = size
         table = self.namespaces.of(record)
@@ -342,13 +344,12 @@ class Forest:
         if events is not None:
             events.append(stored(record))
 
-    def empty(self, record: ObjectRecord) -> bool:
+    def empty(self, record: ObjectRecord, end_ms: int = 0) -> bool:
         """Takes a record's bytes away: its descendants are detached. Returns whether that is a
-        break."""
+        break. ``end_ms``: the end of its lifetime, which it loses; 0: it keeps it, or has none."""
         breaks = False
         if record.lost:  # its segment's death has counted as the break
-            assert record.segment is not None
-            self.missing.object_gone(record.segment)
+            self.missing.object_gone(record, end_ms)
         elif record.children:
             self.breaks += 1
             breaks = True
@@ -401,6 +402,7 @@ class Forest:
                 assert table.get(record.key) is record
                 kept = record.segment or record.writer or record.children
                 assert kept or record in unsettled, "a record without reason"
+                assert not (record.complete and self.missing.has(record)), "missing, and there"
                 if record.parent is not None:
                     assert record.parent.namespace == name
                     assert table.get(record.parent.key) is record.parent, "a lost parent"

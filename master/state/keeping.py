@@ -198,7 +198,10 @@ class Keeping:
         leased: list[Residue] = []
         steps_max = common.forest.steps + HIDE_STEPS
         for record in ended:
-            if not record.complete:
+            if not record.complete:  # its node went before its end: it is not missing any more
+                if record.segment is not None:
+                    pool.hide(record, steps_max)
+                common.forest.missing.settle(record.namespace, record.key)
                 continue
             self._granting.end_copies(now_ms, (record.namespace, record.key))
             residue = Residue.of(record, forbid=True)

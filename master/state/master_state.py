@@ -166,6 +166,7 @@ class MasterState:
             jobs.DRAW: self.chains.walk_on,
             jobs.SCAN: self.copying.scan,
             jobs.MOVE: self.sweeping.move_tables,
+            jobs.MISS: self.nodes.forget_missing,
         }
         """The method that does a slice of each kind of background work."""
 

@@ -95,7 +95,7 @@ class Pool:
         self.counters: Counter[str] = Counter()
         self.eviction_ages_ms = Histogram()
         """For how long each evicted object had not been used."""
-        self.forest = Forest(self.counters)
+        self.forest = Forest(self.counters, jobs)
         self.traffic = TrafficCounts()
         self.pins = Pins(jobs)
         self.tenants: Tenants | None = None
@@ -242,7 +242,9 @@ class Pool:
 
         ``replaced``: the record gets other bytes at once, and keeps its pin and its lifetime.
         """
+        end_ms = 0
         if not replaced:
+            end_ms = self.lifetimes.of(record)
             self.pins.drop(record)
             self.lifetimes.drop(record)
         extents = record.extents()
@@ -252,7 +254,7 @@ class Pool:
             self._policy_of(record).discard(record)
         if self.tenants is not None:
             self.tenants.hold(record, extents, -extent_bytes(record.size))
-        if self.forest.empty(record):
+        if self.forest.empty(record, end_ms):
             self._jobs.due |= SWEEP
         return extents
 

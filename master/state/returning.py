@@ -179,7 +179,6 @@ class Returning:
             common.when_wiped(now_ms, replaced, calls.Removed(b""))
         else:
             record = self._forest.ensure(namespace, key)
-            is_back = record.segment is None or record.lost
             lacks = 0
             if record.lost and version == (record.epoch, record.counter):
                 used_ms = record.last_used_ms
@@ -193,9 +192,8 @@ class Returning:
             except BusyError:
                 self._pool.settle(record)
                 raise
+            self._forest.missing.object_claimed(inventory.segment, claim.name)
             self._pool.store(record, [extent], size, version, used_ms, lacks)
-            if is_back:
-                self._forest.missing.object_back(inventory.segment)
         self._pool.note_brought(record)
         inventory.take(offset, size)
         # The previous master may have leased the object until then.

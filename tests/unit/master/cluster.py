@@ -213,6 +213,7 @@ class Cluster:
         host: str = "",
         namespace: Namespace = NAMESPACE,
         client_number: int = 0,
+        ttl_ms: int = 0,
     ) -> calls.Grants:
         """``put_start``, answered at once."""
         result = self.start_or_wait(
@@ -226,6 +227,7 @@ class Cluster:
             host=host,
             namespace=namespace,
             client_number=client_number,
+            ttl_ms=ttl_ms,
         )
         assert isinstance(result, calls.Grants), "it has to wait"
         return result
@@ -243,6 +245,7 @@ class Cluster:
         host: str = "",
         namespace: Namespace = NAMESPACE,
         client_number: int = 0,
+        ttl_ms: int = 0,
     ) -> calls.Grants | int:
         """The grants, or the ticket of the answer."""
         keys = keys_of(names)
@@ -257,6 +260,7 @@ class Cluster:
             wait_ms=wait_ms,
             host=host,
             client_number=client_number,
+            ttl_ms=ttl_ms,
         )
         result = self.state.putting.put_start(self.now_ms, request)
         self._settle()
