@@ -25,6 +25,7 @@ from kvstore.master.state.records import Extent, MountedSegment, Name, ObjectRec
 from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.sweeping import Sweeping
 from kvstore.master.state.tenant import PUTS, Tenant
+from kvstore.master.state.tenants import Tenants
 from kvstore.memory.header import extent_bytes
 from kvstore.tenants import tenant_text
 
@@ -100,6 +101,8 @@ class Granting:
                 for segment, _ in residue.extents:
                     segment.pressed = True
             common.effects += common.reclaim.clean(evicted)
+        if owner is not None and not isinstance(taken, Shortage):
+            Tenants.took(owner, taken, [extent_bytes(size) for size in sizes])
         if victims is None:  # else the drain would evict more than it needs, even moved objects
             for segment in usable:
                 self._sweeping.taken_from(segment)

@@ -339,8 +339,10 @@ class Pool:
             missing = reserve - allocator.free_bytes - segment.wiping_bytes
             head = eviction.head(segment)
             if head is None or missing <= 0 or extent_bytes(head.size) > reserve:
+                segment.takers.clear()
                 return evicted, False
             eviction.forget(segment)
+            eviction.cause = Tenants.taker(segment, extent_bytes(head.size))
             evicted.append(Residue.of(head))
             eviction.evict(head)
             for other, _ in evicted[-1].extents:
@@ -671,6 +673,8 @@ class _Eviction:
         self._pool = pool
         self._now_ms = now_ms
         self._victims = victims
+        self.cause: Tenant | None = None
+        """Whose puts the evictions count for; None: those of no tenant."""
         self._moves = MOVES_PER_STEP
         """Records that ``EvictionPolicy.peek`` may still move to their place in the order."""
         if victims is not None and not victims.up_to.epoch:
@@ -807,6 +811,7 @@ class _QuotaEviction(_Eviction):
         self._held_back = False
         """Whether a guarantee has kept an object of another tenant."""
         super().__init__(pool, segments, now_ms, victims)
+        self.cause = owner
 
     def shortage(self, missing: int) -> Shortage:
         quota = GUARANTEED if self._held_back and self._owner is not None else ""
@@ -814,7 +819,7 @@ class _QuotaEviction(_Eviction):
 
     def evict(self, victim: ObjectRecord) -> ObjectRecord | None:
         tenant = self._tenants.of_record(victim)
-        if tenant is self._owner:
+        if tenant is self.cause:
             tenant.evicted_by_own += 1
         else:
             tenant.evicted_by_others += 1

@@ -128,6 +128,7 @@ class MountedSegment:
         "quarantined_bytes",
         "reclaim_bytes",
         "segment_id",
+        "takers",
         "unready",
         "usable_at_ms",
         "whole",
@@ -166,6 +167,9 @@ class MountedSegment:
         stops them."""
         self.pressed = False
         """Whether something was evicted here: the segment is full, so a reserve is kept free."""
+        self.takers: dict[Tenant, int] = {}
+        """Bytes of the full segment that puts of each tenant took since room was last made ahead of
+        need, less those that were evicted for them (kept by ``Tenants``)."""
         self.wiping_bytes = 0
         """Bytes evicted ahead of need, which are free once the node has wiped their headers."""
         self.pending_bytes = 0

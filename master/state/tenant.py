@@ -51,8 +51,9 @@ class Tenant:
         """Puts that wait for room."""
         self.pinned_bytes = 0
         self.evicted_by_own = 0
-        """Objects that its own puts evicted."""
+        """Objects that made room for its own puts, also ahead of need."""
         self.evicted_by_others = 0
+        """Objects that made room for puts of others, and for copies."""
         self.refused = 0
         """Puts and pins that were refused because of a quota."""
         self.retired = False

@@ -158,6 +158,30 @@ class Tenants(PutCounts):
         """Counts ``size`` bytes more, or fewer, that pins hold."""
         self.of(namespace).pinned_bytes += size
 
+    # --- room ahead of need -------------------------------------------------------------------
+
+    @staticmethod
+    def took(owner: Tenant, taken: list[list[Extent]], lengths: Sequence[int]) -> None:
+        """Called when puts of this tenant took the extents ``taken``, each list of one of the
+        ``lengths``."""
+        for extents, length in zip(taken, lengths, strict=True):
+            for segment, _ in extents:
+                if segment.pressed:
+                    segment.takers[owner] = segment.takers.get(owner, 0) + length
+
+    @staticmethod
+    def taker(segment: MountedSegment, length: int) -> Tenant | None:
+        """For whose puts so many bytes are evicted ahead of need: those that took most of what has
+        not been made up for. None: copies took the room."""
+        takers = segment.takers
+        most: Tenant | None = None
+        for tenant, taken in takers.items():
+            if most is None or taken > takers[most]:
+                most = tenant
+        if most is not None:
+            takers[most] -= length
+        return most
+
     # --- other rules --------------------------------------------------------------------------
 
     def change(self, rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:

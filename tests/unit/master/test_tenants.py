@@ -330,6 +330,33 @@ def test_what_is_above_a_guarantee_may_go(new_cluster: NewCluster) -> None:
     assert blocks(cluster, "a") == blocks(cluster, "b") == 2
 
 
+def test_room_made_ahead_counts_for_the_tenant_whose_puts_used_it(
+    new_cluster: NewCluster,
+) -> None:
+    """Found by a trial: the only tenant that put anything lost 1,316 objects "to others"."""
+    cluster = new_cluster(tenants=[rule("a"), rule("b")], one=256)
+    for number in range(600):
+        cluster.put([f"a{number}"], namespace=A)
+        cluster.work()
+    assert row(cluster, "a").evicted_by_own > 300
+    assert row(cluster, "a").evicted_by_others == 0
+
+    before = row(cluster, "a")
+    for number in range(240):
+        cluster.after(1)
+        names = [f"b{each}" for each in range(3 * number, 3 * number + 3)]
+        cluster.put(names, namespace=B, chain=False)
+        cluster.put([f"more{number}"], namespace=A)
+        cluster.work()
+    a, b = row(cluster, "a"), row(cluster, "b")
+    own = a.evicted_by_own - before.evicted_by_own + b.evicted_by_own
+    others = a.evicted_by_others + b.evicted_by_others
+    assert own + others > 900
+    by_a = a.evicted_by_own - before.evicted_by_own + b.evicted_by_others
+    by_b = b.evicted_by_own + a.evicted_by_others
+    assert 2.5 < by_b / by_a < 3.5, "b put three times as many"
+
+
 def test_a_large_leaf_is_kept_where_the_guarantee_needs_it(new_cluster: NewCluster) -> None:
     cluster = new_cluster(tenants=[rule("a", guaranteed=2)], one=4)
     grants = cluster.start("a", size=BLOCK + 2 * EXTENT, namespace=A)
