@@ -121,8 +121,10 @@ class TenantStatus(NamedTuple):
     """0: no bound of its own."""
     objects: int
     evicted_by_own: int
-    """Objects that its own puts evicted since the master started."""
+    """Objects that made room for its own puts since the master started. Room that is made ahead of
+    need counts for the tenants whose puts used it."""
     evicted_by_others: int
+    """Objects that made room for puts of others, and for copies by drains and repairs."""
     refused: int
     """Puts and pins that a quota refused."""
     namespaces: Sequence[str] = ()

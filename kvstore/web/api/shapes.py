@@ -76,8 +76,10 @@ class Tenant(BaseModel):
     pinned: int
     pinned_max: int = Field(description="0: no bound of its own.")
     objects: int
-    evicted_by_own: int = Field(description="Objects, since the master's start.")
-    evicted_by_others: int
+    evicted_by_own: int = Field(
+        description="Objects that made room for its own puts, since the master's start."
+    )
+    evicted_by_others: int = Field(description="Objects that made room for others.")
     refused: int = Field(description="Puts and pins that a quota refused.")
     namespaces: list[str] = Field(description="Patterns.")
 
