@@ -29,7 +29,7 @@ from kvstore.texts import size_text
     cls=Command,
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore status --master 10.0.0.7:50001",
-    help="Show the cluster at a glance: nodes, their memory, objects.",
+    help="Show the cluster at a glance: nodes, their memory, objects, and what is wrong.",
 )
 @connects()
 @click.option("--counters", is_flag=True, help="Also show counters since the master started.")
@@ -136,4 +136,7 @@ def version(context: click.Context, as_json: bool) -> None:
 
 
 def status_json(found: ClusterStatus) -> dict[str, Any]:
-    return {**plain(found), "counters": dict(found.counters)}
+    from kvstore.diagnosis.problems import of_a_status  # not above: a TAB imports this module
+
+    problems = [each._asdict() for each in of_a_status(found)]
+    return {**plain(found), "counters": dict(found.counters), "problems": problems}

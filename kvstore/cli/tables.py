@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.calls import ClusterStatus, NodeStatus
-from kvstore.shortages import guarantees_short
 from kvstore.texts import duration_text, name_text, size_text
 
 if TYPE_CHECKING:
@@ -88,6 +87,8 @@ def print_status(found: ClusterStatus, master: str, *, counters: bool) -> None:
 
 
 def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Iterator[Any]:
+    from kvstore.diagnosis.problems import of_a_status  # not above: a TAB imports this module
+
     size = sum(segment.size for node in found.nodes for segment in node.segments)
     used = sum(segment.used for node in found.nodes for segment in node.segments)
     objects = sum(namespace.objects for namespace in found.namespaces)
@@ -102,9 +103,6 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
     share = f" ({100 * used / size:.0f} %)" if size else ""
     counted = f"{objects} object" + ("" if objects == 1 else "s")
     yield f"{counted}, {size_text(used)} of {size_text(size)} used{share}"
-    short = dict(found.counters).get("under_replicated_objects", 0)
-    if short:
-        yield f"{short} of them have fewer replicas than wanted"
     pinned = sum(namespace.pinned_objects for namespace in found.namespaces)
     if pinned:
         pinned_size = sum(namespace.pinned_bytes for namespace in found.namespaces)
@@ -164,8 +162,11 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
                 str(each.refused),
             )
         yield tenants
-        if said := guarantees_short(found):
-            yield f"\n{said}"
+
+    if problems := of_a_status(found):
+        yield ""
+        for wrong in problems:
+            yield f"{wrong.level}: {wrong.text}\n  {wrong.advice}"
 
     if counters:
         table = table_of("\ncounter", right=("\nsince start",))

@@ -17,11 +17,12 @@ from kvstore._version import __version__
 from kvstore.auth.credentials import MASTER_NAME, Credentials, open_channel
 from kvstore.auth.data_port import ClientEnd
 from kvstore.auth.identity import parse
-from kvstore.calls import ClusterStatus, Joined, NodeStatus, SegmentInfo, Segments, TrafficReport
+from kvstore.calls import ClusterStatus, Joined, SegmentInfo, Segments, TrafficReport
 from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.config import DEFAULT_PORT, MasterConfig
-from kvstore.diagnosis.findings import Finding, ok, problem, under, warning, warning_if
+from kvstore.diagnosis.findings import Finding, ok, problem, under, warning
+from kvstore.diagnosis.problems import FoundProblem, of_a_status
 from kvstore.errors import (
     CapabilityRefusedError,
     KVStoreError,
@@ -30,7 +31,7 @@ from kvstore.errors import (
 )
 from kvstore.etcd.finding import look_at
 from kvstore.etcd.wire import advice_on
-from kvstore.memory.entries import ENTRY_GONE, directories
+from kvstore.memory.entries import directories
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.network import names
 from kvstore.network.addresses import (
@@ -320,8 +321,8 @@ def nodes(
     *,
     demands: bool = False,
 ) -> list[Finding]:
-    """Checks for each node that it is alive, that its data port answers, and, for a node on this
-    host, that its memory can be mapped."""
+    """What is wrong with the store as its master sees it. Checks for each node that its data port
+    answers, and, for a node on this host, that its memory can be mapped."""
     deadline = uptime() + timeout_s
     try:
         status = cast(ClusterStatus, stub.call(calls.Status(), deadline))
@@ -332,14 +333,11 @@ def nodes(
         described = cast(Segments, stub.call(calls.DescribeSegments(ids), deadline)).segments
     except KVStoreError as error:
         return [problem(error.message, error.advice, "nodes")]
-    if not status.nodes:
-        command = "kvstore-node --master ... --memory 4GiB"
-        return [problem("no node has joined", command, "nodes")]
     tls = ClientEnd(Credentials(auth), demands=demands) if auth else None
     asked = {s.segment_id: pool.submit(by_tcp, s, timeout_s, tls) for s in described}
-    found: list[Finding] = []
+    found = [of_store(each) for each in of_a_status(status)]
     for node in status.nodes:
-        of_node = [node_well(node)]
+        of_node = [ok(f"{node.state}, last heard {node.silent_ms} ms ago")]
         for segment in described:
             if segment.node == node.name:
                 of_node += [asked[segment.segment_id].result(), *by_shm(segment)]
@@ -361,14 +359,11 @@ def hits(stub: MasterStub, master: str, timeout_s: float) -> list[Finding]:
     return [warning(what, f"kvstore why --master {master}", "hits")]
 
 
-def node_well(node: NodeStatus) -> Finding:
-    if node.entry_gone:
-        return problem("the entry of its memory in /dev/shm is gone", f"{ENTRY_GONE}.")
-    return warning_if(
-        node.state not in ("alive", "draining"),
-        f"{node.state}, last heard {node.silent_ms} ms ago",
-        "The node's log says what it does; the network to its host may lose packets.",
-    )
+def of_store(each: FoundProblem) -> Finding:
+    if each.level == "note":
+        return ok(each.text, subject="store")
+    made = problem if each.level == "bad" else warning
+    return made(each.text, each.advice, "store")
 
 
 def by_tcp(segment: SegmentInfo, timeout_s: float, tls: ClientEnd | None = None) -> Finding:

@@ -242,8 +242,8 @@ def left_overs() -> Iterator[Finding]:
     if left:
         yield warning(
             f"{left} memory files of dead nodes hold {size_text(size)}",
-            "A node that is restarted with the same name and --memory serves what its memory "
-            "holds. Otherwise: kvstore clean",
+            "Start the node again with the same --name and --memory: it serves what its memory "
+            "holds. kvstore clean deletes that for good: only if the node will not come back.",
         )
     else:
         others = f" ({unknown} of other users could not be checked)" if unknown else ""

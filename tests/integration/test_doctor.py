@@ -14,6 +14,7 @@ import pytest
 from tests.support.cluster import Cluster
 from tests.support.hosts import need_own_shm, own_shm
 from tests.support.processes import KVSTORE, free_port, run_python
+from tests.support.waiting import until
 
 
 class Report(NamedTuple):
@@ -88,7 +89,7 @@ def test_no_master_and_no_node(store: Cluster) -> None:
     assert time.monotonic() - started < 30
     assert found.of(f"master {nobody}")[0]["state"] == "problem"
     assert found.of(f"master {store.address}")[0]["state"] == "ok"
-    assert found.one("nodes", "no node has joined")["state"] == "problem"
+    assert found.one("store", "No node has joined")["state"] == "problem"
     assert found.code == 1
 
 
@@ -102,12 +103,29 @@ def test_a_node_that_is_stopped_holds_nobody_up(store: Cluster) -> None:
     stopped.resume()
 
 
+def test_a_killed_node_is_named_by_status_and_doctor(store: Cluster) -> None:
+    node, _ = store.node(), store.node()
+    with store.client() as client:
+        for number in range(20):
+            client.put(f"key-{number}", b"value")
+        node.kill()
+        until(lambda: any(each.name == node.name for each in client.status().gone))
+    said = run_python(*KVSTORE, "status", "--master", store.address).stdout
+    assert f"bad: Node {node.name} (" in said
+    assert "Start the node again on its host, with the same --name" in said
+    found = doctor("--master", store.address)
+    row = found.one("store", f"Node {node.name} (")
+    assert (found.code, row["state"]) == (1, "problem")
+    assert "with the same --name" in row["advice"]
+
+
 def test_what_a_killed_node_left(store: Cluster) -> None:
     node = store.node()
     node.kill()
     row = doctor().one("left-overs", "of dead nodes hold")
     assert row["state"] == "warning"
     assert "kvstore clean" in row["advice"]
+    assert row["advice"].startswith("Start the node again"), "what loses objects comes last"
     assert node.entry.exists(), "the doctor changes nothing"
 
 

@@ -29,5 +29,5 @@ def test_a_removed_entry_is_told_and_costs_speed_alone(tmp_path: Path) -> None:
             assert [each.get(key) for key in KEYS] == [key.encode() for key in KEYS]
         doctor = run_python(*KVSTORE, "doctor", "--master", cluster.address, within_s=120)
         assert doctor.returncode == 1
-        assert "entry of its memory in /dev/shm is gone" in doctor.stdout
+        assert "has no entry in /dev/shm any more" in doctor.stdout
         assert "RemoveIPC" in doctor.stdout

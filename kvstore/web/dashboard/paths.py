@@ -18,13 +18,13 @@ from pydantic import Field
 
 from kvstore.auth.validity import Validity
 from kvstore.calls import ClusterStatus, NamespaceStatus, NodeStatus
+from kvstore.diagnosis import problems
+from kvstore.diagnosis.history import EVERY_S, HistoryPoints, sample
 from kvstore.errors import InvalidArgumentError, KVStoreError, UnavailableError
 from kvstore.network.addresses import join_address, split_address
 from kvstore.process.background import start_task
 from kvstore.web.api import shapes
-from kvstore.web.dashboard import problems
 from kvstore.web.dashboard.fleet import compared
-from kvstore.web.dashboard.history import EVERY_S, HistoryPoints, sample
 from kvstore.web.server.access import HEADERS
 from kvstore.web.server.doors import Handler
 from kvstore.web.server.endpoints import Question, endpoint

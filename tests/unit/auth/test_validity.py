@@ -20,7 +20,7 @@ from kvstore.auth import certificates, credentials
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.validity import DAY_S, FOREVER, Validity, validity_of
 from kvstore.diagnosis.identity import identity
-from kvstore.web.dashboard.problems import of_identity
+from kvstore.diagnosis.problems import of_identity
 from tests.support import identities
 from tests.support.identities import ENGINE, NOW, content, write
 

@@ -313,12 +313,31 @@ def test_status(kv: KV) -> None:
         "alive",
         "256 MiB of 1.00 GiB used (25 %)",
         "evictions",
-        "1 of them",
+        "warning: 1 object with fewer replicas than were asked for.",
     ):
         assert part in text
     found = kv("status", "--json").json
     assert found["nodes"][0]["segments"][0]["size"] == 1 << 30
     assert found["counters"] == {"evictions": 2, "under_replicated_objects": 1}
+    [problem] = found["problems"]
+    assert problem["runbook"] == "KvstoreUnderReplicated"
+
+
+def test_the_status_names_a_node_that_died_and_puts_that_were_refused(
+    kv: KV, store: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = [calls.GoneNode("host-b", "h", "silent", 9_000, 7, 0, False)]
+    counters = [calls.Counter(f"refused_{of}", 3) for of in ("leased", "pins")]
+    seen = store.status()._replace(gone=gone, counters=counters)
+    monkeypatch.setattr(store, "status", lambda: seen)
+    text = kv("status").out
+    for part in (
+        "bad: Node host-b (h) died (silent) 9.0 s ago: 7 objects that no other node has.",
+        "  Start the node again on its host, with the same --name and memory.",
+        "warning: 3 puts found no room since the master started, 1 min 5 s ago: all that is there",
+        "warning: 3 pins refused since the master started, 1 min 5 s ago",
+    ):
+        assert part in text
 
 
 def test_the_status_shows_tenants(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvstore.master
+from kvstore.diagnosis.problems import ADVICE
 
 ROOT = Path(__file__).parents[3]
 PAGE = resources.files("kvstore.web.dashboard") / "page"
@@ -58,7 +59,8 @@ def test_what_a_runbook_may_be_made_of() -> None:
 
 def test_each_problem_has_its_section_of_the_runbook() -> None:
     sections = set(re.findall(r"(?m)^## (\w+)", (ROOT / "docs/runbook.md").read_text()))
-    source = (ROOT / "kvstore/web/dashboard/problems.py").read_text()
+    source = (ROOT / "kvstore/diagnosis/problems.py").read_text()
     named = set(re.findall(r'"(Kvstore\w+|[A-Z]\w+ed|Draining)"', source))
     assert {"KvstoreNodeDead", "EventsDropped", "Draining"} <= named
     assert named <= sections
+    assert named == ADVICE.keys(), "each has its line of advice"

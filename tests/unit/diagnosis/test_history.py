@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
+from kvstore.diagnosis.history import EVERY_S, POINTS_MAX, HistoryPoints, Sample, added, sample
 from kvstore.histograms import Histogram, quantile
-from kvstore.web.dashboard.history import EVERY_S, POINTS_MAX, HistoryPoints, Sample, added, sample
 
 EVERY_MS = int(EVERY_S * 1000)
 

@@ -16,15 +16,15 @@ from kvstore.calls import (
     SegmentStatus,
     TenantStatus,
 )
-from kvstore.web.dashboard.history import COUNTED, HistoryPoints, sample
-from kvstore.web.dashboard.problems import (
+from kvstore.diagnosis.history import COUNTED, HistoryPoints, sample
+from kvstore.diagnosis.problems import (
     NODES_NAMED,
     of_a_standby,
     of_engines,
     of_the_store,
 )
+from tests.unit.diagnosis.test_history import EVERY_MS, histogram, measured
 from tests.unit.diagnosis.test_why import asks, record, writes
-from tests.unit.web.test_history import EVERY_MS, histogram, measured
 
 
 def status(*nodes: NodeStatus, **counters: int) -> ClusterStatus:

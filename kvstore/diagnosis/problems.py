@@ -1,18 +1,21 @@
-"""Says in words what is wrong now. Pure: judges what the master says, and its last hour."""
+"""Says in words what is wrong now: for the dashboard, ``kvstore status`` and ``kvstore doctor``.
+
+Pure: judges what the master says, and its last hour where that is known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvstore.auth.validity import Validity
 from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
+from kvstore.diagnosis.history import COUNTED, HistoryPoints, added, spread_of
 from kvstore.diagnosis.why import Evidence, diagnose, parties_of
 from kvstore.fleet import Record
 from kvstore.memory.entries import ENTRY_GONE
 from kvstore.shortages import CAUSES, guarantees_short
 from kvstore.texts import duration_text, name_text, shown_text, size_text
-from kvstore.web.dashboard.history import HistoryPoints, added, spread_of
 
 RECENT_S: Final = 600.0
 HOUR_S: Final = 3600.0
@@ -41,6 +44,33 @@ NODES_NAMED: Final = 5
 """Nodes that have a line of their own for one kind of problem."""
 
 
+ADVICE: Final = {
+    "KvstoreNoLeader": "Start a master, or repair etcd.",
+    "KvstoreLeaderChanges": "Give etcd a disk of its own, and masters a processor of their own.",
+    "KvstoreNodeDead": "Start the node again on its host, with the same --name and memory. If the "
+    "host is gone, start one elsewhere.",
+    "KvstoreNodeSuspect": "Open the node's data port between all hosts, and look at its host's "
+    "load and network. To take it out without a loss: kvstore drain NODE",
+    "KvstoreNodeAlone": "kvstore-node --master HOST:PORT --memory 4GiB",
+    "KvstoreCorruptMemory": "Look for memory errors on the node's host: dmesg, ras-mc-ctl --errors",
+    "KvstoreUnderReplicated": "Start the missing node again, or add one.",
+    "KvstorePutsRefused": "Add memory (a node), remove pins (kvstore unpin), or raise at_most of "
+    "the tenant whose puts are refused.",
+    "KvstoreMemoryHeld": "Find the writers that die: the engines' logs.",
+    "KvstoreMemoryPinned": "kvstore unpin KEY, or add memory.",
+    "KvstoreHitRatioLow": "kvstore why",
+    "KvstoreEvictionsTooYoung": "Add memory: a node.",
+    "KvstoreLoopSlow": "Give the master a processor of its own.",
+    "KvstoreConnectionsRefused": "The log of the process names the peers. Raise ulimit -n, or "
+    "point health checks at /healthz of the HTTP port.",
+    "KvstoreRefusals": "The master's log names them (refused count= reason=): issue a file with "
+    "the right (kvstore auth issue), or stop the process.",
+    "KvstoreIdentityEnds": "kvstore auth rotate, and copy the new file over the old one.",
+    "Draining": "Wait until it has left, or: kvstore drain NODE --undo",
+    "EventsDropped": "Let subscribers read faster, or subscribe to fewer streams.",
+}
+"""What to do, by section of the runbook, which says more."""
+
 KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace")
 """Causes (``diagnosis.why``) that no further prompt cures. Others may only mean new prompts."""
 
@@ -52,10 +82,48 @@ class FoundProblem(NamedTuple):
     runbook: str
     """The section of docs/runbook.md that says what to do."""
 
+    @property
+    def advice(self) -> str:
+        """What to do, on one line."""
+        return ADVICE[self.runbook]
+
+
+class _Counted(NamedTuple):
+    """By how much counters have grown, and since when."""
+
+    counters: Mapping[str, int]
+    when: str
+    """Such as ``in the last hour``."""
+
 
 def of_the_store(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> list[FoundProblem]:
     """The problems that a master that leads sees, the worst first."""
-    found = [*_nodes(status), *_memory(status, history, now_ms), *_lately(history, now_ms)]
+    hour, recent = (
+        _Counted({name: added(points, name) for name in COUNTED}, when)
+        for points, when in (
+            (history.lately(now_ms, HOUR_S), "in the last hour"),
+            (history.lately(now_ms, RECENT_S), "in the last 10 min"),
+        )
+    )
+    found = [
+        *_nodes(status), *_memory(status), *_refused(recent), *_ages(status, history, now_ms),
+        *_lately(hour, recent), *_loop(history, now_ms),
+    ]  # fmt: skip
+    return _worst_first(found)
+
+
+def of_a_status(status: ClusterStatus) -> list[FoundProblem]:
+    """The problems that one answer of a master shows, the worst first: for programs that do not
+    have its last hour. What it has counted since its start is a warning: it may be over."""
+    when = f"since the master started, {duration_text(status.uptime_ms)} ago"
+    counted = _Counted(dict(status.counters), when)
+    since = [
+        each._replace(level="warning") for each in [*_refused(counted), *_lately(counted, counted)]
+    ]
+    return _worst_first([*_nodes(status), *_memory(status), *since])
+
+
+def _worst_first(found: list[FoundProblem]) -> list[FoundProblem]:
     order = ("bad", "warning", "note")
     return sorted(found, key=lambda problem: order.index(problem.level))
 
@@ -201,16 +269,40 @@ def _waiting(status: ClusterStatus) -> Iterator[FoundProblem]:
     )
 
 
-def _memory(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Iterator[FoundProblem]:
-    recent = history.lately(now_ms, RECENT_S)
+def _refused(recent: _Counted) -> Iterator[FoundProblem]:
+    for cause, (_, _, why) in CAUSES.items():
+        refused = recent.counters.get(f"refused_{cause}", 0)
+        if refused:
+            what = f"{_count(refused, 'put')} found no room {recent.when}"
+            yield FoundProblem("bad", f"{what}: {why}.", "KvstorePutsRefused")
+    unpinned = recent.counters.get("refused_pins", 0)
+    if unpinned:
+        yield FoundProblem(
+            "warning",
+            f"{_count(unpinned, 'pin')} refused {recent.when}: pins hold all that they may "
+            "(--pinned-max, --pinned-all-max).",
+            "KvstoreMemoryPinned",
+        )
+
+
+def _ages(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Iterator[FoundProblem]:
     segments = [segment for node in status.nodes for segment in node.segments]
     size, used = (sum(getattr(each, of) for each in segments) for of in ("size", "used"))
+    recent = history.lately(now_ms, RECENT_S)
+    age_ms = spread_of([each.ages_ms for each in recent], 0.5)
+    if size and used > FULL * size and age_ms is not None and age_ms < YOUNG_MS:
+        yield FoundProblem(
+            "warning",
+            "The pool is full, and evicts objects soon after their last use: half of them within "
+            f"{duration_text(int(age_ms))} (last 10 min). More memory would raise the hit ratio.",
+            "KvstoreEvictionsTooYoung",
+        )
+
+
+def _memory(status: ClusterStatus) -> Iterator[FoundProblem]:
+    segments = [segment for node in status.nodes for segment in node.segments]
+    size = sum(each.size for each in segments)
     yield from _waiting(status)
-    for cause, (_, _, why) in CAUSES.items():
-        refused = added(recent, f"refused_{cause}")
-        if refused:
-            what = f"{_count(refused, 'put')} found no room in the last 10 min"
-            yield FoundProblem("bad", f"{what}: {why}.", "KvstorePutsRefused")
     if said := guarantees_short(status):
         yield FoundProblem("warning", said, "KvstorePutsRefused")
     pinned = dict(status.counters).get("pinned_bytes", 0)
@@ -228,22 +320,6 @@ def _memory(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Itera
             "Pins end by themselves, after a day at most, or by unpin.",
             "KvstoreMemoryPinned",
         )
-    unpinned = added(recent, "refused_pins")
-    if unpinned:
-        yield FoundProblem(
-            "warning",
-            f"{_count(unpinned, 'pin')} refused in the last 10 min: pins hold all that they may "
-            "(--pinned-max, --pinned-all-max).",
-            "KvstoreMemoryPinned",
-        )
-    age_ms = spread_of([each.ages_ms for each in recent], 0.5)
-    if size and used > FULL * size and age_ms is not None and age_ms < YOUNG_MS:
-        yield FoundProblem(
-            "warning",
-            "The pool is full, and evicts objects soon after their last use: half of them within "
-            f"{duration_text(int(age_ms))} (last 10 min). More memory would raise the hit ratio.",
-            "KvstoreEvictionsTooYoung",
-        )
     heavy: list[tuple[NodeStatus, str]] = []
     waiting: list[tuple[NodeStatus, str]] = []
     for node in status.nodes:
@@ -260,27 +336,27 @@ def _memory(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Itera
     yield from _named("warning", waiting, "has memory that awaits its reclaim", "KvstoreMemoryHeld")
 
 
-def _lately(history: HistoryPoints, now_ms: int) -> Iterator[FoundProblem]:
-    hour, recent = history.lately(now_ms, HOUR_S), history.lately(now_ms, RECENT_S)
-    for points, of, within, level, one, text, section in (
-        (hour, "corrupt_objects", "hour", "bad", "object",
+def _lately(hour: _Counted, recent: _Counted) -> Iterator[FoundProblem]:
+    for counted, of, level, one, text, section in (
+        (hour, "corrupt_objects", "bad", "object",
          "had no replica with good bytes: look at the memory of its nodes (see Events)",
          "KvstoreCorruptMemory"),
-        (hour, "corrupt_replicas", "hour", "bad", "replica", "had bad bytes",
-         "KvstoreCorruptMemory"),
-        (recent, "connections_stalled", "10 min", "warning", "connection",
+        (hour, "corrupt_replicas", "bad", "replica", "had bad bytes", "KvstoreCorruptMemory"),
+        (recent, "connections_stalled", "warning", "connection",
          "cut because the client did not read", "KvstoreConnectionsRefused"),
-        (recent, "connections_refused", "10 min", "warning", "connection",
+        (recent, "connections_refused", "warning", "connection",
          "refused: no token, too many, or another protocol", "KvstoreConnectionsRefused"),
-        (recent, "events_dropped", "10 min", "warning", "event",
+        (recent, "events_dropped", "warning", "event",
          "dropped: subscribers begin anew", "EventsDropped"),
-        (recent, "etcd_failures", "10 min", "warning", "call", "to etcd failed",
-         "KvstoreLeaderChanges"),
+        (recent, "etcd_failures", "warning", "call", "to etcd failed", "KvstoreLeaderChanges"),
     ):  # fmt: skip
-        count = added(points, of)
+        count = counted.counters.get(of, 0)
         if count:
-            said = f"{_count(count, one)} {text}, in the last {within}."
+            said = f"{_count(count, one)} {text}, {counted.when}."
             yield FoundProblem(level, said, section)
+
+
+def _loop(history: HistoryPoints, now_ms: int) -> Iterator[FoundProblem]:
     late_us = spread_of([each.late_us for each in history.lately(now_ms, 60.0)], 0.99)
     if late_us is not None and late_us > LATE_US:
         yield FoundProblem(
