@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import ssl
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +24,7 @@ from kvstore.clocks import uptime
 from kvstore.config import DEFAULT_PORT, MasterConfig
 from kvstore.diagnosis.findings import Finding, ok, problem, under, warning
 from kvstore.diagnosis.problems import FoundProblem, of_a_status
-from kvstore.errors import (
-    CapabilityRefusedError,
-    KVStoreError,
-    MasterUnreachableError,
-    NotLeaderError,
-)
+from kvstore.errors import KVStoreError, NotLeaderError
 from kvstore.etcd.finding import look_at
 from kvstore.etcd.wire import advice_on
 from kvstore.memory.entries import directories
@@ -49,7 +45,7 @@ from kvstore.transport.base import Move
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.pieces import not_encrypted
 from kvstore.transport.shm import ShmTransport
-from kvstore.transport.tcp import TcpTransport
+from kvstore.transport.tcp_client import ClientConnection
 from kvstore.wire.frames import ERROR, FrameReader, hello
 from kvstore.wire.messages import CALLS, encode_request
 from kvstore.wire.status import decode_error, detail_of
@@ -62,6 +58,9 @@ AT_ONCE_MAX = 16
 
 QUESTIONS_MIN = 16
 """Fewer questions in a namespace prove nothing: the first prompts always find nothing."""
+
+HANDSHAKE_S = 1.0
+"""How long a master may take to refuse a certificate."""
 
 CLOCK_S = 300.0
 """Clocks of two hosts may differ by this much without a warning. Epochs begin as Unix time."""
@@ -79,10 +78,11 @@ def reached(
     auth: str = "",
     demands: bool = False,
 ) -> Iterator[Finding]:
-    """Checks the ports for a master here, and the cluster if ``is_named`` or a master is here.
+    """Checks the cluster if ``is_named``; otherwise the ports for a master here, and the cluster if
+    a master is here.
     ``auth``: the file that proves who asks; empty: no authentication. ``demands``: as
     ``ClientEnd``."""
-    found = list(under("ports", ports(master, timeout_s, auth)))
+    found = [] if is_named else list(under("ports", ports(master, timeout_s, auth)))
     yield from found
     if is_named or any("a master answers" in each.found for each in found):
         yield from cluster(masters, timeout_s, auth, demands=demands)
@@ -223,7 +223,10 @@ def master(place: str, timeout_s: float, auth: str = "") -> _MasterAnswer:
         return _MasterAnswer([problem(what, advice, subject)])
     except KVStoreError as error:
         advice = error.advice
-        if not isinstance(error, MasterUnreachableError) or "kvstore doctor" in advice:
+        if not advice or "kvstore doctor" in advice:
+            refused = identity_refused(place, deadline, auth) if auth else None
+            if refused is not None:
+                return _MasterAnswer([refused._replace(subject=subject)])
             advice = (
                 f"A firewall may drop packets to that port, or that host is down: let it pass, and "
                 f"run {start_command(place)} there."
@@ -250,6 +253,35 @@ def master(place: str, timeout_s: float, auth: str = "") -> _MasterAnswer:
         found.append(ok(f"knows this process as {_described(joined.identity)}", subject=subject))
     host, _ = split_address(place, default_port=DEFAULT_PORT)
     return _MasterAnswer([*found, lane(host, joined, deadline, auth)], serves=True)
+
+
+def identity_refused(place: str, deadline: Deadline, auth: str) -> Finding | None:
+    """Why the handshake of TLS with a master fails, of which gRPC says little; None: it does not,
+    or nothing is there to shake hands with."""
+    host, port = split_address(place, default_port=DEFAULT_PORT)
+    by = max(deadline, uptime() + HANDSHAKE_S)
+    context = Credentials(auth).client()
+    try:
+        with names.connect(host, port, by) as raw:
+            raw.settimeout(HANDSHAKE_S)
+            with context.wrap_socket(raw, server_hostname=MASTER_NAME) as sock:
+                sock.recv(1)  # a server of TLS 1.3 refuses our certificate after the handshake
+    except ssl.SSLCertVerificationError as error:
+        return problem(
+            f"its certificate is not one that {auth} trusts ({error.verify_message}): this file is "
+            "of another authority, or the master is",
+            "Use a file that the authority of this cluster has issued (kvstore auth issue); "
+            f"kvstore auth show {auth} says who it is and whom it trusts.",
+        )
+    except ssl.SSLError as error:
+        return problem(
+            f"it refuses the identity of {auth} ({error.reason or error})",
+            "Its authority, or its end, is not accepted there: issue it anew (kvstore auth issue); "
+            f"kvstore auth show {auth} says who it is and until when.",
+        )
+    except OSError:
+        pass
+    return None
 
 
 def _described(uri: str) -> str:
@@ -370,7 +402,7 @@ def by_tcp(segment: SegmentInfo, timeout_s: float, tls: ClientEnd | None = None)
     if tls is not None and tls.demands and segment.data_protocol < WITH_TLS:
         refused = not_encrypted(segment)
         return problem(refused.message, refused.advice)
-    why_not = _unreadable(TcpTransport(tls=tls), segment, timeout_s)
+    why_not = _unanswered(segment, timeout_s, tls)
     if why_not is not None:
         advice = "Start it with --host or --advertise and an address that this host can reach."
         return problem(f"data port {segment.address} does not answer: {why_not}", advice)
@@ -426,16 +458,27 @@ def _truncated(segment: SegmentInfo) -> Finding | None:
     return None
 
 
+def _unanswered(segment: SegmentInfo, timeout_s: float, tls: ClientEnd | None) -> str | None:
+    """Why the data port does not take us; None: it does. Reads nothing: where there are identities
+    that needs an object, and is refused, logged and counted without one."""
+    connection = ClientConnection(segment, tls=tls)
+    try:
+        connection.greet(uptime() + timeout_s)
+        return None
+    except KVStoreError as error:
+        return error.message
+    finally:
+        connection.close()
+
+
 def _unreadable(
-    transport: ShmTransport | DeviceTransport | TcpTransport, segment: SegmentInfo, timeout_s: float
+    transport: ShmTransport | DeviceTransport, segment: SegmentInfo, timeout_s: float
 ) -> str | None:
     """Why this process cannot read the segment; None: it can."""
     move = Move(SUPERBLOCK_BYTES, memoryview(bytearray(PROBE_BYTES)))
     try:
         transport.read(segment, [move], uptime() + timeout_s)
         return None
-    except CapabilityRefusedError:
-        return None  # its port answers, and knows us; to read anything we would need an object
     except KVStoreError as error:
         return error.message
     finally:

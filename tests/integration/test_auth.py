@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import re
@@ -39,7 +40,7 @@ from kvstore.wire.messages import CALLS, encode_request
 from tests.support.cluster import SHORT, Cluster
 from tests.support.http import request
 from tests.support.issuing import Identities, utc_now
-from tests.support.processes import free_port, run_python
+from tests.support.processes import KVSTORE, free_port, run_python
 from tests.support.traffic import content
 from tests.support.waiting import until
 
@@ -655,6 +656,53 @@ def test_the_doctor_says_who_one_is(cluster: Cluster, identities: Identities) ->
     assert "knows this process as engine engine; reads ours; writes ours" in " ".join(said.split())
     assert MASTER_NAME not in said
     assert "does not answer" not in said, "a data port that asks for capabilities does answer"
+
+
+def test_the_doctor_says_why_an_identity_is_refused(
+    cluster: Cluster, identities: Identities, tmp_path: Path
+) -> None:
+    cluster.master()
+    (tmp_path / "old").mkdir()
+    strange = Identities(tmp_path / "old").file("admin")
+    revoked = identities.file("gone", "admin")
+    identities.revoke("gone")
+
+    def said(auth: str) -> dict[str, str]:
+        found = run_python(
+            *KVSTORE, "doctor", "--json", "--master", cluster.address, "--timeout-ms", "2000",
+            variables={"KVSTORE_AUTH": auth} if auth else {},
+        ).stdout  # fmt: skip
+        rows = [json.loads(line) for line in found.splitlines()]
+        [row] = [row for row in rows if row["subject"] == f"master {cluster.address}"]
+        return {str(name): str(value) for name, value in row.items()}
+
+    for auth, why, advice in (
+        (revoked, "was revoked", "new identity"),
+        (strange, "another authority", "kvstore auth"),
+        ("", "a port for TLS", "KVSTORE_AUTH"),
+    ):
+        row = said(auth)
+        assert row["state"] == "problem"
+        assert why in row["found"], row
+        assert advice in row["advice"], row
+        assert "firewall" not in row["advice"], row
+
+
+def test_the_doctor_is_refused_nothing(cluster: Cluster, identities: Identities) -> None:
+    """Its look at a node's data port is no call that the node refuses, logs and counts."""
+    cluster.master()
+    node_port = free_port()
+    node = cluster.node(http_port=node_port)
+    admin = identities.file("admin")
+    done = run_python(
+        *KVSTORE, "doctor", "--master", cluster.address, variables={"KVSTORE_AUTH": admin}
+    )
+    assert "data port 127.0.0.1" in done.stdout
+    tls = Credentials(admin).client()
+    tls.check_hostname = False
+    text = request(node_port, "GET", "/metrics", tls=tls).text
+    assert re.search(r"(?m)^kvstore_node_refused_capabilities_total 0", text), text
+    assert "data_refused" not in node.errors
 
 
 def test_a_certificate_that_ends_soon_is_told_before(
