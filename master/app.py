@@ -443,7 +443,7 @@ class _Serving:
             "auth_valid": None if self.gate is None else [*self.gate.credentials.validity()],
             "counters": {
                 "connections_refused": carriers.lane_stats.refused,
-                "refused": 0 if self.gate is None else self.gate.refused,
+                **self._refusals(),
                 "connections_stalled": carriers.lane_stats.stalled,
                 **({} if self._election is None else self._election.counters()),
                 **({} if self.feed is None else self.feed.counters()),
@@ -451,9 +451,13 @@ class _Serving:
             },
         }
 
+    def _refusals(self) -> dict[str, int]:
+        """Connections and calls that authentication has refused."""
+        return {"refused": 0 if self.gate is None else self.gate.refused}
+
     def _counters(self) -> dict[str, int]:
         elections = {} if self._election is None else self._election.counters()
-        own = {"grpc_connections": self._grpc_connections}
+        own = {"grpc_connections": self._grpc_connections, **self._refusals()}
         return {**self.carriers.counters(), **own, **elections, **logs.counters()}
 
 

@@ -26,8 +26,8 @@ UNSEEN: Final = ("Status", "Join")
 COUNTED: Final = (
     "matched_objects", "missed_objects", "stored_objects", "stored_bytes", "evicted_objects",
     "refused_pins", "corrupt_objects", "corrupt_replicas", "connections_refused",
-    "connections_stalled", "events_dropped", "etcd_failures", "refused_leased", "refused_restarted",
-    "refused_quota", "refused_guarantees",
+    "connections_stalled", "refused", "events_dropped", "etcd_failures", "refused_leased",
+    "refused_restarted", "refused_quota", "refused_guarantees",
     "refused_suspect", "refused_draining", "refused_avoided", "refused_not_here",
     "refused_on_device", "refused_no_node",
 )  # fmt: skip

@@ -20,6 +20,7 @@ from kvstore.diagnosis.history import COUNTED, HistoryPoints, sample
 from kvstore.diagnosis.problems import (
     NODES_NAMED,
     of_a_standby,
+    of_a_status,
     of_engines,
     of_the_store,
 )
@@ -137,6 +138,15 @@ def test_why_puts_were_refused() -> None:
     )
     causes = {value for name, value in vars(shortages).items() if name in NAMED}
     assert causes == shortages.CAUSES.keys()
+
+
+def test_calls_that_were_refused_are_a_problem() -> None:
+    told = texts(status(node()), after(refused=1020))
+    assert "1,020 calls refused: without an identity, with a revoked one" in told
+    assert "in the last 10 min" in told
+    found = of_a_status(status(node(), refused=1))
+    assert [each.runbook for each in found] == ["KvstoreRefusals"]
+    assert "1 call refused" in found[0].text
 
 
 def test_an_engine_of_another_dtype_is_a_problem_of_the_page() -> None:
