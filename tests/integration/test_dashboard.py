@@ -217,6 +217,7 @@ def test_a_master_that_stands_by_says_who_leads(tmp_path: Path) -> None:
         browser = stack.enter_context(browsing())
         browser.open(port)
         until(lambda: first in browser.text("#standby"))
+        assert browser.text("#problems") == "", "no verdict: the leader may see an alarm"
         link = browser.run("return document.querySelector('#standby a').href")
         assert link == found["leader_page"]
         cluster.masters[first].kill()

@@ -110,10 +110,11 @@ function showTiles(status, history) {
   const segments = status.nodes.flatMap((node) => node.segments);
   const used = sum(segments.map((each) => each.used)), size = sum(segments.map((each) => each.size));
   const objects = sum(status.namespaces.map((row) => row.objects)) + status.other_namespaces.objects;
+  const spaces = status.namespaces.length + status.other_namespaces.namespaces;
   each($("tiles"), [
     ["Hit ratio", percent(ratio(minute("matched_per_s"), minute("missed_per_s"))), `${percent(ratio(whole("matched_per_s"), whole("missed_per_s")))} in the last hour`],
     ["Memory", size ? percent(used / size) : "–", `${bytes(used)} of ${bytes(size)}`],
-    ["Objects", count(objects), `in ${status.namespaces.length + status.other_namespaces.namespaces} namespaces`],
+    ["Objects", count(objects), `in ${spaces} namespace${spaces === 1 ? "" : "s"}`],
     ["Nodes", String(status.nodes.length), `${status.nodes.filter((node) => node.state === "alive").length} alive`],
     ["Calls", `${count(minute("calls_per_s"))}/s`, `p50 ${time(last("call_p50_s"))}, p99 ${time(last("call_p99_s"))}`],
     ["Puts", `${count(minute("stored_per_s"))}/s`, `${bytes(minute("stored_bytes_per_s"))}/s`],
@@ -128,8 +129,9 @@ function showCalls(calls) {
   table($("call-rows"), rows.length ? rows : [[["no call yet"], [""], [""], [""]]]);
 }
 
-function showProblems(problems) {
-  const list = problems.length ? problems : [{ level: "well", text: "Nothing is wrong.", runbook: "" }];
+/** A master that stands by gives no verdict on the store: the one that leads does. */
+function showProblems(problems, leads) {
+  const list = problems.length || !leads ? problems : [{ level: "well", text: "Nothing is wrong.", runbook: "" }];
   each($("problems"), list, () => element("li", "", element("span"), " ", element("a", "", "What to do")), (item, problem) => {
     item.className = ["bad", "warning", "note", "well"].includes(problem.level) ? problem.level : "note";
     const [text, link] = item.children;
@@ -348,14 +350,14 @@ function show() {
   put($("cluster"), shown(status.cluster));
   put($("role"), `${leads ? "leads" : "stands by"} · term ${status.epoch} · version ${shown(status.version)}`
     + (leads ? ` · up ${time(Math.floor(status.uptime_ms / 1000))}` : ""));
-  showProblems(status.problems);
+  showProblems(status.problems, leads);
   showNoNode(status);
   $("standby").hidden = leads;
   $("tiles").hidden = $("measured").hidden = !leads;
   if (!leads) {
     const link = element("a", "", shown(status.leader));
     if (/^https?:\/\//.test(status.leader_page)) link.href = status.leader_page;
-    $("standby").replaceChildren("This master stands by. ", ...(status.leader ? ["The one that leads: ", link] : ["It knows of no master that leads."]));
+    $("standby").replaceChildren("This master stands by. ", ...(status.leader ? ["The one that leads says how the store is: ", link] : ["It knows of no master that leads."]));
     table($("namespace-rows"), []);
     $("node-cards").replaceChildren();
     $("moved").hidden = true;
