@@ -441,6 +441,7 @@ class _Serving:
             # The child may not count them itself where our memory is hidden.
             "open_files": None if self.gate is None else descriptors.open_now(),
             "auth_valid": None if self.gate is None else [*self.gate.credentials.validity()],
+            "shares_refused": {} if self.gate is None else carriers.shares_refused(),
             "counters": {
                 "connections_refused": carriers.lane_stats.refused,
                 **self._refusals(),

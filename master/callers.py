@@ -11,9 +11,10 @@ from __future__ import annotations
 import hmac
 from typing import Final
 
+from kvstore.auth.holders import holder_of
 from kvstore.auth.identity import Identity
 from kvstore.errors import ProtocolError
-from kvstore.master.gate import DIGEST_BYTES, MAC_BYTES, Gate, holder_of
+from kvstore.master.gate import DIGEST_BYTES, MAC_BYTES, Gate
 from kvstore.master.state.traffic import Caller
 from kvstore.wire.frames import TOKEN_BYTES_MAX
 from kvstore.wire.packed import unpack_text

@@ -16,6 +16,7 @@ from kvstore.master.grpc_server import (
     startup_error,
 )
 from kvstore.master.lane import LaneServer, LaneSettings, LaneStats
+from kvstore.master.turns import Turns
 from kvstore.network.addresses import join_address
 
 
@@ -53,10 +54,11 @@ class Carriers:
         """``gate``: who gets in; None: everybody, without authentication."""
         self._dispatcher = Dispatcher(service)
         token = secrets.token_bytes(16)
-        self._lane = LaneServer(self._dispatcher, token, lane_settings, gate)
+        turns = None if gate is None else Turns()
+        self._lane = LaneServer(self._dispatcher, token, lane_settings, gate, turns)
         self._grpc = GrpcServer(
             self._dispatcher, token, calls_max=calls_max, connections_max=grpc_connections_max,
-            gate=gate,
+            gate=gate, turns=turns,
         )  # fmt: skip
 
     async def bind(
@@ -120,6 +122,10 @@ class Carriers:
     @property
     def lane_stats(self) -> LaneStats:
         return self._lane.stats
+
+    def shares_refused(self) -> dict[str, dict[str, int]]:
+        """By door, how often each identity was refused a place of it."""
+        return {each.door: each.refused() for each in (self._lane.shares, self._grpc.shares)}
 
     def counters(self) -> dict[str, int]:
         """Counters for the status: calls and errors by name, and those of the lane."""

@@ -7,7 +7,6 @@ token is signed, names the identity, and is of no use with the certificate of an
 
 from __future__ import annotations
 
-import functools
 import hmac
 import logging
 import secrets
@@ -18,9 +17,10 @@ from typing import Final, TypeVar
 
 from kvstore.auth import rights
 from kvstore.auth.credentials import MASTER_NAME, Credentials, alternative_names
+from kvstore.auth.holders import holder_by
 from kvstore.auth.identity import Identity
 from kvstore.auth.names import identity_by, load_names
-from kvstore.auth.revoked import Revoked, plain
+from kvstore.auth.revoked import Revoked
 from kvstore.calls import (
     Allocate,
     Clear,
@@ -140,7 +140,7 @@ class Gate:
     def refused_holders(self) -> list[int]:
         """Holders whose capabilities may still be valid although their identities are revoked; the
         last ones, if there are too many for one message."""
-        return [_holder(number) for number in self._revoked.lately()[-REFUSED_HOLDERS_MAX:]]
+        return [holder_by(number) for number in self._revoked.lately()[-REFUSED_HOLDERS_MAX:]]
 
     # --- tokens -------------------------------------------------------------------------------
 
@@ -240,18 +240,6 @@ class Gate:
         self.refused += 1
         whose = "" if who is None else who.certified
         log.warning("refused count=%d reason=%r", self.refused, why, extra={"whose": whose})
-
-
-def holder_of(who: Identity) -> int:
-    """The number of this identity as a holder of capabilities (``kvstore.master.sealing``). It
-    follows from the number of the certificate, so a master knows the holders that it revokes."""
-    return _holder(plain(who.number) or who.uri)
-
-
-@functools.lru_cache(2 * REFUSED_HOLDERS_MAX)
-def _holder(said: str) -> int:
-    digest = hmac.digest(b"holder", said.encode(), "sha256")
-    return int.from_bytes(digest[:8], "little") >> 1 | 1
 
 
 def number_of(who: Identity, chosen: int) -> int:

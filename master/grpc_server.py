@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import importlib.util
 import os
 import secrets
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 
+from kvstore.auth.holders import holder_of
+from kvstore.auth.shares import Shares
 from kvstore.calls import NodeMessage
 from kvstore.errors import (
     AddressInUseError,
@@ -25,8 +28,9 @@ from kvstore.errors import (
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
-from kvstore.master.gate import Gate, holder_of
+from kvstore.master.gate import Gate
 from kvstore.master.state.traffic import Caller
+from kvstore.master.turns import Turns
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
 from kvstore.network.sniffing import Sniffing, splice
@@ -75,10 +79,17 @@ class GrpcServer:
         calls_max: int = CALLS_MAX,
         connections_max: int = CONNECTIONS_MAX,
         gate: Gate | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """``connections_max``: gRPC closes further ones at once, without a notice. ``gate``: None:
-        without authentication."""
+        """
+        Args:
+            connections_max: gRPC closes further ones at once, without a notice.
+            gate: None: without authentication.
+            turns: in which calls are answered; not None with authentication.
+        """
         self.token = token
+        self.shares = Shares("grpc", calls_max)
+        self._turns = turns
         self._gate = gate
         self._dispatcher = dispatcher
         self._calls_max = calls_max
@@ -164,13 +175,35 @@ class GrpcServer:
                 for key, value in context.invocation_metadata() or ():
                     if key == traces.METADATA_KEY and isinstance(value, str):
                         data = traces.with_trace(data, value)
-                reply = self._dispatcher.dispatch(call, data, caller)
-                return reply if isinstance(reply, bytes) else await reply
+                if self._turns is None:
+                    reply = self._dispatcher.dispatch(call, data, caller)
+                    return reply if isinstance(reply, bytes) else await reply
+                return await self._in_turn(self._turns, call, data, caller)
             except KVStoreError as error:
                 await _abort(context, error)
                 raise
 
         return answer
+
+    async def _in_turn(
+        self, turns: Turns, call: Call[Any, Any], data: bytes, caller: Caller | None
+    ) -> bytes:
+        """Answers a call in the turn of its identity, which holds a place of all calls meanwhile.
+
+        Raises:
+            KVStoreError: the answer, or its identity has too many calls under way.
+        """
+        who = None if caller is None else caller.identity
+        name = "" if who is None else who.name
+        if who is not None:
+            self.shares.enter(name)
+        try:
+            work = functools.partial(self._dispatcher.dispatch, call, data, caller)
+            reply = await turns.taken(name, work)
+            return reply if isinstance(reply, bytes) else await reply
+        finally:
+            if who is not None:
+                self.shares.leave(name)
 
     def _caller(self, context: Context, call: Call[Any, Any]) -> Caller | None:
         """The client that calls; None: a client without a token and without an identity.

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from kvstore.auth.shares import Shares
 from kvstore.errors import (
     BusyError,
     KVStoreError,
@@ -29,6 +30,7 @@ from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.gate import Gate
 from kvstore.master.state.traffic import Caller
+from kvstore.master.turns import Turns
 from kvstore.network.listening import listen
 from kvstore.network.sniffing import Sniffing
 from kvstore.network.tls_transport import RECEIVED_BYTES, TlsTransport
@@ -89,8 +91,13 @@ class LaneServer:
         token: bytes,
         settings: LaneSettings | None = None,
         gate: Gate | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """``gate``: None: without authentication."""
+        """
+        Args:
+            gate: None: without authentication.
+            turns: in which calls are answered; not None with authentication.
+        """
         self.settings = settings or LaneSettings()
         self.stats = LaneStats()
         self.token = token
@@ -102,6 +109,8 @@ class LaneServer:
         self.silent: dict[_LaneClient, None] = {}
         """Connections that have sent no good HELLO so far, oldest first."""
         self.gate = gate
+        self.turns = turns
+        self.shares = Shares("lane", self.settings.connections_max)
         self._dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
         self._sniffing: Sniffing | None = None
@@ -228,6 +237,13 @@ class _LaneClient(asyncio.BufferedProtocol):
         self._greeted = False
         self._address = LOCAL
         self._caller: Caller | None = None
+        self._turns: Turns | None = None
+        """In which its calls are answered; None: as they come."""
+        self._who = ""
+        """The name of its identity; empty: it has none."""
+        self._has_share = False
+        self._in_line = False
+        """Whether it waits for its identity's turn."""
         self._congested = False
         self._held = False
         """Whether frames in the reader wait for their turn; no more bytes are read then."""
@@ -282,6 +298,9 @@ class _LaneClient(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
         self._server.silent.pop(self, None)
+        if self._has_share:
+            self._has_share = False
+            self._server.shares.leave(self._who)
         self._set_timer(0.0, None)
         waiting, self._waiting = self._waiting, {}
         for task in waiting.values():
@@ -296,12 +315,21 @@ class _LaneClient(asyncio.BufferedProtocol):
         size = 0
         try:
             for _ in range(FRAMES_PER_TURN):
+                if self._turns is not None and self._turns.is_over(self._who):
+                    self._hold()
+                    self._in_line = True
+                    self._turns.later(self._who, self._turn_came)
+                    break
                 received = self._reader.next()
                 if received is None:
                     break
                 call_id, kind, name, payload = received
                 if kind == CALL and self._greeted:
-                    reply = self._call(call_id, name, payload)
+                    if self._turns is None:
+                        reply = self._call(call_id, name, payload)
+                    else:
+                        work = functools.partial(self._call, call_id, name, payload)
+                        reply = self._turns.timed(self._who, work)
                     if reply is not None:
                         replies.append(reply)
                         size += len(reply)
@@ -342,6 +370,11 @@ class _LaneClient(asyncio.BufferedProtocol):
                 advice="Join again: the master was restarted, or a different master "
                 "uses this address.",
             )
+        if caller.identity is not None:
+            self._who = caller.identity.name
+            server.shares.enter(self._who)
+            self._has_share = True
+        self._turns = server.turns
         self._caller = caller
         self._greeted = True
         self._server.silent.pop(self, None)
@@ -408,6 +441,7 @@ class _LaneClient(asyncio.BufferedProtocol):
         """Continues after ``_hold``, once no bound is exceeded."""
         if (
             not self._held
+            or self._in_line
             or self._congested
             or self._transport is None
             or self._transport.is_closing()
@@ -417,6 +451,10 @@ class _LaneClient(asyncio.BufferedProtocol):
         self._held = False
         self._transport.resume_reading()
         self._answer()
+
+    def _turn_came(self) -> None:
+        self._in_line = False
+        self._continue()
 
     def _set_timer(self, after_s: float, action: Callable[[], None] | None) -> None:
         if self._timer is not None:

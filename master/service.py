@@ -21,6 +21,7 @@ import contextvars
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -157,7 +158,8 @@ class MasterService:
         self._working = False
         self._no_call = contextvars.Context()
         """The context of background work, whose log lines belong to no trace."""
-        self._cutting = asyncio.Lock()
+        self._cutting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """By the names of identities, which the authority bounds."""
         self._ticker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -268,11 +270,13 @@ class MasterService:
     async def _in_pieces(
         self, cut: Cut, request: calls.Request, caller: Caller | None
     ) -> calls.Reply:
-        """Runs one piece in each turn of the loop, however many large calls there are."""
+        """Runs one piece in each turn of the loop, however many large calls one identity makes."""
+        who = None if caller is None else caller.identity
+        cutting = self._cutting["" if who is None else who.name]
         replies: list[calls.Reply | Awaitable[calls.Reply]] = []
         try:
             for piece in cut.pieces(request):
-                async with self._cutting:
+                async with cutting:
                     replies.append(self._step(piece, caller))
                     await asyncio.sleep(0)
             return cut.joined([each if isinstance(each, tuple) else await each for each in replies])

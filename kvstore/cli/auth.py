@@ -349,16 +349,19 @@ Exit codes: 0 the file can be used, 1 something is wrong with it, 2 it is no suc
 @debug_option
 @click.pass_context
 def show(context: click.Context, /, file: str, as_json: bool) -> int:
+    from kvstore.auth.holders import holder_of, shown
     from kvstore.auth.inspection import inspect
     from kvstore.auth.ledger import text_of
 
     found = inspect(file, _now())
     who = found.identity
+    holder = "-" if who is None else shown(holder_of(who))
     if _is_json(context, as_json):
         print_json(
             {
                 "identity": _identity_json(who) if who is not None else None,
                 "number": found.number,
+                "holder": holder,
                 "since": text_of(found.since),
                 "until": text_of(found.until),
                 "hosts": found.hosts,
@@ -378,6 +381,7 @@ def show(context: click.Context, /, file: str, as_json: bool) -> int:
             fields["node names"] = ", ".join(who.nodes)
     fields |= {
         "number": found.number,
+        "holder": holder,
         "valid": f"{found.since:%Y-%m-%d %H:%M} to {found.until:%Y-%m-%d %H:%M} UTC",
         "server names": ", ".join(found.hosts) or "-",
         "signed by": found.signed_by or "-",

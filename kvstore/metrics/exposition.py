@@ -114,6 +114,13 @@ def of_identity(process: str, until: float | None) -> dict[str, Rows]:
     }
 
 
+def of_shares(process: str, refused: Mapping[str, Mapping[str, int]]) -> dict[str, Rows]:
+    """What was refused to identities that had their share. ``refused``: by door and identity.
+    ``process``: as for ``of_log``."""
+    rows: Rows = {(door, who): count for door, of in refused.items() for who, count in of.items()}
+    return {f"kvstore_{process}_share_refused_total": rows}
+
+
 def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
     valid = measured["auth_valid"]
     of: dict[str, Rows] = {
@@ -127,6 +134,7 @@ def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
         "kvstore_master_connections": {
             (carrier,): count for carrier, count in measured["connections"].items()
         },
+        **of_shares("master", measured["shares_refused"]),
         **of_identity("master", None if valid is None else valid[1]),
     }
     for call, (count, errors, times) in measured["calls"].items():

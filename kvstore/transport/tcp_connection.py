@@ -18,7 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, Protocol
 
 from kvstore.auth.data_port import NodeEnd
+from kvstore.auth.holders import shown
+from kvstore.auth.shares import Shares
 from kvstore.clocks import uptime
+from kvstore.errors import BusyError
 from kvstore.memory.segment import RangeAccess
 from kvstore.native import steps
 from kvstore.native.kinds import ASKED_BYTES, ORDERS_BYTES, REFUSED, TIMED_OUT
@@ -35,6 +38,8 @@ _LINGER_S: Final = 2.0
 the status: data left unread at ``close`` would reset the connection and lose the status."""
 
 _log = logging.getLogger(__name__)
+
+BUSY: Final = TransferStatus.BUSY
 
 Capabilities = Literal["off", "prefer", "require"]
 """As ``DataServer`` takes it."""
@@ -98,6 +103,8 @@ class ServerContext:
     """By uuid, as of ``Steps.call_back``; empty without capabilities. Other ones after a fence."""
     refused_holders: frozenset[int] = frozenset()
     """Whose proofs are refused."""
+    shares: Shares = field(default_factory=lambda: Shares("data", 1))
+    """What holders have of the connections."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
     """As ``counts`` of ``Steps.serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
@@ -147,6 +154,7 @@ class Connection:
         self._ended = ended
         self._cut = bytearray(1)  # not 0: end it
         self._asked = memoryview(b"")
+        self._has_share = False
         self._thread = threading.Thread(target=self._run, name="kvstore-data", daemon=True)
 
     def start(self) -> None:
@@ -182,13 +190,16 @@ class Connection:
             pass  # the peer left, or we were cut
         finally:
             self._stream.close()
+            if self._has_share:
+                self._context.shares.leave(shown(self.holder))
             self._ended(self)
 
     def _serve(self) -> None:
         try:
             segment, sealed = self._greet()
         except (RefusedTransferError, OSError) as error:
-            self._context.count(refused_hellos=1)
+            is_busy = isinstance(error, RefusedTransferError) and error.status is BUSY
+            self._context.count(refused_busy=is_busy, refused_hellos=not is_busy)
             if isinstance(error, RefusedTransferError):
                 self._refuse("hello", error)
             elif isinstance(error, TlsError):
@@ -271,7 +282,8 @@ class Connection:
         """Has the peer prove that it is the holder whose number it has said.
 
         Raises:
-            RefusedTransferError: it has not the holder's key, or the holder is refused.
+            RefusedTransferError: it has not the holder's key, the holder is refused, or has too
+                many connections.
         """
         self.holder = hello.holder  # before the look: who refuses a holder looks here afterwards
         key = protocol.holder_key(segment.token, segment.uuid, hello.generation, hello.holder)
@@ -282,6 +294,11 @@ class Connection:
         is_proven = hmac.compare_digest(said, protocol.prove(key, nonce, raw))
         if not is_proven or hello.holder in self._context.refused_holders:
             raise RefusedTransferError(TransferStatus.DENIED)
+        try:
+            self._context.shares.enter(shown(hello.holder))
+        except BusyError:
+            raise RefusedTransferError(BUSY) from None
+        self._has_share = True
 
     def _reply(self, status: TransferStatus) -> None:
         self._stream.send([protocol.pack_status(status)], self._soon())

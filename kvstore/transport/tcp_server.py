@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvstore.auth.data_port import NodeEnd
+from kvstore.auth.shares import Shares
 from kvstore.clocks import uptime
 from kvstore.errors import AddressInUseError, InternalError, StartupError
 from kvstore.native import steps
@@ -88,6 +89,7 @@ class DataServer:
             idle_s=idle_s,
             capabilities=capabilities,
             tls=tls,
+            shares=Shares("data", connections_max),
         )
         self._context.begin_orders()
         self._connections: dict[Connection, None] = {}
@@ -143,6 +145,10 @@ class DataServer:
     def counters(self) -> DataServerCounters:
         """A copy of what has been counted since the server was made."""
         return self._context.snapshot()
+
+    def shares_refused(self) -> dict[str, int]:
+        """How often each holder was refused a connection, since it had as many as were free."""
+        return self._context.shares.refused()
 
     def fence(self) -> None:
         """Close all present connections; returns when none of them can touch a segment any more.
@@ -264,6 +270,7 @@ class DataServer:
     def check_invariants(self) -> None:
         """Raises AssertionError: a bug of ours."""
         assert self.connections <= self._connections_max
+        self._context.shares.check_invariants()
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._stopping.is_set():

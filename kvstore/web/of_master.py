@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.auth.credentials import MASTER_NAME
+from kvstore.auth.shares import Shares
 from kvstore.process import background
 from kvstore.process.background import start_task
 from kvstore.process.children import ParentLink
@@ -25,7 +26,7 @@ from kvstore.web.events.journal import Journal
 from kvstore.web.events.paths import EventsAPI, not_asked_for
 from kvstore.web.server.access import NOT_SECURED, Access, Hosts, Secured
 from kvstore.web.server.endpoints import Document, endpoints_of
-from kvstore.web.server.serving import Answers, Route, serving
+from kvstore.web.server.serving import Answers, Route, requests_max, serving
 
 if TYPE_CHECKING:
     from kvstore.web.events.publisher import Publisher
@@ -70,9 +71,10 @@ async def serve(served: Served) -> None:
     channel = ChildEnd(served.channel, journal.took)
     reading = start_task("channel", channel.run())
     secured = served.secured
+    shares = Shares("http", requests_max())
     master = ParentMaster(
         served.master, cluster=served.cluster, pid=served.pid, channel=channel,
-        scheme=secured.scheme, auth=served.auth,
+        scheme=secured.scheme, auth=served.auth, shares=shares,
     )  # fmt: skip
     answers = Answers(master.readiness, master.metrics)
     events = EventsAPI(journal, channel, master.readiness) if served.has_events else None
@@ -85,7 +87,7 @@ async def serve(served: Served) -> None:
             publisher = _publisher(served, events, master)
         access = Access(
             Hosts([*served.names, MASTER_NAME]), token=secured.token, reads=secured.reads,
-            identities=secured.identities(),
+            identities=secured.identities(), shares=shares,
         )  # fmt: skip
         routes = _routes(access, master, dashboard, events, nodes)
         async with serving(served.listener, answers, routes, access=access, secured=secured):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kvstore.auth.acting import acting_for, check_acting
+from kvstore.auth.shares import Shares
 from kvstore.calls import ClusterStatus
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
@@ -111,14 +112,20 @@ class ParentMaster:
         channel: ChildEnd,
         scheme: str,
         auth: str = "",
+        shares: Shares | None = None,
     ) -> None:
-        """``scheme``: of the port of this process: http or https."""
+        """
+        Args:
+            scheme: of the port of this process: http or https.
+            shares: those of the port of this process; None: it has none.
+        """
         self.address = address
         """The master's own ``host:port``; on loopback also where it listens on all addresses."""
         self._cluster = cluster
         self._auth = auth
         self._pid = pid
         self._scheme = scheme
+        self._shares = shares
         self._channel = channel
         self._lives = start_task("lives", channel.ask_forever("role", ANSWER_S))
         self.client = AsyncClient(
@@ -184,7 +191,10 @@ class ParentMaster:
         of_both = measured["counters"] | {
             name: own + measured["counters"].get(name, 0) for name, own in logs.counters().items()
         }
-        measured = measured | {"counters": of_both}
+        refused = measured["shares_refused"]
+        if self._shares is not None:
+            refused = refused | {self._shares.door: self._shares.refused()}
+        measured = measured | {"counters": of_both, "shares_refused": refused}
         return await asyncio.to_thread(
             exposition.of_master, measured, status, pid=self._pid, scheme=self._scheme
         )

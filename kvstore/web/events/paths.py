@@ -135,7 +135,9 @@ class EventsAPI:
     def _subscriber(self, request: web.Request) -> Iterator[None]:
         transport = request.transport
         assert transport is not None, "the doors let it in"
-        number = self._subscribers.enter(request.remote or "", transport.abort)
+        who = acting()
+        crowd = (request.remote or "") if who is None else who.name
+        number = self._subscribers.enter(crowd, transport.abort)
         if number is None:
             raise UnavailableError(f"there are {SUBSCRIBERS_MAX} subscribers already")
         try:

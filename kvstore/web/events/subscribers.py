@@ -13,13 +13,14 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 TENURE_S: Final = 30.0
-"""How long a place is safe from newcomers whose address would have at least as many places."""
+"""How long a place is safe from newcomers whose crowd would have at least as many places."""
 
 
 class Subscriber(NamedTuple):
     """One subscriber."""
 
-    address: str
+    crowd: str
+    """Whose places count together: its identity, or without one the address of its host."""
     since: float
     cut: Callable[[], None]
 
@@ -36,21 +37,21 @@ class Subscribers:
     def __len__(self) -> int:
         return len(self._places)
 
-    def enter(self, address: str, cut: Callable[[], None]) -> int | None:
+    def enter(self, crowd: str, cut: Callable[[], None]) -> int | None:
         """The number of a place for a newcomer; None: there is none.
 
         Args:
-            address: the address of the newcomer's host.
+            crowd: the newcomer's, as that of a ``Subscriber``.
             cut: ends the newcomer's connection; called when its place is given to another
                 subscriber, which counts as ``leave``.
         """
         if len(self._places) >= self._most:
-            given_up = self._one_that_gives_way(address)
+            given_up = self._one_that_gives_way(crowd)
             if given_up is None:
                 return None
             self._places.pop(given_up).cut()
         self._next += 1
-        self._places[self._next] = Subscriber(address, time.monotonic(), cut)
+        self._places[self._next] = Subscriber(crowd, time.monotonic(), cut)
         return self._next
 
     def leave(self, number: int) -> None:
@@ -58,13 +59,13 @@ class Subscribers:
         self._places.pop(number, None)
 
     def _one_that_gives_way(self, newcomer: str) -> int | None:
-        """The oldest subscriber whose address has more places than the newcomer's would have, or at
+        """The oldest subscriber whose crowd has more places than the newcomer's would have, or at
         least as many as the newcomer's has now, if its ``TENURE_S`` are over."""
-        count = Counter(each.address for each in self._places.values())
+        count = Counter(each.crowd for each in self._places.values())
         now = time.monotonic()
-        for number, (address, since, _) in self._places.items():
-            if count[address] > count[newcomer] + 1:
+        for number, (crowd, since, _) in self._places.items():
+            if count[crowd] > count[newcomer] + 1:
                 return number
-            if count[address] >= count[newcomer] and now - since >= TENURE_S:
+            if count[crowd] >= count[newcomer] and now - since >= TENURE_S:
                 return number
         return None

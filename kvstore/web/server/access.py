@@ -14,10 +14,11 @@ JSON, ``Authorization``), or read an answer.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import ssl
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -30,6 +31,7 @@ from kvstore.auth.identity import ADMIN, Identity, identity
 from kvstore.auth.names import identity_by, load_names
 from kvstore.auth.revoked import Revoked
 from kvstore.auth.rights import check_numbers
+from kvstore.auth.shares import Shares
 from kvstore.config import HttpConfig, read_token
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.network.addresses import is_address, split_address
@@ -208,6 +210,7 @@ class Access:
         reads: str = "all",
         advice: Advice = OF_MASTER,
         identities: Identities | None = None,
+        shares: Shares | None = None,
     ) -> None:
         """
         Args:
@@ -217,13 +220,32 @@ class Access:
             reads: who may read: ``all``, or those who have the ``token``.
             advice: advice for those who are refused.
             identities: who sends a request; None: without authentication.
+            shares: how many requests each identity may have under way; None: as many as all.
         """
         self._identities = identities
+        self.shares = shares
         self._hosts = hosts
         self._token = token.encode()
         self._guesses = Guesses()
         self._reads_need_token = reads == "token"
         self._advice = advice
+
+    @contextlib.contextmanager
+    def place(self, request: web.Request) -> Iterator[None]:
+        """The block is about one request, which is under way for its identity.
+
+        Raises:
+            BusyError: its identity has too many under way.
+        """
+        who = None if self._identities is None else self._who(request)
+        if self.shares is None or who is None:
+            yield
+            return
+        self.shares.enter(who.name)
+        try:
+            yield
+        finally:
+            self.shares.leave(who.name)
 
     def named(self, handler: Handler) -> Handler:
         """Guards what is no secret, such as the page: any request that comes by a known name."""

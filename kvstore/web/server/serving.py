@@ -161,8 +161,7 @@ async def serving(
     tls = secured.tls()
     connections = connections_max(REQUESTS_MAX)
     doors = Doors(connections)
-    # Fewer than connections: there are always idle ones that can make room.
-    requests = Requests(max(1, min(REQUESTS_MAX, connections // 2)))
+    requests = Requests(requests_max(), access)
     application = _application(answers, [doors.middleware, requests.middleware], routes, access)
     async with answering(
         application, doors, idle_s=IDLE_CONNECTION_S, line_bytes_max=LINE_BYTES_MAX, log=log
@@ -182,31 +181,44 @@ async def serving(
             server.close()
 
 
+def requests_max() -> int:
+    """Requests under way at once on one port. Fewer than connections: there are always idle ones
+    that can make room."""
+    return max(1, min(REQUESTS_MAX, connections_max(REQUESTS_MAX) // 2))
+
+
 class Requests:
     """The requests under way on one port. Use it in one event loop."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, access: Access) -> None:
         self._most = most
+        self._access = access
         self._count = 0
         self._unread = Waits(UNREAD_BYTES)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuses a request that is one too many, unless it asks for health. After a large answer,
-        waits until the client has read it, and cuts a client that takes too long."""
+        """Refuses a request that is one too many, of all or of its identity, unless it asks for
+        health. After a large answer, waits until the client has read it, and cuts a client that
+        takes too long."""
         if request.path in HEALTH:
             return await handler(request)
         if self._count >= self._most:
-            headers = {"Retry-After": str(RETRY_AFTER_S)}
-            return web.Response(status=503, text="too many requests at once\n", headers=headers)
-        self._count += 1
-        try:
+            return _too_many("too many requests at once")
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._access.place(request))
+            except BusyError as error:
+                return _too_many(error.message)
+            self._count += 1
+            stack.callback(self._ended)
             response = await handler(request)
             if isinstance(response, web.Response):
                 await self._send(request, response)
             return response
-        finally:
-            self._count -= 1
+
+    def _ended(self) -> None:
+        self._count -= 1
 
     async def _send(self, request: web.Request, response: web.Response) -> None:
         size = response.content_length or 0
@@ -216,6 +228,11 @@ class Requests:
             async with self._unread.wait(READ_S + size / READ_BYTES_PER_S_MIN, size):
                 await response.prepare(request)
                 await response.write_eof()
+
+
+def _too_many(why: str) -> web.Response:
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return web.Response(status=503, text=f"{why}\n", headers=headers)
 
 
 @contextlib.contextmanager

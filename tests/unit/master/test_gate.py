@@ -13,12 +13,13 @@ from typing import Any, cast
 import pytest
 
 from kvstore import calls
+from kvstore.auth.holders import holder_of
 from kvstore.auth.identity import Identity, identity
 from kvstore.config import MasterConfig
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import REFUSED_HOLDERS_MAX, Key, Namespace
 from kvstore.master.callers import caller_of, token_for
-from kvstore.master.gate import Gate, holder_of, number_of
+from kvstore.master.gate import Gate, number_of
 from kvstore.master.sealing import MASTER
 from kvstore.master.service import MasterService
 from kvstore.master.state.master_state import MasterState

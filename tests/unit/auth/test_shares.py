@@ -1,0 +1,101 @@
+"""The places of a door: one identity leaves some to the next, however many it wants."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from kvstore.auth.shares import NAMED_MAX, OTHERS, Shares
+from kvstore.errors import BusyError
+
+PLACES = 60
+
+
+@pytest.fixture
+def shares() -> Iterator[Shares]:
+    shares = Shares("door", PLACES)
+    yield shares
+    shares.check_invariants()
+
+
+def takes(shares: Shares, who: str, most: int = 2 * PLACES) -> int:
+    """How many places this identity gets, of ``most`` that it wants."""
+    for got in range(most):
+        try:
+            shares.enter(who)
+        except BusyError:
+            return got
+    return most
+
+
+def test_one_identity_gets_half(shares: Shares) -> None:
+    assert takes(shares, "a") == PLACES // 2
+    assert shares.refused() == {"a": 1}
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 11])
+def test_greedy_ones_leave_as_much_as_each_of_them_holds(shares: Shares, count: int) -> None:
+    greedy = [f"greedy-{number}" for number in range(count)]
+    held = dict.fromkeys(greedy, 0)
+    while before := sum(held.values()) or -1:
+        for each in greedy:
+            held[each] += takes(shares, each, most=1)
+        if sum(held.values()) == before:
+            break
+    assert set(held.values()) == {PLACES // (count + 1)}
+    assert takes(shares, "late") > 0
+
+
+def test_many_that_want_little_get_it(shares: Shares) -> None:
+    assert [takes(shares, f"small-{number}", most=2) for number in range(29)] == [2] * 29
+    assert takes(shares, "last", most=2) == 1
+
+
+@pytest.mark.parametrize("places", [1, 2, 3])
+def test_a_small_door_lets_one_in(places: int) -> None:
+    shares = Shares("small", places)
+    assert takes(shares, "a") == (places + 1) // 2
+    shares.check_invariants()
+
+
+def test_what_is_given_back_can_be_had_again(shares: Shares) -> None:
+    for _ in range(3):
+        got = takes(shares, "a")
+        for _ in range(got):
+            shares.leave("a")
+    assert (takes(shares, "b"), shares.refused()) == (PLACES // 2, {"a": 3, "b": 1})
+
+
+def test_any_order_keeps_the_rule(shares: Shares) -> None:
+    chance = random.Random(7)
+    held = dict.fromkeys("abcd", 0)
+    for _ in range(5_000):
+        who = chance.choice("abcd")
+        free = PLACES - sum(held.values())
+        if held[who] and chance.random() < 0.45:
+            shares.leave(who)
+            held[who] -= 1
+            continue
+        is_let_in = takes(shares, who, most=1) == 1
+        assert is_let_in == (held[who] < free)
+        held[who] += is_let_in
+        shares.check_invariants()
+
+
+def test_a_refusal_says_whose_and_why(shares: Shares, caplog: pytest.LogCaptureFixture) -> None:
+    takes(shares, "decode-7", most=PLACES // 2)
+    with caplog.at_level(logging.WARNING), pytest.raises(BusyError) as caught:
+        shares.enter("decode-7")
+    assert str(caught.value).startswith("door: decode-7 holds 30 of 60 places, and 30 are free")
+    assert "share_refused door=door identity=decode-7 held=30 free=30 count=1" in caplog.text
+
+
+def test_of_many_names_the_later_ones_are_counted_as_one(shares: Shares) -> None:
+    takes(shares, "full")
+    for number in range(NAMED_MAX + 5):
+        takes(shares, f"name-{number}")
+    refused = shares.refused()
+    assert (len(refused), refused[OTHERS]) == (NAMED_MAX + 1, 6)
