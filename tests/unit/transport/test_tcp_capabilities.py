@@ -394,6 +394,30 @@ def test_half_a_proof_is_cut(server: DataServer, segment: NodeSegment) -> None:
     assert server.counters().refused_hellos == 1
 
 
+def test_one_holder_has_half_of_the_connections(segment: NodeSegment) -> None:
+    server = DataServer([segment], "127.0.0.1", connections_max=8, capabilities="require")
+    server.start()
+    for _ in range(2):  # what it leaves can be had again
+        with contextlib.ExitStack() as stack:
+            for number in range(4):
+                stack.enter_context(greeted(server, segment, connection=1 + number))
+            for _ in range(2):
+                with connected(server) as sock:
+                    hello = hello_of(segment)
+                    sock.sendall(hello)
+                    sock.sendall(protocol.prove(key_of(segment), nonce(sock), hello))
+                    assert status(sock) is TransferStatus.BUSY
+                    assert is_closed(sock)
+            until(lambda: server.connections == 4)
+            with greeted(server, segment, HOLDER + 1):
+                server.check_invariants()
+        until(lambda: server.connections == 0)
+    counted = server.counters()
+    assert (counted.refused_busy, counted.refused_hellos) == (4, 0)
+    assert server.shares_refused() == {f"{HOLDER:016x}": 4}
+    server.stop()
+
+
 def test_a_holder_of_another_mount_is_told_so(server: DataServer, segment: NodeSegment) -> None:
     hello, key = hello_of(segment), key_of(segment)
     segment.bump_generation()

@@ -70,11 +70,12 @@ def run(
     test: Callable[[Port], Coroutine[Any, Any, None]],
     routes: Iterable[Route],
     secured: Secured = NOT_SECURED,
+    access: Access | None = None,
 ) -> None:
     """Serves these routes, and health, while ``test`` runs."""
 
     async def inside() -> None:
-        async with _served(routes, secured) as port:
+        async with _served(routes, secured, access or Access(None)) as port:
             await test(port)
 
     asyncio.run(inside())
@@ -89,14 +90,16 @@ async def _page() -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def _served(routes: Iterable[Route], secured: Secured) -> AsyncIterator[Port]:
+async def _served(
+    routes: Iterable[Route], secured: Secured, access: Access
+) -> AsyncIterator[Port]:
     listener = socket.create_server(("127.0.0.1", 0))
     # What a stranger does not read stays in this process, and not in the kernel.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
     port = Port(listener.getsockname()[1])
     try:
         answers = Answers(_ready, _page)
-        async with serving.serving(listener, answers, routes, access=Access(None), secured=secured):
+        async with serving.serving(listener, answers, routes, access=access, secured=secured):
             yield port
     finally:
         for each in port.strangers:

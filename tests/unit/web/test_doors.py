@@ -7,15 +7,18 @@ import contextlib
 import gzip
 import socket
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from kvstore.auth.shares import Shares
 from kvstore.web.server import serving
-from kvstore.web.server.access import HEADERS
+from kvstore.web.server.access import HEADERS, Access, Secured
 from kvstore.web.server.doors import BUFFER_BYTES, CrowdedOutError, Waits
 from kvstore.web.server.serving import Route, read_body
+from tests.support.identities import ENGINE, MASTER, NODE, authority, credentials
 from tests.unit.web import ports
 from tests.unit.web.ports import Port
 
@@ -203,3 +206,32 @@ def test_the_oldest_wait_gives_way() -> None:
                 await asyncio.sleep(5)
 
     asyncio.run(test())
+
+
+def test_one_identity_has_half_of_the_requests(tmp_path: Path) -> None:
+    signer = authority()
+    secured = Secured(auth=credentials(tmp_path, signer, MASTER).path)
+    mine, theirs = (credentials(tmp_path, signer, who).client() for who in (ENGINE, NODE))
+    shares = Shares("http", CONNECTIONS // 2)
+    access = Access(None, identities=secured.identities(), shares=shares)
+
+    async def test(port: Port) -> None:
+        held = [asyncio.create_task(port.ask("/never", tls=mine)) for _ in range(6)]
+        async with asyncio.timeout(10):
+            while sum(task.done() for task in held) < 2:
+                await asyncio.sleep(0.001)
+        refused = [task.result() for task in held if task.done()]
+        assert [(status, body) for status, _, body in refused] == [
+            (503, b"http: e holds 4 of 8 places, and 4 are free\n")
+        ] * 2
+        assert (await port.ask("/bytes?size=1", tls=theirs))[0] == 200
+        shares.check_invariants()
+        for task in held:
+            task.cancel()
+        await asyncio.wait(held)
+        async with asyncio.timeout(10):
+            while (await port.ask("/bytes?size=1", tls=mine))[0] != 200:
+                await asyncio.sleep(0.001)
+
+    ports.run(test, ROUTES, secured, access)
+    assert shares.refused()["e"] >= 2
