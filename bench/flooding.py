@@ -21,17 +21,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 import click
+import grpc
+import grpc.aio
 
 from kvstore import Client, calls
+from kvstore.auth.credentials import Credentials, channel_options
 from kvstore.clocks import uptime
 from kvstore.limits import Key, Namespace
 from kvstore.wire.frames import CALL, frame, hello
-from kvstore.wire.messages import CALLS, encode_request
+from kvstore.wire.messages import CALLS, JOIN_METADATA, encode_request
 
 FLOODED: Final = Namespace("flood/kv")
 ASKED: Final = "asked/kv"
@@ -40,19 +43,29 @@ WRITE_BYTES: Final = 1 << 20
 """About how many bytes of calls a connection of the flood sends at once."""
 
 
+GRPC_CALLS: Final = 64
+"""Calls of a connection by gRPC that are under way at once."""
+
+Ask = Callable[[bytes], Awaitable[None]]
+
+
 @click.command()
 @click.option("--connections", default="0,1,8,64", show_default=True,
               help="Of the flood, in the order of the rows.")  # fmt: skip
 @click.option("--keys", type=click.IntRange(1, 16_384), default=KEYS, show_default=True,
               help="In each call of the flood.")  # fmt: skip
+@click.option("--by", type=click.Choice(["lane", "grpc"]), default="lane", show_default=True,
+              help="How the flood's calls come.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=5.0, show_default=True,
               help="For each row.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--flood-at", default="", hidden=True)
-def main(connections: str, keys: int, seconds: float, as_json: bool, flood_at: str) -> None:
+def main(
+    connections: str, keys: int, by: str, seconds: float, as_json: bool, flood_at: str
+) -> None:
     """Measure what calls of one identity take while another one floods the master."""
     if flood_at:
-        asyncio.run(_flood(flood_at, int(connections), keys))
+        asyncio.run(_flood(flood_at, int(connections), keys, by))
         return
     rows = {}
     with (
@@ -61,7 +74,7 @@ def main(connections: str, keys: int, seconds: float, as_json: bool, flood_at: s
         Client(address, auth=files["asked"], namespace=ASKED) as client,
     ):
         for count in map(int, connections.split(",")):
-            with _flooding(address, files["flood"], count, keys):
+            with _flooding(address, files["flood"], count, keys, by):
                 rows[count] = _measured(client, seconds)
     if as_json:
         click.echo(json.dumps(rows))
@@ -103,12 +116,12 @@ def _master(folder: Path) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 @contextlib.contextmanager
-def _flooding(address: str, file: str, count: int, keys: int) -> Iterator[None]:
+def _flooding(address: str, file: str, count: int, keys: int, by: str) -> Iterator[None]:
     if not count:
         yield
         return
     command = [sys.executable, "-m", "bench.flooding", "--flood-at", address,
-               "--connections", str(count), "--keys", str(keys)]  # fmt: skip
+               "--connections", str(count), "--keys", str(keys), "--by", by]  # fmt: skip
     process = subprocess.Popen(
         command, env=os.environ | {"KVSTORE_AUTH": file}, stdout=subprocess.PIPE
     )
@@ -121,19 +134,22 @@ def _flooding(address: str, file: str, count: int, keys: int) -> Iterator[None]:
         process.wait()
 
 
-async def _flood(address: str, count: int, keys: int) -> None:
+async def _flood(address: str, count: int, keys: int, by: str) -> None:
     """Asks on ``count`` connections until this process is ended."""
     asked = calls.Exists(FLOODED, [Key(b"%032d" % number) for number in range(keys)])
-    call = CALLS[calls.Exists]
-    payload = encode_request(asked)
     with Client(address, namespace=str(FLOODED)) as client:
         client.exists("joined")
         joined = client._stub._link.joined
     assert joined is not None
-    one = frame(1, CALL, call.wire_name, payload)
-    many = one * max(1, WRITE_BYTES // len(one))
+    ask = _ask_by_grpc(address, joined) if by == "grpc" else _ask_on_lane(joined)
+    asking = [asyncio.create_task(ask(encode_request(asked))) for _ in range(count)]
+    await asyncio.sleep(1)
+    print("floods", flush=True)
+    await asyncio.gather(*asking)
 
-    async def ask() -> None:
+
+def _ask_on_lane(joined: calls.Joined) -> Ask:
+    async def ask(payload: bytes) -> None:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(b"\0" + joined.lane_unix.encode())
         reader, writer = await asyncio.open_unix_connection(sock=sock)
@@ -144,15 +160,33 @@ async def _flood(address: str, count: int, keys: int) -> None:
             while await reader.read(1 << 16):
                 pass
 
+        one = frame(1, CALL, CALLS[calls.Exists].wire_name, payload)
+        many = one * max(1, WRITE_BYTES // len(one))
         dropping = asyncio.create_task(drop())
         while not dropping.done():
             writer.write(many)
             await writer.drain()
 
-    asking = [asyncio.create_task(ask()) for _ in range(count)]
-    await asyncio.sleep(1)
-    print("floods", flush=True)
-    await asyncio.gather(*asking)
+    return ask
+
+
+def _ask_by_grpc(address: str, joined: calls.Joined) -> Ask:
+    shown = Credentials(os.environ["KVSTORE_AUTH"]).channel()
+    options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
+    shows = ((JOIN_METADATA, joined.lane_token),)
+
+    async def ask(payload: bytes) -> None:
+        async with grpc.aio.secure_channel(address, shown, options) as channel:
+            call = channel.unary_unary(CALLS[calls.Exists].path)
+
+            async def again() -> None:
+                while True:
+                    with contextlib.suppress(grpc.RpcError):
+                        await call(payload, metadata=shows)
+
+            await asyncio.gather(*(again() for _ in range(GRPC_CALLS)))
+
+    return ask
 
 
 def _measured(client: Client, seconds: float) -> dict[str, tuple[int, float, float, float]]:
