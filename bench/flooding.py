@@ -21,9 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import click
 import grpc
@@ -46,7 +46,7 @@ WRITE_BYTES: Final = 1 << 20
 GRPC_CALLS: Final = 64
 """Calls of a connection by gRPC that are under way at once."""
 
-Ask = Callable[[bytes], Awaitable[None]]
+Ask = Callable[[bytes], Coroutine[None, None, None]]
 
 
 @click.command()
@@ -177,7 +177,7 @@ def _ask_by_grpc(address: str, joined: calls.Joined) -> Ask:
 
     async def ask(payload: bytes) -> None:
         async with grpc.aio.secure_channel(address, shown, options) as channel:
-            call = channel.unary_unary(CALLS[calls.Exists].path)
+            call: Any = channel.unary_unary(CALLS[calls.Exists].path)
 
             async def again() -> None:
                 while True:

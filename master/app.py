@@ -176,6 +176,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
                 listener, answers, master=at, cluster=config.cluster,
                 feed=master.feed, events_at=config.events_at, names=_names(config),
                 secured=secured, auth=config.auth,
+                demands_encryption=config.data_encryption == "tls",
             )  # fmt: skip
             tasks.append(start_task("http", serving, died=broken))
         if temporary is None:

@@ -43,12 +43,14 @@ async def keep_serving(
     names: Sequence[str] = (),
     secured: Secured = NOT_SECURED,
     auth: str = "",
+    demands_encryption: bool = False,
 ) -> None:
     """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
 
     ``feed`` gives the child its events; ``events_at``: where it publishes them by ZeroMQ, too;
     ``names``: by which names browsers may reach it; ``secured``: how its port is protected;
-    ``auth``: the file that proves the master's identity, if there is authentication.
+    ``auth``: the file that proves the master's identity, if there is authentication;
+    ``demands_encryption``: whether drains use only nodes that encrypt.
     """
     flags = ["--master", master, "--cluster", cluster, "--events-at", events_at]
     flags += ["--names", ",".join(names), "--reads", secured.reads]
@@ -56,6 +58,7 @@ async def keep_serving(
     flags += ["--known", secured.names]
     flags += ["--revoked", secured.revoked, *(["--has-tls"] if secured.auth else [])]
     flags += ["--also-plain"] if secured.also_plain else []
+    flags += ["--demands-encryption"] if demands_encryption else []
     flags += ["--events"] if feed is not None else []
     environ = {HTTP_TOKEN_VARIABLE: secured.token}  # every user of the host can read the flags
     channel = feed or MasterEnd()

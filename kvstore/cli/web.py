@@ -27,6 +27,7 @@ from kvstore.process.children import ParentLink
 @click.option("--key", default="")
 @click.option("--cluster", default="")
 @click.option("--auth", default="", help="The file of the parent's identity.")
+@click.option("--demands-encryption", is_flag=True, help="Drains use only nodes that encrypt.")
 @click.option("--has-tls", is_flag=True, help="The port shows the parent's identity.")
 @click.option("--also-plain", is_flag=True, help="It also serves peers without TLS.")
 @click.option("--revoked", default="")
@@ -47,6 +48,7 @@ def command(
     key: str,
     cluster: str,
     auth: str,
+    demands_encryption: bool,
     has_tls: bool,
     also_plain: bool,
     revoked: str,
@@ -73,6 +75,7 @@ def command(
                     master=master,
                     cluster=cluster,
                     auth=auth,
+                    demands_encryption=demands_encryption,
                     has_events=events,
                     events_at=events_at,
                     names=tuple(names.split(",")) if names else (),

@@ -54,6 +54,8 @@ class Served(NamedTuple):
     secured: Secured = NOT_SECURED
     auth: str = ""
     """The file that proves the master's identity; empty: no authentication."""
+    demands_encryption: bool = False
+    """Whether drains use only nodes that encrypt what they move over TCP."""
 
 
 async def serve(served: Served) -> None:
@@ -75,6 +77,7 @@ async def serve(served: Served) -> None:
     master = ParentMaster(
         served.master, cluster=served.cluster, pid=served.pid, channel=channel,
         scheme=secured.scheme, auth=served.auth, shares=shares,
+        demands_encryption=served.demands_encryption,
     )  # fmt: skip
     answers = Answers(master.readiness, master.metrics)
     events = EventsAPI(journal, channel, master.readiness) if served.has_events else None

@@ -16,11 +16,51 @@ REVOKED: Final = ("tests/unit/auth/test_revoked.py",)
 REPORTS: Final = ("tests/unit/master/test_nodes.py",)
 ORDERS: Final = ("tests/integration/test_hostile_twin.py::test_a_master_that_lies_in_its_orders",)
 
+SHARES: Final = ("tests/unit/auth/test_shares.py",)
+TURNS: Final = ("tests/unit/master/test_turns.py",)
+FAIR: Final = ("tests/unit/master/test_fair_carriers.py",)
+OF_HOLDERS: Final = ("tests/unit/transport/test_tcp_capabilities.py",)
+OF_REQUESTS: Final = ("tests/unit/web/test_doors.py",)
 STAMPS: Final = ("tests/unit/node/test_inventory.py",)
 STAMP_KEY: Final = ("tests/unit/memory/test_stamp_key.py",)
 STAMPING: Final = ("tests/unit/master/test_sealing.py",)
 
 MUTANTS: Final = (
+    Mutant("one-identity-takes-all", "kvstore/auth/shares.py",
+        "            if held < free:\n", "            if free > 0:\n", SHARES),
+    Mutant("a-place-is-never-free-again", "kvstore/auth/shares.py",
+        "            self._taken -= 1\n", "", SHARES),
+    Mutant("any-number-of-names-of-the-refused", "kvstore/auth/shares.py",
+        "len(self._refused) < NAMED_MAX", "len(self._refused) >= 0", SHARES),
+    Mutant("a-turn-has-no-end", "master/turns.py",
+        "while (queue := self._waiting.get(who)) and not self.is_over(who):",
+        "while queue := self._waiting.get(who):", TURNS),
+    Mutant("a-round-forgets-nothing", "master/turns.py",
+        "        self._used.clear()\n", "", TURNS),
+    Mutant("a-failure-ends-the-rounds", "master/turns.py",
+        "        finally:\n            if self._waiting:\n",
+        "        finally:\n            if not self._used:\n", TURNS),
+    Mutant("the-lane-knows-no-turns", "master/lane.py",
+        "if self._turns is not None and self._turns.is_over(self._who):",
+        "if self._turns is not None and self._in_line:", FAIR),
+    Mutant("the-lane-knows-no-shares", "master/lane.py",
+        "            server.shares.enter(self._who)\n            self._has_share = True\n",
+        "", FAIR),
+    Mutant("a-place-on-the-lane-is-kept", "master/lane.py",
+        "            self._server.shares.leave(self._who)\n", "", FAIR),
+    Mutant("grpc-knows-no-turns", "master/grpc_server.py",
+        "reply = await turns.taken(name, work)", "reply = work()", FAIR),
+    Mutant("grpc-knows-no-shares", "master/grpc_server.py",
+        'Shares("grpc", calls_max)', 'Shares("grpc", 1 << 30)', FAIR),
+    Mutant("the-data-port-knows-no-shares", "kvstore/transport/tcp_connection.py",
+        "        self._has_share = True\n",
+        "        self._context.shares.leave(shown(hello.holder))\n", OF_HOLDERS),
+    Mutant("a-data-connection-is-kept", "kvstore/transport/tcp_connection.py",
+        "                self._context.shares.leave(shown(self.holder))\n",
+        "                pass\n", OF_HOLDERS),
+    Mutant("http-knows-no-shares", "kvstore/web/server/serving.py",
+        "                stack.enter_context(self._access.place(request))\n",
+        "                pass\n", OF_REQUESTS),
     Mutant("any-stamp-counts", "kvstore/node/stamps.py",
         "hmac.compare_digest(self._made(offset, header), stamp)", "len(stamp) == 16", STAMPS),
     Mutant("a-header-without-a-stamp-is-believed", "kvstore/node/stamps.py",

@@ -113,11 +113,13 @@ class ParentMaster:
         scheme: str,
         auth: str = "",
         shares: Shares | None = None,
+        demands_encryption: bool = False,
     ) -> None:
         """
         Args:
             scheme: of the port of this process: http or https.
             shares: those of the port of this process; None: it has none.
+            demands_encryption: of clients of ``connect``, as ``data_encryption`` of a client.
         """
         self.address = address
         """The master's own ``host:port``; on loopback also where it listens on all addresses."""
@@ -126,6 +128,7 @@ class ParentMaster:
         self._pid = pid
         self._scheme = scheme
         self._shares = shares
+        self._data_encryption: Final = "tls" if demands_encryption else "off"
         self._channel = channel
         self._lives = start_task("lives", channel.ask_forever("role", ANSWER_S))
         self.client = AsyncClient(
@@ -154,8 +157,9 @@ class ParentMaster:
     def connect(self) -> Client:
         """Another client, for a thread of its own."""
         return Client(
-            self.address, cluster=self._cluster, name="kvstore-web-drain", auth=self._auth
-        )
+            self.address, cluster=self._cluster, name="kvstore-web-drain", auth=self._auth,
+            data_encryption=self._data_encryption,
+        )  # fmt: skip
 
     async def readiness(self) -> Readiness:
         """Whether clients may be sent to this master: it leads, or knows who does."""

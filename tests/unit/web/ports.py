@@ -90,9 +90,7 @@ async def _page() -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def _served(
-    routes: Iterable[Route], secured: Secured, access: Access
-) -> AsyncIterator[Port]:
+async def _served(routes: Iterable[Route], secured: Secured, access: Access) -> AsyncIterator[Port]:
     listener = socket.create_server(("127.0.0.1", 0))
     # What a stranger does not read stays in this process, and not in the kernel.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
