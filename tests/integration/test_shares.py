@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 from urllib.parse import urlencode
 
 import pytest
@@ -26,6 +28,7 @@ from tests.support.http import request
 from tests.support.issuing import Identities
 from tests.support.processes import free_port
 from tests.support.traffic import at_work, content, getter, putter
+from tests.support.waiting import until
 from tests.unit.transport.test_tcp_server import status
 
 BOUND = 20
@@ -178,3 +181,54 @@ def test_one_identity_holds_all_that_it_gets_of_each_door(
         admin.check_hostname = False  # a node's certificate names no address
         of_node = request(node_port, "GET", "/metrics", tls=admin).text
         assert refused(of_node, "data", shown(attacker.segment().holder)) >= 2 * BOUND
+
+
+class Strangers:
+    """Connections that begin a handshake of TLS and say no more; an ended one is replaced. For each
+    place of the port one comes in a second: as 1,000 a second at a port of the usual bound."""
+
+    HALF = bytes.fromhex("16030100c8010000c40303")
+
+    def __init__(self, port: int) -> None:
+        self.made = 0
+        self._port = port
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="strangers", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        with contextlib.ExitStack() as stack:
+            while not self._stop.wait(1 / BOUND):
+                with contextlib.suppress(OSError):
+                    sock = socket.create_connection(("127.0.0.1", self._port), timeout=1)
+                    stack.enter_context(sock).sendall(self.HALF)
+                    self.made += 1
+
+
+@pytest.mark.slow
+def test_strangers_that_fill_the_port_of_grpc_slow_newcomers_and_nobody_else(
+    cluster: Cluster, identities: Identities
+) -> None:
+    good = member(cluster, identities, "good")
+    keys = [f"key-{number}" for number in range(20)]
+    assert set(good.put_many([(key, content(key)) for key in keys])) == {PutOutcome.STORED}
+    with Strangers(int(cluster.settings["port"])) as strangers:
+        until(lambda: strangers.made > 3 * BOUND)
+        until(lambda: "grpc_port_full" in cluster.master_server.errors)
+        with at_work(getter(good, keys), longest_s=2.0) as reader:
+            reader.wait_for("right", more=500)
+            for name in ("first", "second"):
+                auth = identities.engine(name, f"{name}/*")
+                newcomer = cluster.client(
+                    auth=auth, namespace=SPACE.format(name), timeout_ms=30_000
+                )
+                assert not newcomer.exists("nothing")
+            reader.wait_for("right", more=500)
+    assert [cluster.state_of(node) for node in cluster.nodes] == ["alive"]
