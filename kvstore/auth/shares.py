@@ -2,8 +2,9 @@
 
 A door has a number of places: connections, or calls under way. An identity gets one more while more
 places are free than it holds. So one identity alone gets half of them; of n identities that take
-all they get each has 1/(n + 1), and as many stay free for the next one. Peers without an identity
-are not counted: the bound of the door is theirs.
+all they get each has 1/(n + 1), and as many stay free for the next one. Nothing that is open is cut
+for that: a transfer or a call under way would fail. Peers without an identity are not counted: the
+bound of the door is theirs.
 """
 
 from __future__ import annotations

@@ -216,7 +216,8 @@ class MasterConfig(HttpConfig):
         ge=1,
         le=65_536,
         description="Connections on the lane at once, and as many on the gRPC port; the limit of "
-        "descriptors is raised for them as far as it can be.",
+        "descriptors is raised for them as far as it can be. With identities one of them has at "
+        "most half of the lane's.",
     )
     etcd: Etcd = Field(
         default="",

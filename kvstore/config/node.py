@@ -147,7 +147,8 @@ class NodeConfig(HttpConfig):
         default=256,
         ge=1,
         le=65_536,
-        description="Data connections at once: 64 clients with 4 streams each; more are refused.",
+        description="Data connections at once: 64 clients with 4 streams each; more are refused. "
+        "With identities one of them has at most half.",
     )
     protocol: EngineProtocol = Field(
         default="",
