@@ -1,9 +1,9 @@
 """Reads what engines have stored about themselves; imports no engine.
 
-A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``: JSON that says which
-engine serves which models, in which namespaces its blocks are, and what its fingerprint was made
-of. ``kvstore.connectors.engine.fleet`` puts records; ``kvstore why`` and the dashboard read them.
-Pure.
+A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``, or in that of a
+tenant, ``TENANT/vllm-fleet``: JSON that says which engine serves which models, in which namespaces
+its blocks are, and what its fingerprint was made of. ``kvstore.connectors.engine.fleet`` puts
+records; ``kvstore why`` and the dashboard read them. Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from math import gcd, lcm
 from typing import Any, Final, NamedTuple
 
 from kvstore.calls import ObjectRow
-from kvstore.limits import Key
+from kvstore.limits import FLEET_NAMESPACE, Key, Namespace, is_fleet, of_tenant, tenant_of
 
 FORMAT: Final = 1
 """Version of fleet records; the proxy reads only this one."""
@@ -38,6 +38,11 @@ LOOKED_AT_MAX: Final = 2_048
 """Objects that a reader gets to find the records; all have ``LOOKED_AT_BYTES_MAX`` at most."""
 
 LOOKED_AT_BYTES_MAX: Final = 16 << 20
+
+FLEETS_MAX: Final = 256
+"""Tenants whose records one reader takes: as many as a file of tenants may have. They share the
+bounds above."""
+
 AT_ONCE: Final = 64
 """Objects that a reader gets in one call."""
 
@@ -69,10 +74,10 @@ DEPTH_MAX: Final = 4
 _KEY: Final = re.compile(rb"/[0-9a-f]{8,64}\Z")
 """The end of a record's key: the fingerprint (``kvstore.connectors.engine.fleet``)."""
 
-_GROUP: Final = re.compile(r"vllm/[^/]*/g([0-9]+)/")
+_GROUP: Final = re.compile(r"(?:[^/]+/)?vllm/[^/]*/g([0-9]+)/")
 """The cache group of a namespace (``kvstore.connectors.vllm.messages``)."""
 
-_GUESSES: Final = re.compile(r"vllm/[^/]*/g[0-9]+/[^/]*\.draft-[0-9a-f]+\Z")
+_GUESSES: Final = re.compile(r"(?:[^/]+/)?vllm/[^/]*/g[0-9]+/[^/]*\.draft-[0-9a-f]+\Z")
 
 _DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0, "format": FORMAT}
 _PARTIAL: Final = {**_DEFAULTS, "fingerprint": "", "description": {}}
@@ -111,6 +116,11 @@ class Record(NamedTuple):
     announced: float = 0.0
     """When an engine last announced it, seconds since the epoch by that engine's clock; 0: the
     record does not say."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose engines these are; empty: they have no tenant."""
+        return tenant_of(self.namespaces[0]) if self.namespaces else ""
 
     @property
     def model(self) -> str:
@@ -185,8 +195,21 @@ def short_name(model: str) -> str:
     return model.rstrip("/").rsplit("/", 1)[-1]
 
 
+def fleets_of(tenant: str, namespaces: Iterable[str]) -> list[Namespace]:
+    """The namespaces whose records a reader takes: its tenant's; without a tenant those of all
+    tenants, ``FLEETS_MAX`` at most.
+
+    Args:
+        namespaces: those that hold objects, as far as the reader may know.
+    """
+    if tenant:
+        return [of_tenant(tenant, FLEET_NAMESPACE)]
+    found = sorted(filter(is_fleet, namespaces), key=lambda name: (name != FLEET_NAMESPACE, name))
+    return [Namespace(name) for name in found[:FLEETS_MAX]] or [FLEET_NAMESPACE]
+
+
 def worth_reading(
-    rows: Iterable[ObjectRow], record_bytes_max: int = RECORD_BYTES_MAX
+    rows: Iterable[ObjectRow], record_bytes_max: int = RECORD_BYTES_MAX, *, fleets: int = 1
 ) -> list[list[Key]]:
     """Which objects of the fleet's namespace to get, at most ``AT_ONCE`` in a batch, the likely
     ones first. A reader goes on until it has as many records as it wants: other objects do not
@@ -194,15 +217,16 @@ def worth_reading(
 
     Args:
         rows: as listed; ``ROWS_MAX`` of them are looked at.
+        fleets: how many namespaces share the bounds of the reader.
     """
     likely: list[ObjectRow] = []
     others: list[ObjectRow] = []
-    for row in islice(rows, ROWS_MAX):
+    for row in islice(rows, ROWS_MAX // fleets):
         if RECORD_BYTES_MIN <= row.size <= record_bytes_max and row.state == "complete":
             (likely if _KEY.search(row.key) else others).append(row)
     keys: list[Key] = []
-    left = LOOKED_AT_BYTES_MAX
-    for row in islice((*likely, *others), LOOKED_AT_MAX):
+    left = LOOKED_AT_BYTES_MAX // fleets
+    for row in islice((*likely, *others), LOOKED_AT_MAX // fleets):
         left -= row.size
         if left < 0:
             break
@@ -210,10 +234,12 @@ def worth_reading(
     return [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
 
 
-def parse(data: bytes, *, partial: bool = False) -> Record | None:
+def parse(data: bytes, *, tenant: str = "", partial: bool = False) -> Record | None:
     """The record in ``data``; None: the bytes are not a record.
 
     Args:
+        tenant: whose fleet's the record is. A record that names namespaces of another tenant is
+            none.
         partial: whether a record may lack its fingerprint and description, for readers of names.
     """
     try:
@@ -239,6 +265,7 @@ def parse(data: bytes, *, partial: bool = False) -> Record | None:
         and len(record.description) <= FIELDS_MAX
         and isinstance(value["block_size"], int)
         and 0 <= record.block_size <= BLOCK_TOKENS_MAX
+        and all(tenant_of(name) == tenant for name in record.namespaces)
     )
     return record if is_one else None
 

@@ -31,7 +31,15 @@ NAMESPACE_BYTES_MAX = 128
 """Bytes of a namespace's name in UTF-8, at least 1."""
 
 FLEET_NAMESPACE = Namespace("vllm-fleet")
-"""The namespace in which connectors of engines describe themselves, for the proxy."""
+"""The namespace in which connectors of engines describe themselves, for the proxy. Connectors with
+a tenant use one of their own (``of_tenant``)."""
+
+ENGINES = frozenset({"vllm", "vllm-offloading", "sglang", "lmcache"})
+"""How the namespaces that connectors choose begin, behind the tenant."""
+
+TENANT_BYTES_MAX = 32
+"""Bytes of a tenant's name in UTF-8. The longest namespaces of connectors, those of a draft model's
+pages, leave this much of ``NAMESPACE_BYTES_MAX``."""
 
 DEFAULT_NAMESPACE = Namespace("default")
 
@@ -266,3 +274,50 @@ def check_namespace(namespace: str) -> Namespace:
             namespace_bytes=size,
         )
     return Namespace(namespace if type(namespace) is str else str.__str__(namespace))
+
+
+def check_tenant(tenant: str) -> str:
+    """``tenant``, a name that namespaces of connectors begin with; empty: none.
+
+    Raises:
+        InvalidArgumentError: not a part of a namespace's name, over ``TENANT_BYTES_MAX`` bytes, or
+            the name of an engine, with whose namespaces those of the tenant would be confused.
+    """
+    if not tenant:
+        return ""
+    tenant = check_namespace(tenant)
+    if "/" in tenant or "*" in tenant:
+        raise InvalidArgumentError(
+            f"a tenant's name has no / and no *, this one is {tenant!r}",
+            advice="Its namespaces are NAME/vllm/... and so on: give the name alone.",
+        )
+    if tenant in ENGINES:
+        raise InvalidArgumentError(
+            f"{tenant} is how namespaces of engines without a tenant begin",
+            advice="Give the tenant another name.",
+        )
+    if len(tenant.encode()) > TENANT_BYTES_MAX:
+        raise InvalidArgumentError(
+            f"a tenant's name has at most {TENANT_BYTES_MAX} bytes, this one has "
+            f"{len(tenant.encode())}"
+        )
+    return tenant
+
+
+def of_tenant(tenant: str, namespace: str) -> Namespace:
+    """The namespace that a tenant's connectors use in the place of this one, which connectors
+    without a tenant use. ``tenant``: as checked by ``check_tenant``."""
+    return Namespace(f"{tenant}/{namespace}" if tenant else namespace)
+
+
+def tenant_of(namespace: str) -> str:
+    """The tenant whose connectors use this namespace (``of_tenant``); empty: none that its name
+    says."""
+    tenant, _, rest = namespace.partition("/")
+    is_of_one = rest == FLEET_NAMESPACE or rest.partition("/")[0] in ENGINES
+    return tenant if is_of_one and tenant not in ENGINES else ""
+
+
+def is_fleet(namespace: str) -> bool:
+    """Whether connectors describe themselves in this namespace."""
+    return namespace == of_tenant(tenant_of(namespace), FLEET_NAMESPACE)

@@ -32,7 +32,7 @@ from kvstore.fleet import (
     short_name,
     worth_reading,
 )
-from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX
+from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, of_tenant
 from kvstore.process.background import CLOSE_S, join_all, start_thread
 
 WARNINGS_MAX = 64
@@ -48,6 +48,7 @@ class FleetRecords:
     def __init__(self, client: Client, log: logging.Logger) -> None:
         """``log`` gets one line for each announced fingerprint and for each distinct warning."""
         self._client = client
+        self._namespace = of_tenant(client.config.tenant, FLEET_NAMESPACE)
         self._log = log
         self._told: set[str] = set()
         self._due: dict[str, float] = {}
@@ -64,12 +65,12 @@ class FleetRecords:
         """
         prefix, fingerprint = _prefix(record.models), record.fingerprint
         warnings: list[str] = []
-        rows = self._client.list_objects(namespace=FLEET_NAMESPACE, prefix=prefix)
+        rows = self._client.list_objects(namespace=self._namespace, prefix=prefix)
         for keys in worth_reading(rows):
             if len(warnings) >= WARNINGS_MAX:
                 break
             others = [key for key in keys if key != prefix + fingerprint.encode()]
-            for other in self._client.get_many(others, namespace=FLEET_NAMESPACE, kind="bytes"):
+            for other in self._client.get_many(others, namespace=self._namespace, kind="bytes"):
                 if isinstance(other, bytes):
                     warnings += _warnings(record, other)
         told = record._replace(format=FORMAT, announced=time.time())
@@ -77,7 +78,7 @@ class FleetRecords:
         # Only an overwriting put renews the lifetime of an existing record.
         is_due = uptime() >= self._due.get(fingerprint, 0.0)
         self._client.put(
-            prefix + fingerprint.encode(), data, namespace=FLEET_NAMESPACE, ttl=LIFETIME_S,
+            prefix + fingerprint.encode(), data, namespace=self._namespace, ttl=LIFETIME_S,
             overwrite=is_due,
         )  # fmt: skip
         if is_due:
@@ -98,7 +99,7 @@ class FleetRecords:
             KVStoreError: the store did not answer.
         """
         self._due.pop(fingerprint, None)
-        self._client.remove(_prefix(models) + fingerprint.encode(), namespace=FLEET_NAMESPACE)
+        self._client.remove(_prefix(models) + fingerprint.encode(), namespace=self._namespace)
 
 
 class Announcer:
@@ -169,7 +170,7 @@ class Announcer:
 
 
 def _warnings(ours: Record, raw: bytes) -> list[str]:
-    theirs = parse(raw)
+    theirs = parse(raw, tenant=ours.tenant)
     # Different kinds of engines never share blocks, so this needs no warning.
     if theirs is None or theirs.engine != ours.engine or theirs.has_ended(time.time()):
         return []

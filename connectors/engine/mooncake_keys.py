@@ -41,8 +41,8 @@ IGNORED: Final = {
     "decode_url": "engines meet in the store; kvstore-proxy names decoders",
     "local_hostname": "nodes report their own addresses",
     "mode": "a worker contributes memory when global_segment_size says so",
-    "tenant_id": "blocks are apart by model and weights; tenants that must not share them need a "
-    "master each",
+    "tenant_id": "blocks are apart by model and weights; the setting tenant (KVSTORE_TENANT) keeps "
+    "teams apart",
     "transfer_timeout": "transfer_timeout_ms (vLLM) or timeout_ms bounds a transfer",
     "enable_offload": _IN_MEMORY,
     "enable_ssd_offload": _IN_MEMORY,

@@ -18,6 +18,7 @@ from kvstore.connectors.engine.fleet import Announcer
 from kvstore.connectors.lmcache.memory import Layout
 from kvstore.fingerprint import config_of, fingerprint, weights_of
 from kvstore.fleet import Record
+from kvstore.limits import of_tenant
 from kvstore.process.background import start_thread
 
 ENGINE: Final = "lmcache"
@@ -57,6 +58,7 @@ class ChunkNamespaces:
         self._meanings: dict[str, Mapping[str, str]] = {}
         """By model: what its weights are. Guarded by ``_reading_files``."""
         self._is_stopped = False
+        self._tenant = client.config.tenant
         self._announcer = Announcer(client, log)
 
     def of(self, model: str, layout: Layout, *, announce: bool = True) -> str | None:
@@ -103,7 +105,7 @@ class ChunkNamespaces:
             return
         description = {"format": FORMAT, **meaning, "objects": layout, **self._more}
         found = fingerprint(description)
-        namespace = f"{ENGINE}/{found}/objects"
+        namespace = of_tenant(self._tenant, f"{ENGINE}/{found}/objects")
         self._found[model, layout] = namespace
         self._log.info("model %s, weights %s: namespace %s", model, meaning["weights"], namespace)
         if announce:

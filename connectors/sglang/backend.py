@@ -45,6 +45,7 @@ from kvstore.connectors.sglang.pools import Buffers, PoolPages, bytes_of
 from kvstore.errors import ConfigError, KVStoreError, UsageError
 from kvstore.fingerprint import fingerprint
 from kvstore.fleet import Record
+from kvstore.limits import of_tenant
 
 if TYPE_CHECKING:
     from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -469,7 +470,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         self._described(identity.live(self._config.model_name))
         for found in list(self._fingerprints.values()):  # also of weights that were served before
             for part in sorted({part for pool in self._pools.values() for part in pool.parts}):
-                self._guard.client.clear(f"sglang/{found}/{part}")
+                self._guard.client.clear(self._place(found, part))
 
     def close(self) -> None:
         """Closes the client; later calls are misses. Idempotent."""
@@ -495,7 +496,11 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             self._of_thread.weights = seen = now
         if seen != now:
             raise KVStoreError("the weights have changed")
-        return f"sglang/{self._fingerprints.get(now) or self._described(now)}/{part}"
+        return self._place(self._fingerprints.get(now) or self._described(now), part)
+
+    def _place(self, found: str, part: str) -> str:
+        """The namespace of these pages. ``found``: the fingerprint of the engine that has them."""
+        return of_tenant(self._guard.client.config.tenant, f"sglang/{found}/{part}")
 
     def _described(self, weights: identity.ServedWeights) -> str:
         """The fingerprint of these weights, which the first rank announces. Hashes their files: the
@@ -511,7 +516,7 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
                 ranks = (config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dp_rank)
                 if not any(ranks):
                     models = (weights.path or self._model_id or "unknown",)
-                    places = (f"sglang/{found}/{full.parts[0]}",)
+                    places = (self._place(found, full.parts[0]),)
                     self._announcer.announce(Record("sglang", models, found, places, described))
                 self._fingerprints[weights] = found
             return self._fingerprints[weights]

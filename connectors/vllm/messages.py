@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvstore.limits import Namespace
+from kvstore.limits import Namespace, of_tenant
 
 
 class Run(NamedTuple):
@@ -160,11 +160,11 @@ def draft_part(part: str, draft: str) -> str:
     return f"{part}.draft-{draft}"
 
 
-def namespace(fingerprint: str, group: int, part: str) -> Namespace:
+def namespace(fingerprint: str, group: int, part: str, *, tenant: str = "") -> Namespace:
     """The namespace of one worker's part of one cache group."""
-    return Namespace(f"{under_of(fingerprint)}g{group}/{part}")
+    return Namespace(f"{under_of(fingerprint, tenant=tenant)}g{group}/{part}")
 
 
-def under_of(fingerprint: str) -> str:
+def under_of(fingerprint: str, *, tenant: str = "") -> str:
     """The prefix of all namespaces of a fingerprint."""
-    return f"vllm/{fingerprint}/"
+    return of_tenant(tenant, f"vllm/{fingerprint}/")

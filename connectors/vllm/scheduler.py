@@ -191,7 +191,7 @@ class Scheduler:
         record = self._identity.take(hellos)
         last = self._identity.last if record is None else record.fingerprint
         self._of_drafts = {
-            namespace(last, group, draft_part(part, self._identity.draft))
+            self._namespace(last, group, draft_part(part, self._identity.draft))
             for hello in hellos if hello.draft is not None
             for group in hello.groups for part in hello.parts
         }  # fmt: skip
@@ -202,7 +202,7 @@ class Scheduler:
             for group in hello.groups:
                 names = namespaces.setdefault(group, [])
                 for part in hello.parts:
-                    name = namespace(record.fingerprint, group, part)
+                    name = self._namespace(record.fingerprint, group, part)
                     if name not in names:
                         names.append(name)
         missing = self._groups.block_tokens.keys() - namespaces.keys()
@@ -224,6 +224,9 @@ class Scheduler:
         if self.events.wanted:
             self._listen()
         return True
+
+    def _namespace(self, fingerprint: str, group: int, part: str) -> str:
+        return namespace(fingerprint, group, part, tenant=self._config.tenant)
 
     # --- adapters -----------------------------------------------------------------------------
 
@@ -359,8 +362,8 @@ class Scheduler:
         for each in self._listeners:
             each.stop()
         self._listeners = [each for each in self._listeners if each.is_alive]
-        under, auth = under_of(self._identity.last), self._client.config.auth
-        self._listeners.append(Listener(self._find_events, under, groups, auth))
+        under = under_of(self._identity.last, tenant=self._config.tenant)
+        self._listeners.append(Listener(self._find_events, under, groups, self._config.auth))
 
     def _find_events(self) -> str:
         http = self._client.http()

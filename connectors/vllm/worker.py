@@ -48,6 +48,7 @@ from kvstore.errors import (
     PermissionDeniedError,
     UnavailableError,
 )
+from kvstore.limits import Namespace
 from kvstore.process.background import start_thread
 
 log = logging.getLogger("vllm.kvstore")
@@ -423,13 +424,16 @@ class WorkerSide:
             sizes[:] = self._client.get_into(
                 piece.keys,
                 pages.blocks(piece.group, self._groups.places(piece), order.after),
-                namespace=namespace(order.fingerprint, piece.group, part),
+                namespace=self._namespace(order, piece, part),
                 timeout_ms=left_ms,
             )
 
         if self._drops or not left_ms or not self._guarded("load", get, left_ms):
             return None
         return sizes
+
+    def _namespace(self, order: _Order, piece: Run, part: str) -> Namespace:
+        return namespace(order.fingerprint, piece.group, part, tenant=self._config.tenant)
 
     def _drafts_of(self, piece: Run, order: _Order) -> list[tuple[str, Pages]]:
         """The draft model's pages of this piece's group, by the names of their parts."""
@@ -501,7 +505,7 @@ class WorkerSide:
             outcomes[:] = self._client.put_chain(
                 piece.keys,
                 pages.blocks(piece.group, self._groups.places(piece), order.after),
-                namespace=namespace(order.fingerprint, piece.group, part),
+                namespace=self._namespace(order, piece, part),
                 parent=piece.parent,
                 ttl=ttl,
                 timeout_ms=left_ms,

@@ -20,6 +20,7 @@ from kvstore.connectors.vllm.messages import WorkerIdentity
 from kvstore.connectors.vllm.weights import LiveWeights, identify
 from kvstore.fingerprint import digest
 from kvstore.fleet import Record
+from kvstore.limits import of_tenant
 from kvstore.network.host import host_id
 
 log = logging.getLogger("vllm.kvstore")
@@ -64,6 +65,7 @@ class TierIdentity(identity.Identity):
             model_id: the operator's name for the weights; "": use their digest.
         """
         config = spec.config
+        self._tenant = client.config.tenant
         self.is_used = False
         """Whether vLLM's caches may hold blocks of the current weights, since their last reset."""
         self._is_mixed = False
@@ -102,7 +104,7 @@ class TierIdentity(identity.Identity):
     @property
     def namespace(self) -> str:
         """The namespace of the chunks; "": no chunk is loaded or saved now."""
-        return _namespace(self.fingerprint)
+        return self._namespace(self.fingerprint)
 
     def reset(self) -> None:
         """Called when vLLM resets its caches. From now on they hold only blocks of the weights that
@@ -127,12 +129,11 @@ class TierIdentity(identity.Identity):
             self._is_mixed = True
             log.warning("weights_changed: %s", NOT_RESET)
         else:
-            self.move(record._replace(namespaces=(_namespace(record.fingerprint),)))
+            self.move(record._replace(namespaces=(self._namespace(record.fingerprint),)))
 
-
-def _namespace(fingerprint: str) -> str:
-    """The namespace; ``all``, because a row of vLLM's pool holds the parts of all ranks."""
-    return f"{ENGINE}/{fingerprint}/all" if fingerprint else ""
+    def _namespace(self, fingerprint: str) -> str:
+        """The namespace; ``all``, because a row of vLLM's pool holds the parts of all ranks."""
+        return of_tenant(self._tenant, f"{ENGINE}/{fingerprint}/all") if fingerprint else ""
 
 
 def _chunks(spec: OffloadingSpec, chunk_bytes: int) -> dict[str, Any]:

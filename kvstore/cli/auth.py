@@ -143,7 +143,7 @@ def init(folder: Path, cluster: str) -> None:
 Examples:
   kvstore auth issue master-1 --role master --host 10.0.0.7
   kvstore auth issue host-7 --role node --node host-7
-  kvstore auth issue decode-7 --role engine --namespace 'llama/*' --namespace vllm-fleet
+  kvstore auth issue decode-7 --role engine --namespace 'acme/*'
   kvstore auth issue eval --role engine --read 'llama/*' --days 30
   kvstore auth issue prometheus --role observer
   kvstore auth issue decode-7 --role engine --namespace '*' --folder decode-7

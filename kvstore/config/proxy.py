@@ -28,6 +28,7 @@ from kvstore.config.values import (
     OptionalMaster,
     Port,
     RefusedValueError,
+    Tenant,
     check_https,
 )
 
@@ -62,6 +63,7 @@ class ProxyConfig(Config):
     )
     cluster: Cluster = ""
     auth: AuthFile = ""
+    tenant: Tenant = ""
     prefill_threshold: Count = Field(
         default=256,
         ge=0,

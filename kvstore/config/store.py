@@ -25,6 +25,7 @@ from kvstore.config.values import (
     Master,
     MetadataServer,
     MoversProtocol,
+    Tenant,
     Transports,
     Unauthenticated,
     Verify,
@@ -43,6 +44,7 @@ class StoreSettings(Config):
     )
     cluster: Cluster = ""
     auth: AuthFile = ""
+    tenant: Tenant = ""
     transports: Transports = Field(
         default=TRANSPORTS_KNOWN,
         description="Ways to move bytes, the best first; the first that reaches a segment is "

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, NamedTuple, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.limits import check_namespace
+from kvstore.limits import check_namespace, check_tenant
 from kvstore.network.addresses import ETCD_SCHEME, join_address, parse_etcd, split_address
 
 DEFAULT_PORT = 50001
@@ -301,6 +301,17 @@ Cluster = Annotated[
     ),
 ]
 NamespaceName = Annotated[str, As("NAME"), AfterValidator(_refusing(check_namespace))]
+Tenant = Annotated[
+    str,
+    As("NAME"),
+    AfterValidator(_refusing(check_tenant)),
+    Field(
+        description="Namespaces that connectors of engines choose begin with NAME/, and the proxy "
+        "and kvstore why read what engines of this tenant say of themselves: one pattern, NAME/*, "
+        "is enough for a file of tenants and for an identity. Calls that name their namespace, or "
+        "use the default one, are not changed. Empty: no tenant."
+    ),
+]
 Transports = Annotated[
     tuple[str, ...], As("NAME,..."), BeforeValidator(_words), AfterValidator(_transports)
 ]

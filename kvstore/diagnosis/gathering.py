@@ -9,10 +9,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.calls import ClusterStatus, NamespaceTraffic, TrafficReport
-from kvstore.diagnosis.why import Cause, Evidence, Party, diagnose, parties_of, select
+from kvstore.diagnosis.why import (
+    Cause,
+    Evidence,
+    Party,
+    diagnose,
+    may_share,
+    parties_of,
+    select,
+)
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.fleet import RECORDS_MAX, Record, parse, worth_reading
-from kvstore.limits import FLEET_NAMESPACE
+from kvstore.fleet import RECORDS_MAX, Record, fleets_of, parse, worth_reading
+from kvstore.limits import Namespace, tenant_of
 from kvstore.texts import shown_text
 
 if TYPE_CHECKING:
@@ -58,7 +66,7 @@ def explain(
         uptime_ms=report.uptime_ms,
         nodes=sum(node.state in ("alive", "draining") for node in status.nodes),
         spaces=[*report.namespaces, *_silent(report, status)],
-        records=_records(client, notes),
+        records=_records(client, status, notes),
     )
     everyone = parties_of(evidence.spaces, evidence.records)
     chosen = select(everyone, namespace=namespace, model=model)
@@ -90,19 +98,29 @@ def _silent(report: TrafficReport, status: ClusterStatus) -> list[NamespaceTraff
     ]
 
 
-def _records(client: Client, notes: list[str]) -> list[Record]:
+def _records(client: Client, status: ClusterStatus, notes: list[str]) -> list[Record]:
+    spaces = fleets_of(client.config.tenant, (row.name for row in status.namespaces))
     found: list[Record] = []
     try:
-        for keys in worth_reading(client.list_objects(namespace=FLEET_NAMESPACE)):
-            values = client.get_many(keys, namespace=FLEET_NAMESPACE, kind="bytes")
-            parsed = [parse(value) for value in values if isinstance(value, bytes)]
-            found += [record for record in parsed if record is not None]
-            if len(found) >= RECORDS_MAX:
-                break
+        for space in spaces:
+            found += _records_in(client, space, len(spaces))
     except KVStoreError as error:
         notes.append(shown_text(f"the records of engines could not be read: {error.message}", 200))
         return []
-    return found[:RECORDS_MAX]
+    return found
+
+
+def _records_in(client: Client, space: Namespace, fleets: int) -> list[Record]:
+    """The records in one of so many namespaces."""
+    found: list[Record] = []
+    share, tenant = -(-RECORDS_MAX // fleets), tenant_of(space)
+    for keys in worth_reading(client.list_objects(namespace=space), fleets=fleets):
+        values = client.get_many(keys, namespace=space, kind="bytes")
+        parsed = [parse(value, tenant=tenant) for value in values if isinstance(value, bytes)]
+        found += [record for record in parsed if record is not None]
+        if len(found) >= share:
+            break
+    return found[:share]
 
 
 def _look_closer(
@@ -110,7 +128,6 @@ def _look_closer(
 ) -> None:
     """Adds to the evidence what only a look at single objects shows, for parties that find
     nothing. These are operators' calls: they count as no traffic, and lease nothing."""
-    written = [space.name for party in everyone for space in party.spaces if space.objects]
     for party in chosen[:PARTIES_LOOKED_AT]:
         if not party.asked or party.found:
             continue
@@ -118,7 +135,12 @@ def _look_closer(
             party.spaces, key=lambda space: min((m.idle_ms for m in space.misses), default=1e15)
         )
         keys = [miss.key for miss in space.misses[:KEYS_LOOKED_FOR]]
-        others = [name for name in written if name not in party.namespaces]
+        others = [
+            space.name
+            for each in everyone
+            for space in each.spaces
+            if space.objects and each is not party and may_share(party, each)
+        ]
         for key, name in itertools.product(keys, others[:NAMESPACES_LOOKED_IN]):
             if client.stat(key, namespace=name) is not None:
                 evidence.elsewhere[space.name] = name

@@ -71,7 +71,7 @@ ADVICE: Final = {
 }
 """What to do, by section of the runbook, which says more."""
 
-KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace")
+KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace", "other_tenant")
 """Causes (``diagnosis.why``) that no further prompt cures. Others may only mean new prompts."""
 
 

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
 from kvstore.fleet import Cut, Difference, Record, are_guesses, contrast
-from kvstore.limits import FLEET_NAMESPACE
+from kvstore.limits import is_fleet, of_tenant, tenant_of
 
 FEW: Final = 0.5
 """If a smaller share of the asked keys is found, the cause says how the questions end."""
@@ -78,6 +78,11 @@ class Party:
     name: str
     record: Record | None
     spaces: Sequence[NamespaceTraffic]
+
+    @property
+    def tenant(self) -> str:
+        """Whose engines these are, as far as names of namespaces say it; empty: of no tenant."""
+        return self.record.tenant if self.record is not None else tenant_of(self.name)
 
     @property
     def objects(self) -> int:
@@ -151,24 +156,38 @@ class Party:
 
 
 def parties_of(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) -> list[Party]:
-    """The parties of all records and namespaces, but for the namespace of the records."""
+    """The parties of all records and namespaces, but for the namespaces of the records."""
     record_of = {name: record for record in records for name in record.namespaces}
-    known = {(record.engine, record.fingerprint): record for record in records}
-    by_record: dict[tuple[str, str], list[NamespaceTraffic]] = {mark: [] for mark in known}
+    known = {_mark(record): record for record in records}
+    by_record: dict[tuple[str, str, str], list[NamespaceTraffic]] = {mark: [] for mark in known}
     alone: list[Party] = []
     for space in spaces:
-        if space.name == FLEET_NAMESPACE:
+        if is_fleet(space.name):
             continue
         record = record_of.get(space.name)
         if record is None:
             alone.append(Party(name=space.name, record=None, spaces=[space]))
         else:
-            by_record[record.engine, record.fingerprint].append(space)
+            by_record[_mark(record)].append(space)
     together = [
-        Party(name=f"{mark[0]} {mark[1][:8]}", record=known[mark], spaces=found)
-        for mark, found in by_record.items()
+        Party(
+            name=of_tenant(tenant, f"{engine} {fingerprint[:8]}"),
+            record=known[tenant, engine, fingerprint],
+            spaces=found,
+        )
+        for (tenant, engine, fingerprint), found in by_record.items()
     ]
     return [*together, *alone]
+
+
+def _mark(record: Record) -> tuple[str, str, str]:
+    return record.tenant, record.engine, record.fingerprint
+
+
+def may_share(one: Party, other: Party) -> bool:
+    """Whether it is a fault, and no intention, that they share nothing: engines of two tenants are
+    apart on purpose. An engine without a tenant may lack a setting."""
+    return one.tenant == other.tenant or not (one.tenant and other.tenant)
 
 
 def select(parties: Sequence[Party], *, namespace: str = "", model: str = "") -> list[Party]:
@@ -521,14 +540,19 @@ def _nearest(party: Party, others: Sequence[Party]) -> Party | None:
     if ours is None:
         return None
 
-    def distance(other: Party) -> tuple[bool, int, int, int]:
+    def distance(other: Party) -> tuple[bool, bool, int, int, int]:
         theirs = other.record
         assert theirs is not None
         must, cuts = contrast(ours.engine, ours.description, theirs.description)
         idle_ms = min((row.idle_ms for row in [*other.putters, *other.askers]), default=1 << 62)
-        return ours.engine != theirs.engine, len(must), len(cuts), idle_ms
+        is_apart = ours.tenant != theirs.tenant, ours.engine != theirs.engine
+        return *is_apart, len(must), len(cuts), idle_ms
 
-    same = [each for each in others if each.record is not None and ours.serves(each.record.model)]
+    same = [
+        each
+        for each in others
+        if each.record is not None and ours.serves(each.record.model) and may_share(party, each)
+    ]
     return min(same, key=distance, default=None)
 
 
@@ -545,6 +569,13 @@ def _differ(writer: Party, asker: Party) -> Cause:
             "other_engine",
             f"{writing}, {asking}: different engines keep different bytes",
             "Blocks are shared between engines of one kind only; let one of this kind write.",
+            namespaces=spaces,
+        )
+    if ours.tenant != theirs.tenant:
+        return Cause(
+            "other_tenant",
+            f"{writing}, {asking}: one has a tenant, the other has none, so they share no block",
+            "If both are of one tenant, give both its name: tenant, or KVSTORE_TENANT.",
             namespaces=spaces,
         )
     must, cuts = contrast(ours.engine, ours.description, theirs.description)

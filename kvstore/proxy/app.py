@@ -136,6 +136,7 @@ async def _parts(
             metrics=numbers,
             cluster=config.cluster,
             auth=config.auth,
+            tenant=config.tenant,
         )
         stack.push_async_callback(lookup.close)
         lookup.start()

@@ -19,7 +19,7 @@ from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError, PermissionDeniedError, UnavailableError
 from kvstore.fleet import RECORDS_MAX, Record, worth_reading
-from kvstore.limits import FLEET_NAMESPACE
+from kvstore.limits import FLEET_NAMESPACE, of_tenant
 from kvstore.process.background import start_task
 from kvstore.proxy import records
 from kvstore.proxy.metrics import Metrics, clock_ms
@@ -41,10 +41,14 @@ class StoreLookup:
     """Lookups in the store. Usable between ``start`` and ``close``, in one event loop."""
 
     def __init__(
-        self, master: str, *, timeout_ms: int, metrics: Metrics, cluster: str = "", auth: str = ""
-    ) -> None:
+        self, master: str, *, timeout_ms: int, metrics: Metrics, cluster: str = "", auth: str = "",
+        tenant: str = "",
+    ) -> None:  # fmt: skip
+        """``tenant``: of the engines whose records are read; empty: of those that have none."""
         self._timeout_s = timeout_ms / 1000
         self._metrics = metrics
+        self._tenant = tenant
+        self._fleet = of_tenant(tenant, FLEET_NAMESPACE)
         # Does not read the user's client settings: with them the client may contribute memory.
         self._client = AsyncClient(
             config=ClientConfig(
@@ -128,7 +132,8 @@ class StoreLookup:
 
     async def _read(self) -> None:
         found: dict[bytes, Record] = {}
-        for key in itertools.chain.from_iterable(worth_reading(await rows_of(self._client))):
+        rows = await rows_of(self._client, self._fleet)
+        for key in itertools.chain.from_iterable(worth_reading(rows)):
             await self._read_one(found, key)
             if len(found) == RECORDS_MAX:
                 break
@@ -138,8 +143,8 @@ class StoreLookup:
 
     async def _read_one(self, found: dict[bytes, Record], key: bytes) -> None:
         try:
-            data = await self._client.get(key, namespace=FLEET_NAMESPACE, kind="bytes")
-            record = records.parse(bytes(data)) if isinstance(data, bytes) else None
+            data = await self._client.get(key, namespace=self._fleet, kind="bytes")
+            record = records.parse(bytes(data), self._tenant) if isinstance(data, bytes) else None
         except UnavailableError:
             raise
         except KVStoreError as error:  # this record is invalid; others may be valid

@@ -1,7 +1,7 @@
 """Reads fleet records, which connectors put into the store, and computes a prompt's keys from them.
 
 A connector puts one object per fingerprint (equal for engines that can share) into the namespace
-``vllm-fleet``: JSON of at most ``kvstore.fleet.RECORD_BYTES_MAX`` bytes.
+``vllm-fleet``, or its tenant's: JSON of at most ``kvstore.fleet.RECORD_BYTES_MAX`` bytes.
 """
 
 from __future__ import annotations
@@ -50,13 +50,16 @@ class Held(NamedTuple):
         return max(0, wanted - self.blocks) * self.block_size
 
 
-def parse(data: bytes) -> Record | None:
+def parse(data: bytes, tenant: str = "") -> Record | None:
     """The record; None if the hashes of its engines cannot be computed here.
+
+    Args:
+        tenant: as for ``fleet.parse``.
 
     Raises:
         ProtocolError: ``data`` is not a record of a known format.
     """
-    record = fleet.parse(data, partial=True)
+    record = fleet.parse(data, tenant=tenant, partial=True)
     if record is None or record.format != FORMAT:
         raise ProtocolError("not a fleet record of a known format")
     hashes = record.hashes

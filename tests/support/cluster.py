@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 from kvstore import Client
 from kvstore.calls import ClusterStatus
-from kvstore.limits import FLEET_NAMESPACE
+from kvstore.limits import FLEET_NAMESPACE, of_tenant
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, key_path, socket_name
 from tests.support.issuing import Identities
 from tests.support.processes import Server, flags_of, let_others_leave
@@ -218,13 +218,14 @@ class Cluster:
         states = {each.name: each.state for each in self.status().nodes}
         return states.get(node.name, "gone")
 
-    def fleet_records(self) -> list[bytes]:
+    def fleet_records(self, tenant: str = "") -> list[bytes]:
         """What engines have told and others can read: a listing also shows what is being
         written."""
         assert self._asker is not None, "start a master first"
-        rows = self._asker.list_objects(namespace=FLEET_NAMESPACE)
+        space = of_tenant(tenant, FLEET_NAMESPACE)
+        rows = self._asker.list_objects(namespace=space)
         keys = [row.key for row in rows if row.state == "complete"]
-        values = self._asker.get_many(keys, namespace=FLEET_NAMESPACE, kind="bytes")
+        values = self._asker.get_many(keys, namespace=space, kind="bytes")
         return [bytes(value) for value in values if isinstance(value, bytes)]
 
     def used_bytes(self) -> int:

@@ -23,6 +23,7 @@ from kvstore.config import (
     settings,
 )
 from kvstore.errors import ConfigError, InvalidArgumentError
+from kvstore.limits import ENGINES, is_fleet, of_tenant, tenant_of
 from kvstore.network.addresses import EtcdPlace, join_address, split_address
 
 
@@ -372,6 +373,42 @@ def test_rules_between_settings_say_why() -> None:
     with pytest.raises(ConfigError, match="before it counts as dead") as caught:
         MasterConfig(quarantine_ms=5_000)
     assert caught.value.fields["key"] == "quarantine_ms"
+
+
+@pytest.mark.parametrize("kind", [ClientConfig, ConnectorConfig, ProxyConfig])
+def test_one_variable_names_the_tenant_of_all_that_are_clients(
+    kind: type[Config], home: Path
+) -> None:
+    assert load(kind, environ={}).tenant == ""  # type: ignore[attr-defined]
+    environ = {"KVSTORE_TENANT": "acme"}
+    assert load(kind, environ=environ).tenant == "acme"  # type: ignore[attr-defined]
+    assert load(kind, {"tenant": "b"}, environ=environ).tenant == "b"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "Acme-1.eu_2", "\u00e9quipe", "two words", "t" * 32, "vllm2"]
+)
+def test_a_tenant_is_a_part_of_a_namespaces_name(name: str) -> None:
+    assert ClientConfig(tenant=name).tenant == name
+    for space in ("vllm/f/g0/p0t0", "vllm-fleet", "sglang/f/p0", "lmcache/f/objects"):
+        assert tenant_of(of_tenant(name, space)) == name
+        assert tenant_of(space) == tenant_of(of_tenant("", space)) == ""
+    assert is_fleet(of_tenant(name, "vllm-fleet"))
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b", "/", "acme/", "acme*", "*", "t" * 33, "\u00e9" * 17, "\ud800", *sorted(ENGINES)]
+)
+def test_what_is_no_tenant_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ClientConfig(tenant=name)
+    assert caught.value.fields["key"] == "tenant"
+
+
+@pytest.mark.parametrize("name", ["default", "acme/default", "a/b/vllm-fleet", "vllm-fleet/x", "x"])
+def test_namespaces_that_no_connector_chose_have_no_tenant(name: str) -> None:
+    assert tenant_of(name) == ""
+    assert not is_fleet(name)
 
 
 def test_a_short_timeout_alone_is_fine() -> None:

@@ -11,12 +11,13 @@ import pytest
 
 from kvstore import fleet
 from kvstore.calls import ObjectRow
+from kvstore.config import ClientConfig
 from kvstore.connectors.engine import fleet as fleets
 from kvstore.connectors.engine.fleet import Announcer, FleetRecords
 from kvstore.errors import PermissionDeniedError, UnavailableError
 from kvstore.fingerprint import fingerprint
 from kvstore.fleet import ANNOUNCED_EVERY_S, LIFETIME_S, SERVES_S, Record
-from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, Key
+from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, Key, of_tenant
 from kvstore.proxy.records import parse
 from tests.support.waiting import until
 
@@ -30,7 +31,9 @@ OF_VLLM = {
 class Board:
     """As much of a client as the fleet uses: keys and bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: str = "") -> None:
+        self.config = ClientConfig(tenant=tenant)
+        self.space = of_tenant(tenant, FLEET_NAMESPACE)
         self.objects: dict[bytes, bytes] = {}
         self.lifetimes_begun = 0
         self.failures = 0
@@ -40,21 +43,23 @@ class Board:
         self.failures -= 1
         if self.failures >= 0:
             raise UnavailableError("away")
-        assert namespace == FLEET_NAMESPACE
+        assert namespace == self.space
         objects = self.objects.items()
         return [listed(key, len(value)) for key, value in objects if key.startswith(prefix)]
 
     def get_many(self, keys: list[bytes], *, namespace: str, kind: str) -> list[bytes | None]:
+        assert namespace == self.space
         return [self.objects.get(key) for key in keys]
 
     def put(self, key: bytes, value: bytes, *, namespace: str, ttl: float, overwrite: bool) -> None:
+        assert namespace == self.space
         assert len(key) <= KEY_BYTES_MAX
         assert ttl == LIFETIME_S
         self.lifetimes_begun += overwrite or key not in self.objects
         self.objects[key] = value
 
     def remove(self, key: bytes, *, namespace: str) -> bool:
-        assert namespace == FLEET_NAMESPACE
+        assert namespace == self.space
         return self.objects.pop(key, None) is not None
 
 
@@ -203,6 +208,63 @@ def test_engines_of_another_kind_do_not_differ_but_keep_other_bytes() -> None:
     announce(board)
     assert announce(board, engine="sglang", dtype="torch.bfloat16") == []
     assert announce(board, engine="sglang", dtype="torch.float32") != []
+
+
+def told(namespace: str, **changes: object) -> bytes:
+    """A record of an engine with one namespace."""
+    raw = {"models": ["m"], "fingerprint": "ab", "namespaces": [namespace], "description": changes}
+    return json.dumps(raw).encode()
+
+
+def test_engines_of_a_tenant_meet_in_a_fleet_of_their_own() -> None:
+    board = Board("acme")
+    board.objects[b"m/" + b"b" * 32] = told("acme/vllm/b/g0/p0t0", dtype="float16")
+    board.objects[b"m/" + b"c" * 32] = told("globex/vllm/c/g0/p0t0", dtype="float32")
+    engine = FleetRecords(board, LOG)  # type: ignore[arg-type]
+    record = Record("vllm", ("m",), "a" * 32, ("acme/vllm/a/g0/p0t0",), {"dtype": "bfloat16"})
+    (warning,) = engine.announce(record)
+    assert "'float16' there" in warning
+    engine.leave(("m",), "a" * 32)
+    assert len(board.objects) == 2
+
+
+@pytest.mark.parametrize(
+    ("tenant", "namespace", "is_one"),
+    [
+        ("acme", "acme/vllm/a/g0/p0t0", True), ("", "vllm/a/g0/p0t0", True), ("", "n", True),
+        ("acme", "vllm/a/g0/p0t0", False), ("acme", "globex/sglang/a/p0", False),
+        ("", "acme/vllm/a/g0/p0t0", False), ("acme", "n", False),
+    ],
+)  # fmt: skip
+def test_a_record_speaks_of_its_own_tenant_only(tenant: str, namespace: str, is_one: bool) -> None:
+    """Who may write in one fleet says nothing of the engines of another one."""
+    record = fleet.parse(told(namespace), tenant=tenant)
+    assert (record is not None) == is_one
+    assert record is None or record.tenant == tenant
+
+
+def test_states_of_recurrent_layers_are_known_for_every_tenant() -> None:
+    groups = [{"kind": "FullAttentionSpec"}, {"state": []}]
+    for tenant in ("", "acme"):
+        names = tuple(of_tenant(tenant, f"vllm/a/g{group}/p0t0") for group in (0, 1))
+        record = Record("vllm", ("m",), "a", names, {"groups": groups})
+        assert record.states == {names[1]}
+
+
+def test_a_reader_without_a_tenant_sees_the_fleets_of_all() -> None:
+    spaces = ["globex/vllm-fleet", "default", "acme/vllm-fleet", "vllm-fleet", "a/b/vllm-fleet"]
+    assert fleet.fleets_of("", spaces) == ["vllm-fleet", "acme/vllm-fleet", "globex/vllm-fleet"]
+    assert fleet.fleets_of("", ["default"]) == ["vllm-fleet"]
+    assert fleet.fleets_of("acme", spaces) == ["acme/vllm-fleet"]
+    many = [f"t{number}/vllm-fleet" for number in range(1_000)]
+    assert len(fleet.fleets_of("", many)) == fleet.FLEETS_MAX
+
+
+def test_many_fleets_share_the_bounds_of_one_reader() -> None:
+    rows = [listed(b"m/%032x" % number, 1_000) for number in range(5_000)]
+    assert sum(map(len, fleet.worth_reading(rows))) == fleet.LOOKED_AT_MAX
+    of_many = sum(map(len, fleet.worth_reading(rows, fleets=fleet.FLEETS_MAX)))
+    assert 0 < of_many * fleet.FLEETS_MAX <= fleet.LOOKED_AT_MAX
 
 
 def test_the_proxy_leaves_records_of_other_engines_alone() -> None:

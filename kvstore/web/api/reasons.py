@@ -17,7 +17,7 @@ from kvstore.client.sync import Client
 from kvstore.diagnosis.gathering import Explained, explain
 from kvstore.diagnosis.why import Cause, Party
 from kvstore.errors import InvalidArgumentError
-from kvstore.limits import FLEET_NAMESPACE
+from kvstore.limits import is_fleet
 from kvstore.texts import key_text
 from kvstore.web.api.objects import TIMEOUT_MS
 from kvstore.web.api.turns import Turns
@@ -167,7 +167,7 @@ class Reasons:
             report = await self._turns.ask(
                 lambda: self._client.traffic(asked.namespace or None, timeout_ms=TIMEOUT_MS)
             )
-        spaces = [row for row in report.namespaces if row.name != FLEET_NAMESPACE]
+        spaces = [row for row in report.namespaces if not is_fleet(row.name)]
         rows = heapq.nlargest(ROWS_SHOWN, spaces, key=lambda row: row.evicted)
         return TrafficAnswer(
             uptime_ms=report.uptime_ms,

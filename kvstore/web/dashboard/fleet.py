@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from kvstore.calls import ObjectRow
 from kvstore.client.aio import AsyncClient
-from kvstore.fleet import ROWS_MAX, Record, parse, worth_reading
-from kvstore.limits import FLEET_NAMESPACE
+from kvstore.fleet import ROWS_MAX, Record, fleets_of, parse, worth_reading
+from kvstore.limits import Namespace, tenant_of
 
 RECORDS_MAX: Final = 200
 """Records that the dashboard shows."""
@@ -25,23 +25,44 @@ TEXT_MAX: Final = 200
 
 
 async def read_records(client: AsyncClient, records_max: int) -> list[Record]:
-    """Up to ``records_max`` readable records. Raises KVStoreError: the store did not answer."""
+    """Up to ``records_max`` readable records, of all tenants. Raises KVStoreError: the store did
+    not answer."""
+    status = await client.status()
+    spaces = fleets_of("", (row.name for row in status.namespaces))
     found: list[Record] = []
-    for keys in worth_reading(await rows_of(client), RECORD_BYTES_MAX):
-        values = await client.get_many(keys, namespace=FLEET_NAMESPACE, kind="bytes")
-        parsed = [parse(value, partial=True) for value in values if isinstance(value, bytes)]
-        found += [record for record in parsed if record is not None]
-        if len(found) >= records_max:
-            break
+    for space in spaces:
+        found += await _read_one(client, space, records_max, len(spaces))
     return found[:records_max]
 
 
-async def rows_of(client: AsyncClient) -> list[ObjectRow]:
-    """The objects in the namespace of the records, up to ``ROWS_MAX``; not all are records."""
+async def _read_one(
+    client: AsyncClient, space: Namespace, records_max: int, fleets: int
+) -> list[Record]:
+    """The records in one of so many namespaces."""
+    found: list[Record] = []
+    share, tenant = -(-records_max // fleets), tenant_of(space)
+    rows = await rows_of(client, space, ROWS_MAX // fleets)
+    for keys in worth_reading(rows, RECORD_BYTES_MAX, fleets=fleets):
+        values = await client.get_many(keys, namespace=space, kind="bytes")
+        parsed = [
+            parse(value, tenant=tenant, partial=True)
+            for value in values
+            if isinstance(value, bytes)
+        ]
+        found += [record for record in parsed if record is not None]
+        if len(found) >= share:
+            break
+    return found[:share]
+
+
+async def rows_of(
+    client: AsyncClient, space: Namespace, rows_max: int = ROWS_MAX
+) -> list[ObjectRow]:
+    """Objects in a namespace of records, up to ``rows_max``; not all are records."""
     rows: list[ObjectRow] = []
-    async for row in client.list_objects(namespace=FLEET_NAMESPACE):
+    async for row in client.list_objects(namespace=space):
         rows.append(row)
-        if len(rows) == ROWS_MAX:
+        if len(rows) == rows_max:
             break
     return rows
 

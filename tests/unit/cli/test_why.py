@@ -26,6 +26,7 @@ class FakeClient:
     """What ``kvstore why`` uses of a ``Client``."""
 
     def __init__(self) -> None:
+        self.config = ClientConfig()
         self.spaces: list[NamespaceTraffic] = []
         self.records: dict[bytes, Any] = {}
         self.rows: dict[str, list[str]] = {}

@@ -16,9 +16,10 @@ from kvstore.connectors.vllm.messages import (
     WorkerIdentity,
     draft_part,
     namespace,
+    under_of,
 )
 from kvstore.fleet import are_guesses
-from kvstore.limits import NAMESPACE_BYTES_MAX, check_namespace
+from kvstore.limits import NAMESPACE_BYTES_MAX, TENANT_BYTES_MAX, check_namespace
 
 
 def test_reports_of_workers_add_up() -> None:
@@ -64,3 +65,13 @@ def test_the_names_of_a_draft_models_pages_are_known_to_those_who_explain_misses
     part = draft_part("p0s1", draft_of([WorkerIdentity("", [0], ["p0s1"], draft=draft)]))
     assert are_guesses(namespace("abc", 3, part))
     assert not are_guesses(namespace("abc", 3, "p0s1"))
+    assert are_guesses(namespace("abc", 3, part, tenant="acme"))
+    assert not are_guesses(namespace("abc", 3, "p0s1", tenant="acme"))
+
+
+def test_namespaces_of_a_tenant_have_its_prefix_and_are_allowed() -> None:
+    tenant = "t" * TENANT_BYTES_MAX
+    longest = namespace("f" * 32, 1_000, draft_part("p1000s1000", "d" * 16), tenant=tenant)
+    assert check_namespace(longest).startswith(under_of("f" * 32, tenant=tenant))
+    assert namespace("f", 0, "p0t0", tenant="acme") == "acme/vllm/f/g0/p0t0"
+    assert under_of("f", tenant="acme") == "acme/vllm/f/"

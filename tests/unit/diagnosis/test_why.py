@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
 from kvstore.diagnosis.why import Cause, Evidence, diagnose, parties_of, select
 from kvstore.fleet import Record
-from kvstore.limits import FLEET_NAMESPACE, Key
+from kvstore.limits import FLEET_NAMESPACE, Key, of_tenant
 
 DESCRIPTION = {"dtype": "bfloat16", "weights": "files 1a", "groups": [{"block_tokens": 16}]}
 KEY = b"k" * 32
@@ -159,6 +159,39 @@ def test_the_ranks_of_one_engine_are_one_party() -> None:
     (cause,) = causes(*(both(name, found=90) for name in names), records=[one])
     assert cause.code == "fine"
     assert "90 % of 400 keys" in cause.text
+
+
+def of(tenant: str, mark: str, **changes: Any) -> Record:
+    return record(mark, **changes)._replace(namespaces=(of_tenant(tenant, f"vllm/{mark}"),))
+
+
+def test_engines_of_two_tenants_are_apart_on_purpose() -> None:
+    """With equal weights: their fingerprints are equal, too."""
+    records = [of("acme", "a"), of("globex", "a")]
+    spaces = writes("acme/vllm/a"), asks("globex/vllm/a")
+    assert [each.name for each in parties_of(spaces, records)] == [
+        "acme/vllm aaaaaaaa", "globex/vllm aaaaaaaa",
+    ]  # fmt: skip
+    codes = {each.code for each in causes(*spaces, records=records)}
+    assert codes == {"only_writers", "only_readers"}
+
+
+def test_an_engine_that_lacks_the_tenant_of_another_one_is_told() -> None:
+    cause = only(writes("acme/vllm/a"), asks("vllm/a"), records=[of("acme", "a"), of("", "a")])
+    assert cause.code == "other_tenant"
+    assert "prefill writes m under acme/vllm aaaaaaaa" in cause.text
+    assert "KVSTORE_TENANT" in cause.remedy
+
+
+def test_an_engine_of_the_same_tenant_is_nearer_than_one_without() -> None:
+    records = [of("acme", "a"), of("", "b"), of("acme", "b", dtype="float16")]
+    cause = causes(writes("vllm/b"), writes("acme/vllm/b"), asks("acme/vllm/a"), records=records)[0]
+    assert cause.code == "other_fingerprint"
+    assert cause.fields == ("dtype: float16 writes, bfloat16 asks",)
+
+
+def test_the_fleets_of_tenants_are_no_traffic_either() -> None:
+    assert only(space("acme/vllm-fleet", 3)).code == "nothing"
 
 
 def test_another_model_is_no_partner() -> None:
