@@ -33,6 +33,9 @@ KEYS_LOOKED_FOR: Final = 2
 """Keys that were not found in a namespace, and are looked for in others."""
 
 NAMESPACES_LOOKED_IN: Final = 32
+NAMESPACES_OF_TENANT: Final = 128
+"""Namespaces that a client of one tenant asks about, a call each."""
+
 OBJECTS_LOOKED_AT: Final = 1_000
 """Objects of a namespace that are checked for missing ancestors: one page."""
 
@@ -61,12 +64,13 @@ def explain(
         KVStoreError: the store did not answer.
     """
     notes: list[str] = []
-    report = _traffic(client, namespace, notes)
+    records = _records(client, status, notes)
+    report = _traffic(client, namespace, _of_tenant(client, status, records), notes)
     evidence = Evidence(
         uptime_ms=report.uptime_ms,
         nodes=sum(node.state in ("alive", "draining") for node in status.nodes),
         spaces=[*report.namespaces, *_silent(report, status)],
-        records=_records(client, status, notes),
+        records=records,
     )
     everyone = parties_of(evidence.spaces, evidence.records)
     chosen = select(everyone, namespace=namespace, model=model)
@@ -77,15 +81,29 @@ def explain(
     )
 
 
-def _traffic(client: Client, namespace: str, notes: list[str]) -> TrafficReport:
+def _traffic(
+    client: Client, namespace: str, ours: Sequence[str], notes: list[str]
+) -> TrafficReport:
+    """Of all namespaces, or else of the one asked about, or else of those of our tenant."""
     try:
         return client.traffic()
     except PermissionDeniedError:
-        if not namespace:
+        names = [namespace] if namespace else ours
+        if not names:
             raise
-        report = client.traffic(namespace)
+        reports = [client.traffic(name) for name in names]
         notes.append("other namespaces are not looked at: that needs the role admin")
-        return report
+        return reports[0]._replace(
+            namespaces=[row for report in reports for row in report.namespaces]
+        )
+
+
+def _of_tenant(client: Client, status: ClusterStatus, records: Sequence[Record]) -> list[str]:
+    """Namespaces of the client's tenant, those that its engines name first."""
+    tenant = client.config.tenant
+    names = [name for record in records for name in record.namespaces]
+    names += [row.name for row in status.namespaces if tenant_of(row.name) == tenant]
+    return list(dict.fromkeys(names))[:NAMESPACES_OF_TENANT] if tenant else []
 
 
 def _silent(report: TrafficReport, status: ClusterStatus) -> list[NamespaceTraffic]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
+from kvstore.errors import PermissionDeniedError
 from kvstore.limits import FLEET_NAMESPACE
 from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import transfer_config
@@ -82,6 +83,34 @@ def test_the_connector_needs_its_own_namespaces_and_the_fleets(
     assert not [line for line in one.log if REFUSED in line or "not_announced" in line]
 
 
+def test_engines_of_two_tenants_with_equal_weights_do_not_meet(
+    store: Cluster, identities: Identities, llama: Path, engine: StartEngine
+) -> None:
+    """One pattern is enough for each, and neither can read what the other says of itself."""
+    spaces = {}
+    for tenant, other in (("acme", "globex"), ("globex", "acme")):
+        auth = identities.engine(tenant, f"{tenant}/*")
+        with engine(
+            llama, transfer_config(store.address, tenant=tenant, auth=auth),
+            kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
+        ) as one:  # fmt: skip
+            (first,) = one.generate([prompt(1)])
+            assert first.cached == 0, "what the other tenant stored"
+            one.saved()
+            until(lambda one=one: any("events_heard" in line for line in one.log), within_s=60)
+            assert one.reset()
+            (again,) = one.generate([prompt(1)])
+            assert (again.cached, again.tokens) == (WHOLE, first.tokens)
+            until(lambda tenant=tenant: store.fleet_records(tenant))
+            assert not [line for line in one.log if REFUSED in line or "not_announced" in line]
+        names = [each.name for each in store.status().namespaces]
+        spaces[tenant] = {name.partition("/")[2] for name in names if name.startswith(tenant)}
+        with pytest.raises(PermissionDeniedError), store.client(auth=auth) as client:
+            list(client.list_objects(namespace=f"{other}/{FLEET_NAMESPACE}"))
+    assert store.spaces() == ["acme", "globex"]
+    assert spaces["acme"] == spaces["globex"], "their fingerprints are equal, too"
+
+
 @pytest.mark.parametrize("spaces", [("others/*",), ()], ids=["others", "without"])
 def test_a_connector_that_is_refused_computes_and_says_why(
     store: Cluster, identities: Identities, llama: Path, engine: StartEngine,
@@ -133,6 +162,20 @@ def test_offloading_needs_its_own_namespaces_and_the_fleets(
     assert start(auth=auth).run(tokens) == full  # and checks every byte
     until(store.fleet_records)
     assert store.spaces() == [FLEET_NAMESPACE, "vllm-offloading"]
+    assert REFUSED not in caplog.text
+
+
+def test_offloading_of_two_tenants_does_not_meet(
+    store: Cluster, identities: Identities, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = prompt(1)
+    full = len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS
+    for tenant in ("acme", "globex"):
+        mine = {"tenant": tenant, "auth": identities.engine(tenant, f"{tenant}/*")}
+        assert start(**mine).run(tokens) == 0
+        assert start(**mine).run(tokens) == full
+        until(lambda tenant=tenant: store.fleet_records(tenant))
+    assert store.spaces() == ["acme", "globex"]
     assert REFUSED not in caplog.text
 
 

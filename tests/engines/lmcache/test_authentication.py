@@ -61,6 +61,31 @@ def test_it_needs_its_own_namespaces_and_the_fleets(
     assert "refused_by_the_store" not in caplog.text
 
 
+def test_two_tenants_do_not_meet(
+    store: Cluster,
+    identities: Identities,
+    adapter: StartAdapter,
+    inside: StartInside,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    chunks = [chunk(number) for number in range(8)]
+    for tenant in ("acme", "globex"):
+        mine = {"tenant": tenant, "auth": identities.engine(tenant, f"{tenant}/*")}
+        first, second = adapter(**mine), adapter(**mine)
+        assert first.look_up(KEYS) == []
+        assert first.store(KEYS, chunks).is_successful()
+        assert second.look_up(KEYS) == list(range(8))
+        second.it.submit_unlock(KEYS)
+        until(lambda tenant=tenant: store.fleet_records(tenant))
+        one = inside(settings=mine)
+        keys = [one.key(number) for number in range(3)]
+        assert one.backend.batched_contains(keys) == 0
+        one.put(keys, [one.chunk(number) for number in range(3)])
+        assert one.backend.batched_contains(keys) == 3
+    assert store.spaces() == ["acme", "globex"]
+    assert "refused_by_the_store" not in caplog.text
+
+
 @pytest.mark.parametrize("spaces", [("others/*",), ()], ids=["others", "without"])
 def test_if_it_is_refused_all_are_misses_and_the_log_says_why(
     store: Cluster,

@@ -39,8 +39,8 @@ def store(tmp_path: Path, identities: Identities) -> Iterator[Cluster]:
 def backend(store: Cluster, model: Path) -> Iterator[Callable[..., Any]]:
     made: list[Any] = []
 
-    def make(pool: Any, auth: str) -> Any:
-        given: dict[str, Any] = {"auth": auth} if auth else {}
+    def make(pool: Any, auth: str, **given: Any) -> Any:
+        given |= {"auth": auth} if auth else {}
         made.append(attach(pool, store.address, model=model, **given))
         return made[-1]
 
@@ -74,6 +74,29 @@ def test_it_needs_its_own_namespaces_and_the_fleets(
     assert store.spaces() == ["sglang", FLEET_NAMESPACE]
     one.clear()
     assert other.batch_exists(KEYS) == 0
+    assert "refused_by_the_store" not in caplog.text
+
+
+def test_two_tenants_do_not_meet(
+    store: Cluster,
+    identities: Identities,
+    backend: Callable[..., Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    readers = {}
+    for tenant in ("acme", "globex"):
+        auth = identities.engine(tenant, f"{tenant}/*")
+        one = backend(host_pool(filled=1), auth, tenant=tenant)
+        other = readers[tenant] = backend(host_pool(), auth, tenant=tenant)
+        assert other.batch_exists(KEYS) == 0
+        assert one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8
+        assert other.batch_exists(KEYS) == 8
+        until(lambda tenant=tenant: store.fleet_records(tenant))
+    assert store.spaces() == ["acme", "globex"]
+    one.clear()
+    assert {name: each.batch_exists(KEYS) for name, each in readers.items()} == {
+        "acme": 8, "globex": 0,
+    }  # fmt: skip
     assert "refused_by_the_store" not in caplog.text
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvstore.config import ClientConfig
 from kvstore.connectors.vllm.identity import Identity
 from kvstore.connectors.vllm.messages import WorkerIdentity
 from kvstore.fleet import Record
@@ -39,7 +40,9 @@ def workers() -> Workers:
 def identity(workers: Workers) -> Identity:
     """Known."""
     engine = Record("vllm", ("model",), "", (), {"hash_algorithm": "sha256_cbor"})
-    client: Any = SimpleNamespace(list_objects=lambda **_: [], put=lambda *_, **__: None)
+    client: Any = SimpleNamespace(
+        config=ClientConfig(), list_objects=lambda **_: [], put=lambda *_, **__: None
+    )
     made = Identity(client, workers, engine, model_id="", what="blocks")  # type: ignore[arg-type]
     record = made.take(made.ask(workers.hello))
     assert record is not None

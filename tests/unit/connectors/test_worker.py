@@ -107,6 +107,19 @@ def start(pool: kvstore.Client) -> Iterator[Start]:
         each.close()
 
 
+def test_blocks_of_a_tenant_are_in_its_namespaces(store: kvstore.Client, start: Start) -> None:
+    theirs = namespace("f", 0, "p0t0", tenant="acme")
+    try:
+        assert save(start(Cache(1).pages, tenant="acme"), run(0, [1, 2]))
+        assert store.match_prefix([b"k0", b"k1"], namespace=theirs) == 2
+        assert store.match_prefix([b"k0", b"k1"], namespace=namespace("f", 0, "p0t0")) == 0
+        for tenant, hits in (("acme", True), ("globex", False), ("", False)):
+            report, _ = load(start(Cache(2).pages, tenant=tenant), run(0, [1, 2]))
+            assert (report is None or not report.failed_loads) == hits, tenant
+    finally:
+        store.clear(theirs)
+
+
 def run(group: int, block_ids: list[int], *, first: int = 0, name: str = "k") -> Run:
     keys = [f"{name}{first + index}".encode() for index in range(len(block_ids))]
     parent = f"{name}{first - 1}".encode() if first else None
