@@ -92,8 +92,6 @@ def test_why_says_to_an_operator_what_all_engines_do_and_makes_no_fault_of_it(
     }
     of_engines = [each for each in told["causes"] if each["namespaces"] != ["default"]]
     assert {each["code"] for each in of_engines} == {"fine", "only_readers"}
-    told = why(store, identities.file("admin"), "--tenant", "acme", "--model", "m")
-    assert [each["name"] for each in told["parties"]] == [f"acme/vllm {FINGERPRINT[:8]}"]
 
 
 def test_a_tenant_cannot_read_the_fleet_of_another_one_nor_write_into_it(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import FLEET_NAMESPACE
 from tests.e2e.engines.conftest import StartEngine, prompt
-from tests.e2e.engines.engine import transfer_config
+from tests.e2e.engines.engine import Engine, transfer_config
 from tests.e2e.engines.offloading import BLOCK_TOKENS as CHUNK_TOKENS
 from tests.e2e.engines.offloading import Engine as Offloading
 from tests.support.cluster import Cluster
@@ -83,6 +84,10 @@ def test_the_connector_needs_its_own_namespaces_and_the_fleets(
     assert not [line for line in one.log if REFUSED in line or "not_announced" in line]
 
 
+def hears(engine: Engine) -> bool:
+    return any("events_heard" in line for line in engine.log)
+
+
 def test_engines_of_two_tenants_with_equal_weights_do_not_meet(
     store: Cluster, identities: Identities, llama: Path, engine: StartEngine
 ) -> None:
@@ -97,11 +102,11 @@ def test_engines_of_two_tenants_with_equal_weights_do_not_meet(
             (first,) = one.generate([prompt(1)])
             assert first.cached == 0, "what the other tenant stored"
             one.saved()
-            until(lambda one=one: any("events_heard" in line for line in one.log), within_s=60)
+            until(partial(hears, one), within_s=60)
             assert one.reset()
             (again,) = one.generate([prompt(1)])
             assert (again.cached, again.tokens) == (WHOLE, first.tokens)
-            until(lambda tenant=tenant: store.fleet_records(tenant))
+            until(partial(store.fleet_records, tenant))
             assert not [line for line in one.log if REFUSED in line or "not_announced" in line]
         names = [each.name for each in store.status().namespaces]
         spaces[tenant] = {name.partition("/")[2] for name in names if name.startswith(tenant)}
@@ -174,7 +179,7 @@ def test_offloading_of_two_tenants_does_not_meet(
         mine = {"tenant": tenant, "auth": identities.engine(tenant, f"{tenant}/*")}
         assert start(**mine).run(tokens) == 0
         assert start(**mine).run(tokens) == full
-        until(lambda tenant=tenant: store.fleet_records(tenant))
+        until(partial(store.fleet_records, tenant))
     assert store.spaces() == ["acme", "globex"]
     assert REFUSED not in caplog.text
 

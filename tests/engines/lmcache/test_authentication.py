@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,7 @@ def test_two_tenants_do_not_meet(
         assert first.store(KEYS, chunks).is_successful()
         assert second.look_up(KEYS) == list(range(8))
         second.it.submit_unlock(KEYS)
-        until(lambda tenant=tenant: store.fleet_records(tenant))
+        until(partial(store.fleet_records, tenant))
         one = inside(settings=mine)
         keys = [one.key(number) for number in range(3)]
         assert one.backend.batched_contains(keys) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ def test_two_tenants_do_not_meet(
         assert other.batch_exists(KEYS) == 0
         assert one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8
         assert other.batch_exists(KEYS) == 8
-        until(lambda tenant=tenant: store.fleet_records(tenant))
+        until(partial(store.fleet_records, tenant))
     assert store.spaces() == ["acme", "globex"]
-    one.clear()
+    readers["globex"].clear()
     assert {name: each.batch_exists(KEYS) for name, each in readers.items()} == {
         "acme": 8, "globex": 0,
     }  # fmt: skip
