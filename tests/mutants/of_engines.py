@@ -222,7 +222,7 @@ MUTANTS: Final = (
     Mutant("records-that-are-being-written-are-read", FLEET,
         ' and row.state == "complete":', ":", RECORDS),
     Mutant("any-number-of-names-is-listed", FLEET,
-        "for row in islice(rows, ROWS_MAX):",
+        "for row in islice(rows, ROWS_MAX // fleets):",
         "for row in rows:", RECORDS),
     Mutant("any-number-of-bytes-is-read", FLEET,
         "        if left < 0:\n            break\n", "", RECORDS),
