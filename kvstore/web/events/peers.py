@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import socket
 import struct
@@ -15,9 +16,11 @@ import termios
 from typing import Final
 
 import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from kvstore.web.events.subscribers import Subscribers
+
+log = logging.getLogger("kvstore.web")
 
 HANDSHAKE_MS: Final = 5_000
 
@@ -48,7 +51,12 @@ class Peers:
         """Notes which peers come and go, until it is cancelled."""
         try:
             while True:
-                said = await recv_monitor_message(self._monitor)
+                frames = await self._monitor.recv_multipart()
+                try:
+                    said = parse_monitor_message(frames)
+                except RuntimeError as error:  # seen once, under load; others are still watched
+                    log.warning("peer_event_not_read error=%r", error)
+                    continue
                 self._gone(said["value"])
                 if said["event"] == zmq.EVENT_ACCEPTED:
                     self._came(said["value"])

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -215,3 +216,25 @@ def test_an_address_that_cannot_be_had() -> None:
         await asyncio.sleep(0)
 
     asyncio.run(test())
+
+
+def test_an_event_of_a_peer_that_makes_no_sense_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under load libzmq once gave a message that was none of its own."""
+
+    async def test(store: Store) -> None:
+        await until_async(lambda: store.publisher._peers)
+        peers = store.publisher._peers[0]
+        receive = peers._monitor.recv_multipart
+        senseless = [[b"\xc0\xdb$TL\x7f\x00\x00"], [b"\x00" * 6], []]
+
+        async def received() -> list[bytes]:
+            return senseless.pop() if senseless else await receive()
+
+        monkeypatch.setattr(peers, "_monitor", SimpleNamespace(recv_multipart=received))
+        await store.stranger(store.ports[0], SUBSCRIBES)  # a real event, which ends the wait before
+        await store.stranger(store.ports[0], SUBSCRIBES)
+        await until_async(lambda: not senseless and len(peers) == 2)
+
+    run(test)
