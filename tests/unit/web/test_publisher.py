@@ -224,7 +224,7 @@ def test_an_event_of_a_peer_that_makes_no_sense_ends_nothing(
     """Under load libzmq once gave a message that was none of its own."""
 
     async def test(store: Store) -> None:
-        await until_async(lambda: store.publisher._peers)
+        await until_async(lambda: bool(store.publisher._peers))
         peers = store.publisher._peers[0]
         receive = peers._monitor.recv_multipart
         senseless = [[b"\xc0\xdb$TL\x7f\x00\x00"], [b"\x00" * 6], []]
