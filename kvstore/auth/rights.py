@@ -151,7 +151,7 @@ def refused(who: Identity, request: Request, why: str) -> PermissionDeniedError:
     call = type(request).__name__
     return PermissionDeniedError(
         f"{call}: {who.shown} {why}",
-        advice="kvstore auth issue says which roles and namespaces an identity has.",
+        advice="kvstore auth show FILE says which roles and namespaces an identity has.",
         call=call,
         identity=who.name,
     )
