@@ -257,7 +257,9 @@ class ProtocolError(KVStoreError):
 
 
 class PermissionDeniedError(KVStoreError):
-    """A connection to the lane without its token. Do: see what connects to port 50002; connect
+    """An identity without the right (role, namespace), or a revoked one; a peer without any; a
+    connection to the lane without its token. Do: kvstore auth show FILE says what an identity may
+    do; issue one with the right. Without identities: see what connects to port 50002; connect
     again, if the master was started anew."""
 
     code = "permission_denied"
