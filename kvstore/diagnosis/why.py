@@ -252,7 +252,7 @@ def _evicted_keys(evidence: Evidence, party: Party, others: Sequence[Party]) -> 
     """Little is found, and the master remembers that it has evicted what was asked for."""
     del evidence, others
     lost = [miss for miss in party.misses if miss.evicted]
-    if not lost or party.share >= FEW:
+    if not lost or not party.evicted or party.share >= FEW:
         return None
     cause = _evicted(party)
     names = ", ".join(list(dict.fromkeys(miss.client or "a client" for miss in lost))[:NAMES_SHOWN])

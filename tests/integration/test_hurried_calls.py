@@ -107,7 +107,7 @@ ROWS: dict[str, Row | str] = {
     "put": Row(key="hurried", value=b"x", overwrite=True, **PUT),
     "put_many": Row(items=[("hurried", b"x")], overwrite=True, **BATCH),
     "put_chain": Row(keys=KEYS, values=[b"x", b"y"], **BATCH),
-    "allocate": Row(shape=4, dtype="uint8", kind="numpy", wait_ms=0),
+    "allocate": Row(shape=4, dtype="uint8", kind="numpy", wait_ms=0, namespace=None),
     "get": Row(key="hurried", namespace=None, copy=True, kind=None, device=None),
     "get_many": Row(keys=KEYS, namespace=None, copy=True, kind=None, device=None),
     "get_raw": Row(key="hurried", size_max=100, namespace=None),

@@ -169,5 +169,5 @@ def test_fish_completes_the_line(of_fish: Path) -> None:
 def test_fish_says_what_the_commands_do(of_fish: Path) -> None:
     assert fish(of_fish, "kvstore stat") == {
         "stat": "Show one object: size, place, lease, parent.",
-        "status": "Show the cluster at a glance: nodes, their memory, objects.",
+        "status": "Show the cluster at a glance: nodes, their memory, objects, and what is wrong.",
     }
