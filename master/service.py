@@ -64,7 +64,15 @@ JOIN_TIMEOUT_S: Final = 5.0
 OUTBOX_MAX: Final = 4_096
 """Messages that may wait for one node; a node that does not read them is cut off."""
 
-WARNED: Final = frozenset(("guarantees_exceed_pool",))
+WARNED: Final = frozenset(
+    (
+        "corrupt_object",
+        "guarantees_exceed_pool",
+        "node_dead",
+        "node_entry_gone",
+        "node_unreachable",
+    )
+)
 """Notices that ask an operator for something."""
 
 Outbox = asyncio.Queue[calls.MasterMessage | KVStoreError | None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import gc
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -15,6 +16,7 @@ from kvstore.clocks import uptime
 from kvstore.errors import NotLeaderError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.service import MasterService, Standby, clock_ms
+from kvstore.master.state.effects import Notice
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
 
@@ -167,3 +169,19 @@ def test_a_standby_names_the_leader() -> None:
     assert caught.value.fields["leader"] == "a:1"
     with pytest.raises(NotLeaderError, match="no master leads now"):
         Standby().node_session(quiet())
+
+
+@pytest.mark.parametrize(
+    ("event", "level"), [("node_dead", logging.WARNING), ("node_left", logging.INFO)]
+)
+def test_what_asks_for_an_operator_is_a_warning(
+    caplog: pytest.LogCaptureFixture, event: str, level: int
+) -> None:
+    caplog.set_level(logging.INFO, "kvstore.master")
+
+    async def body(service: MasterService) -> None:
+        service.state.effects.append(Notice(event, {"node": "n"}))
+        service.call(EXISTS)
+
+    during(body)
+    assert [each.levelno for each in caplog.records if each.message == f"{event} node=n"] == [level]
