@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import gc
+import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, cast
