@@ -59,9 +59,10 @@ class Stamping:
         record = self._common.forest.get(namespace, key)
         if record is None or (record.epoch, record.counter) != (epoch, token):
             return reply  # it is replaced or removed already
-        (segment, offset), *_ = record.extents()
-        if not segment.offer.stamp_key:
-            return reply
+        extents = record.extents()
+        if not extents or not extents[0][0].offer.stamp_key:
+            return reply  # without an extent: it is removed, and a parent of others
+        segment, offset = extents[0]
         mounts = {0: segment.offer.stamp_key}
         columns = [offset], [record.size], [epoch], [token], [namespace], [key]
         return reply._replace(stamp=steps.stamp(mounts, [0], *columns))

@@ -353,6 +353,8 @@ class SoakedCluster:
             server.wait(5)
         for node in self.nodes:
             node.entry.unlink(missing_ok=True)
+            key = node.entry.name.replace("kvstore.", "kvstore-key.", 1)
+            node.entry.with_name(key).unlink(missing_ok=True)
 
 
 def free_ports(count: int) -> list[int]:

@@ -17,6 +17,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.pieces import LOOKUPS_PER_PIECE
 from kvstore.master.sealing import SLACK_MS, STAT_MS
 from kvstore.master.service import MasterService
+from kvstore.master.stamping import Stamping
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
@@ -414,6 +415,22 @@ def test_a_copy_has_the_stamp_of_its_new_version() -> None:
     (token,) = grants.tokens
     expected = stamps_of(store, grants, [5], [(EPOCH, token)], KEYS[:1])
     assert grants.stamps == expected != bytes(16)
+
+
+def test_what_was_removed_before_the_answer_to_its_commit_gets_no_stamp() -> None:
+    """The master ended, in a soak: an object that was removed, and is a parent, has no extent."""
+    store = Store(stamp_key=STAMPS)
+    (token,) = store.ask(calls.Allocate(100, 0, "h2")).tokens
+    commit = calls.Commit(EPOCH, token, SPACE, KEYS[0], None, 90, False)
+    committed = store.ask(commit)
+    child = calls.PutStart(SPACE, KEYS[1:2], [5], KEYS[0], True, 1, False, 0, "h1")
+    store.ask(calls.PutEnd(EPOCH, store.ask(child).tokens))
+    store.ask(calls.Remove(SPACE, KEYS[:1]))
+    record = store.state.common.forest.get(SPACE, KEYS[0])
+    assert record is not None
+    assert (record.epoch, record.counter, record.extents()) == (EPOCH, token, [])
+    again = calls.Committed(committed.outcome)
+    assert Stamping(store.state.common).stamp(commit, again) == again
 
 
 def test_an_allocation_gets_its_stamp_with_its_key() -> None:
