@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from kvstore.auth.identity import ALL, ENGINE, MASTER, NODE, ROLES
+from kvstore.cli.invocation import outer_of
 from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, Group, debug_option, json_option
 from kvstore.cli.show import print_json
 from kvstore.errors import UsageError
@@ -91,7 +92,7 @@ def authority_option(command: Command) -> Command:
 
 
 def _is_json(context: click.Context, as_json: bool) -> bool:
-    return as_json or bool((context.obj or {}).get("as_json"))
+    return as_json or bool(outer_of(context)["as_json"])
 
 
 def _now() -> datetime:

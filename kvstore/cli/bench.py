@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvstore.cli.invocation import CONNECTION, client_config, given_flags
+from kvstore.cli.invocation import CONNECTION, client_config, given_flags, outer_of
 from kvstore.cli.options import (
     CONTEXT,
     Command,
@@ -99,9 +99,10 @@ def bench(
     from kvstore.bench import cases
     from kvstore.bench.ours import own_store
 
-    outer: dict[str, Any] = context.obj or {"config_path": None, "as_json": False, "flags": {}}
+    outer = outer_of(context)
     as_json = as_json or outer["as_json"]
-    master = master or outer["flags"].get("master")
+    flags = given_flags(outer, {"master": master, **given})
+    master = flags.get("master") or None
     auth = ""  # a store of its own has no identities
     if verify:
         _show(cases.VERIFY, cases.verify(), as_json=as_json)
@@ -131,9 +132,8 @@ def bench(
     patterns = [pattern.strip() for pattern in rows.split(",")]
     cases.check_patterns(modes, patterns)
     if master is not None:
-        flags = given_flags(outer, given) | {"master": master, "memory": 0}
         path = outer["config_path"] if config_path is None else config_path
-        config = client_config(flags, path)
+        config = client_config(flags | {"memory": 0}, path)
         master, auth = config.master, config.auth
         pool = _room_in_use(config, pool, yes=yes, as_json=as_json)
     with contextlib.ExitStack() as stack:

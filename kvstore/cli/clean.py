@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from kvstore.cli.invocation import given_flags, outer_of
 from kvstore.cli.options import (
     CONTEXT,
     FAILED,
@@ -62,9 +63,9 @@ def clean(
 ) -> int:
     from kvstore.memory.entries import left_overs, remove_left
 
-    outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}}
+    outer = outer_of(context)
     as_json = as_json or outer["as_json"]
-    cluster = cluster or outer["flags"].get("cluster")
+    cluster = given_flags(outer, {"cluster": cluster}).get("cluster")
 
     def is_meant(left: LeftOver) -> bool:
         if names and left.name not in names:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvstore.cli.invocation import CONNECTION, client_config, given_flags
+from kvstore.cli.invocation import CONNECTION, client_config, given_flags, outer_of
 from kvstore.cli.options import CONTEXT, FAILED, Command, config_options, debug_option, json_option
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
@@ -57,7 +57,7 @@ def doctor(
     as_json: bool,
     **given: Any,
 ) -> int:
-    outer: dict[str, Any] = context.obj or {"as_json": False, "flags": {}, "config_path": None}
+    outer = outer_of(context)
     config_path = outer["config_path"] if config_path is None else config_path
     client = client_config(given_flags(outer, given), config_path)
     master = load(MasterConfig, config_path=config_path)

@@ -66,9 +66,14 @@ class Invocation:
         return Namespace(self.config.namespace)
 
 
+def outer_of(context: click.Context) -> dict[str, Any]:
+    """What stood before the command: ``config_path``, ``as_json`` and ``flags``."""
+    return context.obj or {"config_path": None, "as_json": False, "flags": {}}
+
+
 def given_flags(outer: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
     """The flags behind a command (``here``; None: not given), and those before it, which they
-    replace. ``outer``: the object of ``kvstore``'s context."""
+    replace. ``outer``: as ``outer_of``."""
     return {**outer["flags"], **{key: value for key, value in here.items() if value is not None}}
 
 
@@ -98,7 +103,7 @@ def connects(*only: str, **helps: str) -> Callable[[Callable[..., Any]], Callabl
 
         @functools.wraps(function)
         def command(config_path: str | None, as_json: bool, **arguments: Any) -> Any:
-            outer: dict[str, Any] = click.get_current_context().obj
+            outer = outer_of(click.get_current_context())
             here = {key: arguments.pop(key) for key in keys}
             flags = given_flags(outer, here)
             path = outer["config_path"] if config_path is None else config_path

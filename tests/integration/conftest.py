@@ -16,6 +16,7 @@ from kvstore import AsyncClient, Client
 from tests.support.browser import Browser, browsing
 from tests.support.cluster import SHORT, Cluster
 from tests.support.hosts import Island, island_with
+from tests.support.issuing import Identities
 
 
 class Blocking:
@@ -51,6 +52,12 @@ def either_client(kind: str, address: str, **settings: Any) -> Iterator[Any]:
             yield blocking
         finally:
             blocking.close()
+
+
+@pytest.fixture
+def identities(tmp_path: Path) -> Identities:
+    """An authority, and the files that it issues."""
+    return Identities(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -49,11 +49,6 @@ WITHIN_MS = 3_000
 
 
 @pytest.fixture
-def identities(tmp_path: Path) -> Identities:
-    return Identities(tmp_path)
-
-
-@pytest.fixture
 def cluster(tmp_path: Path, identities: Identities) -> Iterator[Cluster]:
     settings = {"http_port": free_port(), "events": "on"}
     with Cluster(tmp_path, settings=settings, identities=identities) as cluster:

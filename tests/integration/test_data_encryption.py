@@ -36,11 +36,6 @@ TLS = {"data_encryption": "tls"}
 
 
 @pytest.fixture
-def identities(tmp_path: Path) -> Identities:
-    return Identities(tmp_path)
-
-
-@pytest.fixture
 def store(tmp_path: Path, identities: Identities) -> Iterator[Cluster]:
     settings = SHORT | {"put_deadline_ms": 20_000, "repair_after_ms": 500}
     with Cluster(tmp_path, settings=settings, identities=identities) as cluster:

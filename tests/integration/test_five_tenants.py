@@ -57,11 +57,6 @@ def port() -> int:
 
 
 @pytest.fixture
-def identities(tmp_path: Path) -> Identities:
-    return Identities(tmp_path)
-
-
-@pytest.fixture
 def evil_at_most() -> str:
     """As much as the pool has."""
     return "16MiB"

@@ -28,11 +28,6 @@ GROUP = 65_532
 
 
 @pytest.fixture
-def identities(tmp_path: Path) -> Identities:
-    return Identities(tmp_path)
-
-
-@pytest.fixture
 def cluster(tmp_path: Path, identities: Identities) -> Iterator[Cluster]:
     with Cluster(tmp_path, settings=SHORT, identities=identities) as cluster:
         cluster.master()

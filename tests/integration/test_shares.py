@@ -37,11 +37,6 @@ SPACE = "{}/kv"
 
 
 @pytest.fixture
-def identities(tmp_path: Path) -> Identities:
-    return Identities(tmp_path)
-
-
-@pytest.fixture
 def port() -> int:
     return free_port()
 

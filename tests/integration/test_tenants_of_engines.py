@@ -32,11 +32,6 @@ FINGERPRINT = "ab" * 16
 
 
 @pytest.fixture
-def identities(tmp_path: Path) -> Identities:
-    return Identities(tmp_path)
-
-
-@pytest.fixture
 def port() -> int:
     return free_port()
 
