@@ -17,6 +17,7 @@ from kvstore.client import forks
 from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Context
+from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.client.leases.views import Views
 from kvstore.client.movers import Movers
 from kvstore.clocks import uptime
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 UNUSED_S: Final = 0.5
 """How often a client that was dropped looks whether its last view is gone."""
 
+
+CLOSING_S: Final = 0.2
+"""How long a client that closes may take to release its leases."""
 
 PROGRAM_MAX: Final = 32
 """Characters of a program's name that are shown."""
@@ -105,13 +109,17 @@ class ClientState:
             device_kernel=config.device_kernel,
         )
         margin_s = config.lease_margin_ms / 1000
-        self.views = Views(self._ask_within, lease_margin_s=margin_s, watch=self.movers.watch)
+        leases = ReadLeases(config.placements_max)
+        self.views = Views(
+            self._ask_within, lease_margin_s=margin_s, reads=leases, watch=self.movers.watch
+        )
         self.context = Context(
             clock=uptime,
             host=self.host,
             client_number=client_number,
             segments=SegmentTable(),
             placements=PlacementCache(config.placements_max),
+            leases=leases,
             pool=self.movers,
             views=self.views,
             lease_margin_s=margin_s,
@@ -142,8 +150,9 @@ class ClientState:
         context.client_number = client_number
         context.segments = SegmentTable()
         context.placements = PlacementCache(self.config.placements_max)
+        context.leases = ReadLeases(self.config.placements_max)
         context.counters = {}
-        self.views.begin_anew()
+        self.views.begin_anew(context.leases)
         self.movers.begin_anew(context.client_number)
 
     def _new_name(self) -> str:
@@ -247,6 +256,8 @@ class ClientState:
 
     def _close(self) -> None:
         self.views.stop_renewing()
+        if self.context.leases:
+            self.views.release_now(CLOSING_S)
         self.stub.close()
         self.views.close()
         self.movers.close()

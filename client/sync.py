@@ -14,7 +14,7 @@ from kvstore.calls import DrainStep, PutOutcome
 from kvstore.client import arguments, forks
 from kvstore.client.arguments import AnyKey, DType, Duration, Pairs, Range, Stream
 from kvstore.client.calling.stub import MasterStub
-from kvstore.client.flows import allocating, asking, getting, moving, putting
+from kvstore.client.flows import allocating, asking, getting, moving, putting, reading
 from kvstore.client.flows.asking import Match, ObjectStat, Reach
 from kvstore.client.flows.getting import Raw
 from kvstore.client.flows.moving import Moved
@@ -585,13 +585,15 @@ class Client:
     def match_prefix(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> int:
-        """How many leading keys of a chain are stored; those are leased.
+        """How many leading keys of a chain are stored; those are leased, until the last one of them
+        has been read or released (``release``).
 
         Takes O(log n) steps at the master for a chain that was put with ``put_chain``. More than
         16,384 keys take several calls, until one of them misses a key.
         """
         space = self._namespace(namespace)
-        return self._run(asking.match_prefix([space], _packed(keys)), timeout_ms)[0].matched
+        flow = asking.match_prefix(self._context, [space], _packed(keys))
+        return self._run(flow, timeout_ms)[0].matched
 
     def match_prefixes(
         self, keys: Sequence[AnyKey], *, namespaces: Sequence[str], timeout_ms: int | None = None
@@ -612,7 +614,7 @@ class Client:
                 f"match_prefix takes 1 to {limits.NAMESPACES_MAX} namespaces"
             )
         spaces = [self._namespace(each) for each in several]
-        return self._run(asking.match_prefix(spaces, _packed(keys)), timeout_ms)
+        return self._run(asking.match_prefix(self._context, spaces, _packed(keys)), timeout_ms)
 
     def match_all(
         self,
@@ -636,18 +638,31 @@ class Client:
         single = [self._namespace(each) for each in others]
         if not 0 < len(spaces) + len(single) <= limits.NAMESPACES_MAX:
             raise InvalidArgumentError(f"match_all takes 1 to {limits.NAMESPACES_MAX} namespaces")
-        return self._run(asking.match_all(spaces, single, _packed(keys)), timeout_ms)
+        flow = asking.match_all(self._context, spaces, single, _packed(keys))
+        return self._run(flow, timeout_ms)
+
+    def release_match(self, reach: Reach) -> None:
+        """Releases the lease of ``match_all``; to be called once, when its blocks were loaded, by
+        whichever client, or are not wanted any more. Makes no call, and waits for none."""
+        self._context.leases.done(reach.lease)
 
     def lookup(
         self, keys: Sequence[AnyKey], *, namespace: str | None = None, timeout_ms: int | None = None
     ) -> list[int | None]:
         """Which of these are stored, and how large: per key the payload's size in bytes, or None.
 
-        Objects that are found are leased as by ``get`` (``kvstore-master --lease-ms``), so that a
-        ``get`` or ``get_into`` within that time finds them, without another call to the master.
+        Objects that are found are leased (``kvstore-master --lease-ms``), so that a ``get`` or
+        ``get_into`` within that time finds them, without another call to the master. The lease ends
+        when each of them has been read or released once.
         """
         checked, space = arguments.key_list(keys), self._namespace(namespace)
         return self._run(getting.lookup(self._context, space, checked), timeout_ms)
+
+    def release(self, keys: Sequence[AnyKey], *, namespace: str | None = None) -> None:
+        """Releases the leases that ``lookup``, ``exists_many(lease=True)`` or ``match_prefix`` took
+        for later reads of these objects, which will not come. Leases of views and of other clients
+        stay. Makes no call, and waits for none."""
+        reading.release(self._context, self._namespace(namespace), arguments.key_list(keys))
 
     def exists(
         self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
@@ -672,7 +687,7 @@ class Client:
         """
         space, lease = self._namespace(namespace), arguments.flag("lease", lease)
         packed = packed_keys(arguments.sequence("keys", keys))
-        return self._run(asking.exists(space, packed, lease), timeout_ms)
+        return self._run(asking.exists(self._context, space, packed, lease), timeout_ms)
 
     def stat(
         self, key: AnyKey, *, namespace: str | None = None, timeout_ms: int | None = None
@@ -1039,6 +1054,7 @@ class Client:
         timeout_s = self._seconds(timeout_ms)
         deadline = uptime() + timeout_s
         call, pause, move = self._state.stub.call, self._pause, self._state.movers.move
+        leases = self._context.leases
         if trace:
             call = functools.partial(call, trace=trace)
         stop = current()
@@ -1051,7 +1067,7 @@ class Client:
                 outcome: object
                 try:
                     if type(step) is Ask:
-                        outcome = call(step.request, deadline)
+                        outcome = call(leases.carried(step.request), deadline)
                     elif isinstance(step, Pause):
                         outcome = None
                         pause(step.seconds, deadline, timeout_s)

@@ -81,6 +81,9 @@ REPLICAS_MAX = 8
 CONNECTIONS_CUT_MAX = 64
 """Connections to data servers that one revocation names: each transfer has one."""
 
+RELEASED_MAX = 256
+"""Leases that one call releases; a client releases more with its next calls."""
+
 AVOID_MAX = 64
 """Segments that a client may ask placement to avoid: those that it tried and could not reach a
 moment ago."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
 from kvstore import calls
 from kvstore.client.flows.steps import Context, Flow, Pause, ResultT, Transfer, ask, learn
+from kvstore.client.leases.read_leases import ReadLease
 from kvstore.errors import UnavailableError
 from kvstore.limits import BATCH_KEYS_MAX, PIN_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
@@ -36,33 +38,39 @@ class Reach(NamedTuple):
     state: int
     """Leading keys up to the last one, among the matched, at which all namespaces of states have an
     object, leased; 0: there is none."""
+    lease: ReadLease
+    """The lease of all that was found, for ``Client.release_match``."""
 
 
 def match_all(
-    namespaces: Sequence[Namespace], states: Sequence[Namespace], keys: Sequence[Key]
+    context: Context,
+    namespaces: Sequence[Namespace],
+    states: Sequence[Namespace],
+    keys: Sequence[Key],
 ) -> Flow[Reach]:
     """One call to the master, unless there are more keys than a call may have, or so many that the
     master answers in pieces."""
+    lease = context.leases.new()
     state: int | None = None
     if states and namespaces and len(keys) <= BATCH_KEYS_MAX:
-        request = calls.MatchPrefix(namespaces, keys, False, states)
+        request = calls.MatchPrefix(namespaces, keys, False, states, lease.number)
         answer = yield from ask(request, calls.Matched)
         matches = [Match(each.matched, each.being_written) for each in answer.matches]
         state = answer.state
     else:
-        matches = (yield from match_prefix(namespaces, keys)) if namespaces else []
+        matches = (yield from _match(namespaces, keys, lease)) if namespaces else []
     matched = min((each.matched for each in matches), default=len(keys))
     if state is None or state > matched:
-        state = (yield from _last_state(states, keys[:matched])) if states else 0
-    return Reach(matched, any(each.being_written for each in matches), state)
+        state = (yield from _last_state(states, keys[:matched], lease)) if states else 0
+    return Reach(matched, any(each.being_written for each in matches), state, lease)
 
 
-def _last_state(states: Sequence[Namespace], keys: Sequence[Key]) -> Flow[int]:
+def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease) -> Flow[int]:
     """As ``calls.Matched.state``, for any number of keys: asks from the end of the chain."""
     end = len(keys)
     while end > 0:
         start = max(0, end - BATCH_KEYS_MAX)
-        request = calls.MatchPrefix([], keys[start:end], False, states)
+        request = calls.MatchPrefix([], keys[start:end], False, states, lease.number)
         answer = yield from ask(request, calls.Matched)
         if answer.state:
             return start + answer.state
@@ -70,7 +78,25 @@ def _last_state(states: Sequence[Namespace], keys: Sequence[Key]) -> Flow[int]:
     return 0
 
 
-def match_prefix(namespaces: Sequence[Namespace], keys: Sequence[Key]) -> Flow[list[Match]]:
+def match_prefix(
+    context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key]
+) -> Flow[list[Match]]:
+    """How much of a chain each namespace has; leased until the last blocks found were read."""
+    lease = context.leases.new()
+    matches = yield from _match(namespaces, keys, lease)
+    tips = {
+        (namespace, keys[match.matched - 1]): None
+        for namespace, match in zip(namespaces, matches, strict=True)
+        if match.matched
+    }
+    lease.unread = len(tips)
+    context.leases.expect(lease, tips)
+    return matches
+
+
+def _match(
+    namespaces: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease
+) -> Flow[list[Match]]:
     """Matches pieces of ``BATCH_KEYS_MAX`` keys, from the front, as long as any namespace has all
     keys of a piece: missing keys cost nothing. Matched keys are leased, so the prefix stays whole
     during the next call."""
@@ -79,7 +105,8 @@ def match_prefix(namespaces: Sequence[Namespace], keys: Sequence[Key]) -> Flow[l
     for start in range(0, len(keys), BATCH_KEYS_MAX):
         piece = keys[start : start + BATCH_KEYS_MAX] if len(keys) > BATCH_KEYS_MAX else keys
         asked = [namespaces[index] for index in whole]
-        answer = yield from ask(calls.MatchPrefix(asked, piece, False), calls.Matched)
+        request = calls.MatchPrefix(asked, piece, False, lease=lease.number)
+        answer = yield from ask(request, calls.Matched)
         for index, each in zip(whole, answer.matches, strict=True):
             found[index] = Match(start + each.matched, each.being_written)
         whole = [index for index in whole if found[index].matched == start + len(piece)]
@@ -88,12 +115,20 @@ def match_prefix(namespaces: Sequence[Namespace], keys: Sequence[Key]) -> Flow[l
     return found
 
 
-def exists(namespace: Namespace, keys: Sequence[Key], lease: bool) -> Flow[list[bool]]:
+def exists(
+    context: Context, namespace: Namespace, keys: Sequence[Key], leases: bool
+) -> Flow[list[bool]]:
     if not keys:
         return []
-    existing = yield from ask(calls.Exists(namespace, keys, lease), calls.Existing)
+    lease = context.leases.new() if leases else None
+    request = calls.Exists(namespace, keys, lease.number if lease else 0)
+    existing = yield from ask(request, calls.Existing)
     presences = np.frombuffer(bytes(existing.presence), np.uint8)
     there: list[bool] = (presences == calls.Presence.COMPLETE).tolist()
+    if lease is not None:
+        found = {(namespace, Key(key)): None for key in compress(keys, there)}
+        lease.unread = len(found)
+        context.leases.expect(lease, found)
     return there
 
 

@@ -11,7 +11,7 @@ from kvstore.client.arguments import Stream, check_apart
 from kvstore.client.flows import viewing
 from kvstore.client.flows.devices import DeviceReads, ready
 from kvstore.client.flows.objects import ObjectReads
-from kvstore.client.flows.reading import GetOptions, Target, locate, read, read_values
+from kvstore.client.flows.reading import GetOptions, Target, look_up_to_read, read, read_values
 from kvstore.client.flows.steps import Context, Flow
 from kvstore.client.values import (
     UNREADABLE,
@@ -120,5 +120,5 @@ def get_into(
 
 def lookup(context: Context, namespace: Namespace, keys: Sequence[Key]) -> Flow[list[int | None]]:
     """As ``Client.lookup``."""
-    placed = yield from locate(context, namespace, keys, fresh=True)
+    placed = yield from look_up_to_read(context, namespace, keys)
     return [None if known is None else known.size for known in placed]

@@ -52,7 +52,7 @@ class ObjectReads(Transfer):
         Raises:
             BufferMismatchError: as ``Target.make_room``.
         """
-        size, epoch, counter, _, _ = placed
+        size, epoch, counter, _, _, _ = placed
         room = target.make_room(size)
         views = cast("list[memoryview]", room)  # ``DeviceReads`` have memory of a device there
         self.rows.append((offset, size, epoch, counter, target.key, views, capability))

@@ -15,6 +15,7 @@ from itertools import repeat
 from typing import NamedTuple
 
 from kvstore.calls import CAPABILITY_BYTES, STAMP_BYTES, Grants, Placements, SegmentInfo
+from kvstore.client.leases.read_leases import ReadLease
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError
 from kvstore.limits import AVOID_MAX, Key, Namespace
@@ -55,6 +56,8 @@ class Placed(NamedTuple):
     replicas: tuple[Replica, ...]
     until: float
     """``uptime()`` at which the lease ends for this client."""
+    lease: ReadLease | None = None
+    """The lease, of which a read releases one share; None: it ends by time."""
 
 
 _REPLICA: Callable[[Iterable[object]], Replica] = partial(tuple.__new__, Replica)
@@ -95,6 +98,8 @@ class PlacementCache:
         if placed is not None and placed.until <= self._clock():
             self.forget(namespace, key)
             return None
+        if placed is not None and placed.lease is not None:
+            return self._placed.pop((namespace, key), None)  # for this read alone
         return placed
 
     def remember(
@@ -239,7 +244,11 @@ class SegmentTable:
         return good + last
 
     def rows(
-        self, known: Mapping[int, SegmentInfo], placements: Placements, until: float
+        self,
+        known: Mapping[int, SegmentInfo],
+        placements: Placements,
+        until: float,
+        lease: ReadLease | None = None,
     ) -> Iterator[Placed | None]:
         """One entry per row; None for a miss, or when no replica's segment is mounted any more.
 
@@ -247,6 +256,7 @@ class SegmentTable:
 
         Args:
             known: segments of the epoch that ``placements`` are of.
+            until, lease: of each row.
         """
         sizes, epochs, counters, replica_counts, segments, offsets, column = placements
         capabilities = capability_of_each(column, len(segments))
@@ -255,7 +265,8 @@ class SegmentTable:
             if None not in infos:
                 each = zip(infos, offsets, capabilities, strict=True)
                 replicas = zip(map(_REPLICA, each), strict=True)
-                columns = zip(sizes, epochs, counters, replicas, repeat(until), strict=False)
+                ends = repeat(until), repeat(lease)
+                columns = zip(sizes, epochs, counters, replicas, *ends, strict=False)
                 yield from map(_PLACED, columns)
                 return
         at = 0
@@ -266,7 +277,7 @@ class SegmentTable:
                 segment = known.get(segments[at])
                 one = segment and (Replica(segment, offsets[at], capabilities[at]),)
                 at += 1
-                yield Placed(size, epoch, counter, one, until) if one else None
+                yield Placed(size, epoch, counter, one, until, lease) if one else None
                 continue
             several = []
             for index in range(at, at + count):
@@ -279,4 +290,4 @@ class SegmentTable:
                 continue
             if len(several) > 1 and self._failed:
                 several.sort(key=lambda replica: self.avoided(replica.segment))
-            yield Placed(size, epoch, counter, tuple(several), until)
+            yield Placed(size, epoch, counter, tuple(several), until, lease)

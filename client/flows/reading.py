@@ -26,6 +26,7 @@ from kvstore.client.flows.devices import DeviceReads
 from kvstore.client.flows.objects import ObjectReads
 from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.steps import Ask, Context, Flow, ask, describe, unreachable
+from kvstore.client.leases.read_leases import ReadLease
 from kvstore.client.values import (
     UNREADABLE,
     Bytes1D,
@@ -145,28 +146,110 @@ class Bad(NamedTuple):
 
 
 def locate(
-    context: Context, namespace: Namespace, keys: Sequence[Key], *, fresh: bool = False
+    context: Context,
+    namespace: Namespace,
+    keys: Sequence[Key],
+    *,
+    fresh: bool = False,
+    leases: list[ReadLease] | None = None,
 ) -> Flow[list[Placed | None]]:
-    """Where these objects are, leased; from the cache while the lease lasts, unless ``fresh``."""
+    """Where these objects are, leased; from the cache while the lease lasts, unless ``fresh``.
+
+    Args:
+        leases: gets the shares of leases that the caller gives up after the read. None: leases end
+            by time, and the cache remembers where the objects are; so for objects that were read a
+            moment ago.
+    """
     remembered = context.placements
     placed: list[Placed | None] = []
     wanted = keys
     if not fresh and len(remembered):
         placed = [remembered.get(namespace, key) for key in keys]
+        if leases is not None:
+            leases += _leases_of(placed)
+        else:
+            _keep_by_time(context, namespace, keys, placed)
         wanted = [key for key, known in zip(keys, placed, strict=True) if known is None]
         if not wanted:
             return placed
+    if leases is None:
+        rows = yield from _look_up(context, namespace, wanted)
+    else:
+        rows = yield from _look_up_once(context, namespace, wanted, leases)
+    if len(rows) == len(keys):
+        return rows
+    looked_up = iter(rows)
+    return [next(looked_up) if known is None else known for known in placed]
+
+
+def _look_up_once(
+    context: Context, namespace: Namespace, keys: Sequence[Key], leases: list[ReadLease]
+) -> Flow[list[Placed | None]]:
+    """Leases the objects under a new number, except those that were read a moment ago."""
+    again = context.leases.read_again(namespace, keys)
+    once = [key for key in keys if key not in again] if again else keys
+    rows: list[Placed | None] = []
+    if once:
+        leases.append(context.leases.new())
+        rows = yield from _look_up(context, namespace, once, leases[-1].number)
+    if not again:
+        return rows
+    more = yield from _look_up(context, namespace, list(again))
+    of_key = dict(zip([*once, *again], [*rows, *more], strict=True))
+    return [of_key[key] for key in keys]
+
+
+def _look_up(
+    context: Context, namespace: Namespace, keys: Sequence[Key], number: int = 0
+) -> Flow[list[Placed | None]]:
+    """Leases the objects under this number; 0: by time, and remembers where they are."""
     asked = context.clock()
-    found = yield Ask(calls.Lookup(namespace, wanted))
+    found = yield Ask(calls.Lookup(namespace, keys, number))
     assert isinstance(found, calls.Found)
     until = asked + found.lease_ms / 1000 - context.lease_margin_s
     known = yield from describe(context, found.epoch, found.placements.segments)
     rows = list(context.segments.rows(known, found.placements, until))
-    remembered.remember(namespace, wanted, rows)
-    if len(rows) == len(keys):
-        return rows
-    asked_for = iter(rows)
-    return [next(asked_for) if known is None else known for known in placed]
+    if not number:
+        context.placements.remember(namespace, keys, rows)
+    return rows
+
+
+def look_up_to_read(
+    context: Context, namespace: Namespace, keys: Sequence[Key]
+) -> Flow[list[Placed | None]]:
+    """Leases the objects for later reads, which need no call. The last of these reads, or
+    ``release``, releases the lease."""
+    lease = context.leases.new()
+    rows = yield from _look_up(context, namespace, keys, lease.number)
+    release(context, namespace, keys)  # the new lease takes the place of earlier ones
+    found = {
+        key: row._replace(lease=lease)
+        for key, row in zip(keys, rows, strict=True)
+        if row is not None
+    }
+    lease.unread = len(found)
+    context.placements.remember(namespace, found.keys(), found.values())
+    return rows
+
+
+def release(context: Context, namespace: Namespace, keys: Sequence[Key]) -> None:
+    """Gives up leases of ``look_up_to_read`` and ``ReadLeases.expect`` on these objects."""
+    placed = [context.placements.get(namespace, key) for key in keys]
+    context.leases.give_up(namespace, keys, _leases_of(placed))
+
+
+def _keep_by_time(
+    context: Context, namespace: Namespace, keys: Sequence[Key], placed: Sequence[Placed | None]
+) -> None:
+    """Remembers again what was taken out of the cache; the shares of its leases are not given up,
+    so these end by time."""
+    for key, row in zip(keys, placed, strict=True):
+        if row is not None and row.lease is not None:
+            context.placements.remember(namespace, [key], [row._replace(lease=None)])
+
+
+def _leases_of(placed: Sequence[Placed | None]) -> list[ReadLease]:
+    return [row.lease for row in placed if row is not None and row.lease is not None]
 
 
 def read(
@@ -187,10 +270,31 @@ def read(
             dtype (its contents are undefined).
         MasterUnreachableError, DeadlineExceededError
     """
+    leases: list[ReadLease] = []
+    try:
+        yield from _read(context, namespace, targets, timeout_ms, kind, leases)
+    finally:
+        if leases or context.leases.expects:
+            keys = [target.key for target in targets]
+            if leases:
+                context.leases.note_reads(namespace, keys)
+            context.leases.give_up(namespace, keys, leases)
+
+
+def _read(
+    context: Context,
+    namespace: Namespace,
+    targets: Sequence[Target],
+    timeout_ms: int | None,
+    kind: type[ObjectReads],
+    leases: list[ReadLease],
+) -> Flow[None]:
+    """``read``; adds shares of leases to ``leases`` as ``locate`` does."""
     todo = list(targets)
     fresh = False
     for attempt in range(ATTEMPTS):
-        placed = yield from locate(context, namespace, [target.key for target in todo], fresh=fresh)
+        keys = [target.key for target in todo]
+        placed = yield from locate(context, namespace, keys, fresh=fresh, leases=leases)
         groups: dict[int, _SegmentReads] = {}
         for target, known in zip(todo, placed, strict=True):
             if known is not None:

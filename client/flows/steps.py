@@ -22,6 +22,7 @@ from kvstore.calls import Placements, SegmentInfo
 from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.placements import Placed, PlacementCache, SegmentTable
 from kvstore.client.leases.leases import Lease, Mounted, Watched
+from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.device.driver import Event
 from kvstore.errors import (
     CapabilityRefusedError,
@@ -127,6 +128,7 @@ class Context:
     """Identifies this client's connections to data servers and to the master."""
     segments: SegmentTable
     placements: PlacementCache
+    leases: ReadLeases
     pool: PoolAccess
     views: Leases
     lease_margin_s: float

@@ -63,7 +63,7 @@ def view_values(context: Context, keys: Sequence[Key], options: GetOptions) -> F
                 if looks is None and (shown := context.pool.shown(segment)) is not None:
                     looks = here[id(segment)] = _Looks(segment, shown, [], [])
                 if looks is not None:
-                    size, epoch, counter, _, _ = known
+                    size, epoch, counter, _, _, _ = known
                     looks.rows.append((offset, size, epoch, counter, keys[index], None, b""))
                     looks.of.append((index, known, replica))
                     break

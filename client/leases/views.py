@@ -3,7 +3,8 @@
 Both are numpy arrays over the mapped segment (or torch tensors over such an array). The lease
 (``leases.Lease``) belongs to the first array over the memory: slices, reshapes and tensors of it
 keep that array alive, and its finalizer ends the lease. One background thread, started with the
-first view, renews leases before they end.
+first view or read, renews these leases before they end, and releases those of reads
+(``ReadLeases``) when no other call of the client does.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvstore.client.leases.leases import (
     Watched,
     found_at,
 )
+from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError
 from kvstore.process.background import CLOSE_S, join_all, start_thread
@@ -232,19 +234,25 @@ class Views:
         ask: MakeCall,
         *,
         lease_margin_s: float,
+        reads: ReadLeases,
         watch: Callable[[SegmentInfo], Mounted] | None = None,
     ) -> None:
         """
         Args:
+            reads: the leases that are to be released.
             watch: ``Movers.watch``; None: a lease runs out after its segment was mounted anew.
         """
         self._ask = ask
         self._watch = watch
         self._margin_s = lease_margin_s
         self._watches = Watches()
-        self._begin()
+        self._begin(reads)
 
-    def _begin(self) -> None:
+    def _begin(self, reads: ReadLeases) -> None:
+        self._reads = reads
+        self._is_armed = False
+        """Whether the thread looks for leases to release."""
+        reads.on_finish = self._release_later
         # Reentrant: the collector may run a program's own finalizer here, which calls the client.
         self._lock = threading.RLock()
         self._dropped: list[Granted] = []  # allocations dropped without a put, to be revoked
@@ -316,11 +324,11 @@ class Views:
             join_all([self._thread], CLOSE_S)
         self._watches.settle_alone()
 
-    def begin_anew(self) -> None:
+    def begin_anew(self, reads: ReadLeases) -> None:
         """As ``Forked._begin_anew``: the leases are the parent's, which renews and ends them."""
         self._watches.end()
         closed = self._closing.is_set()
-        self._begin()
+        self._begin(reads)
         if closed:
             self._closing.set()
             self._watches.settle_alone()
@@ -371,6 +379,7 @@ class Views:
                 if not self._closing.is_set():
                     self._revoke_dropped()
                     self._renew()
+                    self._release()
             except Exception:
                 # This is a bug. The next round renews what this one has not.
                 log.exception("lease_renewal_broken views=%d", len(self._watches.leases))
@@ -380,7 +389,7 @@ class Views:
         """Waits until a renewal is due, or there is an allocation to revoke."""
         with self._lock:  # ``add_many`` sees this time, and wakes the thread if one is due sooner
             self._settle()
-            self._wake_at = self._watches.leases.wake_at()
+            self._wake_at = min(self._watches.leases.wake_at(), self._reads.release_at())
         pause = min(self._wake_at - uptime(), threading.TIMEOUT_MAX)
         if pause > 0 and not self._dropped:
             with contextlib.suppress(Empty):
@@ -407,6 +416,28 @@ class Views:
             else:
                 assert isinstance(renewed, calls.Renewed)
                 renewal.answered(renewed, asked, self._margin_s)
+
+    def _release_later(self) -> None:
+        if not self._is_armed and not self._closing.is_set():
+            self._is_armed = True
+            if self._thread is None:
+                start_thread("kvstore-renew", self._renew_forever)
+            self._watches.woken.put(None)
+
+    def _release(self) -> None:
+        """Releases leases that no call has released for ``IDLE_S``."""
+        while self._reads.release_at() <= uptime():
+            self.release_now(1.0)
+        if not self._reads:
+            self._is_armed = False
+            self._is_armed = bool(self._reads)  # one that was finished with between the two looks
+
+    def release_now(self, patience_s: float) -> None:
+        """Sends the leases that wait to be released; those of a call that fails end by time."""
+        try:
+            self._ask(calls.Release(self._reads.take()), patience_s)
+        except KVStoreError as error:
+            log.debug("release_failed error=%s", error)
 
     def _revoke_dropped(self) -> None:
         while self._dropped:

@@ -132,7 +132,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Releases one lock on each object. Makes no call: leases end by themselves."""
+        """Releases one lock on each object; the last one releases its lease. Makes no call."""
         self._locks.remove(keys)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:

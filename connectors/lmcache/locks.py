@@ -1,4 +1,8 @@
-"""Keeps objects leased from the time LMCache's daemon has looked them up until it unlocks them."""
+"""Keeps objects leased from the time LMCache's daemon has looked them up until it unlocks them.
+
+A load releases the lease of what it has read. Where several requests have locked one object, its
+lease is renewed for the others within ``RENEW_S``.
+"""
 
 from __future__ import annotations
 
@@ -64,6 +68,7 @@ class LookupLocks:
 
     def remove(self, keys: Sequence[Hashable]) -> None:
         """Releases one lock on each object; objects that are not locked are ignored."""
+        unlocked: dict[str, list[bytes]] = {}
         with self._lock:
             for key in keys:
                 lock = self._locks.get(key)
@@ -71,6 +76,9 @@ class LookupLocks:
                     lock.count -= 1
                     if lock.count <= 0:
                         del self._locks[key]
+                        unlocked.setdefault(lock.namespace, []).append(lock.name)
+        for namespace, names in unlocked.items():
+            self._guard.client.release(names, namespace=namespace)
 
     def close(self) -> None:
         with self._lock:

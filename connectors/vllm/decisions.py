@@ -232,6 +232,7 @@ class Decisions:
             self._count("missed_tokens", tracked.missed)
             tracked.missed = None
         if tokens <= 0 or not tracked.external_tokens:
+            self._lookups.forget(request.request_id)
             return
         first = {
             group: (tracked.external_tokens - tokens) // size
@@ -466,7 +467,9 @@ class Decisions:
 
     def arrived(self, request_ids: Iterable[str]) -> None:
         """Called when all workers have reported these loads."""
-        self._loading.difference_update(request_ids)
+        for request_id in request_ids:
+            self._loading.discard(request_id)
+            self._lookups.forget(request_id)
 
     def drained(self, left: set[int]) -> None:
         """Called when no worker reads blocks of a save any more, except for the saves in ``left``.

@@ -83,6 +83,8 @@ class PendingLookup:
     answered: float = 0.0
     attempts: int = 0
     next_at: float = 0.0
+    reaches: list[Reach] = field(default_factory=list)
+    """What the last attempt found, whose leases are not released yet."""
 
 
 class Lookups:
@@ -94,10 +96,13 @@ class Lookups:
         ask: Ask,
         groups: Groups,
         *,
+        release: Callable[[Reach], object] = lambda _: None,
         deadline_s: float,
         writers_wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``release``: releases the lease of an answer, without waiting for the store."""
+        self._release = release
         self.breaker = Breaker.of_a_store()
         self._refusals = Refusals(log)
         self.is_busy: Callable[[], bool] = lambda: False
@@ -189,10 +194,19 @@ class Lookups:
         self._waited_s = 0.0
 
     def forget(self, request_id: str) -> None:
+        """Forgets the answer, and releases its blocks: they were loaded, or will not be."""
         lookup = self._lookups.pop(request_id, None)
-        if lookup is not None and not lookup.done.is_set():
+        if lookup is not None:
             with self._lock:
-                self._answer(lookup, failed=True)
+                if not lookup.done.is_set():
+                    self._answer(lookup, failed=True)
+                self._hold(lookup, [])
+
+    def _hold(self, lookup: PendingLookup, reaches: list[Reach]) -> None:
+        """Keeps these leases for the lookup in place of earlier ones."""
+        earlier, lookup.reaches = lookup.reaches, reaches
+        for reach in earlier:
+            self._release(reach)
 
     def clear(self) -> None:
         for request_id in list(self._lookups):
@@ -289,7 +303,8 @@ class Lookups:
                 self._answer(lookup, failed=True)
             return
         try:
-            tokens, being_written = self._match(lookup.hashes)
+            reaches: list[Reach] = []
+            tokens, being_written = self._match(lookup.hashes, reaches)
         except KVStoreError as error:
             with self._lock:
                 self._count("lookups_failed")
@@ -316,6 +331,10 @@ class Lookups:
         whole = self._groups.aligned(len(lookup.hashes) * self._groups.hash_block_tokens)
         missing = tokens < min(whole, self._groups.aligned(max(lookup.expected_tokens, 0)))
         with self._lock:
+            self._hold(lookup, reaches)
+            if lookup.done.is_set():  # forgotten, or answered too late
+                self._hold(lookup, [])
+                return
             self._latencies_us.append(int((now - started) * 1e6))
             lookup.tokens = tokens
             waited = now - lookup.asked
@@ -327,9 +346,9 @@ class Lookups:
                 self._count("lookups_waited_for_writers")
             self._answer(lookup, tokens=tokens)
 
-    def _match(self, hashes: list[bytes]) -> tuple[int, bool]:
+    def _match(self, hashes: list[bytes], reaches: list[Reach]) -> tuple[int, bool]:
         """The tokens that the store has of every group of every worker, and whether more are being
-        written."""
+        written. Adds the answers, which are leased, to ``reaches``."""
         tokens = len(hashes) * self._groups.hash_block_tokens
         being_written = False
         for size, keys, chains, states in self._questions(hashes):
@@ -337,6 +356,7 @@ class Lookups:
             if not keys:
                 return 0, False
             reach = self._ask(keys, chains, states)
+            reaches.append(reach)
             tokens = min(tokens, (reach.state if states else reach.matched) * size)
             being_written |= reach.being_written
         return self._groups.aligned(tokens), being_written

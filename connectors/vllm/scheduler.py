@@ -122,7 +122,7 @@ class Scheduler:
         events = vllm_config.kv_events_config
         self.events = BlockEvents(groups, wanted=bool(events and events.enable_kv_cache_events))
         self._lookups = Lookups(
-            self._ask, groups,
+            self._ask, groups, release=self._client.release_match,
             deadline_s=config.lookup_deadline_ms / 1000,
             writers_wait_s=config.writers_wait_ms / 1000,
         )  # fmt: skip

@@ -65,6 +65,7 @@ RULES: Final[dict[type, Rule]] = {
     calls.Allocate: Rule(Right.TAKE, _SPACE),
     calls.Commit: Rule(Right.WRITE, _SPACE),
     calls.Renew: Rule(Right.KEEP, _SPACE),
+    calls.Release: Rule(Right.ENTER),  # the number is known to the client that chose it alone
     calls.Pin: Rule(Right.WRITE, _SPACE),
     calls.Unpin: Rule(Right.WRITE, _SPACE),
     calls.Remove: Rule(Right.WRITE, _SPACE),

@@ -17,6 +17,7 @@ from kvstore.calls.fields import (
     PageRows,
     PinMs,
     Port,
+    Released,
     Replicas,
     Rows,
     Sixteen,
@@ -121,6 +122,10 @@ class MatchPrefix(NamedTuple):
     """Whether the answer says where the matched objects are, too."""
     states: Annotated[Sequence[Namespace], Rows(NAMESPACES_MAX)] = ()
     """Namespaces whose objects are no chains: each is of use alone, to go on from its key."""
+    lease: int = 0
+    """The number under which the client will release the lease; 0: the lease ends by time alone."""
+    released: Released = ()
+    """Earlier leases that the client releases now; unknown numbers are ignored."""
 
 
 class PrefixMatch(NamedTuple):
@@ -146,6 +151,9 @@ class Lookup(NamedTuple):
 
     namespace: Namespace
     keys: Sequence[Key]
+    lease: int = 0
+    """As in ``MatchPrefix``, like the next field."""
+    released: Released = ()
 
 
 class Found(NamedTuple):
@@ -159,9 +167,11 @@ class Exists(NamedTuple):
 
     namespace: Namespace
     keys: Sequence[Key]
-    lease: bool = False
-    """Lease the stored ones, as ``Lookup`` does, which also says where they are. Without a lease
-    the answer is about this moment only. Masters of the release before lease nothing."""
+    lease: int = 0
+    """Lease the stored ones under this number, as ``Lookup`` does, which also says where they are.
+    0: no lease; the answer is about this moment only."""
+    released: Released = ()
+    """As in ``MatchPrefix``."""
 
 
 class Existing(NamedTuple):
@@ -193,6 +203,8 @@ class PutStart(NamedTuple):
     """The number that the putter shows to data servers; 0: unknown."""
     ttl_ms: TtlMs = 0
     """How long an object lives after the end of its put; 0: for ever."""
+    released: Released = ()
+    """As in ``MatchPrefix``."""
 
 
 class Grants(NamedTuple):
@@ -307,6 +319,16 @@ class Renewed(NamedTuple):
     """``CAPABILITY_BYTES`` per token: the allocation's, extended; empty: none."""
 
 
+class Release(NamedTuple):
+    """Leases that the client releases, without another call that could carry them."""
+
+    released: Released
+
+
+class ReleaseReply(NamedTuple):
+    pass
+
+
 class Pin(NamedTuple):
     """Keep these objects, and their ancestors, from eviction."""
 
@@ -415,6 +437,7 @@ ClientRequest = (
     | Allocate
     | Commit
     | Renew
+    | Release
     | Pin
     | Unpin
     | Remove
@@ -433,6 +456,7 @@ ClientReply = (
     | Revoked
     | Committed
     | Renewed
+    | ReleaseReply
     | Pinned
     | Unpinned
     | Removed

@@ -15,6 +15,7 @@ from kvstore.limits import (
     AVOID_MAX,
     BATCH_KEYS_MAX,
     PIN_MS_MAX,
+    RELEASED_MAX,
     REPLICAS_MAX,
     SIZE_BYTES_MAX,
     TTL_MS_MAX,
@@ -92,4 +93,5 @@ PageRows = Annotated[int, Between(1, BATCH_KEYS_MAX)]
 Numbers = Annotated[Sequence[int], Rows()]
 NumberPerKey = Annotated[Sequence[int], Rows(like="keys")]
 NumberPerOffset = Annotated[Sequence[int], Rows(like="offsets")]
+Released = Annotated[Sequence[int], Rows(RELEASED_MAX)]
 Avoided = Annotated[Sequence[bytes], Rows(AVOID_MAX), Sixteen()]

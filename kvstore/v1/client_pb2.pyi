@@ -142,8 +142,14 @@ class MatchPrefixRequest(_message.Message):
     KEYS_FIELD_NUMBER: _builtins.int
     PLACEMENTS_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     placements: _builtins.bool
     """Whether the reply says where the matched objects are, too."""
+    lease: _builtins.int
+    """The number under which the client will release the lease: random, so that no other client can
+    name it. 0: the lease ends by time alone.
+    """
     @_builtins.property
     def namespaces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Each is asked for the same keys; the reply answers in this order. At most 256."""
@@ -156,6 +162,10 @@ class MatchPrefixRequest(_message.Message):
     def states(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Namespaces whose objects are no chains: each is of use alone, to go on from its key. At most 256."""
 
+    @_builtins.property
+    def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Earlier leases that the client releases now. At most 256; unknown numbers are ignored."""
+
     def __init__(
         self,
         *,
@@ -163,10 +173,12 @@ class MatchPrefixRequest(_message.Message):
         keys: _common_pb2.Keys | None = ...,
         placements: _builtins.bool = ...,
         states: _abc.Iterable[_builtins.str] | None = ...,
+        lease: _builtins.int = ...,
+        released: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "namespaces", b"namespaces", "placements", b"placements", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease", b"lease", "namespaces", b"namespaces", "placements", b"placements", "released", b"released", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -241,18 +253,26 @@ class LookupRequest(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
+    lease: _builtins.int
+    """As in MatchPrefixRequest, like the next field."""
     @_builtins.property
     def keys(self) -> _common_pb2.Keys: ...
+    @_builtins.property
+    def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
         namespace: _builtins.str = ...,
         keys: _common_pb2.Keys | None = ...,
+        lease: _builtins.int = ...,
+        released: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease", b"lease", "namespace", b"namespace", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -293,20 +313,27 @@ class ExistsRequest(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     KEYS_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
-    lease: _builtins.bool
+    lease: _builtins.int
+    """Lease those that are there, under this number; 0: no lease."""
     @_builtins.property
     def keys(self) -> _common_pb2.Keys: ...
+    @_builtins.property
+    def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in MatchPrefixRequest."""
+
     def __init__(
         self,
         *,
         namespace: _builtins.str = ...,
         keys: _common_pb2.Keys | None = ...,
-        lease: _builtins.bool = ...,
+        lease: _builtins.int = ...,
+        released: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease", b"lease", "namespace", b"namespace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "lease", b"lease", "namespace", b"namespace", "released", b"released"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -349,6 +376,7 @@ class PutStartRequest(_message.Message):
     HERE_ONLY_FIELD_NUMBER: _builtins.int
     CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
     TTL_MS_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     namespace: _builtins.str
     parent: _builtins.bytes
     """Parent of the first key (`chain`) or of every key (otherwise); empty: a root."""
@@ -384,6 +412,10 @@ class PutStartRequest(_message.Message):
         to it. At most 64.
         """
 
+    @_builtins.property
+    def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in MatchPrefixRequest."""
+
     def __init__(
         self,
         *,
@@ -400,10 +432,11 @@ class PutStartRequest(_message.Message):
         here_only: _builtins.bool = ...,
         client_number: _builtins.int = ...,
         ttl_ms: _builtins.int = ...,
+        released: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "sizes", b"sizes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "chain", b"chain", "client_number", b"client_number", "here_only", b"here_only", "host", b"host", "keys", b"keys", "namespace", b"namespace", "overwrite", b"overwrite", "parent", b"parent", "replicas", b"replicas", "sizes", b"sizes", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["avoid", b"avoid", "chain", b"chain", "client_number", b"client_number", "here_only", b"here_only", "host", b"host", "keys", b"keys", "namespace", b"namespace", "overwrite", b"overwrite", "parent", b"parent", "released", b"released", "replicas", b"replicas", "sizes", b"sizes", "ttl_ms", b"ttl_ms", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -771,6 +804,43 @@ class RenewReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenewReply: _TypeAlias = RenewReply  # noqa: Y015
+
+@_typing.final
+class ReleaseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def released(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in MatchPrefixRequest."""
+
+    def __init__(
+        self,
+        *,
+        released: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseReply: _TypeAlias = ReleaseReply  # noqa: Y015
 
 @_typing.final
 class PinRequest(_message.Message):

@@ -201,8 +201,7 @@ class _Writer:
         else:
             made = f"list({within})"
         if self._kind._field_defaults.get(name) == ():  # most often there are none
-            none = "()" if isinstance(rule, fields.Sixteen) else "[]"
-            return f"if {name}: m.{name}.extend({name})", f"{made} if m.{name} else {none}"
+            return f"if {name}: m.{name}.extend({name})", f"{made} if m.{name} else ()"
         return f"m.{name}.extend({name})", made
 
     def _scalar(self, name: str, base: Any, rule: Any) -> tuple[str, str]:

@@ -127,6 +127,7 @@ _TABLE: tuple[Call[Any, Any], ...] = (
     Call(calls.Allocate, calls.Grants, idempotent=False, reply_field="grant"),
     Call(calls.Commit, calls.Committed, idempotent=False),
     Call(calls.Renew, calls.Renewed, idempotent=True),
+    Call(calls.Release, calls.ReleaseReply, idempotent=True),
     Call(calls.Pin, calls.Pinned, idempotent=True),
     Call(calls.Unpin, calls.Unpinned, idempotent=True),
     Call(calls.Remove, calls.Removed, idempotent=True),

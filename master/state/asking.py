@@ -18,6 +18,7 @@ from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.jobs import ANSWER, WALK
+from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.records import NamespaceTable, ObjectRecord, presence_of
 from kvstore.master.state.returning import Returning
 from kvstore.master.state.traffic import Caller
@@ -45,8 +46,11 @@ Found = calls.Matched | calls.Found | calls.Existing
 class Asking:
     """See the module."""
 
-    def __init__(self, common: Common, granting: Granting, returning: Returning) -> None:
+    def __init__(
+        self, common: Common, leases: ReaderLeases, granting: Granting, returning: Returning
+    ) -> None:
         self._common = common
+        self._leases = leases
         self._jobs = common.jobs
         self._forest = common.forest
         self._granting = granting
@@ -67,6 +71,8 @@ class Asking:
 
     def find(self, now_ms: int, request: Question) -> Found | Later:
         self._forest.begin_step()
+        if request.released:
+            self._leases.release(now_ms, request.released)
         reply = self._find(now_ms, request)
         if self._forest.unfinished:
             self._forest.unfinished = False
@@ -123,7 +129,7 @@ class Asking:
             )
             if self._forest.unfinished:
                 break
-            self._lease(now_ms, holding)
+            self._lease(now_ms, request.lease, holding)
             being_written = 0
             for index in range(matched, count):
                 record_after = table.get(keys[index])
@@ -142,12 +148,13 @@ class Asking:
         state = 0
         if request.states and not self._forest.unfinished:
             reach = min([match.matched for match in matches], default=count)
-            state = self._last_state(now_ms, request.states, request.keys[:reach])
+            state = self._last_state(now_ms, request, request.keys[:reach])
         return calls.Matched(common.epoch, common.rules.lease_ms, matches, state)
 
-    def _last_state(self, now_ms: int, namespaces: Sequence[Namespace], keys: Sequence[Key]) -> int:
-        """How many of ``keys`` there are up to the last one that all of these namespaces have,
+    def _last_state(self, now_ms: int, request: calls.MatchPrefix, keys: Sequence[Key]) -> int:
+        """How many of ``keys`` there are up to the last one that all of ``request.states`` have,
         whose objects are leased; 0: there is none among the keys that are looked at."""
+        namespaces = request.states
         held: list[ObjectRecord] = []
         state, left = len(keys), STATE_PROBES_MAX
         while state and left > 0:
@@ -158,7 +165,7 @@ class Asking:
             state -= 1
         found = len(held) == len(namespaces)
         if found:
-            self._lease(now_ms, held)
+            self._lease(now_ms, request.lease, held)
         asked = keys[state - 1 : state] if found else keys[-1:]
         self._common.counters["matched_objects"] += found * len(namespaces)
         self._common.counters["missed_objects"] += (len(asked) - found) * len(namespaces)
@@ -208,7 +215,7 @@ class Asking:
             ):
                 records[index] = None
         held = [record for record in records if record is not None]
-        self._lease(now_ms, held)
+        self._lease(now_ms, request.lease, held)
         count, found = len(records), len(held)
         first = -1
         if found < count:
@@ -229,7 +236,8 @@ class Asking:
             presence = bytes(known)
         if request.lease and table is not None:
             records = zip(table.get_many(keys), presence, strict=True)
-            self._lease(now_ms, [r for r, there in records if r is not None and there == _COMPLETE])
+            held = [r for r, there in records if r is not None and there == _COMPLETE]
+            self._lease(now_ms, request.lease, held)
         found = count = len(presence)
         first = -1
         if _ABSENT in presence:
@@ -238,9 +246,9 @@ class Asking:
         self._note(now_ms, request.namespace, keys, count, found, first)
         return calls.Existing(presence)
 
-    def _lease(self, now_ms: int, records: Sequence[ObjectRecord]) -> None:
+    def _lease(self, now_ms: int, number: int, records: Sequence[ObjectRecord]) -> None:
         """Leases these complete objects, and notes for how long they had not been used."""
-        lease_until_ms = now_ms + self._common.rules.lease_ms
+        self._leases.lease(now_ms, number, records, now_ms + self._common.rules.lease_ms)
         used_ms, uses = now_ms, 0  # most objects of one call were used together before
         for record in records:
             if record.last_used_ms != used_ms:
@@ -249,8 +257,6 @@ class Asking:
                 used_ms, uses = record.last_used_ms, 0
             uses += 1
             record.last_used_ms = now_ms
-            # The owner of an allocation may hold a longer lease.
-            record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)
         if uses:
             self.reuses_ms.add(max(0, now_ms - used_ms), uses)
 
@@ -290,7 +296,7 @@ class Asking:
                 and not (some_ended and self._lifetimes.ended(record, now_ms))
             ):
                 record.last_used_ms = now_ms
-                record.lease_until_ms = max(record.lease_until_ms, now_ms + rules.lease_ms)
+                record.keep_until(now_ms + rules.lease_ms)
                 keys_held[index] = 1
         tokens_held = bytearray(len(request.tokens))
         common.changing |= bool(request.tokens)
@@ -302,6 +308,10 @@ class Asking:
         return calls.Renewed(
             rules.lease_ms, rules.put_deadline_ms, bytes(keys_held), bytes(tokens_held)
         )
+
+    def release(self, now_ms: int, request: calls.Release) -> calls.ReleaseReply:
+        self._leases.release(now_ms, request.released)
+        return calls.ReleaseReply()
 
     # --- jobs ---------------------------------------------------------------------------------
 

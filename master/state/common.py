@@ -184,7 +184,7 @@ class Common:
         """Keeps the bytes of an object, if it is there, for a client that was told its place."""
         record = self.forest.get(namespace, key)
         if record is not None and record.complete:
-            record.lease_until_ms = max(record.lease_until_ms, until_ms)
+            record.keep_until(until_ms)
 
     def forbid(self, namespace: str, key: Key | None, but: Version | None = None) -> None:
         """Forbids that a version up to now, except ``but``, comes back with memory that is away.

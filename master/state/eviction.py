@@ -88,6 +88,12 @@ class LRU:
         record.ticket = _PARKED + (until_ms << _SEQUENCE_BITS | self._sequence | detached)
         self._parked.add(record)
 
+    def lease_ended(self, record: ObjectRecord) -> None:
+        if record.ticket >= _PARKED:
+            detached = self.detached(record)
+            self.discard(record)
+            self.add(record, detached=detached)
+
     def next_lease_end_ms(self, after_ms: int = -1) -> int | None:
         del after_ms  # the first is not over: ``peek`` looks at it
         first = self._parked.first()

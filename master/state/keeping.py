@@ -146,7 +146,8 @@ class Keeping:
             record = None if table is None else table.get(key)
             if record is not None and self._pins.unpin(record):
                 unpinned[index] = record.complete and not self._lifetimes.ended(record, now_ms)
-                self._pool.let_evict(record)
+                if record.ticket:
+                    self._pool.lease_ended(record)
         if any(unpinned):
             self._settle()
         return calls.Unpinned(bytes(unpinned))

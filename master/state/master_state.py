@@ -5,6 +5,7 @@
     granting    memory for writers, under tokens with deadlines
     keeping     pins, and objects whose lifetime is over
     removing    removals, and what they wait for        marks      memory that missed a removal
+    leases      leases that clients release
     returning   segments that come back with objects
     copying     moves off draining nodes, and repair
     nodes       joining, leaving, dying
@@ -45,6 +46,7 @@ from kvstore.master.state.events import Event, Survey
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.keeping import Keeping
+from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.nodes import Nodes
 from kvstore.master.state.puts import GrantedCopy
@@ -113,15 +115,22 @@ class MasterState:
         self.marks = Marks(common)
         self.sweeping = Sweeping(common)
         self.waiting = WaitingPuts(common)
+        self.leases = ReaderLeases(common)
         self.granting = Granting(common, self.sweeping, self.repairs)
         self.removing = Removing(common, self.marks, self.granting)
         self.copying = Copying(common, self.granting, self.repairs)
         self.keeping = Keeping(common, self.granting)
         self.putting = Putting(
-            common, self.granting, self.waiting, self.removing, self.copying, self.keeping
+            common,
+            self.leases,
+            self.granting,
+            self.waiting,
+            self.removing,
+            self.copying,
+            self.keeping,
         )
         self.returning = Returning(common, self.marks, self.copying)
-        self.asking = Asking(common, self.granting, self.returning)
+        self.asking = Asking(common, self.leases, self.granting, self.returning)
         self.nodes = Nodes(common, self.marks, self.returning, self.copying, self.sweeping)
         self.report = Report(common)
         self.chains = ChainView(common)
@@ -130,6 +139,7 @@ class MasterState:
             calls.Lookup: self.asking.find,
             calls.Exists: self.asking.find,
             calls.Renew: self.asking.renew,
+            calls.Release: self.asking.release,
             calls.PutStart: self.putting.put_start,
             calls.PutEnd: self.putting.put_end,
             calls.PutRevoke: self.putting.put_revoke,
@@ -167,6 +177,7 @@ class MasterState:
             jobs.SCAN: self.copying.scan,
             jobs.MOVE: self.sweeping.move_tables,
             jobs.MISS: self.nodes.forget_missing,
+            jobs.RELEASE: self.leases.end_some,
         }
         """The method that does a slice of each kind of background work."""
 
@@ -289,6 +300,7 @@ class MasterState:
         self.repairs.check_invariants()
         self.common.jobs.check(jobs.SCAN, self.repairs.scanning)
         self.sweeping.check_invariants()
+        self.leases.check_invariants()
         self.asking.check_invariants()
         self.chains.check_invariants()
         self.returning.check_invariants()

@@ -60,6 +60,9 @@ class TenantOrders:
     def hold(self, record: ObjectRecord, until_ms: int) -> None:
         self.orders[order_of(record.ticket)].hold(record, until_ms)
 
+    def lease_ended(self, record: ObjectRecord) -> None:
+        self.orders[order_of(record.ticket)].lease_ended(record)
+
     def next_lease_end_ms(self, after_ms: int = -1) -> int | None:
         ends: list[int] = []
         for order in self.orders.values():

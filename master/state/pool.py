@@ -137,7 +137,7 @@ class Pool:
             self._policy_of(parent).discard(parent)
         if before is not None:
             if record.children:
-                before.lease_until_ms = max(before.lease_until_ms, lease_until_ms)
+                before.keep_until(lease_until_ms)
             self.settle(before)
 
     def store(
@@ -298,7 +298,7 @@ class Pool:
             at = self.forest.forget(at)
             if at is not None:
                 at.last_used_ms = max(at.last_used_ms, used_ms)
-                at.lease_until_ms = max(at.lease_until_ms, lease_until_ms)
+                at.keep_until(lease_until_ms)
         return None
 
     def _settle_later(self, record: ObjectRecord) -> None:
@@ -361,13 +361,9 @@ class Pool:
         self.eviction_ages_ms.add(max(0, now_ms - record.last_used_ms))
         return self.settle(record, detached=detached)
 
-    def let_evict(self, record: ObjectRecord) -> None:
-        """Called when a pin ended early: a candidate gets its usual place in the order again."""
-        if record.ticket:
-            policy = self._policy_of(record)
-            detached = policy.detached(record)
-            policy.discard(record)
-            policy.add(record, detached=detached)
+    def lease_ended(self, record: ObjectRecord) -> None:
+        """Called when a lease or a pin of a candidate ended early."""
+        self._policy_of(record).lease_ended(record)
 
     def marked_detached(self, record: ObjectRecord) -> bool:
         return bool(record.ticket) and self._policy_of(record).detached(record)

@@ -18,6 +18,7 @@ from kvstore.master.state.copying import Copying
 from kvstore.master.state.effects import Later
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.keeping import Keeping
+from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.pool import Shortage
 from kvstore.master.state.puts import GrantedAllocation, GrantedCopy, GrantedObject, GrantedPut
 from kvstore.master.state.reclaim import Wiping
@@ -36,6 +37,7 @@ class Putting:
     def __init__(
         self,
         common: Common,
+        leases: ReaderLeases,
         granting: Granting,
         waiting: WaitingPuts,
         removing: Removing,
@@ -48,6 +50,7 @@ class Putting:
         self._pending = common.pending
         self._traffic = common.traffic
         self._reclaim = common.reclaim
+        self._leases = leases
         self._granting = granting
         self._waiting = waiting
         self._removing = removing
@@ -58,6 +61,8 @@ class Putting:
 
     def put_start(self, now_ms: int, request: calls.PutStart) -> calls.Grants | Later:
         self._forest.begin_step()
+        if request.released:
+            self._leases.release(now_ms, request.released)
         keys = request.keys
         count = len(keys)
         if len(request.sizes) != count:
@@ -166,7 +171,7 @@ class Putting:
             elif outcome is PutOutcome.FOUND:
                 there += 1
                 found.last_used_ms = now_ms
-                found.lease_until_ms = max(found.lease_until_ms, lease_until_ms)
+                found.keep_until(lease_until_ms)
         if not granted:
             self._count_not_written(outcomes)
             return self._granting.reply(bytes(outcomes), []), there
@@ -175,7 +180,7 @@ class Putting:
         parent_key = keys[first - 1] if request.chain and first else request.parent
         parent = None if parent_key is None or table is None else table.get(parent_key)
         if parent is not None and parent.complete:
-            parent.lease_until_ms = max(parent.lease_until_ms, lease_until_ms)
+            parent.keep_until(lease_until_ms)
             near = next(segment for segment, _ in parent.extents() if segment.alive)
         sizes = [request.sizes[index] for index in granted]
         self._common.changing = True
@@ -411,7 +416,7 @@ class Putting:
         putter.key = key
         # The owner has the allocation mapped, and relies on it until this reply arrives.
         lease_until_ms = max(now_ms + common.rules.lease_ms, put.deadline_ms)
-        record.lease_until_ms = max(record.lease_until_ms, lease_until_ms)
+        record.keep_until(lease_until_ms)
         if not record.children:
             self._pool.settle(record)
             self._common.room_made()  # it can be evicted

@@ -60,7 +60,7 @@ class EvictionPolicy(Protocol):
       own, not 0 while the record is a candidate; of two candidates, also of two segments, the one
       with the lower ticket goes first.
     * Uses are not announced: the policy reads ``last_used_ms`` and ``lease_until_ms``, which only
-      grow while the record is a candidate.
+      grow while the record is a candidate, except before ``lease_ended``.
     * ``peek`` never returns a record whose lease lives at ``now_ms``.
     """
 
@@ -88,6 +88,10 @@ class EvictionPolicy(Protocol):
     def hold(self, record: ObjectRecord, until_ms: int) -> None:
         """Keeps ``peek`` from returning this candidate before ``until_ms``, unless it is added
         again."""
+        ...
+
+    def lease_ended(self, record: ObjectRecord) -> None:
+        """Called when the lease of this candidate has ended early, and with it a ``hold``."""
         ...
 
     def next_lease_end_ms(self, after_ms: int = -1) -> int | None:
@@ -219,6 +223,7 @@ class ObjectRecord:
         "counter",
         "depth",
         "epoch",
+        "kept_until_ms",
         "key",
         "last_used_ms",
         "lease_until_ms",
@@ -226,6 +231,7 @@ class ObjectRecord:
         "namespace",
         "offset",
         "parent",
+        "readers",
         "segment",
         "size",
         "ticket",
@@ -253,8 +259,18 @@ class ObjectRecord:
         self.counter = 0
         self.last_used_ms = 0
         self.lease_until_ms = 0
+        """When the longest lease on the bytes ends, or the last one ended."""
+        self.readers = 0
+        """Leases that may be released before that (``leases.ReaderLeases``)."""
+        self.kept_until_ms = 0
+        """Until when no release ends the lease."""
         self.ticket = 0
         """Place in the eviction order of ``segment``; 0: not in it."""
+
+    def keep_until(self, until_ms: int) -> None:
+        """Leases the bytes until then; no release ends the lease earlier."""
+        self.kept_until_ms = max(self.kept_until_ms, until_ms)
+        self.lease_until_ms = max(self.lease_until_ms, until_ms)
 
     @property
     def complete(self) -> bool:

@@ -197,7 +197,7 @@ class Returning:
         self._pool.note_brought(record)
         inventory.take(offset, size)
         # The previous master may have leased the object until then.
-        record.lease_until_ms = max(record.lease_until_ms, inventory.segment.usable_at_ms)
+        record.keep_until(inventory.segment.usable_at_ms)
         return record
 
     # --- checking -----------------------------------------------------------------------------

@@ -46,6 +46,13 @@ class LRUMachine(RuleBasedStateMachine):
         record.last_used_ms = self.now_ms
         record.lease_until_ms = max(record.lease_until_ms, self.now_ms + lease)
 
+    @precondition(lambda self: self.detached)
+    @rule(data=st.data())
+    def end_lease(self, data: st.DataObject) -> None:
+        record = self._candidate(data)
+        record.lease_until_ms = min(record.lease_until_ms, self.now_ms)
+        self.policy.lease_ended(record)
+
     @rule(by=st.integers(1, 15))
     def let_time_pass(self, by: int) -> None:
         self.now_ms += by

@@ -158,6 +158,8 @@ class Taboo:
     end: int
     until_ms: int
     why: str
+    lease: int = 0
+    """The number under which it can be released; 0: it cannot."""
 
 
 def _rounded(end_ms: int) -> int:
@@ -514,7 +516,7 @@ class MasterMachine(RuleBasedStateMachine):
 
     @rule(namespace=namespaces)
     def match_whole_chain(self, namespace: Namespace) -> None:
-        self.match([namespace], KEYS, True)
+        self.match([namespace], KEYS, True, 0)
 
     @rule(size=st.sampled_from(SIZES), wait_ms=waits, host=hosts)
     def allocate(self, size: int, wait_ms: int, host: str) -> None:
@@ -758,12 +760,12 @@ class MasterMachine(RuleBasedStateMachine):
     def _living_taboos(self) -> list[Taboo]:
         return [taboo for taboo in self.taboos if taboo.until_ms > self.now_ms]
 
-    def _promise(self, stored: Stored) -> None:
+    def _promise(self, stored: Stored, lease: int = 0) -> None:
         for segment_id, offset in stored.places:
             end = offset + extent_bytes(stored.size)
             until_ms = self.now_ms + RULES.lease_ms
             self.taboos.append(
-                Taboo(self.uuids[segment_id], offset, end, until_ms, "readers have a lease")
+                Taboo(self.uuids[segment_id], offset, end, until_ms, "readers have a lease", lease)
             )
 
     def _quarantine(self, granted: Granted, until_ms: int) -> None:
@@ -923,9 +925,14 @@ class MasterMachine(RuleBasedStateMachine):
 
     # --- getting -----------------------------------------------------------------------------
 
-    @rule(asked=st.lists(namespaces, min_size=1, max_size=2), batch=key_lists, places=st.booleans())
-    def match(self, asked: list[Namespace], batch: list[Key], places: bool) -> None:
-        request = calls.MatchPrefix(asked, batch, places)
+    @rule(
+        asked=st.lists(namespaces, min_size=1, max_size=2),
+        batch=key_lists,
+        places=st.booleans(),
+        lease=st.integers(0, 3),
+    )
+    def match(self, asked: list[Namespace], batch: list[Key], places: bool, lease: int) -> None:
+        request = calls.MatchPrefix(asked, batch, places, lease=lease)
         reply = self.state.asking.match_prefix(self.now_ms, request)
         assert (reply.epoch, reply.lease_ms) == (EPOCH, RULES.lease_ms)
         for namespace, found in zip(asked, reply.matches, strict=True):
@@ -938,7 +945,7 @@ class MasterMachine(RuleBasedStateMachine):
             else:
                 continue
             for name in names[:expected]:
-                self._promise(self.objects[name])
+                self._promise(self.objects[name], lease)
             if places:
                 self._check_placements(names[:expected], found.placements)
             written = [any(g.name == name for g in self.granted.values()) for name in names]
@@ -961,14 +968,14 @@ class MasterMachine(RuleBasedStateMachine):
     def _is_chain(self, names: list[Name]) -> bool:
         return all(self.objects[name].parent == above[1] for above, name in pairwise(names))
 
-    @rule(namespace=namespaces, batch=st.lists(keys, max_size=6))
-    def lookup(self, namespace: Namespace, batch: list[Key]) -> None:
-        reply = self.state.asking.lookup(self.now_ms, calls.Lookup(namespace, batch))
+    @rule(namespace=namespaces, batch=st.lists(keys, max_size=6), lease=st.integers(0, 3))
+    def lookup(self, namespace: Namespace, batch: list[Key], lease: int) -> None:
+        reply = self.state.asking.lookup(self.now_ms, calls.Lookup(namespace, batch, lease))
         names = [(namespace, key) for key in batch]
         self._check_placements(names, reply.placements)
         for name in names:
             if self._present(name):
-                self._promise(self.objects[name])
+                self._promise(self.objects[name], lease)
         presence = self.state.asking.exists(self.now_ms, calls.Exists(namespace, batch)).presence
         written = {granted.name for granted in self.granted.values()}
         for name, known in zip(names, presence, strict=True):
@@ -977,6 +984,13 @@ class MasterMachine(RuleBasedStateMachine):
             else:
                 expected = Presence.BEING_WRITTEN if name in written else Presence.ABSENT
                 assert known == expected
+        self._see()
+
+    @rule(released=st.lists(st.integers(1, 4), max_size=3))
+    def release(self, released: list[int]) -> None:
+        """Also leases that are unknown, or were released before."""
+        self.state.asking.release(self.now_ms, calls.Release(released))
+        self.taboos = [taboo for taboo in self.taboos if taboo.lease not in released]
         self._see()
 
     def _check_placements(self, names: list[Name], found: Placements) -> None:

@@ -572,7 +572,7 @@ MUTANTS: Final = (
     Mutant("an-end-of-pins-wakes-no-put", KEEPING,
         "        self._common.room_made()  # it can be evicted\n", "", KEPT),
     Mutant("unpinned-keeps-its-place", KEEPING,
-        "                self._pool.let_evict(record)\n", "", KEPT),
+        "                    self._pool.lease_ended(record)\n", "                    pass\n", KEPT),
     Mutant("over-is-pinned", KEEPING,
         "record.complete and not self._lifetimes.ended(record, now_ms)\n            else None",
         "record.complete\n            else None", KEPT),

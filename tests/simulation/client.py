@@ -7,6 +7,7 @@ sent again), the encoders, the caches. What is simulated: sockets, shared memory
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from random import Random
 from typing import Any, TypeVar, cast
 
@@ -20,6 +21,7 @@ from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Ready, Transfer
 from kvstore.client.leases.leases import Lease, Mounted, Named
+from kvstore.client.leases.read_leases import IDLE_S, ReadLeases
 from kvstore.config import ClientConfig
 from kvstore.errors import (
     DeadlineExceededError,
@@ -91,6 +93,8 @@ class Client:
         self._random = Random(process.scheduler.random.getrandbits(32))
         self._clock_offset = self._random.uniform(0, 1000)
         self._mapped: dict[bytes, Memory] = {}
+        self._released_again: list[int] = []
+        """Leases to release late, or again."""
         self._tokens: dict[tuple[int, int], Version] = {}
         """What was granted to us, by segment and offset."""
         self._join = calls.Join(process.name, process.host, PROTOCOL_VERSION)
@@ -104,6 +108,9 @@ class Client:
             client_number=process.scheduler.random.getrandbits(63) + 1,
             segments=SegmentTable(self.clock),
             placements=PlacementCache(config.placements_max, self.clock),
+            leases=ReadLeases(
+                config.placements_max, self.clock, process.scheduler.random.getrandbits(60) + 1
+            ),
             pool=cast(Any, self),
             views=cast(Any, self.views),
             lease_margin_s=margin_s,
@@ -115,6 +122,7 @@ class Client:
         oracle.clients[process.name] = self
         process.on_death[self] = self._forget
         process.spawn("renew", self._renew_forever())
+        process.spawn("release", self._release_forever())
 
     def _forget(self) -> None:
         self.oracle.clients.pop(self.process.name)
@@ -141,7 +149,7 @@ class Client:
                 outcome: object
                 try:
                     if isinstance(step, Ask):
-                        outcome = await self.call(step.request, deadline)
+                        outcome = await self.call(self._carried(step.request), deadline)
                     elif isinstance(step, Pause):
                         outcome = None
                         if deadline - self.clock() <= step.seconds:
@@ -157,6 +165,23 @@ class Client:
         except StopIteration as done:
             result: ResultT = done.value
             return result
+
+    def _carried(self, request: calls.Request) -> calls.Request:
+        """As ``ReadLeases.carried``; sometimes it releases a lease late, or twice."""
+        request = self.context.leases.carried(request)
+        released = list(getattr(request, "released", ()))
+        for number in released:
+            draw = self._random.random()
+            if draw < 0.1:
+                self._released_again.append(number)
+            if draw < 0.05:
+                request = cast(calls.Lookup, request)._replace(
+                    released=[each for each in released if each != number]
+                )
+        if self._released_again and hasattr(request, "released") and self._random.random() < 0.1:
+            again = [*cast(calls.Lookup, request).released, self._released_again.pop()]
+            request = cast(calls.Lookup, request)._replace(released=again)
+        return request
 
     async def ask_within(self, request: calls.Request, seconds: float) -> calls.Reply:
         return await self.call(request, self.clock() + seconds)
@@ -508,6 +533,14 @@ class Client:
         while True:
             await self.sleep(self.views.pause_s())
             await self.views.renew()
+
+    async def _release_forever(self) -> None:
+        leases = self.context.leases
+        while True:
+            await self.sleep(IDLE_S)
+            if leases.release_at() <= self.clock():
+                with suppress(KVStoreError):
+                    await self.ask_within(calls.Release(leases.take()), 1.0)
 
     # --- what the oracle asks -----------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from kvstore.client.calling.retries import CarrierBrokenError, TokenRefusedError
 from kvstore.client.flows import putting
 from kvstore.client.flows.writing import PutOptions
 from kvstore.errors import InternalError, KVStoreError, PermissionDeniedError
-from kvstore.limits import Key, Namespace, highest_believed
+from kvstore.limits import RELEASED_MAX, Key, Namespace, highest_believed
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, extent_bytes, pack_into
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.node_messages import decode_master_message, encode_node_message
@@ -226,8 +226,8 @@ class Liars:
         return None if leader is not self._cluster.master else False
 
     async def _flood(self, client: LyingClient, address: str) -> None:
-        """Puts that are never ended, in its own namespace, and reports that nodes fail, from hosts
-        that it invents."""
+        """Puts that are never ended, in its own namespace, reports that nodes fail, from hosts that
+        it invents, and releases of leases that it does not have."""
         master = self._cluster.master
         segments = [] if master is None else sorted(master.state.pool.segments)
         count = self._random.randint(1, FLOOD_MAX)
@@ -243,6 +243,8 @@ class Liars:
             elif number % 20 == 1:
                 host = f"invented-{number}"
                 asked = calls.ReportFailure(segments, "liar", host, "invented")
+            elif number % 20 == 2:  # it guesses leases of others
+                asked = calls.Release(range(number, number + RELEASED_MAX))
             with contextlib.suppress(KVStoreError, CarrierBrokenError, TokenRefusedError):
                 await client.say(asked, address, "grpc")
         self._cluster.oracle.count("floods")

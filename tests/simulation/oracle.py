@@ -136,8 +136,8 @@ class Oracle:
         self._calls: dict[int, _Call] = {}
         self._now_complete: dict[Name, Version] = {}
         self._places: dict[Version, list[tuple[MountedSegment, int]]] = {}
-        self._promised: dict[Version, int] = {}
-        """Until when the master has leased a version (its own ms)."""
+        self._promised: dict[Version, dict[int, int]] = {}
+        """Until when the master has leased a version (its own ms), by the number of the lease."""
         self._ended: set[Version] = set()
         """Versions that were removed, replaced or evicted, by whichever master."""
         self._epoch = 0
@@ -327,6 +327,10 @@ class Oracle:
             )
         if reply is not None:
             self._removals.update(self._asked)
+        for number in getattr(request, "released", ()):
+            for ends in self._promised.values():
+                if ends.pop(number, None) is not None:
+                    self.count("released")
         complete = inside.complete_objects(state)
         if complete != self._now_complete:
             self._compare(state, now_ms, request, complete)
@@ -411,7 +415,7 @@ class Oracle:
                     f"{_show(name)} {_v(version)} is pinned for {pinned_until_ms - now_ms} ms more",
                     name[1].decode(),
                 )
-            until_ms = self._promised.get(version, 0)
+            until_ms = max(self._promised.get(version, {0: 0}).values(), default=0)
             self.note(f"evicted {_show(name)} {_v(version)}")
             if until_ms > now_ms:
                 self.broken(
@@ -534,11 +538,12 @@ class Oracle:
                         name = namespace, key
                         self._pinned[name] = max(self._pinned.get(name, 0), until_ms)
                 return
-            case calls.Exists(namespace, keys), calls.Existing():
-                for key, presence in zip(keys, reply.presence, strict=True):
-                    if presence == Presence.COMPLETE:
-                        self._is_not_over((namespace, key), now_ms)
-                return
+            case calls.Exists(namespace, keys, lease), calls.Existing():
+                found = zip(keys, reply.presence, strict=True)
+                stored = [(namespace, key) for key, each in found if each == Presence.COMPLETE]
+                for name in stored:
+                    self._is_not_over(name, now_ms)
+                names = stored if lease else []
             case calls.Renew(namespace, keys), calls.Renewed():
                 held = zip(keys, reply.keys_held, strict=True)
                 names = [(namespace, key) for key, is_held in held if is_held]
@@ -554,7 +559,8 @@ class Oracle:
                 )  # fmt: skip
             else:
                 self._is_not_over(name, now_ms)
-                self._promised[version] = now_ms + state.rules.lease_ms
+                ends = self._promised.setdefault(version, {})
+                ends[getattr(request, "lease", 0)] = now_ms + state.rules.lease_ms
 
     def _is_not_over(self, name: Name, now_ms: int) -> None:
         version = self._now_complete.get(name)

@@ -15,6 +15,7 @@ from kvstore.client.flows import writing
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Ask, Context
 from kvstore.client.flows.writing import Items, PutOptions
+from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.client.values import encode_all
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state.effects import Answer, Later, Send
@@ -114,7 +115,7 @@ def test_4_a_grant_of_one_master_is_not_written_where_the_next_one_says() -> Non
     context = Context(
         clock=lambda: 0.0, host="h", segments=SegmentTable(lambda: 0.0),
         placements=PlacementCache(0, lambda: 0.0), lease_margin_s=0.1, verify_payload=True,
-        counters={}, pool=cast(Any, None), views=cast(Any, None),
+        counters={}, pool=cast(Any, None), views=cast(Any, None), leases=ReadLeases(0),
     )  # fmt: skip
     items = Items([Key(b"k")], *encode_all([b"value"]))
     flow = writing.write(context, items, PutOptions(namespace=A))

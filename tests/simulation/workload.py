@@ -140,7 +140,9 @@ class Worker:
     async def _match(self) -> None:
         namespace = self.random.choice(NAMESPACES)
         keys = self._chain()
-        matched = (await self.client.run(asking.match_prefix([namespace], keys)))[0].matched
+        matched = (
+            await self.client.run(asking.match_prefix(self.client.context, [namespace], keys))
+        )[0].matched
         self._note(f"match {keys[0].decode()}..: {matched}")
         if matched:
             await self.read(namespace, keys[:matched])
@@ -202,7 +204,12 @@ class Worker:
 
     async def _exists(self) -> None:
         keys = [self._a_key() for _ in range(3)]
-        await self.client.run(asking.exists(self.random.choice(NAMESPACES), keys, lease=False))
+        namespace, leases = self.random.choice(NAMESPACES), self.random.random() < 0.3
+        there = await self.client.run(asking.exists(self.client.context, namespace, keys, leases))
+        if leases and self.random.random() < 0.5:
+            await self.read(
+                namespace, [key for key, found in zip(keys, there, strict=True) if found]
+            )
 
     async def _remove(self) -> None:
         namespace = self.random.choice(NAMESPACES)

@@ -73,6 +73,9 @@ def of(kind: Any, message: Descriptor) -> st.SearchStrategy[Any]:
             values = _field(hints[name], message.fields_by_name[name], row)
             if kind._field_defaults.get(name) not in (None, 0, "", ()):
                 values = values.filter(bool)  # an empty one is left out, and is the default then
+            field = message.fields_by_name[name]
+            if kind._field_defaults.get(name) == () and field.message_type is None:
+                values = values.map(lambda rows: rows or ())
             row[name] = draw(values)
         return kind(**row)
 

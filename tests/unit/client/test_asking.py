@@ -6,7 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS
-from kvstore.client.flows.asking import Match, Reach, match_all, match_prefix, remove
+from kvstore.client.flows.asking import Match, match_all, match_prefix, remove
 from kvstore.errors import MasterUnreachableError, UnavailableError
 from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from tests.unit.client.world import EPOCH, World
@@ -40,7 +40,7 @@ class Master:
 def run(master: Master, count: int) -> list[Match]:
     world = World()
     world.answers[calls.MatchPrefix] = master
-    return world.run(match_prefix(SPACES[: len(master.present)], keys(count)))
+    return world.run(match_prefix(world.context, SPACES[: len(master.present)], keys(count)))
 
 
 @pytest.mark.parametrize(
@@ -94,23 +94,23 @@ class States(Master):
         return answer._replace(state=max(here, default=0))
 
 
-def run_reach(master: States, count: int) -> Reach:
+def run_reach(master: States, count: int) -> tuple[int, bool, int]:
     world = World()
     world.answers[calls.MatchPrefix] = master
     spaces = SPACES[: len(master.present)]
-    return world.run(match_all(spaces, [Namespace("s")], keys(count)))
+    return world.run(match_all(world.context, spaces, [Namespace("s")], keys(count)))[:3]
 
 
 def test_chains_and_states_are_one_question() -> None:
     master = States(9, 7, states=[2, 5, 8])
-    assert run_reach(master, 10) == Reach(7, False, 5)
+    assert run_reach(master, 10) == (7, False, 5)
     assert master.asked == [(SPACES, 10)]
-    assert run_reach(States(states=[2, 5, 8]), 10) == Reach(10, False, 8)
+    assert run_reach(States(states=[2, 5, 8]), 10) == (10, False, 8)
 
 
 def test_a_state_beyond_what_the_chains_reach_is_asked_for_again() -> None:
     master = States(7, states=[2, 5, 8], in_pieces=True)
-    assert run_reach(master, 10) == Reach(7, False, 5)
+    assert run_reach(master, 10) == (7, False, 5)
     assert master.asked == [(SPACES[:1], 10), ([], 7)]
 
 
@@ -121,7 +121,7 @@ def test_of_more_keys_than_a_call_has_the_last_ones_are_asked_first() -> None:
 
     number = 2 * BATCH_KEYS_MAX
     master = Chains(number - 1, states=[3, BATCH_KEYS_MAX - 2])
-    assert run_reach(master, number) == Reach(number - 1, False, BATCH_KEYS_MAX - 2)
+    assert run_reach(master, number) == (number - 1, False, BATCH_KEYS_MAX - 2)
     assert master.asked[-2:] == [([], BATCH_KEYS_MAX), ([], BATCH_KEYS_MAX - 1)]
 
 

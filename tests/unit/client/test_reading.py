@@ -43,17 +43,18 @@ def test_found_objects_are_read_and_misses_are_none() -> None:
     assert [type(request) for request in world.asked] == [calls.Lookup, calls.DescribeSegments]
 
 
-def test_while_the_lease_lives_nobody_is_asked_again() -> None:
+def test_what_is_read_twice_within_a_second_is_leased_by_time_and_then_needs_no_call() -> None:
     world = World()
     place(world, b"a", b"payload")
     world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
-    read(world, b"a")
-    world.now += 9.7  # of 10 s, less a margin of 0.2
-    assert read(world, b"a") == [b"payload"]
-    assert len(world.requests(calls.Lookup)) == 1
+    for pause in (0.0, 2.1, 0.9, 9.7):  # of the last lease of 10 s, less a margin of 0.2
+        world.now += pause
+        assert read(world, b"a") == [b"payload"]
+    assert [request.lease for request in world.requests(calls.Lookup)] == [1, 2, 0]
     world.now += 0.2
     assert read(world, b"a") == [b"payload"]
-    assert len(world.requests(calls.Lookup)) == 2
+    assert [request.lease for request in world.requests(calls.Lookup)] == [1, 2, 0, 3]
+    assert world.context.leases.take() == [1, 2, 3]
 
 
 def test_a_read_that_ends_after_its_lease_is_thrown_away() -> None:

@@ -16,6 +16,7 @@ from kvstore import calls
 from kvstore.calls import PutRevoke, Renew, Renewed
 from kvstore.client.leases import leases as module
 from kvstore.client.leases.leases import Granted, Lease, LeasedPlace, LeaseTable, Mounted, Named
+from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.client.leases.views import Views
 from kvstore.client.values import Bytes1D
 from kvstore.clocks import uptime
@@ -79,7 +80,7 @@ def master() -> Master:
 
 @pytest.fixture
 def views(master: Master) -> Iterator[Views]:
-    views = Views(master, lease_margin_s=0.05)
+    views = Views(master, lease_margin_s=0.05, reads=ReadLeases(0))
     yield views
     views.close()
 
@@ -330,7 +331,7 @@ def test_a_lease_that_is_due_sooner_wakes_the_thread(views: Views, master: Maste
 
 
 def test_closing_ends_the_thread_and_not_the_memory(master: Master) -> None:
-    with contextlib.closing(Views(master, lease_margin_s=0.05)) as views:
+    with contextlib.closing(Views(master, lease_margin_s=0.05, reads=ReadLeases(0))) as views:
         array = memory()
         lease = add(views, array, named(1), soon())
         views.close()

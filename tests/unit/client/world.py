@@ -16,6 +16,7 @@ from kvstore.calls import Placements, PutOutcome, SegmentInfo
 from kvstore.client.flows.placements import PlacementCache, SegmentTable
 from kvstore.client.flows.steps import Ask, Context, Flow, Pause, Transfer
 from kvstore.client.flows.writing import Items
+from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.client.values import encode, encode_all
 from kvstore.errors import KVStoreError
 from kvstore.limits import DEFAULT_NAMESPACE, Key, Namespace
@@ -106,6 +107,7 @@ class World:
             host="host",
             segments=SegmentTable(lambda: self.now),
             placements=PlacementCache(100, lambda: self.now),
+            leases=ReadLeases(100, lambda: self.now, 1),
             pool=cast(Any, None),
             views=cast(Any, None),
             lease_margin_s=0.2,

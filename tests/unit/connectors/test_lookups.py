@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvstore.client.flows.asking import Match, Reach
+from kvstore.client.leases.read_leases import ReadLease
 from kvstore.connectors.vllm import lookups as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.lookups import (
@@ -65,6 +66,7 @@ class Store:
             min((match.matched for match in answer), default=len(keys)),
             any(match.being_written for match in answer),
             self.state,
+            ReadLease(len(self.asked)),
         )
 
     def hold(self) -> None:

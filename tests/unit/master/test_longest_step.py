@@ -23,12 +23,13 @@ from kvstore.limits import (
     PIN_KEYS_MAX,
     PROTOCOL_VERSION,
     PUT_KEYS_MAX,
+    RELEASED_MAX,
     REPLICAS_MAX,
     Key,
     Namespace,
 )
 from kvstore.master.service import MasterService
-from kvstore.master.state import draining, forest, pool, removing, repairing, sweeping
+from kvstore.master.state import draining, forest, leases, pool, removing, repairing, sweeping
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
@@ -281,6 +282,16 @@ def renew(world: World) -> calls.Request:
     return calls.Renew(SPACE, keys, found.epochs, found.counters, EPOCH, tokens)
 
 
+def release(world: World) -> calls.Request:
+    """Of objects that evictions have passed over while they were leased."""
+    for start in range(0, world.count, BATCH_KEYS_MAX):
+        keys = world.keys[start : start + BATCH_KEYS_MAX]
+        world.ask(calls.Lookup(SPACE, keys, 1 + start))
+    for segment in world.state.pool.segments.values():
+        segment.candidates.peek(world.now_ms, 1 << 20)
+    return calls.Release(range(1, 1 + RELEASED_MAX))
+
+
 def pin(world: World) -> calls.Request:
     """Of which the last keeps as many ancestors as there are."""
     return calls.Pin(SPACE, world.keys[world.count - PIN_KEYS_MAX : world.count][::-1], 1_000)
@@ -401,8 +412,8 @@ def join(world: World) -> calls.Request:
 
 BOUNDS: list[Callable[[World], calls.Request]] = [
     match, scan, lookup, exists, leased_exists, put_start, put_below_missing, put_end, put_revoke,
-    allocate, commit, renew, pin, unpin, remove, remove_first, report_corrupt, clear, clear_all,
-    describe, report_failure, status, traffic, chains_of_one,
+    allocate, commit, renew, release, pin, unpin, remove, remove_first, report_corrupt, clear,
+    clear_all, describe, report_failure, status, traffic, chains_of_one,
     chains_of_all, chains_of_blocks, blocks, listed, stat, drain, start_moves, start_repairs,
     join,
 ]  # fmt: skip
@@ -422,6 +433,7 @@ SLICES = [
     (draining, "LINE_MAX"),
     (repairing, "SCAN_STEPS"),
     (repairing, "SORTED_PER_SLICE"),
+    (leases, "RELEASED_PER_STEP"),
 ]
 """Made so small that what is there would show."""
 

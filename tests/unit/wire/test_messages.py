@@ -184,7 +184,8 @@ AVOIDED = (bytes(16),) * 64
 AT_THEIR_BOUNDS: tuple[calls.Request, ...] = (
     calls.Join("c" * 255, "h" * 255, 2**32 - 1, 2**32 - 1, "n" * 255, 2**64 - 1),
     calls.MatchPrefix(
-        [Namespace("n" * 128)] * 256, [LONG] * BATCH_KEYS_MAX, True, [Namespace("s" * 128)] * 256
+        [Namespace("n" * 128)] * 256, [LONG] * BATCH_KEYS_MAX, True, [Namespace("s" * 128)] * 256,
+        2**64 - 1, [2**64 - 1] * 256,
     ),
     calls.PutStart(
         NAMESPACE, [Key(number.to_bytes(2, "big")) for number in range(512)], [SIZE_MAX] * 512,

@@ -1,0 +1,119 @@
+"""Leases that clients release before they end, by numbers that the clients choose.
+
+A client leases objects under a random number with each call, and names the number again when it has
+finished reading. No other client knows the number, so a client can release only its own leases. A
+number that is released late or twice is unknown, and ignored.
+
+Each record counts the leases that may still be released (``readers``). Its lease ends when the
+last one is released, but not before ``kept_until_ms``: so long the record is leased to those who
+cannot release it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from kvstore.master.state.common import Common
+from kvstore.master.state.jobs import RELEASE
+from kvstore.master.state.records import ObjectRecord
+
+LEASED_MAX: Final = 1 << 18
+"""Objects under numbers, of all clients; the memory for more is not spent: further leases end by
+time alone. 8 bytes each."""
+
+RELEASED_PER_STEP: Final = 1_024
+"""Objects whose leases one step ends: 1 to 2 ms, if all of them were passed over by evictions."""
+
+
+class LeaseGroup:
+    """The objects that were leased under one number."""
+
+    __slots__ = ("records", "until_ms")
+
+    def __init__(self) -> None:
+        self.until_ms = 0
+        self.records: list[ObjectRecord] = []
+        """An object twice if it was leased twice."""
+
+
+class ReaderLeases:
+    """See the module."""
+
+    def __init__(self, common: Common) -> None:
+        self._common = common
+        self._groups: dict[int, LeaseGroup] = {}
+        """By number, in the order of their ends."""
+        self._ending: deque[LeaseGroup] = deque()
+        """Released or expired groups, some of whose records still count them."""
+        self._leased = 0
+        """Objects in all groups."""
+
+    def lease(
+        self, now_ms: int, number: int, records: Sequence[ObjectRecord], until_ms: int
+    ) -> None:
+        """Leases these complete objects. ``number`` 0: by time alone."""
+        oldest = next(iter(self._groups), 0)
+        if oldest and self._groups[oldest].until_ms <= now_ms:
+            self._end(oldest)  # a call adds one group at most
+        if not number or self._leased + len(records) > LEASED_MAX:
+            for record in records:
+                record.keep_until(until_ms)
+            return
+        group = self._groups.pop(number, None) or LeaseGroup()
+        self._groups[number] = group
+        group.until_ms = until_ms
+        group.records.extend(records)
+        self._leased += len(records)
+        for record in records:
+            record.readers += 1
+            record.lease_until_ms = max(record.lease_until_ms, until_ms)
+
+    def release(self, now_ms: int, numbers: Sequence[int]) -> None:
+        """Ends the leases under these numbers, some of them in later steps."""
+        for number in numbers:
+            if number in self._groups:
+                self._end(number)
+        self.end_some(now_ms)
+
+    def _end(self, number: int) -> None:
+        self._ending.append(self._groups.pop(number))
+        self._common.jobs.due |= RELEASE
+
+    def end_some(self, now_ms: int) -> None:
+        """Does a slice of the work on groups that have ended."""
+        left = RELEASED_PER_STEP
+        pool, ending = self._common.pool, self._ending
+        has_freed = False
+        while ending and left:
+            records = ending[0].records
+            while records and left:
+                left -= 1
+                self._leased -= 1
+                record = records.pop()
+                record.readers -= 1
+                if not record.readers and record.lease_until_ms > now_ms:
+                    record.lease_until_ms = max(now_ms, record.kept_until_ms)
+                    if record.ticket:
+                        pool.lease_ended(record)
+                        has_freed = True
+            if not records:
+                ending.popleft()
+        self._common.jobs.note(RELEASE, bool(ending))
+        if has_freed:
+            self._common.room_made()
+
+    def check_invariants(self) -> None:
+        counts: dict[ObjectRecord, int] = {}
+        for group in (*self._groups.values(), *self._ending):
+            for record in group.records:
+                counts[record] = counts.get(record, 0) + 1
+        assert all(record.readers == count for record, count in counts.items())
+        assert sum(counts.values()) == self._leased <= LEASED_MAX
+        for record in self._common.forest.records():
+            assert record.readers == counts.get(record, 0), "counted, and in no group"
+            assert record.kept_until_ms <= record.lease_until_ms
+        ends = [group.until_ms for group in self._groups.values()]
+        assert ends == sorted(ends)
+        self._common.jobs.check(RELEASE, bool(self._ending))

@@ -1,0 +1,140 @@
+"""What a client does with its leases once it has read the objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvstore import calls
+from kvstore.client.flows import asking, getting, reading
+from kvstore.client.flows.reading import Target
+from kvstore.client.leases.read_leases import IDLE_S
+from kvstore.client.leases.views import Views
+from kvstore.clocks import uptime
+from kvstore.limits import Key
+from tests.unit.client.world import EPOCH, A, B, N, World, found
+
+AT, AT_B = 4096, 8192
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.store(1, AT, A, b"payload", 5)
+    world.store(1, AT_B, B, b"another", 6)
+    places = {A: (7, 5, [(1, AT)]), B: (7, 6, [(1, AT_B)])}
+    world.answers[calls.Lookup] = lambda request: found(*(places[key] for key in request.keys))
+    return world
+
+
+def get(world: World, *keys: Key) -> None:
+    targets = [Target(key) for key in keys]
+    world.run(reading.read(world.context, N, targets))
+    assert all(target.placed is not None for target in targets)
+
+
+def numbers(world: World) -> Sequence[int]:
+    return [request.lease for request in world.requests(calls.Lookup)]
+
+
+def test_a_get_releases_its_lease_with_the_next_call(world: World) -> None:
+    leases = world.context.leases
+    get(world, A)
+    request = leases.carried(calls.Exists(N, [A]))
+    assert isinstance(request, calls.Exists)
+    assert request.released == numbers(world) == [1]
+    assert leases.carried(request) is request, "nothing is left to release"
+    assert leases.carried(calls.PutEnd(1, [1])) == calls.PutEnd(1, [1])
+
+
+def test_of_several_objects_only_those_that_were_read_before_are_leased_by_time(
+    world: World,
+) -> None:
+    get(world, A)
+    get(world, B, A, B)
+    assert [(each.lease, list(each.keys)) for each in world.requests(calls.Lookup)] == [
+        (1, [A]), (2, [B, B]), (0, [A]),
+    ]  # fmt: skip
+    assert world.context.leases.take() == [1, 2]
+
+
+def test_a_failed_get_releases_its_lease_too(world: World) -> None:
+    flow = reading.read(world.context, N, [Target(A)])
+    next(flow)
+    with pytest.raises(KeyboardInterrupt):
+        flow.throw(KeyboardInterrupt())
+    assert world.context.leases.take() == [1]
+
+
+def test_a_lookup_is_released_when_all_that_it_found_was_read_or_released(world: World) -> None:
+    world.run(getting.lookup(world.context, N, [A, B]))
+    get(world, A)
+    assert len(world.requests(calls.Lookup)) == 1, "the read needs no call"
+    assert not world.context.leases.take()
+    reading.release(world.context, N, [B])
+    assert world.context.leases.take() == [1]
+    get(world, B)
+    assert numbers(world) == [1, 2]
+
+
+def test_a_later_lookup_takes_the_place_of_an_earlier_one(world: World) -> None:
+    world.run(getting.lookup(world.context, N, [A]))
+    world.run(getting.lookup(world.context, N, [A]))
+    assert world.context.leases.take() == [1]
+    get(world, A)
+    assert world.context.leases.take() == [2]
+
+
+def test_a_view_keeps_the_lease_of_a_lookup(world: World) -> None:
+    world.run(getting.lookup(world.context, N, [A]))
+    flow = reading.locate(world.context, N, [A])
+    world.run(flow)
+    get(world, A)
+    assert not world.context.leases.take()
+
+
+def test_exists_and_match_are_released_by_the_reads_after_them(world: World) -> None:
+    world.answers[calls.Exists] = calls.Existing(b"\1\0")
+    world.run(asking.exists(world.context, N, [A, B], leases=True))
+    none = calls.NO_PLACEMENTS
+    world.answers[calls.MatchPrefix] = calls.Matched(EPOCH, 10_000, [calls.PrefixMatch(2, 0, none)])
+    world.run(asking.match_prefix(world.context, [N], [A, B]))
+    get(world, A)
+    assert world.context.leases.take() == [1, 3]
+    get(world, B)
+    assert world.context.leases.take() == [2, 4]
+
+
+def test_a_match_for_an_engine_is_released_by_the_engine(world: World) -> None:
+    none = calls.NO_PLACEMENTS
+    world.answers[calls.MatchPrefix] = calls.Matched(EPOCH, 10_000, [calls.PrefixMatch(2, 0, none)])
+    reach = world.run(asking.match_all(world.context, [N], [], [A, B]))
+    get(world, B)
+    assert world.context.leases.take() == [2]
+    world.context.leases.done(reach.lease)
+    assert world.context.leases.take() == [1]
+
+
+def test_without_another_call_a_thread_releases(world: World) -> None:
+    asked: list[tuple[calls.Request, float]] = []
+    leases = world.context.leases
+    leases._clock = uptime
+    views: Views
+
+    def ask(request: calls.Request, seconds: float) -> calls.Reply:
+        asked.append((request, uptime()))
+        views.stop_renewing()
+        return calls.ReleaseReply()
+
+    views = Views(ask, lease_margin_s=0.1, reads=leases)
+    began = uptime()
+    get(world, A)
+    thread = views._thread
+    while thread is None:
+        thread = views._thread
+    thread.join(10)
+    [(request, at)] = asked
+    assert request == calls.Release([1])
+    assert at - began >= IDLE_S
+    views.close()
