@@ -155,7 +155,6 @@ class Putting:
         keys = list(request.keys)
         self._keeping.make_room(now_ms, request.namespace, keys)
         table = self._forest.table(request.namespace)
-        lease_until_ms = now_ms + self._common.rules.lease_ms
         outcomes = bytearray([PutOutcome.WRITE]) * len(keys)
         granted: list[int] = []
         there = 0
@@ -171,7 +170,7 @@ class Putting:
             elif outcome is PutOutcome.FOUND:
                 there += 1
                 found.last_used_ms = now_ms
-                found.keep_until(lease_until_ms)
+                found.keep_until(now_ms + 1)  # this request does not evict it
         if not granted:
             self._count_not_written(outcomes)
             return self._granting.reply(bytes(outcomes), []), there
@@ -180,7 +179,7 @@ class Putting:
         parent_key = keys[first - 1] if request.chain and first else request.parent
         parent = None if parent_key is None or table is None else table.get(parent_key)
         if parent is not None and parent.complete:
-            parent.keep_until(lease_until_ms)
+            parent.keep_until(now_ms + 1)
             near = next(segment for segment, _ in parent.extents() if segment.alive)
         sizes = [request.sizes[index] for index in granted]
         self._common.changing = True
@@ -189,6 +188,8 @@ class Putting:
             here_only=request.here_only, owner=self._pool.tenant_of(request.namespace),
         )  # fmt: skip
         if isinstance(taken, Shortage):
+            if parent is not None and request.wait_ms:
+                parent.keep_until(now_ms + self._common.rules.lease_ms)
             return taken, there
         puts = self._place(now_ms, request, keys, granted, sizes, taken)
         if isinstance(puts, Shortage):

@@ -80,28 +80,24 @@ def test_what_is_in_quarantine_is_wiped_again_at_its_end(new_cluster: NewCluster
 # --- leases --------------------------------------------------------------------------------------
 
 
-def test_what_a_put_finds_is_leased(new_cluster: NewCluster) -> None:
+def test_a_put_evicts_neither_its_parent_nor_what_it_finds(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=1)
     cluster.put("a")
 
-    assert list(cluster.start("a").outcomes) == [FOUND]
-
-    with pytest.raises(NoSpaceError):
-        cluster.start("b")
-    cluster.after(LEASE_MS)
-    cluster.put("b")
+    for names in ("b", "ab"):
+        with pytest.raises(NoSpaceError):
+            cluster.start(names, parent=None if "a" in names else "a", chain=False)
 
 
-def test_the_parent_of_a_put_is_leased(new_cluster: NewCluster) -> None:
-    """Also when the put comes to nothing, which makes the parent a leaf again."""
+def test_what_a_put_finds_and_the_parent_of_a_put_are_leased_no_longer_than_the_put(
+    new_cluster: NewCluster,
+) -> None:
     cluster = new_cluster(one=2)
     cluster.put("a")
-
+    assert list(cluster.start("a").outcomes) == [FOUND]
     cluster.revoke(cluster.start("b", parent="a"), settled=True)
 
-    with pytest.raises(NoSpaceError):
-        cluster.start("xy")
-    cluster.after(LEASE_MS)
+    cluster.after(1)
     cluster.put("xy")
 
 
