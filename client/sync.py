@@ -1054,7 +1054,6 @@ class Client:
         timeout_s = self._seconds(timeout_ms)
         deadline = uptime() + timeout_s
         call, pause, move = self._state.stub.call, self._pause, self._state.movers.move
-        leases = self._context.leases
         if trace:
             call = functools.partial(call, trace=trace)
         stop = current()
@@ -1067,7 +1066,7 @@ class Client:
                 outcome: object
                 try:
                     if type(step) is Ask:
-                        outcome = call(leases.carried(step.request), deadline)
+                        outcome = call(step.request, deadline)
                     elif isinstance(step, Pause):
                         outcome = None
                         pause(step.seconds, deadline, timeout_s)

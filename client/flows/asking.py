@@ -53,12 +53,14 @@ def match_all(
     lease = context.leases.new()
     state: int | None = None
     if states and namespaces and len(keys) <= BATCH_KEYS_MAX:
-        request = calls.MatchPrefix(namespaces, keys, False, states, lease.number)
+        request = calls.MatchPrefix(
+            namespaces, keys, False, states, lease.number, context.leases.take()
+        )
         answer = yield from ask(request, calls.Matched)
         matches = [Match(each.matched, each.being_written) for each in answer.matches]
         state = answer.state
     else:
-        matches = (yield from _match(namespaces, keys, lease)) if namespaces else []
+        matches = (yield from _match(context, namespaces, keys, lease)) if namespaces else []
     matched = min((each.matched for each in matches), default=len(keys))
     if state is None or state > matched:
         state = (yield from _last_state(states, keys[:matched], lease)) if states else 0
@@ -83,7 +85,7 @@ def match_prefix(
 ) -> Flow[list[Match]]:
     """How much of a chain each namespace has; leased until the last blocks found were read."""
     lease = context.leases.new()
-    matches = yield from _match(namespaces, keys, lease)
+    matches = yield from _match(context, namespaces, keys, lease)
     tips = {
         (namespace, keys[match.matched - 1]): None
         for namespace, match in zip(namespaces, matches, strict=True)
@@ -95,7 +97,7 @@ def match_prefix(
 
 
 def _match(
-    namespaces: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease
+    context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease
 ) -> Flow[list[Match]]:
     """Matches pieces of ``BATCH_KEYS_MAX`` keys, from the front, as long as any namespace has all
     keys of a piece: missing keys cost nothing. Matched keys are leased, so the prefix stays whole
@@ -105,7 +107,8 @@ def _match(
     for start in range(0, len(keys), BATCH_KEYS_MAX):
         piece = keys[start : start + BATCH_KEYS_MAX] if len(keys) > BATCH_KEYS_MAX else keys
         asked = [namespaces[index] for index in whole]
-        request = calls.MatchPrefix(asked, piece, False, lease=lease.number)
+        released = context.leases.take()
+        request = calls.MatchPrefix(asked, piece, False, (), lease.number, released)
         answer = yield from ask(request, calls.Matched)
         for index, each in zip(whole, answer.matches, strict=True):
             found[index] = Match(start + each.matched, each.being_written)
@@ -121,7 +124,7 @@ def exists(
     if not keys:
         return []
     lease = context.leases.new() if leases else None
-    request = calls.Exists(namespace, keys, lease.number if lease else 0)
+    request = calls.Exists(namespace, keys, lease.number if lease else 0, context.leases.take())
     existing = yield from ask(request, calls.Existing)
     presences = np.frombuffer(bytes(existing.presence), np.uint8)
     there: list[bool] = (presences == calls.Presence.COMPLETE).tolist()

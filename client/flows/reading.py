@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -172,31 +173,22 @@ def locate(
         wanted = [key for key, known in zip(keys, placed, strict=True) if known is None]
         if not wanted:
             return placed
-    if leases is None:
-        rows = yield from _look_up(context, namespace, wanted)
-    else:
-        rows = yield from _look_up_once(context, namespace, wanted, leases)
-    if len(rows) == len(keys):
-        return rows
-    looked_up = iter(rows)
-    return [next(looked_up) if known is None else known for known in placed]
-
-
-def _look_up_once(
-    context: Context, namespace: Namespace, keys: Sequence[Key], leases: list[ReadLease]
-) -> Flow[list[Placed | None]]:
-    """Leases the objects under a new number, except those that were read a moment ago."""
-    again = context.leases.read_again(namespace, keys)
-    once = [key for key in keys if key not in again] if again else keys
-    rows: list[Placed | None] = []
-    if once:
-        leases.append(context.leases.new())
-        rows = yield from _look_up(context, namespace, once, leases[-1].number)
-    if not again:
-        return rows
-    more = yield from _look_up(context, namespace, list(again))
-    of_key = dict(zip([*once, *again], [*rows, *more], strict=True))
-    return [of_key[key] for key in keys]
+    parts: list[tuple[Sequence[Key], ReadLease | None]] = [(wanted, None)]
+    if leases is not None:
+        again = context.leases.read_again(namespace, wanted)
+        once = [key for key in wanted if key not in again] if again else wanted
+        parts = [(list(again), None)] if again else []
+        if once:
+            parts.append((once, context.leases.new()))
+    of_key: dict[Key, Placed | None] = {}
+    for part, lease in parts:
+        if lease is not None and leases is not None:
+            leases.append(lease)
+        rows = yield from _look_up(context, namespace, part, lease.number if lease else 0)
+        if part is keys:
+            return rows
+        of_key.update(zip(part, rows, strict=True))
+    return [of_key.get(key) if known is None else known for key, known in zip_longest(keys, placed)]
 
 
 def _look_up(
@@ -204,7 +196,7 @@ def _look_up(
 ) -> Flow[list[Placed | None]]:
     """Leases the objects under this number; 0: by time, and remembers where they are."""
     asked = context.clock()
-    found = yield Ask(calls.Lookup(namespace, keys, number))
+    found = yield Ask(calls.Lookup(namespace, keys, number, context.leases.take()))
     assert isinstance(found, calls.Found)
     until = asked + found.lease_ms / 1000 - context.lease_margin_s
     known = yield from describe(context, found.epoch, found.placements.segments)
@@ -272,75 +264,64 @@ def read(
     """
     leases: list[ReadLease] = []
     try:
-        yield from _read(context, namespace, targets, timeout_ms, kind, leases)
+        todo = list(targets)
+        fresh = False
+        for attempt in range(ATTEMPTS):
+            keys = [target.key for target in todo]
+            placed = yield from locate(context, namespace, keys, fresh=fresh, leases=leases)
+            groups: dict[int, _SegmentReads] = {}
+            for target, known in zip(todo, placed, strict=True):
+                if known is not None:
+                    replica = known.replicas[0]
+                    if target.bad or context.segments.failing:
+                        target.bad = confirmed(target.bad, known)
+                        replicas = context.segments.reachable(in_order(known, target.bad))
+                        if not replicas:
+                            context.count("avoided_reads")
+                            continue  # a miss: none of its nodes has answered
+                        replica = replicas[0]
+                    segment, offset, capability = replica
+                    group = groups.get(id(segment))
+                    if group is None:
+                        reads = kind(segment, namespace, verify=context.verify_payload)
+                        group = groups[id(segment)] = _SegmentReads(reads, [])
+                    group.reads.add(known, offset, target, capability)
+                    group.targets.append((target, known, replica))
+            if not groups:
+                todo = []
+                break
+            if not attempt:
+                failover = context.failover_at(timeout_ms)
+                for reads, its_targets in groups.values():
+                    if all(len(known.replicas) > 1 for _, known, _ in its_targets):
+                        reads.deadline = failover
+            errors = yield [group.reads for group in groups.values()]
+            assert isinstance(errors, list)
+            todo = []
+            for group, error in zip(groups.values(), errors, strict=True):
+                if error is None:
+                    todo += _finish(context, group)
+                else:
+                    yield from unreachable(context, group.reads.segment, error)
+                    if error.fields.get("final"):
+                        raise copy(error)  # no frame refers to the copy
+                    todo += [target for target, _, _ in group.targets]
+            if not todo:
+                break
+            for target in todo:
+                context.placements.forget(namespace, target.key)
+            fresh = True
+        # Where a target was not found in the end, one bad read may have met a removal, two have
+        # not.
+        bad = [target.bad for target in todo if len(target.bad) > 1]
+        bad += [target.bad for target in targets if target.bad and target.placed is not None]
+        yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])
     finally:
         if leases or context.leases.expects:
             keys = [target.key for target in targets]
             if leases:
                 context.leases.note_reads(namespace, keys)
             context.leases.give_up(namespace, keys, leases)
-
-
-def _read(
-    context: Context,
-    namespace: Namespace,
-    targets: Sequence[Target],
-    timeout_ms: int | None,
-    kind: type[ObjectReads],
-    leases: list[ReadLease],
-) -> Flow[None]:
-    """``read``; adds shares of leases to ``leases`` as ``locate`` does."""
-    todo = list(targets)
-    fresh = False
-    for attempt in range(ATTEMPTS):
-        keys = [target.key for target in todo]
-        placed = yield from locate(context, namespace, keys, fresh=fresh, leases=leases)
-        groups: dict[int, _SegmentReads] = {}
-        for target, known in zip(todo, placed, strict=True):
-            if known is not None:
-                replica = known.replicas[0]
-                if target.bad or context.segments.failing:
-                    target.bad = confirmed(target.bad, known)
-                    replicas = context.segments.reachable(in_order(known, target.bad))
-                    if not replicas:
-                        context.count("avoided_reads")
-                        continue  # a miss: none of its nodes has answered
-                    replica = replicas[0]
-                segment, offset, capability = replica
-                group = groups.get(id(segment))
-                if group is None:
-                    reads = kind(segment, namespace, verify=context.verify_payload)
-                    group = groups[id(segment)] = _SegmentReads(reads, [])
-                group.reads.add(known, offset, target, capability)
-                group.targets.append((target, known, replica))
-        if not groups:
-            todo = []
-            break
-        if not attempt:
-            failover = context.failover_at(timeout_ms)
-            for reads, its_targets in groups.values():
-                if all(len(known.replicas) > 1 for _, known, _ in its_targets):
-                    reads.deadline = failover
-        errors = yield [group.reads for group in groups.values()]
-        assert isinstance(errors, list)
-        todo = []
-        for group, error in zip(groups.values(), errors, strict=True):
-            if error is None:
-                todo += _finish(context, group)
-            else:
-                yield from unreachable(context, group.reads.segment, error)
-                if error.fields.get("final"):
-                    raise copy(error)  # no frame refers to the copy
-                todo += [target for target, _, _ in group.targets]
-        if not todo:
-            break
-        for target in todo:
-            context.placements.forget(namespace, target.key)
-        fresh = True
-    # Where a target was not found in the end, one bad read may have met a removal; two have not.
-    bad = [target.bad for target in todo if len(target.bad) > 1]
-    bad += [target.bad for target in targets if target.bad and target.placed is not None]
-    yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])
 
 
 def read_values(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[list[Found]]:

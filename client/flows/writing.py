@@ -246,6 +246,7 @@ def _start(
         context.here_only,
         context.client_number,
         options.ttl_ms,
+        context.leases.take(),
     )
     try:
         grants = yield from ask(request, calls.Grants)

@@ -16,9 +16,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import count
-from typing import Final, cast
+from typing import Final
 
-from kvstore import calls
 from kvstore.clocks import uptime
 from kvstore.limits import RELEASED_MAX, Key, Namespace
 
@@ -30,8 +29,6 @@ IDLE_S: Final = 0.25
 
 EXPECTED_MAX: Final = 65_536
 """Leased objects that are to be read by later calls. The leases of older ones end by time."""
-
-_CARRIERS: Final = frozenset((calls.Lookup, calls.PutStart, calls.MatchPrefix, calls.Exists))
 
 
 class ReadLease:
@@ -148,8 +145,10 @@ class ReadLeases:
         """When a call of its own should release what waits; infinity: nothing waits."""
         return self._finished_at + IDLE_S if self._finished else math.inf
 
-    def take(self) -> list[int]:
+    def take(self) -> Sequence[int]:
         """Up to ``RELEASED_MAX`` leases, which the caller sends to the master."""
+        if not self._finished:
+            return ()
         taken: list[int] = []
         while self._finished and len(taken) < RELEASED_MAX:
             try:
@@ -157,9 +156,3 @@ class ReadLeases:
             except IndexError:  # another thread has taken it
                 break
         return taken
-
-    def carried(self, request: calls.Request) -> calls.Request:
-        """The request, with leases to release if there are any and it can carry them."""
-        if not self._finished or type(request) not in _CARRIERS:
-            return request
-        return cast(calls.Lookup, request)._replace(released=self.take())

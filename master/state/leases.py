@@ -11,7 +11,7 @@ cannot release it.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Final
 
@@ -43,7 +43,7 @@ class ReaderLeases:
 
     def __init__(self, common: Common) -> None:
         self._common = common
-        self._groups: dict[int, LeaseGroup] = {}
+        self._groups: OrderedDict[int, LeaseGroup] = OrderedDict()
         """By number, in the order of their ends."""
         self._ending: deque[LeaseGroup] = deque()
         """Released or expired groups, some of whose records still count them."""

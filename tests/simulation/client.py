@@ -167,8 +167,7 @@ class Client:
             return result
 
     def _carried(self, request: calls.Request) -> calls.Request:
-        """As ``ReadLeases.carried``; sometimes it releases a lease late, or twice."""
-        request = self.context.leases.carried(request)
+        """The request; sometimes it releases a lease late, or twice."""
         released = list(getattr(request, "released", ()))
         for number in released:
             draw = self._random.random()

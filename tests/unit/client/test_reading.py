@@ -54,7 +54,7 @@ def test_what_is_read_twice_within_a_second_is_leased_by_time_and_then_needs_no_
     world.now += 0.2
     assert read(world, b"a") == [b"payload"]
     assert [request.lease for request in world.requests(calls.Lookup)] == [1, 2, 0, 3]
-    assert world.context.leases.take() == [1, 2, 3]
+    assert world.context.leases.take() == [3]
 
 
 def test_a_read_that_ends_after_its_lease_is_thrown_away() -> None:
