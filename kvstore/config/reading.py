@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -216,7 +217,16 @@ def _file_to_read(
     )
     if home:
         places.append(Path(home) / "kvstore" / "kvstore.toml")
-    return next((place for place in places if os.path.lexists(place)), None)
+    found = next((place for place in places if os.path.lexists(place)), None)
+    if found == places[0] and os.stat(".").st_mode & stat.S_IWOTH:
+        user = os.lstat(found).st_uid
+        if user not in (0, os.geteuid()):
+            raise ConfigError(
+                f"{found.absolute()} belongs to the user {user}, in a folder where all may write",
+                advice="Name a file with --config, or none with --config ''.",
+                key=str(found),
+            )
+    return found
 
 
 def _read_toml(path: Path) -> dict[str, object]:

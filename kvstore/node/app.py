@@ -41,7 +41,7 @@ from kvstore.errors import (
 )
 from kvstore.etcd.finding import find_leader
 from kvstore.memory import numa
-from kvstore.memory.entries import free_node_name, group_id, socket_name
+from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, group_id, socket_name
 from kvstore.memory.header import SUPERBLOCK_BYTES, Owner
 from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
@@ -401,10 +401,10 @@ def _start_handover(config: NodeConfig, segment: NodeSegment) -> HandoverServer 
         )
     except OSError as error:
         raise StartupError(
-            f"the memory cannot be handed to clients: {error.strerror or error}",
-            advice="The node makes a socket in /dev/shm. Its own user has to be a member of "
-            "--shm-group, and no other user may have made /dev/shm/"
-            f"{socket_name(segment.shm_name)}.",
+            f"the memory cannot be handed to clients by {SHM_DIRECTORY}/"
+            f"{socket_name(segment.shm_name)}: {error.strerror or error}",
+            advice="If it is another user's, choose another --name, or have it removed. The node's "
+            "own user has to be a member of --shm-group.",
         ) from error
 
 
