@@ -29,6 +29,7 @@ from kvstore.config.node import NodeConfig
 from kvstore.config.proxy import ProxyConfig
 from kvstore.config.values import RefusedValueError, check_token
 from kvstore.errors import ConfigError
+from kvstore.process.watched_files import read_file
 
 log = logging.getLogger("kvstore.config")
 
@@ -120,13 +121,11 @@ def read_token(path: str, setting: str = "http_token_file") -> str:
         ConfigError: the file cannot be read, or holds no token. The error does not show it.
     """
     try:
-        with Path(path).expanduser().open("rb") as file:
-            return check_token(file.read(_TOKEN_BYTES_MAX).decode("ascii", "replace").strip())
-    except OSError as error:
-        what, advice = f"cannot be read: {error.strerror}", ""
+        content = read_file(Path(path).expanduser(), setting, bytes_max=_TOKEN_BYTES_MAX)
+        return check_token(content.decode("ascii", "replace").strip())
     except RefusedValueError as error:
-        what, advice = f"holds no token: it {error}", error.advice
-    raise ConfigError(f"{setting} {path} {what}", advice=advice, key=setting)
+        what = f"{setting} {path} holds no token: it {error}"
+        raise ConfigError(what, advice=error.advice, key=setting) from None
 
 
 def http_token_given() -> str:

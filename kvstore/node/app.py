@@ -66,6 +66,7 @@ from kvstore.node.web import answers_of
 from kvstore.process import background, descriptors, supervisor
 from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.children import NO_PARENT, ParentLink
+from kvstore.process.watched_files import watching
 from kvstore.texts import size_text
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
@@ -122,6 +123,7 @@ def run(
             if config.numa_node >= 0:
                 numa.check_node(config.numa_node)
                 numa.run_on(config.numa_node)  # before threads start: they inherit it
+            stack.enter_context(watching())
             kind = _StartedAs(is_child, keep_orphaned)
             config = config.model_copy(update={"host": _listens_on(config)})
             parent.tell_step(f"reserves {config.memory >> 20} MiB of memory")
