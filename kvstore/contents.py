@@ -27,6 +27,7 @@ from typing import Final, NamedTuple
 from xxhash import xxh3_128
 
 from kvstore.clocks import uptime
+from kvstore.memory.entries import open_entry
 
 log = logging.getLogger("kvstore.weights")
 
@@ -90,9 +91,9 @@ class Remembered:
         if self._file is None:
             return {}
         try:
-            with open(self._file, "rb", opener=_open_itself) as file:
-                if not (_is_ours(self._file.parent.stat()) and _is_ours(os.fstat(file.fileno()))):
-                    return {}
+            if not _is_ours(self._file.parent.stat()):
+                return {}
+            with open(open_entry(self._file, os.O_RDONLY, _is_ours), "rb") as file:
                 # What is cut here is not JSON any more.
                 entries = json.loads(file.read(FILE_BYTES_MAX))
         except (OSError, ValueError, RecursionError):
@@ -176,11 +177,6 @@ def _is_image(descriptor: int, file: os.stat_result) -> bool:
     bytes and the same state, because whoever makes an image chooses all times and inodes."""
     read_only = os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
     return bool(read_only) and file.st_mtime_ns == file.st_ctime_ns
-
-
-def _open_itself(path: str, flags: int) -> int:
-    """Opens no target of a link, and does not wait for the other end of a pipe."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _is_ours(file: os.stat_result) -> bool:

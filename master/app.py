@@ -46,6 +46,7 @@ from kvstore.process import background, descriptors, logs, supervisor
 from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.children import NO_PARENT, Child, ParentLink, start_node
 from kvstore.process.heap import keep_freed_memory
+from kvstore.process.watched_files import refused_files, watching
 from kvstore.tenants import TenantMatcher, TenantRule
 from kvstore.web.channel import Answers, MasterEnd
 from kvstore.web.server.access import secured_by
@@ -94,7 +95,10 @@ def run(
     """
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     keep_freed_memory()
-    with asyncio.Runner(loop_factory=lambda: new_event_loop(config.lane_spin_us)) as runner:
+    with (
+        watching(),
+        asyncio.Runner(loop_factory=lambda: new_event_loop(config.lane_spin_us)) as runner,
+    ):
         return runner.run(_serve(config, parent, temporary))
 
 
@@ -443,6 +447,7 @@ class _Serving:
             "open_files": None if self.gate is None else descriptors.open_now(),
             "auth_valid": None if self.gate is None else [*self.gate.credentials.validity()],
             "shares_refused": {} if self.gate is None else carriers.shares_refused(),
+            "files_refused": refused_files(),
             "counters": {
                 "connections_refused": carriers.lane_stats.refused,
                 **self._refusals(),

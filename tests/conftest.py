@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvstore.config import NATIVE_VARIABLE
+from kvstore.process import watched_files
 from tests.support import apart, costs, fake_device, leaks
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +110,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if suite not in QUICK or where.startswith((*NEED_VLLM, KERNELS)):
             item.add_marker("slow")
     items.sort(key=lambda item: SUITES.index(item.path.relative_to(root).parts[0]))
+
+
+@pytest.fixture
+def files_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files count as soon as they are written, and not once they are at rest."""
+    monkeypatch.setattr(watched_files, "LOOK_S", 0.0)
+    monkeypatch.setattr(watched_files, "REST_S", 0.0)
 
 
 @pytest.fixture(autouse=True)

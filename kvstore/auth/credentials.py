@@ -2,8 +2,8 @@
 
 ``KVSTORE_AUTH`` names one file of PEM (``kvstore auth issue`` writes it: the key, the chain of the
 certificate, and behind the line ``Authorities:`` the certificates of the authorities), or a folder
-with ``tls.key``, ``tls.crt`` and ``ca.crt``, as cert-manager writes them. It is read again when it
-has changed: new connections use what is there then. Nothing is written, logged or shown of a key.
+with ``tls.key``, ``tls.crt`` and ``ca.crt``, as cert-manager writes them. New connections use what
+is there then (``kvstore.process.watched_files``). Nothing is written, logged or shown of a key.
 
 A peer proves its role by a name in its certificate, not by its address: masters have the name
 ``master.kvstore``, nodes ``node.kvstore``, as ``kvstore auth issue`` writes them. So a node or an
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -31,7 +32,8 @@ import grpc
 from kvstore.auth.validity import DAY_S, Validity, validity_of
 from kvstore.clocks import uptime
 from kvstore.errors import ConfigError
-from kvstore.network.tls import mark_of, no_passphrase, renewing
+from kvstore.network.tls import Certificate, load_chain, renewing
+from kvstore.process.watched_files import WatchedFile, read_file
 
 log = logging.getLogger("kvstore.auth")
 
@@ -41,14 +43,8 @@ NODE_NAME: Final = "node.kvstore"
 AUTHORITIES: Final = "Authorities:"
 """The line in a file of ``kvstore auth issue`` behind which the authorities stand."""
 
-FILE_BYTES_MAX: Final = 1 << 20
-
 LOOK_S: Final = 3_600.0
 """How often a server looks whether its certificate ends soon."""
-
-RETRY_S: Final = 10.0
-"""After which a file that could not be used is tried again, even if it looks as before: a disk that
-was away, a process out of descriptors."""
 
 _KEY: Final = re.compile(
     rb"-----BEGIN (?:EC |RSA )?PRIVATE KEY-----.+?-----END (?:EC |RSA )?PRIVATE KEY-----\s*",
@@ -81,28 +77,19 @@ class Credentials:
         """
         self.path = path
         self._lock = threading.Lock()
-        self._seen = _seen(path)
-        self._again_at = math.inf
-        self._pems = read(path)
-        self._client = self._pems, _loaded(self._pems)
+
+        def load() -> Pems:
+            pems = read(path)
+            _loaded(pems)
+            return pems
+
+        self._file = WatchedFile("auth", path, load, files=functools.partial(_files, path))
+        self._client = self.pems(), _loaded(self.pems())
         self._remind_at = -math.inf
 
     def pems(self) -> Pems:
         """What the file holds now; what it held before, if it cannot be used now."""
-        with self._lock:
-            if (found := _seen(self.path)) != self._seen or uptime() >= self._again_at:
-                self._seen = found
-                try:
-                    pems = read(self.path)
-                    _loaded(pems)
-                except ConfigError as error:
-                    self._again_at = uptime() + RETRY_S
-                    log.warning("auth_not_renewed reason=%s", error)
-                else:
-                    self._again_at = math.inf
-                    self._pems = pems
-                    log.info("auth_renewed file=%s", self.path)
-            return self._pems
+        return self._file.value
 
     def validity(self) -> Validity:
         """Until when peers accept what the file holds now."""
@@ -149,14 +136,15 @@ class Credentials:
         Raises:
             ConfigError: ``cert`` or ``key`` cannot be used.
         """
+        shown = Certificate(cert, key) if cert else None
 
-        def load() -> ssl.SSLContext:
-            context = _loaded(self.pems(), is_server=True, cert=cert, key=key)
+        def load(content: tuple[Pems, tuple[bytes, bytes] | None]) -> ssl.SSLContext:
+            context = _loaded(content[0], is_server=True, shown=content[1])
             if is_optional:
                 context.verify_mode = ssl.CERT_OPTIONAL
             return context
 
-        return renewing(load, lambda: (self.pems(), mark_of(cert), mark_of(key)), log)
+        return renewing(lambda: (self.pems(), None if shown is None else shown.value), load)
 
     def check_serves(self, name: str) -> None:
         """Finds out whether peers would accept this process as a server of this name, by a
@@ -237,9 +225,13 @@ def alternative_names(certificate: object) -> list[str]:
 
 
 def _loaded(
-    pems: Pems, *, is_server: bool = False, cert: str = "", key: str = ""
+    pems: Pems, *, is_server: bool = False, shown: tuple[bytes, bytes] | None = None
 ) -> ssl.SSLContext:
-    """Raises ConfigError: key and certificate do not belong together, or are none."""
+    """``shown``: as ``Certificate.value``, instead of the own key and certificate.
+
+    Raises:
+        ConfigError: key and certificate do not belong together, or are none.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.verify_mode = ssl.CERT_REQUIRED
@@ -249,26 +241,12 @@ def _loaded(
         context.num_tickets = 0  # who resumes shows no certificate, so it may have expired since
     try:
         context.load_verify_locations(cadata=pems.authorities.decode("ascii"))
-        if cert:
-            context.load_cert_chain(cert, key, password=no_passphrase)
-        else:
-            _load_chain(context, pems)
+        load_chain(context, *(shown or pems[:2]))
     except (ssl.SSLError, OSError, ValueError) as error:
         mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
         what = "do not belong together" if mismatch else f"cannot be used: {error}"
-        of = f"{key} and the certificate {cert}" if cert else "and the certificate of auth"
-        raise ConfigError(f"the key {of} {what}", key="http_cert" if cert else "auth") from None
+        raise ConfigError(f"the key and the certificate of auth {what}", key="auth") from None
     return context
-
-
-def _load_chain(context: ssl.SSLContext, pems: Pems) -> None:
-    """``ssl`` loads keys from files only: this one is in memory, and nobody else's."""
-    descriptor = os.memfd_create("kvstore-auth", os.MFD_CLOEXEC)
-    try:
-        os.write(descriptor, pems.key + pems.chain)
-        context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=no_passphrase)
-    finally:
-        os.close(descriptor)
 
 
 def key_file(path: str) -> Path:
@@ -282,13 +260,11 @@ def read(path: str, *, check_mode: bool = True) -> Pems:
     Raises:
         ConfigError: it cannot be read, others may read it, or it is not complete.
     """
-    place = Path(path)
-    if os.path.isdir(path):
-        key, chain, authorities = (
-            _bytes(place / name) for name in ("tls.key", "tls.crt", "ca.crt")
-        )
+    contents = [read_file(file, "auth") for file in _files(path)]
+    if len(contents) > 1:
+        key, chain, authorities = contents
     else:
-        chain, *after = _AUTHORITIES.split(_bytes(place), maxsplit=1)
+        chain, *after = _AUTHORITIES.split(contents[0], maxsplit=1)
         key, authorities = chain, b"".join(after)
     if check_mode:
         check_mode_of(key_file(path))
@@ -314,14 +290,6 @@ def read(path: str, *, check_mode: bool = True) -> Pems:
     return pems
 
 
-def _bytes(path: Path) -> bytes:
-    try:
-        with path.open("rb") as file:
-            return file.read(FILE_BYTES_MAX)
-    except OSError as error:
-        raise ConfigError(f"auth {path} cannot be read: {error.strerror}", key="auth") from None
-
-
 def check_mode_of(path: Path, setting: str = "auth") -> None:
     """Raises ConfigError: other users may read the key. Its group may: Kubernetes mounts secrets
     of mode 440 for the group of a pod."""
@@ -339,8 +307,7 @@ def check_mode_of(path: Path, setting: str = "auth") -> None:
         )
 
 
-def _seen(path: str) -> tuple[object, ...]:
+def _files(path: str) -> list[Path]:
     place = Path(path)
     names = ("tls.key", "tls.crt", "ca.crt")
-    files = [place / name for name in names] if os.path.isdir(path) else [place]
-    return tuple(mark_of(file) for file in files)
+    return [place / name for name in names] if os.path.isdir(path) else [place]

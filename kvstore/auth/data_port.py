@@ -9,7 +9,6 @@ proves that it is one of the cluster; what it may read and write there is said b
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Mapping
 from typing import Final
 
@@ -27,7 +26,7 @@ class NodeEnd:
     def __init__(
         self, credentials: Credentials, revoked: Revoked, names: Mapping[str, Identity]
     ) -> None:
-        """``revoked`` is used here alone. ``names``: as ``load_names`` returns.
+        """``names``: as ``load_names`` returns.
 
         Raises:
             ConfigError: clients would not accept this identity from a node.
@@ -36,7 +35,6 @@ class NodeEnd:
         self._context = credentials.server()
         self._revoked = revoked
         self._names = names
-        self._looking = threading.Lock()
 
     def stream(self, sock: socket.socket) -> TlsStream:
         """Takes over ``sock``."""
@@ -48,8 +46,7 @@ class NodeEnd:
             who = identity_by(alternative_names(certificate), self._names)
         except InvalidArgumentError:
             return False
-        with self._looking:
-            return not self._revoked.has(who)
+        return not self._revoked.has(who)
 
 
 class ClientEnd:

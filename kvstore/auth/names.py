@@ -14,8 +14,10 @@ from typing import Final
 
 from kvstore.auth.identity import SCHEME, Identity, identity_of, parse
 from kvstore.errors import ConfigError, InvalidArgumentError
+from kvstore.process.watched_files import read_file
 
 NAMES_MAX: Final = 65_536
+FILE_BYTES_MAX: Final = 64 << 20
 
 
 def load_names(path: str) -> dict[str, Identity]:
@@ -27,12 +29,8 @@ def load_names(path: str) -> dict[str, Identity]:
     if not path:
         return {}
     try:
-        with open(path, "rb") as file:
-            given = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(
-            f"auth_names {path} cannot be read: {error.strerror}", key="auth_names"
-        ) from None
+        content = read_file(path, "auth_names", bytes_max=FILE_BYTES_MAX)
+        given = tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"auth_names {path} is no TOML: {error}", key="auth_names") from None
     names: dict[str, Identity] = {}

@@ -12,6 +12,7 @@ import click
 from kvstore.config import HTTP_TOKEN_VARIABLE
 from kvstore.process import dumps, logs
 from kvstore.process.children import ParentLink
+from kvstore.process.watched_files import watching
 
 
 @click.command()
@@ -64,7 +65,7 @@ def command(
     from kvstore.web.of_master import Served, serve
     from kvstore.web.server.access import Secured
 
-    with ParentLink(parent_fd) as parent:
+    with ParentLink(parent_fd) as parent, watching():
         asyncio.run(
             serve(
                 Served(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from kvstore.config.node import NodeConfig
 from kvstore.config.proxy import ProxyConfig
 from kvstore.config.values import RefusedValueError, check_token
 from kvstore.errors import ConfigError
+from kvstore.process.watched_files import read_file
 
 log = logging.getLogger("kvstore.config")
 
@@ -119,13 +121,11 @@ def read_token(path: str, setting: str = "http_token_file") -> str:
         ConfigError: the file cannot be read, or holds no token. The error does not show it.
     """
     try:
-        with Path(path).expanduser().open("rb") as file:
-            return check_token(file.read(_TOKEN_BYTES_MAX).decode("ascii", "replace").strip())
-    except OSError as error:
-        what, advice = f"cannot be read: {error.strerror}", ""
+        content = read_file(Path(path).expanduser(), setting, bytes_max=_TOKEN_BYTES_MAX)
+        return check_token(content.decode("ascii", "replace").strip())
     except RefusedValueError as error:
-        what, advice = f"holds no token: it {error}", error.advice
-    raise ConfigError(f"{setting} {path} {what}", advice=advice, key=setting)
+        what = f"{setting} {path} holds no token: it {error}"
+        raise ConfigError(what, advice=error.advice, key=setting) from None
 
 
 def http_token_given() -> str:
@@ -216,7 +216,16 @@ def _file_to_read(
     )
     if home:
         places.append(Path(home) / "kvstore" / "kvstore.toml")
-    return next((place for place in places if os.path.lexists(place)), None)
+    found = next((place for place in places if os.path.lexists(place)), None)
+    if found == places[0] and os.stat(".").st_mode & stat.S_IWOTH:
+        user = os.lstat(found).st_uid
+        if user not in (0, os.geteuid()):
+            raise ConfigError(
+                f"{found.absolute()} belongs to the user {user}, in a folder where all may write",
+                advice="Name a file with --config, or none with --config ''.",
+                key=str(found),
+            )
+    return found
 
 
 def _read_toml(path: Path) -> dict[str, object]:

@@ -17,12 +17,10 @@ from typing import Final
 from kvstore.auth.identity import PATTERNS_MAX, check_pattern
 from kvstore.config.values import parse_size
 from kvstore.errors import ConfigError, InvalidArgumentError
+from kvstore.process.watched_files import read_file
 from kvstore.tenants import UNBOUNDED, TenantMatcher, TenantRule
 
 FIELDS: Final = ("namespaces", "guaranteed", "at_most", "pinned", "puts")
-
-FILE_BYTES_MAX: Final = 1 << 20
-"""256 tenants with all their patterns take less."""
 
 NAME_CHARACTERS_MAX: Final = 64
 
@@ -32,20 +30,11 @@ def load_tenants(path: str) -> list[TenantRule]:
     Raises:
         ConfigError: the file cannot be read, or what it says contradicts itself.
     """
-    try:
-        with open(path, "rb") as file:
-            text = file.read(FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"tenants {path} cannot be read: {error.strerror}", key="tenants"
-        ) from None
-    return parse_tenants(text, path)
+    return parse_tenants(read_file(path, "tenants"), path)
 
 
 def parse_tenants(text: bytes, path: str) -> list[TenantRule]:
     """As ``load_tenants``, of the text of the file."""
-    if len(text) > FILE_BYTES_MAX:
-        raise ConfigError(f"tenants {path} has more than {FILE_BYTES_MAX} bytes", key="tenants")
     try:
         given = tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -7,19 +7,24 @@ of reserved huge pages is an entry of the same name in a hugetlbfs; the code loo
 
 A left-over entry is unlinked and never made shorter than its segment: a client may still map the
 old memory, and would die of SIGBUS.
+
+Every user may make entries in these folders, under any name. So all of them are opened by
+``open_entry``, which checks on the descriptor whose file it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import grp
 import hashlib
 import itertools
 import os
+import pwd
 import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Final, NamedTuple
 
 from kvstore.errors import (
@@ -60,6 +65,69 @@ def directories() -> Iterator[str]:
             _, where, kind, *_ = line.split(" ")
             if kind == "hugetlbfs":
                 yield where.encode().decode("unicode_escape")
+
+
+def is_own(file: os.stat_result) -> bool:
+    """Whether this user has made the file: what a node takes for its own."""
+    return file.st_uid == os.geteuid()
+
+
+def is_removable(file: os.stat_result) -> bool:
+    """Whether this user may remove the file. Nothing that it says is believed."""
+    return is_own(file) or os.geteuid() == 0
+
+
+def open_entry(
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDWR,
+    accepts: Callable[[os.stat_result], bool] = is_own,
+) -> int:
+    """A descriptor of a regular file in a folder where others may make files, too. Follows no link,
+    and waits for no other end of a pipe.
+
+    Args:
+        flags: with ``O_CREAT``, a new file has mode 600.
+        accepts: whose files are opened.
+
+    Raises:
+        PermissionError: it is another user's, or this user may not open it.
+        OSError: as ``os.open``; it is no regular file.
+    """
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except OSError as error:
+        if accepts(os.lstat(path)):
+            raise
+        raise _anothers(path) from error
+    file = os.fstat(fd)
+    if flags & os.O_EXCL or (accepts(file) and stat.S_ISREG(file.st_mode)):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "no regular file") if accepts(file) else _anothers(path)
+
+
+def open_shared(path: str, flags: int = os.O_RDWR) -> int:
+    """As ``open_entry``, for a client: memory of a node of its own user, of root, or of a group in
+    which this process is (``--shm-group``). Root opens the memory of every user's node."""
+    groups = (os.getegid(), *os.getgroups())
+
+    def is_shared(file: os.stat_result) -> bool:
+        return is_removable(file) or file.st_uid == 0 or file.st_gid in groups
+
+    return open_entry(path, flags, is_shared)
+
+
+def _anothers(path: str | os.PathLike[str]) -> PermissionError:
+    return PermissionError(errno.EPERM, f"it belongs to {_owner_of(path)}")
+
+
+def _owner_of(path: str | os.PathLike[str]) -> str:
+    user = os.lstat(path).st_uid
+    with contextlib.suppress(KeyError):
+        return f"the user {pwd.getpwuid(user).pw_name}"
+    return f"the user {user}"
 
 
 def free_node_name(
@@ -134,9 +202,8 @@ def _beside(name: str) -> tuple[str, str]:
 
 def _is_anothers(path: str) -> bool:
     """Whether another user has made this entry: only that user, and root, can remove it."""
-    user = os.geteuid()
     try:
-        return user != 0 and os.lstat(path).st_uid != user
+        return not is_removable(os.lstat(path))
     except OSError:
         return False
 
@@ -160,11 +227,11 @@ class LeftOver(NamedTuple):
         return os.path.basename(self.path).removeprefix(SHM_PREFIX)
 
 
-def read_left(path: str) -> LeftOver | None:
-    """The memory that a dead process left at ``path``; None: there is none, this user may not look,
+def read_left(path: str, accepts: Callable[[os.stat_result], bool] = is_own) -> LeftOver | None:
+    """The memory that a dead process left at ``path``; None: there is none, it is another user's,
     or the process is alive."""
     try:
-        fd = open_left(path)
+        fd = open_left(path, accepts)
     except NodeNameTakenError:
         return None
     if fd < 0:
@@ -176,13 +243,14 @@ def read_left(path: str) -> LeftOver | None:
 
 
 def left_overs() -> list[LeftOver]:
-    """All memory on this host that no living process owns, as far as this user may see."""
+    """All memory on this host that no living process owns and this user may remove."""
     found = []
     for directory in directories():
         with contextlib.suppress(OSError):
             for name in sorted(os.listdir(directory)):
-                left = read_left(f"{directory}/{name}") if name.startswith(SHM_PREFIX) else None
-                found += [left] if left is not None else []
+                if name.startswith(SHM_PREFIX):
+                    left = read_left(f"{directory}/{name}", is_removable)
+                    found += [left] if left is not None else []
     return found
 
 
@@ -192,7 +260,7 @@ def remove_left(left: LeftOver) -> bool:
     The entry is locked during the removal, so that no node attaches it in between.
     """
     try:
-        fd = open_left(left.path)
+        fd = open_left(left.path, is_removable)
     except NodeNameTakenError:
         return False
     if fd < 0:
@@ -202,7 +270,9 @@ def remove_left(left: LeftOver) -> bool:
             return False
         os.unlink(left.path)
         for path in _beside(left.name):
-            unlink_own(path)
+            with contextlib.suppress(OSError):
+                if os.lstat(path).st_uid == os.fstat(fd).st_uid:
+                    os.unlink(path)
         return True
     finally:
         os.close(fd)
@@ -279,7 +349,7 @@ def reclaim_elsewhere(shm_name: str, directory: str) -> None:
         if other == directory or not os.path.lexists(path):
             continue
         if _is_taken(path):
-            raise _name_taken(path, "a running process")
+            raise _name_taken(path)
         with contextlib.suppress(OSError):
             os.unlink(path)
 
@@ -288,9 +358,9 @@ def open_locked(path: str) -> int:
     """A descriptor of a new, empty, locked entry. A left-over one is unlinked first."""
     while True:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = open_entry(path, os.O_RDWR | os.O_CREAT)
         except PermissionError as error:
-            raise _name_taken(path, "another user") from error
+            raise _name_taken(path) from error
         except OSError as error:
             raise StartupError(
                 f"{path} cannot be created: {error.strerror}",
@@ -308,28 +378,28 @@ def open_locked(path: str) -> int:
                 os.unlink(path)
         except BlockingIOError as error:
             os.close(fd)
-            raise _name_taken(path, "a running process") from error
+            raise _name_taken(path) from error
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
 
 
-def open_left(path: str) -> int:
+def open_left(path: str, accepts: Callable[[os.stat_result], bool] = is_own) -> int:
     """A locked descriptor of the entry that a previous process left; -1: there is none."""
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_entry(path, accepts=accepts)
     except FileNotFoundError:
         return -1
     except OSError as error:
-        raise _name_taken(path, "another user") from error
+        raise _name_taken(path) from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_same_file(fd, path) and os.fstat(fd).st_size:
             return fd
     except BlockingIOError as error:
         os.close(fd)
-        raise _name_taken(path, "a running process") from error
+        raise _name_taken(path) from error
     os.close(fd)
     return -1
 
@@ -403,10 +473,15 @@ def of_no_use(path: str, why: str, *, volatile: bool = False) -> LeftOverMemoryE
     )
 
 
-def _name_taken(path: str, owner: str) -> NodeNameTakenError:
+def _name_taken(path: str) -> NodeNameTakenError:
+    owner = "a running process"
+    with contextlib.suppress(OSError):  # it is gone by now
+        file = os.lstat(path)
+        if not (is_own(file) and stat.S_ISREG(file.st_mode)):
+            owner = _owner_of(path)
     return NodeNameTakenError(
         f"{path} belongs to {owner}",
-        advice="Choose another node name, or stop the node that has it.",
+        advice="Choose another node name, stop the node that has it, or have root remove the file.",
         path=path,
     )
 
@@ -419,10 +494,12 @@ def is_same_file(fd: int, path: str) -> bool:
     return os.path.samestat(os.fstat(fd), named)
 
 
-def is_locked(path: str | os.PathLike[str]) -> bool:
-    """Whether a living process owns this entry. Raises OSError if the entry is gone or may not be
-    read."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+def is_locked(
+    path: str | os.PathLike[str], accepts: Callable[[os.stat_result], bool] = is_removable
+) -> bool:
+    """Whether a living process owns this entry. Raises OSError if the entry is gone or another
+    user's."""
+    fd = open_entry(path, accepts=accepts)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
@@ -435,7 +512,7 @@ def is_locked(path: str | os.PathLike[str]) -> bool:
 def _is_taken(path: str) -> bool:
     """Whether a segment of that name exists, so that none can be created."""
     try:
-        return is_locked(path)
+        return is_locked(path, is_own)
     except FileNotFoundError:
         return False
     except OSError:
@@ -443,8 +520,13 @@ def _is_taken(path: str) -> bool:
 
 
 def unlink_entry(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
+    """Raises PermissionError: it is another user's."""
+    try:
         os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except PermissionError as error:
+        raise _anothers(path) from error
 
 
 def unlink_own(path: str) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from kvstore.memory import header as layout
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories, is_of_a_node
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories, is_of_a_node, open_shared
 from kvstore.memory.pages import POPULATE_READ, populate
 from kvstore.memory.raw import address_of
 from kvstore.memory.taking import RESERVE_BYTES, not_mapped
@@ -65,7 +65,7 @@ class _Entry:
             return True  # unknown
 
     def open(self) -> int:
-        fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = open_shared(self._path, os.O_RDONLY)
         if os.path.samestat(os.fstat(fd), self._there):
             return fd
         os.close(fd)
@@ -152,7 +152,7 @@ class Mapping:
                 it cannot be mapped.
         """
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_shared(path)
         except PermissionError:
             raise PermissionError(
                 f"{path} belongs to another user; kvstore-node --shm-group lets a group in"

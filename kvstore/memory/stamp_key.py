@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import stat
 import struct
 import threading
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from typing import Final, NamedTuple
 
 from kvstore.calls import NO_VERSION, Version
 from kvstore.errors import StartupError
-from kvstore.memory.entries import key_path, unlink_entry
+from kvstore.memory.entries import key_path, open_entry, unlink_entry
 
 log = logging.getLogger("kvstore.node")
 
@@ -108,8 +107,8 @@ class PrivateFile:
         there = _left(self._path).uuid
         if not there:
             unlink_entry(self._path)
-        flags = os.O_NOFOLLOW if there == uuid else os.O_CREAT | os.O_EXCL
-        fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o600)
+        flags = 0 if there == uuid else os.O_CREAT | os.O_EXCL
+        fd = open_entry(self._path, os.O_WRONLY | flags)
         try:
             os.write(fd, _FILE.pack(uuid, key, is_open, *mark, epoch))
         finally:
@@ -120,13 +119,12 @@ def _left(path: str) -> Private:
     """What is in the file; without a uuid: there is none that only this user could have written."""
     nothing = Private(b"", b"")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = open_entry(path, os.O_RDONLY)
     except OSError:
         return nothing
     try:
         there = os.fstat(fd)
-        is_ours = stat.S_ISREG(there.st_mode) and there.st_uid == os.geteuid()
-        if not is_ours or there.st_mode & 0o077 or there.st_size != _FILE.size:
+        if there.st_mode & 0o077 or there.st_size != _FILE.size:
             return nothing
         uuid, key, is_open, epoch_of_mark, counter, epoch = _FILE.unpack(os.read(fd, _FILE.size))
         return Private(uuid, key, is_open, Version(epoch_of_mark, counter), epoch)

@@ -114,6 +114,13 @@ def of_identity(process: str, until: float | None) -> dict[str, Rows]:
     }
 
 
+def of_files(process: str, refused: Mapping[str, int]) -> dict[str, Rows]:
+    """Which files are not used as they are now. ``refused``: as ``refused_files`` returns.
+    ``process``: as for ``of_log``."""
+    rows: Rows = {(setting,): value for setting, value in refused.items()}
+    return {f"kvstore_{process}_file_refused": rows}
+
+
 def of_shares(process: str, refused: Mapping[str, Mapping[str, int]]) -> dict[str, Rows]:
     """What was refused to identities that had their share. ``refused``: by door and identity.
     ``process``: as for ``of_log``."""
@@ -135,6 +142,7 @@ def _of_master(measured: Mapping[str, Any], scheme: str) -> dict[str, Rows]:
             (carrier,): count for carrier, count in measured["connections"].items()
         },
         **of_shares("master", measured["shares_refused"]),
+        **of_files("master", measured["files_refused"]),
         **of_identity("master", None if valid is None else valid[1]),
     }
     for call, (count, errors, times) in measured["calls"].items():

@@ -2,61 +2,79 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import ssl
 from collections.abc import Callable
+from typing import TypeVar
 
 from kvstore.errors import ConfigError
+from kvstore.process.watched_files import WatchedFile, read_file
+
+T = TypeVar("T")
 
 
-def mark_of(path: str | os.PathLike[str]) -> object:
-    """Differs once the file was replaced, changed, or given another mode; None: it is not there."""
-    try:
-        state = os.stat(path)  # follows links, as those by which Kubernetes replaces secrets
-    except OSError:
-        return None
-    return state.st_mtime_ns, state.st_ino, state.st_size, state.st_mode
-
-
-def renewing(
-    load: Callable[[], ssl.SSLContext],
-    mark: Callable[[], object],
-    log: logging.Logger,
-    of: str = "",
-) -> ssl.SSLContext:
-    """The context of a server. Each handshake looks whether there is something new, and uses it
-    once it can be loaded; until then the old one serves.
+def renewing(content: Callable[[], T], load: Callable[[T], ssl.SSLContext]) -> ssl.SSLContext:
+    """The context of a server, each handshake of which uses the content of its files.
 
     Args:
-        load: makes a context of what is there now; raises ConfigError.
-        mark: differs from the last one when there is something new.
-        of: the file to name in the log when it was renewed; empty: that is logged elsewhere.
-
-    Raises:
-        ConfigError: what is there now cannot be used.
+        content: of the files, without waiting for a disk.
+        load: makes a context of it.
     """
-    now = mark(), load()
+    used = content()
+    current = load(used)
 
     def choose(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
         del name, first
-        nonlocal now
-        if (found := mark()) != now[0]:
-            now = found, now[1]
-            try:
-                now = found, load()
-            except ConfigError as error:
-                log.warning("certificate_not_renewed reason=%s", error)
-            else:
-                if of:
-                    log.info("certificate_renewed cert=%s", of)
-        connection.context = now[1]
+        nonlocal used, current
+        if (found := content()) != used:
+            used, current = found, load(found)
+        connection.context = current
 
-    context = load()
+    context = load(used)
     context.sni_callback = choose  # is called even if the client sends no server name
     return context
 
 
-def no_passphrase() -> str:
+class Certificate(WatchedFile[tuple[bytes, bytes]]):
+    """What a port for HTTP shows browsers: a key and the chain of its certificate, as PEM."""
+
+    def __init__(self, cert: str, key: str) -> None:
+        """
+        Raises:
+            ConfigError: a file cannot be read, is no PEM, or the two do not belong together.
+        """
+
+        def load() -> tuple[bytes, bytes]:
+            pair = read_file(key, "http_key"), read_file(cert, "http_cert")
+            try:
+                load_chain(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), *pair)
+            except (ssl.SSLError, OSError, ValueError) as error:
+                mismatch = getattr(error, "reason", "") == "KEY_VALUES_MISMATCH"
+                what = "do not belong together" if mismatch else f"are no PEM of both: {error}"
+                raise ConfigError(
+                    f"http_cert {cert} and http_key {key} {what}",
+                    advice="Both are files of PEM, the key without a passphrase.",
+                    key="http_cert",
+                ) from None
+            return pair
+
+        super().__init__("http_cert", cert, load, files=lambda: (cert, key))
+
+
+def load_chain(context: ssl.SSLContext, key: bytes, chain: bytes) -> None:
+    """``ssl`` loads keys from files only: this one is in memory, and nobody else's.
+
+    Raises:
+        ssl.SSLError, OSError, ValueError: they cannot be used.
+    """
+    descriptor = os.memfd_create("kvstore-tls", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, key + b"\n" + chain)
+        context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=_no_passphrase)
+    finally:
+        os.close(descriptor)
+
+
+def _no_passphrase() -> str:
     """Instead of a question at the terminal, for a key that has one."""
     raise ValueError("the key has a passphrase")

@@ -41,7 +41,7 @@ from kvstore.errors import (
 )
 from kvstore.etcd.finding import find_leader
 from kvstore.memory import numa
-from kvstore.memory.entries import free_node_name, group_id, socket_name
+from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, group_id, socket_name
 from kvstore.memory.header import SUPERBLOCK_BYTES, Owner
 from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
@@ -66,6 +66,7 @@ from kvstore.node.web import answers_of
 from kvstore.process import background, descriptors, supervisor
 from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.children import NO_PARENT, ParentLink
+from kvstore.process.watched_files import watching
 from kvstore.texts import size_text
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
@@ -122,6 +123,7 @@ def run(
             if config.numa_node >= 0:
                 numa.check_node(config.numa_node)
                 numa.run_on(config.numa_node)  # before threads start: they inherit it
+            stack.enter_context(watching())
             kind = _StartedAs(is_child, keep_orphaned)
             config = config.model_copy(update={"host": _listens_on(config)})
             parent.tell_step(f"reserves {config.memory >> 20} MiB of memory")
@@ -401,10 +403,10 @@ def _start_handover(config: NodeConfig, segment: NodeSegment) -> HandoverServer 
         )
     except OSError as error:
         raise StartupError(
-            f"the memory cannot be handed to clients: {error.strerror or error}",
-            advice="The node makes a socket in /dev/shm. Its own user has to be a member of "
-            "--shm-group, and no other user may have made /dev/shm/"
-            f"{socket_name(segment.shm_name)}.",
+            f"the memory cannot be handed to clients by {SHM_DIRECTORY}/"
+            f"{socket_name(segment.shm_name)}: {error.strerror or error}",
+            advice="If it is another user's, choose another --name, or have it removed. The node's "
+            "own user has to be a member of --shm-group.",
         ) from error
 
 

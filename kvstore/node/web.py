@@ -13,6 +13,7 @@ from kvstore.metrics.exposition import Rows
 from kvstore.metrics.families import NODE
 from kvstore.node.agent import NodeAgent
 from kvstore.node.handover import HandoverServer
+from kvstore.process.watched_files import refused_files
 from kvstore.transport.tcp_server import DataServer
 from kvstore.web.server.serving import Answers, Readiness
 
@@ -74,4 +75,5 @@ def _values(
             ("write",): counted.written_bytes,
         },
         **exposition.of_log("node"),
+        **exposition.of_files("node", refused_files()),
     }

@@ -20,6 +20,7 @@ from kvstore.errors import AddressInUseError, StartupError
 from kvstore.network.addresses import join_address, shown_place
 from kvstore.process import background
 from kvstore.process.background import EXIT_BROKEN, start_task
+from kvstore.process.watched_files import watching
 from kvstore.proxy import bodies, metrics
 from kvstore.proxy.admin import Admin, rows
 from kvstore.proxy.asked import (
@@ -59,7 +60,8 @@ def run(config: ProxyConfig) -> int:
         AddressInUseError, ConfigError, StartupError: the proxy could not start; nothing is left
             behind.
     """
-    return asyncio.run(_serve(config))
+    with watching():
+        return asyncio.run(_serve(config))
 
 
 async def _serve(config: ProxyConfig) -> int:

@@ -33,7 +33,7 @@ from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of_handle
 from kvstore.errors import ClosedError, DeviceError, KVStoreError, NodeUnreachableError
 from kvstore.memory import alive
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, is_of_a_node
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, is_of_a_node, open_shared
 from kvstore.memory.header import (
     ALIVE_OFFSET,
     GENERATION_OFFSET,
@@ -103,7 +103,7 @@ class Attachment:
         if not name.startswith(SHM_PREFIX) or "/" in name:
             raise _not_here(segment, f"{name!r} is no name of a segment")
         try:
-            fd = os.open(f"{SHM_DIRECTORY}/{name}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = open_shared(f"{SHM_DIRECTORY}/{name}")
         except OSError as error:
             raise _not_here(segment, f"{SHM_DIRECTORY}/{name}: {error.strerror}") from None
         try:

@@ -421,6 +421,11 @@ def test_who_is_revoked_is_out_within_seconds(cluster: Cluster, identities: Iden
     assert not streaming.is_alive(), "its stream of events ends, too"
     assert time.monotonic() - started < 15
     assert cluster.client(namespace=OURS).get("k") == content("k"), "others go on"
+    identities.revoked_file.write_text("")  # as a copy does, and a full disk
+    admin = Credentials(identities.file("admin")).client()
+    refused = 'kvstore_master_file_refused{setting="auth_revoked"} 1.0\n'
+    until(lambda: refused in request(port, "GET", "/metrics", tls=admin).text)
+    assert is_out()
     node = cluster.nodes[0]
     identities.revoke("node")
     until(lambda: cluster.state_of(node) in ("suspect", "dead", "gone"))
@@ -441,7 +446,7 @@ def test_files_are_replaced_while_all_work(cluster: Cluster, identities: Identit
     ):
         identities.replace(Path(identities.file(name)), wanted)
     assert client.get("k") == content("k")
-    assert first.pems() != before
+    until(lambda: first.pems() != before)
     fresh = cluster.client(auth=engine(identities), namespace="more")
     assert fresh.put("k", b"v"), "the new certificate gives the new rights"
     cluster.master_server.kill()

@@ -316,7 +316,7 @@ def test_files_are_replaced_under_traffic(store: Cluster, identities: Identities
             assert late.get(keys[0]) == content(keys[0])
             reader.wait_for("right", more=5)
             writer.wait_for("stored", more=5)
-    assert "auth_renewed" in node.errors
+    until(lambda: "file_loaded setting=auth" in node.errors)
     assert set(reader.counts) == {"right"}
 
 

@@ -61,7 +61,7 @@ def test_tenants_keep_their_quotas_and_a_changed_file_is_followed(tmp_path: Path
 
         write(path, TEXT.format(at_most="2TiB").replace("[small]", "[small"))
         deadline = time.monotonic() + 10
-        while "tenants_not_changed" not in cluster.master_server.errors:
+        while "file_refused setting=tenants" not in cluster.master_server.errors:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         write(path, TEXT.format(at_most="5MiB"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -313,6 +314,15 @@ def test_a_folder_instead_of_a_file(home: Path) -> None:
 def test_a_dangling_link_is_not_passed_over(home: Path) -> None:
     (home / "kvstore.toml").symlink_to(home / "gone.toml")
     assert "No such file" in str(refusal(NodeConfig, environ=environment(home)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
+def test_a_file_that_another_user_has_put_into_a_shared_folder_is_refused(home: Path) -> None:
+    (home / "kvstore.toml").write_text('[node]\nname = "folder"\n')
+    os.chown(home / "kvstore.toml", 65_533, -1)
+    assert load(NodeConfig, environ=environment(home)).name == "folder"
+    home.chmod(0o1777)
+    assert "user 65533" in str(refusal(NodeConfig, environ=environment(home)))
 
 
 @pytest.mark.parametrize(

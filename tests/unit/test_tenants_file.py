@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Sequence
@@ -12,9 +11,7 @@ import pytest
 
 from kvstore.config.tenants import load_tenants, parse_tenants
 from kvstore.errors import ConfigError, InvalidArgumentError
-from kvstore.master import tenants_file
 from kvstore.master.tenants_file import TenantsFile
-from kvstore.network.tls import mark_of
 from kvstore.tenants import UNBOUNDED, TenantMatcher, TenantRule
 
 ACME = """
@@ -78,6 +75,7 @@ def write(path: Path, text: str) -> None:
     os.replace(new, path)
 
 
+@pytest.mark.usefixtures("files_at_once")
 def test_a_master_follows_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "tenants.toml"
     write(path, ACME)
@@ -88,7 +86,7 @@ def test_a_master_follows_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixt
         assert matcher.of("acme/x") == "acme"
         applied.append(rules)
 
-    with caplog.at_level(logging.WARNING, "kvstore.master"):
+    with caplog.at_level(logging.WARNING, "kvstore.files"):
         file.look(apply)
         write(path, ACME + "# a remark\n")
         file.look(apply)
@@ -103,52 +101,16 @@ def test_a_master_follows_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixt
         write(path, ACME.replace("60GiB", "60G"))
         file.look(apply)
         file.look(apply)
-        path.unlink()
+        write(path, "")
         file.look(apply)
     assert len(applied) == 1
     assert file.rules[0].at_most == 70 << 30
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, said
-    assert all("tenants_not_changed" in line for line in said)
+    assert all("file_refused setting=tenants" in line for line in said)
 
 
-def test_a_wrong_file_is_not_read_each_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "tenants.toml"
-    write(path, ACME)
-    file = TenantsFile(str(path))
-    read: list[str] = []
-    looked = 0
-
-    def load(path: str) -> list[TenantRule]:
-        read.append(path)
-        return load_tenants(path)
-
-    def look(path: str) -> object:
-        nonlocal looked
-        looked += 1
-        if looked == 50:
-            write(tmp_path / "tenants.toml", ACME.replace("60GiB", "70GiB"))
-        return mark_of(path)
-
-    async def follow() -> None:
-        done = asyncio.Event()
-        task = asyncio.create_task(file.follow(lambda _rules, _matcher: done.set()))
-        try:
-            async with asyncio.timeout(10):
-                await done.wait()
-        finally:
-            task.cancel()
-
-    monkeypatch.setattr(tenants_file, "LOOK_S", 0.0)
-    monkeypatch.setattr(tenants_file, "mark_of", look)
-    monkeypatch.setattr(tenants_file, "load_tenants", load)
-    write(path, "no TOML")
-    asyncio.run(follow())
-    assert len(read) == 2, "once when it became wrong, once when it was right again"
-
-
+@pytest.mark.usefixtures("files_at_once")
 def test_rules_that_the_state_refuses_are_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     write(path, "")

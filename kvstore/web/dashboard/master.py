@@ -19,6 +19,7 @@ from kvstore.fleet import Record
 from kvstore.metrics import exposition
 from kvstore.process import logs
 from kvstore.process.background import start_task
+from kvstore.process.watched_files import refused_files
 from kvstore.web.channel import ChildEnd
 from kvstore.web.dashboard.fleet import RECORDS_MAX, read_records
 from kvstore.web.server.serving import Readiness
@@ -198,7 +199,11 @@ class ParentMaster:
         refused = measured["shares_refused"]
         if self._shares is not None:
             refused = refused | {self._shares.door: self._shares.refused()}
-        measured = measured | {"counters": of_both, "shares_refused": refused}
+        files = measured["files_refused"]
+        files = files | {name: own | files.get(name, 0) for name, own in refused_files().items()}
+        measured = measured | {
+            "counters": of_both, "shares_refused": refused, "files_refused": files,
+        }  # fmt: skip
         return await asyncio.to_thread(
             exposition.of_master, measured, status, pid=self._pid, scheme=self._scheme
         )

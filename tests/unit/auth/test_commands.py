@@ -598,6 +598,7 @@ def test_revoke_says_that_clients_do_not_read_the_list(there: Shell) -> None:
 # --- rotate ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("files_at_once")
 def test_rotate_issues_anew_with_the_same_rights(there: Shell) -> None:
     there.done("issue", "e", *ENGINE, "--read", "shown", "--days", "30")
     there.done("issue", "m", "--role", "master", "--host", "10.0.0.7")

@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 
-from kvstore.auth import revoked
 from kvstore.auth.identity import identity
 from kvstore.auth.revoked import Revoked
 from kvstore.errors import ConfigError
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(revoked, "uptime", found)
-    return found
+from kvstore.process.watched_files import refused_files
 
 
 def has(file: Revoked, number: str = "9c41f0aa52e3b817") -> bool:
     return file.has(identity("x", ["engine"], reads=["a"], number=number))
 
 
-def test_a_number_counts_within_a_second(tmp_path: Path, clock: Clock) -> None:
+@pytest.mark.usefixtures("files_at_once")
+def test_a_number_counts_until_the_process_ends(tmp_path: Path) -> None:
+    """A list that was emptied, or was cut on a full disk, let in who had been revoked."""
     path = tmp_path / "revoked"
     path.touch()
-    file = Revoked(str(path))
+    file = Revoked(str(path), kept_s=60)
     assert not has(file)
-    path.write_text("9c41f0aa52e3b817  # decode-7, 2026-11-26\n")
-    assert not has(file), "looks once a second"
-    clock.now += 1.0
+    path.write_text("1\n9c41f0aa52e3b817  # decode-7, 2026-11-26\n")
     assert has(file)
     assert not has(file, "9c41f0aa52e3b818")
-    path.write_text("")
-    clock.now += 1.0
-    assert not has(file)
+    for content in ("", "1\n9c41f0", "1\n", "1\n9c41f0aa52e3b818\n"):
+        path.write_text(content)
+        assert has(file)
+        assert has(file, "9c41f0aa52e3b818") == content.endswith("8\n"), "others are added"
+        assert not has(file, "9c41f0")
+        assert refused_files()["auth_revoked"] == 1
+    path.write_text("".join(f"{number}\n" for number in file.lately()) + "1\n")
+    assert has(file)
+    assert refused_files()["auth_revoked"] == 0
 
 
 @pytest.mark.parametrize(
@@ -67,32 +58,15 @@ def test_certificates_without_a_number_are_never_revoked(tmp_path: Path) -> None
     assert not has(Revoked(""))
 
 
-@pytest.mark.parametrize("content", [None, "no list\n", "9c41f0aa52e3b817\n<html>\n"])
-def test_without_a_list_no_process_starts(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "cannot be read"), ("no list\n", "is no number"), ("9c41\n<html>\n", "is no number"),
+     ("9c41\n52e3", "ends within a line"), ("9c41\n" * (16 << 18), "has more than 16777216 bytes")],
+)  # fmt: skip
+def test_without_a_list_no_process_starts(tmp_path: Path, content: str | None, said: str) -> None:
     """It started, and let in who was revoked."""
     path = tmp_path / "revoked"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ConfigError, match="the file of revoked identities"):
+    with pytest.raises(ConfigError, match=f"auth_revoked {path} .*{said}"):
         Revoked(str(path))
-
-
-@pytest.mark.parametrize("content", [None, "no list\n", "9c41f0aa52e3b818\n<html>\n"])
-def test_who_was_revoked_stays_so_and_it_is_told_each_minute(
-    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture, content: str | None
-) -> None:
-    path = tmp_path / "revoked"
-    path.write_text("9c41f0aa52e3b817\n")
-    file = Revoked(str(path))
-    path.unlink()
-    if content is not None:
-        path.write_text(content)
-    caplog.set_level(logging.INFO, "kvstore.auth")
-    for _ in range(100):
-        clock.now += 1.0
-        assert has(file)
-        assert not has(file, "9c41f0aa52e3b818")
-    assert [record.message.split()[0] for record in caplog.records] == ["revoked_not_read"] * 2
-    path.write_text("9c41f0aa52e3b818\n")
-    clock.now += 1.0
-    assert has(file, "9c41f0aa52e3b818")

@@ -105,6 +105,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return lines
 
 
+@pytest.mark.usefixtures("files_at_once")
 def test_a_process_says_it_once_a_day(
     valid: Valid, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

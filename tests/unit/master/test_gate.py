@@ -128,6 +128,7 @@ def test_a_holder_is_a_certificate() -> None:
     assert holder_of(ENGINE._replace(number="0x0A:1b")) == holder_of(OTHER._replace(number="a1b"))
 
 
+@pytest.mark.usefixtures("files_at_once")
 def test_who_was_revoked_lately_is_told_to_nodes(
     identities: Identities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,8 +140,7 @@ def test_who_was_revoked_lately_is_told_to_nodes(
         )
     )  # fmt: skip
     now = 100.0
-    for module in ("kvstore.auth.revoked.uptime",):
-        monkeypatch.setattr(module, lambda: now)
+    monkeypatch.setattr("kvstore.auth.revoked.uptime", lambda: now)
     assert gate.refused_holders() == [], "who was revoked before has nothing of this master"
     identities.revoked_file.write_text("1\n0x0A\n")
     now += 1
@@ -156,12 +156,10 @@ def test_who_was_revoked_lately_is_told_to_nodes(
     assert len(gate.refused_holders()) == REFUSED_HOLDERS_MAX
 
 
-def test_who_is_revoked_is_out(
-    gate: Gate, identities: Identities, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("files_at_once")
+def test_who_is_revoked_is_out(gate: Gate, identities: Identities) -> None:
     gate.check(ENGINE, calls.Exists(SPACE, [Key(b"k")]))
     identities.revoked_file.write_text("77\n")
-    monkeypatch.setattr(gate._revoked, "_look_at", 0.0)
     revoked = ENGINE._replace(number="77")
     for refused in (
         partial(gate.check, revoked, calls.Exists(SPACE, [Key(b"k")])),

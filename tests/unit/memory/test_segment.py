@@ -454,9 +454,72 @@ def test_an_entry_that_is_a_link_is_not_followed(name: str) -> None:
     assert Mapping.attach(entry(name).name, bytes(16)) is None
 
 
-# --- who may map it ----------------------------------------------------------------------------
+# --- entries of other users ----------------------------------------------------------------------
 
 OTHER_USER, GROUP = 65_533, 65_532
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+
+
+@AS_ROOT
+@pytest.mark.parametrize("kind", ["empty", "left over", "pipe", "link"])
+def test_an_entry_of_another_user_is_no_nodes(name: str, kind: str) -> None:
+    """Root adopted it: its user read and changed the memory, and brought objects of its own."""
+    path = entry(name)
+    match kind:
+        case "empty":
+            path.touch(mode=0o666)
+        case "left over":
+            killed_owner(name)
+        case "pipe":
+            os.mkfifo(path)
+        case _:
+            path.symlink_to(entry(f"{name}-target"))
+            NodeSegment.create(f"{name}-target", MIB).close(unlink=False)
+    os.lchown(path, OTHER_USER, GROUP)
+    before = path.lstat()
+    for start in (NodeSegment.create, NodeSegment.attach):
+        for size in (MIB, 2 * MIB):
+            with pytest.raises(NodeNameTakenError, match=f"{path} belongs to the user 65533"):
+                start(name, size)
+    assert path.lstat() == before
+    assert free_node_name(name) == free_node_name(name, Owner("cluster")) == f"{name}-2"
+    NodeSegment.create(f"{name}-2", MIB).close()
+
+
+@AS_ROOT
+def test_memory_of_another_user_goes_without_the_key_that_a_node_has_beside_it(name: str) -> None:
+    """By ``kvstore clean``: a node of this name may live, with its memory in a hugetlbfs."""
+    key = Path(entries.key_path(f"kvstore.{name}"))
+    key.touch()
+    try:
+        killed_owner(name)
+        os.chown(entry(name), OTHER_USER, GROUP)
+        [left] = [left for left in entries.left_overs() if left.name == name]
+        assert entries.remove_left(left)
+        assert (entry(name).exists(), key.exists()) == (False, True)
+    finally:
+        key.unlink()
+
+
+@AS_ROOT
+def test_a_client_maps_memory_of_its_own_user_of_root_and_of_its_groups(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user can let others open a file by an access list, without a group in common."""
+    uuid = killed_owner(name)
+    monkeypatch.setattr(os, "geteuid", lambda: 1)
+    monkeypatch.setattr(os, "getgroups", lambda: [GROUP])
+    for user, group, is_mapped in ((1, 1, True), (0, 1, True), (OTHER_USER, GROUP, True),
+                                   (OTHER_USER, OTHER_USER, False)):  # fmt: skip
+        os.chown(entry(name), user, group)
+        mapping, why = Mapping.tried(entry(name).name, uuid)
+        assert (mapping is not None) == is_mapped, why
+        if mapping is not None:
+            mapping.close()
+
+
+# --- who may map it ----------------------------------------------------------------------------
 
 
 def can_map(segment: NodeSegment, *, groups: list[int]) -> bool:
@@ -478,7 +541,7 @@ def can_map(segment: NodeSegment, *, groups: list[int]) -> bool:
     return code == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+@AS_ROOT
 def test_members_of_its_group_may_map_it_and_no_other_user(name: str) -> None:
     options = MemoryOptions(group=str(GROUP))
     shared = NodeSegment.create(name, MIB, options=options)
