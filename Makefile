@@ -123,6 +123,7 @@ demo: $(VENV)/.demo ## Watch one process reuse the KV cache that another compute
 
 bench: $(VENV)/.bench ## Measure this store and Mooncake Store side by side, into docs/benchmarks
 	$(BIN)/python -m bench --out docs/benchmarks $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m bench.full_pool --out docs/benchmarks)
 
 bench-growth: $(VENV)/.bench ## Measure more clients, objects and blocks, into docs/benchmarks
 	$(BIN)/python -m bench.growth --out docs/benchmarks $(ARGS)

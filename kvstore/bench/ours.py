@@ -48,13 +48,13 @@ def own_master(*flags: str) -> Iterator[tuple[str, int]]:
 
 
 @contextlib.contextmanager
-def own_store(pool_bytes: int, device: str = "") -> Iterator[Store]:
+def own_store(pool_bytes: int, device: str = "", lease_ms: int = LEASE_MS) -> Iterator[Store]:
     """Starts a master and a node, which end with the block. The node has touched its memory.
 
     Args:
         device: whose memory the node pools; empty: the host's.
     """
-    with own_master("--lease-ms", str(LEASE_MS)) as (address, pid):
+    with own_master("--lease-ms", str(lease_ms)) as (address, pid):
         node = start_node(master=address, memory=pool_bytes, device=device)
         try:
             yield Store(address, {"master": pid, "storage": node.pid})

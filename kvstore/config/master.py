@@ -92,8 +92,8 @@ class MasterConfig(HttpConfig):
         default=10_000,
         ge=1_000,
         le=600_000,
-        description="How long found objects keep their bytes, 1 s to 10 min. Long enough to read "
-        "gigabytes, short enough that a full pool makes room in seconds.",
+        description="How long found objects keep their bytes if the client does not release them, "
+        "1 s to 10 min. Clients release them after the read.",
     )
     put_deadline_ms: Milliseconds = Field(
         default=30_000,
