@@ -135,7 +135,7 @@ def test_engines_that_differ_share_no_block_and_are_told_so(
 def test_a_pool_far_too_small_costs_hits_and_nothing_else(
     tmp_path: Path, llama: Path, plain: Engine, engine: StartEngine
 ) -> None:
-    """Of 80 blocks 15 fit, and all of those are leased when the next ones come."""
+    """Of 80 blocks 15 fit."""
     small = Cluster(tmp_path)
     try:
         small.start(memory="8MiB")
@@ -148,7 +148,6 @@ def test_a_pool_far_too_small_costs_hits_and_nothing_else(
             one.saved()
             one.reset()
         metrics = one.metrics()
-        assert metrics["save_failures"] + metrics["saves_refused"] > 0
         assert metrics["pinned_blocks"] == 0
         assert metrics["breaker_open"] == 0
         small.finish()
