@@ -258,6 +258,8 @@ class Views:
         self._dropped: list[Granted] = []  # allocations dropped without a put, to be revoked
         self._wake_at = math.inf
         self._closing = Latch()
+        self._started: list[threading.Thread] = []
+        """Threads that several callers have started at once; one of them goes on."""
         self._thread: threading.Thread | None = None
 
     def add(
@@ -294,9 +296,13 @@ class Views:
             leases = self._watches.add(arrays, mounted)
             if leases and min(lease.renew_at for lease in leases) < self._wake_at:
                 self._watches.woken.put(None)
-        if self._thread is None and not self._closing.is_set():
-            start_thread("kvstore-renew", self._renew_forever)
+        self._start()
         return leases
+
+    def _start(self) -> None:
+        """Starts the thread, unless it runs."""
+        if self._thread is None and not self._closing.is_set():
+            self._started.append(start_thread("kvstore-renew", self._renew_forever))
 
     def of(self, value: Value | memoryview) -> Lease | None:
         """The lease of the view or allocation that ``value`` is or was made of; None: it is not
@@ -320,8 +326,7 @@ class Views:
     def close(self) -> None:
         """Stops renewals. Views stay readable; their leases run out."""
         self.stop_renewing()
-        if self._thread is not None:
-            join_all([self._thread], CLOSE_S)
+        join_all(self._started, CLOSE_S)
         self._watches.settle_alone()
 
     def begin_anew(self, reads: ReadLeases) -> None:
@@ -420,8 +425,7 @@ class Views:
     def _release_later(self) -> None:
         if not self._is_armed and not self._closing.is_set():
             self._is_armed = True
-            if self._thread is None:
-                start_thread("kvstore-renew", self._renew_forever)
+            self._start()
             self._watches.woken.put(None)
 
     def _release(self) -> None:

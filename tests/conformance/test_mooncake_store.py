@@ -114,6 +114,7 @@ def our_place() -> Iterator[Place]:
         f"127.0.0.1:{master.said['port']}",
     )
     assert place.store.put("first", b"1") == 0  # connects, maps the segment
+    assert place.store.get("first") == b"1"  # starts the thread that releases leases
     assert place.store.remove_all() == 1
     yield place
     place.store.close()
