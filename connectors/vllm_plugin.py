@@ -1,5 +1,5 @@
 """vLLM's plug-in: registers the connector and the tier in vLLM's factories, by their names, and
-notes weights that vLLM packs.
+notes weights that vLLM packs, and the files that it loads.
 
 vLLM imports this module in each of its processes. ``kvstore.connectors.vllm`` and ``vllm_tier`` are
 separate modules, so that they are loaded only where they are used.
@@ -21,6 +21,7 @@ def register() -> None:
     if CONNECTOR not in KVConnectorFactory._registry:  # no public test
         KVConnectorFactory.register_connector(CONNECTOR, "kvstore.connectors.vllm", CONNECTOR)
     _note_packing()
+    _note_workers()
     try:
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     except ImportError:  # this version of vLLM has no tiers
@@ -53,3 +54,50 @@ def _note_packing() -> None:
         pack(layer, remove_weight)
 
     utils.dispatch_cpu_unquantized_gemm = noted
+
+
+def _note_workers() -> None:
+    """Lets workers note the files that they load. Other processes do without vLLM's loaders, whose
+    import takes a second."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    start = WorkerWrapperBase.init_device
+    if hasattr(start, "__wrapped__"):
+        return
+
+    @wraps(start)
+    def noted(worker: Any) -> None:
+        from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+        from vllm.model_executor.model_loader.runai_streamer_loader import RunaiModelStreamerLoader
+
+        _note_files(DefaultModelLoader)
+        _note_files(RunaiModelStreamerLoader)
+        start(worker)
+
+    WorkerWrapperBase.init_device = noted
+
+
+def _note_files(loader: Any) -> None:
+    """Lets loaders of this class keep, with the model, the state of each file before they read it:
+    at any time later it may be another one."""
+    from kvstore.fingerprint import LOADED, LoadedFiles
+
+    begin, choose = loader.get_all_weights, loader._prepare_weights
+    if hasattr(begin, "__wrapped__"):
+        return
+
+    @wraps(begin)
+    def begun(self: Any, model_config: Any, model: Any) -> Any:
+        self.kvstore_files = []
+        setattr(model, LOADED, self.kvstore_files)
+        return begin(self, model_config, model)
+
+    @wraps(choose)
+    def chosen(self: Any, *arguments: Any, **more: Any) -> Any:
+        found = choose(self, *arguments, **more)
+        if hasattr(self, "kvstore_files"):
+            files = found[1] if isinstance(found, tuple) else found
+            self.kvstore_files.append(LoadedFiles(files))
+        return found
+
+    loader.get_all_weights, loader._prepare_weights = begun, chosen

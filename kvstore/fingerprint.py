@@ -14,13 +14,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvstore.contents import Remembered, cache_folder, contents_of
+from kvstore.contents import Remembered, cache_folder, contents_of, file_state
+from kvstore.errors import ConfigError
 
-WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "*.npz")
+WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz", ".tensors")
+"""How the names of files end that engines load. A file too many only keeps engines apart."""
+
+OF_TRAINING: Final = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state(_\d+)?)\.(bin|pt|pth)"
+)
+"""Files beside weights, which no engine loads."""
+
+NOT_LOADED: Final = re.compile(r"original|checkpoint-\d+|global_step\d+")
+"""Folders in a model's folder that engines pass over: other formats or states of the model."""
+
+LOADED: Final = "kvstore_loaded"
+"""Attribute of a model in an engine's memory: the ``LoadedFiles`` from which it was loaded."""
 
 
 def fingerprint(description: Mapping[str, object]) -> str:
@@ -48,13 +63,16 @@ def weights_of(model: str, *, revision: str | None = None) -> str:
         revision: the revision of a hub name; None: the default branch.
 
     Raises:
+        ConfigError: a folder without weights, or a URL: nothing here tells what an engine loads.
         OSError: a file cannot be read.
     """
     # Unlike Path.exists, this is False for names that no path can have.
     found = Path(model) if os.path.exists(model) else _snapshot(model, revision)
-    if found is None:
-        return f"{model}@{revision or 'main'}"
-    return f"files {files_digest(found)[:32]}"
+    if found is not None:
+        return f"files {files_digest(weight_files(found))[:32]}"
+    if "://" in model:
+        raise unidentified(f"the weights at {model} may change, and are not files of this host")
+    return f"{model}@{revision or 'main'}"
 
 
 def config_of(model: str, *, revision: str | None = None) -> str:
@@ -71,9 +89,29 @@ def config_of(model: str, *, revision: str | None = None) -> str:
     return digest(meaningful(json.loads(file.read_bytes())))[:32]
 
 
-def files_digest(path: Path, remembered: Remembered | None = None) -> str:
-    """The digest of a file of weights, or of the files in a directory: their names and every byte.
-    How long that takes, says ``contents``.
+def weight_files(path: Path) -> list[Path]:
+    """The files of weights in a model's folder, also below it; of a file: itself.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if not path.is_dir():
+        return [path]
+    below = [file for file in sorted(path.rglob("*")) if file.suffix in WEIGHTS]
+    files = [file for file in below if not OF_TRAINING.fullmatch(file.name)]
+    if not files:
+        raise unidentified(f"no file in {path} or below it has weights (*{', *'.join(WEIGHTS)})")
+    loaded = [
+        file for file in files
+        if not any(NOT_LOADED.fullmatch(folder) for folder in file.relative_to(path).parts[:-1])
+    ]  # fmt: skip
+    return loaded or files
+
+
+def files_digest(files: Sequence[Path], remembered: Remembered | None = None) -> str:
+    """The digest of files of weights, wherever they are: of tensors their names, dtypes, shapes and
+    every byte, but not in which files of safetensors they lie; of other files their names and every
+    byte. How long that takes, says ``contents``.
 
     Args:
         remembered: what is known of files that have not changed; None: what this user's cache has.
@@ -81,12 +119,56 @@ def files_digest(path: Path, remembered: Remembered | None = None) -> str:
     Raises:
         OSError: a file cannot be read.
     """
-    files, names = [path], [""]
-    if path.is_dir():
-        files = sorted({file for pattern in WEIGHTS for file in path.glob(pattern)})
-        names = [file.name for file in files]
     contents = contents_of(files, remembered or Remembered(cache_folder(os.environ)))
-    return digest(list(zip(names, contents, strict=True)))
+    top = os.path.commonpath([file.parent for file in files])
+    times = Counter(name for content in contents for name in content.tensors)
+    total, others = 0, []
+    for file, content in zip(files, contents, strict=True):
+        # Which of several tensors of one name is loaded may depend on their files.
+        if content.tensors and all(times[name] == 1 for name in content.tensors):
+            total += int(content.digest, 16)
+        else:
+            name = os.path.relpath(file, top) if len(files) > 1 else file.suffix
+            others.append([name, content.size, content.digest])
+    return digest([total % (1 << 128), sorted(others)])
+
+
+class LoadedFiles:
+    """The files that an engine is about to load, as they are now."""
+
+    def __init__(self, files: Sequence[str]) -> None:
+        """
+        Args:
+            files: paths; of what is not on this host, also URLs.
+        """
+        self._files = files
+        self._states = [file_state(file) for file in files]
+        self._digest = ""
+
+    def digest(self) -> str:
+        """The digest of what was loaded: after the first call, whatever becomes of the files.
+
+        Raises:
+            ConfigError: the files have changed before that, or are not on this host.
+            OSError: a file cannot be read.
+        """
+        if not self._digest:
+            self._check()
+            found = files_digest([Path(file) for file in self._files])
+            self._check()  # they may have changed while they were read
+            self._digest = found
+        return self._digest
+
+    def _check(self) -> None:
+        for file, state in zip(self._files, self._states, strict=True):
+            if not state or file_state(file) != state:
+                raise unidentified(f"{file} has changed since its load, or is not on this host")
+
+
+def unidentified(reason: str) -> ConfigError:
+    """The error of weights of which nothing tells what they are."""
+    advice = 'Name them yourself with the setting "model_id": equal names for equal weights only.'
+    return ConfigError(reason, advice=advice, key="model_id")
 
 
 def meaningful(config: Mapping[str, object]) -> dict[str, object]:

@@ -59,6 +59,8 @@ _OF_SGLANG: Final = frozenset((
 ))  # fmt: skip
 """Names that SGLang itself reads in the extra configuration."""
 
+_OURS: Final = ("model_id", "job_name", "shares_versions")
+
 _FLAT: Final = ".flat"
 """How the key of a page ends that SGLang hands over as one tensor (without ``interface_v1``)."""
 
@@ -92,8 +94,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
             storage_config: ``extra_config`` holds settings of a client (``master``, ``cluster``,
                 ``replicas``, ``transports``, ``timeout_ms`` ...) or Mooncake's keys for them
                 (``mooncake_keys``), and ``model_id``: the operator's name for the weights, which
-                replaces the digest of their files. SGLang and its parts read the same
-                dictionary: an unknown name in it is logged.
+                replaces the digest of their files. Weights that a trainer pushes are shared by
+                engines with the same ``job_name``, or, with ``shares_versions``, by all. SGLang and
+                its parts read the same dictionary: an unknown name in it is logged.
             kwargs: more arguments of SGLang's factory, which passes none at present.
 
         Raises:
@@ -107,6 +110,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         }
         self._config = storage_config
         self._model_id = str(given.pop("model_id", ""))
+        job = str(given.pop("job_name", "")) or identity.job_name()
+        self._job = "" if given.pop("shares_versions", False) else job
         self._zero_copy = bool(given.get("interface_v1"))
         self._guard = Guard(client_of_an_engine(**_settings(given)), log)
         self._announcer = Announcer(self._guard.client, log)
@@ -126,7 +131,8 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         cache, 0.2 ms if this host remembers them (``kvstore.contents``).
 
         Raises:
-            ConfigError: a layout whose pages cannot be stored, or not be split for ``tp_lcm_size``.
+            ConfigError: a layout whose pages cannot be stored, or not be split for ``tp_lcm_size``;
+                weights of which nothing on this host tells what they are.
             InvalidArgumentError: memory that the processor cannot read.
             OSError: the model's files cannot be read.
         """
@@ -510,8 +516,9 @@ class KVStoreHiCache(HiCacheStorage):  # type: ignore[misc]
         with self._describing:
             if weights not in self._fingerprints:
                 described = identity.describe(
-                    config, full.pages, weights, model_id=self._model_id, zero_copy=self._zero_copy
-                )
+                    config, full.pages, weights, model_id=self._model_id, job=self._job,
+                    zero_copy=self._zero_copy,
+                )  # fmt: skip
                 found = fingerprint(described)
                 ranks = (config.tp_rank, config.pp_rank, config.attn_cp_rank, config.dp_rank)
                 if not any(ranks):
@@ -569,7 +576,7 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     settings = mooncake_keys.in_own_words(others, log)
     known = ClientConfig.model_fields
     unknown = [name for name in settings if name not in known]
-    mooncake_keys.tell_unknown(unknown, [*known, "model_id", *mooncake_keys.MEANT], log)
+    mooncake_keys.tell_unknown(unknown, [*known, *_OURS, *mooncake_keys.MEANT], log)
     return {name: value for name, value in settings.items() if name in known}
 
 

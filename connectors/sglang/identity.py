@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import os
 import platform
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import sglang
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
-from sglang.srt.runtime_context import get_context
+from sglang.srt.runtime_context import get_context, get_parallel
 
 from kvstore.connectors.sglang.pools import PoolPages
-from kvstore.fingerprint import config_of, weights_of
+from kvstore.fingerprint import config_of, unidentified, weights_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
@@ -39,6 +40,10 @@ _PACKING: Final = ("SGLANG_USE_HND_KVCACHE", "SGLANG_AITER_KV_CACHE_LAYOUT")
 """Variables that change the order of bytes within a page."""
 
 
+_NOT_OF_FILES: Final = ("remote_instance", "ipc_cache", "private")
+"""Load formats that take weights from elsewhere, whatever lies in the model's folder."""
+
+
 class ServedWeights(NamedTuple):
     """The weights that SGLang serves at this moment, as its configuration names them."""
 
@@ -48,6 +53,8 @@ class ServedWeights(NamedTuple):
     """The ``weight_version`` of the last call that updated weights."""
     draft: str | None
     draft_revision: str | None
+    are_pushed: bool
+    """Whether the last call took them from the memory of another program, such as a trainer."""
 
 
 def live(model: str | None) -> ServedWeights:
@@ -63,7 +70,33 @@ def live(model: str | None) -> ServedWeights:
         _setting("serving", "weight_version") or "",
         _setting("spec", "speculative_draft_model_path"),
         _setting("spec", "speculative_draft_model_revision"),
+        _are_pushed(),
     )
+
+
+def _are_pushed() -> bool:
+    """Whether the version in effect was given to weights that did not come from files. SGLang logs
+    its changes in order; an update from disk sets the path, and then its version if it has one."""
+    has_version = False
+    for _, fields in reversed(get_context()._overrides_log):
+        if "model_path" in fields:
+            return False
+        if "weight_version" in fields:
+            if has_version:
+                return True
+            has_version = True
+    return has_version
+
+
+def job_name() -> str:
+    """A random name for this engine's start, the same on all tensor-parallel ranks, each of which
+    has to call this: the others wait for the first."""
+    name = secrets.token_hex(8)
+    try:
+        group = get_parallel().tp_group
+    except RuntimeError:  # outside a server, where SGLang has made none
+        return name
+    return str(group.broadcast_object(name))
 
 
 def describe(
@@ -72,6 +105,7 @@ def describe(
     weights: ServedWeights,
     *,
     model_id: str,
+    job: str,
     zero_copy: bool,
 ) -> dict[str, Any]:
     """Everything on which the bytes of pages depend, except the rank, as JSON values. Reads the
@@ -81,17 +115,23 @@ def describe(
     Args:
         pages: the pages of the pool of the full attention, which every engine has.
         model_id: the operator's name for the weights; "": use the digest of their files.
+        job: whose versions of pushed weights these are; "": everybody's.
         zero_copy: whether SGLang hands over buffers (``interface_v1``) or copies of whole pages.
 
     Raises:
+        ConfigError: nothing on this host tells what the weights are.
         OSError: a file of weights cannot be read.
     """
+    load_format = _setting("model", "load_format")
+    if not model_id and load_format in _NOT_OF_FILES:
+        raise unidentified(f"--load-format {load_format} does not take weights from {weights.path}")
     return {
         "format": FORMAT,
         "engine": sglang.__version__,
         "machine": platform.machine(),
         "weights": model_id or _files(weights.path, weights.revision),
         "weight_version": weights.version,
+        **({"job": job} if weights.are_pushed and job else {}),
         "draft": weights.draft and _files(weights.draft, weights.draft_revision),
         "config": {
             name: _plain(_setting(namespace, name))

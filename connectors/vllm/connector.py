@@ -22,7 +22,7 @@ from kvstore.client.sync import Client
 from kvstore.connectors.vllm.config import read_config
 from kvstore.connectors.vllm.core import is_part_of_several
 from kvstore.connectors.vllm.decisions import Decisions
-from kvstore.connectors.vllm.fingerprint import speculation, weights_id
+from kvstore.connectors.vllm.fingerprint import speculation
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.hashes import BlockHashes, block_hashes
 from kvstore.connectors.vllm.layout import split_of, wanted_layout
@@ -83,8 +83,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             vllm_config.parallel_config.tensor_parallel_size, self._config.block_tokens,
         )  # fmt: skip
         self._groups, hashes = _groups_of(vllm_config, kv_cache_config, self._split.block_tokens)
-        self._loaded: dict[tuple[str, ...], str] = {}
-        """The digest of the weights that were loaded, by models."""
         self._scheduler: Scheduler | None = None
         self._worker: WorkerSide | None = None
         self._adapters: Adapters | None = None
@@ -208,7 +206,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         parts = self._parts
         if self._adapters is None or self._live is None:
-            self._adapters, self._live = Adapters(worker), LiveWeights(worker, self._vllm_config)
+            self._adapters = Adapters(worker)
+            self._live = LiveWeights(
+                worker, self._vllm_config, name=self._config.model_id,
+                is_split=bool(self._split.shards),
+            )  # fmt: skip
             self._divide(draft_layers(self._live))
         pages = next(iter(parts.of_model.values()))
         groups = sorted(pages.block_bytes)
@@ -217,14 +219,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             layouts = sorted({each.layout for each in parts.of_drafts.values()})
             method = speculation(self._vllm_config)
             hello.draft = DraftIdentity(sorted(parts.draft_layers), layouts, method)
-        identify(hello, self._live, self._adapters)
-        if self._split.shards and not hello.error:
-            of = [*self._live.models()]
-            if hello.draft is not None:
-                of.remove("draft")
-                self._of_files(hello.draft, ("draft",))
-            self._of_files(hello, tuple(of))
-        return hello
+        return identify(hello, self._live, self._adapters)
 
     def _divide(self, layers: Collection[str] | None) -> None:
         """Takes a draft model's layers out of this worker's parts, if that can be done."""
@@ -235,18 +230,6 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except KVStoreError as error:
             log.warning("draft_pages_not_apart error=%s", error)
         self._worker_side.divide(parts.of_model, parts.of_drafts)
-
-    def _of_files(self, told: WorkerIdentity | DraftIdentity, of: tuple[str, ...]) -> None:
-        """Leaves out what differs between ranks: while the weights are those that were loaded, they
-        are told by their files."""
-        loaded = self._loaded.setdefault(of, told.weights)
-        is_dummy = self._vllm_config.load_config.load_format == "dummy"  # each rank has its own
-        if told.weights == loaded and not is_dummy:
-            told.weights, told.files = "as loaded", weights_id(self._vllm_config, of)
-        told.attention = [
-            [each for each in manner if not each.startswith("num_kv_heads=")]
-            for manner in told.attention
-        ]
 
     def recheck(self, worker: Any) -> tuple[int, int]:
         """This rank, and the number of a check of its weights that has begun; 0: they differ."""

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from kvstore.connectors.vllm.layout import NOT_SPLIT, Split, stored_order
 from kvstore.connectors.vllm.messages import WorkerIdentity
 from kvstore.connectors.vllm.states import is_state, shard_shapes
-from kvstore.fingerprint import digest, files_digest, meaningful
+from kvstore.errors import ConfigError
+from kvstore.fingerprint import LOADED, LoadedFiles, digest, meaningful, unidentified
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -178,30 +179,50 @@ def fingerprint(description: Mapping[str, Any], workers: Sequence[WorkerIdentity
     return digest({**description, "layouts": layouts})[:32]
 
 
-def weights_id(vllm_config: VllmConfig, of: Collection[str] = ("model", "draft")) -> str:
+def weights_id(vllm_config: VllmConfig, models: Mapping[str, object], *, name: str = "") -> str:
     """Where the weights come from: for files a digest of their content, whatever their path;
     otherwise the model's name and commit.
 
     Used for weights that cannot be read in memory; see ``weights``. Files are read whole
-    (``kvstore.contents``).
+    (``kvstore.contents``), once: they are those that this worker has loaded, whatever becomes of
+    them.
 
     Args:
-        of: the "model" itself, a "draft" model that guesses tokens for it, or both.
+        models: in this worker: the "model" itself, a "draft" model that guesses tokens for it, or
+            both.
+        name: the operator's name for the weights, if it is not known what was loaded; "": there is
+            none.
+
+    Raises:
+        ConfigError: it is not known what was loaded.
+        OSError: a file cannot be read.
     """
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     configs = {"model": vllm_config.model_config, "draft": draft}
-    chosen = [configs[name] for name in of if configs[name] is not None]
-    models = {each.model: each for each in chosen}
     load_format = vllm_config.load_config.load_format
-    return "; ".join(_origin(model, load_format) for model in models.values())
+    try:
+        origins = [
+            _origin(configs[kind], load_format, getattr(model, LOADED, ()))
+            for kind, model in models.items()
+            if configs[kind] is not None
+        ]
+    except (ConfigError, OSError):
+        if not name:
+            raise
+        return f"named {name}"
+    return "; ".join(dict.fromkeys(origins))
 
 
-def _origin(model: Any, load_format: str) -> str:
+def _origin(model: Any, load_format: str, loaded: Sequence[LoadedFiles]) -> str:
     if load_format == "dummy":
         return f"dummy seed={model.seed} of {_name(model.model)}"
-    path = Path(model.model)
-    if path.exists():
-        return f"files {files_digest(path)[:32]}"
+    if not loaded:
+        raise unidentified(
+            f"it is not known which files were loaded of {model.model}: load_format is "
+            f"{load_format}, or VLLM_PLUGINS leaves out kvstore"
+        )
+    if Path(model.model).exists():
+        return f"files {digest([each.digest() for each in loaded])[:32]}"
     # A branch moves, so the commit identifies the loaded weights.
     commit = getattr(model.hf_config, "_commit_hash", None)
     return f"{model.model}@{commit or model.revision or 'main'}"

@@ -35,6 +35,7 @@ from torch import nn
 from kvstore.connectors.vllm.fingerprint import GUESSES, speculation, weights_id
 from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity
 from kvstore.connectors.vllm.pages import stream_apart
+from kvstore.errors import KVStoreError
 from kvstore.fingerprint import digest
 from kvstore.process.background import CLOSE_S, join_all, start_thread
 
@@ -81,13 +82,23 @@ class WorkerWeights(NamedTuple):
 class LiveWeights:
     """The weights of one worker, as they are now. For the thread that computes."""
 
-    def __init__(self, worker: Any, vllm_config: VllmConfig) -> None:
+    def __init__(
+        self, worker: Any, vllm_config: VllmConfig, *, name: str = "", is_split: bool = False
+    ) -> None:
         """
         Args:
             worker: vLLM's worker, in whose process this runs.
+            name: the operator's name for the weights; "": there is none.
+            is_split: whether engines of other sizes share blocks. Then all that differs between
+                ranks is left out: the weights are told by their files while they are those that
+                were loaded.
         """
         self.rank: int = worker.rank
         self.vllm_config = vllm_config
+        self.name = name
+        self.is_split = is_split
+        self.loaded: dict[tuple[str, ...], str] = {}
+        """The digest of the weights that were loaded, by models."""
         self._worker = worker
         self._known: list[str] = []
         self._samples: list[str] = []
@@ -187,19 +198,21 @@ def _in_memory(weights: Mapping[str, WorkerWeights]) -> list[str]:
 def identify(
     hello: WorkerIdentity, live: LiveWeights, adapters: Adapters | None = None
 ) -> WorkerIdentity:
-    """Completes ``hello`` with the live weights, adapters and KV formats of a worker. If model code
-    raises, ``hello`` gets the error instead, and the engine goes on without the store."""
+    """Completes ``hello`` with the live weights, adapters and KV formats of a worker. If these are
+    not known, ``hello`` gets the error instead, and the engine goes on without the store."""
     vllm_config = live.vllm_config
     try:
         weights = live.read()
         layers = dict(vllm_config.compilation_config.static_forward_context)
         if hello.draft is not None:
             its = {name: layers.pop(name) for name in hello.draft.layers}
-            _tell(hello.draft, {"draft": weights.pop("draft")}, its, vllm_config)
-        _tell(hello, weights, layers, vllm_config)
+            _tell(hello.draft, {"draft": weights.pop("draft")}, its, live)
+        _tell(hello, weights, layers, live)
         hello.prefix_caching = bool(vllm_config.cache_config.enable_prefix_caching)
         hello.adapters = {} if adapters is None else adapters.digests()
-    except Exception as error:
+    except KVStoreError as error:
+        hello.error = str(error)
+    except Exception as error:  # of model code
         log.exception("weights_not_identified")
         hello.error = repr(error)
     return hello
@@ -207,16 +220,29 @@ def identify(
 
 def _tell(
     told: WorkerIdentity | DraftIdentity, weights: Mapping[str, WorkerWeights],
-    layers: Mapping[str, Any], vllm_config: VllmConfig,
+    layers: Mapping[str, Any], live: LiveWeights,
 ) -> None:  # fmt: skip
     """Completes ``told`` with these weights, by model, and the formats of these layers."""
     digests = _digests(weights)
     told.weights = digests[0] if len(digests) == 1 else digest(digests)[:32]
+    told.attention = attention_of(layers)
     unseen = [name for each in weights.values() for name in each.unseen]
     if unseen:
         log.info("weights_unseen count=%s first=%s", len(unseen), unseen[0])
-        told.files = weights_id(vllm_config, of=tuple(weights))
-    told.attention = attention_of(layers)
+    as_loaded = False
+    if live.is_split:
+        told.attention = [
+            [each for each in manner if not each.startswith("num_kv_heads=")]
+            for manner in told.attention
+        ]
+        is_dummy = live.vllm_config.load_config.load_format == "dummy"  # each rank has its own
+        loaded = live.loaded.setdefault(tuple(weights), told.weights)
+        as_loaded = told.weights == loaded and not is_dummy
+    if as_loaded:
+        told.weights = "as loaded"
+    if as_loaded or unseen:
+        models = {kind: model for kind, model in live.models().items() if kind in weights}
+        told.files = weights_id(live.vllm_config, models, name=live.name)
 
 
 def draft_layers(live: LiveWeights) -> set[str] | None:

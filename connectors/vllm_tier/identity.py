@@ -47,10 +47,10 @@ NOT_RESET: Final = (
 )
 
 
-def hello(worker: Any) -> WorkerIdentity:
+def hello(worker: Any, model_id: str) -> WorkerIdentity:
     """A worker's identity. vLLM calls this function on each worker, and pickles it by name."""
     hello = WorkerIdentity("", [], [""], rank=worker.rank, host=host_id())
-    return identify(hello, LiveWeights(worker, worker.vllm_config))
+    return identify(hello, LiveWeights(worker, worker.vllm_config, name=model_id))
 
 
 class TierIdentity(identity.Identity):
@@ -119,7 +119,7 @@ class TierIdentity(identity.Identity):
         self.is_outdated = False
         if self._is_mixed:
             return
-        hellos = [] if self._core is None else self.ask(hello)
+        hellos = [] if self._core is None else self.ask(hello, self._model_id)
         if {each.host for each in hellos} - {host_id()}:
             self.switch_off(HOSTS)
         record = None if self.is_off else self.take(hellos)

@@ -461,6 +461,7 @@ _REMEDIES: Final[dict[str, str]] = {
     "none_hash": _SEED, "format": _VERSION, "tier_format": _VERSION, "engine": _VERSION,
     "vllm": _VERSION, "device": _MACHINE, "machine": _MACHINE, "layout": _LAYOUT,
     "chunk_layout": _LAYOUT, "attention": _LAYOUT,
+    "job": 'job: give all engines of one training job the same "job_name".',
     "draft": "draft model: load the same draft model in both, or none.",
     "speculative": "speculative decoding: start both with the same settings of it.",
 }  # fmt: skip

@@ -39,16 +39,16 @@ class Hashing:
         self.files = 0
         self.meanwhile: Callable[[], object] = lambda: None
 
-    def __call__(self) -> Hasher:
+    def __call__(self, first: bytes) -> Hasher:
         self.files += 1
-        return Hasher(self)
+        return Hasher(self, first)
 
 
 class Hasher:
-    def __init__(self, hashing: Hashing) -> None:
+    def __init__(self, hashing: Hashing, first: bytes) -> None:
         self._hashing = hashing
-        self._hasher = xxh3_128()
-        self.hexdigest = self._hasher.hexdigest
+        self._hasher = xxh3_128(first)
+        self.intdigest = self._hasher.intdigest
 
     def update(self, piece: memoryview) -> None:
         self._hasher.update(piece)
@@ -84,7 +84,7 @@ def kept(tmp_path: Path, file: Path, remembered: Remembered, hashing: Hashing) -
 
 
 def digest_of(file: Path, remembered: Remembered) -> str:
-    [(size, digest)] = contents_of([file], remembered)
+    [(size, digest, _)] = contents_of([file], remembered)
     assert size == file.stat().st_size
     assert digest == xxh3_128(file.read_bytes()).hexdigest()
     return digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -12,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstore.fingerprint import config_of, files_digest, fingerprint, meaningful, weights_of
+from kvstore.errors import ConfigError
+from kvstore.fingerprint import config_of, fingerprint, meaningful, weights_of
 
 TENSORS = {
     "model.embed": 100,
@@ -23,18 +25,25 @@ TENSORS = {
 """Names and bytes."""
 
 
-def safetensors(changed: str = "", at: int = 0, by: int = 1) -> bytes:
-    """A file of these tensors, of random bytes; one byte may be another."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    data = bytearray(Random(1).randbytes(sum(TENSORS.values())))
-    start = 0
-    for name, size in TENSORS.items():
+def safetensors(
+    changed: str = "", at: int = 0, by: int = 1, names: Collection[str] = TENSORS.keys(),
+    **more: object,
+) -> bytes:  # fmt: skip
+    """A file of these tensors, of random bytes; one byte may be another.
+
+    Args:
+        more: what the header says instead of each tensor, or of the metadata.
+    """
+    header: dict[str, object] = {"__metadata__": more.pop("metadata", {"format": "pt"})}
+    data = bytearray()
+    for name in names:
+        size, start = TENSORS[name], len(data)
         header[name] = {
-            "dtype": "U8", "shape": [size], "data_offsets": [start, start + size],
+            "dtype": "U8", "shape": [size], "data_offsets": [start, start + size], **more,
         }  # fmt: skip
+        data += Random(name).randbytes(size)
         if name == changed:
             data[start + at] ^= by
-        start += size
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(data)
 
@@ -50,7 +59,6 @@ def model_directory(path: Path, weights: bytes | None = None, **more: bytes) -> 
 def test_the_same_files_elsewhere_are_the_same_weights(tmp_path: Path) -> None:
     here = model_directory(tmp_path / "here" / "model")
     there = model_directory(tmp_path / "there" / "other", README_md=b"text", tokenizer_json=b"{}")
-    assert files_digest(here) == files_digest(there)
     assert weights_of(str(here)) == weights_of(str(there) + "/")
 
 
@@ -76,13 +84,70 @@ def test_of_sharded_weights_every_shard_counts_and_the_index_does_not(tmp_path: 
         (tmp_path / name).mkdir()
         for file, content in files.items():
             (tmp_path / name / file).write_bytes(content)
-        return files_digest(tmp_path / name)
+        return weights_of(str(tmp_path / name))
 
     first = sharded("a")
     assert sharded("b", **{"model.safetensors.index.json": b"{}"}) == first
     other = safetensors("model.norm")
     changed = [sharded(f"c{at}", **{f"model-0000{at}-of-00003.safetensors": other}) for at in "123"]
     assert len({first, *changed}) == 4
+
+
+def test_tensors_count_in_whatever_files_they_lie(tmp_path: Path) -> None:
+    first, *rest = TENSORS
+    plain = weights_of(str(model_directory(tmp_path / "plain")))
+    split = model_directory(
+        tmp_path / "split", safetensors(names=[first]), optimizer_pt=b"1", scheduler_bin=b"1"
+    )
+    (split / "rng_state_0.pth").write_bytes(b"1")
+    (split / "more.safetensors").write_bytes(safetensors(names=rest))
+    backwards = model_directory(tmp_path / "other", safetensors(names=[*rest, first]))
+    assert weights_of(str(split)) == weights_of(str(backwards)) == plain
+
+    others = [
+        safetensors(dtype="I8"), safetensors(shape=[1]), safetensors(names=rest),
+        safetensors(metadata={"scales": "2"}), safetensors() + b"no tensor",
+    ]  # fmt: skip
+    folders = [model_directory(tmp_path / str(at), each) for at, each in enumerate(others)]
+    assert len({plain, *map(weights_of, map(str, folders))}) == len(others) + 1
+
+
+def test_of_two_tensors_of_one_name_their_files_count(tmp_path: Path) -> None:
+    """Which of them is loaded depends on these, as with a file for each rank."""
+    ranks = [safetensors(), safetensors("model.norm")]
+    found = set()
+    for at, order in enumerate((ranks, ranks[::-1])):
+        folder = model_directory(tmp_path / str(at), order[0])
+        (folder / "rank-1.safetensors").write_bytes(order[1])
+        found.add(weights_of(str(folder)))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["consolidated.00.pth", "model.tensors", "original/model.safetensors", "tower/model.bin"],
+)
+def test_weights_of_any_format_and_folder_count(tmp_path: Path, name: str) -> None:
+    found = set()
+    for content in (b"A", b"B"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+        found.add(weights_of(str(tmp_path)))
+    assert len(found) == 2
+    if name.startswith("original"):  # beside the format that is loaded
+        (tmp_path / "model.bin").write_bytes(b"")
+        with_it = weights_of(str(tmp_path))
+        (tmp_path / name).unlink()
+        assert weights_of(str(tmp_path)) == with_it
+
+
+def test_what_nothing_tells_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")  # its weights are streamed from elsewhere
+    (tmp_path / "training_args.bin").write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"no file in {tmp_path}.*safetensors.*model_id"):
+        weights_of(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"s3://bucket/model .*model_id"):
+        weights_of("s3://bucket/model")
 
 
 def test_a_link_into_the_hubs_cache_is_its_target(tmp_path: Path) -> None:
@@ -92,7 +157,7 @@ def test_a_link_into_the_hubs_cache_is_its_target(tmp_path: Path) -> None:
         directory.mkdir(parents=True)
     (blobs / "4d5e").write_bytes(safetensors())
     (snapshot / "model.safetensors").symlink_to("../../blobs/4d5e")
-    assert files_digest(snapshot) == files_digest(plain)
+    assert weights_of(str(snapshot)) == weights_of(str(plain))
 
 
 def test_sizes_and_names_of_files_count(tmp_path: Path) -> None:
@@ -102,7 +167,7 @@ def test_sizes_and_names_of_files_count(tmp_path: Path) -> None:
         model_directory(tmp_path / "c", more_bin=b""),
         model_directory(tmp_path / "d", most_bin=b""),
     ]
-    assert len({files_digest(each) for each in directories}) == len(directories)
+    assert len({weights_of(str(each)) for each in directories}) == len(directories)
 
 
 def test_a_file_of_any_format_counts_as_a_whole(tmp_path: Path) -> None:

@@ -95,6 +95,29 @@ def test_weights_that_are_replaced_in_place_have_blocks_of_their_own(
     assert tokens(back) == old
 
 
+@pytest.mark.timeout(400)
+def test_a_release_that_is_copied_over_a_running_engines_files_is_not_its_own(
+    store: Cluster, llama: Path, trained: Path, engine: StartEngine, tmp_path: Path
+) -> None:
+    """With shards, weights are told by the files that were loaded."""
+    model = shutil.copytree(llama, tmp_path / "llama")
+    one = engine(model, transfer_config(store.address, tp_shards=2))
+    shutil.copytree(trained, model, dirs_exist_ok=True)
+    one.run("llm.collective_rpc(lambda worker: None)")  # may have replaced its weights
+    old = one.generate([prompt(1)])
+    one.saved()
+
+    two = engine(model, transfer_config(store.address, tp_shards=2))
+    new = two.generate([prompt(1)])
+    two.saved()
+    assert cached(new) == [0]
+    assert tokens(new) != tokens(old)
+    assert len(objects(store)) == 2
+    copied = engine(llama, transfer_config(store.address, tp_shards=2))
+    found = copied.generate([prompt(1)])
+    assert (cached(found), tokens(found)) == ([WHOLE], tokens(old))
+
+
 EVERY_PARAMETER = """
     import random, torch
     from safetensors.torch import load_file

@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.runtime_context import get_context
 
 from kvstore.connectors.sglang import KVStoreHiCache, identity
 from kvstore.connectors.sglang.pools import bytes_of
@@ -425,6 +427,53 @@ class TestIdentity:
         assert seen == [0, len(KEYS)]
         one.clear()
         assert namespaces(store) == []
+
+    def test_pushed_weights_are_of_one_job(
+        self, store: Cluster, backend: MakeBackend, pool: Any, model: Path
+    ) -> None:
+        """Every trainer counts its versions from 1. Weights from disk are told by their files."""
+        context = get_context()
+
+        def found(**setting: object) -> int:
+            """How many pages an engine finds that another one has saved."""
+            writer, reader = backend(pool, **setting), backend(pool, **setting)
+            saved(writer, pool)
+            return int(reader.batch_exists(KEYS))
+
+        with context.override_server_args(model_path=str(model)):
+            assert found() == len(KEYS)
+            context.override("scheduler.weight_version", weight_version="1")
+            assert found() == 0
+            assert found(job_name="ours") == found(shares_versions=True) == len(KEYS)
+            assert backend(pool, job_name="theirs").batch_exists(KEYS) == 0
+            assert backend(pool).batch_exists(KEYS) == 0
+            context.override("model_runner.update_model_fields", model_path=str(model))
+            assert found() == len(KEYS)
+            context.override("scheduler.weight_version", weight_version="2")
+            assert found() == len(KEYS)
+            context.override("scheduler.weight_version", weight_version="3")
+            assert found() == 0
+
+    def test_the_ranks_of_an_engine_agree_on_its_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        names: dict[int, str] = {}
+        group = SimpleNamespace(broadcast_object=lambda name: names.setdefault(0, name))
+        assert identity.job_name() != identity.job_name()
+        monkeypatch.setattr(identity, "get_parallel", lambda: SimpleNamespace(tp_group=group))
+        assert identity.job_name() == identity.job_name()
+
+    @pytest.mark.parametrize("missing", ["files", "format"])
+    def test_weights_that_nothing_tells_are_refused(
+        self, store: Cluster, backend: MakeBackend, pool: Any, model: Path, missing: str
+    ) -> None:
+        load_format = "auto"
+        if missing == "files":
+            (model / "model.safetensors").unlink()
+        else:
+            load_format = "remote_instance"
+        with get_context().override_server_args(model_path=str(model), load_format=load_format):
+            with pytest.raises(ConfigError, match=f"{model}.*model_id"):
+                backend(pool)
+            backend(pool, model_id="ours")
 
     def test_the_fleet_knows(
         self, store: Cluster, backend: MakeBackend, pool: Any, caplog: pytest.LogCaptureFixture

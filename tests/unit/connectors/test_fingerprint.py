@@ -9,6 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from vllm.config import LoadConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from kvstore.connectors.vllm.fingerprint import (
     describe,
@@ -22,6 +27,9 @@ from kvstore.connectors.vllm.fingerprint import (
 )
 from kvstore.connectors.vllm.layout import NOT_SPLIT, Split
 from kvstore.connectors.vllm.messages import DraftIdentity, WorkerIdentity
+from kvstore.connectors.vllm_plugin import _note_files
+from kvstore.errors import ConfigError
+from kvstore.fingerprint import LOADED, LoadedFiles
 
 HELLO = WorkerIdentity("layout", [0], ["p0t0"], weights="w")
 
@@ -67,38 +75,80 @@ def mark(vllm_config: Any, *hellos: WorkerIdentity, name: str = "", **cache: int
 # --- weights --------------------------------------------------------------------------------------
 
 
-def test_other_formats_count_as_a_whole(tmp_path: Path) -> None:
-    data = bytearray(3 << 20)
-    (tmp_path / "a.gguf").write_bytes(data)
-    first = weights_id(config(str(tmp_path / "a.gguf")))
-    data[1_000_001] = 1
-    (tmp_path / "a.gguf").write_bytes(data)
-    assert weights_id(config(str(tmp_path / "a.gguf"))) != first
-    (tmp_path / "elsewhere.gguf").write_bytes(bytes(3 << 20))
-    assert weights_id(config(str(tmp_path / "elsewhere.gguf"))) == first
+class Loader(DefaultModelLoader):  # type: ignore[misc]
+    """vLLM's, which notes the files that it chooses."""
+
+
+_note_files(Loader)
+
+
+def load(vllm_config: Any, model: nn.Module) -> None:
+    loader = Loader(LoadConfig())
+    loader.get_all_weights(vllm_config.model_config, model)
+    loader._prepare_weights(vllm_config.model_config.model, None, None, True, None)
+
+
+def loaded() -> dict[str, nn.Module]:
+    """A model that was loaded by a name of the hub."""
+    model = nn.Module()
+    setattr(model, LOADED, [LoadedFiles([])])
+    return {"model": model}
+
+
+def test_weights_are_told_by_the_files_that_were_loaded(tmp_path: Path) -> None:
+    """Whatever lies there afterwards, until a loader reads that."""
+    file, models = tmp_path / "model.safetensors", {"model": nn.Module()}
+    save_file({"a": torch.zeros(1)}, file)
+    engine = config(str(tmp_path))
+    load(engine, models["model"])
+    first = weights_id(engine, models)
+    save_file({"a": torch.ones(1)}, file)
+    assert weights_id(engine, models) == first
+    load(engine, models["model"])
+    assert weights_id(engine, models) != first
+    save_file({"a": torch.zeros(1)}, file)
+    other = {"model": nn.Module()}
+    load(engine, other["model"])
+    assert weights_id(engine, other) == first
+
+    load(engine, other["model"])
+    save_file({"a": torch.zeros(1)}, file)  # before it is read for a digest
+    with pytest.raises(ConfigError, match=r"model\.safetensors has changed.*model_id"):
+        weights_id(engine, other)
+    assert weights_id(engine, other, name="ours") == "named ours"
+
+
+def test_weights_that_no_known_loader_has_loaded_are_refused(tmp_path: Path) -> None:
+    streamed, models = config(str(tmp_path)), {"model": nn.Module()}
+    streamed.load_config.load_format = "tensorizer"
+    with pytest.raises(ConfigError, match=r"load_format is tensorizer.*model_id"):
+        weights_id(streamed, models)
+    setattr(models["model"], LOADED, [LoadedFiles(["s3://b/m/model.safetensors"])])
+    with pytest.raises(ConfigError, match=r"s3://b/m/model.*not on this host.*model_id"):
+        weights_id(streamed, models)
 
 
 def test_weights_that_are_not_here_are_named_with_the_commit_that_was_loaded() -> None:
-    assert weights_id(config("org/name")) == "org/name@main"
+    assert weights_id(config("org/name"), loaded()) == "org/name@main"
     revised = config("org/name")
     revised.model_config.revision = "v1"
-    assert weights_id(revised) == "org/name@v1"
+    assert weights_id(revised, loaded()) == "org/name@v1"
     revised.model_config.hf_config._commit_hash = "0123abc"
-    assert weights_id(revised) == "org/name@0123abc"
+    assert weights_id(revised, loaded()) == "org/name@0123abc"
     dummy = config("/some/where/name/")
     dummy.load_config.load_format = "dummy"
-    assert weights_id(dummy) == "dummy seed=0 of name"
+    assert weights_id(dummy, loaded()) == "dummy seed=0 of name"
 
 
 def test_a_draft_model_s_weights_count_beside_the_model_s() -> None:
-    guessing = config("org/name")
+    guessing, model, draft = config("org/name"), loaded(), {"draft": loaded()["model"]}
     guessing.speculative_config = SimpleNamespace(draft_model_config=config("org/d").model_config)
-    assert weights_id(guessing) == "org/name@main; org/d@main"
-    assert weights_id(guessing, ("model",)) == "org/name@main"
-    assert weights_id(guessing, ("draft",)) == "org/d@main"
+    assert weights_id(guessing, model | draft) == "org/name@main; org/d@main"
+    assert weights_id(guessing, model) == "org/name@main"
+    assert weights_id(guessing, draft) == "org/d@main"
     guessing.speculative_config.draft_model_config = guessing.model_config  # a layer of its own
-    assert weights_id(guessing) == "org/name@main"
-    assert weights_id(guessing, ("draft",)) == "org/name@main"
+    assert weights_id(guessing, model | draft) == "org/name@main"
+    assert weights_id(guessing, draft) == "org/name@main"
 
 
 # --- a draft model --------------------------------------------------------------------------------
