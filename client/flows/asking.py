@@ -10,7 +10,8 @@ import numpy as np
 from kvstore import calls
 from kvstore.client.flows.steps import Context, Flow, Pause, ResultT, Transfer, ask, learn
 from kvstore.errors import UnavailableError
-from kvstore.limits import BATCH_KEYS_MAX, PIN_KEYS_MAX, Key, Namespace
+from kvstore.keys import keys_per_request
+from kvstore.limits import PIN_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.transport.base import Move
 from kvstore.transport.pieces import extent_of
@@ -23,7 +24,7 @@ class Match(NamedTuple):
     """Leading keys that are present, and leased."""
     being_written: int
     """How many keys after the matched ones are being written at this moment, as far as the last
-    call looked: it has ``BATCH_KEYS_MAX`` keys at most."""
+    request looked."""
 
 
 class Reach(NamedTuple):
@@ -41,10 +42,9 @@ class Reach(NamedTuple):
 def match_all(
     namespaces: Sequence[Namespace], states: Sequence[Namespace], keys: Sequence[Key]
 ) -> Flow[Reach]:
-    """One call to the master, unless there are more keys than a call may have, or so many that the
-    master answers in pieces."""
+    """One call, unless there are more keys than a request may have."""
     state: int | None = None
-    if states and namespaces and len(keys) <= BATCH_KEYS_MAX:
+    if states and namespaces and len(keys) <= keys_per_request(keys):
         request = calls.MatchPrefix(namespaces, keys, False, states)
         answer = yield from ask(request, calls.Matched)
         matches = [Match(each.matched, each.being_written) for each in answer.matches]
@@ -59,9 +59,9 @@ def match_all(
 
 def _last_state(states: Sequence[Namespace], keys: Sequence[Key]) -> Flow[int]:
     """As ``calls.Matched.state``, for any number of keys: asks from the end of the chain."""
-    end = len(keys)
+    end, most = len(keys), keys_per_request(keys)
     while end > 0:
-        start = max(0, end - BATCH_KEYS_MAX)
+        start = max(0, end - most)
         request = calls.MatchPrefix([], keys[start:end], False, states)
         answer = yield from ask(request, calls.Matched)
         if answer.state:
@@ -71,13 +71,14 @@ def _last_state(states: Sequence[Namespace], keys: Sequence[Key]) -> Flow[int]:
 
 
 def match_prefix(namespaces: Sequence[Namespace], keys: Sequence[Key]) -> Flow[list[Match]]:
-    """Matches pieces of ``BATCH_KEYS_MAX`` keys, from the front, as long as any namespace has all
-    keys of a piece: missing keys cost nothing. Matched keys are leased, so the prefix stays whole
-    during the next call."""
+    """Matches as many keys as a request may have, from the front, as long as any namespace has all
+    of them: missing keys cost nothing. Matched keys are leased, so the prefix stays whole during
+    the next call."""
     found = [Match(0, 0)] * len(namespaces)
     whole = list(range(len(namespaces)))
-    for start in range(0, len(keys), BATCH_KEYS_MAX):
-        piece = keys[start : start + BATCH_KEYS_MAX] if len(keys) > BATCH_KEYS_MAX else keys
+    most = keys_per_request(keys)
+    for start in range(0, len(keys), most):
+        piece = keys[start : start + most] if len(keys) > most else keys
         asked = [namespaces[index] for index in whole]
         answer = yield from ask(calls.MatchPrefix(asked, piece, False), calls.Matched)
         for index, each in zip(whole, answer.matches, strict=True):
