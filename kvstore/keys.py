@@ -7,7 +7,7 @@ from typing import cast, overload
 
 import numpy as np
 
-from kvstore.limits import BATCH_KEYS_MAX, Key, check_keys
+from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, REQUEST_KEY_BYTES_MAX, Key, check_keys
 from kvstore.native import steps
 
 _SLICING_KEYS_MAX = 24
@@ -71,6 +71,14 @@ class PackedKeys(Sequence[Key]):
 
     def __repr__(self) -> str:
         return f"PackedKeys({self._count} keys of {self.stride} bytes)"
+
+
+def keys_per_request(keys: Sequence[Key]) -> int:
+    """How many of these keys may be in one request, wherever it begins."""
+    if len(keys) * KEY_BYTES_MAX <= REQUEST_KEY_BYTES_MAX:
+        return BATCH_KEYS_MAX
+    longest = keys.stride if isinstance(keys, PackedKeys) else max(map(len, keys))
+    return min(BATCH_KEYS_MAX, REQUEST_KEY_BYTES_MAX // longest)
 
 
 def packed_keys(keys: Sequence[object], keys_max: int = BATCH_KEYS_MAX) -> Sequence[Key]:

@@ -44,8 +44,8 @@ pages, leave this much of ``NAMESPACE_BYTES_MAX``."""
 DEFAULT_NAMESPACE = Namespace("default")
 
 BATCH_KEYS_MAX = 16_384
-"""Keys in one call that asks, gets or removes. 16,384 keys of 256 bytes are 4 MiB, a quarter of
-``FRAME_BYTES_MAX``. Asking about so many holds the master's loop for a few milliseconds."""
+"""Keys in one call of a program that asks, gets or removes. Clients send the master several
+requests where one would be too large."""
 
 PUT_KEYS_MAX = 512
 """Objects that one call asks space for: that holds the master's loop for 1 to 2 ms, and cannot be
@@ -88,10 +88,10 @@ AVOID_MAX = 64
 """Segments that a client may ask placement to avoid: those that it tried and could not reach a
 moment ago."""
 
-CLAIMS_PER_MESSAGE_MAX = 1_024
-"""Objects in one message of a node's inventory: 0.6 MiB with the longest keys."""
+CLAIMS_PER_MESSAGE_MAX = 256
+"""Objects in one message of a node's inventory: 172 KiB with the longest names."""
 
-CLAIMS_UNANSWERED_MAX = 8
+CLAIMS_UNANSWERED_MAX = 16
 """Messages of an inventory that may be on their way: the master need not hold more."""
 
 NODE_SEGMENTS_MAX = 1_024
@@ -107,8 +107,15 @@ has. A value must also fit into one segment."""
 WAIT_MS_MAX = 3_600_000
 """The longest a call may ask the master to hold its reply, in ms."""
 
+REQUEST_BYTES_MAX = 320 << 10
+"""Bytes of one request, or of one message of a node: as much of the master's memory a connection of
+the lane may hold that does not go on."""
+
+REQUEST_KEY_BYTES_MAX = 256 << 10
+"""Bytes of keys in one request: 8,192 keys of 32 bytes."""
+
 FRAME_BYTES_MAX = 16 << 20
-"""Bytes of one control message on either carrier: 16 MiB."""
+"""Bytes of one reply of the master, and of its messages to nodes."""
 
 EPOCH_MAX = 1 << 62
 """No epoch is higher, whatever a clock shows. Epochs are near Unix time in milliseconds, which has

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import errno
 import functools
-import importlib.util
 import os
 import secrets
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import grpc.aio
@@ -21,11 +20,13 @@ from kvstore.auth.shares import Shares
 from kvstore.calls import NodeMessage
 from kvstore.errors import (
     AddressInUseError,
+    BusyError,
     KVStoreError,
     PermissionDeniedError,
+    ProtocolError,
     StartupError,
 )
-from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.limits import FRAME_BYTES_MAX, REQUEST_BYTES_MAX
 from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.gate import Gate
@@ -34,7 +35,10 @@ from kvstore.master.turns import Turns
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
 from kvstore.network.sniffing import Sniffing, splice
+from kvstore.network.waits import CrowdedOutError, Waits
 from kvstore.ports import what_answers
+from kvstore.process.background import start_task
+from kvstore.process.descriptors import sockets
 from kvstore.wire import traces
 from kvstore.wire.messages import CALLS, JOIN_METADATA, Call
 from kvstore.wire.node_messages import NODE_SERVICE, decode_node_message, encode_master_message
@@ -46,8 +50,21 @@ CALLS_MAX = 4096
 CONNECTIONS_MAX = 1024
 """Connections at once: every client and every node has one."""
 
+ARRIVING_BYTES_MAX: Final = 32 << 20
+"""Bytes of requests that may be arriving at once. If there are more, the oldest is refused."""
+
+REQUEST_S: Final = 5.0
+"""How long a request may take to arrive."""
+
+UNREAD_BYTES_MAX: Final = 16 << 20
+"""Bytes of replies that clients have not read. If there are more, the connection of the oldest is
+ended. gRPC holds them twice."""
+
+READ_S: Final = 10.0
+"""How long a client may take to read a reply."""
+
 _OPTIONS = [
-    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_receive_message_length", REQUEST_BYTES_MAX),
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
     # Otherwise two masters could share a port, and each would get some of the calls.
     ("grpc.so_reuseport", 0),
@@ -57,7 +74,10 @@ _OPTIONS = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 4_000),
-    ("grpc.max_concurrent_streams", 1024),
+    ("grpc.max_concurrent_streams", 128),
+    # A stream from which nothing is read holds so many bytes; gRPC would let that grow.
+    ("grpc.http2.lookahead_bytes", 64 << 10),
+    ("grpc.http2.bdp_probe", 0),
     # gRPC closes connections without a handshake, or without a call for long; clients reconnect.
     ("grpc.server_handshake_timeout_ms", 5_000),
     ("grpc.max_connection_idle_ms", 60_000),
@@ -97,6 +117,10 @@ class GrpcServer:
         self._server: grpc.aio.Server | None = None
         self._started = False
         self._sniffing: Sniffing | None = None
+        self._arriving = Waits(ARRIVING_BYTES_MAX)
+        self._unread = Waits(UNREAD_BYTES_MAX)
+        self._ending: set[str] = set()
+        """The peers whose connections are being ended."""
         self.port = 0
 
     async def bind(self, host: str, port: int) -> None:
@@ -108,7 +132,6 @@ class GrpcServer:
         options = [*_OPTIONS, ("grpc.max_allowed_incoming_connections", self._connections_max)]
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=self._calls_max)
         server.add_generic_rpc_handlers(self._handlers())
-        _add_reflection(server)
         address = join_address(host or "::", port)
         with contextlib.suppress(RuntimeError):  # the code below finds out why
             gate = self._gate
@@ -159,7 +182,8 @@ class GrpcServer:
     def _handlers(self) -> tuple[grpc.GenericRpcHandler, ...]:
         methods: dict[str, dict[str, Handler]] = {}
         for call in CALLS.values():
-            handler: Handler = grpc.unary_unary_rpc_method_handler(self._unary(call))
+            # A stream of one request: gRPC's handlers of single requests wait for them for ever.
+            handler: Handler = grpc.stream_unary_rpc_method_handler(self._unary(call))
             methods.setdefault(call.service, {})[call.name] = handler
         session: Handler = grpc.stream_stream_rpc_method_handler(self._session)
         methods[NODE_SERVICE] = {"Session": session}
@@ -169,41 +193,65 @@ class GrpcServer:
         )
 
     def _unary(self, call: Call[Any, Any]) -> Any:
-        async def answer(data: bytes, context: Context) -> bytes:
+        async def answer(_: object, context: Context) -> bytes:
             try:
                 caller = self._caller(context, call)
+                name = ""
+                if caller is not None and caller.identity is not None:
+                    name = caller.identity.name
+                    self.shares.enter(name)
+                    _when_done(context, functools.partial(self.shares.leave, name))
+                data = await self._request(context)
                 for key, value in context.invocation_metadata() or ():
                     if key == traces.METADATA_KEY and isinstance(value, str):
                         data = traces.with_trace(data, value)
-                if self._turns is None:
-                    reply = self._dispatcher.dispatch(call, data, caller)
-                    return reply if isinstance(reply, bytes) else await reply
-                return await self._in_turn(self._turns, call, data, caller)
+                work = functools.partial(self._dispatcher.dispatch, call, data, caller)
+                reply = work() if self._turns is None else await self._turns.taken(name, work)
+                if not isinstance(reply, bytes):
+                    reply = await reply
             except KVStoreError as error:
                 await _abort(context, error)
                 raise
+            _when_done(context, self._expect_reading(context, reply))
+            return reply
 
         return answer
 
-    async def _in_turn(
-        self, turns: Turns, call: Call[Any, Any], data: bytes, caller: Caller | None
-    ) -> bytes:
-        """Answers a call in the turn of its identity, which holds a place of all calls meanwhile.
+    async def _request(self, context: Context) -> bytes:
+        """The next message of the peer.
 
         Raises:
-            KVStoreError: the answer, or its identity has too many calls under way.
+            BusyError: it has not come in time, or not before another one needed its place.
+            ProtocolError: the peer has sent none.
         """
-        who = None if caller is None else caller.identity
-        name = "" if who is None else who.name
-        if who is not None:
-            self.shares.enter(name)
         try:
-            work = functools.partial(self._dispatcher.dispatch, call, data, caller)
-            reply = await turns.taken(name, work)
-            return reply if isinstance(reply, bytes) else await reply
-        finally:
-            if who is not None:
-                self.shares.leave(name)
+            async with self._arriving.wait(REQUEST_S, REQUEST_BYTES_MAX):
+                data = await context.read()
+        except (TimeoutError, CrowdedOutError):
+            raise BusyError("the request did not arrive in time", advice="Try again.") from None
+        if isinstance(data, bytes):
+            return data
+        raise ProtocolError("a call without a request")
+
+    def _expect_reading(self, context: Context, reply: bytes) -> Callable[[], None]:
+        """A function to call when the peer has read ``reply``. If it is not called in time, the
+        peer's connection ends: gRPC cannot take a reply back."""
+        end = functools.partial(self._end, context.peer())
+        timer = asyncio.get_running_loop().call_later(READ_S, end)
+        self._unread.begin(timer, len(reply), end)
+
+        def read() -> None:
+            timer.cancel()
+            self._unread.end(timer)
+
+        return read
+
+    def _end(self, peer: str) -> None:
+        if peer.startswith("ipv") and peer not in self._ending:
+            self._ending.add(peer)
+            logger.warning("grpc client does not read its replies, connection cut peer=%s", peer)
+            ending = start_task("end connection", asyncio.to_thread(end_connection, peer))
+            ending.add_done_callback(lambda _: self._ending.discard(peer))
 
     def _caller(self, context: Context, call: Call[Any, Any]) -> Caller | None:
         """The client that calls; None: a client without a token and without an identity.
@@ -236,6 +284,12 @@ class GrpcServer:
             )
         return Caller(identity=who, holder=holder_of(who))
 
+    async def _messages(self, context: Context) -> AsyncIterator[NodeMessage]:
+        data: object = await self._request(context)
+        while isinstance(data, bytes):  # else it is EOF
+            yield decode_node_message(data)
+            data = await context.read()
+
     async def _session(self, _: object, context: Context) -> None:
         """One node's stream. This is a coroutine, not a generator, so that the cancellation of a
         broken stream arrives here, and the service's generator is closed at once rather than when
@@ -243,12 +297,17 @@ class GrpcServer:
         try:
             gate = self._gate
             who = None if gate is None else gate.of_grpc(context.auth_context())
-            outgoing = self._dispatcher.node_session(_messages(context), who)
+            outgoing = self._dispatcher.node_session(self._messages(context), who)
             async with contextlib.AsyncExitStack() as stack:
                 if isinstance(outgoing, AsyncGenerator):
                     stack.push_async_callback(outgoing.aclose)
                 async for message in outgoing:
-                    await context.write(encode_master_message(message))
+                    encoded = encode_master_message(message)
+                    read = self._expect_reading(context, encoded)
+                    try:
+                        await context.write(encoded)
+                    finally:
+                        read()
         except KVStoreError as error:
             await _abort(context, error)
         except grpc.aio.BaseError:
@@ -257,9 +316,21 @@ class GrpcServer:
             await _abort(context, unexpected(error, "Session", logger))
 
 
-async def _messages(context: Context) -> AsyncIterator[NodeMessage]:
-    while isinstance(data := await context.read(), bytes):  # else it is EOF
-        yield decode_node_message(data)
+def _when_done(context: Context, action: Callable[[], None]) -> None:
+    """Calls ``action`` when the peer has read the reply, or is gone."""
+    done: Any = lambda _: action()  # noqa: E731  # a class of the stubs that gRPC has not
+    context.add_done_callback(done)
+
+
+def end_connection(peer: str) -> None:
+    """Ends our connection to this peer, named as gRPC does, which has no function for that."""
+    host, port = address_of(peer).partition("%")[0], int(peer.rpartition(":")[2])
+    for sock in sockets():
+        with contextlib.suppress(OSError):
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                address = sock.getpeername()
+                if address[1] == port and address[0].removeprefix("::ffff:") == host:
+                    sock.shutdown(socket.SHUT_RDWR)
 
 
 async def _abort(context: Context, error: KVStoreError) -> None:
@@ -312,13 +383,3 @@ def startup_error(
         address=address,
         port=port,
     )
-
-
-def _add_reflection(server: grpc.aio.Server) -> None:
-    """Lets grpcurl and its like list the services, where the ``reflection`` extra is installed."""
-    if importlib.util.find_spec("grpc_reflection") is None:
-        return
-    from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]  # optional
-
-    names = sorted({call.service for call in CALLS.values()} | {NODE_SERVICE})
-    reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)

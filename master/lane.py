@@ -1,8 +1,9 @@
 """The lane's server: calls as frames on TCP and on an abstract Unix socket, in the master's loop.
 
 A misbehaving client costs the master a bounded amount, and other clients nothing: connections are
-counted, the first frame must come soon and must carry the token, a connection with too many
-waiting calls is not read for a while, and a client that does not read its replies is cut.
+counted, the first frame must come soon and must carry the token, each frame must be complete soon
+after it has begun, a connection whose call waits for its reply is read no further, and a client
+that does not read its replies is cut.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvstore.errors import (
     UnavailableError,
     without_frames,
 )
-from kvstore.limits import FRAME_BYTES_MAX
+from kvstore.limits import REQUEST_BYTES_MAX
 from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.gate import Gate
@@ -34,8 +35,9 @@ from kvstore.master.turns import Turns
 from kvstore.network.listening import listen
 from kvstore.network.sniffing import Sniffing
 from kvstore.network.tls_transport import RECEIVED_BYTES, TlsTransport
+from kvstore.network.waits import Waits
 from kvstore.wire import frames
-from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, FrameReader, frame
+from kvstore.wire.frames import CALL, ERROR, REPLY, FrameReader, frame
 from kvstore.wire.messages import BY_WIRE_NAME
 from kvstore.wire.status import encode_error
 
@@ -52,11 +54,16 @@ millisecond, if they are small."""
 REPLY_BYTES_PER_WRITE = 64 << 10
 """Replies to calls that arrived together are sent in one write, up to about so many bytes."""
 
-WRITE_BYTES_HIGH = 1 << 20
+WRITE_BYTES_HIGH = 64 << 10
 """Bytes of unread replies at which the lane stops reading that client's calls."""
 
-WRITE_BYTES_MAX = 2 * FRAME_BYTES_MAX
-"""Bytes of unread replies at which a client is cut: calls that already wait may still add some."""
+ARRIVING_BYTES_MAX = 64 << 20
+"""Bytes of buffers in which frames arrive, of those that have outgrown their connection's first
+buffer. If there are more, the connection is closed whose frame began first."""
+
+UNREAD_BYTES_MAX = 32 << 20
+"""Bytes of unread replies of all clients that have ``WRITE_BYTES_HIGH``. If there are more, the
+client is cut that has not read for longest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +71,9 @@ class LaneSettings:
     """Bounds of the lane."""
 
     connections_max: int = 1024
-    calls_max: int = 256
-    """Calls of one connection that wait for their reply at once."""
     hello_timeout_s: float = 5.0
+    frame_timeout_s: float = 5.0
+    """How long a frame may take from its first byte to its last."""
     stall_timeout_s: float = 10.0
     """How long a client may leave replies unread once ``WRITE_BYTES_HIGH`` are waiting."""
 
@@ -111,6 +118,8 @@ class LaneServer:
         self.gate = gate
         self.turns = turns
         self.shares = Shares("lane", self.settings.connections_max)
+        self.arriving = Waits(ARRIVING_BYTES_MAX)
+        self.unread = Waits(UNREAD_BYTES_MAX)
         self._dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
         self._sniffing: Sniffing | None = None
@@ -231,7 +240,8 @@ class _LaneClient(asyncio.BufferedProtocol):
         self._dispatch = dispatcher.dispatch
         self._reader = FrameReader(HELLO_BYTES_MAX)
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, asyncio.Task[bytes]] = {}
+        self._waiting: asyncio.Task[bytes] | None = None
+        """The call that waits for its reply; frames that come after it are not looked at."""
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._greeted = False
@@ -244,6 +254,8 @@ class _LaneClient(asyncio.BufferedProtocol):
         self._has_share = False
         self._in_line = False
         """Whether it waits for its identity's turn."""
+        self._is_partial = False
+        """Whether it has sent a part of a frame, and is to send the rest in time."""
         self._congested = False
         self._held = False
         """Whether frames in the reader wait for their turn; no more bytes are read then."""
@@ -286,13 +298,18 @@ class _LaneClient(asyncio.BufferedProtocol):
         return False  # close: a client that has gone reads no replies
 
     def pause_writing(self) -> None:
+        assert self._transport is not None
         self._congested = True
         self._hold()
+        self._expect_rest(has_begun=False)
         self._set_timer(self._server.settings.stall_timeout_s, self._stalled)
+        unread = self._transport.get_write_buffer_size()
+        self._server.unread.begin(self, unread, self._stalled)
 
     def resume_writing(self) -> None:
         self._congested = False
         self._set_timer(0.0, None)
+        self._server.unread.end(self)
         self._continue()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -302,19 +319,25 @@ class _LaneClient(asyncio.BufferedProtocol):
             self._has_share = False
             self._server.shares.leave(self._who)
         self._set_timer(0.0, None)
-        waiting, self._waiting = self._waiting, {}
-        for task in waiting.values():
-            task.cancel()
+        self._server.arriving.end(self)
+        self._server.unread.end(self)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.cancel()
         self._transport = None  # breaks the cycle with the transport; see also ``new_event_loop``
 
     # --- frames --------------------------------------------------------------------------------
 
     def _answer(self) -> None:
-        """Answers received calls, until a bound is reached or other connections get their turn."""
+        """Answers received calls, until one must wait or other connections get their turn."""
         replies: list[bytes] = []
-        size = 0
+        size, has_begun = 0, False
         try:
             for _ in range(FRAMES_PER_TURN):
+                if self._waiting is not None:
+                    if self._reader.held:
+                        self._hold()
+                    break
                 if self._turns is not None and self._turns.is_over(self._who):
                     self._hold()
                     self._in_line = True
@@ -323,6 +346,7 @@ class _LaneClient(asyncio.BufferedProtocol):
                 received = self._reader.next()
                 if received is None:
                     break
+                has_begun = True
                 call_id, kind, name, payload = received
                 if kind == CALL and self._greeted:
                     if self._turns is None:
@@ -338,13 +362,8 @@ class _LaneClient(asyncio.BufferedProtocol):
                             replies, size = [], 0
                             if self._held:
                                 break
-                    elif len(self._waiting) >= self._server.settings.calls_max:
-                        self._hold()
-                        break
                 elif not self._greeted:
                     replies.append(self._greet(received))
-                elif kind == CANCEL:
-                    self._cancel(call_id)
                 else:
                     raise ProtocolError(f"a client sends no frames of kind {kind}")
             else:
@@ -355,6 +374,22 @@ class _LaneClient(asyncio.BufferedProtocol):
             self._refuse(error)
             return
         self._write(replies)
+        if self._greeted and (self._is_partial or self._reader.held):
+            self._expect_rest(has_begun=has_begun)
+
+    def _expect_rest(self, *, has_begun: bool) -> None:
+        """Bounds a frame of which a part has come, in time and bytes. ``has_begun``: it is another
+        one than at the last call."""
+        is_partial = self._reader.held > 0 and not self._held
+        if self._is_partial and (has_begun or not is_partial):
+            self._set_timer(0.0, None)
+            self._server.arriving.end(self)
+            self._is_partial = False
+        if is_partial and not self._is_partial:
+            self._set_timer(self._server.settings.frame_timeout_s, self._late)
+            self._is_partial = True
+        if is_partial and self._reader.size > frames.BUFFER_BYTES:
+            self._server.arriving.begin(self, self._reader.size, self._late)
 
     def _greet(self, received: frames.Frame) -> bytes:
         token, server = frames.read_hello(received), self._server
@@ -378,7 +413,7 @@ class _LaneClient(asyncio.BufferedProtocol):
         self._caller = caller
         self._greeted = True
         self._server.silent.pop(self, None)
-        self._reader.length_max = FRAME_BYTES_MAX
+        self._reader.length_max = REQUEST_BYTES_MAX + frames.FRAMING_BYTES_MAX
         self._set_timer(0.0, None)
         return frame(received[0], REPLY, b"", b"")
 
@@ -396,18 +431,15 @@ class _LaneClient(asyncio.BufferedProtocol):
             return frame(call_id, ERROR, b"", encode_error(error))
         if isinstance(reply, bytes):
             return frame(call_id, REPLY, b"", reply)
-        if call_id in self._waiting:
-            reply.cancel()
-            raise ProtocolError(f"call id {call_id} is in use")
-        self._waiting[call_id] = reply
+        self._waiting = reply
         reply.add_done_callback(functools.partial(self._finished, call_id))
         return None
 
     def _finished(self, call_id: int, waited: asyncio.Task[bytes]) -> None:
         error = None if waited.cancelled() else waited.exception()
-        if self._waiting.get(call_id) is not waited:
-            return  # the client has cancelled it
-        del self._waiting[call_id]
+        if self._waiting is not waited:
+            return  # the client has gone
+        self._waiting = None
         if waited.cancelled():
             error = UnavailableError("the master is stopping")
         if error is None:
@@ -416,20 +448,16 @@ class _LaneClient(asyncio.BufferedProtocol):
             self._write([frame(call_id, ERROR, b"", encode_error(error))])
         self._continue()
 
-    def _cancel(self, call_id: int) -> None:
-        task = self._waiting.pop(call_id, None)
-        if task is not None:
-            task.cancel()
-
     # --- bounds --------------------------------------------------------------------------------
 
     def _write(self, replies: list[bytes]) -> None:
         transport = self._transport
         if transport is None or not replies or transport.is_closing():
             return
-        transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
-        if self._congested and transport.get_write_buffer_size() > WRITE_BYTES_MAX:
+        if self._congested:  # it has sent a call that waits behind others, and reads no replies
             self._stalled()
+            return
+        transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
 
     def _hold(self) -> None:
         """Stops reading and answering until ``_continue``."""
@@ -445,7 +473,7 @@ class _LaneClient(asyncio.BufferedProtocol):
             or self._congested
             or self._transport is None
             or self._transport.is_closing()
-            or len(self._waiting) >= self._server.settings.calls_max
+            or self._waiting is not None
         ):
             return
         self._held = False
@@ -464,6 +492,9 @@ class _LaneClient(asyncio.BufferedProtocol):
     def _silent(self) -> None:
         self._refuse(ProtocolError("the client sent no HELLO in time"))
 
+    def _late(self) -> None:
+        self._refuse(ProtocolError("the rest of a frame has not come in time"))
+
     def _stalled(self) -> None:
         self._server.stats.stalled += 1
         logger.warning("lane client does not read its replies, connection cut")
@@ -476,6 +507,7 @@ class _LaneClient(asyncio.BufferedProtocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(frame(0, ERROR, b"", encode_error(error)))
             self._transport.close()
+            self._set_timer(self._server.settings.stall_timeout_s, self.cut)
 
     def cut(self) -> None:
         """Closes the connection at once, and drops unsent replies."""

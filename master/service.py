@@ -21,7 +21,6 @@ import contextvars
 import logging
 import math
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -29,6 +28,7 @@ from kvstore import calls
 from kvstore.auth.identity import Identity
 from kvstore.clocks import uptime
 from kvstore.errors import (
+    BatchTooLargeError,
     BusyError,
     InternalError,
     KVStoreError,
@@ -41,7 +41,6 @@ from kvstore.limits import agreed_protocol, check_cluster
 from kvstore.master.callers import token_for
 from kvstore.master.carriers import Endpoints
 from kvstore.master.gate import Gate
-from kvstore.master.pieces import CUTS, Cut
 from kvstore.master.reaching import AGAIN_S, Reach
 from kvstore.master.sealing import Sealing
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
@@ -51,15 +50,13 @@ from kvstore.network.tcp_protocol import WITH_TLS
 from kvstore.process.background import Died, start_task
 from kvstore.tenants import TenantMatcher, TenantRule
 from kvstore.texts import field_text
+from kvstore.wire.pieces import CUTS
 
 log = logging.getLogger("kvstore.master")
 
 TICK_S: Final = 0.05
 """Time between two ticks, which do the work that is due: no promise is late by more than this, and
 an idle master spends a thousandth of a core on them."""
-
-JOIN_TIMEOUT_S: Final = 5.0
-"""A node's stream must send its join within this time."""
 
 OUTBOX_MAX: Final = 4_096
 """Messages that may wait for one node; a node that does not read them is cut off."""
@@ -166,8 +163,6 @@ class MasterService:
         self._working = False
         self._no_call = contextvars.Context()
         """The context of background work, whose log lines belong to no trace."""
-        self._cutting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """By the names of identities, which the authority bounds."""
         self._ticker: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -234,7 +229,10 @@ class MasterService:
             return self._joined(request, caller)
         cut = CUTS.get(type(request))
         if cut is not None and cut.is_large(request):
-            return self._in_pieces(cut, request, caller)
+            raise BatchTooLargeError(
+                f"{type(request).__name__}: more than one request may ask for",
+                advice="Split the batch.",
+            )
         return self._step(request, caller)
 
     def _step(
@@ -246,7 +244,7 @@ class MasterService:
         started = uptime()
         if started >= self.leads_until:
             self._check_time(started)
-        if self.gate is not None:  # for each piece: tokens are given out between two of them
+        if self.gate is not None:
             request = self.gate.own(caller, request, self.state.common.pending)
         self.state.common.changing = False
         self._traffic.caller = caller = caller or self._traffic.unknown
@@ -274,24 +272,6 @@ class MasterService:
             if self.gate is not None:
                 answer = self.gate.shown(caller.identity, answer)
         return answer
-
-    async def _in_pieces(
-        self, cut: Cut, request: calls.Request, caller: Caller | None
-    ) -> calls.Reply:
-        """Runs one piece in each turn of the loop, however many large calls one identity makes."""
-        who = None if caller is None else caller.identity
-        cutting = self._cutting["" if who is None else who.name]
-        replies: list[calls.Reply | Awaitable[calls.Reply]] = []
-        try:
-            for piece in cut.pieces(request):
-                async with cutting:
-                    replies.append(self._step(piece, caller))
-                    await asyncio.sleep(0)
-            return cut.joined([each if isinstance(each, tuple) else await each for each in replies])
-        finally:
-            for each in replies:
-                if isinstance(each, asyncio.Future):
-                    each.cancel()  # the caller has gone, or another piece has failed
 
     def _took(self, started: float) -> float:
         """Notes how long the loop was held. Returns the time now."""
@@ -361,10 +341,7 @@ class MasterService:
     async def node_session(
         self, incoming: AsyncIterator[calls.NodeMessage], who: Identity | None = None
     ) -> AsyncIterator[calls.MasterMessage]:
-        try:
-            first = await asyncio.wait_for(anext(incoming), JOIN_TIMEOUT_S)
-        except (TimeoutError, StopAsyncIteration):
-            raise ProtocolError("a node's stream begins with its join") from None
+        first = await anext(incoming, None)
         if not isinstance(first, calls.NodeJoin):
             raise ProtocolError(f"a node's stream begins with NodeJoin, not {first!r:.80}")
         if self.gate is not None:

@@ -39,15 +39,16 @@ from kvstore.client.calling.retries import (
     silent,
 )
 from kvstore.clocks import uptime
-from kvstore.errors import ClosedError, NotLeaderError, without_frames
+from kvstore.errors import BatchTooLargeError, ClosedError, NotLeaderError, without_frames
 from kvstore.etcd.finding import find_leader
-from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
+from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION, REQUEST_BYTES_MAX
 from kvstore.network.addresses import split_address
 from kvstore.ports import GRPC, TLS, what_answers
 from kvstore.process.background import in_one_piece
 from kvstore.process.stopping import DeadlineLock, Known, Latch, NotOurTurnError, Stop, current
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
+from kvstore.wire.pieces import CUTS, Cut
 from kvstore.wire.status import decode_error, detail_of
 from kvstore.wire.traces import METADATA_KEY as TRACE_METADATA
 from kvstore.wire.traces import trace_of, with_trace
@@ -178,7 +179,12 @@ class MasterStub:
         if self.credentials is not None:
             self.credentials.remind()
         call = CALLS[type(request)]
+        cut = CUTS.get(type(request))
+        if cut is not None and cut.is_large(request):
+            return self._in_pieces(cut, request, deadline, trace)
         payload = encode_request(request)
+        if len(payload) > REQUEST_BYTES_MAX:
+            return self._in_pieces(cut, request, deadline, trace)
         if trace:
             payload = with_trace(payload, trace)
         silence_s = self._link.silence_s(request)
@@ -198,6 +204,23 @@ class MasterStub:
         if isinstance(reply, Joined):
             self._accept(reply, self._link.address)
         return reply
+
+    def _in_pieces(self, cut: Cut | None, request: Request, deadline: float, trace: str) -> Reply:
+        """As ``call``, in several requests; again, if another master has answered some of them.
+
+        Raises:
+            BatchTooLargeError: it cannot be cut; nothing was sent.
+        """
+        pieces = [] if cut is None else cut.pieces(request)
+        if cut is None or len(pieces) < 2:
+            raise BatchTooLargeError(
+                f"{type(request).__name__}: over {REQUEST_BYTES_MAX} bytes in one request",
+                advice="Split the batch.",
+            )
+        while True:
+            replies = [self.call(piece, deadline, trace) for piece in pieces]
+            if len({getattr(reply, "epoch", 0) for reply in replies}) == 1:
+                return cut.joined(replies)
 
     def abandon(self) -> None:
         """Called in the child of a fork: refuses calls, and closes the child's descriptors of the

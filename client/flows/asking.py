@@ -12,7 +12,8 @@ from kvstore import calls
 from kvstore.client.flows.steps import Context, Flow, Pause, ResultT, Transfer, ask, learn
 from kvstore.client.leases.read_leases import ReadLease
 from kvstore.errors import UnavailableError
-from kvstore.limits import BATCH_KEYS_MAX, PIN_KEYS_MAX, Key, Namespace
+from kvstore.keys import keys_per_request
+from kvstore.limits import PIN_KEYS_MAX, Key, Namespace
 from kvstore.memory.header import HEADER_BYTES, Header, unpack
 from kvstore.transport.base import Move
 from kvstore.transport.pieces import extent_of
@@ -25,7 +26,7 @@ class Match(NamedTuple):
     """Leading keys that are present, and leased."""
     being_written: int
     """How many keys after the matched ones are being written at this moment, as far as the last
-    call looked: it has ``BATCH_KEYS_MAX`` keys at most."""
+    request looked."""
 
 
 class Reach(NamedTuple):
@@ -48,11 +49,10 @@ def match_all(
     states: Sequence[Namespace],
     keys: Sequence[Key],
 ) -> Flow[Reach]:
-    """One call to the master, unless there are more keys than a call may have, or so many that the
-    master answers in pieces."""
+    """One call, unless there are more keys than a request may have."""
     lease = context.leases.new()
     state: int | None = None
-    if states and namespaces and len(keys) <= BATCH_KEYS_MAX:
+    if states and namespaces and len(keys) <= keys_per_request(keys):
         request = calls.MatchPrefix(
             namespaces, keys, False, states, lease.number, context.leases.take()
         )
@@ -69,9 +69,9 @@ def match_all(
 
 def _last_state(states: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease) -> Flow[int]:
     """As ``calls.Matched.state``, for any number of keys: asks from the end of the chain."""
-    end = len(keys)
+    end, most = len(keys), keys_per_request(keys)
     while end > 0:
-        start = max(0, end - BATCH_KEYS_MAX)
+        start = max(0, end - most)
         request = calls.MatchPrefix([], keys[start:end], False, states, lease.number)
         answer = yield from ask(request, calls.Matched)
         if answer.state:
@@ -99,13 +99,14 @@ def match_prefix(
 def _match(
     context: Context, namespaces: Sequence[Namespace], keys: Sequence[Key], lease: ReadLease
 ) -> Flow[list[Match]]:
-    """Matches pieces of ``BATCH_KEYS_MAX`` keys, from the front, as long as any namespace has all
-    keys of a piece: missing keys cost nothing. Matched keys are leased, so the prefix stays whole
-    during the next call."""
+    """Matches as many keys as a request may have, from the front, as long as any namespace has all
+    of them: missing keys cost nothing. Matched keys are leased, so the prefix stays whole during
+    the next call."""
     found = [Match(0, 0)] * len(namespaces)
     whole = list(range(len(namespaces)))
-    for start in range(0, len(keys), BATCH_KEYS_MAX):
-        piece = keys[start : start + BATCH_KEYS_MAX] if len(keys) > BATCH_KEYS_MAX else keys
+    most = keys_per_request(keys)
+    for start in range(0, len(keys), most):
+        piece = keys[start : start + most] if len(keys) > most else keys
         asked = [namespaces[index] for index in whole]
         released = context.leases.take()
         request = calls.MatchPrefix(asked, piece, False, (), lease.number, released)

@@ -45,7 +45,12 @@ from kvstore.errors import (
     SegmentGoneError,
     UnavailableError,
 )
-from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_MIN, PROTOCOL_VERSION
+from kvstore.limits import (
+    CLAIMS_PER_MESSAGE_MAX,
+    CLAIMS_UNANSWERED_MAX,
+    PROTOCOL_MIN,
+    PROTOCOL_VERSION,
+)
 from kvstore.memory.entries import ENTRY_GONE
 from kvstore.memory.header import Owner
 from kvstore.memory.segment import NodeSegment, is_believed
@@ -411,7 +416,7 @@ class NodeAgent:
     async def _chunks(self) -> AsyncIterator[tuple[list[inventory.Found], int, bool]]:
         """Yields the objects of one message, their number in all, and whether this is the last.
         Yields no objects every ``WORKING_S`` while memory is read: a master drops a silent node."""
-        segment, rows = self._segment, inventory.ROWS_PER_MESSAGE
+        segment, rows = self._segment, CLAIMS_PER_MESSAGE_MAX
         given_up, self._given_up = self._given_up, set()
         looking = asyncio.to_thread(inventory.take, segment, given_up)
         taking = self._looking = start_task("inventory", looking)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from typing import Final
 
 from kvstore.calls import NodeClaims
 from kvstore.limits import Key, Namespace
@@ -27,8 +26,6 @@ from kvstore.node.stamps import Stamps
 from kvstore.texts import field_text
 
 log = logging.getLogger("kvstore.node")
-
-ROWS_PER_MESSAGE: Final = 512
 
 Found = tuple[int, Header]
 """Offset and header."""

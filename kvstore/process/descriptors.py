@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import socket
+from collections.abc import Iterator
 from typing import Final
 
 RESERVE: Final = 256
@@ -36,6 +38,19 @@ def keep_standard() -> None:
             os.fstat(fd)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number
+
+
+def sockets() -> Iterator[socket.socket]:
+    """Every socket of this process, as a duplicate that is closed with the next step."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            duplicate = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # closed since
+            continue
+        with duplicate:
+            yield duplicate
 
 
 def open_now() -> int | None:

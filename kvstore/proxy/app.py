@@ -18,6 +18,7 @@ from kvstore._version import __version__
 from kvstore.config import ProxyConfig
 from kvstore.errors import AddressInUseError, StartupError
 from kvstore.network.addresses import join_address, shown_place
+from kvstore.network.waits import Waits
 from kvstore.process import background
 from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.watched_files import watching
@@ -38,7 +39,7 @@ from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.salts import salts_by
 from kvstore.proxy.serving import serve
 from kvstore.web.server.certificates import tls_of
-from kvstore.web.server.doors import RETRY_AFTER_S, Doors, Waits, answering, connections_max, listen
+from kvstore.web.server.doors import RETRY_AFTER_S, Doors, answering, connections_max, listen
 
 log = logging.getLogger("kvstore.proxy")
 

@@ -14,6 +14,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvstore.config import ProxyConfig
+from kvstore.network.waits import Waits
 from kvstore.proxy.affinity import Prints
 from kvstore.proxy.bodies import Body, EngineRoute
 from kvstore.proxy.engine import Engines
@@ -21,7 +22,6 @@ from kvstore.proxy.instances import Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.salts import Salts
-from kvstore.web.server.doors import Waits
 
 REQUEST_ID: Final = "X-Request-Id"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")

@@ -10,6 +10,7 @@ import logging
 from aiohttp import web
 
 from kvstore.errors import InvalidArgumentError
+from kvstore.network.waits import CrowdedOutError
 from kvstore.process.logs import EACH
 from kvstore.proxy import bodies
 from kvstore.proxy.affinity import fingerprints
@@ -26,7 +27,7 @@ from kvstore.proxy.decode import decode, no_decoder
 from kvstore.proxy.metrics import clock_ms
 from kvstore.proxy.prefill import prefill
 from kvstore.proxy.render import render
-from kvstore.web.server.doors import CLIENT_LEFT, RETRY_AFTER_S, CrowdedOutError
+from kvstore.web.server.doors import CLIENT_LEFT, RETRY_AFTER_S
 
 log = logging.getLogger("kvstore.proxy")
 

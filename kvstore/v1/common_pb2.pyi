@@ -6,8 +6,8 @@ What the services of kvstore share: packed batches, places of objects, errors.
 Bounds that both ends keep (a peer that exceeds one is refused):
   a key              1 to 256 bytes
   a namespace        1 to 128 bytes of UTF-8
-  keys in one call   16,384
-  one message        16 MiB
+  a request          320 KiB, and rows as docs/performance.md says
+  a reply            16 MiB
 
 Times are durations in milliseconds, not points in time: no two clocks are compared. Only a node
 tells the master its clock, in which the master writes when capabilities end.

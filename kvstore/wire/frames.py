@@ -11,10 +11,8 @@ A frame is, little-endian:
 
 A connection opens with a HELLO from the client, whose payload is ``MAGIC``, u32 protocol version
 and the lane token of the ``Join`` reply; the server answers with a REPLY (empty) or an ERROR and
-closes. After that the client sends CALLs; replies may come in any order. CANCEL tells the server
-that the client does not wait for the reply to a call any more; it may still come. Clients of this
-release have one call at a time on a connection, and close it instead; those of the release before
-send several, and CANCEL.
+closes. After that the client sends CALLs, which are answered in their order. A client that does not
+wait for a reply any more closes the connection.
 """
 
 from __future__ import annotations
@@ -23,7 +21,12 @@ import struct
 from enum import IntEnum
 
 from kvstore.errors import PermissionDeniedError, ProtocolError
-from kvstore.limits import FRAME_BYTES_MAX, PROTOCOL_VERSION, agreed_protocol
+from kvstore.limits import (
+    FRAME_BYTES_MAX,
+    PROTOCOL_VERSION,
+    REQUEST_BYTES_MAX,
+    agreed_protocol,
+)
 
 MAGIC = b"kvs-lane"
 TOKEN_BYTES_MAX = 96
@@ -32,15 +35,14 @@ TOKEN_BYTES_MAX = 96
 
 _HEAD = struct.Struct("<IQBB")
 HEAD_BYTES = _HEAD.size
+FRAMING_BYTES_MAX = HEAD_BYTES + 255
 _AFTER_LENGTH = HEAD_BYTES - 4
 _LENGTH = struct.Struct("<I")
 _VERSION = struct.Struct("<I")
 
 BUFFER_BYTES = 32 << 10
-"""A reader's first buffer: nearly every frame fits, and one ``recv`` empties a busy socket."""
-
-GROWTH_BYTES = 1 << 20
-"""Up to this size a buffer grows in one step; a larger one is released after its frame."""
+"""A reader's buffer: nearly every frame fits, and one ``recv`` empties a busy socket. A larger one
+is released after its frame."""
 
 
 class Kind(IntEnum):
@@ -50,10 +52,9 @@ class Kind(IntEnum):
     """Payload: the reply message."""
     ERROR = 4
     """Payload: an ``ErrorDetail``."""
-    CANCEL = 5
 
 
-HELLO, CALL, REPLY, ERROR, CANCEL = (int(kind) for kind in Kind)
+HELLO, CALL, REPLY, ERROR = (int(kind) for kind in Kind)
 """Plain integers for the hot path."""
 
 Frame = tuple[int, int, bytes, bytes]
@@ -106,8 +107,7 @@ class FrameReader:
     """Cuts a byte stream into frames, without a socket: ``space``, ``received``, ``next``.
 
     Bytes are received where they are parsed from; only a frame's payload is copied, once, out of
-    the buffer. The buffer grows to hold one frame, and beyond ``GROWTH_BYTES`` only as the frame's
-    bytes come in: a peer that claims much and sends little costs little.
+    the buffer, which grows to hold one frame.
 
     Attributes:
         length_max: the longest frame that is accepted; may be changed between frames.
@@ -115,7 +115,7 @@ class FrameReader:
 
     __slots__ = ("_buffer", "_end", "_start", "_view", "length_max")
 
-    def __init__(self, length_max: int = FRAME_BYTES_MAX) -> None:
+    def __init__(self, length_max: int = REQUEST_BYTES_MAX) -> None:
         self.length_max = length_max
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -127,7 +127,7 @@ class FrameReader:
         start, end = self._start, self._end
         if start == end:
             self._start = self._end = start = end = 0
-            if len(self._buffer) > GROWTH_BYTES:
+            if len(self._buffer) > BUFFER_BYTES:
                 self._resize(BUFFER_BYTES)
         missing = HEAD_BYTES - (end - start)
         if missing <= 0:
@@ -171,6 +171,11 @@ class FrameReader:
         """Bytes received that no frame has been made of yet."""
         return self._end - self._start
 
+    @property
+    def size(self) -> int:
+        """Bytes of the buffer."""
+        return len(self._buffer)
+
     def _check(self, length: int) -> None:
         if length > self.length_max:
             raise ProtocolError(
@@ -184,7 +189,7 @@ class FrameReader:
         """Moves what is held to the front, in a larger buffer where ``needed`` bytes ask for it."""
         held = self._end - self._start
         if needed > len(self._buffer):
-            self._resize(min(needed, max(GROWTH_BYTES, 4 * held)))
+            self._resize(needed)
         else:
             self._buffer[:held] = self._buffer[self._start : self._end]
         self._start, self._end = 0, held

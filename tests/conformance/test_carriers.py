@@ -13,8 +13,9 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -34,23 +35,27 @@ from kvstore.errors import (
     StartupError,
     UsageError,
 )
-from kvstore.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, Key, Namespace
+from kvstore.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, REQUEST_BYTES_MAX, Key, Namespace
+from kvstore.master import grpc_server, lane
 from kvstore.master.carriers import Carriers
 from kvstore.master.lane import LaneSettings
 from kvstore.process.stopping import Stop
-from kvstore.wire.frames import CALL, CANCEL, ERROR, REPLY, frame
-from kvstore.wire.messages import encode_request
+from kvstore.wire.frames import CALL, ERROR, REPLY, frame
+from kvstore.wire.messages import CALLS, encode_request
+from kvstore.wire.node_messages import SESSION_PATH
 from kvstore.wire.status import decode_error
 from tests.conformance.carrier_peers import (
     KEYS,
     SAMPLES,
     Caller,
     N,
+    RawGrpc,
     RawLane,
     ScriptedService,
     Server,
     StoppableCaller,
 )
+from tests.support.waiting import until
 
 CARRIERS = ("lane-unix", "lane-tcp", "grpc")
 CALLERS = {"plain": Caller, "stoppable": StoppableCaller}
@@ -211,15 +216,25 @@ def test_replies_may_come_in_any_order(server: Server, caller: Caller) -> None:
 
 
 def test_the_largest_batch(server: Server, caller: Caller) -> None:
+    """It is sent in pieces, and all of them again if another master has answered some."""
     keys = [Key(i.to_bytes(4, "big") * 64) for i in range(BATCH_KEYS_MAX)]
-    rows = len(keys)
-    places = calls.Placements(
-        [4096] * rows, [7] * rows, list(range(rows)), [1] * rows, [3] * rows, list(range(rows))
-    )
-    server.service.answers[calls.Lookup] = calls.Found(7, 1, places)
-    assert caller.call(calls.Lookup(N, keys)) == calls.Found(7, 1, places)
-    (asked,) = [request for request in server.service.asked if isinstance(request, calls.Lookup)]
-    assert asked.keys == keys
+    asked: list[Key] = []
+
+    def find(request: Any) -> calls.Found:
+        epoch = 8 if asked else 7
+        start, count = len(asked) % len(keys), len(request.keys)
+        asked.extend(request.keys)
+        rows = range(start, start + count)
+        places = calls.Placements(
+            [4096] * count, [7] * count, list(rows), [1] * count, [3] * count, list(rows)
+        )
+        return calls.Found(epoch, 9 if start else 1, places)
+
+    server.service.answers[calls.Lookup] = find
+    found = cast(calls.Found, caller.call(calls.Lookup(N, keys)))
+    assert (found.epoch, found.lease_ms) == (8, 1)
+    assert found.placements.counters == list(range(len(keys)))
+    assert asked == keys * 2
 
 
 def test_a_reply_that_is_too_large_is_an_error(server: Server, caller: Caller) -> None:
@@ -612,40 +627,56 @@ def test_a_frame_that_clients_do_not_send_ends_the_connection(
         assert answers[2] is None
 
 
-def test_calls_that_wait_are_bounded_per_connection() -> None:
-    service = ScriptedService()
-    service.answers[calls.PutStart] = service.wait
-    with Server(service, settings=LaneSettings(calls_max=2)) as server:
-        token = server.endpoints.lane_token
-        with RawLane(server.endpoints, token=token) as raw:
-            assert raw.next() is not None
-            raw.sock.sendall(b"".join(call_frame(i, PUT_START) for i in (1, 2, 3)))
-            service.until(lambda: len(service.waiting) == 2)
-            still_serves(server)  # others are served meanwhile; the third call is not looked at
-            assert service.count(calls.PutStart) == 2
-            server.release(GRANTS)
-            answer = raw.next()
-            assert answer is not None
-            assert answer[:2] == (1, REPLY)
-            service.until(lambda: len(service.waiting) == 2)
-            raw.sock.sendall(frame(2, CANCEL, b"", b"") * 2 + frame(77, CANCEL, b"", b""))
-            server.release(GRANTS, index=1)
-            answer = raw.next()
-            assert answer is not None
-            assert answer[:2] == (3, REPLY)
-
-
-def test_a_call_id_in_use_ends_the_connection(lane_server: Server) -> None:
+def test_one_call_of_a_connection_waits_at_a_time(lane_server: Server) -> None:
     service = lane_server.service
     service.answers[calls.PutStart] = service.wait
     with RawLane(lane_server.endpoints, token=lane_server.endpoints.lane_token) as raw:
         assert raw.next() is not None
-        raw.sock.sendall(call_frame(1, PUT_START) * 2)
-        answer = raw.next()
+        raw.sock.sendall(call_frame(1, PUT_START) + call_frame(2, PUT_START))
+        for number in (1, 2):
+            service.until(lambda: bool(service.waiting))
+            still_serves(lane_server)  # others are served meanwhile; what follows is not looked at
+            assert service.count(calls.PutStart) == number
+            lane_server.release(GRANTS)
+            answer = raw.next()
+            assert answer is not None
+            assert answer[:2] == (number, REPLY)
+
+
+def test_a_frame_must_be_complete_in_time() -> None:
+    with Server(ScriptedService(), settings=LaneSettings(frame_timeout_s=0.5)) as server:
+        with RawLane(server.endpoints, token=server.endpoints.lane_token) as raw:
+            assert raw.next() is not None
+            for number in range(1, 9):  # there is a part of a frame all the time
+                one, half = call_frame(number), len(call_frame(number)) // 2
+                raw.sock.sendall(one[half if number > 1 else 0 :] + one[:half])
+                time.sleep(0.1)
+                answer = raw.next()
+                assert answer is not None
+                assert answer[1] == REPLY
+            answer = raw.next()
+            assert answer is not None
+            assert decode_error(answer[3]).code == "protocol"
+            assert raw.next() is None
+        still_serves(server)
+
+
+def test_frames_that_are_not_complete_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "ARRIVING_BYTES_MAX", 3 * REQUEST_BYTES_MAX)
+    largest = frame(1, CALL, b"Exists", bytes(REQUEST_BYTES_MAX))
+    with Server(ScriptedService()) as server, contextlib.ExitStack() as stack:
+        token = server.endpoints.lane_token
+        raws = [stack.enter_context(RawLane(server.endpoints, token=token)) for _ in range(5)]
+        for count, raw in enumerate(raws):
+            assert raw.next() is not None
+            raw.sock.sendall(largest[:-1])
+            arriving = min(count + 1, 2)
+            until(lambda: server.run(lambda: len(server.carriers._lane.arriving)) == arriving)  # noqa: B023
+        assert refused(server) == 3
+        raws[-1].sock.sendall(largest[-1:])
+        answer = raws[-1].next()
         assert answer is not None
-        assert answer[1] == ERROR
-        assert raw.next() is None
-    service.until(lambda: all(waiting.done() for waiting in service.waiting))
+        assert answer[:2] == (1, ERROR), "zeros are no Exists"
 
 
 def test_calls_of_a_client_that_is_gone_are_cancelled(lane_server: Server) -> None:
@@ -673,6 +704,19 @@ def test_a_client_that_does_not_read_is_cut() -> None:
         assert server.run(lambda: server.carriers.lane_stats.stalled) == 1
         # Reading stopped long before: the replies that were computed are those that fit.
         assert service.count(calls.Exists) < 100
+        still_serves_with(server, service)
+
+
+def test_of_the_clients_that_do_not_read_the_first_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "UNREAD_BYTES_MAX", 20 << 20)
+    service = ScriptedService()
+    service.answers[calls.Exists] = calls.Existing(bytes(15 << 20))
+    with Server(service) as server, contextlib.ExitStack() as stack:
+        for count in range(3):
+            raw = stack.enter_context(RawLane(server.endpoints, token=server.endpoints.lane_token))
+            assert raw.next() is not None
+            raw.sock.sendall(call_frame(1))
+            until(lambda: server.run(lambda: server.carriers.lane_stats.stalled) == count)  # noqa: B023
         still_serves_with(server, service)
 
 
@@ -761,6 +805,47 @@ def test_a_stranger_who_answers_is_no_master() -> None:
             caller.call(EXISTS, timeout_s=0.5)
         sock.shutdown(socket.SHUT_RDWR)
         thread.join()
+
+
+# --- peers of gRPC that are slow ---------------------------------------------------------------
+
+STATUS = CALLS[calls.Status].path
+
+
+@pytest.mark.parametrize("path", [STATUS, SESSION_PATH])
+def test_a_message_by_grpc_must_arrive_in_time(
+    monkeypatch: pytest.MonkeyPatch, lane_server: Server, path: str
+) -> None:
+    monkeypatch.setattr(grpc_server, "REQUEST_S", 0.2)
+    with RawGrpc(lane_server.endpoints) as raw:
+        raw.call(1, path, bytes(REQUEST_BYTES_MAX), sent=50_000)
+        raw.call(3, STATUS, b"")
+        assert raw.ended() == 3
+        assert raw.ended() == 1
+        raw.call(5, path, bytes(REQUEST_BYTES_MAX + 1), sent=100)
+        assert raw.ended() == 5
+    still_serves(lane_server)
+
+
+def test_messages_by_grpc_that_are_not_complete_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "ARRIVING_BYTES_MAX", 3 * REQUEST_BYTES_MAX)
+    with Server(ScriptedService()) as server, RawGrpc(server.endpoints) as raw:
+        for stream in (1, 3, 5, 7, 9):
+            raw.call(stream, STATUS, bytes(1_000), sent=999)
+        assert [raw.ended(), raw.ended()] == [1, 3]
+
+
+def test_a_client_that_does_not_read_by_grpc_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "UNREAD_BYTES_MAX", 1)
+    with Server(ScriptedService()) as server, contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(RawGrpc(server.endpoints, window=0)) for _ in range(2))
+        first.call(1, STATUS, b"")
+        server.service.until(lambda: server.service.count(calls.Status) == 1)
+        monkeypatch.setattr(grpc_server, "READ_S", 0.2)
+        second.call(1, STATUS, b"")
+        assert first.ended() is None, "it made room"
+        assert second.ended() is None, "it was late"
+        still_serves(server)
 
 
 # --- taking the ports --------------------------------------------------------------------------

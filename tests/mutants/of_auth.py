@@ -6,6 +6,7 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
+SLOW: Final = ("tests/conformance/test_carriers.py",)
 GATE: Final = ("tests/unit/master/test_gate.py",)
 IDENTITY: Final = ("tests/unit/auth/test_identity.py", "tests/unit/auth/test_rights.py")
 DATA_PORT: Final = ("tests/unit/transport/test_tcp_tls.py",)
@@ -49,9 +50,15 @@ MUTANTS: Final = (
     Mutant("a-place-on-the-lane-is-kept", "master/lane.py",
         "            self._server.shares.leave(self._who)\n", "", FAIR),
     Mutant("grpc-knows-no-turns", "master/grpc_server.py",
-        "reply = await turns.taken(name, work)", "reply = work()", FAIR),
+        "work() if self._turns is None else await self._turns.taken(name, work)", "work()", FAIR),
     Mutant("grpc-knows-no-shares", "master/grpc_server.py",
         'Shares("grpc", calls_max)', 'Shares("grpc", 1 << 30)', FAIR),
+    Mutant("a-frame-may-take-for-ever", "master/lane.py",
+        "self._set_timer(self._server.settings.frame_timeout_s, self._late)", "pass", SLOW),
+    Mutant("a-request-by-grpc-may-take-for-ever", "master/grpc_server.py",
+        "self._arriving.wait(REQUEST_S,", "self._arriving.wait(3_600,", SLOW),
+    Mutant("a-reply-by-grpc-may-be-unread-for-ever", "master/grpc_server.py",
+        "call_later(READ_S, end)", "call_later(3_600, end)", SLOW),
     Mutant("the-data-port-knows-no-shares", "kvstore/transport/tcp_connection.py",
         "        self._has_share = True\n",
         "        self._context.shares.leave(shown(hello.holder))\n", OF_HOLDERS),
@@ -170,9 +177,9 @@ MUTANTS: Final = (
     Mutant("anybody-ends-a-put", "master/gate.py",
         "put is not None and put.client_number != number for put in puts",
         "put is not None and not number for put in puts", GATE),
-    Mutant("tokens-are-checked-for-the-first-piece", "master/service.py",
-        "        if self.gate is not None:  # for each piece:",
-        "        if self.gate is not None and self._clock() == -1:  # for each piece:", GATE),
+    Mutant("tokens-are-not-checked", "master/service.py",
+        "            request = self.gate.own(caller, request, self.state.common.pending)\n",
+        "            pass\n", GATE),
     Mutant("a-pattern-is-a-beginning", "kvstore/auth/identity.py",
         "if name.startswith(pattern[:-1]) if pattern.endswith(\"*\") else name == pattern:",
         "if name.startswith(pattern.rstrip(\"*\")):", IDENTITY),

@@ -43,6 +43,7 @@ from kvstore.config import P2P
 from kvstore.errors import DeadlineExceededError, InvalidArgumentError, TransferEngineError
 from kvstore.network import names
 from kvstore.network.addresses import split_address
+from kvstore.process.descriptors import sockets
 
 log = logging.getLogger("kvstore.mooncake")
 
@@ -391,19 +392,6 @@ def _unique_name(host: str) -> str:
 
 def _is_batch(batch: int) -> bool:
     return 0 < batch < (1 << 64) - 1
-
-
-def sockets() -> Iterator[socket.socket]:
-    """Every socket of this process, as a duplicate that is closed with the next step."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            duplicate = socket.socket(fileno=os.dup(int(name)))
-        except OSError:  # closed since
-            continue
-        with duplicate:
-            yield duplicate
 
 
 def _listening() -> Iterator[tuple[int, socket.socket]]:

@@ -30,11 +30,11 @@ from kvstore.calls import EngineAddress
 from kvstore.errors import InternalError
 from kvstore.memory.pages import POPULATE_READ, populate
 from kvstore.memory.segment import NodeSegment
+from kvstore.process.descriptors import sockets
 from kvstore.transport.mooncake.engine import (
     EngineSettings,
     TransferEngine,
     address_of_map,
-    sockets,
 )
 
 STALL_S: Final = 6.0

@@ -2,8 +2,8 @@
 
 A connection is *idle* while it has no request under way: before its first request, between two
 requests, while the headers of a request arrive, and while it closes. A request is under way while
-its body arrives, and while its client reads the answer; ``Waits`` bounds how many of these may
-wait for their clients, so that clients that do nothing cannot keep others out.
+its body arrives, and while its client reads the answer; ``kvstore.network.waits`` bounds how many
+of these may wait for their clients, so that clients that do nothing cannot keep others out.
 """
 
 from __future__ import annotations
@@ -224,60 +224,6 @@ class Doors:
                 transport.abort()
             return True
         return False
-
-
-class CrowdedOutError(Exception):
-    """This wait had lasted longest when another one needed its place."""
-
-
-class Waits:
-    """The waits for clients: for bodies that arrive, for answers that are read. Use it in one event
-    loop.
-
-    Each wait has a weight. When the sum would be more than ``weight_max``, the oldest wait gives
-    way to the next: a client that does its part has done it within milliseconds.
-    """
-
-    def __init__(self, weight_max: int) -> None:
-        self._weight_max = weight_max
-        self._weight = 0
-        self._waiting: dict[asyncio.Timeout, int] = {}
-        """Oldest first."""
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    @contextlib.asynccontextmanager
-    async def wait(self, timeout_s: float, weight: int = 1) -> AsyncIterator[None]:
-        """The block waits for a client.
-
-        Raises:
-            CrowdedOutError: this wait had to give way.
-            TimeoutError: the wait took longer than ``timeout_s``.
-        """
-        while self._waiting and self._weight + weight > self._weight_max:
-            self._crowd_out()
-        limit = asyncio.timeout(timeout_s)
-        try:
-            async with limit:
-                self._waiting[limit] = weight
-                self._weight += weight
-                yield
-        except TimeoutError:
-            if limit not in self._waiting:
-                raise CrowdedOutError from None
-            raise
-        finally:
-            self._forget(limit)
-
-    def _crowd_out(self) -> None:
-        oldest = next(iter(self._waiting))
-        self._forget(oldest)
-        if not oldest.expired():
-            oldest.reschedule(asyncio.get_running_loop().time())
-
-    def _forget(self, limit: asyncio.Timeout) -> None:
-        self._weight -= self._waiting.pop(limit, 0)
 
 
 class _Refusal(asyncio.Protocol):

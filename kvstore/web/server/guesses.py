@@ -18,7 +18,7 @@ from typing import Final
 from aiohttp import web
 
 from kvstore.clocks import uptime
-from kvstore.web.server.doors import CrowdedOutError, Waits
+from kvstore.network.waits import CrowdedOutError, Waits
 
 log = logging.getLogger("kvstore.web")
 

@@ -29,15 +29,14 @@ from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
 from kvstore.network.sniffing import Sniffing
+from kvstore.network.waits import CrowdedOutError, Waits
 from kvstore.ports import what_answers
 from kvstore.web.server.access import HEADERS, NOT_SECURED, Access, Secured
 from kvstore.web.server.doors import (
     BUFFER_BYTES,
     RETRY_AFTER_S,
-    CrowdedOutError,
     Doors,
     Handler,
-    Waits,
     answering,
     connections_max,
     listen_on,

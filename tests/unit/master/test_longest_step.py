@@ -36,6 +36,7 @@ from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import CLIENTS_MAX, SPACES_MAX, TIPS_MAX, Caller
 from kvstore.master.state.views import chains, report
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES, extent_bytes
+from kvstore.wire.pieces import CUTS
 
 LINES_MAX = 300_000
 """4 ms compiled."""
@@ -131,6 +132,9 @@ class World:
 
     def ask(self, request: calls.Request) -> Any:
         """Through the service, all pieces and all work that follows counted one by one."""
+        cut = CUTS.get(type(request))
+        if cut is not None and cut.is_large(request):
+            return cut.joined([self.ask(piece) for piece in cut.pieces(request)])
         name = type(request).__name__
         whole, state = self.service.call, self.state
         inside = 0

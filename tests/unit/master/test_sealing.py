@@ -14,7 +14,6 @@ from kvstore import calls
 from kvstore.auth.identity import identity
 from kvstore.calls import Handover, MapRight, SegmentInfo
 from kvstore.limits import Key, Namespace
-from kvstore.master.pieces import LOOKUPS_PER_PIECE
 from kvstore.master.sealing import SLACK_MS, STAT_MS
 from kvstore.master.service import MasterService
 from kvstore.master.stamping import Stamping
@@ -26,6 +25,7 @@ from kvstore.native import slow
 from kvstore.network.handover import map_key
 from kvstore.network.tcp_protocol import PLAIN, WITH_CAPABILITIES, Op, holder_key, sealed
 from kvstore.wire.messages import CALLS, encode_reply
+from kvstore.wire.pieces import CUTS, LOOKUPS_PER_PIECE
 from tests.unit.master.test_term import JOIN
 
 SPACE = Namespace("n")
@@ -182,11 +182,13 @@ def test_a_copy_is_read_here_and_written_there() -> None:
     assert moves.grants.capabilities == store.all_made(moves.grants, [5], for_ms, Op.WRITE)
 
 
-def test_a_large_lookup_is_sealed_piece_by_piece() -> None:
+def test_the_pieces_of_a_large_lookup_are_sealed() -> None:
     store = Store()
     store.stored([5, 6])
     keys = [KEYS[index % 2] for index in range(LOOKUPS_PER_PIECE + 3)]
-    found = store.ask(calls.Lookup(SPACE, keys))
+    cut = CUTS[calls.Lookup]
+    found = cut.joined([store.ask(each) for each in cut.pieces(calls.Lookup(SPACE, keys))])
+    assert isinstance(found, calls.Found)
     pair = store.ask(calls.Lookup(SPACE, KEYS)).placements.capabilities
     assert found.placements.capabilities == (pair * len(keys))[: 32 * len(keys)]
 

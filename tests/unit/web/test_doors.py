@@ -14,9 +14,10 @@ import pytest
 from aiohttp import web
 
 from kvstore.auth.shares import Shares
+from kvstore.network.waits import CrowdedOutError, Waits
 from kvstore.web.server import serving
 from kvstore.web.server.access import HEADERS, Access, Secured
-from kvstore.web.server.doors import BUFFER_BYTES, CrowdedOutError, Waits
+from kvstore.web.server.doors import BUFFER_BYTES
 from kvstore.web.server.serving import Route, read_body
 from tests.support.identities import ENGINE, MASTER, NODE, authority, credentials
 from tests.unit.web import ports

@@ -1,4 +1,4 @@
-"""Large calls are cut into pieces, between which the loop serves others."""
+"""Large calls are cut into pieces, which together say what the whole call would."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ from typing import Any, cast, get_args
 import pytest
 
 from kvstore import calls
-from kvstore.errors import NotLeaderError
-from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX, Key, Namespace
-from kvstore.master.pieces import CUTS, KEYS_PER_PIECE, LOOKUPS_PER_PIECE, PROBES_PER_PIECE
+from kvstore.errors import BatchTooLargeError
+from kvstore.keys import PackedKeys, keys_per_request
+from kvstore.limits import (
+    AVOID_MAX,
+    BATCH_KEYS_MAX,
+    KEY_BYTES_MAX,
+    NAMESPACES_MAX,
+    PUT_KEYS_MAX,
+    REQUEST_BYTES_MAX,
+    Key,
+    Namespace,
+)
 from kvstore.master.service import MasterService
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.traffic import Caller
+from kvstore.wire.messages import encode_request
+from kvstore.wire.pieces import CUTS, KEYS_PER_PIECE, LOOKUPS_PER_PIECE, PROBES_PER_PIECE
 from tests.unit.master.test_term import JOIN
 
 SPACE = Namespace("n")
@@ -53,26 +63,12 @@ def service_with(objects: int) -> MasterService:
     return service
 
 
-def ask(service: MasterService, request: calls.Request) -> tuple[Any, int]:
-    """The reply, and how often others got their turn meanwhile."""
+def ask(service: MasterService, request: calls.Request) -> Any:
+    """The reply to one request, whatever its size."""
 
-    async def main() -> tuple[Any, int]:
-        turns = 0
-
-        async def other() -> None:
-            nonlocal turns
-            while True:
-                await asyncio.sleep(0)
-                turns += 1
-
-        reply = service.call(request)
-        if isinstance(reply, tuple):
-            return reply, 0
-        task = asyncio.ensure_future(other())
-        try:
-            return await asyncio.wait_for(reply, 10), turns
-        finally:
-            task.cancel()
+    async def main() -> Any:
+        reply = service._step(request, None)
+        return reply if isinstance(reply, tuple) else await asyncio.wait_for(reply, 10)
 
     return asyncio.run(main())
 
@@ -126,22 +122,48 @@ def leased_exists(_: MasterService) -> calls.Request:
     "request_of",
     [removal, report, renewal, revocation, ending, match, states, lookup, exists, leased_exists],
 )
-def test_a_large_call_says_what_a_whole_one_would(
+def test_the_pieces_of_a_large_call_say_what_a_whole_one_would(
     request_of: Callable[[MasterService], calls.Request],
 ) -> None:
     whole = service_with(MANY - 3)
     request = request_of(whole)
     cut = CUTS[type(request)]
-    pieces = len(cut.pieces(request))
-    assert pieces > (1 if request_of is exists else 3)
-    assert not any(cut.is_large(piece) for piece in cut.pieces(request)), "it would be cut again"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(CUTS, type(request), cut._replace(is_large=lambda _: False))
-        expected, _ = ask(whole, request)
-    reply, turns = ask(service_with(MANY - 3), request)
-
+    with pytest.raises(BatchTooLargeError):
+        whole.call(request)
+    expected = ask(whole, request)
+    service = service_with(MANY - 3)
+    pieces = cut.pieces(request_of(service))
+    assert len(pieces) > 1
+    assert not any(cut.is_large(piece) for piece in pieces), "it would be cut again"
+    reply = cut.joined([ask(service, piece) for piece in pieces])
     assert as_lists(reply) == as_lists(expected)
-    assert turns >= pieces - 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 127, 128, KEY_BYTES_MAX])
+@pytest.mark.parametrize("packed", [True, False])
+def test_no_piece_is_longer_than_a_request_may_be(size: int, packed: bool) -> None:
+    data = bytes(size * BATCH_KEYS_MAX)
+    keys: Sequence[Key] = PackedKeys(data, size)
+    if not packed:
+        keys = [*keys[1:], Key(b"another size" * 2)]
+    numbers = list(range(1 << 62, (1 << 62) + len(keys)))
+    spaces = [Namespace(f"{number:0128}") for number in range(NAMESPACES_MAX)]
+    for request in (
+        calls.Lookup(spaces[0], keys),
+        calls.Exists(spaces[0], keys),
+        calls.Remove(spaces[0], keys),
+        calls.Renew(
+            spaces[0], keys, numbers, numbers, 1, numbers, [bytes(16)] * len(keys), numbers
+        ),
+        calls.MatchPrefix(spaces, keys[: keys_per_request(keys)], False, spaces),
+    ):  # fmt: skip
+        for piece in CUTS[type(request)].pieces(request):
+            assert len(encode_request(piece)) <= REQUEST_BYTES_MAX
+    put = calls.PutStart(
+        spaces[0], keys[:PUT_KEYS_MAX], list(range(PUT_KEYS_MAX)), keys[0], True, 8, True, 1, "h",
+        [bytes(16)] * AVOID_MAX,
+    )  # fmt: skip
+    assert len(encode_request(put)) <= REQUEST_BYTES_MAX
 
 
 def test_the_states_of_a_large_match_are_asked_for_after_its_chains() -> None:
@@ -151,17 +173,9 @@ def test_the_states_of_a_large_match_are_asked_for_after_its_chains() -> None:
     assert [(len(each.namespaces) > 0, list(each.states)) for each in pieces] == [
         *((True, []) for _ in pieces[1:]), (False, states),
     ]  # fmt: skip
-    reply, _ = ask(service_with(MANY - 3), request._replace(states=[SPACE]))
+    reply = ask(service_with(MANY - 3), request._replace(states=[SPACE]))
     assert len(reply.matches) == NAMESPACES_MAX
     assert reply.state == MANY - 3
-
-
-def test_the_largest_question_about_states_alone_is_not_cut() -> None:
-    keys = [Key(b"absent-%d" % number) for number in range(BATCH_KEYS_MAX)]
-    request = calls.MatchPrefix([], keys, False, [SPACE] * NAMESPACES_MAX)
-    reply, turns = ask(service_with(1), request)
-    assert (reply.matches, reply.state) == ([], 0)
-    assert turns <= 1
 
 
 def as_lists(value: Any) -> object:
@@ -171,55 +185,15 @@ def as_lists(value: Any) -> object:
 
 
 def test_small_calls_are_not_cut() -> None:
-    service = service_with(1)
+    absent = [Key(b"absent-%d" % number) for number in range(BATCH_KEYS_MAX)]
     for request in (
         calls.Remove(SPACE, KEYS[:KEYS_PER_PIECE]),
         calls.MatchPrefix([SPACE] * (PROBES_PER_PIECE // 64), KEYS[:64], False),
+        calls.MatchPrefix([], absent, False, [SPACE] * NAMESPACES_MAX),
         calls.Lookup(SPACE, REPEATED[:LOOKUPS_PER_PIECE]),
         calls.Exists(SPACE, REPEATED[: 2 * LOOKUPS_PER_PIECE]),
     ):
-        assert ask(service, request)[1] <= 1
-
-
-def test_pieces_of_several_large_calls_take_turns() -> None:
-    """One piece in each turn of the loop."""
-    service = service_with(0)
-    steps: list[int] = []
-    turn = 0
-    find = service._step
-
-    def counted(request: calls.Request, caller: Caller | None = None) -> Any:
-        if len(cast(calls.PutRevoke, request).tokens) <= KEYS_PER_PIECE:
-            steps.append(turn)
-        return find(request, caller)
-
-    service._step = counted  # type: ignore[method-assign]
-
-    async def main() -> None:
-        nonlocal turn
-        asked = [asyncio.ensure_future(cast(Any, service.call(revocation(service)))) for _ in "abc"]
-        while not all(each.done() for each in asked):
-            await asyncio.sleep(0)
-            turn += 1
-
-    asyncio.run(main())
-    assert len(steps) == 3 * len(CUTS[calls.PutRevoke].pieces(revocation(service)))
-    assert len(set(steps)) == len(steps)
-
-
-def test_a_master_that_leads_no_more_refuses_the_rest() -> None:
-    service = service_with(MANY)
-
-    async def main() -> None:
-        reply = asyncio.ensure_future(cast(Any, service.call(removal(service))))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        service.cease()
-        with pytest.raises(NotLeaderError):
-            await reply
-
-    asyncio.run(main())
-    assert 0 < service.state.counters["removed_objects"] < MANY
+        assert not CUTS[type(request)].is_large(request)
 
 
 def test_every_call_with_many_keys_is_cut_or_quick() -> None:

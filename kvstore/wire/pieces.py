@@ -1,9 +1,9 @@
-"""Cuts large calls into pieces: between two pieces the loop serves other calls.
+"""Cuts large calls into pieces: the client sends them one after the other.
 
-A piece is a separate call of a few milliseconds at most; each piece is atomic, the whole call is
-not. Only calls that treat each key or namespace alone are cut, so that the pieces together do the
-work of the call. A put is granted as a whole, so it has a bound instead (``PUT_KEYS_MAX``), and
-clients cut it.
+A piece takes the master a few milliseconds at most, and is at most ``REQUEST_BYTES_MAX`` long; the
+master refuses larger calls. Each piece is atomic, the whole call is not. Only calls that treat each
+key or namespace alone are cut, so that the pieces together do the work of the call. A put is
+granted as a whole, so it has a bound instead (``PUT_KEYS_MAX``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from kvstore import calls
 from kvstore.calls import Reply, Request
-from kvstore.limits import BATCH_KEYS_MAX
+from kvstore.keys import keys_per_request
+from kvstore.limits import BATCH_KEYS_MAX, PUT_KEYS_MAX
 
 KEYS_PER_PIECE: Final = 256
 """Removing so many keys takes 2 ms."""
@@ -46,9 +47,11 @@ def _by(*columns: str, rows_max: int = KEYS_PER_PIECE) -> Callable[[Any], list[R
 
     def pieces(request: Any) -> list[Request]:
         fields = {name: getattr(request, name) for name in columns}
+        first = fields[columns[0]]
+        step = min(rows_max, keys_per_request(first)) if columns[0] == "keys" else rows_max
         return [
             request._replace(**{name: column[rows] for name, column in fields.items()})
-            for rows in _ranges(len(fields[columns[0]]), rows_max)
+            for rows in _ranges(len(first), step)
         ]
 
     return pieces
@@ -132,9 +135,13 @@ CUTS: Final[dict[type, Cut]] = {
         _match_pieces,
         _matched,
     ),
-    calls.PutEnd: _rows(lambda replies: calls.PutEnded(_flat(replies, "outcomes")), "tokens"),
+    calls.PutEnd: _rows(
+        lambda replies: calls.PutEnded(_flat(replies, "outcomes")), "tokens", rows_max=PUT_KEYS_MAX
+    ),
     calls.PutRevoke: _rows(
-        lambda replies: calls.Revoked(sum(reply.revoked for reply in replies)), "tokens"
+        lambda replies: calls.Revoked(sum(reply.revoked for reply in replies)),
+        "tokens",
+        rows_max=PUT_KEYS_MAX,
     ),
     calls.Renew: Cut(
         lambda r: len(r.keys) + len(r.tokens) > KEYS_PER_PIECE, _renew_pieces, _renewed
