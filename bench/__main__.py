@@ -10,7 +10,7 @@ import click
 
 from bench import history, mooncake, page, redis
 from bench.client import REDIS
-from bench.rows import HICACHE, LMCACHE, TABLES, Row, chosen
+from bench.rows import BUSY, HICACHE, LMCACHE, TABLES, Row, chosen
 from bench.side_by_side import NAMES, Plan, compare, comparisons, page_of, table_of
 
 MODULES = {LMCACHE: "lmcache", HICACHE: "sglang"}
@@ -45,8 +45,10 @@ def _rows(context: click.Context, parameter: click.Parameter, value: str) -> lis
     help="Measure both systems as storage of LMCache, or of SGLang's HiCache, which must be"
     " installed.",
 )  # fmt: skip
-@click.option("--beside", type=click.Choice([REDIS]), is_eager=True,
-              help="Measure Redis instead of Mooncake Store.")  # fmt: skip
+@click.option(
+    "--beside", type=click.Choice([REDIS, BUSY]), is_eager=True,
+    help="Measure Redis instead of Mooncake Store, or both stores next to busy loops.",
+)  # fmt: skip
 @click.option(
     "--rows", metavar="PATTERN,...", default="*", show_default=True, callback=_rows,
     help="Only these rows: OP/PATH/SIZE/BATCH or a prefix, such as 'put' or 'get/tcp'.",
@@ -70,13 +72,14 @@ def main(
     and mooncake.png, or lmcache.md and so on, and adds a run of all rows to history.json. The exit
     status is 0 when everything was measured, whether or not the goals are met.
     """
+    is_redis = beside == REDIS
     if behind and beside:
         raise click.UsageError("--behind has Mooncake Store beside this store, and not Redis")
     if redraw is not None:
         found = json.loads(redraw.read_text())
         found["rows"] = [each.as_json() for each in comparisons(found)]
     else:
-        if reason := redis.missing() if beside else mooncake.missing() or _missing(behind):
+        if reason := redis.missing() if is_redis else mooncake.missing() or _missing(behind):
             raise click.ClickException(reason)
         plan = Plan(rounds=rounds, seconds=seconds, pool_bytes=POOL_BYTES)
         if quick:
@@ -84,9 +87,9 @@ def main(
         found = page.measured(
             lambda progress: compare(rows, plan, progress),
             plan.rounds * len(rows),
-            REDIS_PACKAGES if beside else PACKAGES,
+            REDIS_PACKAGES if is_redis else PACKAGES,
         )
-        if beside:
+        if is_redis:
             found["machine"][redis.PROGRAM] = redis.version()
     table = table_of(found)
     name = NAMES[table][0]

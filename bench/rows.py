@@ -23,6 +23,9 @@ LMCACHE: Final = "lmcache"
 HICACHE: Final = "hicache"
 """Rows in which the benchmark calls SGLang's HiCache, which uses either system as storage."""
 
+BUSY: Final = "busy"
+"""Rows next to busy loops of the same priority."""
+
 DROP_IN: Final = "drop-in"
 NATIVE: Final = "native"
 NATIVE_SHM: Final = "native, shm"
@@ -99,24 +102,30 @@ class Row:
     """What is between the benchmark and the systems: ``LMCACHE``, ``HICACHE``, or nothing."""
     peer: str = MOONCAKE
     """The system beside kvstore."""
+    busy: int = 0
+    """Busy loops that run meanwhile."""
 
     @property
     def table(self) -> str:
         """The name of its table in ``TABLES``."""
+        if self.busy:
+            return BUSY
         return self.behind or ("" if self.peer == MOONCAKE else self.peer)
 
     @property
     def id(self) -> str:
         """A name that is unique in the row's table: ``put/tcp/1MiB/64``."""
-        return "/".join((self.op, self.mode, size_name(self.size), str(self.batch)))
+        busy = (str(self.busy),) if self.busy else ()
+        return "/".join((self.op, self.mode, size_name(self.size), str(self.batch), *busy))
 
     @property
     def title(self) -> str:
         what = TITLES[self.op]
+        busy = f", {self.busy} busy loops" if self.busy else ""
         if not self.size:
-            return f"{what} {self.batch:,} {'key' if self.batch == 1 else 'keys'}"
+            return f"{what} {self.batch:,} {'key' if self.batch == 1 else 'keys'}{busy}"
         many = f"{self.batch} x " if self.batch > 1 else ""
-        return f"{what} {many}{size_name(self.size, ' ')}"
+        return f"{what} {many}{size_name(self.size, ' ')}{busy}"
 
     @property
     def processor_goal(self) -> float:
@@ -220,7 +229,19 @@ REDIS_ROWS: Final = tuple(
     )
 )  # fmt: skip
 
-TABLES: Final = {"": ROWS, LMCACHE: LMCACHE_ROWS, HICACHE: HICACHE_ROWS, REDIS: REDIS_ROWS}
+BUSY_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, goal=1, busy=busy, notes=notes)
+    for busy in (2, 8)
+    for op, mode, size, notes in (
+        (EXIST, TCP, 0, (ASKED,)),
+        *((op, mode, size, (VERIFIED,))
+          for mode in MODES for size in (4 * KIB, MIB) for op in (PUT, GET)),
+    )
+)  # fmt: skip
+
+TABLES: Final = {
+    "": ROWS, BUSY: BUSY_ROWS, LMCACHE: LMCACHE_ROWS, HICACHE: HICACHE_ROWS, REDIS: REDIS_ROWS,
+}  # fmt: skip
 """The tables by their names (``Row.table``)."""
 
 

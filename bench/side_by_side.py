@@ -11,6 +11,7 @@ processes is measured, too, both during its calls and while it is idle.
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,11 +22,12 @@ from typing import Final
 from bench import history, mooncake, redis
 from bench.client import MOONCAKE, OURS, REDIS, ClientProcess, Settings, environment
 from bench.page import Advance, Found, ResultsPage, ResultsTable, microseconds, verdict
-from bench.rows import HICACHE, LMCACHE, TABLES, TCP, Row, memory_needed
+from bench.rows import BUSY, HICACHE, LMCACHE, TABLES, TCP, Row, memory_needed
 from kvstore.bench.ours import Store, own_store
 from kvstore.bench.session import MEMCPY
 from kvstore.bench.timing import Spread, median_us, processor_seconds
 from kvstore.demo.processes import Children
+from kvstore.process import interpreter
 
 STOP_SECONDS: Final = 20.0
 IDLE_SECONDS: Final = 0.5
@@ -72,7 +74,8 @@ def compare(rows: Sequence[Row], plan: Plan, progress: Advance) -> Found:
                     for index, row in enumerate(some):
                         progress(f"{what}: {row.title}, {mode}", 1)
                         is_odd = bool((number + index) % 2)
-                        _measure(comparisons[row.id], clients, plan.seconds / 2, is_odd)
+                        with _busy_loops(row.busy):
+                            _measure(comparisons[row.id], clients, plan.seconds / 2, is_odd)
     return {
         "rounds": plan.rounds, "seconds": plan.seconds, "pool_bytes": plan.pool_bytes,
         "table": rows[0].table, "behind": rows[0].behind, "idle_percent": idle,
@@ -142,6 +145,18 @@ def _measure(
         comparison.add(system, median_us(some), per_call)
     if copies:
         comparison.memcpy_us.append(median_us(copies))
+
+
+@contextlib.contextmanager
+def _busy_loops(count: int) -> Iterator[None]:
+    """Runs processes of the same priority that always want a core."""
+    loops = [subprocess.Popen(interpreter.command("-c", "while True: pass")) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 def _idle_percent(pids: Sequence[int]) -> float:
@@ -241,6 +256,7 @@ def table_of(found: Found) -> str:
 
 NAMES: Final = {
     "": ("mooncake", "Side by side with Mooncake Store", "make bench"),
+    BUSY: (BUSY, "Both stores next to busy loops", "make bench ARGS='--beside busy'"),
     LMCACHE: (LMCACHE, "Behind LMCache, beside Mooncake Store", "make bench-lmcache"),
     HICACHE: (HICACHE, "Behind SGLang's HiCache, beside Mooncake Store", "make bench-hicache"),
     REDIS: (REDIS, "Side by side with Redis", "make bench-redis"),

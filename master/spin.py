@@ -16,7 +16,7 @@ import time
 from asyncio import selector_events
 from typing import Any
 
-from kvstore.wire.spinning import SpinGauge
+from kvstore.wire.spinning import HIT, PREEMPTED, SpinGauge, polling_outcome
 
 
 class SpinSelector(selectors.EpollSelector):
@@ -33,16 +33,19 @@ class SpinSelector(selectors.EpollSelector):
         if self._awake_until > now and (timeout is None or timeout > 0):
             deadline = math.inf if timeout is None else now + timeout
             end = min(self._awake_until, deadline)  # timers come first
-            while now < end:
+            outcome = HIT
+            while outcome == HIT:
                 ready = super().select(0)
-                now = time.perf_counter()
+                before = time.perf_counter()
                 if ready:
-                    self._gauge.hit()
-                    self._awake_until = now + self._spin_s
+                    self._gauge.record(HIT)
+                    self._awake_until = before + self._spin_s
                     return ready
                 os.sched_yield()  # the process that is to answer may wait for this core
-            if end < deadline:
-                self._gauge.missed()
+                now = time.perf_counter()
+                outcome = polling_outcome(before, now, end)
+            if end < deadline or outcome == PREEMPTED:
+                self._gauge.record(outcome)
             self._awake_until = 0.0
             if timeout is not None:
                 timeout = deadline - now

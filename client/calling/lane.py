@@ -84,7 +84,7 @@ class LaneConnection:
             status, number, kind, data = steps.exchange(self._sock, *how)
         if status == ANSWERED and data is not None:
             if spinning:
-                gauge.hit() if number else gauge.missed()
+                gauge.record(number)
             if kind in (REPLY, ERROR):
                 return self._call_id, kind, b"", data
         if status == TIMED_OUT:

@@ -218,7 +218,7 @@ static PyObject *get_many(PyObject *self, PyObject *args) {
 /* --- the lane ----------------------------------------------------------------------------------- */
 
 /* Sends `request`, then receives at least `wanted` bytes into `into`, of LANE_BUFFER bytes. `is_quiet`:
- * UNASKED if bytes had come before. `*spin_ns`: how long to poll; 0 afterwards if that was in vain.
+ * UNASKED if bytes had come before. `*spin_ns`: how long to poll; afterwards as polls_again leaves it.
  * SIGNALLED: a signal's handler has raised. */
 static int ask(int fd, const Py_buffer *request, int is_quiet, char *into, size_t wanted, size_t *received,
                int64_t *spin_ns, int64_t deadline_ns, int *number) {
@@ -303,7 +303,7 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
         status = GARBLED;
     else
         status = ANSWERED;
-    return Py_BuildValue("iiiN", status, spin_until != 0, kind, payload);
+    return Py_BuildValue("iiiN", status, polled(spin_until), kind, payload);
 }
 
 PyDoc_STRVAR(send_and_receive_doc, "send_and_receive(sock, data, is_quiet, spin, deadline)\n"
@@ -330,7 +330,7 @@ static PyObject *send_and_receive(PyObject *self, PyObject *args) {
         return NULL;
     if (status)
         return Py_BuildValue("iiO", status, number, Py_None);
-    return Py_BuildValue("iiy#", ANSWERED, spin_ns != 0, came, (Py_ssize_t)received);
+    return Py_BuildValue("iiy#", ANSWERED, polled(spin_ns), came, (Py_ssize_t)received);
 }
 
 /* --- buffers ------------------------------------------------------------------------------------ */

@@ -145,12 +145,13 @@ class Steps(Protocol):
         """Send one frame on a lane's socket (non-blocking) and receive the answer to it.
 
         Args:
-            spin_s: how long to poll for the answer before sleeping.
+            spin_s: how long to poll for the answer before sleeping; ``kvstore.wire.spinning``
+                has the outcomes.
             deadline: a ``uptime()`` value.
             length_max: of the answer's frame.
 
         Returns:
-            ``ANSWERED``, whether polling was enough, the frame's kind and its payload. Or what
+            ``ANSWERED``, the outcome of polling, the frame's kind and its payload. Or what
             went wrong, an errno (of ``NOT_SENT`` and ``BROKEN``), 0 and None; of ``GARBLED`` with
             an answer to another call its kind and payload.
         """
@@ -167,7 +168,7 @@ class Steps(Protocol):
             spin_s, deadline: as of ``exchange``.
 
         Returns:
-            ``ANSWERED``, whether polling was enough, and what came. Or what went wrong, an errno
+            ``ANSWERED``, the outcome of polling, and what came. Or what went wrong, an errno
             and None, as of ``exchange``.
         """
         ...
@@ -196,7 +197,7 @@ class Steps(Protocol):
             sealed: whether the connection is one with capabilities, so that the rows' are shown.
 
         Returns:
-            ``ANSWERED``, whether polling was enough, 1, and the outcomes. Or what went wrong, the
+            ``ANSWERED``, the outcome of polling, 1, and the outcomes. Or what went wrong, the
             errno or ``Status``, whether no byte can land in the segment any more, and None.
         """
         ...

@@ -6,6 +6,10 @@
 #define LANE_BUFFER (32 << 10)
 #define LOOK_MS 200 /* how often a waiting thread looks for signals */
 
+/* kvstore.wire.spinning */
+#define PREEMPTED_NS 1000000
+enum { PREEMPTED = -1, MISS, HIT };
+
 enum { ANSWERED, TIMED_OUT, NOT_SENT, BROKEN, ENDED, GARBLED, UNASKED, SIGNALLED };
 
 /* Sets `*fd` to a socket's or stream's descriptor, -1 if that is closed. Returns 0 on an exception. */
@@ -47,7 +51,25 @@ static int send_all(int fd, const char *data, size_t size, size_t *sent, int64_t
     return ANSWERED;
 }
 
-/* Receives until `*received` >= `wanted`; polls until `*spin_until`, and zeroes that if nothing came. */
+/* Whether to poll once more; if not, sets `*spin_until` to MISS or PREEMPTED. A reply that comes during a
+ * yield that ends too late is a miss: a reply to a sleeper would have come sooner. */
+static int polls_again(int64_t *spin_until) {
+    int64_t before = now_ns();
+    sched_yield(); /* the peer may be waiting for this core */
+    int64_t after = now_ns();
+    if (after - before >= PREEMPTED_NS)
+        *spin_until = PREEMPTED;
+    else if (after >= *spin_until)
+        *spin_until = MISS;
+    return *spin_until > 0;
+}
+
+/* kvstore.wire.spinning: the outcome of polling that has left `spin_until` behind. */
+static int polled(int64_t spin_until) {
+    return spin_until > 0 ? HIT : (int)spin_until;
+}
+
+/* Receives until `*received` >= `wanted`; polls until `*spin_until` if that is > 0 (see polls_again). */
 static int receive_some(int fd, char *into, size_t room, size_t wanted, size_t *received,
                         int64_t *spin_until, int64_t deadline_ns) {
     while (*received < wanted) {
@@ -57,13 +79,10 @@ static int receive_some(int fd, char *into, size_t room, size_t wanted, size_t *
         } else if (!count) {
             return ENDED;
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            if (*spin_until && now_ns() < *spin_until) {
-                sched_yield(); /* the other end may be waiting for this core */
-                continue;
-            }
-            if (*spin_until) { /* a signal while it polled wakes no sleep: the caller looks first */
-                *spin_until = 0;
-                return SIGNALLED;
+            if (*spin_until > 0) {
+                if (polls_again(spin_until))
+                    continue;
+                return SIGNALLED; /* a signal while it polled wakes no sleep: the caller looks first */
             }
             int waited = wait_for(fd, POLLIN, deadline_ns);
             if (waited)

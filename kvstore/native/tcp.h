@@ -137,22 +137,18 @@ static int send_parts(Wire *wire, struct iovec *parts, size_t count, int flags) 
     return status;
 }
 
-/* Fills the parts. Polls until `*spin_until`, and sets that to 0 if it was in vain; then sleeps. */
+/* Fills the parts. Polls until `*spin_until` if that is > 0 (see polls_again), then sleeps. */
 static int receive_parts(Wire *wire, struct iovec *parts, size_t count, int64_t *spin_until) {
     int status = begin_wait(wire);
     while (!status && count) {
         struct msghdr message = {.msg_iov = parts, .msg_iovlen = count};
         ssize_t received;
-        int polls = spin_until && *spin_until;
+        int polls = spin_until && *spin_until > 0;
         if (polls) {
             received = recvmsg(wire->fd, &message, MSG_DONTWAIT);
             if (received < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
-                if (now_ns() < *spin_until) {
-                    sched_yield();
-                    continue;
-                }
-                *spin_until = 0;
-                status = run_handlers(wire); /* a signal while it polled wakes no sleep */
+                if (!polls_again(spin_until))
+                    status = run_handlers(wire); /* a signal while it polled wakes no sleep */
                 continue;
             }
         } else {
@@ -430,7 +426,7 @@ static PyObject *exchange_rows(Batch *batch, int fd, uint64_t room, PyObject *ro
         goto done;
     PyObject *found = status || batch->write ? Py_NewRef(Py_None) : outcomes(batch);
     if (found)
-        results = Py_BuildValue("iiiN", status, status ? wire.number : spin_until != 0, settled, found);
+        results = Py_BuildValue("iiiN", status, status ? wire.number : polled(spin_until), settled, found);
 done:
     free(request);
     release_batch(batch);

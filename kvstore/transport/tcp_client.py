@@ -233,7 +233,7 @@ class ClientConnection:
             self._is_settled = bool(settled)
             if status == ANSWERED:
                 if spins:
-                    self._gauge.hit() if number else self._gauge.missed()
+                    self._gauge.record(number)
                 return outcomes
             if status == REFUSED:
                 raise RefusedTransferError(TransferStatus(number) if number in _STATUSES else None)

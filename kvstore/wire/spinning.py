@@ -1,12 +1,26 @@
-"""``SpinGauge`` tells whether polling before sleeping pays at the moment.
+"""``SpinGauge`` decides whether to poll before sleeping.
 
-Polling for a reply saves waking up, as long as the peer runs on another core meanwhile. Where both
-share one core, or more threads than cores want to run, it keeps the peer from answering: measured
-on two cores, a call of 21 us became one of 176 us. A process cannot ask the scheduler, so both ends
-try, and stop for a while when it was in vain.
+Polling for a reply saves waking up, as long as the peer runs on another core meanwhile. Where more
+threads than cores want to run, it is expensive: the kernel gives the core of a thread that yields
+to another process for a whole time slice, 3 to 20 ms. So polling pauses after such a loss, for
+longer after each, and does not resume while the host has more runnable threads than cores.
 """
 
 from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+HIT, MISS, PREEMPTED = 1, 0, -1
+"""Outcomes of polling, also in ``native/sockets.h``: the event came while polling; not in time;
+another process had the core for ``PREEMPTED_S``."""
+
+PREEMPTED_S = 1e-3
+"""Shorter than a time slice of the kernel. Longer than a peer on the same core needs to answer."""
+
+PAUSE_MIN_S = 0.02
+PAUSE_MAX_S = 2.0
 
 MISSES_MAX = 4
 """After so many misses in a row the next attempt comes 2**MISSES_MAX waits later, so at the worst
@@ -15,28 +29,74 @@ the next thousand calls. Relative to Mooncake, a put of 1 MiB over tcp went from
 of 64 x 4 KiB stayed (1.27, 1.28); with eight clients on two cores no difference can be seen."""
 
 
+def is_crowded() -> bool:
+    """Whether the host has more runnable threads than cores at this moment. Takes 15 us."""
+    try:
+        with open("/proc/loadavg", "rb", buffering=0) as file:
+            runnable = int(file.read(128).split()[3].split(b"/")[0])
+    except (OSError, LookupError, ValueError):
+        return False
+    return runnable > (os.cpu_count() or 1)
+
+
+def polling_outcome(before: float, now: float, until: float) -> int:
+    """The outcome of a poll at ``before`` that found nothing; ``HIT``: poll again.
+
+    Args:
+        now: the time after a yield; an event that has come by then does not count if it is late.
+        until: the end of polling.
+    """
+    if now - before >= PREEMPTED_S:
+        return PREEMPTED
+    return HIT if now < until else MISS
+
+
 class SpinGauge:
-    """Counts how often polling succeeded, and says whether to poll next time. Not synchronised: a
-    lost count does no harm."""
+    """Records the outcomes of polling at one place. Not synchronized: a lost record does no
+    harm."""
 
-    __slots__ = ("_misses", "_skips")
+    __slots__ = ("_calm_at", "_clock", "_is_crowded", "_misses", "_pause_s", "_resume_at", "_skips")
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        is_crowded: Callable[[], bool] = is_crowded,
+    ) -> None:
+        self._clock = clock
+        self._is_crowded = is_crowded
         self._misses = 0
         self._skips = 0
+        self._pause_s = PAUSE_MIN_S
+        self._calm_at = 0.0
+        """A loss after this time does not lengthen the pause."""
+        self._resume_at: float | None = 0.0
+        """The end of the pause; None: there is none."""
 
     def pays(self) -> bool:
         """Asked once before each wait."""
         if self._skips:
             self._skips -= 1
             return False
+        if self._resume_at is not None:
+            now = self._clock()
+            if now < self._resume_at:
+                return False
+            if self._is_crowded():
+                self._resume_at = now + PAUSE_MIN_S
+                return False
+            self._resume_at = None
+            self._calm_at = now + self._pause_s
         return True
 
-    def hit(self) -> None:
-        """Called when the awaited event came while polling."""
-        self._misses = 0
-
-    def missed(self) -> None:
-        """Called when polling was in vain."""
-        self._misses = min(self._misses + 1, MISSES_MAX)
-        self._skips = 1 << self._misses
+    def record(self, outcome: int) -> None:
+        """Called after polling, with ``HIT``, ``MISS`` or ``PREEMPTED``."""
+        if outcome == HIT:
+            self._misses = 0
+        elif outcome == MISS:
+            self._misses = min(self._misses + 1, MISSES_MAX)
+            self._skips = 1 << self._misses
+        else:
+            now = self._clock()
+            is_again = now < self._calm_at
+            self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S) if is_again else PAUSE_MIN_S
+            self._resume_at = now + self._pause_s

@@ -7,6 +7,7 @@ import errno
 import itertools
 import math
 import mmap
+import os
 import random
 import signal
 import socket
@@ -43,6 +44,7 @@ from kvstore.memory.header import (
 from kvstore.native import kinds, slow
 from kvstore.native.kinds import CAPABILITY_BYTES, STAMP_BYTES, ReadRow, Steps, WriteRow
 from kvstore.network.stream import Stream
+from kvstore.wire.spinning import PREEMPTED
 
 SEED, GENERATION, SPACE = 0x1234_5678_9ABC_DEF0, 3, "llama/ü"
 SIZE = 16 << 20
@@ -390,6 +392,31 @@ def test_an_exchange(
     thread.join()
     assert (status, kind, data) == (kinds.ANSWERED, 3, payload)
     assert spun == 0 or spin_s > 0
+
+
+def test_an_exchange_whose_core_was_taken_counts_against_polling(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """A busy process shares our core: the reply is there when the core comes back, but too late."""
+    if not native.is_compiled:
+        pytest.skip("the steps in Python do not poll")
+    ours, theirs = ends
+    cores = os.sched_getaffinity(0)
+    outcomes = set()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            os.sched_setaffinity(busy.pid, {min(cores)})
+            os.sched_setaffinity(0, {min(cores)})  # this thread
+            until = uptime() + 30
+            while PREEMPTED not in outcomes and uptime() < until:
+                answer = threading.Timer(0.02, lambda: theirs.sendall(reply(5, 3, b"")))
+                answer.start()
+                outcomes.add(exchange(native.steps, ours, spin_s=0.05)[1])
+                answer.join()
+        finally:
+            os.sched_setaffinity(0, cores)
+            busy.kill()
+    assert PREEMPTED in outcomes
 
 
 def test_how_an_exchange_fails(steps: Steps, ends: tuple[socket.socket, socket.socket]) -> None:

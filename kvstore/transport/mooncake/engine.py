@@ -44,6 +44,7 @@ from kvstore.errors import DeadlineExceededError, InvalidArgumentError, Transfer
 from kvstore.network import names
 from kvstore.network.addresses import split_address
 from kvstore.process.descriptors import sockets
+from kvstore.wire.spinning import HIT, SpinGauge, polling_outcome
 
 log = logging.getLogger("kvstore.mooncake")
 
@@ -76,8 +77,8 @@ _ENVIRONMENT: Final = {
 _LOGGED_FATAL: Final = 3
 _POLL_S: Final = 1e-3
 _NAP_S: Final = 50e-6
-"""A caller's thread polls for its range for ``_POLL_S``, as long as 1 MiB takes, and naps between
-polls only after that: a busy machine wakes a sleeping thread late."""
+"""A caller's thread polls for its range for ``_POLL_S``, as long as 1 MiB takes, if that pays, and
+naps between polls after that."""
 
 _LARGE_BYTES: Final = 1 << 20
 _UNCERTAIN: Final = 0.7
@@ -136,6 +137,7 @@ class TransferEngine:
             """Ports on which the engine listens for bytes; it has some with protocol tcp only."""
         self.name: Final = f"{host}:{self._rpc_port}" if settings.metadata_server == P2P else name
         self._bytes_per_s = 1e9
+        self._gauge = SpinGauge()
 
     def address_of(self, base: int) -> EngineAddress:
         """What peers need to know of memory that is registered from ``base``."""
@@ -196,13 +198,21 @@ class TransferEngine:
         if not _is_batch(batch):
             return False
         # For a batch of one range this tells all and does not block: no other thread is needed.
-        nap_at = uptime() + _POLL_S
-        while not (status := engine.transfer_check_status(batch)):
-            now = uptime()
+        polls, before, outcome = self._gauge.pays(), uptime(), HIT
+        until = before + (_POLL_S if polls else 0.0)
+        while True:
+            status, now = engine.transfer_check_status(batch), uptime()
+            if outcome == HIT:
+                outcome = polling_outcome(before, now, until)
+            if status:
+                break
             if now >= deadline:
                 raise DeadlineExceededError("the deadline passed in a transfer")
-            if now >= nap_at:
+            if outcome != HIT:
                 sleep(_NAP_S)
+            before = now
+        if polls:
+            self._gauge.record(outcome)
         return bool(status == 1)
 
     def transfer_sync(

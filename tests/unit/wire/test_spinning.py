@@ -1,39 +1,78 @@
-"""Polling stops where it is in vain, and is tried again."""
+"""Polling stops where it does not pay, and is tried again."""
 
 from __future__ import annotations
 
-from kvstore.wire.spinning import MISSES_MAX, SpinGauge
+from kvstore.wire.spinning import (
+    HIT,
+    MISS,
+    MISSES_MAX,
+    PAUSE_MAX_S,
+    PAUSE_MIN_S,
+    PREEMPTED,
+    PREEMPTED_S,
+    SpinGauge,
+    polling_outcome,
+)
 
 
-def polls(gauge: SpinGauge, waits: int) -> int:
-    """Attempts among ``waits`` waits, all in vain."""
-    count = 0
-    for _ in range(waits):
-        if gauge.pays():
-            count += 1
-            gauge.missed()
-    return count
+class Host:
+    """A clock, and whether somebody else wants the cores."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.is_crowded = False
+        self.gauge = SpinGauge(lambda: self.now, lambda: self.is_crowded)
+
+    def polls(self, waits: int, outcome: int, step_s: float = 0.0) -> int:
+        """Attempts among ``waits`` waits, all with this outcome."""
+        count = 0
+        for _ in range(waits):
+            self.now += step_s
+            if self.gauge.pays():
+                count += 1
+                self.gauge.record(outcome)
+        return count
 
 
 def test_it_goes_on_as_long_as_it_helps() -> None:
-    gauge = SpinGauge()
-    for _ in range(100):
-        assert gauge.pays()
-        gauge.hit()
+    assert Host().polls(100, HIT) == 100
 
 
 def test_attempts_in_vain_become_rare_but_never_cease() -> None:
-    gauge = SpinGauge()
-    assert polls(gauge, 1 << MISSES_MAX) <= MISSES_MAX
-    assert polls(gauge, 10 << MISSES_MAX) >= 9
+    host = Host()
+    assert host.polls(1 << MISSES_MAX, MISS) <= MISSES_MAX
+    assert host.polls(10 << MISSES_MAX, MISS) >= 9
 
 
 def test_one_success_restores_it() -> None:
-    gauge = SpinGauge()
-    polls(gauge, 500)
-    while not gauge.pays():
-        pass
-    gauge.hit()
-    assert gauge.pays()
-    gauge.missed()
-    assert polls(gauge, 4) == 1
+    host = Host()
+    host.polls(500, MISS)
+    assert host.polls(1 << MISSES_MAX, HIT)
+    assert host.polls(1, MISS) == 1
+    assert host.polls(4, MISS) == 1
+
+
+def test_a_reply_that_comes_late_is_no_success() -> None:
+    assert polling_outcome(1.0, 1.0001, 1.0003) == HIT
+    assert polling_outcome(1.0, 1.0004, 1.0003) == MISS
+    assert polling_outcome(1.0, 1.0 + 2 * PREEMPTED_S, 2.0) == PREEMPTED
+
+
+def test_lost_time_slices_become_rare() -> None:
+    """Calls of 0.1 ms, and another process that takes each core that is yielded to it."""
+    host = Host()
+    assert host.polls(100_000, PREEMPTED, 1e-4) <= 12, "in 10 s"
+    assert host.polls(100_000, PREEMPTED, 1e-4) <= 10 / PAUSE_MAX_S + 1
+    host.now += 2 * PAUSE_MAX_S
+    assert host.polls(100, HIT, PAUSE_MAX_S / 50) == 100, "the other process has ended"
+    assert host.polls(1, PREEMPTED) == 1
+    host.now += PAUSE_MIN_S
+    assert host.gauge.pays(), "the next pause is short"
+
+
+def test_a_crowded_host_is_not_polled_on() -> None:
+    host = Host()
+    host.is_crowded = True
+    assert host.polls(1_000, PREEMPTED, PAUSE_MIN_S) == 0
+    host.is_crowded = False
+    assert host.polls(1_000, HIT, PAUSE_MIN_S) >= 999
