@@ -10,7 +10,6 @@ those have been read, or by ``Client.release``.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -142,8 +141,8 @@ class ReadLeases:
         return bool(self._expected)
 
     def release_at(self) -> float:
-        """When a call of its own should release what waits; infinity: nothing waits."""
-        return self._finished_at + IDLE_S if self._finished else math.inf
+        """When a call of its own should release what still waits then."""
+        return self._finished_at + IDLE_S
 
     def take(self) -> Sequence[int]:
         """Up to ``RELEASED_MAX`` leases, which the caller sends to the master."""

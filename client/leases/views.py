@@ -394,7 +394,9 @@ class Views:
         """Waits until a renewal is due, or there is an allocation to revoke."""
         with self._lock:  # ``add_many`` sees this time, and wakes the thread if one is due sooner
             self._settle()
-            self._wake_at = min(self._watches.leases.wake_at(), self._reads.release_at())
+            self._wake_at = self._watches.leases.wake_at()
+            if self._is_armed:
+                self._wake_at = min(self._wake_at, self._reads.release_at())
         pause = min(self._wake_at - uptime(), threading.TIMEOUT_MAX)
         if pause > 0 and not self._dropped:
             with contextlib.suppress(Empty):
@@ -429,12 +431,14 @@ class Views:
             self._watches.woken.put(None)
 
     def _release(self) -> None:
-        """Releases leases that no call has released for ``IDLE_S``."""
-        while self._reads.release_at() <= uptime():
+        """Releases leases that no call has released for ``IDLE_S``. Until then the thread stays
+        armed, so that a client that reads all the time does not wake it with each read."""
+        if not self._is_armed or self._reads.release_at() > uptime():
+            return
+        while self._reads:
             self.release_now(1.0)
-        if not self._reads:
-            self._is_armed = False
-            self._is_armed = bool(self._reads)  # one that was finished with between the two looks
+        self._is_armed = False
+        self._is_armed = bool(self._reads)  # one that was finished with between the two looks
 
     def release_now(self, patience_s: float) -> None:
         """Sends the leases that wait to be released; those of a call that fails end by time."""

@@ -537,7 +537,7 @@ class Client:
         leases = self.context.leases
         while True:
             await self.sleep(IDLE_S)
-            if leases.release_at() <= self.clock():
+            if leases and leases.release_at() <= self.clock():
                 with suppress(KVStoreError):
                     await self.ask_within(calls.Release(leases.take()), 1.0)
 

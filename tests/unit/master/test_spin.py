@@ -44,8 +44,13 @@ def test_timers_alone_make_no_spinning() -> None:
 
 def test_a_lost_time_slice_ends_the_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each yield gives the core to another process for 2 ms."""
-    yields: list[None] = []
-    monkeypatch.setattr(os, "sched_yield", lambda: yields.append(time.sleep(0.002)))
+    yields: list[float] = []
+
+    def lose_the_core() -> None:
+        yields.append(time.monotonic())
+        time.sleep(0.002)
+
+    monkeypatch.setattr(os, "sched_yield", lose_the_core)
     here, there = socket.socketpair()
     with here, there, SpinSelector(200) as selector:
         selector._gauge = SpinGauge(is_crowded=lambda: False)
