@@ -5,7 +5,7 @@
 
 This module runs on the scheduler's thread, for which every running request waits: no call blocks,
 and no failure of the store raises. vLLM's objects are only read, except for the reference counts of
-pinned blocks.
+pinned blocks and the hashes of stale requests.
 """
 
 from __future__ import annotations
@@ -586,13 +586,23 @@ class Decisions:
         earlier weights."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
-            tracked.is_stale = True
+            self._make_stale(tracked)
 
     def _outdate(self, requests: list[Tracked]) -> None:
         for tracked in requests:
-            tracked.is_stale |= tracked.request.num_computed_tokens > 0
+            if tracked.request.num_computed_tokens:
+                self._make_stale(tracked)
         if self._pool is not None:
             self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+
+    def _make_stale(self, tracked: Tracked) -> None:
+        """Save no more blocks of this request, and keep other requests from finding its next blocks
+        in vLLM's prefix cache: give it a cache salt of its own."""
+        tracked.is_stale = True
+        request = tracked.request
+        request.cache_salt = f"stale {request.request_id}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
 
     def reset(self) -> None:
         """Called when the store was cleared. Forgets which blocks the store had."""

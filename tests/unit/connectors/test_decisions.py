@@ -591,8 +591,12 @@ def test_a_request_whose_adapter_was_replaced_saves_nothing_more() -> None:
         assert len(engine.side.orders(engine.scheduled({f"r{number}": 20})).saves) == 1
         request.num_computed_tokens = 20
     salts[1] = b"other"
+    before = [list(engine.requests[each].block_hashes) for each in ("r1", "r2")]
     engine.side.adapters_changed({1})
     assert engine.pool.evicted
+    hashes = [engine.requests[each].block_hashes for each in ("r1", "r2")]
+    assert not set(hashes[0]) & set(before[0]), "vLLM finds what it computes now for no other"
+    assert hashes[1] == before[1]
     for number, saves in ((1, 0), (2, 1)):
         engine.allocate(engine.requests[f"r{number}"], 40)
         assert len(engine.side.orders(engine.scheduled({f"r{number}": 20})).saves) == saves
