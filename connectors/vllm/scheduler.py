@@ -35,6 +35,7 @@ from kvstore.connectors.vllm.messages import (
 )
 from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.worker import client_config
+from kvstore.connectors.vllm_media import are_names_marked
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.fleet import Record
 
@@ -137,6 +138,7 @@ class Scheduler:
         self.decisions.salt = self._salt
         self.decisions.keep = self._keep
         self.decisions.hashes = hashes
+        self.decisions.are_names_marked = are_names_marked()
         self._auditing: Future[list[Block]] | None = None
         self._audited: list[Block] = []
         self._listeners: list[Listener] = []

@@ -644,6 +644,7 @@ PRIVATE: list[dict[str, Any]] = [
     {"prompt_embeds": object(), "prompt_is_token_ids": [True, False]},
     {"mm_features": [media("0f" * 32), media("a-cat.png")]},
     {"mm_features": [media("0F" * 32)]},
+    {"mm_features": [SimpleNamespace(mm_hash="0f" * 32, identifier="0x" + "0f" * 32)]},
 ]
 SHARED: list[dict[str, Any]] = [
     {"prompt_embeds": object()},
@@ -671,6 +672,14 @@ def test_what_the_hash_sees_is_shared(what: dict[str, Any]) -> None:
     other = engine.add("s", 20, seed=1)
     vars(other).update(what)
     assert saved(engine.step({"s": 20})) == {0: [0, 1, 2, 3, 4]}
+
+
+def test_without_marks_no_media_are_shared() -> None:
+    engine = Engine()
+    engine.side.are_names_marked = False
+    request = engine.add("r", 20, there=16)
+    vars(request).update(SHARED[1])
+    assert engine.matched(request) == 0
 
 
 def test_named_media_are_shared_by_those_who_say_so() -> None:
