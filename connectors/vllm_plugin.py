@@ -1,5 +1,5 @@
-"""vLLM's plug-in: registers the connector and the tier in vLLM's factories, by their names, and
-notes weights that vLLM packs, and the files that it loads.
+"""vLLM's plug-in: registers the connector and the tier in vLLM's factories, by their names, notes
+weights that vLLM packs and the files that it loads, and marks the names that clients give to media.
 
 vLLM imports this module in each of its processes. ``kvstore.connectors.vllm`` and ``vllm_tier`` are
 separate modules, so that they are loaded only where they are used.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from functools import wraps
 from typing import Any
+
+from kvstore.connectors.vllm_media import mark_names
 
 CONNECTOR = "KVStoreConnector"
 TIER = "KVStoreTier"
@@ -22,6 +24,7 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR, "kvstore.connectors.vllm", CONNECTOR)
     _note_packing()
     _note_workers()
+    mark_names()
     try:
         from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
     except ImportError:  # this version of vLLM has no tiers

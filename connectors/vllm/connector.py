@@ -120,7 +120,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler_side.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        self._scheduler_side.prepare_early()
+        self._scheduler_side.prepare_early(request)
         self._decisions.new_request(request)
 
     def get_num_new_matched_tokens(

@@ -5,14 +5,13 @@
 
 This module runs on the scheduler's thread, for which every running request waits: no call blocks,
 and no failure of the store raises. vLLM's objects are only read, except for the reference counts of
-pinned blocks.
+pinned blocks and the hashes of stale requests.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,10 +25,10 @@ from kvstore.connectors.vllm.hashes import BlockHashes, Derived
 from kvstore.connectors.vllm.identity import Identity
 from kvstore.connectors.vllm.lookups import Lookups
 from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, TransferReport
+from kvstore.connectors.vllm_media import is_shared
 from kvstore.limits import TTL_MS_MAX
 
 if TYPE_CHECKING:
-    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,10 +41,6 @@ LOADS_MAX = 2
 
 SAVES_MAX = 2
 """After this many failed saves of a request, no more of its blocks are saved."""
-
-
-_DIGEST = re.compile("[0-9a-f]{64}|[0-9a-f]{128}")
-"""What vLLM's hash functions of items give."""
 
 
 @dataclass
@@ -120,6 +115,8 @@ class Decisions:
         """The salt that a request's keys contain besides vLLM's hash; None: not known."""
         self.keep: Callable[[dict[int, bytes], int], object] = lambda tips, milliseconds: None
         """Pins the blocks that end with these keys, by group, in the store."""
+        self.are_names_marked = True
+        """Whether the plug-in marks images, sounds and videos that clients name."""
         self.hashes = BlockHashes(groups.hash_block_tokens)
         self.counters: dict[str, int] = {}
         self._config = config
@@ -182,11 +179,10 @@ class Decisions:
         return bool(self._identity.fingerprint and is_wanted and self._is_shared(request))
 
     def _is_shared(self, request: Request) -> bool:
-        """Whether the request's hashes cover all on which its blocks depend."""
-        # vLLM 0.32 does not hash which positions of a mixed prompt are embeddings.
-        if request.prompt_embeds is not None and request.prompt_is_token_ids is not None:
-            return False
-        return self._config.shares_named_media or all(map(_is_hashed, request.mm_features))
+        return is_shared(
+            request, trusts_names=self._config.shares_named_media,
+            are_names_marked=self.are_names_marked,
+        )  # fmt: skip
 
     def _hashes(self, tracked: Tracked) -> Sequence[bytes] | None:
         """The hash of each hash block, from which keys are made; None: not known."""
@@ -589,13 +585,23 @@ class Decisions:
         earlier weights."""
         tracked = self._tracked.get(request.request_id)
         if tracked is not None:
-            tracked.is_stale = True
+            self._make_stale(tracked)
 
     def _outdate(self, requests: list[Tracked]) -> None:
         for tracked in requests:
-            tracked.is_stale |= tracked.request.num_computed_tokens > 0
+            if tracked.request.num_computed_tokens:
+                self._make_stale(tracked)
         if self._pool is not None:
             self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+
+    def _make_stale(self, tracked: Tracked) -> None:
+        """Save no more blocks of this request, and keep other requests from finding its next blocks
+        in vLLM's prefix cache: give it a cache salt of its own."""
+        tracked.is_stale = True
+        request = tracked.request
+        request.cache_salt = f"stale {request.request_id}"
+        request.block_hashes.clear()
+        request.update_block_hashes()
 
     def reset(self) -> None:
         """Called when the store was cleared. Forgets which blocks the store had."""
@@ -614,12 +620,6 @@ class Decisions:
 
     def _count(self, what: str, number: int = 1) -> None:
         self.counters[what] = self.counters.get(what, 0) + number
-
-
-def _is_hashed(item: MultiModalFeatureSpec) -> bool:
-    """Whether vLLM has hashed the content of an image, sound or video. A client may send a name
-    instead (``multi_modal_uuids``), which it may give to another item in another engine."""
-    return _DIGEST.fullmatch(item.mm_hash or item.identifier) is not None
 
 
 def _params(request: Request) -> dict[str, Any]:

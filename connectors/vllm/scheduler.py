@@ -35,6 +35,7 @@ from kvstore.connectors.vllm.messages import (
 )
 from kvstore.connectors.vllm.metrics import StoreStats
 from kvstore.connectors.vllm.worker import client_config
+from kvstore.connectors.vllm_media import are_names_marked
 from kvstore.errors import ConfigError, KVStoreError
 from kvstore.fleet import Record
 
@@ -95,6 +96,8 @@ class Scheduler:
         """The namespaces of a draft model's pages, which are stored apart."""
         self._adapters: dict[int, dict[int, str]] = {}
         self._known_adapters: dict[int, bytes] = {}
+        self._numbers: dict[tuple[str, str], int] = {}
+        """By name and path of an adapter: the id under which vLLM's prefix cache has its blocks."""
         self._before_loading: dict[tuple[int, str], Files] = {}
         """By id and path of an adapter: its files before the workers have loaded it. If these
         change before it is loaded, they are not there again."""
@@ -135,6 +138,7 @@ class Scheduler:
         self.decisions.salt = self._salt
         self.decisions.keep = self._keep
         self.decisions.hashes = hashes
+        self.decisions.are_names_marked = are_names_marked()
         self._auditing: Future[list[Block]] | None = None
         self._audited: list[Block] = []
         self._listeners: list[Listener] = []
@@ -162,16 +166,15 @@ class Scheduler:
         """
         if self._identity.is_doubted:
             self._identity.recheck(self._on_worker, self._options, "recheck")
-        if self._identity.is_outdated:
-            has_moved = self._identify()
-            if request is not None and has_moved and computed:
-                self.decisions.outdated(request)
+        has_moved = self._identity.is_outdated and self._identify()
+        if request is not None and (self._renumber(request) or has_moved) and computed:
+            self.decisions.outdated(request)
 
-    def prepare_early(self) -> None:
+    def prepare_early(self, request: Request) -> None:
         """As ``prepare``, for a new request, before vLLM looks it up in its own prefix cache. Skips
         a paused engine, which has reset that cache and may not have its weights in memory."""
         if self._core is not None and not self._core.is_paused:
-            self.prepare()
+            self.prepare(request)
         self._check_alignment()
 
     def _check_alignment(self) -> None:
@@ -249,6 +252,22 @@ class Scheduler:
         if changed:
             log.info("adapters_changed ids=%s", sorted(changed))
             self.decisions.adapters_changed(changed)
+
+    def _renumber(self, request: Request) -> bool:
+        """Note the id of a request's adapter. Return whether vLLM's prefix cache may have had
+        blocks of another adapter with the same name and path, which are all that vLLM hashes: the
+        adapter was loaded again, from files that may have been replaced."""
+        if request.lora_request is None:
+            return False
+        number = request.lora_request.lora_int_id
+        adapter = request.lora_request.lora_name, request.lora_request.lora_path
+        before, self._numbers[adapter] = self._numbers.get(adapter, number), number
+        known = self._known_adapters
+        if before == number or (before in known and known[before] == known.get(number)):
+            return False
+        log.info("adapter_renumbered name=%s id=%d before=%d", adapter[0], number, before)
+        self.decisions.adapters_changed({before})
+        return True
 
     def _salt_of(self, number: int) -> bytes | None:
         """The salt of an adapter; None: not every worker is known to have loaded it."""

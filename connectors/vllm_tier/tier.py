@@ -15,9 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import partial
+from functools import partial, wraps
 from typing import Any, ClassVar, Final
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -33,9 +34,11 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import Request
 
 from kvstore.calls import PutOutcome
 from kvstore.connectors.engine.guard import Guard, client_of_an_engine
+from kvstore.connectors.vllm_media import are_names_marked, is_shared
 from kvstore.connectors.vllm_tier.identity import TierIdentity
 from kvstore.connectors.vllm_tier.runs import ChunkRun, runs_of
 from kvstore.errors import ConfigError, KVStoreError, NoSpaceError
@@ -94,6 +97,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self._identity = TierIdentity(
             self._guard.client, offloading_spec, self.block_size_bytes, model_id=model_id
         )
+        _note_unshared()
         self._lookups = StepLookups(tier_type, self._found)
         self._loads = ThreadPoolExecutor(LOAD_THREADS, "kvstore-load")
         self._stores = ThreadPoolExecutor(STORE_THREADS, "kvstore-store")
@@ -111,7 +115,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         """RETRY until the workers and the store have answered. A chunk that is found is leased."""
         if self._identity.is_outdated:
             return LookupResult.RETRY
-        if not self._identity.namespace:
+        if not self._identity.namespace or req_context.get_state(UnsharedRequest):
             return LookupResult.MISS
         self._identity.is_used = True
         found = self._lookups.lookup(key, req_context)
@@ -161,7 +165,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
         self, pool: ThreadPoolExecutor, job: TransferJob, move: Callable[[str], JobResult]
     ) -> None:
         """Starts a job, whose chunks are in the current namespace even if that changes later."""
-        self._jobs[job.job_id] = (job, pool.submit(move, self._identity.namespace))
+        name = "" if job.req_context.get_state(UnsharedRequest) else self._identity.namespace
+        self._jobs[job.job_id] = (job, pool.submit(move, name))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = []
@@ -290,6 +295,26 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untype
     def _row(self, chunk: int) -> memoryview:
         start = chunk * self.block_size_bytes
         return self._pool[start : start + self.block_size_bytes]
+
+
+class UnsharedRequest:
+    """State of a request whose chunks are neither loaded nor saved; see ``is_shared``."""
+
+
+def _note_unshared() -> None:
+    """Let vLLM note which requests are unshared: it does not pass requests to a tier."""
+    create = scheduler._create_req_context
+    if hasattr(create, "__wrapped__"):
+        return
+
+    @wraps(create)
+    def create_and_note(request: Request) -> ReqContext:
+        context = create(request)
+        if not is_shared(request, are_names_marked=are_names_marked()):
+            context.set_state(UnsharedRequest())
+        return context
+
+    scheduler._create_req_context = create_and_note
 
 
 class StepLookups(AsyncLookupManager):  # type: ignore[misc]

@@ -36,8 +36,8 @@ def make_model(
     It is a Llama; with ``sliding`` a Gemma 3 that alternates sliding-window and full layers; of
     kind ``longrope`` a Phi-3 whose rotary factors depend on the longest prompt; of kind ``latent``
     a DeepSeek-V2 with latent attention; of kind ``recurrent`` a Qwen3-Next that alternates gated
-    delta nets and attention, which vLLM for CPUs serves in bfloat16 only. Except for ``latent``,
-    two query heads share a key/value head.
+    delta nets and attention, which vLLM for CPUs serves in bfloat16 only; of kind ``images`` a
+    BLIP-2 around the Llama. Except for ``latent``, two query heads share a key/value head.
 
     Args:
         directory: where to create the model; created if need be, and returned.
@@ -96,10 +96,27 @@ def make_model(
             shared_expert_intermediate_size=128,
         )  # fmt: skip
         model = transformers.Qwen3NextForCausalLM(next_config)
+    elif kind == "images":
+        tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                 "num_attention_heads": 2, "encoder_hidden_size": 64}  # fmt: skip
+        blip = transformers.Blip2Config(
+            vision_config=tower | {"image_size": 28, "patch_size": 14}, qformer_config=tower,
+            text_config=LlamaConfig(**shape).to_dict(), num_query_tokens=16, dtype=torch.float32,
+        )  # fmt: skip
+        model = transformers.Blip2ForConditionalGeneration(blip)
+        for name, weight in model.named_parameters():
+            if weight.dim() > 1 and not name.startswith("language_model"):
+                torch.nn.init.normal_(weight, std=0.3)
     else:
         model = LlamaForCausalLM(LlamaConfig(**shape))
     model.save_pretrained(directory, safe_serialization=True)
     _tokenizer(directory)
+    if kind == "images":
+        settings = {
+            "image_processor_type": "BlipImageProcessor", "processor_class": "Blip2Processor",
+            "size": {"height": 28, "width": 28},
+        }  # fmt: skip
+        (directory / "preprocessor_config.json").write_text(json.dumps(settings))
     return directory
 
 
@@ -113,7 +130,7 @@ def _tokenizer(directory: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = ["<s>", "</s>", *alphabet]
+    words = ["<s>", "</s>", *alphabet, "<image>"]
     words += [f"<unused{number}>" for number in range(VOCABULARY - len(words))]
     tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -132,7 +149,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--sliding", action="store_true")
     parser.add_argument(
-        "--kind", choices=("plain", "longrope", "latent", "recurrent"), default="plain"
+        "--kind", choices=("plain", "longrope", "latent", "recurrent", "images"), default="plain"
     )
     for name, value in (("--seed", 0), ("--hidden", 256), ("--layers", 4)):
         parser.add_argument(name, type=int, default=value)

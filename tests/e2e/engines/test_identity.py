@@ -250,42 +250,47 @@ def test_among_other_connectors_under_its_own_name(
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("number", [1, 2], ids=["in-place", "loaded-again"])
 def test_an_adapter_that_is_overwritten_at_its_path_is_another_one(
-    store: Cluster, llama: Path, tmp_path: Path, engine: StartEngine
+    store: Cluster, llama: Path, tmp_path: Path, engine: StartEngine, number: int
 ) -> None:
     adapter = tmp_path / "adapter"
     make_adapter(adapter, 1)
     one = engine(
         llama, transfer_config(store.address), enable_lora=True, max_loras=1, max_lora_rank=8
     )
-    ask = f"""
-        from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
-        request = LoRARequest("adapter", 1, {str(adapter)!r}, load_inplace=IN_PLACE)
-        if IN_PLACE:
-            llm.llm_engine.add_lora(request)
-            request = LoRARequest("adapter", 1, {str(adapter)!r})
-        sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        (done,) = llm.generate(
-            [{{"prompt_token_ids": {prompt(1)}}}], sampling, use_tqdm=False, lora_request=request
+
+    def ask(number: int, before: str = "") -> list[Any]:
+        found = one.run(
+            f"""
+            from vllm import SamplingParams
+            from vllm.lora.request import LoRARequest
+            path = {str(adapter)!r}
+            {before}
+            sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            (done,) = llm.generate(
+                [{{"prompt_token_ids": {prompt(1)}}}], sampling, use_tqdm=False,
+                lora_request=LoRARequest("adapter", {number}, path),
+            )
+            result = [done.num_cached_tokens, list(done.outputs[0].token_ids)]
+            """
         )
-        result = [done.num_cached_tokens, list(done.outputs[0].token_ids)]
-    """
-    first = one.run(ask.replace("IN_PLACE", "False"))
-    one.saved()
+        one.saved()
+        return list(found)
+
+    first = ask(1)
     one.reset()
-    again = one.run(ask.replace("IN_PLACE", "False"))
-    assert again == [WHOLE, first[1]]
+    assert ask(1) == [WHOLE, first[1]]
     assert cached(one.generate([prompt(1)])) == [0], "without the adapter"
     one.saved()
 
     make_adapter(adapter, 2)
-    other = one.run(ask.replace("IN_PLACE", "True"))
+    in_place = "llm.llm_engine.add_lora(LoRARequest('adapter', 1, path, load_inplace=True))"
+    other = ask(number, in_place if number == 1 else "llm.llm_engine.remove_lora(1)")
     assert other[0] == 0, "neither from the store nor from vLLM's own prefix cache"
     assert other[1] != first[1]
-    one.saved()
     one.reset()
-    assert one.run(ask.replace("IN_PLACE", "False")) == [WHOLE, other[1]]
+    assert ask(number) == [WHOLE, other[1]]
 
 
 def test_adapters_for_which_a_worker_has_no_room_are_found_again(

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler
 from vllm.v1.kv_offload.base import (
     LookupResult,
     ReqContext,
@@ -391,6 +393,19 @@ def test_a_load_that_finds_some(start: Start, store: Cluster) -> None:
     assert (direct.rows[16:] == 99).all()
     # Not asked for again by the same request, so that it does not wait for ever.
     assert direct.lookup(*keys[2:4]) == [LookupResult.MISS] * 2
+
+
+def test_chunks_of_a_request_with_an_item_that_its_client_names_are_not_shared(
+    start: Start,
+) -> None:
+    engine = start()
+    direct, request = Direct(engine), engine.request(prompt(1))
+    keys = [direct.key(0), direct.key(1)]
+    assert direct.store(keys[:1], [0]).success
+    request.mm_features = [Mock(mm_hash="0f" * 32, identifier="0x" + "0f" * 32)]
+    direct.request = scheduler._create_req_context(request)
+    assert direct.lookup(*keys[:1]) == [LookupResult.MISS]
+    assert not direct.store(keys[1:], [1]).success
 
 
 def test_a_chunk_of_another_size_is_a_miss(start: Start, store: Cluster) -> None:

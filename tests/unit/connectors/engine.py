@@ -38,6 +38,7 @@ class Request:
     mm_features: Sequence[Any] = ()
     prompt_embeds: Any = None
     prompt_is_token_ids: Any = None
+    cache_salt: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -46,7 +47,10 @@ class Request:
     @property
     def block_hashes(self) -> list[bytes]:
         ends = range(HASH_TOKENS, self.num_tokens + 1, HASH_TOKENS)
-        return [repr(self.all_token_ids[:end]).encode() for end in ends]
+        return [self.cache_salt.encode() + repr(self.all_token_ids[:end]).encode() for end in ends]
+
+    def update_block_hashes(self) -> None:
+        """They are always up to date."""
 
 
 @dataclass(eq=False)
@@ -241,7 +245,7 @@ class Engine:
             for index in range(min(tokens // self.groups.tokens_of(group), len(keys))):
                 block, cut = tables[group][index // cuts], index % cuts
                 if block != NULL_BLOCK:
-                    self.content[group, block * cuts + cut] = keys[index]
+                    self.content.setdefault((group, block * cuts + cut), keys[index])
 
     def move(self, fingerprint: str) -> None:
         """The weights are others from now on."""

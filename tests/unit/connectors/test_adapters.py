@@ -26,19 +26,24 @@ class Side:
         self.side._on_worker = self.side._options = None
         self.side._adapters, self.side._known_adapters = {}, {}
         self.side._before_loading, self.side._of_files = {}, {}
-        self.side._asked_for = set()
-        self.side.decisions = SimpleNamespace(adapters_changed=lambda ids: None)
+        self.side._asked_for, self.side._numbers = set(), {}
+        self.changed: list[set[int]] = []
+        self.side.decisions = SimpleNamespace(adapters_changed=self.changed.append)
 
     def _ask(self, *_: object) -> list[dict[int, dict[int, str]]]:
         self.asked += 1
         return [{0: dict(self.loaded)}]
 
+    def request(self, name: str, number: int) -> Any:
+        lora = SimpleNamespace(lora_int_id=number, lora_name="tuned", lora_path=str(self.path))
+        return SimpleNamespace(request_id=name, lora_request=lora)
+
     def salt(self, request: str, number: int = 1) -> bytes | None:
-        lora = SimpleNamespace(lora_int_id=number, lora_path=str(self.path))
-        found: bytes | None = self.side._salt(
-            SimpleNamespace(request_id=request, lora_request=lora)
-        )
+        found: bytes | None = self.side._salt(self.request(request, number))
         return found
+
+    def renumber(self, number: int) -> bool:
+        return bool(self.side._renumber(self.request("r", number)))
 
     def load(self, digest: str | None, number: int = 1) -> None:
         """The worker loads, replaces or drops an adapter, and reports it after the step."""
@@ -113,3 +118,13 @@ def test_an_adapter_without_files_here_is_known_while_it_is_loaded(tmp_path: Pat
     side.load(None)
     assert side.salt("b") is None
     assert side.asked == 2
+
+
+def test_another_id_means_other_weights_until_these_are_known_to_be_equal(side: Side) -> None:
+    side.load("digest", number=1)
+    assert [side.renumber(number) for number in (1, 1, 2, 2)] == [False, False, True, False]
+    assert side.changed == [{1}]
+    side.load("digest", number=2)
+    assert [side.renumber(number) for number in (1, 2, 1)] == [False] * 3
+    side.load("other", number=2)
+    assert [side.renumber(number) for number in (2, 1)] == [True, True]

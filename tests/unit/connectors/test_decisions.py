@@ -591,8 +591,12 @@ def test_a_request_whose_adapter_was_replaced_saves_nothing_more() -> None:
         assert len(engine.side.orders(engine.scheduled({f"r{number}": 20})).saves) == 1
         request.num_computed_tokens = 20
     salts[1] = b"other"
+    before = [list(engine.requests[each].block_hashes) for each in ("r1", "r2")]
     engine.side.adapters_changed({1})
     assert engine.pool.evicted
+    hashes = [engine.requests[each].block_hashes for each in ("r1", "r2")]
+    assert not set(hashes[0]) & set(before[0]), "vLLM finds what it computes now for no other"
+    assert hashes[1] == before[1]
     for number, saves in ((1, 0), (2, 1)):
         engine.allocate(engine.requests[f"r{number}"], 40)
         assert len(engine.side.orders(engine.scheduled({f"r{number}": 20})).saves) == saves
@@ -640,6 +644,7 @@ PRIVATE: list[dict[str, Any]] = [
     {"prompt_embeds": object(), "prompt_is_token_ids": [True, False]},
     {"mm_features": [media("0f" * 32), media("a-cat.png")]},
     {"mm_features": [media("0F" * 32)]},
+    {"mm_features": [SimpleNamespace(mm_hash="0f" * 32, identifier="0x" + "0f" * 32)]},
 ]
 SHARED: list[dict[str, Any]] = [
     {"prompt_embeds": object()},
@@ -667,6 +672,14 @@ def test_what_the_hash_sees_is_shared(what: dict[str, Any]) -> None:
     other = engine.add("s", 20, seed=1)
     vars(other).update(what)
     assert saved(engine.step({"s": 20})) == {0: [0, 1, 2, 3, 4]}
+
+
+def test_without_marks_no_media_are_shared() -> None:
+    engine = Engine()
+    engine.side.are_names_marked = False
+    request = engine.add("r", 20, there=16)
+    vars(request).update(SHARED[1])
+    assert engine.matched(request) == 0
 
 
 def test_named_media_are_shared_by_those_who_say_so() -> None:
