@@ -22,19 +22,17 @@ from kvstore.auth import rights
 from kvstore.calls import MasterWipe, PutOutcome
 from kvstore.master.state import common
 from kvstore.master.state.effects import Later, Outrun
-from kvstore.master.state.eviction import LRU
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.inventory import Tombstones
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.nodes import Nodes
 from kvstore.master.state.puts import Granted, Pending
 from kvstore.master.state.reclaim import Reclaim
-from kvstore.master.state.records import ObjectRecord
 from kvstore.memory.header import extent_bytes
 from kvstore.node.stamps import Stamps
 from kvstore.tenants import TenantRule
 from tests.simulation import master as simulated
-from tests.simulation.cluster import RULES, Options, SimulatedCluster
+from tests.simulation.cluster import Options, SimulatedCluster
 from tests.simulation.node import Node
 from tests.simulation.run import run_seed
 from tests.simulation.workload import Mix
@@ -202,15 +200,25 @@ SOON = 60_000
 finds it within 2,500."""
 
 
-class Impatient(LRU):
-    """Evicts what is leased for less than half a lease still."""
+class OneReader(MasterState):
+    """Ends the lease on an object for all of its readers when one of them releases it."""
 
-    def peek(self, now_ms: int, moves: int = 512) -> ObjectRecord | None:
-        return super().peek(now_ms + RULES.lease_ms // 2)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.steps[calls.PutStart] = self._put_start
+
+    def _put_start(self, now_ms: int, request: calls.PutStart) -> calls.Grants | Later:
+        groups = [self.leases._groups.get(number) for number in request.released]
+        for record in [record for group in groups if group is not None for record in group.records]:
+            record.lease_until_ms = min(record.lease_until_ms, now_ms)
+            record.kept_until_ms = min(record.kept_until_ms, now_ms)
+            if record.ticket:
+                self.pool.lease_ended(record)
+        return self.putting.put_start(now_ms, request)
 
 
 def test_finds_reuse_before_the_lease_ends() -> None:
-    options = Options(seed=0, policy=Impatient, faults=())
+    options = Options(seed=0, new_state=OneReader, faults=())
     found(options, "evicted_leased", "granted_leased", "granted_view", within_steps=SOON)
 
 

@@ -179,6 +179,7 @@ def true_calls(
         calls.Allocate(100, 0, "host", [segment], client_number=7, namespace=namespace),
         calls.Commit(epoch, token, namespace, Key(KEY), None, 100, overwrite=False, ttl_ms=60_000),
         calls.Renew(namespace, keys, [epoch], [token], epoch, [token]),
+        calls.Release([1]),
         calls.Pin(namespace, keys, 1_000),
         calls.Unpin(namespace, keys),
         calls.Remove(namespace, keys),
