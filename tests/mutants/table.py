@@ -34,6 +34,7 @@ WIRE: Final = ("tests/unit/wire",)
 EPOCHS: Final = ("tests/unit/master/test_epochs.py",)
 TOLD: Final = ("tests/unit/master/test_chains.py",)
 ASKING: Final = "master/state/asking.py"
+LEASES: Final = "master/state/leases.py"
 CHAINS: Final = "master/state/views/chains.py"
 CODEC: Final = "kvstore/wire/codec.py"
 COMMON: Final = "master/state/common.py"
