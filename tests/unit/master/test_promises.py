@@ -87,6 +87,7 @@ def test_a_put_evicts_neither_its_parent_nor_what_it_finds(new_cluster: NewClust
     for names in ("b", "ab"):
         with pytest.raises(NoSpaceError):
             cluster.start(names, parent=None if "a" in names else "a", chain=False)
+        cluster.after(1)
 
 
 def test_what_a_put_finds_and_the_parent_of_a_put_are_leased_no_longer_than_the_put(
