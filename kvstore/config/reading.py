@@ -217,7 +217,7 @@ def _file_to_read(
     if home:
         places.append(Path(home) / "kvstore" / "kvstore.toml")
     found = next((place for place in places if os.path.lexists(place)), None)
-    if found == places[0] and os.stat(".").st_mode & stat.S_IWOTH:
+    if found is not None and found == places[0] and os.stat(".").st_mode & stat.S_IWOTH:
         user = os.lstat(found).st_uid
         if user not in (0, os.geteuid()):
             raise ConfigError(
