@@ -7,7 +7,7 @@ A table of *rows* describes the work. All transports give the same outcomes, whi
 from __future__ import annotations
 
 import math
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 from kvstore.calls import SegmentInfo
 from kvstore.client.flows.placements import Placed
@@ -36,6 +36,9 @@ class ObjectReads(Transfer):
     transfer has succeeded."""
 
     __slots__ = ("namespace", "outcomes", "rows", "verify")
+
+    is_partial: ClassVar[bool] = False
+    """Whether only parts of the objects are read, so that leases of earlier lookups go on."""
 
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
         """``verify``: check payloads as well as headers."""

@@ -39,6 +39,8 @@ class PartReads(ObjectReads):
 
     __slots__ = ("heads",)
 
+    is_partial = True
+
     def __init__(self, segment: SegmentInfo, namespace: Namespace, *, verify: bool) -> None:
         super().__init__(segment, namespace, verify=verify)
         self.heads: list[bytearray] = []

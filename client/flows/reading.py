@@ -240,6 +240,23 @@ def _keep_by_time(
             context.placements.remember(namespace, [key], [row._replace(lease=None)])
 
 
+def _kept_for_the_rest(
+    context: Context,
+    namespace: Namespace,
+    targets: Sequence[Target],
+    leases: Sequence[ReadLease],
+) -> list[ReadLease]:
+    """Remembers again where the objects of an earlier lookup are, of which only parts were read.
+    Returns the other leases, which end now."""
+    kept: set[ReadLease] = set()
+    for target in targets:
+        placed = target.placed
+        if placed is not None and placed.lease is not None:
+            kept.add(placed.lease)
+            context.placements.remember(namespace, [target.key], [placed])
+    return [lease for lease in leases if lease not in kept]
+
+
 def _leases_of(placed: Sequence[Placed | None]) -> list[ReadLease]:
     return [row.lease for row in placed if row is not None and row.lease is not None]
 
@@ -321,6 +338,9 @@ def read(
             keys = [target.key for target in targets]
             if leases:
                 context.leases.note_reads(namespace, keys)
+            if kind.is_partial:
+                leases = _kept_for_the_rest(context, namespace, targets, leases)
+                keys = []
             context.leases.give_up(namespace, keys, leases)
 
 

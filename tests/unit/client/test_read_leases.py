@@ -8,6 +8,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.client.flows import asking, getting, reading
+from kvstore.client.flows.ranges import ObjectParts, get_ranges
 from kvstore.client.flows.reading import Target
 from kvstore.client.leases.read_leases import IDLE_S
 from kvstore.client.leases.views import Views
@@ -72,6 +73,16 @@ def test_a_lookup_is_released_when_all_that_it_found_was_read_or_released(world:
     assert world.context.leases.take() == [1]
     get(world, B)
     assert numbers(world) == [1, 2]
+
+
+def test_a_part_of_an_object_is_not_all_that_a_lookup_was_for(world: World) -> None:
+    world.run(getting.lookup(world.context, N, [A]))
+    for _ in range(2):
+        parts = ObjectParts(A, [(0, memoryview(bytearray(3)))])
+        world.run(get_ranges(world.context, N, [parts]))
+    assert not world.context.leases.take()
+    get(world, A)
+    assert world.context.leases.take() == numbers(world) == [1]
 
 
 def test_a_later_lookup_takes_the_place_of_an_earlier_one(world: World) -> None:
