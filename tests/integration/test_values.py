@@ -411,10 +411,10 @@ def test_chains(verbs: Any) -> None:
     assert verbs.match_prefix([]) == 0
     verbs.put_many([(keys[number], b"state") for number in (4, 19, 39)], namespace="states")
     spaces = {"namespaces": ["default"], "states": ["states"]}
-    assert verbs.match_all(keys, **spaces) == (40, False, 40)
-    assert verbs.match_all([*keys[:30], "other"], **spaces) == (30, False, 20)
-    assert verbs.match_all(keys[:3], **spaces) == (3, False, 0)
-    assert verbs.match_all(keys, namespaces=["default", "states"]) == (0, False, 0)
+    assert verbs.match_all(keys, **spaces)[:3] == (40, False, 40)
+    assert verbs.match_all([*keys[:30], "other"], **spaces)[:3] == (30, False, 20)
+    assert verbs.match_all(keys[:3], **spaces)[:3] == (3, False, 0)
+    assert verbs.match_all(keys, namespaces=["default", "states"])[:3] == (0, False, 0)
     found = verbs.stat(keys[35])
     assert found.detail.parent == keys[34].encode()
     assert found.header.parent == keys[34].encode()
