@@ -80,7 +80,7 @@ def test_a_client_that_leaves_over_tls_stops_the_decoder(tmp_path: Path) -> None
     ("flags", "said"),
     [
         (["--http-cert", os.devnull], "http_key is missing"),
-        (["--http-cert", os.devnull, "--http-key", os.devnull], "http_key /dev/null is no regular file"),
+        (["--http-cert", os.devnull, "--http-key", os.devnull], "/dev/null is no regular file"),
     ],
 )
 def test_files_that_are_of_no_use_are_told_in_one_line(
