@@ -173,18 +173,17 @@ def locate(
         wanted = [key for key, known in zip(keys, placed, strict=True) if known is None]
         if not wanted:
             return placed
-    parts: list[tuple[Sequence[Key], ReadLease | None]] = [(wanted, None)]
+    parts: list[tuple[Sequence[Key], int]] = [(wanted, 0)]
     if leases is not None:
         again = context.leases.read_again(namespace, wanted)
         once = [key for key in wanted if key not in again] if again else wanted
-        parts = [(list(again), None)] if again else []
+        parts = [(list(again), 0)] if again else []
         if once:
-            parts.append((once, context.leases.new()))
+            leases.append(context.leases.new())
+            parts.append((once, leases[-1].number))
     of_key: dict[Key, Placed | None] = {}
-    for part, lease in parts:
-        if lease is not None and leases is not None:
-            leases.append(lease)
-        rows = yield from _look_up(context, namespace, part, lease.number if lease else 0)
+    for part, number in parts:
+        rows = yield from _look_up(context, namespace, part, number)
         if part is keys:
             return rows
         of_key.update(zip(part, rows, strict=True))
@@ -328,8 +327,7 @@ def read(
             for target in todo:
                 context.placements.forget(namespace, target.key)
             fresh = True
-        # Where a target was not found in the end, one bad read may have met a removal, two have
-        # not.
+        # Of a target that was not found in the end, one bad read may have met a removal.
         bad = [target.bad for target in todo if len(target.bad) > 1]
         bad += [target.bad for target in targets if target.bad and target.placed is not None]
         yield from report_corrupt(context, namespace, [each for of_one in bad for each in of_one])

@@ -36,9 +36,9 @@ class ReadLease:
 
     __slots__ = ("number", "unread")
 
-    def __init__(self, number: int, unread: int = 1) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.unread = unread
+        self.unread = 1
         """Objects, or reads of several together, that have not ended."""
 
 
@@ -64,8 +64,8 @@ class ReadLeases:
         self.on_finish: Callable[[], object] | None = None
         """Called when there is a lease to release."""
 
-    def new(self, unread: int = 1) -> ReadLease:
-        return ReadLease(next(self._numbers), unread)
+    def new(self) -> ReadLease:
+        return ReadLease(next(self._numbers))
 
     # --- objects that are read again ----------------------------------------------------------
 

@@ -427,7 +427,10 @@ class Views:
     def _release_later(self) -> None:
         if not self._is_armed and not self._closing.is_set():
             self._is_armed = True
-            self._start()
+            try:
+                self._start()
+            except RuntimeError:  # no thread is left: the lease waits for the next call, or ends
+                self._is_armed = False
             self._watches.woken.put(None)
 
     def _release(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import pytest
 
@@ -10,6 +11,7 @@ from kvstore import calls
 from kvstore.client.flows import asking, getting, reading
 from kvstore.client.flows.ranges import ObjectParts, get_ranges
 from kvstore.client.flows.reading import Target
+from kvstore.client.leases import views as views_module
 from kvstore.client.leases.read_leases import IDLE_S
 from kvstore.client.leases.views import Views
 from kvstore.clocks import uptime
@@ -123,6 +125,18 @@ def test_a_match_for_an_engine_is_released_by_the_engine(world: World) -> None:
     assert world.context.leases.take() == [1]
 
 
+def test_a_get_needs_no_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_thread(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(views_module, "start_thread", start_thread)
+    views = Views(lambda *_: calls.ReleaseReply(), lease_margin_s=0.1, reads=world.context.leases)
+    get(world, A)
+    get(world, B)
+    assert world.context.leases.take() == [2]
+    views.close()
+
+
 def test_without_another_call_a_thread_releases(world: World) -> None:
     asked: list[tuple[calls.Request, float]] = []
     leases = world.context.leases
@@ -137,9 +151,7 @@ def test_without_another_call_a_thread_releases(world: World) -> None:
     views = Views(ask, lease_margin_s=0.1, reads=leases)
     began = uptime()
     get(world, A)
-    thread = views._thread
-    while thread is None:
-        thread = views._thread
+    [thread] = views._started
     thread.join(10)
     [(request, at)] = asked
     assert request == calls.Release([1])
