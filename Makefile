@@ -37,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check size imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-redis bench-serving bench-vllm bench-vllm-miss proto reference constraints clean clean-all
+.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-redis bench-serving bench-vllm bench-vllm-miss proto reference constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -111,9 +111,6 @@ check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated
 	$(BIN)/python docs/site/reference.py --check
 	$(BIN)/python docs/site/runbook.py --check
 	$(BIN)/python deploy/generate.py --check
-
-size: ## How many lines each folder has, and may have (.ci/size.json)
-	@$(PYTHON) .ci/size.py $(ARGS)
 
 imports: $(VENV)/.dev ## Draw which part imports which, for Graphviz (ARGS=kvstore.client draws inside one)
 	@$(BIN)/import-linter drawgraph --show-lazy-imports $(or $(ARGS),kvstore)
