@@ -40,7 +40,7 @@ _AFTER_LENGTH = HEAD_BYTES - 4
 _LENGTH = struct.Struct("<I")
 _VERSION = struct.Struct("<I")
 
-BUFFER_BYTES = 32 << 10
+BUFFER_BYTES = 64 << 10
 """A reader's buffer: nearly every frame fits, and one ``recv`` empties a busy socket. A larger one
 is released after its frame."""
 
