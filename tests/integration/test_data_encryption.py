@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
+from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, Credentials
-from kvstore.auth.ledger import Wanted
 from kvstore.errors import PutRefusedError
 from kvstore.network.addresses import split_address
 from tests.integration.test_auth_of_cert_manager import USAGES, Issuer

@@ -9,10 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvstore.auth import certificates
+from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.data_port import ClientEnd, NodeEnd
 from kvstore.auth.identity import Identity
-from kvstore.auth.ledger import Wanted
 from kvstore.auth.revoked import Revoked
 from tests.support.identities import ENGINE, NODE, authority, content, credentials, write
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import NODE_NAME
 from kvstore.auth.data_port import ClientEnd
 from kvstore.auth.identity import identity, identity_of
-from kvstore.auth.ledger import Wanted
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import (
