@@ -144,7 +144,7 @@ def _described(name: str, told: dict[str, Any]) -> Iterator[SegmentInfo]:
 
 
 def _serve(name: str, auth: str) -> None:
-    tls = NodeEnd(Credentials(auth), Revoked(""), {})
+    tls = NodeEnd(Credentials(auth), Revoked(""))
     with closing(NodeSegment.create(name, SEGMENT_BYTES)) as segment:
         servers = [
             DataServer(

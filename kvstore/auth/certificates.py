@@ -1,8 +1,5 @@
 """Certificates of identities: how they are issued, and read. Needs ``cryptography``, which only
-``kvstore auth`` needs.
-
-Keys are of the curve P-256, signatures ECDSA with SHA-256.
-"""
+``kvstore auth`` needs. Keys are of the curve P-256, signatures ECDSA with SHA-256."""
 
 from __future__ import annotations
 
@@ -33,7 +30,8 @@ except ModuleNotFoundError:
 EARLIER: Final = timedelta(minutes=10)
 """How much earlier than now certificates begin: clocks of hosts differ."""
 
-Key, PEM = ec.EllipticCurvePrivateKey, serialization.Encoding.PEM
+Key = ec.EllipticCurvePrivateKey
+PEM: Final = serialization.Encoding.PEM
 
 
 class Wanted(NamedTuple):
@@ -62,9 +60,9 @@ class Signer(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """An issued certificate with its key."""
+    """An issued certificate with its key. The number of ``who`` is its serial number."""
 
-    who: Identity  # its number is the serial, in hexadecimal
+    who: Identity
     until: datetime
     pems: Pems
 

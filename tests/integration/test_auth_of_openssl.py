@@ -1,4 +1,4 @@
-"""Identities of an authority that is not ours: by openssl, as docs/security.md says."""
+"""Identities of a CA that is not ours: by openssl, as docs/security.md shows."""
 
 from __future__ import annotations
 
@@ -17,15 +17,10 @@ from tests.support.programs import need_program
 
 PAGE: Final = Path(__file__).parents[2] / "docs/security.md"
 SERVERS: Final = {"master": "master.kvstore", "node": "node.kvstore"}
-NAMES: Final = """
-"spiffe://prod/ns/kv/sa/master" = "kvstore:master/masters"
-"spiffe://prod/ns/kv/sa/node" = "kvstore:node/nodes"
-"spiffe://prod/ns/llm/sa/engine" = "kvstore:engine/decode?read=vllm/*&write=vllm/*"
-"""
 
 
 class Authority:
-    """One of openssl: a root, and an authority under it that signs, as SPIRE and cfssl have."""
+    """One of openssl: a root, and a CA under it that signs, as step-ca and cfssl have."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -77,20 +72,16 @@ def authority(tmp_path: Path) -> Authority:
 
 
 @pytest.mark.slow
-def test_a_cluster_with_names_of_spiffe(tmp_path: Path, authority: Authority) -> None:
-    names = tmp_path / "names.toml"
-    names.write_text(NAMES)
-    both = {"auth_names": str(names), "data_encryption": "tls"}
-    master = authority.folder("master", "spiffe://prod/ns/kv/sa/master")
-    node = authority.folder("node", "spiffe://prod/ns/kv/sa/node", key="SEC1")
-    engine = authority.folder("engine", "spiffe://prod/ns/llm/sa/engine")
+def test_a_cluster_with_identities_of_openssl(tmp_path: Path, authority: Authority) -> None:
+    master = authority.folder("master", "kvstore:master/masters")
+    node = authority.folder("node", "kvstore:node/nodes", key="SEC1")
+    engine = authority.folder("engine", "kvstore:engine/decode?read=vllm/*&write=vllm/*")
     stranger = authority.folder("stranger", "spiffe://prod/ns/web/sa/shop")
-    settings = {"auth": master, "auth_names": str(names)}
-    with Cluster(tmp_path, settings=settings) as cluster:
+    with Cluster(tmp_path, settings={"auth": master}) as cluster:
         server = cluster.launch("kvstore.cli.master", cluster.settings)
         ready = server.line(r"listening on \S*?:(\d+) \(gRPC\)")
         cluster.settings["port"] = int(ready[1])
-        cluster.node(auth=node, **both)
+        cluster.node(auth=node, data_encryption="tls")
         for transports in (["shm"], ["tcp"]):
             client = cluster.client(auth=engine, namespace="vllm/a", transports=transports)
             client.put("k", b"v" * 1_000)
