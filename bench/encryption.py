@@ -32,9 +32,9 @@ import click
 
 from bench.capabilities import moving
 from kvstore.auth import authority
+from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.data_port import ClientEnd, NodeEnd
-from kvstore.auth.ledger import Wanted
 from kvstore.auth.revoked import Revoked
 from kvstore.bench.timing import processor_seconds, timed
 from kvstore.calls import SegmentInfo
@@ -100,15 +100,14 @@ def main(rounds: int, as_json: bool) -> None:
 
 def _identities(folder: Path) -> tuple[str, str]:
     """Files of a node and of an engine."""
-    authority.create(folder / "authority", "", lambda: datetime.now(UTC))
+    now = datetime.now(UTC)
+    authority.create(folder / "authority", now)
     made = []
-    with authority.opened(folder / "authority", lambda: datetime.now(UTC)) as opened:
-        for wanted in (Wanted("node", ("node",)), Wanted("engine", ("engine",), ("*",), ("*",))):
-            row, pems = opened.issue(wanted)
-            path = folder / wanted.name
-            path.touch(mode=0o600)
-            path.write_bytes(authority.content_of(row, pems, "bench"))
-            made.append(str(path))
+    for wanted in (Wanted("node", ("node",)), Wanted("engine", ("engine",), ("*",), ("*",))):
+        leaf = authority.issue(folder / "authority", wanted, now)
+        path = folder / wanted.name
+        authority.write_file(path, authority.content_of(leaf, "bench"))
+        made.append(str(path))
     return made[0], made[1]
 
 
@@ -145,7 +144,7 @@ def _described(name: str, told: dict[str, Any]) -> Iterator[SegmentInfo]:
 
 
 def _serve(name: str, auth: str) -> None:
-    tls = NodeEnd(Credentials(auth), Revoked(""), {})
+    tls = NodeEnd(Credentials(auth), Revoked(""))
     with closing(NodeSegment.create(name, SEGMENT_BYTES)) as segment:
         servers = [
             DataServer(

@@ -18,8 +18,7 @@ from typing import Final, TypeVar
 from kvstore.auth import rights
 from kvstore.auth.credentials import MASTER_NAME, Credentials, alternative_names
 from kvstore.auth.holders import holder_by
-from kvstore.auth.identity import Identity
-from kvstore.auth.names import identity_by, load_names
+from kvstore.auth.identity import Identity, identity_of
 from kvstore.auth.revoked import Revoked
 from kvstore.calls import (
     Allocate,
@@ -71,8 +70,7 @@ class Gate:
     def __init__(self, config: MasterConfig) -> None:
         """
         Raises:
-            ConfigError: the file of ``auth`` or of ``auth_names`` cannot be used, or is not that
-                of a master.
+            ConfigError: the file of ``auth`` cannot be used, or is not that of a master.
         """
         self.credentials = Credentials(config.auth)
         self.credentials.check_serves(MASTER_NAME)
@@ -82,7 +80,6 @@ class Gate:
         """Connections and calls that were refused since the start."""
         longest_ms = max(config.lease_ms, config.put_deadline_ms)
         self._revoked = Revoked(config.auth_revoked, kept_s=2 * longest_ms / 1000)
-        self._names = load_names(config.auth_names)
         self._key = secrets.token_bytes(32)
         self._identities: OrderedDict[bytes, Identity] = OrderedDict()
         self._known: dict[tuple[str, ...], Identity] = {}
@@ -120,7 +117,7 @@ class Gate:
         who = self._known.get(names)
         if who is None:
             try:
-                who = identity_by(names, self._names)
+                who = identity_of(names)
             except InvalidArgumentError as error:
                 raise self.refusal(error.message, error.advice) from None
             if len(self._known) >= IDENTITIES_MAX:

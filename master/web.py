@@ -55,7 +55,6 @@ async def keep_serving(
     flags = ["--master", master, "--cluster", cluster, "--events-at", events_at]
     flags += ["--names", ",".join(names), "--reads", secured.reads]
     flags += ["--cert", secured.cert, "--key", secured.key, "--auth", auth]
-    flags += ["--known", secured.names]
     flags += ["--revoked", secured.revoked, *(["--has-tls"] if secured.auth else [])]
     flags += ["--also-plain"] if secured.also_plain else []
     flags += ["--demands-encryption"] if demands_encryption else []

@@ -32,7 +32,6 @@ from kvstore.process.watched_files import watching
 @click.option("--has-tls", is_flag=True, help="The port shows the parent's identity.")
 @click.option("--also-plain", is_flag=True, help="It also serves peers without TLS.")
 @click.option("--revoked", default="")
-@click.option("--known", default="", help="File with names of other authorities.")
 @click.option("--config", default="")
 @click.option("--log-level", default="warning")
 @click.option("--log-format", default="text")
@@ -53,7 +52,6 @@ def command(
     has_tls: bool,
     also_plain: bool,
     revoked: str,
-    known: str,
     config: str,
     log_level: str,
     log_format: str,
@@ -87,7 +85,6 @@ def command(
                         key,
                         auth if has_tls else "",
                         revoked,
-                        known,
                         also_plain,
                     ),
                 )

@@ -30,11 +30,6 @@ class HttpConfig(Config):
         description="File with the numbers of revoked identities, which kvstore auth revoke "
         "writes. It is looked at once a second.",
     )
-    auth_names: File = Field(
-        default="",
-        description="File (TOML) that says which identities the names in certificates of another "
-        'authority stand for: "spiffe://prod/decode" = "kvstore:engine/decode?read=*&write=*".',
-    )
 
     http_token: HttpToken = Field(
         default="",

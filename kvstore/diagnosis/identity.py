@@ -8,7 +8,7 @@ from kvstore.auth.credentials import Credentials
 from kvstore.diagnosis.findings import Finding, ok, problem, warning
 from kvstore.errors import ConfigError
 
-ISSUE = "Issue it anew (kvstore auth rotate), and copy it over the old file."
+ISSUE = "Issue another one (kvstore auth issue), and copy it over the old file."
 
 
 def identity(auth: str) -> list[Finding]:

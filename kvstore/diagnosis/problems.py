@@ -65,7 +65,7 @@ ADVICE: Final = {
     "point health checks at /healthz of the HTTP port.",
     "KvstoreRefusals": "The master's log names them (refused count= reason=): issue a file with "
     "the right (kvstore auth issue), or stop the process.",
-    "KvstoreIdentityEnds": "kvstore auth rotate, and copy the new file over the old one.",
+    "KvstoreIdentityEnds": "kvstore auth issue, and copy the new file over the old one.",
     "Draining": "Wait until it has left, or: kvstore drain NODE --undo",
     "EventsDropped": "Let subscribers read faster, or subscribe to fewer streams.",
 }
@@ -159,7 +159,7 @@ def of_identity(valid: Validity | None, now_ms: int) -> list[FoundProblem]:
         text = "This master's certificate has ended: issue it anew."
         return [FoundProblem("bad", text, "KvstoreIdentityEnds")]
     left = duration_text(int(left_s * 1000))
-    text = f"This master's certificate ends in {left}: issue it anew (kvstore auth rotate)."
+    text = f"This master's certificate ends in {left}: issue another one (kvstore auth issue)."
     return [FoundProblem("warning", text, "KvstoreIdentityEnds")]
 
 

@@ -25,7 +25,6 @@ from rich.progress import (
 
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.data_port import NodeEnd
-from kvstore.auth.names import load_names
 from kvstore.auth.revoked import Revoked
 from kvstore.auth.shares import Shares
 from kvstore.calls import MasterAccepted
@@ -463,7 +462,7 @@ def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeEnd | None:
     """
     if config.data_encryption == "off" or credentials is None:
         return None
-    return NodeEnd(credentials, Revoked(config.auth_revoked), load_names(config.auth_names))
+    return NodeEnd(credentials, Revoked(config.auth_revoked))
 
 
 def _follows_master(config: NodeConfig, kind: _StartedAs) -> bool:

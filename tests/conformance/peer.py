@@ -132,7 +132,7 @@ def main() -> None:
     name, size, connections_max = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     metadata_server, device = sys.argv[4:6]
     capabilities = cast(Capabilities, sys.argv[6])
-    tls = NodeEnd(Credentials(sys.argv[7]), Revoked(""), {}) if sys.argv[7] else None
+    tls = NodeEnd(Credentials(sys.argv[7]), Revoked("")) if sys.argv[7] else None
     segment = DeviceSegment.on(device, name, size) if device else NodeSegment.create(name, size)
     server = DataServer(
         [segment],

@@ -22,8 +22,8 @@ import grpc
 import pytest
 
 from kvstore import Client, calls
+from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
-from kvstore.auth.ledger import Wanted
 from kvstore.bench.ours import NAMESPACE, OurDriver
 from kvstore.bench.session import GET, PUT
 from kvstore.calls import Clear, Join, Joined
@@ -421,11 +421,13 @@ def test_who_is_revoked_is_out_within_seconds(cluster: Cluster, identities: Iden
     assert not streaming.is_alive(), "its stream of events ends, too"
     assert time.monotonic() - started < 15
     assert cluster.client(namespace=OURS).get("k") == content("k"), "others go on"
+    right = identities.revoked_file.read_text()
     identities.revoked_file.write_text("")  # as a copy does, and a full disk
     admin = Credentials(identities.file("admin")).client()
     refused = 'kvstore_master_file_refused{setting="auth_revoked"} 1.0\n'
     until(lambda: refused in request(port, "GET", "/metrics", tls=admin).text)
     assert is_out()
+    identities.revoked_file.write_text(right)
     node = cluster.nodes[0]
     identities.revoke("node")
     until(lambda: cluster.state_of(node) in ("suspect", "dead", "gone"))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome, calls
-from kvstore.auth.ledger import Wanted
+from kvstore.auth.certificates import Wanted, inspect
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import (
@@ -295,7 +295,8 @@ def test_nodes_refuse_who_is_revoked(tmp_path: Path) -> None:
         store.node_module = OVER_TCP_NODE
         store.master()
         store.node()
-        stolen = store.client(auth=identities.engine("e", "default"), transports=TCP)
+        file = identities.engine("e", "default")
+        stolen = store.client(auth=file, transports=TCP)
         stolen.put("a", content("a", SIZE))
         segment, at, capability = segment_of(stolen, "a")
         wanted = Wanted("e", ("engine",), ("default",), ("default",))
@@ -316,7 +317,7 @@ def test_nodes_refuse_who_is_revoked(tmp_path: Path) -> None:
             return False
 
         assert not is_refused()
-        identities.revoke_older("e")
+        identities.revoke(inspect(file)["number"])
         until(is_refused)
         transport.close()
         assert good.get("a") == content("a", SIZE)

@@ -18,7 +18,7 @@ import contextlib
 import hmac
 import ipaddress
 import ssl
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -27,8 +27,7 @@ from aiohttp import web
 
 from kvstore.auth.acting import acting_for
 from kvstore.auth.credentials import Credentials, alternative_names
-from kvstore.auth.identity import ADMIN, Identity, identity
-from kvstore.auth.names import identity_by, load_names
+from kvstore.auth.identity import ADMIN, Identity, identity, identity_of
 from kvstore.auth.revoked import Revoked
 from kvstore.auth.rights import check_numbers
 from kvstore.auth.shares import Shares
@@ -91,8 +90,6 @@ class Secured(NamedTuple):
     """The file of this process's identity, if the port shows it."""
     revoked: str = ""
     """File with the numbers of revoked identities."""
-    names: str = ""
-    """As ``HttpConfig.auth_names``."""
     also_plain: bool = False
     """With ``auth``: whether peers may come without TLS, too. Then requests need no identity, and
     none counts."""
@@ -113,7 +110,7 @@ class Secured(NamedTuple):
         """Raises ConfigError."""
         if not self.auth or self.also_plain:
             return None
-        return Identities(Revoked(self.revoked), load_names(self.names))
+        return Identities(Revoked(self.revoked))
 
 
 NOT_SECURED: Final = Secured()
@@ -129,7 +126,7 @@ def secured_by(config: HttpConfig) -> Secured:
     own = prefers and config.http_cert  # for browsers, which show no identity
     secured = Secured(
         token_of(config), config.http_reads, config.http_cert, config.http_key,
-        "" if own else config.auth, config.auth_revoked, config.auth_names,
+        "" if own else config.auth, config.auth_revoked,
         also_plain=prefers and bool(config.auth) and not own,
     )  # fmt: skip
     secured.tls()
@@ -178,17 +175,15 @@ class Identities:
     """Who sends a request, on a port with authentication: the certificate of its connection says
     it. Use it in one event loop."""
 
-    def __init__(self, revoked: Revoked, names: Mapping[str, Identity]) -> None:
-        """``names``: as ``load_names`` returns."""
+    def __init__(self, revoked: Revoked) -> None:
         self._revoked = revoked
-        self._names = names
 
     def of(self, request: web.Request) -> Identity | None:
         """None: it has shown no identity, or one that is revoked."""
         transport = request.transport
         shown = None if transport is None else transport.get_extra_info("peercert")
         try:
-            who = identity_by(alternative_names(shown), self._names)
+            who = identity_of(alternative_names(shown))
         except InvalidArgumentError:
             return None
         return None if self._revoked.has(who) else who

@@ -117,7 +117,7 @@ def test_a_process_says_it_once_a_day(
     found.remind()
     [line] = said(caplog)
     assert line.startswith(f"auth_ends_soon file={found.path} until='20")
-    assert " days=19: issue it anew" in line
+    assert " days=19: issue another one" in line
     now += DAY_S - 1
     found.remind()
     assert not said(caplog)
@@ -164,7 +164,7 @@ def test_the_doctor_says_it(valid: Valid, days_ago: int, state: str, words: str)
     [found] = identity(valid(days_ago=days_ago))
     assert found.state == state
     assert words in found.found
-    assert ("kvstore auth rotate" in found.advice) is (state != "ok")
+    assert ("kvstore auth issue" in found.advice) is (state != "ok")
 
 
 def test_the_doctor_says_that_a_file_is_of_no_use(tmp_path: Path) -> None:

@@ -149,7 +149,8 @@ def test_who_was_revoked_lately_is_told_to_nodes(
     assert gate.refused_holders() == [a, b]
     now += 1
     assert gate.refused_holders() == [b], "its capabilities have ended"
-    identities.revoked_file.write_text("".join(f"c{number}\n" for number in range(2_000)))
+    more = "".join(f"c{number}\n" for number in range(2_000))
+    identities.revoked_file.write_text(f"1\n0x0A\nB\n{more}")
     now += 1
     assert len(gate.refused_holders()) == REFUSED_HOLDERS_MAX
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvstore.auth.ledger import Wanted
+from kvstore.auth.certificates import Wanted
 from kvstore.clocks import uptime
 from kvstore.network.stream import EndedError, StalledError
 from kvstore.network.tls_memory import TlsError

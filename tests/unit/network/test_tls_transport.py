@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import MASTER_NAME
-from kvstore.auth.ledger import Wanted
 from kvstore.network.tls_memory import TlsEnd, TlsError
 from kvstore.network.tls_transport import RECEIVED_BYTES, TlsTransport
 from tests.support.encryption import Ends, shared_ends
