@@ -1,7 +1,7 @@
 """``AsyncClient``: the methods of ``Client`` as coroutines, which never block the event loop.
 
 Each call runs the same call of ``Client`` in a thread, and the loop awaits its end. A thread per
-call costs less than a second client with its own code to send, wait and join (ADR 19).
+call costs less than a second client with its own code to send, wait and join.
 """
 
 from __future__ import annotations

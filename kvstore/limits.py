@@ -125,7 +125,7 @@ EPOCH_AHEAD_MAX = 1 << 42
 """How far an epoch that a node reports may be ahead of the clock of the master's host, in
 milliseconds: 139 years, more than a host whose clock begins in 1970 is behind. An epoch that is
 further ahead is not believed: it is damage, or a lie. So no report can lead to an epoch that the
-next master would not believe: the bound moves on with the clock (ADR 28)."""
+next master would not believe: the bound moves on with the clock."""
 
 PROTOCOL_VERSION = 1
 """The highest version of the control protocol that this release speaks."""

@@ -636,7 +636,7 @@ static int take_records(Served *served, uint64_t *ranges, size_t count, int op) 
 }
 
 /* Serves one request. Returns TIMED_OUT with `*idle` set when none has begun. A node sleeps until one
- * comes: ADR 2 says who polls. */
+ * comes; docs/decisions/polling.md has who polls. */
 static int serve_request(Served *served, uint64_t *ranges, int *idle) {
     uint8_t head[REQUEST_HEAD];
     size_t have = 0;

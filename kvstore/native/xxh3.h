@@ -3,7 +3,7 @@
  *
  * Why another implementation: the packages of xxhash hash what lies in memory already. Here a payload
  * is hashed by the loop that copies it, so that it passes through the core once, and without the
- * interpreter's lock: the official header takes 16 to 31 % longer (ADR 14). tests/unit/test_native.py
+ * interpreter's lock: the official header takes 16 to 31 % longer. tests/unit/test_native.py
  * compares it with the xxhash package byte for byte.
  */
 #ifndef KVSTORE_XXH3_H

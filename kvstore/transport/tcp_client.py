@@ -82,7 +82,7 @@ wake-up of the other end. (Medians over loopback, with hashing.)"""
 
 
 SPIN_S: Final = 200e-6
-"""How long an answer is polled for before sleeping, where that has paid lately (ADR 2)."""
+"""How long an answer is polled for before sleeping, where that has paid lately."""
 
 _STATUSES: Final = frozenset(TransferStatus)
 _Exchanged = tuple[int, int, int, list[bytes | int] | None]

@@ -181,7 +181,7 @@ def allowed(lie: Lie, node: str) -> bool:
         case calls.Drain():
             return field == "node" and value == node
         case calls.NodeJoin():
-            # What was removed while other memory was away, memory alone remembers (ADR 11): so any
+            # What was removed while other memory was away, memory alone remembers: so any
             # node may say that others were away.
             return field.startswith("segments.0.mark")
     return False

@@ -117,9 +117,9 @@ class Liars:
           removed here is the liar's: one field is a lie, the namespace or the key.)
         * A put under way is named by its epoch and a number, and anybody may end it, give it up or
           commit it.
-        * A node that reports a later epoch within the bound ends one term a minute (ADR 28). It
+        * A node that reports a later epoch within the bound ends one term a minute. It
           reports it in its join, or by a claim.
-        * The mark of a node makes other memory outdated (ADR 11).
+        * The mark of a node makes other memory outdated.
         * The name, or the memory, of a node that is away is taken over by the node that offers it.
         * A master that does not know an object believes the node that claims it. So claims of
           another's object are exact (``_exact_claims``), or of the first epoch.

@@ -1,5 +1,4 @@
 """Bugs that the simulation has found, each as the shortest story that shows it.
-``tests/track-record.md`` explains.
 
 A story that is marked ``xfail`` is an open bug: its fix removes the mark here, and its rules from
 ``known.py``. The story stays as a regression test.

@@ -9,7 +9,7 @@ segment that carries no payload (``ClientConnection.greet``):
   dies ends it;
 * after a failure the client asks the server again, and its answer gives the reason.
 
-ADR 8 says how late writes are kept from memory of other objects.
+docs/decisions/fencing.md says how late writes are kept from memory of other objects.
 """
 
 from __future__ import annotations

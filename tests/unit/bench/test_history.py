@@ -124,12 +124,6 @@ def test_drawing_again_adds_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "## Over the last runs" in (out / "mooncake.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["mooncake", "redis"])
-def test_the_comparison_quotes_the_range_and_not_one_run(name: str) -> None:
-    runs = history.read(PUBLISHED, name)
-    assert history.in_short(runs) in (DOCS / "comparison.md").read_text()
-
-
 @pytest.mark.parametrize("name", json.loads((PUBLISHED / history.FILE).read_text()))
 def test_the_newest_run_is_that_of_the_page(name: str) -> None:
     measured = json.loads((PUBLISHED / f"{name}.json").read_text())
