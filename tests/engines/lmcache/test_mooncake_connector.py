@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-
 from lmcache.v1.memory_management import MemoryObj
 
 import kvstore.mooncake
