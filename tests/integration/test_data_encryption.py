@@ -241,16 +241,6 @@ def test_one_node_does_not_pass_for_another_with_certificates_of_spiffe(
         assert "has joined as spiffe://prod/node" in failed.error.message
 
 
-def test_a_client_without_an_identity_is_told_what_to_do(store: Cluster) -> None:
-    store.node(**TLS)
-    store.master_server.kill()
-    store.master(auth_mode="prefer")
-    until(lambda: store.status().nodes)
-    client = store.client(transports=TCP, auth="")
-    with pytest.raises(PutRefusedError, match="KVSTORE_AUTH"):
-        client.put("a", b"a")
-
-
 @pytest.mark.parametrize("role", ["engine", "master"])
 def test_who_is_no_node_does_not_start(store: Cluster, identities: Identities, role: str) -> None:
     auth = identities.engine("engine", "*") if role == "engine" else identities.file("master")
