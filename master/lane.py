@@ -33,7 +33,7 @@ from kvstore.master.gate import Gate
 from kvstore.master.state.traffic import Caller
 from kvstore.master.turns import Turns
 from kvstore.network.listening import listen
-from kvstore.network.tls_transport import RECEIVED_BYTES, TlsTransport
+from kvstore.network.tls_stream import TlsError
 from kvstore.network.waits import Waits
 from kvstore.process.background import start_task
 from kvstore.wire import frames
@@ -49,6 +49,9 @@ HANDSHAKES_MAX = 128
 
 ACCEPT_PAUSE_S = 0.2
 """Pause after a connection that could not be accepted."""
+
+CLOSE_S = 1.0
+"""How long a client may take to agree to the end of TLS."""
 
 FRAMES_PER_TURN = 64
 """Calls of one connection that are answered before other connections get their turn: well under a
@@ -129,8 +132,6 @@ class LaneServer:
         """Of connections by TCP, with authentication."""
         self._accepting: asyncio.Task[None] | None = None
         self._tls: ssl.SSLContext | None = None
-        self._received = memoryview(b"")
-        """What connections with TLS receive into."""
         self._handshakes: dict[asyncio.Task[None], None] = {}
         """Connections within their handshake, oldest first."""
 
@@ -151,7 +152,6 @@ class LaneServer:
             self._listener = listener
             listener.setblocking(False)
             self._tls = self.gate.credentials.server()
-            self._received = memoryview(bytearray(RECEIVED_BYTES))
         if unix:
             # The random name prevents connections by accident; the token keeps strangers out.
             self.unix = f"kvstore-lane-{self.port}-{secrets.token_hex(8)}"
@@ -221,22 +221,17 @@ class LaneServer:
         """Shakes hands with a peer, whose identity matters, and serves it from then on."""
         assert self.gate is not None
         assert self._tls is not None
-        loop = asyncio.get_running_loop()
-        tls = TlsTransport(self._tls, self._connection, self._received)
-        timeout_s = self.settings.hello_timeout_s
-        timer = loop.call_later(timeout_s, tls.give_up, "no handshake in time")
         try:
-            await loop.connect_accepted_socket(lambda: tls, sock)
-            why = await tls.begun
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._connection, sock, ssl=self._tls,
+                ssl_handshake_timeout=self.settings.hello_timeout_s, ssl_shutdown_timeout=CLOSE_S,
+            )  # fmt: skip
         except (OSError, asyncio.CancelledError) as error:  # cancelled: we stop, or are too many
             # A cycle of the error, frames and our task would never be freed, since the collector
             # does not see what is frozen. Nothing of the task is left that could be cancelled.
             without_frames(error)
-            why = getattr(error, "strerror", "") or "it was ended"
-            tls.abort()
-        finally:
-            timer.cancel()
-        if why:
+            told = TlsError(error) if isinstance(error, ssl.SSLError) else error
+            why = getattr(told, "strerror", "") or str(told) or "it was ended"
             self.stats.refused += 1
             self.gate.refusal(f"a connection to the lane: {why}")
 

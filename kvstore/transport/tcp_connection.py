@@ -29,7 +29,7 @@ from kvstore.native.slow import Sealed, serve_ranges
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import StalledError, Stream
 from kvstore.network.tcp_protocol import Hello, RefusedTransferError, TransferStatus
-from kvstore.network.tls_memory import TlsError
+from kvstore.network.tls_stream import TlsError
 
 _READ_BYTES: Final = 256 << 10
 _LINGER_BYTES: Final = 64 << 20

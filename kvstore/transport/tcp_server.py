@@ -30,6 +30,7 @@ from kvstore.network.tcp_protocol import (
     TransferStatus,
     pack_status,
 )
+from kvstore.network.tls_stream import BUSY
 from kvstore.transport.tcp_connection import (
     Connection,
     DataServerCounters,
@@ -291,7 +292,8 @@ class DataServer:
         cannot use up all connections."""
         with contextlib.suppress(OSError):
             # Fits the send buffer of a new connection, so this does not wait. A handshake would.
-            Stream.send(stream, [pack_status(TransferStatus.BUSY)], uptime() + 0.1)
+            busy = pack_status(TransferStatus.BUSY) if stream.is_plain else BUSY
+            Stream.send(stream, [busy], uptime() + 0.1)
         stream.close()
         with self._changing:
             stranger = next((c for c in self._connections if not c.is_greeted), None)
