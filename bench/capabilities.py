@@ -53,12 +53,15 @@ def main(rounds: int, calls: int, as_json: bool) -> None:
     """Measure what capabilities cost, on the master, the client and the node."""
     segment = NodeSegment.create(f"bench-{os.getpid()}", SEGMENT_BYTES)
     with closing(segment):
-        server = DataServer([segment], "127.0.0.1", capabilities="prefer")
-        server.start()
+        servers = [DataServer([segment], "127.0.0.1", capabilities=each) for each in (False, True)]
+        for server in servers:
+            server.start()
         try:
-            found = [_round(segment, server.port, calls) for _ in range(rounds)]
+            ports = [server.port for server in servers]
+            found = [_round(segment, ports, calls) for _ in range(rounds)]
         finally:
-            server.stop()
+            for server in servers:
+                server.stop()
     rows = {name: round(statistics.median(each[name] for each in found)) for name in found[0]}
     if as_json:
         print_json(rows)
@@ -67,11 +70,12 @@ def main(rounds: int, calls: int, as_json: bool) -> None:
         click.echo(f"{name:<24}{ns:>10,} ns per object")
 
 
-def _round(segment: NodeSegment, port: int, calls: int) -> dict[str, float]:
+def _round(segment: NodeSegment, ports: list[int], calls: int) -> dict[str, float]:
+    """``ports``: of the server without capabilities, and of that with them."""
     mounts = {1: struct.pack("<16sQQ", segment.token, segment.generation, uptime_ms() + FOR_MS)}
-    info = _described(segment, port)
+    info = _described(segment, ports[0])
     key = holder_key(segment.token, segment.uuid, segment.generation, HOLDER)
-    held = info._replace(token=key, holder=HOLDER)
+    held = _described(segment, ports[1])._replace(token=key, holder=HOLDER)
     found = {"mac": _ns([lambda: steps.siphash(segment.token, bytes(64))], calls)[0]}
     with closing(TcpTransport()) as transport:
         for batch in BATCHES:

@@ -47,7 +47,6 @@ from kvstore.native import steps
 from kvstore.network.tcp_protocol import PLAIN, WITH_CAPABILITIES, WITH_TLS, Op, holder_key
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import ClientConnection
-from kvstore.transport.tcp_connection import Capabilities
 from kvstore.transport.tcp_server import DataServer
 
 MIB: Final = 1 << 20
@@ -59,10 +58,7 @@ SHAPES: Final = {"bulk": (MIB, 64, 8), "batch": (4096, 64, 40), "one": (4096, 1,
 CONNECTS: Final = 20
 
 
-WAYS: Final[dict[str, tuple[int, Capabilities]]] = {
-    "plain": (PLAIN, "off"), "capabilities": (WITH_CAPABILITIES, "require"),
-    "tls": (WITH_TLS, "require"),
-}  # fmt: skip
+WAYS: Final = {"plain": PLAIN, "capabilities": WITH_CAPABILITIES, "tls": WITH_TLS}
 
 
 class Way(NamedTuple):
@@ -135,7 +131,7 @@ def _described(name: str, told: dict[str, Any]) -> Iterator[SegmentInfo]:
         told["generation"],
     )
     key = holder_key(token, uuid, generation, HOLDER)
-    for (protocol, _), port in zip(WAYS.values(), told["ports"], strict=True):
+    for protocol, port in zip(WAYS.values(), told["ports"], strict=True):
         is_holder = protocol != PLAIN
         yield SegmentInfo(
             1, name, "", SEGMENT_BYTES, uuid, "", f"127.0.0.1:{port}", key if is_holder else token,
@@ -148,10 +144,10 @@ def _serve(name: str, auth: str) -> None:
     with closing(NodeSegment.create(name, SEGMENT_BYTES)) as segment:
         servers = [
             DataServer(
-                [segment], "127.0.0.1", capabilities=capabilities,
+                [segment], "127.0.0.1", capabilities=protocol != PLAIN,
                 tls=tls if protocol == WITH_TLS else None,
             )
-            for protocol, capabilities in WAYS.values()
+            for protocol in WAYS.values()
         ]  # fmt: skip
         for server in servers:
             server.start()

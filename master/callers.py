@@ -69,7 +69,7 @@ def caller_of(
             return None
         who = who or named
         return Caller(f"{_name(given)} {address}", who, holder_of(who), number)
-    if who is not None or (gate is not None and gate.required):
+    if gate is not None:
         return None
     if not hmac.compare_digest(token[: len(secret)], secret):
         return None

@@ -353,8 +353,7 @@ class MasterService:
         with self._transition() as state:
             accepted = state.nodes.joined(self._clock(), session, first, _certified(first, who))
             self._outboxes[session] = outbox
-            serves_all = self.gate is not None and not self.gate.required
-            outbox.put_nowait(accepted._replace(serves_all=serves_all))
+            outbox.put_nowait(accepted)
         reader = start_task(
             f"node {first.name}",
             self._read_node(session, incoming, outbox, who, first.name),

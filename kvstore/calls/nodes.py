@@ -130,9 +130,6 @@ class MasterAccepted(NamedTuple):
     """The version that both speak from here on."""
     cluster: NameOrEmpty = ""
     """Name of the master's cluster; empty: it has none."""
-    serves_all: bool = False
-    """Whether the master has an identity and also serves peers without one (``--auth-mode
-    prefer``)."""
 
 
 class MasterBeat(NamedTuple):

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from kvstore.config.base import HTTP_TOKEN_VARIABLE, Config
 from kvstore.config.values import (
     AuthFile,
-    AuthMode,
     File,
     HttpCert,
     HttpKey,
@@ -24,7 +23,6 @@ class HttpConfig(Config):
     """The settings of a server: its port for HTTP, and who may use it and its other ports."""
 
     auth: AuthFile = ""
-    auth_mode: AuthMode = "require"
     auth_revoked: File = Field(
         default="",
         description="File with the numbers of revoked identities, which kvstore auth revoke "

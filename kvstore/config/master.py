@@ -309,7 +309,7 @@ class MasterConfig(HttpConfig):
             "bytes on their way to a stopped node land before it counts as dead, "
             "and must not land in memory that has been given to someone else",
         )
-        check_encryption(self.data_encryption, self.auth, mode=self.auth_mode)
+        check_encryption(self.data_encryption, self.auth)
         if self.auth and self.events_at:
             raise RefusedValueError(
                 f"is {self.events!r}, and ZeroMQ authenticates nobody",

@@ -357,15 +357,6 @@ AuthFile = Annotated[
         "authentication."
     ),
 ]
-AuthMode = Annotated[
-    Literal["require", "prefer"],
-    BeforeValidator(_lower),
-    Field(
-        description="With --auth: require refuses peers without an identity; prefer still serves "
-        "them as before, and HTTP with and without TLS, while a cluster is switched on host by "
-        "host."
-    ),
-]
 Unauthenticated = Annotated[
     bool,
     Field(
@@ -396,9 +387,7 @@ DataEncryption = Annotated[
 ]
 
 
-def check_encryption(
-    encryption: str, auth: str, *, mode: str = "require", protocol: str = ""
-) -> None:
+def check_encryption(encryption: str, auth: str, *, protocol: str = "") -> None:
     """Raises RefusedValueError: not all that is to be served would be, or would be encrypted."""
     if encryption == "off":
         return
@@ -412,12 +401,6 @@ def check_encryption(
         raise RefusedValueError(
             "does not go with --protocol: the transfer engine encrypts nothing",
             "Drop one of both.",
-            key="data_encryption",
-        )
-    if mode == "prefer":
-        raise RefusedValueError(
-            "does not go with --auth-mode prefer: peers without an identity could not connect",
-            "Give all peers an identity, and drop --auth-mode, first.",
             key="data_encryption",
         )
 

@@ -90,8 +90,6 @@ MARK_OFFSET: Final = 256
 """Offset of two u64 in the superblock."""
 EPOCH_OFFSET: Final = 272
 """Offset of two u64 in the superblock."""
-STAMPED_OFFSET: Final = 288
-"""Offset of a u64 in the superblock."""
 OWNER_OFFSET: Final = 512
 OWNER_BYTES_MAX: Final = 2048
 ALIVE_OFFSET: Final = 3072

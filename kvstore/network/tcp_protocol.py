@@ -30,8 +30,8 @@ Version 3, with capabilities, differs in two places (docs/transports.md says wha
     request magic, op, count; count x record         ->
 
 Version 4 is version 3 within TLS 1.3, which begins the connection (``kvstore.auth.data_port``): a
-segment's description says 4, and the hello says 3. A server that has no connection left answers
-with ``BUSY`` before TLS.
+segment's description says 4, and the hello says 3. A server that has no connection left sends an
+alert of TLS (``kvstore.network.tls_stream.BUSY``) instead of a handshake.
 
 A holder is an identity that the master has authenticated. Its clients prove that they have the
 holder's key of the segment (``holder_key``), which the master tells to no other identity. A record

@@ -178,10 +178,6 @@ class DeviceSegment(NodeSegment):
     def _zero(self, start: int, length: int) -> None:
         self._ranges.write([(start, _ZEROS[:length])], uptime() + STEP_S)
 
-    def write(self, offset: int, data: bytes) -> None:
-        """As ``NodeSegment.write``."""
-        self._ranges.write([(offset, memoryview(data))], uptime() + STEP_S)
-
     def checksum(self, offset: int, length: int) -> int:
         """As ``NodeSegment.checksum``: copies the bytes to the host, a part at a time."""
         made, stop = xxh3_64(), offset + length

@@ -44,7 +44,7 @@ from kvstore.network.tcp_protocol import (
     RefusedTransferError,
     TransferStatus,
 )
-from kvstore.network.tls_memory import TlsError
+from kvstore.network.tls_stream import NeedsTlsError, TlsError
 from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.pieces import (
     deadline_exceeded,
@@ -328,7 +328,7 @@ class ClientConnection:
         try:
             stream.begin(deadline)
         except TlsError as error:
-            if error.heard == protocol.pack_status(TransferStatus.BUSY):
+            if error.is_busy:
                 raise RefusedTransferError(TransferStatus.BUSY) from None
             raise
         certified = self._segment.certified
@@ -359,6 +359,17 @@ class ClientConnection:
         settled = int(self._is_settled)
         if isinstance(error, TimeoutError) and uptime() >= deadline - LATE_S:
             return deadline_exceeded(segment, settled=settled)
+        if isinstance(error, NeedsTlsError):
+            return self._not_as_described(
+                "requires TLS on its data port",
+                "again with --data-encryption tls: give this client an identity (--auth FILE, "
+                "KVSTORE_AUTH) and try again",
+            )
+        if isinstance(error, TlsError) and error.is_plain:
+            return self._not_as_described(
+                "does not speak TLS on its data port",
+                "again without --data-encryption tls: start it with that",
+            )
         if isinstance(error, TlsError):
             return PermissionDeniedError(
                 f"{where} and this client do not accept each other's identity: {error.strerror}",
@@ -405,6 +416,13 @@ class ClientConnection:
                     advice="Run the same release on all hosts, and check the address.",
                     node=segment.node, address=segment.address, transport="tcp", settled=settled,
                 )  # fmt: skip
+
+    def _not_as_described(self, what: str, advice: str) -> KVStoreError:
+        return NodeUnreachableError(
+            f"{self._where} {what}, and its master has described it otherwise",
+            advice=f"Another process has its address, or it was started {advice}.",
+            node=self._segment.node, address=self._segment.address, transport="tcp", settled=1,
+        )  # fmt: skip
 
     def _failed(self, error: OSError) -> str:
         """What the node did, as the end of a sentence."""

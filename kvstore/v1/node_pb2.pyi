@@ -388,7 +388,6 @@ class MasterAccepted(_message.Message):
     SEGMENT_IDS_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
-    SERVES_ALL_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     beat_ms: _builtins.int
     """How often to send NodeBeat."""
@@ -398,8 +397,6 @@ class MasterAccepted(_message.Message):
     """The version of this protocol that both speak from here on; 0: 1."""
     cluster: _builtins.str
     """Name of the master's cluster; may be empty. The node writes it into its memory."""
-    serves_all: _builtins.bool
-    """The master has an identity, and also serves peers without one."""
     @_builtins.property
     def segment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One per offered segment, in their order."""
@@ -413,11 +410,10 @@ class MasterAccepted(_message.Message):
         segment_ids: _abc.Iterable[_builtins.int] | None = ...,
         protocol: _builtins.int = ...,
         cluster: _builtins.str = ...,
-        serves_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_ms", b"beat_ms", "cluster", b"cluster", "dead_ms", b"dead_ms", "epoch", b"epoch", "protocol", b"protocol", "segment_ids", b"segment_ids", "serves_all", b"serves_all"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_ms", b"beat_ms", "cluster", b"cluster", "dead_ms", b"dead_ms", "epoch", b"epoch", "protocol", b"protocol", "segment_ids", b"segment_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

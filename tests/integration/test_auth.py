@@ -32,9 +32,6 @@ from kvstore.client.calling.retries import TokenRefusedError
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError, PermissionDeniedError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
-from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.transport.base import Move
-from kvstore.transport.tcp import TcpTransport
 from kvstore.web.events.following import follow
 from kvstore.wire.messages import CALLS, encode_request
 from tests.support.cluster import SHORT, Cluster
@@ -455,113 +452,6 @@ def test_files_are_replaced_while_all_work(cluster: Cluster, identities: Identit
     cluster.master()
     until(lambda: cluster.state_of(cluster.nodes[0]) == "alive", within_s=20)
     until(lambda: cluster.client(namespace=OURS).get("k") == content("k"))
-
-
-@pytest.mark.slow
-def test_a_cluster_with_traffic_is_switched_on_host_by_host(
-    tmp_path: Path, identities: Identities
-) -> None:
-    """From no authentication to required: masters first, which still serve all, then nodes and
-    clients, then masters once more. No object is lost, and no client has an error that lasts."""
-    with Cluster(tmp_path) as cluster:
-        cluster.start()
-        plain = cluster.client()
-        plain.put_many([(f"k{n}", content(f"k{n}")) for n in range(50)])
-        wrong: list[str] = []
-        over = threading.Event()
-
-        def ask(client: Client) -> None:
-            while not over.is_set():
-                value = client.get_many(["k7"])[0]
-                if value is not None and value != content("k7"):
-                    wrong.append("other bytes")
-                over.wait(0.02)
-
-        asking = threading.Thread(target=ask, args=(plain,))
-        asking.start()
-        try:
-            auth = {"auth": identities.file("master")}
-            cluster.master_server.terminate()
-            cluster.master_server.wait()
-            cluster.master(**auth, auth_mode="prefer")
-            node = cluster.nodes[0]
-            until(lambda: cluster.state_of(node) == "alive", within_s=20)
-            with_identity = cluster.client(auth=engine(identities, space="default"))
-            until(lambda: with_identity.get_many(["k7"])[0] == content("k7"))
-            until(lambda: plain.get_many(["k7"])[0] == content("k7"))
-            node.kill()
-            again = cluster.node(name=node.name, auth=identities.file("node"))
-            until(lambda: "inventory_told" in again.errors)
-            until(lambda: plain.get_many(["k7"])[0] == content("k7"), within_s=20)
-        finally:
-            over.set()
-            asking.join()
-        assert not wrong
-        cluster._stop_asking()
-        cluster._asker = Client(cluster.address, auth=identities.file("admin"), timeout_ms=5_000)
-        cluster.master_server.terminate()
-        cluster.master_server.wait()
-        cluster.master(**auth)
-        until(lambda: cluster.state_of(again) == "alive", within_s=20)
-        assert "KVSTORE_AUTH" in why_not(cluster, "")
-        values = with_identity.get_many([f"k{n}" for n in range(50)])
-        assert values == [content(f"k{n}") for n in range(50)]
-
-
-@pytest.mark.slow
-def test_memory_of_clients_and_events_while_a_cluster_is_switched_on(
-    tmp_path: Path, identities: Identities
-) -> None:
-    """The only memory is that of clients. With an identity it joins by that, and at each step it
-    serves those that the master serves, as events do, without a new start of the client."""
-    http = free_port()
-    at = [f"127.0.0.1:{http}"]
-    settings = SHORT | {"http_port": http, "events": "on"}
-    with Cluster(tmp_path, settings=settings) as cluster:
-        cluster.master()
-        auth = {"auth": identities.file("master")}
-
-        def again(**more: str) -> None:
-            """The master, and what memory it has."""
-            cluster.master_server.terminate()
-            cluster.master_server.wait()
-            cluster._stop_asking()
-            cluster._asker = Client(
-                cluster.address, auth=identities.file("admin"), timeout_ms=5_000
-            )
-            cluster.master(**auth, **more)
-
-        def has_events(auth: str) -> bool:
-            told = follow(at, namespace="default", auth=auth, patience_s=10)
-            return any(each.name == "whole" for each in told)
-
-        assert has_events("")
-        before = cluster.client(memory="32MiB", transports=("tcp",))
-        assert before.put("z", content("z"))
-        again(auth_mode="prefer")
-        own = identities.file("giver", "engine", "node", reads=["default"], writes=["default"])
-        reader = cluster.client(auth=own, transports=("tcp",))
-        until(lambda: before.get("z") == reader.get("z") == content("z"), within_s=20)
-        before.close()
-        giver = cluster.client(auth=own, memory="32MiB", transports=("tcp",))
-        plain = cluster.client(auth="", transports=("tcp",))
-        assert giver.put("a", content("a"))
-        assert plain.get("a") == content("a")
-        assert plain.put("b", content("b"))
-        assert giver.get("b") == content("b")
-        described = next(iter(plain._state.context.segments._of[1].values()))
-        assert not described.holder, "it is served by the segment's token"
-        assert has_events("")
-        assert has_events(own)
-        again()
-        until(lambda: giver.get("b") == content("b"), within_s=20)
-        assert "KVSTORE_AUTH" in why_not(cluster, "")
-        move = Move(SUPERBLOCK_BYTES, memoryview(bytearray(8)))
-        with contextlib.closing(TcpTransport()) as way, pytest.raises(PermissionDeniedError):
-            way.read(described, [move], uptime() + 5)
-        assert has_events(own)
-        again(auth_mode="prefer")
-        until(lambda: plain.get("a") == content("a"), within_s=20)
 
 
 # --- HTTP and events -----------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from kvstore.errors import (
     CapabilityRefusedError,
     KVStoreError,
     PermissionDeniedError,
-    PutRefusedError,
 )
 from kvstore.limits import Key, Namespace
 from kvstore.network import tcp_protocol as protocol
@@ -189,32 +188,6 @@ def test_another_master_knows_the_holders_anew(store: Cluster) -> None:
     until(lambda: client.get("a") == content("a", SIZE))
     assert client.put("b", b"b") is STORED
     assert client.get("b") == b"b"
-
-
-def test_a_node_that_takes_no_capabilities_is_used_as_before(store: Cluster) -> None:
-    """While nodes are given identities one by one."""
-    store.master_server.terminate()
-    store.master_server.wait()
-    store.master(auth_mode="prefer")
-    store.node(auth_mode="prefer")
-    store.node(auth="")
-    client = store.client(transports=TCP)
-    keys = [f"k{number}" for number in range(8)]
-    outcomes = client.put_many([(key, content(key, SIZE)) for key in keys], replicas=2)
-    assert set(outcomes) == {STORED}
-    dead(store, store.nodes[0])
-    reader = store.client(transports=TCP, name="reader")
-    assert reader.get_many(keys) == [content(key, SIZE) for key in keys]
-
-
-def test_a_client_that_gets_no_capabilities_is_told_so(store: Cluster) -> None:
-    store.node()
-    store.master_server.kill()
-    store.master(auth_mode="prefer")
-    until(lambda: store.status().nodes)
-    client = store.client(transports=TCP, auth="")
-    with pytest.raises(PutRefusedError, match="may require capabilities"):
-        client.put("a", b"a")
 
 
 def test_a_stranger_on_the_data_port_is_denied(store: Cluster) -> None:

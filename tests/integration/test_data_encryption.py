@@ -203,14 +203,6 @@ def test_a_client_that_demands_encryption_uses_no_plain_node_over_tcp(
 # --- who does not get in -------------------------------------------------------------------------
 
 
-def test_a_client_without_an_identity_is_told_what_to_do(store: Cluster) -> None:
-    store.node(**TLS)
-    store.master_server.kill()
-    store.master(auth_mode="prefer")
-    until(lambda: store.status().nodes)
-    client = store.client(transports=TCP, auth="")
-    with pytest.raises(PutRefusedError, match="KVSTORE_AUTH"):
-        client.put("a", b"a")
 
 
 @pytest.mark.parametrize("role", ["engine", "master"])

@@ -412,7 +412,7 @@ def test_a_master_that_lies_in_its_orders() -> None:
 
         master = FalseMaster(orders, said)
         server.service.script = master.script
-        data_server = DataServer([segment], "127.0.0.1", 0, capabilities="require")
+        data_server = DataServer([segment], "127.0.0.1", 0, capabilities=True)
 
         async def serve() -> None:
             data_server.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import math
 import mmap
@@ -446,62 +445,6 @@ def test_how_an_exchange_fails(steps: Steps, ends: tuple[socket.socket, socket.s
     assert exchange(steps, ours)[0] == kinds.UNASKED
 
 
-def send_and_receive(
-    steps: Steps,
-    sock: socket.socket,
-    data: bytes = b"some",
-    *,
-    is_quiet: bool = True,
-    timeout_s: float = 10.0,
-    spin_s: float = 0.0,
-) -> tuple[int, int, bytes | None]:
-    return steps.send_and_receive(sock, data, is_quiet, spin_s, uptime() + timeout_s)
-
-
-@pytest.mark.parametrize("spin_s", [0.0, 0.5])
-def test_sending_and_receiving(
-    steps: Steps, ends: tuple[socket.socket, socket.socket], spin_s: float
-) -> None:
-    ours, theirs = ends
-
-    def answer() -> None:
-        assert theirs.recv(100) == b"some"
-        theirs.sendall(b"x" * 100_000)
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    status, polled, came = send_and_receive(steps, ours, spin_s=spin_s)
-    received = b""
-    while status == kinds.ANSWERED and came is not None:
-        assert 0 < len(came) <= 32 << 10
-        received += came
-        if len(received) == 100_000:
-            break
-        status, _, came = send_and_receive(steps, ours, b"", is_quiet=False)
-    thread.join()
-    assert received == b"x" * 100_000
-    assert polled == 0 or spin_s > 0
-
-
-def test_how_sending_and_receiving_fails(
-    steps: Steps, ends: tuple[socket.socket, socket.socket]
-) -> None:
-    ours, theirs = ends
-    assert send_and_receive(steps, ours, timeout_s=0.05)[0] == kinds.TIMED_OUT
-    assert theirs.recv(100) == b"some"
-    assert send_and_receive(steps, ours, timeout_s=0.0)[0] == kinds.TIMED_OUT
-    theirs.sendall(b"x")
-    assert send_and_receive(steps, ours)[0] == kinds.UNASKED
-    assert send_and_receive(steps, ours, b"", is_quiet=False) == (kinds.ANSWERED, 0, b"x")
-    theirs.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        theirs.recv(100)
-    theirs.close()
-    assert send_and_receive(steps, ours, b"", is_quiet=False) == (kinds.ENDED, 0, None)
-    assert send_and_receive(steps, ours)[0] == kinds.UNASKED
-    assert send_and_receive(steps, ours, is_quiet=False) == (kinds.NOT_SENT, errno.EPIPE, None)
-
-
 class Raised(BaseException):
     """Of a signal handler."""
 
@@ -587,11 +530,6 @@ def test_a_signal_is_heard_while_an_exchange_polls(
     thread = peer(interrupt)
     with pytest.raises(Raised):
         steps.exchange(ours, b"request", 5, 0.2, deadline, 1 << 20)
-    assert uptime() < deadline, "it was heard when the call had ended"
-    thread.join()
-    thread = peer(interrupt)
-    with pytest.raises(Raised):
-        steps.send_and_receive(ours, b"some", True, 0.2, deadline)
     assert uptime() < deadline, "it was heard when the call had ended"
     thread.join()
 

@@ -90,14 +90,11 @@ class Secured(NamedTuple):
     """The file of this process's identity, if the port shows it."""
     revoked: str = ""
     """File with the numbers of revoked identities."""
-    also_plain: bool = False
-    """With ``auth``: whether peers may come without TLS, too. Then requests need no identity, and
-    none counts."""
 
     @property
     def scheme(self) -> str:
         """By which everybody who may use the port can reach it."""
-        return "https" if self.cert or (self.auth and not self.also_plain) else "http"
+        return "https" if self.cert or self.auth else "http"
 
     def tls(self) -> ssl.SSLContext | None:
         """The TLS context; None: plain HTTP. Raises ConfigError, as ``tls_of``."""
@@ -108,7 +105,7 @@ class Secured(NamedTuple):
 
     def identities(self) -> Identities | None:
         """Raises ConfigError."""
-        if not self.auth or self.also_plain:
+        if not self.auth:
             return None
         return Identities(Revoked(self.revoked))
 
@@ -122,12 +119,9 @@ def secured_by(config: HttpConfig) -> Secured:
     Raises:
         ConfigError: a file cannot be read, or is of no use.
     """
-    prefers = config.auth_mode == "prefer"
-    own = prefers and config.http_cert  # for browsers, which show no identity
     secured = Secured(
         token_of(config), config.http_reads, config.http_cert, config.http_key,
-        "" if own else config.auth, config.auth_revoked,
-        also_plain=prefers and bool(config.auth) and not own,
+        config.auth, config.auth_revoked,
     )  # fmt: skip
     secured.tls()
     secured.identities()

@@ -155,17 +155,6 @@ async def listen_on(
     return server
 
 
-async def take(doors: Doors, tls: ssl.SSLContext, sock: socket.socket, has_tls: bool) -> None:
-    """Serves a connection that has been accepted. Raises OSError: its handshake has failed."""
-    await asyncio.get_running_loop().connect_accepted_socket(
-        doors,
-        sock,
-        ssl=tls if has_tls else None,
-        ssl_handshake_timeout=HANDSHAKE_S if has_tls else None,
-        ssl_shutdown_timeout=CUT_S if has_tls else None,
-    )
-
-
 class Doors:
     """Makes the protocol of each new connection of a server, for ``loop.create_server``."""
 

@@ -52,23 +52,16 @@ def shown(who: Identity, version: bytes = b"TLSv1.3") -> dict[str, list[bytes]]:
 def test_who_calls_is_in_the_certificate(gate: Gate) -> None:
     assert gate.of_grpc(shown(ENGINE)) == ENGINE
     peers: list[tuple[dict[str, list[bytes]], str]] = [
-        ({}, "without an identity"),
+        ({}, "names 0 identities"),
         (shown(ENGINE, b"TLSv1.2"), "TLS 1.3 is the lowest"),
         ({"peer_uri": [b"spiffe://x"], "ssl_tls_version": [b"TLSv1.3"]}, "names 0 identities"),
     ]
     for peer, says in peers:
         with pytest.raises(PermissionDeniedError, match=says):
             gate.of_grpc(peer)
-    assert gate.refused == 3
-
-
-def test_where_it_is_only_preferred_peers_without_tls_get_in(identities: Identities) -> None:
-    gate = Gate(MasterConfig(auth=identities.file("master"), auth_mode="prefer"))
-    assert gate.of_grpc({}) is None
-    assert gate.of_tls(None) is None
-    gate.check(None, calls.Clear(SPACE, 1))
-    with pytest.raises(PermissionDeniedError):
-        gate.of_grpc(shown(ENGINE, b"TLSv1.2"))
+    with pytest.raises(PermissionDeniedError, match="without an identity"):
+        gate.check(None, calls.Clear(SPACE, 1))
+    assert gate.refused == 4
 
 
 def test_a_token_names_an_identity_and_a_number(gate: Gate) -> None:

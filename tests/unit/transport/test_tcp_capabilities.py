@@ -87,7 +87,7 @@ def server(
     served: ServedSegment = segment
     if request.param == "ranges":
         served = cast(ServedSegment, InRanges(segment))
-    server = DataServer([served], "127.0.0.1", stall_s=1.0, capabilities="require")
+    server = DataServer([served], "127.0.0.1", stall_s=1.0, capabilities=True)
     server.start()
     yield server
     server.check_invariants()
@@ -395,7 +395,7 @@ def test_half_a_proof_is_cut(server: DataServer, segment: NodeSegment) -> None:
 
 
 def test_one_holder_has_half_of_the_connections(segment: NodeSegment) -> None:
-    server = DataServer([segment], "127.0.0.1", connections_max=8, capabilities="require")
+    server = DataServer([segment], "127.0.0.1", connections_max=8, capabilities=True)
     server.start()
     for _ in range(2):  # what it leaves can be had again
         with contextlib.ExitStack() as stack:
@@ -462,18 +462,4 @@ def test_without_capabilities_there_is_one_protocol(segment: NodeSegment) -> Non
         sock.sendall(hello_of(segment))
         assert status(sock) is TransferStatus.BAD_REQUEST
     assert server.data_protocol == protocol.PLAIN
-    server.stop()
-
-
-def test_a_server_that_prefers_them_takes_tokens_too(segment: NodeSegment) -> None:
-    server = DataServer([segment], "127.0.0.1", capabilities="prefer")
-    server.start()
-    assert_serves(server, segment)
-    with connected(server) as sock:
-        hello = Hello(segment.uuid, segment.token, segment.generation)
-        sock.sendall(protocol.pack_hello(hello))
-        assert status(sock) is TransferStatus.OK
-        sock.sendall(protocol.pack_request(Op.READ, [(MIB, 4)]))
-        assert status(sock) is TransferStatus.OK
-    assert server.data_protocol == WITH_CAPABILITIES
     server.stop()

@@ -29,7 +29,6 @@ from kvstore.errors import (
 )
 from kvstore.memory.segment import NodeSegment
 from kvstore.native.kinds import ReadRow, WriteRow
-from kvstore.network.stream import EndedError
 from kvstore.network.tcp_protocol import (
     PLAIN,
     STATUS_BYTES,
@@ -38,7 +37,7 @@ from kvstore.network.tcp_protocol import (
     TransferStatus,
     pack_hello,
 )
-from kvstore.network.tls_stream import TlsStream
+from kvstore.network.tls_stream import NO_TLS, TlsStream
 from kvstore.transport.base import Move
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import DataServer
@@ -132,15 +131,19 @@ def assert_serves(server: DataServer, segment: NodeSegment, ends: Ends) -> None:
 def test_a_client_without_tls_gets_nothing(
     server: DataServer, segment: NodeSegment, ends: Ends
 ) -> None:
-    with transport(ends.client()) as way, pytest.raises(NodeUnreachableError):
+    with (
+        transport(ends.client()) as way,
+        pytest.raises(NodeUnreachableError, match="requires TLS on its data port") as caught,
+    ):
         read(way, described(segment, server.port, PLAIN))
+    assert "KVSTORE_AUTH" in caught.value.advice
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         sock.sendall(pack_hello(Hello(segment.uuid, segment.token, segment.generation)))
         heard = b""
         with contextlib.suppress(ConnectionResetError):
             while some := sock.recv(100):
                 heard += some
-        assert heard[:1] in (b"", b"\x15"), "no more than an alert of TLS"
+        assert heard == NO_TLS
     assert server.counters().refused_hellos == 2
     assert server.counters().reads == 0
     assert_serves(server, segment, ends)
@@ -357,9 +360,10 @@ def test_no_secret_is_told_to_a_server_without_tls(segment: NodeSegment, ends: E
     with (
         listening(serve) as port,
         transport(ends.client()) as way,
-        pytest.raises(PermissionDeniedError, match="wrong version number"),
+        pytest.raises(NodeUnreachableError, match="does not speak TLS on its data port") as caught,
     ):
         write(way, described(segment, port), b"secret")
+    assert "--data-encryption tls" in caught.value.advice
     assert heard[:2] == b"\x16\x03"
     assert segment.token not in heard
     assert segment.uuid not in heard
@@ -483,15 +487,3 @@ def test_an_end_wakes_a_handshake(server: DataServer) -> None:
         server.stop()
         assert uptime() - started < STALL_S / 2
         assert is_closed(sock)
-
-
-def test_a_record_that_drips_is_a_stall(
-    server: DataServer, segment: NodeSegment, ends: Ends
-) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
-        stream = ends.client().stream(sock, 5.0)
-        greet(stream, segment)
-        sock.sendall(b"\x17\x03\x03\x40")
-        with pytest.raises(EndedError):
-            stream.receive([memoryview(bytearray(8))], uptime() + 5)
-    wait_until("stalls", server, 1)
