@@ -44,7 +44,7 @@ from kvstore.clocks import uptime, uptime_ms
 from kvstore.memory.header import extent_bytes
 from kvstore.memory.segment import NodeSegment
 from kvstore.native import steps
-from kvstore.network.tcp_protocol import PLAIN, WITH_CAPABILITIES, WITH_TLS, Op, holder_key
+from kvstore.network.tcp_protocol import Op, holder_key
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import ClientConnection
 from kvstore.transport.tcp_connection import Capabilities
@@ -59,9 +59,8 @@ SHAPES: Final = {"bulk": (MIB, 64, 8), "batch": (4096, 64, 40), "one": (4096, 1,
 CONNECTS: Final = 20
 
 
-WAYS: Final[dict[str, tuple[int, Capabilities]]] = {
-    "plain": (PLAIN, "off"), "capabilities": (WITH_CAPABILITIES, "require"),
-    "tls": (WITH_TLS, "require"),
+WAYS: Final[dict[str, tuple[bool, Capabilities]]] = {
+    "plain": (False, "off"), "capabilities": (False, "require"), "tls": (True, "require"),
 }  # fmt: skip
 
 
@@ -136,11 +135,11 @@ def _described(name: str, told: dict[str, Any]) -> Iterator[SegmentInfo]:
         told["generation"],
     )
     key = holder_key(token, uuid, generation, HOLDER)
-    for (protocol, _), port in zip(WAYS.values(), told["ports"], strict=True):
-        is_holder = protocol != PLAIN
+    for (encrypts, capabilities), port in zip(WAYS.values(), told["ports"], strict=True):
+        is_holder = capabilities != "off"
         yield SegmentInfo(
             1, name, "", SEGMENT_BYTES, uuid, "", f"127.0.0.1:{port}", key if is_holder else token,
-            told["seed"], generation, data_protocol=protocol, holder=HOLDER * is_holder,
+            told["seed"], generation, holder=HOLDER * is_holder, encrypts=encrypts,
         )  # fmt: skip
 
 
@@ -150,9 +149,9 @@ def _serve(name: str, auth: str) -> None:
         servers = [
             DataServer(
                 [segment], "127.0.0.1", capabilities=capabilities,
-                tls=tls if protocol == WITH_TLS else None,
+                tls=tls if encrypts else None,
             )
-            for protocol, capabilities in WAYS.values()
+            for encrypts, capabilities in WAYS.values()
         ]  # fmt: skip
         for server in servers:
             server.start()

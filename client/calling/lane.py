@@ -48,7 +48,7 @@ class LaneConnection:
 
     def greet(self, joined: Joined, until: float) -> None:
         """Sends the HELLO and reads the answer. Raises TokenRefusedError, LaneUnreachableError."""
-        first, sock = hello(joined.lane_token, joined.protocol), self._sock
+        first, sock = hello(joined.lane_token), self._sock
         try:
             if isinstance(sock, TlsWire):
                 answer = sock.greet(first, until)
