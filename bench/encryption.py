@@ -44,7 +44,7 @@ from kvstore.clocks import uptime, uptime_ms
 from kvstore.memory.header import extent_bytes
 from kvstore.memory.segment import NodeSegment
 from kvstore.native import steps
-from kvstore.network.tcp_protocol import PLAIN, WITH_CAPABILITIES, WITH_TLS, Op, holder_key
+from kvstore.network.tcp_protocol import Op, holder_key
 from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_client import ClientConnection
 from kvstore.transport.tcp_server import DataServer
@@ -58,7 +58,9 @@ SHAPES: Final = {"bulk": (MIB, 64, 8), "batch": (4096, 64, 40), "one": (4096, 1,
 CONNECTS: Final = 20
 
 
-WAYS: Final = {"plain": PLAIN, "capabilities": WITH_CAPABILITIES, "tls": WITH_TLS}
+WAYS: Final[dict[str, tuple[bool, bool]]] = {
+    "plain": (False, False), "capabilities": (False, True), "tls": (True, True),
+}  # fmt: skip
 
 
 class Way(NamedTuple):
@@ -131,11 +133,11 @@ def _described(name: str, told: dict[str, Any]) -> Iterator[SegmentInfo]:
         told["generation"],
     )
     key = holder_key(token, uuid, generation, HOLDER)
-    for protocol, port in zip(WAYS.values(), told["ports"], strict=True):
-        is_holder = protocol != PLAIN
+    for (encrypts, capabilities), port in zip(WAYS.values(), told["ports"], strict=True):
+        is_holder = capabilities
         yield SegmentInfo(
             1, name, "", SEGMENT_BYTES, uuid, "", f"127.0.0.1:{port}", key if is_holder else token,
-            told["seed"], generation, data_protocol=protocol, holder=HOLDER * is_holder,
+            told["seed"], generation, holder=HOLDER * is_holder, encrypts=encrypts,
         )  # fmt: skip
 
 
@@ -144,10 +146,10 @@ def _serve(name: str, auth: str) -> None:
     with closing(NodeSegment.create(name, SEGMENT_BYTES)) as segment:
         servers = [
             DataServer(
-                [segment], "127.0.0.1", capabilities=protocol != PLAIN,
-                tls=tls if protocol == WITH_TLS else None,
+                [segment], "127.0.0.1", capabilities=capabilities,
+                tls=tls if encrypts else None,
             )
-            for protocol in WAYS.values()
+            for encrypts, capabilities in WAYS.values()
         ]  # fmt: skip
         for server in servers:
             server.start()

@@ -153,7 +153,7 @@ def _ask_on_lane(joined: calls.Joined) -> Ask:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(b"\0" + joined.lane_unix.encode())
         reader, writer = await asyncio.open_unix_connection(sock=sock)
-        writer.write(hello(joined.lane_token, joined.protocol))
+        writer.write(hello(joined.lane_token))
         await reader.read(1 << 16)
 
         async def drop() -> None:

@@ -58,7 +58,7 @@ class MasterHTTP(NamedTuple):
     host: str
     """The host at which this client reaches the master."""
     address: str
-    """``host:port``; empty: it serves no HTTP, or is of a release that does not say."""
+    """``host:port``; empty: it serves no HTTP."""
     has_events: bool
     """Whether events are served there (``kvstore.web.events.following``)."""
 

@@ -50,7 +50,7 @@ class LaneConnection:
 
     def greet(self, joined: Joined, until: float) -> None:
         """Sends the HELLO and reads the answer. Raises TokenRefusedError, LaneUnreachableError."""
-        first = hello(joined.lane_token, joined.protocol)
+        first = hello(joined.lane_token)
         try:
             answer = _greet(self._sock, first, until)
         except TimeoutError:

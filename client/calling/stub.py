@@ -41,7 +41,7 @@ from kvstore.client.calling.retries import (
 from kvstore.clocks import uptime
 from kvstore.errors import BatchTooLargeError, ClosedError, NotLeaderError, without_frames
 from kvstore.etcd.finding import find_leader
-from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION, REQUEST_BYTES_MAX
+from kvstore.limits import PROTOCOL_VERSION, REQUEST_BYTES_MAX
 from kvstore.network.addresses import split_address
 from kvstore.ports import GRPC, TLS, what_answers
 from kvstore.process.background import in_one_piece
@@ -105,9 +105,7 @@ class MasterStub:
             ConfigError: the file cannot be used.
         """
         self._link = MasterLink(address, lane=lane, rng=rng)
-        self._join = Join(
-            name, host, PROTOCOL_VERSION, PROTOCOL_MIN, cluster, client_number=client_number
-        )
+        self._join = Join(name, host, PROTOCOL_VERSION, cluster, client_number=client_number)
         self._spin_s = spin_us / 1e6
         self._on_join = on_join
         self._joining = DeadlineLock()

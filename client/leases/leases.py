@@ -439,5 +439,5 @@ def _renewals(due: Iterable[Lease]) -> Iterator[Renewal]:
         for start in range(0, len(all_granted), RENEW_KEYS_MAX):
             allocations = all_granted[start : start + RENEW_KEYS_MAX]
             tokens = [what.token for _, what in allocations]
-            request = calls.Renew(DEFAULT_NAMESPACE, (), (), (), epoch, tokens)
+            request = calls.Renew(DEFAULT_NAMESPACE, (), (), (), epoch, tokens, (), ())
             yield Renewal(request, [lease for lease, _ in allocations])

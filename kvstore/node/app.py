@@ -53,7 +53,6 @@ from kvstore.network.addresses import (
 )
 from kvstore.network.host import address_towards, host_id, is_loopback, places_of, why_only_here
 from kvstore.network.listening import EVERY_INTERFACE, hears
-from kvstore.network.tcp_protocol import WITH_CAPABILITIES
 from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.handover import HandoverServer
@@ -157,7 +156,7 @@ def run(
                 segment.forget_private()
             server = _start_server(config, segment, tls)
             stack.callback(server.stop)
-            if segment.place is not None and server.data_protocol >= WITH_CAPABILITIES:
+            if segment.place is not None and server.takes_capabilities:
                 # A device's new memory may hold what other processes left there.
                 segment.zero([(SUPERBLOCK_BYTES, segment.size - SUPERBLOCK_BYTES)])
             handover = _start_handover(config, segment)

@@ -23,6 +23,7 @@ from kvstore.errors import (
     NodeUnreachableError,
     PermissionDeniedError,
 )
+from kvstore.limits import DATA_PROTOCOL_VERSION
 from kvstore.native import slow, steps
 from kvstore.native.kinds import (
     ANSWERED,
@@ -175,7 +176,7 @@ class ClientConnection:
 
     @property
     def _encrypts(self) -> bool:
-        return self._segment.data_protocol >= protocol.WITH_TLS
+        return self._segment.encrypts
 
     @property
     def _connect_s(self) -> float:
@@ -273,10 +274,13 @@ class ClientConnection:
         segment = self._segment
         if self._tls is not None and self._tls.demands and not self._encrypts:
             raise not_encrypted(segment)
+        if segment.data_protocol != DATA_PROTOCOL_VERSION:
+            raise self._other_protocol(
+                f"speaks data protocol {segment.data_protocol}, this client {DATA_PROTOCOL_VERSION}"
+            )
         deadline = min(deadline, uptime() + self._connect_s)
         sock = names.connect(*_host_and_port(segment.address), deadline)
         stream = self._begin(sock, deadline)
-        version = min(protocol.PLAIN, segment.data_protocol)
         self._number = 1 + secrets.randbits(63)  # a child of a fork draws another one
         hello = protocol.pack_hello(
             Hello(
@@ -285,7 +289,6 @@ class ClientConnection:
                 segment.generation,
                 self._client_number,
                 self._number,
-                protocol.WITH_CAPABILITIES if self._sealed else version,
                 segment.holder,
             )
         )
@@ -411,11 +414,15 @@ class ClientConnection:
                     f"{where} refused a range outside its segment", settled=settled
                 )
             case _:
-                return NodeUnreachableError(
-                    f"{where} does not speak this data protocol",
-                    advice="Run the same release on all hosts, and check the address.",
-                    node=segment.node, address=segment.address, transport="tcp", settled=settled,
-                )  # fmt: skip
+                return self._other_protocol("does not speak this data protocol")
+
+    def _other_protocol(self, what: str) -> NodeUnreachableError:
+        return NodeUnreachableError(
+            f"{self._where} {what}",
+            advice="Run the same release on all hosts, and check the address.",
+            node=self._segment.node, address=self._segment.address, transport="tcp",
+            settled=int(self._is_settled),
+        )  # fmt: skip
 
     def _not_as_described(self, what: str, advice: str) -> KVStoreError:
         return NodeUnreachableError(

@@ -250,14 +250,14 @@ class Connection:
         self._stream.receive([memoryview(raw)], self._soon())
         hello = protocol.unpack_hello(raw)
         wanted = self._context.capabilities
-        if hello is None or (hello.protocol >= protocol.WITH_CAPABILITIES and not wanted):
+        if hello is None or (hello.holder and not wanted):
             raise RefusedTransferError(TransferStatus.BAD_REQUEST)
-        if hello.protocol < protocol.WITH_CAPABILITIES and wanted:
+        if not hello.holder and wanted:
             raise RefusedTransferError(TransferStatus.DENIED)
         segment = self._context.segments.get(hello.uuid)
         if segment is None:
             raise RefusedTransferError(TransferStatus.GONE)
-        if hello.protocol >= protocol.WITH_CAPABILITIES:
+        if hello.holder:
             self._check_proof(segment, hello, bytes(raw))
         elif not hmac.compare_digest(hello.token, segment.token):
             raise RefusedTransferError(TransferStatus.DENIED)
@@ -265,7 +265,7 @@ class Connection:
             raise RefusedTransferError(TransferStatus.GONE)
         self.client, self.number, self.uuid = hello.client, hello.connection, hello.uuid
         nothing = memoryview(bytearray())
-        if hello.protocol < protocol.WITH_CAPABILITIES:
+        if not hello.holder:
             return segment, Sealed(b"", hello.generation, 0, steps.siphash, nothing, nothing)
         self._asked = memoryview(bytearray(ASKED_BYTES))
         return segment, Sealed(

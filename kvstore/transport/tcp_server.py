@@ -22,14 +22,7 @@ from kvstore.native import steps
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
 from kvstore.network.stream import Stream
-from kvstore.network.tcp_protocol import (
-    LOWER_HALF,
-    PLAIN,
-    WITH_CAPABILITIES,
-    WITH_TLS,
-    TransferStatus,
-    pack_status,
-)
+from kvstore.network.tcp_protocol import LOWER_HALF, TransferStatus, pack_status
 from kvstore.network.tls_stream import BUSY
 from kvstore.transport.tcp_connection import (
     Connection,
@@ -129,11 +122,12 @@ class DataServer:
         return int(self._listener.getsockname()[1])
 
     @property
-    def data_protocol(self) -> int:
-        """The highest version of the data protocol that it speaks."""
-        if self._context.tls is not None:
-            return WITH_TLS
-        return WITH_CAPABILITIES if self._context.capabilities else PLAIN
+    def takes_capabilities(self) -> bool:
+        return self._context.capabilities
+
+    @property
+    def encrypts(self) -> bool:
+        return self._context.tls is not None
 
     @property
     def connections(self) -> int:

@@ -78,7 +78,7 @@ class Peer:
             generation=reply["generation"],
             engine=EngineAddress(*reply["engine"]) if reply["engine"] else None,
             device=DevicePlace(*reply["device"]) if reply["device"] else None,
-            data_protocol=reply["data_protocol"],
+            encrypts=reply["encrypts"],
         )
 
     @property
@@ -171,7 +171,7 @@ def main() -> None:
             "generation": segment.generation,
             "engine": engine and engine.address,
             "device": segment.place,
-            "data_protocol": server.data_protocol,
+            "encrypts": server.encrypts,
         }
         print(json.dumps(reply), flush=True)
     server.check_invariants()

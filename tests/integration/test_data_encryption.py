@@ -203,8 +203,6 @@ def test_a_client_that_demands_encryption_uses_no_plain_node_over_tcp(
 # --- who does not get in -------------------------------------------------------------------------
 
 
-
-
 @pytest.mark.parametrize("role", ["engine", "master"])
 def test_who_is_no_node_does_not_start(store: Cluster, identities: Identities, role: str) -> None:
     auth = identities.engine("engine", "*") if role == "engine" else identities.file("master")

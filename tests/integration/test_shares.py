@@ -75,7 +75,7 @@ class Attacker:
         sock = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         sock.settimeout(10)
         sock.connect(b"\0" + joined.lane_unix.encode())
-        sock.sendall(hello(joined.lane_token, joined.protocol))
+        sock.sendall(hello(joined.lane_token))
         reader = FrameReader()
         while (answer := reader.next()) is None:
             count = sock.recv_into(reader.space())
@@ -92,7 +92,7 @@ class Attacker:
         sock = self._stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
         number = 1 + secrets.randbits(62)
         place = segment.uuid, segment.token, segment.generation, 1, number
-        said = protocol.pack_hello(Hello(*place, protocol.WITH_CAPABILITIES, segment.holder))
+        said = protocol.pack_hello(Hello(*place, segment.holder))
         sock.sendall(said)
         if status(sock) is TransferStatus.BUSY:
             return False

@@ -29,7 +29,7 @@ from kvstore.errors import (
     UnavailableError,
     ValueTooLargeError,
 )
-from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
+from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state import keeping, pool, reclaim, records, removing, sweeping, waiting
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Send
 from kvstore.master.state.ends import STEP_MS
@@ -88,7 +88,6 @@ class Stored:
     size: int
     places: list[Place]
     parent: Key | None
-    lost_some: bool = False
     gone_at_ms: int = 0
     """When its time to live is over; 0: never."""
     pinned_until_ms: int = 0
@@ -396,7 +395,7 @@ class MasterMachine(RuleBasedStateMachine):
         ids = [node.ids[0], 999_999]
         reported = calls.Reported(0)
         for number in range(hosts):
-            report = calls.ReportFailure(ids, "client", f"reporter-{number}", "refused")
+            report = calls.ReportFailure(ids, "client", f"reporter-{number}", "refused", EPOCH)
             reported = self.state.nodes.report_failure(self.now_ms, report)
         node.alone_ms = self.now_ms
         if hosts > 1:
@@ -430,7 +429,6 @@ class MasterMachine(RuleBasedStateMachine):
             self.old_sessions.append(node.session)
         for name, stored in list(self.objects.items()):
             alive = [place for place in stored.places if place[0] not in node.ids]
-            stored.lost_some |= alive != stored.places
             stored.places = alive
             if not stored.places:
                 del self.objects[name]
@@ -520,7 +518,7 @@ class MasterMachine(RuleBasedStateMachine):
 
     @rule(size=st.sampled_from(SIZES), wait_ms=waits, host=hosts)
     def allocate(self, size: int, wait_ms: int, host: str) -> None:
-        self._start(calls.Allocate(size, wait_ms, host))
+        self._start(calls.Allocate(DEFAULT_NAMESPACE, size, wait_ms, host))
 
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
@@ -529,7 +527,7 @@ class MasterMachine(RuleBasedStateMachine):
         offer = data.draw(st.sampled_from(self._any_node(data).offers))
         units = (offer.size - SUPERBLOCK_BYTES) // 1024
         before = set(self.granted)
-        self._start(calls.Allocate((units - 1) * 1024, 0, ""))
+        self._start(calls.Allocate(DEFAULT_NAMESPACE, (units - 1) * 1024, 0, ""))
         for token in self.granted.keys() - before:
             del self.granted[token]
             self.old_tokens.append(token)
@@ -1014,7 +1012,7 @@ class MasterMachine(RuleBasedStateMachine):
         namespace=namespaces,
         batch=st.lists(keys, max_size=4),
         old=st.booleans(),
-        where=st.sampled_from(["unnamed", "there", "beside", "in other memory"]),
+        where=st.sampled_from(["there", "beside", "in other memory"]),
         data=st.data(),
     )
     def renew(
@@ -1039,7 +1037,7 @@ class MasterMachine(RuleBasedStateMachine):
         )
         lost = where in ("beside", "in other memory")
         for its, held in zip(stored, reply.keys_held, strict=True):
-            if its is None or old or lost or (where == "unnamed" and its.lost_some):
+            if its is None or old or lost:
                 assert not held
             else:
                 assert held
@@ -1055,8 +1053,6 @@ class MasterMachine(RuleBasedStateMachine):
     def _leased_places(
         self, stored: Sequence[Stored | None], where: str
     ) -> tuple[list[bytes], list[int]]:
-        if where == "unnamed":
-            return [], []
         places = [(0, 0) if its is None else its.places[-1] for its in stored]
         others = where == "in other memory"
         uuids = [bytes(16) if others else self.uuids.get(at, bytes(16)) for at, _ in places]
@@ -1549,7 +1545,6 @@ class MasterMachine(RuleBasedStateMachine):
             if actual is None or actual.version != stored.version:
                 gone.append(name)
             else:
-                actual.lost_some = stored.lost_some
                 actual.gone_at_ms, actual.pinned_until_ms = (
                     stored.gone_at_ms, stored.pinned_until_ms
                 )  # fmt: skip

@@ -153,7 +153,7 @@ class TenantMachine(RuleBasedStateMachine):
         cluster = self.cluster
         cluster.work()
         before = self._held()
-        request = calls.Allocate(3_000, wait_ms, "", namespace=space)
+        request = calls.Allocate(space, 3_000, wait_ms, "")
         try:
             result = cluster.state.putting.allocate(cluster.now_ms, request)
         except (NoSpaceError, BusyError) as error:

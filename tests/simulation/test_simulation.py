@@ -20,7 +20,8 @@ import pytest
 from kvstore import calls
 from kvstore.auth import rights
 from kvstore.calls import MasterWipe, PutOutcome
-from kvstore.master.state import common
+from kvstore.limits import Namespace
+from kvstore.master.state import asking, common
 from kvstore.master.state.effects import Later, Outrun
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.inventory import Tombstones
@@ -106,7 +107,7 @@ class Lavish(Divided):
         self.steps[calls.Allocate] = self._allocate
 
     def _allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Later:
-        return self.putting.allocate(now_ms, request._replace(namespace="of nobody"))
+        return self.putting.allocate(now_ms, request._replace(namespace=Namespace("of nobody")))
 
 
 HOARDERS = Options(seed=1, masters=1, faults=("client_attacks", "client_lies"), new_state=Divided)
@@ -483,7 +484,9 @@ class Placeless(MasterState):
         self.steps[calls.Renew] = self._renew
 
     def _renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
-        return self.asking.renew(now_ms, request._replace(uuids=(), offsets=()))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(asking, "_is_at", lambda *_: True)
+            return self.asking.renew(now_ms, request)
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_who_is_revoked_is_out(gate: Gate, identities: Identities) -> None:
 def test_puts_get_the_number_of_their_caller(gate: Gate) -> None:
     caller = Caller("c", ENGINE, number=7)
     made = calls.PutStart(SPACE, [Key(b"k")], [1], None, True, 1, False, 0, "", client_number=9)
-    for request in (made, calls.Allocate(1, 0, "", client_number=9)):
+    for request in (made, calls.Allocate(SPACE, 1, 0, "", client_number=9)):
         owned = gate.own(caller, request, Pending())
         assert isinstance(owned, calls.PutStart | calls.Allocate)
         assert owned.client_number == 7
@@ -178,7 +178,7 @@ def test_puts_get_the_number_of_their_caller(gate: Gate) -> None:
     [
         lambda token: calls.PutEnd(1, [1, token]),
         lambda token: calls.PutRevoke(1, [token], True),
-        lambda token: calls.Renew(SPACE, [], [], [], 1, [token]),
+        lambda token: calls.Renew(SPACE, [], [], [], 1, [token], [], []),
         lambda token: calls.Commit(1, token, SPACE, Key(b"k"), None, 1, False),
     ],
 )
@@ -261,7 +261,7 @@ def test_what_is_refused_is_not_looked_up(
     [
         lambda tokens: calls.PutEnd(7, tokens),
         lambda tokens: calls.PutRevoke(7, tokens, True),
-        lambda tokens: calls.Renew(SPACE, [], [], [], 7, tokens),
+        lambda tokens: calls.Renew(SPACE, [], [], [], 7, tokens, [], []),
     ],
 )
 def test_a_token_of_another_client_is_refused(

@@ -22,7 +22,6 @@ from kvstore.network.tcp_protocol import (
     NONCE_BYTES,
     PROOF_BYTES,
     RANGES_MAX,
-    WITH_CAPABILITIES,
     Extent,
     Hello,
     Op,
@@ -114,7 +113,7 @@ def greeted(
 
 def hello_of(segment: NodeSegment, holder: int = HOLDER, connection: int = 0) -> bytes:
     place = segment.uuid, b"", segment.generation
-    return protocol.pack_hello(Hello(*place, 5, connection, WITH_CAPABILITIES, holder))
+    return protocol.pack_hello(Hello(*place, 5, connection, holder))
 
 
 def key_of(segment: NodeSegment, holder: int = HOLDER) -> bytes:
@@ -433,7 +432,7 @@ def test_a_token_is_not_enough(server: DataServer, segment: NodeSegment) -> None
         sock.sendall(protocol.pack_hello(hello))
         assert status(sock) is TransferStatus.DENIED
         assert is_closed(sock)
-    assert server.data_protocol == WITH_CAPABILITIES
+    assert server.takes_capabilities
 
 
 def test_what_follows_the_holder_is_nothing(server: DataServer, segment: NodeSegment) -> None:
@@ -461,5 +460,5 @@ def test_without_capabilities_there_is_one_protocol(segment: NodeSegment) -> Non
     with connected(server) as sock:
         sock.sendall(hello_of(segment))
         assert status(sock) is TransferStatus.BAD_REQUEST
-    assert server.data_protocol == protocol.PLAIN
+    assert not server.takes_capabilities
     server.stop()

@@ -30,9 +30,7 @@ from kvstore.errors import (
 from kvstore.memory.segment import NodeSegment
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.network.tcp_protocol import (
-    PLAIN,
     STATUS_BYTES,
-    WITH_TLS,
     Hello,
     TransferStatus,
     pack_hello,
@@ -86,10 +84,10 @@ def serving(
     assert server.connections == 0
 
 
-def described(segment: NodeSegment, port: int, protocol: int = WITH_TLS) -> SegmentInfo:
+def described(segment: NodeSegment, port: int, *, encrypts: bool = True) -> SegmentInfo:
     return SegmentInfo(
         1, segment.node, "", segment.size, segment.uuid, "", f"127.0.0.1:{port}", segment.token,
-        segment.seed, segment.generation, data_protocol=protocol,
+        segment.seed, segment.generation, encrypts=encrypts,
     )  # fmt: skip
 
 
@@ -135,7 +133,7 @@ def test_a_client_without_tls_gets_nothing(
         transport(ends.client()) as way,
         pytest.raises(NodeUnreachableError, match="requires TLS on its data port") as caught,
     ):
-        read(way, described(segment, server.port, PLAIN))
+        read(way, described(segment, server.port, encrypts=False))
     assert "KVSTORE_AUTH" in caught.value.advice
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         sock.sendall(pack_hello(Hello(segment.uuid, segment.token, segment.generation)))
@@ -306,7 +304,7 @@ def test_a_client_that_demands_encryption_connects_to_no_other_node(
 ) -> None:
     demanding = ClientEnd(ends.credentials(ENGINE), demands=True)
     with serving(segment, ends) as server, transport(demanding) as way:
-        plain = described(segment, server.port, PLAIN)
+        plain = described(segment, server.port, encrypts=False)
         with pytest.raises(NodeUnreachableError, match="does not encrypt its data port") as error:
             write(way, plain, b"secret")
         assert error.value.fields["tried"] == 0, "the master is not told that the node fails"
