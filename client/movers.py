@@ -26,7 +26,7 @@ from kvstore.errors import (
 )
 from kvstore.memory.raw import address_of
 from kvstore.process.background import CLOSE_S, Job, Workers, join_all, start_thread
-from kvstore.process.stopping import Latch, Stop, current
+from kvstore.process.stopping import Stop, current
 from kvstore.transport.base import Transport
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.pieces import segment_gone
@@ -103,7 +103,7 @@ class Movers:
         """Bytes read, by transport."""
         self._workers = Workers("kvstore-move", SEGMENTS_AT_ONCE)
         self._lock = threading.Lock()
-        self._closing = Latch()
+        self._closing = threading.Event()
         self._sweeping: threading.Thread | None = None
 
     def move(self, transfers: Sequence[Transfer], deadline: float) -> list[KVStoreError | None]:
@@ -218,6 +218,11 @@ class Movers:
             transport.abandon()
         forks.keep((self._engine, self._workers, self.devices))
         self._make(client_number)
+
+    def drop_connections(self) -> None:
+        """Called after a foreign exception has cut a call: the next calls connect anew."""
+        for transport in self._transports:
+            transport.drop_connections()
 
     def close(self) -> None:
         """Idempotent. Waits for ``CLOSE_S`` at most, twice."""

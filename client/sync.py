@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
@@ -13,7 +14,7 @@ from kvstore import calls, limits
 from kvstore.calls import DrainStep, PutOutcome
 from kvstore.client import arguments, forks
 from kvstore.client.arguments import AnyKey, DType, Duration, Pairs, Range, Stream
-from kvstore.client.calling.stub import MasterStub
+from kvstore.client.calling.stub import CLOSED_PAUSE_S, MasterStub
 from kvstore.client.flows import allocating, asking, getting, moving, putting, reading
 from kvstore.client.flows.asking import Match, ObjectStat, Reach
 from kvstore.client.flows.getting import Raw
@@ -45,7 +46,7 @@ from kvstore.limits import Key, Namespace, check_count, check_key, check_keys, c
 from kvstore.memory.raw import is_of_cuda_device, memory_at
 from kvstore.network.addresses import join_address, shown_place, split_address
 from kvstore.process.children import start_master
-from kvstore.process.stopping import Stop, current
+from kvstore.process.stopping import CallStoppedError, Stop, current
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,7 @@ LIST_PAGE = 1_000
 """Objects of one page of ``list_objects``."""
 
 GIVE_UP_S = 0.5
-"""How long a call that is interrupted or cancelled may take to give up a put under way."""
+"""How long a call that is cancelled may take to give up a put under way."""
 
 
 class Client:
@@ -83,7 +84,9 @@ class Client:
     * InvalidKeyError, BatchTooLargeError, InvalidArgumentError: a wrong argument; nothing sent.
     * ClosedError: after ``close``.
 
-    A failed call leaves the client as it was; nothing needs to be cleaned up.
+    A failed call leaves the client as it was; nothing needs to be cleaned up. If another exception
+    passes through a call, such as a signal handler's, the client drops its connections and connects
+    again at its next call.
 
     After ``os.fork`` (also by ``multiprocessing``) the client can be used in both processes: in
     the child it begins anew by itself, with connections of its own. Views and allocations that the
@@ -125,6 +128,8 @@ class Client:
         self._state = ClientState(self.config)
         self._context = self._state.context
         self._tracing = tracing(shown_place(config.master))
+        self._is_cut = False
+        """Whether a foreign exception has passed through a call: the next one begins anew."""
         forks.watch(self)
         try:
             self._state.contribute(self._stub.join)
@@ -978,7 +983,7 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        closed = ", closed" if self._state.closed.is_set() else ""
+        closed = ", closed" if self._state.is_closed else ""
         return f"<Client of {self.config.master}{closed}>"
 
     # --- arguments ----------------------------------------------------------------------------
@@ -1049,7 +1054,7 @@ class Client:
 
     def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None, trace: str = "") -> ResultT:
         """Carries out the flow's steps until it returns or the time is over."""
-        if self._state.closed.is_set():
+        if self._state.is_closed:
             raise ClosedError("the client is closed")
         timeout_s = self._seconds(timeout_ms)
         deadline = uptime() + timeout_s
@@ -1061,6 +1066,9 @@ class Client:
             deadline = min(deadline, stop.deadline)
             call, pause = _waiting_call(stop, call), _waiting(stop, pause)
         try:
+            if self._is_cut:
+                self._is_cut = False
+                self._state.drop_connections()
             step = next(flow)
             while True:
                 outcome: object
@@ -1077,14 +1085,17 @@ class Client:
                         outcome = move(step, deadline)  # type: ignore[arg-type]
                 except KVStoreError as error:
                     step = flow.throw(error)
-                except BaseException as error:  # noqa: BLE001  # the flow may give grants up
-                    deadline = min(deadline, uptime() + GIVE_UP_S)
-                    step = flow.throw(error)
                 else:
                     step = flow.send(outcome)
         except StopIteration as done:
             result: ResultT = done.value
             return result
+        except (KVStoreError, CallStoppedError):
+            raise
+        except BaseException:
+            self._is_cut = True
+            flow.close()
+            raise
 
     def _seconds(self, timeout_ms: int | None) -> float:
         """The time-out of one call. Raises InvalidArgumentError."""
@@ -1094,7 +1105,10 @@ class Client:
         left = deadline - uptime()
         if left <= seconds:
             raise DeadlineExceededError(f"the call timed out after {timeout_s:.1f} s")
-        if self._state.closed.wait(seconds):
+        until = uptime() + seconds
+        while not self._state.is_closed and (left := until - uptime()) > 0:
+            time.sleep(min(left, CLOSED_PAUSE_S))
+        if self._state.is_closed:
             raise ClosedError("the client is closed")
 
 

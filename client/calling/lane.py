@@ -110,7 +110,7 @@ class LaneConnection:
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
-            self._sock.close()  # after a signal has cut its call short
+            self._sock.close()  # after an exception has cut its call
 
 
 def connect(

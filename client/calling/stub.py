@@ -8,6 +8,7 @@ import logging
 import math
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -45,7 +46,7 @@ from kvstore.limits import PROTOCOL_VERSION, REQUEST_BYTES_MAX
 from kvstore.network.addresses import split_address
 from kvstore.ports import GRPC, TLS, what_answers
 from kvstore.process.background import in_one_piece
-from kvstore.process.stopping import DeadlineLock, Known, Latch, NotOurTurnError, Stop, current
+from kvstore.process.stopping import Stop, current
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.pieces import CUTS, Cut
@@ -59,6 +60,9 @@ JOIN = CALLS[Join]
 
 REFUSED_US = {"socket closed": "it has closed the connection: it may refuse our certificate"}
 """What gRPC says of a master that does not accept a client's certificate, and what that means."""
+
+CLOSED_PAUSE_S = 0.05
+"""How often a call that waits looks whether the client was closed."""
 
 LANE_CONNECTIONS_MAX = 32
 """Connections to the lane at once, one call each; more calls at once go over gRPC."""
@@ -108,19 +112,23 @@ class MasterStub:
         self._join = Join(name, host, PROTOCOL_VERSION, cluster, client_number=client_number)
         self._spin_s = spin_us / 1e6
         self._on_join = on_join
-        self._joining = DeadlineLock()
-        self._closed = Latch()
+        self._closed = False
         self.check: Callable[[Request], None] | None = None
         """Called before each call; may refuse it by raising a ``KVStoreError``."""
         self._answered = self._told_waiting = False
-        self._idle: deque[LaneConnection] = deque()
         self._lock = threading.Lock()  # guards ``_connections``
-        self._connections: Known[LaneConnection] = Known()
-        """All open connections. If a signal handler raises in a call, the connection of the call is
-        closed once its frames are gone."""
+        self.begin_anew()
         self.credentials = Credentials(auth) if auth else None
         """Our identity; None: without authentication."""
         self._channels = Channels(self.credentials)
+
+    def begin_anew(self) -> None:
+        """Called after a foreign exception has cut a call: the next calls use connections and locks
+        of their own. Calls of other threads go on."""
+        self._joining = threading.Lock()
+        self._idle: deque[LaneConnection] = deque()
+        self._connections: set[LaneConnection] = set()
+        """All open connections."""
 
     @property
     def joined(self) -> Joined | None:
@@ -148,7 +156,7 @@ class MasterStub:
         Raises:
             As ``call``.
         """
-        if self._closed.is_set():
+        if self._closed:
             raise ClosedError("the client is closed")
         if not self._link.current:
             self._run(attempts(self._link, None, deadline, uptime), None, b"", deadline, math.inf)
@@ -170,7 +178,7 @@ class MasterStub:
             ClosedError: the stub was closed, before or meanwhile.
             KVStoreError: the error that the master answered.
         """
-        if self._closed.is_set():
+        if self._closed:
             raise ClosedError("the client is closed")
         if self.check is not None:
             self.check(request)
@@ -223,15 +231,14 @@ class MasterStub:
     def abandon(self) -> None:
         """Called in the child of a fork: refuses calls, and closes the child's descriptors of the
         parent's connections. Takes no lock."""
-        self._closed = Latch()
-        self._closed.set()
+        self._closed = True
         for connection in list(self._connections):
             connection.close()
         forks.keep(self._channels)  # gRPC's threads and locks were the parent's
 
     def close(self) -> None:
         """Ends calls under way with ``ClosedError``. Idempotent."""
-        self._closed.set()
+        self._closed = True
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -259,7 +266,7 @@ class MasterStub:
                 outcome = self._do(action, call, payload, deadline, silence_s)
             except Exception as error:  # noqa: BLE001  # `attempts` decides what it means
                 failure = error
-            if failure is not None and self._closed.is_set():
+            if failure is not None and self._closed:
                 raise ClosedError("the client was closed during the call")
             # Outside the handler, so that errors of `attempts` do not refer to the failed attempt.
             try:
@@ -285,8 +292,7 @@ class MasterStub:
             return GRPC if what == TLS and self.credentials is not None else what
         if isinstance(action, WaitStep):
             self._tell_waiting(action.reason, deadline)
-            if self._closed.wait(action.seconds):
-                raise ClosedError("the client was closed during the call")
+            self._wait(action.seconds)
             return None
         if isinstance(action, Locate):
             return in_one_piece(
@@ -308,17 +314,25 @@ class MasterStub:
         return reply
 
     def _join_at(self, action: JoinAt, deadline: float) -> None:
-        def join() -> None:
+        joining = self._joining
+        if not joining.acquire(timeout=max(0.0, deadline - uptime())):
+            raise late(self._link, "Join")
+        try:
             if self._link.generation == action.generation:
                 until = min(deadline, uptime() + action.timeout_s)
                 payload = encode_request(self._join._replace(highest_epoch=self._link.epoch))
                 data = self._on_grpc(action.address, JOIN, payload, until, last=until == deadline)
                 self._accept(cast(Joined, decode_reply(JOIN, data)), action.address)
+        finally:
+            joining.release()
 
-        try:
-            self._joining.run(join, deadline - uptime())
-        except NotOurTurnError:
-            raise late(self._link, "Join") from None
+    def _wait(self, seconds: float) -> None:
+        """Raises ClosedError: the stub was closed meanwhile."""
+        until = uptime() + seconds
+        while not self._closed and (left_s := until - uptime()) > 0:
+            time.sleep(min(left_s, CLOSED_PAUSE_S))
+        if self._closed:
+            raise ClosedError("the client was closed during the call")
 
     def _accept(self, joined: Joined, address: str) -> None:
         if self._on_join is not None:
@@ -444,7 +458,7 @@ class MasterStub:
             if isinstance(error, CarrierBrokenError):
                 error.generation = connection.generation
             raise
-        if self._closed.is_set():
+        if self._closed:
             self._drop(connection)
         else:
             self._idle.append(connection)
@@ -457,9 +471,8 @@ class MasterStub:
         joined, generation = self._link.joined, self._link.generation
         assert joined is not None
         with self._lock:
-            if self._closed.is_set():
+            if self._closed:
                 raise ClosedError("the client is closed")
-            self._connections.prune()
             if len(self._connections) >= LANE_CONNECTIONS_MAX:
                 return None
         now = uptime()
@@ -471,7 +484,7 @@ class MasterStub:
         with self._lock:
             self._connections.add(connection)
         try:
-            if self._closed.is_set():
+            if self._closed:
                 raise ClosedError("the client is closed")
             connection.greet(joined, until)
         except BaseException:

@@ -151,8 +151,7 @@ class Lease:
         self._clock = clock
         self._kept = True
         self.holders: set[object] = set()
-        """A watch for each array over this memory; empty: the program has dropped all of them. A
-        set, so that no member counts twice if a signal handler raises."""
+        """A watch for each array over this memory; empty: the program has dropped all of them."""
         self.header = bytearray()
         """Of an allocation: the header that a commit has written in front of it."""
         self.capability = b""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Final
 
 from kvstore.clocks import uptime
 from kvstore.device.driver import DeviceDriver
 from kvstore.errors import ClosedError, DeadlineExceededError
-from kvstore.process.stopping import Bell
 
 SLOTS: Final = 8
 """Equal parts of a ring. Each transfer uses one or two, so that one is filled while another is
 emptied."""
 
-LOOK_AGAIN_S: Final = 0.1
-"""How often a call that waits for a slot looks for one by itself; see ``Bell``."""
+LOOK_AGAIN_S: Final = 0.001
+"""How often a call that waits for a slot looks for one: a slot is taken for milliseconds."""
 
 
 class Ring:
@@ -29,7 +29,6 @@ class Ring:
         self._memory: memoryview | None = None
         self._free: list[memoryview] = []
         self._changing = threading.Lock()
-        self._given = Bell()
         self._is_closed = False
         self.taken = 0
 
@@ -46,8 +45,8 @@ class Ring:
             with self._changing:
                 self._prepare()
                 if self._free:
-                    return self._pop()
-                heard = self._given.listen()
+                    self.taken += 1
+                    return self._free.pop()
             left = deadline - uptime()
             if left <= 0:
                 raise DeadlineExceededError(
@@ -55,7 +54,7 @@ class Ring:
                     advice="Give the client a larger device_ring.",
                     settled=1,
                 )
-            self._given.wait(heard, min(left, LOOK_AGAIN_S))
+            time.sleep(min(left, LOOK_AGAIN_S))
 
     def give(self, slot: memoryview) -> None:
         """Gives a slot back; no copy of it is under way."""
@@ -64,14 +63,12 @@ class Ring:
             self.taken -= 1
             if self._is_closed:
                 self._release()
-        self._given.ring(1)
 
     def close(self) -> None:
         """Releases the memory, when all slots have been given back. Idempotent."""
         with self._changing:
             self._is_closed = True
             self._release()
-        self._given.ring()
 
     def _release(self) -> None:
         """Releases the memory if no slot is taken. The caller holds the lock."""
@@ -79,10 +76,6 @@ class Ring:
             memory, self._memory = self._memory, None
             self._free.clear()
             self._driver.release(memory)
-
-    def _pop(self) -> memoryview:
-        self.taken += 1
-        return self._free.pop()
 
     def _prepare(self) -> None:
         """Allocates the memory at the first call. The caller holds the lock."""
