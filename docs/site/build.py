@@ -33,7 +33,6 @@ PAGES: Final = (
 )  # fmt: skip
 QUERIES: Final = {
     "index": ("install", "download", "start", "quickstart", "try"),
-    "docs/auth": ("tls", "certificate", "identity", "password", "revoke"),
     "docs/comparison": ("should i use", "is it for me", "redis", "alternatives", "vs"),
     "docs/containers": ("docker", "kubernetes", "compose", "systemd", "image", "helm"),
     "docs/dashboard": ("grafana", "web page"),
@@ -46,8 +45,16 @@ QUERIES: Final = {
     "docs/proxy": ("disaggregated", "1p1d", "router"),
     "docs/python": ("python", "client", "api"),
     "docs/runbook": ("slow", "alert", "problem", "troubleshooting"),
+    "docs/security": (
+        "tls",
+        "certificate",
+        "identity",
+        "password",
+        "revoke",
+        "quota",
+        "multi-tenant",
+    ),
     "docs/sizing": ("how much memory", "capacity"),
-    "docs/tenants": ("quota", "multi-tenant"),
     "docs/transports": ("rdma",),
     "docs/why": ("miss", "no hits", "not found", "hit rate"),
 }

@@ -202,7 +202,7 @@ class MasterConfig(HttpConfig):
         default="",
         description="File (TOML) that divides the store among tenants, by patterns of namespaces: "
         "what each is guaranteed, and what it may have at most. It is read again when it changes. "
-        "Empty: there are no tenants. docs/tenants.md has an example.",
+        "Empty: there are no tenants. docs/security.md has an example.",
     )
     lane_spin_us: Microseconds = Field(
         default=200,

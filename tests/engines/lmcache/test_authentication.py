@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 KEYS = [key(number) for number in range(8)]
 OF_LMCACHE = ("lmcache/*", FLEET_NAMESPACE)
-"""As docs/auth.md says them."""
+"""As docs/security.md says them."""
 
 TASKS_S = 20.0
 """Of all tasks of an adapter that is refused: two seconds each at most, until a breaker opens."""

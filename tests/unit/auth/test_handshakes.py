@@ -99,23 +99,6 @@ def test_grpc_hands_on_who_the_peer_is(tmp_path: Path, signer: certificates.Sign
     assert found.startswith("kvstore:engine/e?id=")
 
 
-@pytest.mark.parametrize("wanted", [NODE, ENGINE], ids=["node", "engine"])
-def test_others_cannot_pass_for_a_master(
-    tmp_path: Path, signer: certificates.Signer, wanted: Wanted
-) -> None:
-    client, posing = credentials(tmp_path, signer, ENGINE), credentials(tmp_path, signer, wanted)
-    with pytest.raises(ssl.SSLError):
-        both(client, posing)
-
-
-def test_an_engine_cannot_pass_for_a_node(tmp_path: Path, signer: certificates.Signer) -> None:
-    client = credentials(tmp_path, signer, ENGINE)
-    with pytest.raises(ssl.SSLError):
-        both(client, credentials(tmp_path, signer, ENGINE), NODE_NAME)
-    with pytest.raises(ssl.SSLError):
-        both(client, credentials(tmp_path, signer, MASTER), NODE_NAME)
-
-
 def test_the_name_of_an_identity_is_no_name_of_a_server(
     tmp_path: Path, signer: certificates.Signer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,43 +117,53 @@ def test_the_name_of_an_identity_is_no_name_of_a_server(
         shake(client.client(), credentials(tmp_path, signer, named).server())
 
 
+@pytest.mark.parametrize(
+    ("name", "server", "client_days_ago", "server_days_ago"),
+    [
+        (MASTER_NAME, NODE, 0, 0),
+        (MASTER_NAME, ENGINE, 0, 0),
+        (NODE_NAME, ENGINE, 0, 0),
+        (NODE_NAME, MASTER, 0, 0),
+        *((MASTER_NAME, MASTER, days_ago, 0) for days_ago in (366, -1)),
+        *((MASTER_NAME, MASTER, 0, days_ago) for days_ago in (366, -1)),
+    ],
+)
+def test_another_role_and_another_time_are_refused(
+    tmp_path: Path, signer: certificates.Signer, name: str, server: Wanted,
+    client_days_ago: int, server_days_ago: int,
+) -> None:  # fmt: skip
+    with pytest.raises(ssl.SSLError):
+        both(
+            credentials(tmp_path, signer, ENGINE, days_ago=client_days_ago),
+            credentials(tmp_path, signer, server, days_ago=server_days_ago),
+            name,
+        )
+
+
 def test_another_authority_is_refused_by_both_ends(
     tmp_path: Path, signer: certificates.Signer
 ) -> None:
-    other = identities.authority()
+    """Until either file trusts both, as docs/security.md says of a new CA."""
+    other, trusted = identities.authority(), certificates.pem(signer.certificate)
+    client, server = credentials(tmp_path, signer, ENGINE), credentials(tmp_path, other, MASTER)
     with pytest.raises(ssl.SSLError):
-        both(credentials(tmp_path, signer, ENGINE), credentials(tmp_path, other, MASTER))
-    # A stranger that would accept the server, and shows a certificate of its own.
-    stranger = certificates.issue(other, ENGINE, NOW).pems
-    stranger = stranger._replace(authorities=certificates.pem(signer.certificate))
-    client = Credentials(str(identities.folder(tmp_path / "stranger", stranger)))
-    with pytest.raises(ssl.SSLError):
-        both(client, credentials(tmp_path, signer, MASTER))
-
-
-@pytest.mark.parametrize("days_ago", [366, -1], ids=["expired", "not_yet"])
-def test_certificates_count_in_their_time(
-    tmp_path: Path, signer: certificates.Signer, days_ago: float
-) -> None:
-    good = [credentials(tmp_path, signer, each) for each in (ENGINE, MASTER)]
-    wrong = [credentials(tmp_path, signer, w, days_ago=days_ago) for w in (ENGINE, MASTER)]
-    with pytest.raises(ssl.SSLError):
-        both(wrong[0], good[1])
-    with pytest.raises(ssl.SSLError):
-        both(good[0], wrong[1])
-
-
-def test_a_leaf_is_no_authority(tmp_path: Path, signer: certificates.Signer) -> None:
-    """An engine signs a certificate of a master with its own key."""
+        both(client, server)
     leaf = certificates.issue(signer, ENGINE, NOW).pems
-    posing = certificates.signer_of(leaf.key, leaf.chain)
-    forged = certificates.issue(posing, MASTER, NOW).pems
-    forged = forged._replace(
-        chain=forged.chain + leaf.chain, authorities=certificates.pem(signer.certificate)
-    )
-    server = Credentials(str(identities.folder(tmp_path / "posing", forged)))
+    # An engine signs the certificate of a master; a stranger trusts the server.
+    forged = certificates.issue(certificates.signer_of(leaf.key, leaf.chain), MASTER, NOW).pems
+    forged = forged._replace(chain=forged.chain + leaf.chain, authorities=trusted)
+    stranger = certificates.issue(other, ENGINE, NOW).pems._replace(authorities=trusted)
     with pytest.raises(ssl.SSLError):
-        both(credentials(tmp_path, signer, ENGINE), server)
+        both(client, Credentials(str(identities.folder(tmp_path / "forged", forged))))
+    with pytest.raises(ssl.SSLError):
+        both(
+            Credentials(str(identities.folder(tmp_path / "stranger", stranger))),
+            credentials(tmp_path, signer, MASTER),
+        )
+    for path, ca in ((client.path, other), (server.path, signer)):
+        with open(path, "ab") as file:
+            file.write(certificates.pem(ca.certificate))
+    both(Credentials(client.path), Credentials(server.path))
 
 
 def test_tls_1_2_is_refused(tmp_path: Path, signer: certificates.Signer) -> None:
