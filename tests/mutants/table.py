@@ -12,9 +12,9 @@ from typing import Final
 from tests.mutants import of_auth, of_connectors, of_engines, of_tenants
 from tests.mutants.mutant import Mutant
 
-MASTER: Final = ("tests/unit/master", "tests/model/test_master_state.py")
+MASTER: Final = "tests/unit/master"
 FOREST: Final = ("tests/model/test_forest.py", *MASTER)
-EVICTION: Final = ("tests/unit/master/test_eviction.py", "tests/model/test_eviction.py", *MASTER)
+EVICTION: Final = ("tests/unit/master/test_eviction.py", *MASTER)
 CLIENT: Final = ("tests/unit/client", "tests/conformance/test_objects.py")
 TRANSPORT: Final = (
     "tests/conformance/test_transports.py", "tests/conformance/test_objects.py",
@@ -28,7 +28,7 @@ WAITS: Final = ("tests/unit/device/test_device.py", "tests/unit/client/test_devi
 TOLD_OF: Final = ("tests/unit/client/test_descriptors.py", "tests/unit/client/test_value_edges.py")
 KEPT: Final = (
     "tests/unit/master/test_keeping.py", "tests/unit/master/test_ends.py",
-    "tests/model/test_master_state.py",
+
 )  # fmt: skip
 WIRE: Final = ("tests/unit/wire",)
 EPOCHS: Final = ("tests/unit/master/test_epochs.py",)
