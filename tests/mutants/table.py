@@ -364,7 +364,7 @@ MUTANTS: Final = (
         'return hmac.digest(key, nonce + hello, "sha256")',
         'return hmac.digest(key, nonce, "sha256")', CAPABILITIES, native=False),
     Mutant("token-where-capabilities-are-required", "kvstore/transport/tcp_connection.py",
-        'if hello.protocol < protocol.WITH_CAPABILITIES and wanted == "require":',
+        "if hello.protocol < protocol.WITH_CAPABILITIES and wanted:",
         "if False:", CAPABILITIES, native=False),
     Mutant("ranges-are-not-checked", "kvstore/transport/pieces.py",
         "if offset < SUPERBLOCK_BYTES or offset + len(move.buffer) > size:",
