@@ -10,11 +10,13 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Final
 
@@ -24,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import native
+from kvstore.auth.credentials import MASTER_NAME
 from kvstore.calls import Presence, SegmentOffer
 from kvstore.clocks import uptime
 from kvstore.keys import PackedKeys, packed_keys
@@ -44,6 +47,8 @@ from kvstore.native import kinds, slow
 from kvstore.native.kinds import CAPABILITY_BYTES, STAMP_BYTES, ReadRow, Steps, WriteRow
 from kvstore.network.stream import Stream
 from kvstore.wire.spinning import PREEMPTED
+from tests.support.encryption import shared_ends
+from tests.support.identities import ENGINE, MASTER
 
 SEED, GENERATION, SPACE = 0x1234_5678_9ABC_DEF0, 3, "llama/ü"
 SIZE = 16 << 20
@@ -443,6 +448,62 @@ def test_how_an_exchange_fails(steps: Steps, ends: tuple[socket.socket, socket.s
         assert answered(wrong) == kinds.GARBLED
     assert answered(reply(5, 3, b"x" * 10)[:20], end=True) == kinds.ENDED
     assert exchange(steps, ours)[0] == kinds.UNASKED
+
+
+@pytest.fixture
+def tls_ends() -> Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]:
+    """Of a client and of a master."""
+    ours, theirs = socket.socketpair()
+    client, master = (shared_ends().credentials(wanted) for wanted in (ENGINE, MASTER))
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(master.server().wrap_socket, theirs, server_side=True)
+        within = client.client().wrap_socket(ours, server_hostname=MASTER_NAME)
+        with within, answers.result(10) as other:
+            yield within, other
+
+
+@pytest.mark.parametrize("size", [0, 100, 1 << 19])
+def test_an_exchange_within_tls(tls_ends: tuple[ssl.SSLSocket, ssl.SSLSocket], size: int) -> None:
+    ours, theirs = tls_ends
+    payload = random.Random(size).randbytes(size)
+
+    def answer() -> None:
+        for _ in range(2):
+            assert theirs.recv(100) == b"request"
+            theirs.sendall(reply(5, 3, payload))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    for _ in range(2):
+        assert exchange(SLOW, ours) == (kinds.ANSWERED, 0, 3, payload)
+    thread.join()
+    theirs.sendall(reply(5, 3, b"") * 2)
+    assert ours.recv(14) == reply(5, 3, b""), "and the other one is decrypted"
+    assert exchange(SLOW, ours)[0] == kinds.UNASKED
+
+
+@pytest.mark.parametrize(
+    ("how", "ends_as"),
+    [("changed", kinds.BROKEN), ("closed", kinds.ENDED), ("shut down", kinds.ENDED)],
+)
+def test_how_an_exchange_within_tls_fails(
+    tls_ends: tuple[ssl.SSLSocket, ssl.SSLSocket], how: str, ends_as: int
+) -> None:
+    ours, theirs = tls_ends
+    assert exchange(SLOW, ours, 0.05)[0] == kinds.TIMED_OUT
+    assert theirs.recv(100) == b"request"
+
+    def answer() -> None:
+        assert theirs.recv(100) == b"request"
+        if how == "changed":
+            socket.socket.sendall(theirs, b"\x17\x03\x03\0\x20" + b"x" * 32)
+        else:
+            socket.socket.shutdown(theirs if how == "closed" else ours, socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert exchange(SLOW, ours)[0] == ends_as
+    thread.join()
 
 
 class Raised(BaseException):
