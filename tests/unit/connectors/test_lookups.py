@@ -306,10 +306,11 @@ def test_one_step_waits_only_so_long_for_all_its_requests(
     now, waits = 0.0, []
 
     class Waited(threading.Event):
-        def wait(self, seconds: float = 0.0) -> bool:
+        def wait(self, timeout: float | None = None) -> bool:
             nonlocal now
-            waits.append(seconds)
-            now += seconds / 2
+            assert timeout is not None
+            waits.append(timeout)
+            now += timeout / 2
             return False
 
     store.hold()
