@@ -24,8 +24,6 @@ import pytest
 from kvstore import Client, calls
 from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
-from kvstore.bench.ours import NAMESPACE, OurDriver
-from kvstore.bench.session import GET, PUT
 from kvstore.calls import Clear, Join, Joined
 from kvstore.client.calling import lane
 from kvstore.client.calling.retries import TokenRefusedError
@@ -95,43 +93,6 @@ def test_an_engine_has_its_namespaces_and_no_others(
     assert admin.get("k", namespace=THEIRS) == content("theirs")
     assert client.remove(b"b1")
     assert any(client._stub._connections) == carrier["lane"]
-
-
-def test_an_engine_of_one_namespace_can_measure_the_store(
-    cluster: Cluster, identities: Identities
-) -> None:
-    """``kvstore bench --master`` needs no more."""
-    cluster.start()
-    theirs = cluster.client(namespace=THEIRS)
-    theirs.put("k", content("k"))
-    auth = engine(identities, "bench", NAMESPACE)
-    driver = OurDriver(cluster.address, "tcp", 8 << 10, pool_bytes=1 << 20, auth=auth)
-    with contextlib.closing(driver):
-        driver.clear()
-        work = driver.work(PUT, [["a", "b"]], 4_096)
-        work.check(work.call(0))
-        work = driver.work(GET, [["a", "b"]], 4_096)
-        work.check(work.call(0))
-        driver.clear()
-        assert driver.plain.exists("a", namespace=NAMESPACE) is False
-    assert theirs.get("k") == content("k")
-
-
-def test_who_may_only_read_or_see_numbers(cluster: Cluster, identities: Identities) -> None:
-    cluster.start()
-    cluster.client(namespace=OURS).put("k", content("k"))
-    reader = cluster.client(auth=identities.file("r", "engine", reads=[OURS]), namespace=OURS)
-    assert reader.get("k") == content("k")
-    for refused in (lambda: reader.put("n", b"v"), lambda: reader.remove("k")):
-        with pytest.raises(PermissionDeniedError, match="may not write namespace 'ours'"):
-            refused()
-    with pytest.raises(PermissionDeniedError):
-        reader.allocate(100)
-    observer = cluster.client(auth=identities.file("observer"), namespace=OURS)
-    assert [each.name for each in observer.status().namespaces] == [OURS]
-    for blind in (lambda: observer.exists("k"), lambda: list(observer.list_objects())):
-        with pytest.raises(PermissionDeniedError, match="may not read namespace"):
-            blind()
 
 
 @pytest.mark.slow
@@ -302,22 +263,6 @@ def test_what_is_made_for_a_join_needs_its_token(cluster: Cluster, identities: I
             with pytest.raises(grpc.RpcError) as caught:
                 ask(encode_request(request), timeout=5)
             assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED, call.name
-
-
-@pytest.mark.slow
-def test_an_engine_that_may_not_read_the_default_namespace_keeps_its_allocations(
-    tmp_path: Path, identities: Identities
-) -> None:
-    settings = SHORT | {"put_deadline_ms": 1_000}
-    with Cluster(tmp_path, settings=settings, identities=identities) as cluster:
-        cluster.start()
-        client = cluster.client(auth=engine(identities), namespace=OURS)
-        memory = client.allocate(1_000, kind="numpy")
-        time.sleep(2.5)
-        assert client.put("k", memory)
-        writer = identities.file("w", "engine", reads=["elsewhere"], writes=[OURS])
-        alone = cluster.client(auth=writer, namespace=OURS)
-        assert alone.put("written", alone.allocate(1_000, kind="numpy"))
 
 
 def test_the_lanes_socket_of_another_user_is_not_believed(
