@@ -10,8 +10,9 @@ The checker knows nothing of masters, leases or memory, only of calls with a beg
 A put without a good end (an error, a killed process, FOUND) may have happened, at any time after
 it began: its version is *doubtful*, and is never called gone. Two cases that
 docs/decisions/removals.md allows are counted, and are no violations. Memory that was away during a
-removal, and joins the next master before all others, can show the object until the first of the others has joined. And a client with
-a lease of an earlier master may read the memory of a node that died before it joined the next one.
+removal, and joins the next master before all others, can show the object until the first of the
+others has joined. And a client with a lease of an earlier master may read the memory of a node that
+died before it joined the next one.
 """
 
 from __future__ import annotations
