@@ -32,7 +32,7 @@ from kvstore.errors import KVStoreError, MasterUnreachableError, PermissionDenie
 from kvstore.limits import Key, Namespace
 from kvstore.web.events.following import follow
 from kvstore.wire.messages import CALLS, encode_request
-from tests.support.cluster import SHORT, Cluster
+from tests.support.cluster import Cluster
 from tests.support.http import request
 from tests.support.issuing import Identities, utc_now
 from tests.support.processes import KVSTORE, free_port, run_python
