@@ -203,7 +203,7 @@ $(VENV)/.demo: $(VENV)/.kvstore
 	@touch $@
 
 # What is measured must be compiled; elsewhere changed sources run as they are.
-$(VENV)/.compiled: $(VENV)/.kvstore $(wildcard master/state/*.py master/state/*/*.py kvstore/native/*.[ch])
+$(VENV)/.compiled: $(VENV)/.kvstore $(wildcard master/state/*.py master/state/*/*.py kvstore/native/*.[ch] kvstore/native/third_party/*.[ch])
 	$(PIP) --editable .
 	@touch $@
 

@@ -21,7 +21,7 @@
 #include <time.h>
 
 #include "siphash.h"
-#include "xxh3.h"
+#include "checksum.h"
 
 #include "rows.h"
 #include "sockets.h"

@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
-import json
 import logging
 import math
 import os
@@ -29,6 +28,8 @@ from collections.abc import Callable
 from datetime import datetime
 from queue import SimpleQueue
 from typing import IO, Any, Final, TextIO, cast
+
+from pythonjsonlogger.json import JsonFormatter as BaseJsonFormatter
 
 from kvstore.texts import shown_text
 
@@ -149,9 +150,7 @@ class LineFormatter(logging.Formatter):
     ) -> str:
         """As ``2026-11-27T03:02:51.123+01:00``."""
         del datefmt
-        return (
-            datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
-        )
+        return _time(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's own name
         """As ``logging.Formatter``, on one line."""
@@ -168,32 +167,40 @@ class LineFormatter(logging.Formatter):
         return "\n".join("  " + shown_text(line, TEXT_MAX) for line in lines)
 
 
-class JsonFormatter(LineFormatter):
+class JsonFormatter(BaseJsonFormatter):
     """Writes one JSON object per record: ``time``, ``level``, ``logger``, ``event``, each
     ``key=value`` of the line as a key, and ``message``, the line itself."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        """As ``logging.Formatter``. Where a line is too long, its texts are cut."""
-        message = record.getMessage()
+    def add_fields(
+        self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
+    ) -> None:
+        """As ``BaseJsonFormatter``."""
         fields = fields_of(record)
-        event = fields.pop("event", _event(str(record.msg), message))
-        told: dict[str, object] = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            **({"event": event} if event else {}),
-        }
-        told = {**told, **{name: each for name, each in fields.items() if name not in told}}
-        told["message"] = message
+        event = fields.pop("event", _event(str(record.msg), record.message))
+        log_data["time"] = _time(record)
+        log_data["level"] = record.levelname.lower()
+        log_data["logger"] = record.name
+        if event:
+            log_data["event"] = event
+        for name, value in fields.items():
+            log_data.setdefault(name, value)
+        log_data["message"] = record.message
         for name in ("trace", "left_out"):
             if value := getattr(record, name, None):
-                told[name] = value
-        if record.exc_info:
-            told["exception"] = logging.Formatter.formatException(self, record.exc_info)
+                log_data[name] = value
+        if "exc_info" in message_dict:
+            log_data["exception"] = message_dict["exc_info"]
+
+    def jsonify_log_record(self, log_data: dict[str, Any]) -> str:
+        """As ``BaseJsonFormatter``. Where a line is too long, its texts are cut."""
         text_max = TEXT_MAX
-        while len(line := json.dumps(_cut(told, text_max))) >= PIECE_BYTES_MAX:
+        while len(line := super().jsonify_log_record(_cut(log_data, text_max))) >= PIECE_BYTES_MAX:
             text_max //= 4
         return line
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
 
 def _event(form: str, message: str) -> str:
@@ -203,8 +210,11 @@ def _event(form: str, message: str) -> str:
     return message.partition(" ")[0].rstrip(":") if is_event else ""
 
 
-def _cut(told: dict[str, object], text_max: int) -> dict[str, object]:
-    return {name: each[:text_max] if isinstance(each, str) else each for name, each in told.items()}
+def _cut(fields: dict[str, Any], text_max: int) -> dict[str, Any]:
+    return {
+        name: value[:text_max] if isinstance(value, str) else value
+        for name, value in fields.items()
+    }
 
 
 _CONVERSION: Final = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?([a-zA-Z%])")
