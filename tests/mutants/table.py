@@ -12,7 +12,7 @@ from typing import Final
 from tests.mutants import of_auth, of_connectors, of_engines, of_tenants
 from tests.mutants.mutant import Mutant
 
-MASTER: Final = "tests/unit/master"
+MASTER: Final = ("tests/unit/master",)
 FOREST: Final = ("tests/model/test_forest.py", *MASTER)
 EVICTION: Final = ("tests/unit/master/test_eviction.py", *MASTER)
 CLIENT: Final = ("tests/unit/client", "tests/conformance/test_objects.py")
