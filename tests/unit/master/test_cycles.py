@@ -58,6 +58,7 @@ def run(main: Coroutine[object, object, ResultT]) -> ResultT:
 
 @pytest.fixture
 def _collector_off() -> Iterator[None]:
+    gc.collect()  # what other tests have left
     gc.disable()
     yield
     gc.enable()
