@@ -6,7 +6,7 @@ from typing import Final
 
 from tests.mutants.mutant import Mutant
 
-TENANTS: Final = "tests/unit/master/test_tenants.py"
+TENANTS: Final = ("tests/unit/master/test_tenants.py",)
 POOL: Final = "master/state/pool.py"
 
 MUTANTS: Final = (
