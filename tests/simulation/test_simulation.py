@@ -29,6 +29,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.nodes import Nodes
 from kvstore.master.state.puts import Granted, Pending
 from kvstore.master.state.reclaim import Reclaim
+from kvstore.master.state.records import ObjectRecord
 from kvstore.memory.header import extent_bytes
 from kvstore.node.stamps import Stamps
 from kvstore.tenants import TenantRule
@@ -476,6 +477,10 @@ def test_finds_what_comes_back_after_its_time_to_live(monkeypatch: pytest.Monkey
     found(options, "over_again", within_steps=10**6, each=15_000)
 
 
+def all_alive(record: ObjectRecord) -> bool:
+    return all(segment.alive or not segment.segment_id for segment, _ in record.extents())
+
+
 class Placeless(MasterState):
     """Renews a lease by key and version, wherever the leased memory is."""
 
@@ -485,7 +490,7 @@ class Placeless(MasterState):
 
     def _renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(asking, "_is_at", lambda *_: True)
+            patch.setattr(asking, "_is_at", lambda record, *_: all_alive(record))
             return self.asking.renew(now_ms, request)
 
 
