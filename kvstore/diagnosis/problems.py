@@ -159,7 +159,7 @@ def of_identity(valid: Validity | None, now_ms: int) -> list[FoundProblem]:
         text = "This master's certificate has ended: issue it anew."
         return [FoundProblem("bad", text, "KvstoreIdentityEnds")]
     left = duration_text(int(left_s * 1000))
-    text = f"This master's certificate ends in {left}: issue another one (kvstore auth issue)."
+    text = f"This master's certificate ends in {left}: issue it anew (kvstore auth issue)."
     return [FoundProblem("warning", text, "KvstoreIdentityEnds")]
 
 
