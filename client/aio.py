@@ -118,7 +118,6 @@ class AsyncClient:
     get = _awaited(Client.get)
     get_many = _awaited(Client.get_many)
     get_into = _awaited(Client.get_into)
-    get_raw = _awaited(Client.get_raw)
     get_ranges = _awaited(Client.get_ranges)
 
     match_prefix = _awaited(Client.match_prefix)

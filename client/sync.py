@@ -16,7 +16,6 @@ from kvstore.client.arguments import AnyKey, DType, Duration, Pairs, Range, Stre
 from kvstore.client.calling.stub import MasterStub
 from kvstore.client.flows import allocating, asking, getting, moving, putting, reading
 from kvstore.client.flows.asking import Match, ObjectStat, Reach
-from kvstore.client.flows.getting import Raw
 from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.ranges import ObjectParts, get_ranges
 from kvstore.client.flows.reading import GetOptions
@@ -408,30 +407,6 @@ class Client:
         return self._run(
             getting.get_many(self._context, arguments.key_list(keys), options), timeout_ms
         )
-
-    def get_raw(
-        self,
-        key: AnyKey,
-        *,
-        size_max: int | None = None,
-        namespace: str | None = None,
-        timeout_ms: int | None = None,
-    ) -> Raw | None:
-        """The bytes of a value, and what was put; None on a miss. Needs neither torch, nor
-        the dtype, nor a descriptor that can be read. The bytes are a copy, verified as those of
-        ``get``.
-
-        Args:
-            size_max: the largest payload to read, in bytes; None: any.
-
-        Raises:
-            BufferMismatchError: it is larger; ``fields["size_bytes"]``. Nothing was read.
-        """
-        if size_max is not None:
-            size_max = arguments.whole("size_max", size_max, 0, arguments.SIZE_MAX, "bytes")
-        options = GetOptions(self._namespace(namespace), timeout_ms=timeout_ms)
-        flow = getting.get_raw(self._context, check_key(key), size_max, options)
-        return self._run(flow, timeout_ms)
 
     def get_into(
         self,

@@ -392,7 +392,7 @@ def test_who_is_revoked_is_out_within_seconds(cluster: Cluster, identities: Iden
     client = cluster.client(auth=engine(identities), namespace=OURS)
     client.put("k", content("k"))
     tls = Credentials(engine(identities)).client()
-    path = f"/api/v1/objects?{urlencode({'namespace': OURS, 'key': b'k'.hex()})}"
+    path = f"/api/v1/stat?{urlencode({'namespace': OURS, 'key': b'k'.hex()})}"
     port = cluster.settings["http_port"]
     assert request(port, "GET", path, tls=tls).status == 200
     told = follow([f"127.0.0.1:{port}"], namespace=OURS, auth=engine(identities), patience_s=0.1)
@@ -578,16 +578,14 @@ def test_http_acts_with_the_rights_of_the_request(cluster: Cluster, identities: 
     admin, mine = identities.file("admin"), engine(identities)
     observer = identities.file("observer")
     k = b"k".hex()
-    objects = "/api/v1/objects"
-    assert ask("PUT", objects, admin, b"v", namespace=THEIRS, key=k) == 201
-    assert ask("GET", objects, admin, namespace=THEIRS, key=k) == 200
-    # Also when the child has just read it for somebody else, and knows where it is.
-    assert ask("GET", objects, mine, namespace=THEIRS, key=k) == 403
-    assert ask("DELETE", objects, mine, namespace=THEIRS, key=k) == 403
-    assert ask("PUT", objects, mine, b"v", namespace=THEIRS, key=b"l".hex()) == 403
-    assert ask("PUT", objects, mine, b"v", namespace=OURS, key=k) == 201
-    assert ask("GET", objects, mine, namespace=OURS, key=k) == 200
-    assert ask("GET", objects, observer, namespace=OURS, key=k) == 403
+    stat, remove = "/api/v1/stat", "/api/v1/remove"
+    cluster.client(auth=admin).put("k", b"v", namespace=THEIRS)
+    assert ask("GET", stat, admin, namespace=THEIRS, key=k) == 200
+    assert ask("GET", stat, mine, namespace=THEIRS, key=k) == 403
+    assert ask("POST", remove, mine, {"keys": [k], "namespace": THEIRS}) == 403
+    assert ask("POST", remove, mine, {"keys": [k], "namespace": OURS}) == 200
+    assert ask("GET", stat, mine, namespace=OURS, key=k) == 404
+    assert ask("GET", stat, observer, namespace=OURS, key=k) == 403
     chains = "/api/v1/chains"
     assert ask("GET", chains, admin) == 200
     assert ask("GET", chains, mine) == 403, "an answer that is kept for the admin"

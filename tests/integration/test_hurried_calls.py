@@ -110,7 +110,6 @@ ROWS: dict[str, Row | str] = {
     "allocate": Row(shape=4, dtype="uint8", kind="numpy", wait_ms=0, namespace=None),
     "get": Row(key="hurried", namespace=None, copy=True, kind=None, device=None),
     "get_many": Row(keys=KEYS, namespace=None, copy=True, kind=None, device=None),
-    "get_raw": Row(key="hurried", size_max=100, namespace=None),
     "get_into": Row(keys=["hurried"], buffers=[BUFFER], namespace=None, stream=None),
     "get_ranges": Row(keys=["hurried"], ranges=[[(0, BUFFER[:1])]], namespace=None),
     "register": Row(memory=BUFFER, size=None),

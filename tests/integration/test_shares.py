@@ -104,9 +104,8 @@ class Attacker:
         """One request whose body does not come."""
         sock = socket.create_connection(("127.0.0.1", port), timeout=10)
         tls = self._stack.enter_context(self._tls.wrap_socket(sock, server_hostname=MASTER_NAME))
-        query = urlencode({"namespace": SPACE.format("evil"), "key": "00"})
-        head = f"PUT /api/v1/objects?{query} HTTP/1.1\r\nHost: localhost\r\n"
-        tls.sendall(f"{head}Content-Length: 9\r\n\r\n".encode())
+        head = "POST /api/v1/exists HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+        tls.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode())
 
     def events(self, port: int) -> None:
         sock = socket.create_connection(("127.0.0.1", port), timeout=10)
@@ -165,7 +164,7 @@ def test_one_identity_holds_all_that_it_gets_of_each_door(
 
         tls = Credentials(identities.engine("good", "good/*")).client()
         own = urlencode({"namespace": SPACE.format("good")})
-        assert request(port, "GET", f"/api/v1/objects/list?{own}", tls=tls).status == 200
+        assert request(port, "GET", f"/api/v1/chains?{own}", tls=tls).status == 200
         assert request(port, "GET", f"/api/v1/events/snapshot?{own}", tls=tls).status == 200
 
         admin = Credentials(identities.file("admin")).client()

@@ -53,7 +53,6 @@ ACCESS: Final = "kvstore/web/server/access.py"
 DOORS: Final = "kvstore/web/server/doors.py"
 CHANNEL: Final = "kvstore/web/channel.py"
 JOURNAL: Final = "kvstore/web/events/journal.py"
-OBJECTS: Final = "kvstore/web/api/objects.py"
 ENDPOINTS: Final = "kvstore/web/server/endpoints.py"
 OUTRUNS: Final = "master/outruns.py"
 PACKED: Final = "kvstore/wire/packed.py"
@@ -395,35 +394,9 @@ MUTANTS: Final = (
         "== header.payload_checksum",
         "!= -1", MEMORY),
     # --- HTTP and events ------------------------------------------------------------------------
-    Mutant("range-says-one-byte-too-many", OBJECTS,
-        'f"bytes {start}-{stop - 1}/{size}"',
-        'f"bytes {start}-{stop}/{size}"', ("tests/unit/web/test_objects.py",)),
-    Mutant("if-range-is-ignored", OBJECTS,
-        '        and request.headers.get("If-Range", f\'"{version}"\') == f\'"{version}"\'\n', "",
-        ("tests/unit/web/test_objects.py",)),
-    Mutant("ttl-ms-taken-as-seconds", OBJECTS,
-        "asked.ttl_ms / 1000",
-        "asked.ttl_ms", ("tests/unit/web/test_objects.py",)),
-    Mutant("room-is-kept-after-a-cancelled-upload", OBJECTS,
-        "            yield\n"
-        "        finally:\n"
-        "            self.free += size\n"
-        "            self._give()\n",
-        "            yield\n"
-        "        except asyncio.CancelledError:\n"
-        "            raise\n"
-        "        else:\n"
-        "            self.free += size\n"
-        "            self._give()\n", ("tests/unit/web/test_objects.py",)),
-    Mutant("room-is-lost-by-a-grant-that-comes-too-late", OBJECTS,
-        "                self.free += size\n            else:",
-        "                pass\n            else:", ("tests/unit/web/test_room.py",)),
-    Mutant("no-bytes-are-a-range", OBJECTS,
-        ' or _NO_BYTES.fullmatch(request.headers["Range"])', "",
-        ("tests/unit/web/test_objects.py",)),
     Mutant("keys-may-have-blanks", ENDPOINTS,
-        "re.fullmatch(_hex(0), text) is None",
-        "re.match(_hex(0), text) is None", ("tests/unit/web/test_objects.py",)),
+        "re.fullmatch(_KEY, text) is None",
+        "re.match(_KEY, text) is None", ("tests/unit/web/test_keys.py",)),
     Mutant("every-page-is-the-end", JOURNAL,
         "yield number if is_last else -1, rows",
         "yield number, rows", ("tests/unit/web/test_events.py",)),

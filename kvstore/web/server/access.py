@@ -1,15 +1,14 @@
 """Who may ask what over HTTP, at the ports of masters, nodes and the proxy.
 
-A request that changes something, or that fetches bytes of an object, is *trusted* if it carries the
-token. Without a token configured, it is trusted if its connection comes from a loopback address.
-Once there is a token, loopback needs it as well: behind a proxy on this host every request comes
-from loopback.
+A request that changes something is *trusted* if it carries the token. Without a token configured,
+it is trusted if its connection comes from a loopback address. Once there is a token, loopback needs
+it as well: behind a proxy on this host every request comes from loopback.
 
 A browser on this host also connects from loopback, on behalf of whatever page it shows. So all but
 health and metrics is refused if the request came by a name that the operator does not know
 (``Hosts``), and what needs trust also if the browser says that a page of another site made it.
-There are no CORS headers, so no other site may send what browsers ask permission for (PUT, DELETE,
-JSON, ``Authorization``), or read an answer.
+There are no CORS headers, so no other site may send what browsers ask permission for (JSON,
+``Authorization``), or read an answer.
 """
 
 from __future__ import annotations
@@ -256,7 +255,7 @@ class Access:
         return self._guarded(self._acting(handler), self._misdirected, self._unread)
 
     def trusted(self, handler: Handler) -> Handler:
-        """Guards changes, and fetching bytes of objects: the request is trusted."""
+        """Guards changes: the request is trusted."""
         return self._guarded(self._acting(handler), self.distrusts)
 
     def of_all(self, handler: Handler) -> Handler:

@@ -321,12 +321,5 @@ def _application(
         if method == "GET":
             application.router.add_get(path, handler)  # and HEAD
         else:
-            wait = _wait if method == "PUT" else None
-            application.router.add_route(method, path, handler, expect_handler=wait)
+            application.router.add_route(method, path, handler)
     return application
-
-
-async def _wait(request: web.Request) -> web.StreamResponse | None:
-    """Lets the handler of a PUT ask for the body when it has room; aiohttp would ask at once."""
-    del request
-    return None
