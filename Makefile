@@ -109,7 +109,6 @@ check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/site/reference.py --check
-	$(BIN)/python docs/site/runbook.py --check
 	$(BIN)/python deploy/generate.py --check
 
 imports: $(VENV)/.dev ## Draw which part imports which, for Graphviz (ARGS=kvstore.client draws inside one)
@@ -152,9 +151,9 @@ bench-serving: $(VENV)/.vllm $(VENV)/.bench ## Measure pairs of vLLM engines by 
 proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 	$(BIN)/python proto/generate.py
 
-reference: $(VENV)/.dev ## Write the tables of docs that the code owns, and the page of the runbook
+reference: $(VENV)/.dev ## Write the tables of docs that the code owns, and the alerts
 	$(BIN)/python docs/site/reference.py
-	$(BIN)/python docs/site/runbook.py
+	$(BIN)/python deploy/generate.py
 
 constraints: ## Write down the versions in the environment, for the tests of others
 	{ sed '/^#/!d' tests/constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | \

@@ -164,7 +164,7 @@ def test_the_doctor_says_it(valid: Valid, days_ago: int, state: str, words: str)
     [found] = identity(valid(days_ago=days_ago))
     assert found.state == state
     assert words in found.found
-    assert ("kvstore auth rotate" in found.advice) is (state != "ok")
+    assert ("kvstore auth issue" in found.advice) is (state != "ok")
 
 
 def test_the_doctor_says_that_a_file_is_of_no_use(tmp_path: Path) -> None:
