@@ -33,7 +33,7 @@ SERVED: Final = (
 or HTTPS as that master serves it."""
 
 HEAD: Final = """\
-# By deploy/generate.py, from kvstore/diagnosis/rows.py. In prometheus.yml:
+# By deploy/generate.py, from kvstore/diagnosis/rows.toml. In prometheus.yml:
 #
 #     rule_files: [alerts.yml]
 #
@@ -42,7 +42,7 @@ HEAD: Final = """\
 """
 
 RULE: Final = """\
-# By deploy/generate.py, from kvstore/diagnosis/rows.py. For the Prometheus operator; not in
+# By deploy/generate.py, from kvstore/diagnosis/rows.toml. For the Prometheus operator; not in
 # kustomization.yaml, because its kind must exist in the cluster. If your Prometheus has a
 # ruleSelector (kube-prometheus-stack: the label release), add its labels.
 apiVersion: monitoring.coreos.com/v1
