@@ -1,4 +1,4 @@
-"""What can be wrong with a store: one row for each problem, in ``rows.toml``.
+"""What can be wrong with a store: one row for each problem and cause, in ``rows.toml``.
 
 From these rows come the advice of ``kvstore status``, ``kvstore doctor`` and the dashboard, the
 alerts of Prometheus (``deploy/generate.py``), and the runbook, which masters serve and
@@ -48,20 +48,45 @@ class Row(NamedTuple):
         yield "Do", f"{self.advice} {self.more}".rstrip()
 
 
+class CauseRow(NamedTuple):
+    """A cause of ``kvstore why``. Both texts are formatted with ``why.Case.words``."""
+
+    text: str
+    advice: str = ""
+    code: str = ""
+    """For programs; empty: the name of the row."""
+    is_problem: bool = True
+
+
 def _joined(fields: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: " ".join(value.split()) if isinstance(value, str) else Alert(**_joined(value))
+        name: " ".join(value.split()) if isinstance(value, str) else value
         for name, value in fields.items()
     }
 
 
+def _row(name: str, fields: dict[str, Any]) -> Row:
+    alert = Alert(**_joined(fields["alert"])) if "alert" in fields else None
+    return Row(name, **_joined(fields | {"alert": alert}))
+
+
 _TABLE: Final = tomllib.loads((resources.files(__package__) / "rows.toml").read_text("utf-8"))
 
-RECORDS: Final[dict[str, str]] = {
-    name: " ".join(expr.split()) for name, expr in _TABLE["records"].items()
-}
+RECORDS: Final[dict[str, str]] = _joined(_TABLE["records"])
 """Recording rules that the alerts use, by name."""
 
-ROWS: Final = tuple(Row(name, **_joined(fields)) for name, fields in _TABLE["row"].items())
+ROWS: Final = tuple(_row(name, fields) for name, fields in _TABLE["row"].items())
 
 ADVICE: Final = {row.name: row.advice.replace("`", "") for row in ROWS}
+
+CAUSES: Final = {name: CauseRow(**_joined(fields)) for name, fields in _TABLE["cause"].items()}
+
+PHRASES: Final[dict[str, str]] = _joined(_TABLE["phrases"])
+
+ADVICE_ON_FIELDS: Final[dict[str, str]] = {
+    name: " ".join(row["advice"].split())
+    for row in _TABLE["differing"]
+    for name in row["fields"].split()
+}
+"""What to do if the descriptions by two connectors differ in a field: by the field's name, or by a
+part of the name (``groups.0.block_tokens``)."""

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, cast
 
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
+from kvstore.diagnosis.rows import ADVICE_ON_FIELDS, CAUSES, PHRASES
 from kvstore.fleet import Cut, Difference, Record, are_guesses, contrast
 from kvstore.limits import is_fleet, of_tenant, tenant_of
 
@@ -212,9 +213,9 @@ def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Part
         others: all parties of the store.
     """
     if not evidence.nodes:
-        return [Cause(*_NO_NODE)]
+        return [_of_row("no_node", {})]
     if not any(party.objects or party.wanted or party.asked for party in parties):
-        return [Cause(*_NOTHING)]
+        return [_of_row("nothing", {})]
     found = (
         _cause(Case(evidence, party, [each for each in others if each is not party]))
         for party in parties
@@ -223,17 +224,25 @@ def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Part
 
 
 def _cause(case: Case) -> Cause | None:
-    """The cause of the first row whose condition holds."""
-    for row in ROWS:
-        if row.holds(case, case.party):
-            if row.compared is not None:
-                return _differ(*row.compared(case))
-            if not row.code:
-                return None
-            text, advice = (each.format(**case.words) for each in (row.text, row.advice))
-            spaces = case.pair if row.code == "other_namespace" else case.party.namespaces
-            return Cause(row.code, text, advice, (), spaces, row.is_problem)
-    return None
+    """The cause of the first rule whose condition holds."""
+    party = case.party
+    name = next(name for name, holds in RULES if holds(case, party))
+    if name == "explained elsewhere":
+        return None
+    if name == "compared with the writer":
+        return _differ(cast("Party", case.writer), party)
+    if name == "compared with the asker":
+        return _differ(party, cast("Party", case.asker))
+    cause = _of_row(name, case.words)
+    is_problem = cause.is_problem and not (name == "prefix_ends" and party.found)
+    spaces = case.pair if name == "other_namespace" else party.namespaces
+    return cause._replace(namespaces=spaces, is_problem=is_problem)
+
+
+def _of_row(name: str, words: Mapping[str, object]) -> Cause:
+    row = CAUSES[name]
+    text, advice = (each.format(**words) for each in (row.text, row.advice))
+    return Cause(row.code or name, text, advice, is_problem=row.is_problem)
 
 
 def _urgency(cause: Cause) -> tuple[bool, bool]:
@@ -244,7 +253,7 @@ def _urgency(cause: Cause) -> tuple[bool, bool]:
 
 
 class Case(NamedTuple):
-    """A party to explain, and what conditions and texts of ``ROWS`` read of it."""
+    """A party to explain, and what ``RULES`` and the texts of ``CAUSES`` read of it."""
 
     evidence: Evidence
     party: Party
@@ -278,11 +287,12 @@ class Case(NamedTuple):
 
     @property
     def words(self) -> dict[str, object]:
-        """What the texts of ``ROWS`` are formatted with."""
+        """What the texts of ``CAUSES`` are formatted with."""
         party, named = self.party, self.party.record
         lost = [miss.client or "a client" for miss in party.misses if miss.evicted]
         deep = next((miss for miss in party.misses if miss.found), None)
         last = min((s for s in party.spaces if s.evicted), key=lambda s: s.evicted_ms, default=None)
+        are_others = any(each.writes for each in self.others)
         evicted = counted(party.evicted, "object")
         is_one = {row.client for row in party.putters} & {row.client for row in party.askers}
         return {
@@ -306,10 +316,11 @@ class Case(NamedTuple):
             "deep": f", the last after {deep.found} of {deep.asked} keys" if deep else "",
             "sizes": " or ".join(map(str, _sizes(row.key for row in party.putters))),
             "asked_sizes": " or ".join(map(str, _sizes(miss.key for miss in party.misses))),
-            "others_write": _OTHERS_WRITE if any(each.writes for each in self.others) else "",
-            "seed": "." if is_one else _SEEDS,
+            "others_write": f" {PHRASES['others_write']}" if are_others else "",
+            "seed": "." if is_one else PHRASES["seeds"],
+            "more_memory": PHRASES["more_memory"],
             "some_evicted": f" ({evicted} evicted)" if party.evicted else "",
-            "small_pool": _SMALL_POOL if party.evicted else "",
+            "small_pool": f" {PHRASES['small_pool']}" if party.evicted else "",
         }
 
     @property
@@ -319,173 +330,37 @@ class Case(NamedTuple):
         return _are_hashes(put) and _are_hashes(asked) and not {*put} & {*asked}
 
 
-_OTHERS_WRITE: Final = (
-    " Clients write other namespaces (kvstore why lists them): if one of these is of the same "
-    "model, give both engines the same settings."
-)
-_SEEDS: Final = (
-    ", the seed: PYTHONHASHSEED must be the same for every engine, or use a hash without one "
-    "(vLLM: --prefix-caching-hash-algo sha256_cbor)."
-)
-_SMALL_POOL: Final = " If they come again, the pool may be too small."
+Condition = Callable[[Case, Party], object]
 
-
-class Row(NamedTuple):
-    code: str
-    """Empty: there is no cause to tell."""
-    holds: Callable[[Case, Party], object]
-    text: str = ""
-    """Formatted with the ``words`` of the case."""
-    advice: str = ""
-    is_problem: bool = True
-    compared: Callable[[Case], tuple[Party, Party]] | None = None
-    """The writer and the asker whose descriptions give the cause."""
-
-
-_MORE_MEMORY: Final = (
-    "The pool is too small for what is written between two uses: give it more memory "
-    "(kvstore-node --memory), or pin what must stay (kvstore pin)."
-)
-_EVICTED: Final = (
-    "{evicted} of {p.name} evicted, {p.objects} left; the last, {age} ago, had not been used "
-    "for {idle}"
-)
-_ENDS: Final = (
-    "{p.partly} of {p.questions} questions in {p.name} found a beginning and no more{deep}; "
-    "{p.evicted} objects were evicted",
-    "That is how prompts with a shared beginning look. If the rest should be there, look for "
-    "something that changes within the prompt (a date, an id), or for evictions.",
-)
-_FIRST: Final = "the first key of {p.none} of {p.questions} questions is none of them"
-_COMPARE: Final = (
-    "New prompts have no hit: send one twice. Then compare what the hash of the first block is "
-    "made of: the tokens (tokenizer, chat template, system prompt), the block size, salt and "
-    "adapter{seed}"
-)
-_NO_NODE: Final = (
-    "no_node", "no node serves memory now, so nothing can be stored",
-    "Start one: kvstore-node --master ADDRESS --memory SIZE.",
-)  # fmt: skip
-_NOTHING: Final = (
-    "nothing", "since the master's start no client has put anything or asked for anything here",
-    "Is the connector on (vLLM: --kv-transfer-config), and does it name this master and cluster? "
-    "The engine's log says which master it has joined; kvstore doctor tests the way.",
-)  # fmt: skip
-
-ROWS: Final = (
+RULES: Final[Sequence[tuple[str, Condition]]] = (
     # Pages of a draft model are not a reason why nothing is found, whatever becomes of them.
-    Row("guesses", lambda c, p: p.spaces and all(map(are_guesses, p.namespaces)),
-        "{p.found} of {pages} of a draft model were found ({p.name}); no hit depends on them",
-        is_problem=False),
-    Row("evicted",
-        lambda c, p: any(miss.evicted for miss in p.misses) and p.evicted and p.share < FEW,
-        "what {losers} asked for had been evicted before: " + _EVICTED, _MORE_MEMORY),
-    Row("", lambda c, p: p.asked and p.share <= NEARLY_NONE and c.writer,
-        compared=lambda c: (cast("Party", c.writer), c.party)),
+    ("guesses", lambda c, p: p.spaces and all(map(are_guesses, p.namespaces))),
+    ("evicted_keys",
+     lambda c, p: any(miss.evicted for miss in p.misses) and p.evicted and p.share < FEW),
+    ("compared with the writer",
+     lambda c, p: p.asked and p.share <= NEARLY_NONE and c.writer),
     # Parties that only write, or do nothing.
-    Row("no_traffic", lambda c, p: not p.asked and not p.wanted,
-        "{objects} in {p.name}, where no client put or asked since the master's start",
-        is_problem=False),
-    Row("", lambda c, p: not p.asked and c.is_read_elsewhere),
-    Row("", lambda c, p: not p.asked and c.asker,
-        compared=lambda c: (c.party, cast("Party", c.asker))),
-    Row("only_writers", lambda c, p: not p.asked,
-        "{write} {p.name}, and no client asks {model}",
-        "Is an engine of this model running that may read (vLLM: kv_role kv_consumer or kv_both), "
-        "with this master?"),
+    ("no_traffic", lambda c, p: not p.asked and not p.wanted),
+    ("explained elsewhere", lambda c, p: not p.asked and c.is_read_elsewhere),
+    ("compared with the asker", lambda c, p: not p.asked and c.asker),
+    ("only_writers", lambda c, p: not p.asked),
     # Parties that ask.
-    Row("put_fails", lambda c, p: not p.writes and p.wanted,
-        "{putters} wanted to put {p.wanted} keys into {p.name}, and none was stored",
-        "Its log says why: no space (kvstore status shows free memory), or a node that it cannot "
-        "reach (kvstore doctor on that host)."),
-    Row("other_namespace",
-        lambda c, p: c.pair and (not p.writes or (p.objects and not p.found)),
-        "a key that {askers} asked for in {pair[0]} is stored in {pair[1]}: both compute the "
-        "same keys, in different namespaces",
-        "A namespace stands for the model and all settings on which bytes depend: give both the "
-        "same, if their blocks are the same."),
-    Row("only_readers", lambda c, p: not p.writes,
-        "{ask} in {p.name}, and no client writes {this_model}",
-        "Is an engine running that may write (vLLM: kv_role kv_producer or kv_both), with this "
-        "master and cluster? Its log says whether its puts fail.{others_write}"),
-    Row("evicted", lambda c, p: not p.objects and p.evicted, _EVICTED, _MORE_MEMORY),
-    Row("gone", lambda c, p: not p.objects,
-        "{written} put into {p.name}, and none is left; none was evicted",
-        "They were removed (kvstore rm, clear; a reset of an engine's cache), their ttl is over, "
-        "or their node has left: kvstore status --counters."),
-    Row("too_early", lambda c, p: not p.found and any(m.present for m in p.misses),
-        "{askers} asked in {p.name} for keys before they were put; they are there now",
-        "Let the reader ask after the writer has ended, or send the prompt again."),
-    Row("fine", lambda c, p: p.share >= FEW,
-        "{percent} of {p.asked} keys asked in {p.name} were found", is_problem=False),
-    Row("evicted", lambda c, p: p.evicted > p.objects, _EVICTED, _MORE_MEMORY),
-    Row("other_keys", lambda c, p: not p.found and c.has_other_hash,
-        "{objects} in {p.name}, under keys of {sizes} bytes; asked were keys of "
-        "{asked_sizes} bytes",
-        "The engines hash blocks by different algorithms: give them the same (vLLM: "
-        "--prefix-caching-hash-algo)."),
-    Row("broken_chain", lambda c, p: not p.found and 2 * c.detached[0] >= c.detached[1] > 0,
-        "{detached[0]} of {detached[1]} objects in {p.name} have a missing ancestor, so no "
-        "prefix reaches them",
-        "The first blocks of their chains were removed or lost, or are not put: the next put of "
-        "the whole prompt mends them."),
-    Row("few_hits", lambda c, p: p.found and p.none > p.partly,
-        "{percent} of {p.asked} keys asked in {p.name} were found; the first key of {p.none} of "
-        "{p.questions} questions was not there: most prompts begin with other tokens than those "
-        "that are stored{some_evicted}",
-        "That is how new prompts look. If these prompts share a beginning, compare tokenizer, chat "
-        "template and system prompt.{small_pool}", is_problem=False),
-    Row("prefix_ends", lambda c, p: p.found, *_ENDS, is_problem=False),
-    Row("prefix_ends", lambda c, p: p.partly > p.none, *_ENDS),
-    Row("perhaps_evicted", lambda c, p: p.evicted,
-        "{objects} in {p.name}, {p.evicted} evicted, the last {age} ago; " + _FIRST + ": "
-        "either these keys were evicted, too long ago for the master to remember them, or the keys "
-        "differ from the first block on",
-        f"{_MORE_MEMORY} If that changes nothing: {_COMPARE}"),
-    Row("other_keys", lambda c, p: True,
-        "{objects} in {p.name}, and " + _FIRST + ": the keys differ from the first block on",
-        _COMPARE),
+    ("put_fails", lambda c, p: not p.writes and p.wanted),
+    ("other_namespace", lambda c, p: c.pair and (not p.writes or (p.objects and not p.found))),
+    ("only_readers", lambda c, p: not p.writes),
+    ("evicted", lambda c, p: not p.objects and p.evicted),
+    ("gone", lambda c, p: not p.objects),
+    ("too_early", lambda c, p: not p.found and any(miss.present for miss in p.misses)),
+    ("fine", lambda c, p: p.share >= FEW),
+    ("evicted", lambda c, p: p.evicted > p.objects),
+    ("other_hash", lambda c, p: not p.found and c.has_other_hash),
+    ("broken_chain", lambda c, p: not p.found and 2 * c.detached[0] >= c.detached[1] > 0),
+    ("few_hits", lambda c, p: p.found and p.none > p.partly),
+    ("prefix_ends", lambda c, p: p.found or p.partly > p.none),
+    ("perhaps_evicted", lambda c, p: p.evicted),
+    ("other_keys", lambda c, p: True),
 )  # fmt: skip
-"""The first row whose condition holds gives the cause of a party."""
-
-# --- two engines of one model ---------------------------------------------------------------------
-
-_SAME_SETTINGS: Final = "Start both engines with the same weights and settings."
-_REMEDIES: Final = {
-    name: remedy
-    for names, remedy in (
-        ("weights files config weight_version",
-         "weights: these are other checkpoints or revisions. That is right if the models differ; "
-         "otherwise load the same files in both."),
-        ("dtype quantization chunk_dtype",
-         "dtype: start both with the same --dtype and quantization."),
-        ("cache_dtype kv_cache_dtype",
-         "cache type: start both with the same --kv-cache-dtype."),
-        ("block_tokens block_size page_tokens page_bytes hash_tokens chunk_tokens chunk_blocks "
-         "chunk_bytes",
-         "block size: start both with the same one (vLLM: --block-size; SGLang: --page-size; "
-         "LMCache: chunk_size)."),
-        ("tensor_parallel tensor_parallel_size pipeline_parallel context_parallel workers",
-         "parallel sizes: start both with the same ones (vLLM: --tensor-parallel-size, "
-         "--pipeline-parallel-size; SGLang: --tp-size, --pp-size); each rank keeps its own part."),
-        ("hash_algorithm", "hash: start both with the same --prefix-caching-hash-algo."),
-        ("none_hash",
-         "hash seed: set the same PYTHONHASHSEED for both, or start both with "
-         "--prefix-caching-hash-algo sha256_cbor."),
-        ("format tier_format engine vllm",
-         "version: run the same release of the engine and of kvstore in both."),
-        ("device machine",
-         "device: blocks of other devices or processors differ; let engines of one kind share."),
-        ("layout chunk_layout attention",
-         "layout: start both with the same attention backend and cache layout."),
-        ("job", 'job: give all engines of one training job the same "job_name".'),
-        ("draft", "draft model: load the same draft model in both, or none."),
-        ("speculative", "speculative decoding: start both with the same settings of it."),
-    )
-    for name in names.split()
-}  # fmt: skip
-"""What to do if the descriptions by two connectors differ in a field: by the field's name, or by a
-part of the name (``groups.0.block_tokens``)."""
+"""Conditions of the rows in ``CAUSES``: the first one that holds gives the cause of a party."""
 
 
 def _nearest(party: Party, others: Sequence[Party]) -> Party | None:
@@ -510,15 +385,6 @@ def _nearest(party: Party, others: Sequence[Party]) -> Party | None:
     return min(same, key=distance, default=None)
 
 
-_APART: Final = (
-    ("engine", "other_engine", "different engines keep different bytes",
-     "Blocks are shared between engines of one kind only; let one of this kind write."),
-    ("tenant", "other_tenant", "one has a tenant, the other has none, so they share no block",
-     "If both are of one tenant, give both its name: tenant, or KVSTORE_TENANT."),
-)  # fmt: skip
-"""Fields of records in which two engines that share blocks are equal, code, text and advice."""
-
-
 def _differ(writer: Party, asker: Party) -> Cause:
     """Why an asker does not find what a writer of the same model puts."""
     ours, theirs = writer.record, asker.record
@@ -527,9 +393,10 @@ def _differ(writer: Party, asker: Party) -> Cause:
     writing = f"{_do(writer.putters, 'write', 'another client')} {ours.model} under {writer.name}"
     asking = f"{_do(asker.askers, 'ask')} under {asker.name}"
     spaces = writer.namespaces + asker.namespaces
-    for name, code, text, remedy in _APART:
+    for name in ("engine", "tenant"):
         if getattr(ours, name) != getattr(theirs, name):
-            return Cause(code, f"{writing}, {asking}: {text}", remedy, namespaces=spaces)
+            apart = _of_row(f"other_{name}", {"both": f"{writing}, {asking}"})
+            return apart._replace(namespaces=spaces)
     must, cuts = contrast(ours.engine, ours.description, theirs.description)
     lines = [
         f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} asks"
@@ -560,11 +427,10 @@ def _remedy(must: Sequence[Difference], cuts: Sequence[Cut]) -> str:
         flags = " and ".join(cut.flag for cut in cuts)
         return f"Set {settings} (kv_connector_extra_config), or start both with the same {flags}."
     advice = [
-        next((_REMEDIES[part] for part in field.split(".") if part in _REMEDIES), "")
-        for field, _, _ in must
+        next(filter(None, map(ADVICE_ON_FIELDS.get, field.split("."))), "") for field, _, _ in must
     ]
     known = [text for text in dict.fromkeys(advice) if text]
-    return " ".join(known[:REMEDIES_SHOWN]) or _SAME_SETTINGS
+    return " ".join(known[:REMEDIES_SHOWN]) or PHRASES["same_settings"]
 
 
 def _merged(rows: Iterable[ClientTraffic]) -> list[ClientTraffic]:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
-from kvstore.diagnosis.why import ROWS, Cause, Evidence, diagnose, parties_of, select
+from kvstore.diagnosis.rows import CAUSES
+from kvstore.diagnosis.why import RULES, Cause, Evidence, diagnose, parties_of, select
 from kvstore.fleet import Record
 from kvstore.limits import FLEET_NAMESPACE, Key, of_tenant
 
@@ -172,8 +173,10 @@ def test_a_cause_has_its_code_words_and_advice(
 
 
 def test_every_row_is_reached() -> None:
-    apart = {"other_engine", "other_tenant", "other_fingerprint", "nothing", "no_node"}
-    assert {code for code, *_ in CASES} == {row.code for row in ROWS if row.code} | apart
+    codes = {row.code or name for name, row in CAUSES.items()} | {"other_fingerprint"}
+    assert {code for code, *_ in CASES} == codes
+    apart = {"other_engine", "other_tenant", "nothing", "no_node"}
+    assert CAUSES.keys() - apart == {name for name, _ in RULES if " " not in name}
 
 
 def test_engines_of_one_model_with_other_fingerprints_are_told_the_fields() -> None:
