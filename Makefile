@@ -98,7 +98,7 @@ sim: $(VENV)/.dev ## Look for bugs in a simulated cluster, until stopped (SEEDS=
 soak: $(VENV)/.dev ## Break a store of real processes while a checker watches (SECONDS=120 SEED=7)
 	$(BIN)/python -m tests.soak --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-mutants: $(VENV)/.dev ## Plant small faults, and say which of them the tests do not notice (ARGS='-k lease')
+mutants: $(VENV)/.mutants ## Plant small faults, and list those that tests do not detect (ARGS='master/state/leases.py')
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated code and tables
@@ -230,6 +230,10 @@ $(DIST_VENV)/.ready: pyproject.toml
 
 $(VENV)/.building:
 	$(call EXTRAS,dist)
+
+$(VENV)/.mutants: $(VENV)/.dev
+	$(call EXTRAS,mutants)
+	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
 	$(call EXTRAS,docs)
