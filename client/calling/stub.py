@@ -60,6 +60,10 @@ JOIN = CALLS[Join]
 REFUSED_US = {"socket closed": "it has closed the connection: it may refuse our certificate"}
 """What gRPC says of a master that does not accept a client's certificate, and what that means."""
 
+SPIN_S = 300e-6
+"""How long a hot call polls for its reply before it sleeps: most come within that, and waking up
+takes as long again."""
+
 LANE_CONNECTIONS_MAX = 32
 """Connections to the lane at once, one call each; more calls at once go over gRPC."""
 
@@ -78,7 +82,6 @@ class MasterStub:
         *,
         host: str,
         name: str,
-        spin_us: int = 300,
         lane: bool = True,
         cluster: str = "",
         on_join: Callable[[Joined], None] | None = None,
@@ -91,7 +94,6 @@ class MasterStub:
             address: ``host:port`` of the master, or of several, separated by commas.
             host: this host (``kvstore.network.host.host_id()``).
             name: name of the caller, for the master's log.
-            spin_us: how long a call polls for its reply before it sleeps.
             lane: whether to use the lane at all.
             cluster: name of the cluster to join; empty: any.
             on_join: called after every join, before any call uses it, in the thread that joined.
@@ -108,7 +110,6 @@ class MasterStub:
         self._join = Join(
             name, host, PROTOCOL_VERSION, PROTOCOL_MIN, cluster, client_number=client_number
         )
-        self._spin_s = spin_us / 1e6
         self._on_join = on_join
         self._joining = DeadlineLock()
         self._closed = Latch()
@@ -469,7 +470,7 @@ class MasterStub:
         if until <= now:
             raise late(self._link, "lane")
         host, _ = split_address(self._link.address)
-        connection = connect(joined, host, until, self._spin_s, generation, self.credentials)
+        connection = connect(joined, host, until, SPIN_S, generation, self.credentials)
         with self._lock:
             self._connections.add(connection)
         try:
