@@ -53,8 +53,7 @@ sessions, as the memory of a GPU holds a part of the conversations of a day."""
 ENGINE_OPTIONS: Final = ("--enable-scale-out", "--num-gpu-blocks-override", str(CACHE_BLOCKS))
 """The first: engines answer ``/render``, by which the proxy learns a prompt's token ids."""
 AS_SHIPPED: Final = {
-    name: ConnectorConfig.model_fields[name].default
-    for name in ("lookup_deadline_ms", "writers_wait_ms")
+    "lookup_deadline_ms": ConnectorConfig.model_fields["lookup_deadline_ms"].default
 }
 """Instead of the demonstration's patience: a user would have these."""
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}

@@ -35,6 +35,10 @@ UNUSED_S: Final = 0.5
 """How often a client that was dropped looks whether its last view is gone."""
 
 
+LEASE_MARGIN_S: Final = 0.2
+"""How much earlier than promised a lease counts as over, for clocks that run at different speeds: a
+fifth of the shortest lease."""
+
 CLOSING_S: Final = 0.2
 """How long a client that closes may take to release its leases."""
 
@@ -103,15 +107,11 @@ class ClientState:
             self._engine if config.protocol else None,
             client_number,
             tls=self._tls,
-            stall_s=config.progress_timeout_ms / 1000,
-            device_ring=config.device_ring,
-            device_locked=config.device_locked,
             device_kernel=config.device_kernel,
         )
-        margin_s = config.lease_margin_ms / 1000
         leases = ReadLeases(config.placements_max)
         self.views = Views(
-            self._ask_within, lease_margin_s=margin_s, reads=leases, watch=self.movers.watch
+            self._ask_within, lease_margin_s=LEASE_MARGIN_S, reads=leases, watch=self.movers.watch
         )
         self.context = Context(
             clock=uptime,
@@ -122,7 +122,7 @@ class ClientState:
             leases=leases,
             pool=self.movers,
             views=self.views,
-            lease_margin_s=margin_s,
+            lease_margin_s=LEASE_MARGIN_S,
             verify_payload=config.verify != "header",
             verify_views=config.verify == "all",
             counters={},
@@ -171,7 +171,6 @@ class ClientState:
             config.master,
             host=self.host,
             name=self.name,
-            spin_us=config.spin_us,
             lane=config.lane,
             cluster=config.cluster,
             auth=config.auth,
@@ -196,7 +195,6 @@ class ClientState:
         return MooncakeTransport(
             EngineSettings(config.protocol, config.device_name, config.metadata_server),
             host=lambda: address_towards(config.master),
-            buffer_bytes=config.engine_buffer,
         )
 
     def contribute(self, join: Callable[[float], object]) -> None:

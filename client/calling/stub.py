@@ -64,6 +64,10 @@ REFUSED_US = {"socket closed": "it has closed the connection: it may refuse our 
 CLOSED_PAUSE_S = 0.05
 """How often a call that waits looks whether the client was closed."""
 
+SPIN_S = 300e-6
+"""How long a hot call polls for its reply before it sleeps: most come within that, and waking up
+takes as long again."""
+
 LANE_CONNECTIONS_MAX = 32
 """Connections to the lane at once, one call each; more calls at once go over gRPC."""
 
@@ -82,7 +86,6 @@ class MasterStub:
         *,
         host: str,
         name: str,
-        spin_us: int = 300,
         lane: bool = True,
         cluster: str = "",
         on_join: Callable[[Joined], None] | None = None,
@@ -95,7 +98,6 @@ class MasterStub:
             address: ``host:port`` of the master, or of several, separated by commas.
             host: this host (``kvstore.network.host.host_id()``).
             name: name of the caller, for the master's log.
-            spin_us: how long a call polls for its reply before it sleeps.
             lane: whether to use the lane at all.
             cluster: name of the cluster to join; empty: any.
             on_join: called after every join, before any call uses it, in the thread that joined.
@@ -110,7 +112,6 @@ class MasterStub:
         """
         self._link = MasterLink(address, lane=lane, rng=rng)
         self._join = Join(name, host, PROTOCOL_VERSION, cluster, client_number=client_number)
-        self._spin_s = spin_us / 1e6
         self._on_join = on_join
         self._closed = False
         self.check: Callable[[Request], None] | None = None
@@ -480,7 +481,7 @@ class MasterStub:
         if until <= now:
             raise late(self._link, "lane")
         host, _ = split_address(self._link.address)
-        connection = connect(joined, host, until, self._spin_s, generation, self.credentials)
+        connection = connect(joined, host, until, SPIN_S, generation, self.credentials)
         with self._lock:
             self._connections.add(connection)
         try:

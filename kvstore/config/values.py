@@ -440,24 +440,6 @@ MoversProtocol = Annotated[
         "where the node has it, too, over this protocol; empty: without it."
     ),
 ]
-DeviceRing = Annotated[
-    Bytes,
-    Field(
-        ge=8 << 20,
-        description="Page-locked memory for each GPU whose tensors are put or got, through which "
-        "bytes pass that the GPU cannot copy where they are: those of nodes on other hosts. "
-        "Allocated when it is first needed.",
-    ),
-]
-DeviceLocked = Annotated[
-    Bytes,
-    Field(
-        ge=0,
-        description="The most memory of this host's segments that is page-locked for a GPU, so "
-        "that it copies straight from and to them; it grows as they are used. Beyond it, bytes "
-        "pass through --device-ring.",
-    ),
-]
 DeviceKernel = Annotated[
     Limit,
     Field(
@@ -466,13 +448,5 @@ DeviceKernel = Annotated[
         description="Where the pages of a GPU's cache have at most so many bytes, a kernel "
         "(Triton) copies them instead of the GPU's copy engines. It takes some of the units that "
         "an engine computes on. 0: never.",
-    ),
-]
-EngineBuffer = Annotated[
-    Bytes,
-    Field(
-        ge=MEMORY_BYTES_MIN,
-        description="Memory registered with the transfer engine, through which bytes pass that "
-        "are not registered themselves: enough for a few transfers at once.",
     ),
 ]

@@ -14,6 +14,10 @@ SLOTS: Final = 8
 """Equal parts of a ring. Each transfer uses one or two, so that one is filled while another is
 emptied."""
 
+RING_BYTES: Final = 64 << 20
+"""Page-locked memory for each GPU, for bytes that it cannot copy where they are: those of nodes on
+other hosts. Four threads that each fill one slot while another is emptied do not wait."""
+
 LOOK_AGAIN_S: Final = 0.001
 """How often a call that waits for a slot looks for one: a slot is taken for milliseconds."""
 
@@ -51,7 +55,7 @@ class Ring:
             if left <= 0:
                 raise DeadlineExceededError(
                     "no page-locked memory became free by the deadline",
-                    advice="Give the client a larger device_ring.",
+                    advice="Move fewer tensors at once.",
                     settled=1,
                 )
             time.sleep(min(left, LOOK_AGAIN_S))

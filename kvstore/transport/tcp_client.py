@@ -57,8 +57,8 @@ from kvstore.transport.pieces import (
 from kvstore.wire.spinning import SpinGauge
 
 STALL_S: Final = 1.0
-"""The longest that no byte may move while a call waits, unless the client sets another value: a
-node that was stopped, or a host that is gone, does not answer at all."""
+"""The longest that no byte may move while a call waits: a node that was stopped, or a
+host that is gone, does not answer at all."""
 
 CONNECT_STALLS: Final = 1.25
 """Time for connecting and the hello, in multiples of ``stall_s``: a connection request that was
