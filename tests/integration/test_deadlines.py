@@ -82,7 +82,7 @@ PER_CALL = {"timeout_ms": TIMEOUT_MS}
 
 NO_CALLS = {
     "close", "config", "device", "embedded", "lease", "memory_at", "payload_at", "register",
-    "stats", "unregister",
+    "release", "release_match", "stats", "unregister",
 }  # fmt: skip
 """Public names that ask nobody, or are tested apart."""
 

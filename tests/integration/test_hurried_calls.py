@@ -123,6 +123,8 @@ ROWS: dict[str, Row | str] = {
     "matches": Row(keys=KEYS, namespaces=["default"]),
     "match_all": Row(keys=KEYS, namespaces=["default"], states=["default"]),
     "lookup": Row(keys=KEYS, namespace=None),
+    "release": Row(keys=KEYS, namespace=None),
+    "release_match": "takes what match_all returned",
     "exists": Row(key="hurried", namespace=None),
     "exists_many": Row(keys=KEYS, lease=False, namespace=None),
     "stat": Row(key="hurried", namespace=None),
