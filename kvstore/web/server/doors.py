@@ -129,11 +129,9 @@ def _say_in_one_line(record: logging.LogRecord) -> bool:
     return True
 
 
-async def listen(
-    doors: Doors, host: str, port: int, tls: ssl.SSLContext | None = None
-) -> asyncio.Server:
+async def listen(doors: Doors, host: str, port: int) -> asyncio.Server:
     """Starts the server. Raises OSError."""
-    return await listen_on(doors, await asyncio.to_thread(listening.listen, host, port), tls)
+    return await listen_on(doors, await asyncio.to_thread(listening.listen, host, port))
 
 
 async def listen_on(
