@@ -70,7 +70,9 @@ def _row(name: str, fields: dict[str, Any]) -> Row:
     return Row(name, **_joined(fields | {"alert": alert}))
 
 
-_TABLE: Final = tomllib.loads((resources.files(__package__) / "rows.toml").read_text("utf-8"))
+_TABLE: Final = tomllib.loads(
+    (resources.files("kvstore.diagnosis") / "rows.toml").read_text("utf-8")
+)
 
 RECORDS: Final[dict[str, str]] = _joined(_TABLE["records"])
 """Recording rules that the alerts use, by name."""

@@ -304,8 +304,7 @@ def assert_sees_only_its_own(
     own = urlencode({"namespace": space(name)})
     assert request(port, "GET", f"/api/v1/chains?{own}", tls=tls).status == 200
     paths = (
-        "status", "fleet", "notices", "history", "nodes", f"chains?{own}", f"objects/list?{own}",
-        f"events/snapshot?{own}",
+        "status", "fleet", "notices", "history", "nodes", f"chains?{own}", f"events/snapshot?{own}",
     )  # fmt: skip
     told += [request(port, "GET", f"/api/v1/{path}", tls=tls).text for path in paths]
     told.append(request(port, "GET", "/metrics", tls=tls).text)
@@ -313,8 +312,8 @@ def assert_sees_only_its_own(
         theirs = urlencode({"namespace": space(other)})
         key = urlencode({"key": b"block-1".hex()})
         for path in (
-            f"chains?{theirs}", f"objects/list?{theirs}", f"objects?{theirs}&{key}",
-            f"stat?{theirs}&{key}", f"events?{theirs}", f"events/snapshot?{theirs}",
+            f"chains?{theirs}", f"stat?{theirs}&{key}", f"events?{theirs}",
+            f"events/snapshot?{theirs}",
         ):  # fmt: skip
             answer = request(port, "GET", f"/api/v1/{path}", tls=tls)
             assert answer.status in (401, 403), (path, answer.status)

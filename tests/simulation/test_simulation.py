@@ -454,7 +454,7 @@ def test_finds_a_removed_version_that_is_read_after_a_put(monkeypatch: pytest.Mo
     """The put is acknowledged while the removal still waits for a node that hangs."""
     monkeypatch.setattr(Reclaim, "being_read", lambda self, name: [])
     mix = Mix(
-        weights={"put": 4.0, "get": 6.0, "remove": 3.0}, size_bytes_max=1_000, think_s=0.03,
+        weights={"put": 4.0, "get": 30.0, "remove": 3.0}, size_bytes_max=1_000, think_s=0.01,
         overwrite=0.0, replicas=0.0, hold_s=0.1,
     )  # fmt: skip
     options = Options(seed=0, mix=mix, masters=1, faults=("stall_node_long", "isolate_node"))
@@ -600,6 +600,7 @@ def test_an_attacker_does_not_make_nodes_suspect() -> None:
     assert all(node.reported_ms is None for node in members.nodes.values())
 
 
+@pytest.mark.slow
 def test_finds_a_master_that_believes_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     def believes(nodes: Nodes, now_ms: int, join: calls.Join) -> None:
         if join.highest_epoch > nodes._common.epoch:

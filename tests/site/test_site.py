@@ -138,8 +138,8 @@ def test_on_a_phone_each_cell_of_a_wide_table_has_the_head_of_its_column(
 
 
 READ_MOST: Final = (
-    "index.html", "search.html?q=miss", "docs/auth.html", "docs/dashboard.html",
-    "docs/settings.html", "docs/security.html", "docs/benchmarks/mooncake.html",
+    "index.html", "search.html?q=miss", "docs/security.html", "docs/dashboard.html",
+    "docs/settings.html", "docs/benchmarks/mooncake.html",
     "reference/client.html", "reference/commands.html",
 )  # fmt: skip
 
@@ -167,11 +167,11 @@ def test_code_can_be_copied(browser: Browser, address: str) -> None:
 
 QUERIES: Final = {
     "miss": "docs/why", "install": "index", "slow": "docs/runbook", "docker": "docs/containers",
-    "should I use": "docs/comparison", "redis": "docs/comparison", "tls": "docs/auth",
+    "should I use": "docs/comparison", "redis": "docs/comparison", "tls": "docs/security",
     "kubernetes": "docs/containers", "grafana": "docs/dashboard", "gpu": "docs/gpu",
     "prometheus": "docs/metrics", "failover": "docs/high-availability", "rdma": "docs/transports",
     "benchmark": "docs/performance", "not found": "docs/why", "1p1d": "docs/proxy",
-    "capacity": "docs/sizing", "sglang": "docs/engines/sglang", "quota": "docs/tenants",
+    "capacity": "docs/sizing", "sglang": "docs/engines/sglang", "quota": "docs/security",
     "quarantine": "docs/glossary", "lease_ms": "docs/settings", "eviction": "docs/glossary",
 }  # fmt: skip
 """What a person types, and the page that it looks for."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 from pydantic import BaseModel, Field
 
@@ -164,8 +164,11 @@ class Api:
         detail, row = found.detail, found.detail.row
         names = await self._nodes_of(detail.placements.segments)
         places = zip(detail.placements.segments, detail.placements.offsets, strict=True)
+        fields: dict[str, Any] = {
+            **row._asdict(), "key": row.key.hex(), "text": key_text(row.key),
+        }  # fmt: skip
         return StatAnswer(
-            **row._asdict() | {"key": row.key.hex(), "text": key_text(row.key)},
+            **fields,
             parent=detail.parent.hex() if detail.parent else None,
             children=detail.children,
             version=f"{detail.version.epoch}.{detail.version.counter}",
