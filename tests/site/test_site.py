@@ -127,10 +127,10 @@ def test_on_a_phone_each_cell_of_a_wide_table_has_the_head_of_its_column(
 ) -> None:
     browser.driver.set_window_size(WIDTHS[0], 1000)
     browser.driver.get(f"{address}/docs/security.html")
-    heads = browser.texts("#the-doors th")
-    assert len(heads) == 4
+    heads = browser.texts("#ports th")
+    assert len(heads) == 5
     read = browser.run(
-        "return [...document.querySelectorAll('#the-doors tbody tr:first-child td')].map("
+        "return [...document.querySelectorAll('#ports tbody tr:first-child td')].map("
         "(cell) => [getComputedStyle(cell, '::before').content, cell.getBoundingClientRect().left])"
     )
     assert [text for text, _ in read] == [f'"{head}"' for head in heads]
