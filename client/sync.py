@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, cast
@@ -14,7 +13,7 @@ from kvstore import calls, limits
 from kvstore.calls import DrainStep, PutOutcome
 from kvstore.client import arguments, forks
 from kvstore.client.arguments import AnyKey, DType, Duration, Pairs, Range, Stream
-from kvstore.client.calling.stub import CLOSED_PAUSE_S, MasterStub
+from kvstore.client.calling.stub import MasterStub, wait_in_call
 from kvstore.client.flows import allocating, asking, getting, moving, putting, reading
 from kvstore.client.flows.asking import Match, ObjectStat, Reach
 from kvstore.client.flows.moving import Moved
@@ -1080,11 +1079,7 @@ class Client:
         left = deadline - uptime()
         if left <= seconds:
             raise DeadlineExceededError(f"the call timed out after {timeout_s:.1f} s")
-        until = uptime() + seconds
-        while not self._state.is_closed and (left := until - uptime()) > 0:
-            time.sleep(min(left, CLOSED_PAUSE_S))
-        if self._state.is_closed:
-            raise ClosedError("the client is closed")
+        wait_in_call(seconds, lambda: self._state.is_closed)
 
 
 def _timeout_ms(timeout_ms: object) -> int:

@@ -212,13 +212,13 @@ class LaneServer:
                 oldest = next(iter(self._handshakes))
                 del self._handshakes[oldest]
                 oldest.cancel()
-            task = loop.create_task(self._shake(sock))
+            task = loop.create_task(self._handshake(sock))
             self._handshakes[task] = None
             task.add_done_callback(lambda done: self._handshakes.pop(done, None))
             await asyncio.sleep(0)  # accepting does not wait while there is a queue
 
-    async def _shake(self, sock: socket.socket) -> None:
-        """Shakes hands with a peer, whose identity matters, and serves it from then on."""
+    async def _handshake(self, sock: socket.socket) -> None:
+        """Completes the TLS handshake with a peer, and serves the peer from then on."""
         assert self.gate is not None
         assert self._tls is not None
         try:

@@ -72,6 +72,15 @@ LANE_CONNECTIONS_MAX = 32
 """Connections to the lane at once, one call each; more calls at once go over gRPC."""
 
 
+def wait_in_call(seconds: float, is_closed: Callable[[], bool]) -> None:
+    """Waits within a call. Raises ClosedError: the client was closed meanwhile."""
+    until = uptime() + seconds
+    while not is_closed() and (left_s := until - uptime()) > 0:
+        time.sleep(min(left_s, CLOSED_PAUSE_S))
+    if is_closed():
+        raise ClosedError("the client was closed during the call")
+
+
 class MasterStub:
     """Calls a master. Several threads may call at once.
 
@@ -293,7 +302,7 @@ class MasterStub:
             return GRPC if what == TLS and self.credentials is not None else what
         if isinstance(action, WaitStep):
             self._tell_waiting(action.reason, deadline)
-            self._wait(action.seconds)
+            wait_in_call(action.seconds, lambda: self._closed)
             return None
         if isinstance(action, Locate):
             return in_one_piece(
@@ -326,14 +335,6 @@ class MasterStub:
                 self._accept(cast(Joined, decode_reply(JOIN, data)), action.address)
         finally:
             joining.release()
-
-    def _wait(self, seconds: float) -> None:
-        """Raises ClosedError: the stub was closed meanwhile."""
-        until = uptime() + seconds
-        while not self._closed and (left_s := until - uptime()) > 0:
-            time.sleep(min(left_s, CLOSED_PAUSE_S))
-        if self._closed:
-            raise ClosedError("the client was closed during the call")
 
     def _accept(self, joined: Joined, address: str) -> None:
         if self._on_join is not None:

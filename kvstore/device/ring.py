@@ -15,8 +15,9 @@ SLOTS: Final = 8
 emptied."""
 
 RING_BYTES: Final = 64 << 20
-"""Page-locked memory for each GPU, for bytes that it cannot copy where they are: those of nodes on
-other hosts. Four threads that each fill one slot while another is emptied do not wait."""
+"""Page-locked memory of a process for each GPU, for bytes that it cannot copy where they are: those
+of nodes on other hosts, or of their clients. Four threads that each fill one slot while another is
+emptied do not wait."""
 
 LOOK_AGAIN_S: Final = 0.001
 """How often a call that waits for a slot looks for one: a slot is taken for milliseconds."""

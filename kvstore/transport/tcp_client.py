@@ -275,7 +275,7 @@ class ClientConnection:
         if self._tls is not None and self._tls.demands and not self._encrypts:
             raise not_encrypted(segment)
         if segment.data_protocol != DATA_PROTOCOL_VERSION:
-            raise self._other_protocol(
+            raise self._protocol_error(
                 f"speaks data protocol {segment.data_protocol}, this client {DATA_PROTOCOL_VERSION}"
             )
         deadline = min(deadline, uptime() + self._connect_s)
@@ -363,13 +363,13 @@ class ClientConnection:
         if isinstance(error, TimeoutError) and uptime() >= deadline - LATE_S:
             return deadline_exceeded(segment, settled=settled)
         if isinstance(error, NeedsTlsError):
-            return self._not_as_described(
+            return self._description_error(
                 "requires TLS on its data port",
                 "again with --data-encryption tls: give this client an identity (--auth FILE, "
                 "KVSTORE_AUTH) and try again",
             )
         if isinstance(error, TlsError) and error.is_plain:
-            return self._not_as_described(
+            return self._description_error(
                 "does not speak TLS on its data port",
                 "again without --data-encryption tls: start it with that",
             )
@@ -414,9 +414,9 @@ class ClientConnection:
                     f"{where} refused a range outside its segment", settled=settled
                 )
             case _:
-                return self._other_protocol("does not speak this data protocol")
+                return self._protocol_error("does not speak this data protocol")
 
-    def _other_protocol(self, what: str) -> NodeUnreachableError:
+    def _protocol_error(self, what: str) -> NodeUnreachableError:
         return NodeUnreachableError(
             f"{self._where} {what}",
             advice="Run the same release on all hosts, and check the address.",
@@ -424,7 +424,7 @@ class ClientConnection:
             settled=int(self._is_settled),
         )  # fmt: skip
 
-    def _not_as_described(self, what: str, advice: str) -> KVStoreError:
+    def _description_error(self, what: str, advice: str) -> KVStoreError:
         return NodeUnreachableError(
             f"{self._where} {what}, and its master has described it otherwise",
             advice=f"Another process has its address, or it was started {advice}.",

@@ -255,9 +255,8 @@ class SegmentInfo(_message.Message):
     hello as this holder, and proves that it has the key in `token`. 0: it shows the token.
     """
     certified: _builtins.str
-    """Which identity the node had when it joined, if it encrypts its data port: the
-    URI in its certificate, if another authority has issued it (spiffe://...); else kvstore:NAME.
-    Its certificate on the data port must have the same. Empty: not known.
+    """The identity with which the node joined, kvstore:NAME, if it encrypts its data port. Its
+    certificate on the data port must have the same. Empty: not known.
     """
     takes_capabilities: _builtins.bool
     """Whether the node takes capabilities (see Placements), and whether its data port speaks TLS."""
