@@ -17,9 +17,7 @@ import atexit
 import contextlib
 import io
 import logging
-import math
 import os
-import re
 import select
 import sys
 import threading
@@ -28,8 +26,6 @@ from collections.abc import Callable
 from datetime import datetime
 from queue import SimpleQueue
 from typing import IO, Any, Final, TextIO, cast
-
-from pythonjsonlogger.json import JsonFormatter as BaseJsonFormatter
 
 from kvstore.texts import shown_text
 
@@ -58,6 +54,9 @@ EACH: Final = {"each": True}
 
 FORMATS: Final = ("text", "json")
 
+HANDLER: Final = "kvstore-"
+"""Begins the name of our log handler; the format follows."""
+
 
 def configure(level: str, form: str = "text") -> None:
     """Sets up the logging of a process of ours. A library leaves this to its program.
@@ -66,18 +65,23 @@ def configure(level: str, form: str = "text") -> None:
         level: ``debug``, ``info``, ``warning`` or ``error``.
         form: one of ``FORMATS``.
     """
-    formatter = JsonFormatter() if form == "json" else LineFormatter()
+    formatter: logging.Formatter = LineFormatter()
+    if form == "json":
+        from kvstore.process.json_logs import JsonFormatter  # 9 ms of imports
+
+        formatter = JsonFormatter()
     _take_over(formatter)
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)
+    handler.set_name(HANDLER + form)
     handler.addFilter(limit)
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def form_in_use() -> str:
     """In which of ``FORMATS`` this process logs, for its children."""
-    formatters = [each.formatter for each in logging.getLogger().handlers]
-    return "json" if any(isinstance(each, JsonFormatter) for each in formatters) else "text"
+    is_json = any(each.name == HANDLER + "json" for each in logging.getLogger().handlers)
+    return "json" if is_json else "text"
 
 
 def counters() -> dict[str, int]:
@@ -150,7 +154,7 @@ class LineFormatter(logging.Formatter):
     ) -> str:
         """As ``2026-11-27T03:02:51.123+01:00``."""
         del datefmt
-        return _time(record)
+        return time_text(record)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's own name
         """As ``logging.Formatter``, on one line."""
@@ -167,88 +171,8 @@ class LineFormatter(logging.Formatter):
         return "\n".join("  " + shown_text(line, TEXT_MAX) for line in lines)
 
 
-class JsonFormatter(BaseJsonFormatter):
-    """Writes one JSON object per record: ``time``, ``level``, ``logger``, ``event``, each
-    ``key=value`` of the line as a key, and ``message``, the line itself."""
-
-    def add_fields(
-        self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]
-    ) -> None:
-        """As ``BaseJsonFormatter``."""
-        fields = fields_of(record)
-        event = fields.pop("event", _event(str(record.msg), record.message))
-        log_data["time"] = _time(record)
-        log_data["level"] = record.levelname.lower()
-        log_data["logger"] = record.name
-        if event:
-            log_data["event"] = event
-        for name, value in fields.items():
-            log_data.setdefault(name, value)
-        log_data["message"] = record.message
-        for name in ("trace", "left_out"):
-            if value := getattr(record, name, None):
-                log_data[name] = value
-        if "exc_info" in message_dict:
-            log_data["exception"] = message_dict["exc_info"]
-
-    def jsonify_log_record(self, log_data: dict[str, Any]) -> str:
-        """As ``BaseJsonFormatter``. Where a line is too long, its texts are cut."""
-        text_max = TEXT_MAX
-        while len(line := super().jsonify_log_record(_cut(log_data, text_max))) >= PIECE_BYTES_MAX:
-            text_max //= 4
-        return line
-
-
-def _time(record: logging.LogRecord) -> str:
+def time_text(record: logging.LogRecord) -> str:
     return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
-
-
-def _event(form: str, message: str) -> str:
-    """The first word of a line that is an event; empty: it is a sentence."""
-    first, *others = form.split(maxsplit=2)[:2] or [""]
-    is_event = first.endswith(":") or "=" in (others or ["="])[0]
-    return message.partition(" ")[0].rstrip(":") if is_event else ""
-
-
-def _cut(fields: dict[str, Any], text_max: int) -> dict[str, Any]:
-    return {
-        name: value[:text_max] if isinstance(value, str) else value
-        for name, value in fields.items()
-    }
-
-
-_CONVERSION: Final = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?([a-zA-Z%])")
-
-
-def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """The ``key=value`` pairs of a line, by its format and arguments, so that no text of a peer can
-    add one. Numbers stay numbers."""
-    arguments: list[object] = list(record.args) if isinstance(record.args, tuple) else []
-    found: dict[str, object] = {}
-    at = 0
-    for word in str(record.msg).split():
-        kinds = [kind for kind in _CONVERSION.findall(word) if kind != "%"]
-        own = arguments[at : at + len(kinds)]
-        at += len(kinds)
-        key, equals, shape = word.partition("=")
-        if not equals or not key.isidentifier() or len(own) < len(kinds):
-            continue
-        shape = shape.rstrip(":,;")
-        is_one = kinds and _CONVERSION.fullmatch(shape)
-        found[key] = (
-            _value(shape, own[0]) if is_one else shape % tuple(own) if record.args else shape
-        )
-    return found
-
-
-def _value(shape: str, argument: object) -> object:
-    """The argument as JSON has it."""
-    if isinstance(argument, bool | str):
-        return argument
-    if isinstance(argument, int | float) and math.isfinite(argument):
-        text = shape % argument
-        return argument if shape[-1] in "sr" else float(text) if shape[-1] in "feg" else argument
-    return shape % (argument,)
 
 
 class LogWriter:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from kvstore.process import logs
-from kvstore.process.logs import BURST, EACH, PER_S, JsonFormatter, LineFormatter, RateLimit
+from kvstore.process.json_logs import JsonFormatter
+from kvstore.process.logs import BURST, EACH, PER_S, LineFormatter, RateLimit
 
 END_S = 20.0
 """For a program that ends at once, on a busy machine."""
