@@ -600,7 +600,6 @@ def test_an_attacker_does_not_make_nodes_suspect() -> None:
     assert all(node.reported_ms is None for node in members.nodes.values())
 
 
-@pytest.mark.slow
 def test_finds_a_master_that_believes_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
     def believes(nodes: Nodes, now_ms: int, join: calls.Join) -> None:
         if join.highest_epoch > nodes._common.epoch:
@@ -608,7 +607,7 @@ def test_finds_a_master_that_believes_a_client(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Nodes, "client_joined", believes)
     options = replace(LIARS, faults=("client_lies",))
-    found(options, "believed", within_steps=200_000, each=20_000)
+    found(options, "believed", within_steps=SOON, each=12_000)
 
 
 class Boundless(MasterState):
