@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pythonjsonlogger.json import JsonFormatter as BaseJsonFormatter
 
-from kvstore.process.logs import PIECE_BYTES_MAX, TEXT_MAX, time_text
+from kvstore.process.log_lines import PIECE_BYTES_MAX, TEXT_MAX, time_text
 
 
 class JsonFormatter(BaseJsonFormatter):

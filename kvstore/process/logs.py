@@ -27,16 +27,11 @@ from datetime import datetime
 from queue import SimpleQueue
 from typing import IO, Any, Final, TextIO, cast
 
+from kvstore.process.log_lines import PIECE_BYTES_MAX, LineFormatter
 from kvstore.texts import shown_text
 
 PIECES_MAX: Final = 2_000
 """Lines that wait to be written; a traceback counts as one."""
-
-PIECE_BYTES_MAX: Final = 1 << 14
-"""A longer line, or traceback, is cut."""
-
-TEXT_MAX: Final = 4_000
-"""Characters of a message, and of a line of a traceback."""
 
 DRAIN_S: Final = 1.0
 """How long the end of the process waits for what is still to be written."""
@@ -140,39 +135,6 @@ class _Rate:
 
 limit: Final = RateLimit()
 """The rate limit of this process."""
-
-
-class LineFormatter(logging.Formatter):
-    """Writes one line per record: characters that begin another line, or control a terminal, are
-    escaped. Lines of a traceback are indented, so that none looks like a record."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname).1s %(name)s %(message)s")
-
-    def formatTime(  # noqa: N802  # logging's own name
-        self, record: logging.LogRecord, datefmt: str | None = None
-    ) -> str:
-        """As ``2026-11-27T03:02:51.123+01:00``."""
-        del datefmt
-        return time_text(record)
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's own name
-        """As ``logging.Formatter``, on one line."""
-        if trace := getattr(record, "trace", ""):
-            record.message += f" trace={trace}"
-        record.message = shown_text(record.message, TEXT_MAX)
-        if left_out := getattr(record, "left_out", 0):
-            record.message += f" left_out={left_out}"
-        return super().formatMessage(record)
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802  # logging's own name
-        """As ``logging.Formatter``, indented."""
-        lines = super().formatException(ei).splitlines()
-        return "\n".join("  " + shown_text(line, TEXT_MAX) for line in lines)
-
-
-def time_text(record: logging.LogRecord) -> str:
-    return datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
 
 
 class LogWriter:
