@@ -23,12 +23,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime
 from queue import SimpleQueue
 from typing import IO, Any, Final, TextIO, cast
 
 from kvstore.process.log_lines import PIECE_BYTES_MAX, LineFormatter
-from kvstore.texts import shown_text
 
 PIECES_MAX: Final = 2_000
 """Lines that wait to be written; a traceback counts as one."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from kvstore.process import logs
 from kvstore.process.json_logs import JsonFormatter
 from kvstore.process.log_lines import PIECE_BYTES_MAX, TEXT_MAX, LineFormatter
 from kvstore.process.logs import BURST, EACH, PER_S, RateLimit
@@ -24,7 +23,6 @@ END_S = 20.0
 
 FLOOD = """
 import logging, sys, time
-from kvstore.process import logs
 logs.configure("info")
 log = logging.getLogger("kvstore.test")
 for number in range(5_000):
@@ -110,7 +108,6 @@ def test_what_was_dropped_is_counted_and_told() -> None:
 def test_all_is_written_at_the_end_and_in_order() -> None:
     program = """
 import logging
-from kvstore.process import logs
 logs.configure("info")
 for number in range(300):
     print("printed", number)
@@ -307,7 +304,6 @@ def test_json_has_the_trace_and_what_was_left_out() -> None:
 def test_a_process_logs_json_and_so_do_its_children() -> None:
     program = """
 import logging
-from kvstore.process import logs
 assert logs.form_in_use() == "text"
 logs.configure("info", "json")
 logging.getLogger("kvstore.test").info("started pid=%d", 7)
