@@ -23,6 +23,7 @@ END_S = 20.0
 
 FLOOD = """
 import logging, sys, time
+from kvstore.process import logs
 logs.configure("info")
 log = logging.getLogger("kvstore.test")
 for number in range(5_000):
@@ -108,6 +109,7 @@ def test_what_was_dropped_is_counted_and_told() -> None:
 def test_all_is_written_at_the_end_and_in_order() -> None:
     program = """
 import logging
+from kvstore.process import logs
 logs.configure("info")
 for number in range(300):
     print("printed", number)
@@ -304,6 +306,7 @@ def test_json_has_the_trace_and_what_was_left_out() -> None:
 def test_a_process_logs_json_and_so_do_its_children() -> None:
     program = """
 import logging
+from kvstore.process import logs
 assert logs.form_in_use() == "text"
 logs.configure("info", "json")
 logging.getLogger("kvstore.test").info("started pid=%d", 7)
