@@ -249,18 +249,12 @@ class _Serving:
             lease_ms=config.lease_ms,
             put_deadline_ms=config.put_deadline_ms,
             quarantine_ms=config.quarantine_ms,
-            put_wait_max_ms=config.put_wait_max_ms,
             pinned_max=config.pinned_max,
-            pinned_all_max=config.pinned_all_max,
             gather_ms=config.gather_ms,
-            pending_puts_max=config.pending_puts_max,
-            waiting_puts_max=config.waiting_puts_max,
             beat_ms=config.beat_ms,
             liveness=LivenessRules(suspect_ms=config.suspect_ms, dead_ms=config.dead_ms),
             repair=RepairRules(
                 after_ms=config.repair_after_ms,
-                copies_max=config.repair_copies_max,
-                bytes_max=config.repair_bytes_max,
                 bytes_per_s=config.repair_bytes_per_s,
             ),
         )

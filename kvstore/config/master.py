@@ -130,20 +130,6 @@ class MasterConfig(HttpConfig):
         description="Silence after which a node's objects are gone from every answer: longer "
         "than a stall of a busy host, more than --suspect-ms.",
     )
-    waiting_puts_max: Count = Field(
-        default=256,
-        ge=0,
-        le=65_536,
-        description="Puts that may wait for room at the same time; further ones fail at once. Each "
-        "waits with its whole batch in memory.",
-    )
-    pending_puts_max: Count = Field(
-        default=65_536,
-        ge=1,
-        le=16_777_216,
-        description="Objects between put_start and put_end at once: four full batches, some "
-        "300 bytes of master memory each.",
-    )
     gather_ms: Milliseconds = Field(
         default=3_000,
         ge=0,
@@ -166,37 +152,12 @@ class MasterConfig(HttpConfig):
         description="How much may be copied to restore replicas, in the whole cluster: a quarter "
         "of a 10 Gbit/s network. 0: replicas are not restored.",
     )
-    repair_bytes_max: Limit = Field(
-        default=256 << 20,
-        ge=1 << 20,
-        le=1 << 40,
-        description="How much of that may be under way at once, at least one object.",
-    )
-    repair_copies_max: Count = Field(
-        default=512,
-        ge=1,
-        le=65_536,
-        description="Objects that may be copied at once to restore replicas.",
-    )
-    put_wait_max_ms: Milliseconds = Field(
-        default=30_000,
-        ge=0,
-        le=600_000,
-        description="The longest that a put may ask to wait for room: three default leases.",
-    )
     pinned_max: Share = Field(
         default=0.5,
         ge=0.0,
         le=1.0,
         description="Share of the pool's memory that the pins of one namespace may hold: pinned "
         "objects are not evicted for puts. 0: pins are refused.",
-    )
-    pinned_all_max: Share = Field(
-        default=0.75,
-        ge=0.0,
-        le=1.0,
-        description="Share of the pool's memory that the pins of all namespaces together may hold; "
-        "the rest stays for puts. No less than --pinned-max.",
     )
     tenants: File = Field(
         default="",

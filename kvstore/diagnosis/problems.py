@@ -280,7 +280,7 @@ def _refused(recent: _Counted) -> Iterator[FoundProblem]:
         yield FoundProblem(
             "warning",
             f"{_count(unpinned, 'pin')} refused {recent.when}: pins hold all that they may "
-            "(--pinned-max, --pinned-all-max).",
+            "(--pinned-max).",
             "KvstoreMemoryPinned",
         )
 

@@ -63,7 +63,7 @@ class RepairRules:
     after_ms: int = 30_000
     """A replica counts as gone so long after its node died; one lease at least."""
     copies_max: int = 512
-    """Objects that are copied at the same time."""
+    """Objects that are copied at the same time: enough small ones for ``bytes_max`` of 512 KiB."""
     bytes_max: int = 256 << 20
     """Payload bytes that are copied at the same time; a larger object is copied alone."""
     bytes_per_s: int = 256 << 20
