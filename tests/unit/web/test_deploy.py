@@ -21,7 +21,7 @@ import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from kvstore.metrics.families import CLIENT, MASTER, NODE, STORE
-from kvstore.proxy.instances import Instances, Rules
+from kvstore.proxy.instances import Instances
 from kvstore.proxy.metrics import Metrics
 from tests.support.programs import need_program
 
@@ -52,7 +52,7 @@ def served() -> dict[str, set[str]]:
         known.update(with_suffixes(family.name, family.kind, family.labels))
     process = CollectorRegistry()
     ProcessCollector(registry=process)
-    for metrics in (process, Metrics(Instances(Rules())).registry):
+    for metrics in (process, Metrics(Instances()).registry):
         for metric in metrics.collect():
             name = metric.name + ("_total" if metric.type == "counter" else "")
             known.update(with_suffixes(name, metric.type, ()))
