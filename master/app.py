@@ -253,9 +253,7 @@ class _Serving:
             gather_ms=times.GATHER_MS,
             beat_ms=config.dead_ms // times.BEATS_UNTIL_DEAD,
             liveness=LivenessRules(suspect_ms=config.dead_ms // 3, dead_ms=config.dead_ms),
-            repair=RepairRules(
-                after_ms=times.REPAIR_AFTER_MS, bytes_per_s=config.repair_bytes_per_s
-            ),
+            repair=RepairRules(after_ms=times.REPAIR_AFTER_MS),
         )
         self._standby = Standby()
         each = _connections_each(grpc_server.CONNECTIONS_MAX)

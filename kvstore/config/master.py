@@ -19,7 +19,6 @@ from kvstore.config.values import (
     Etcd,
     File,
     Host,
-    Limit,
     LogFormat,
     LogLevel,
     Milliseconds,
@@ -94,13 +93,6 @@ class MasterConfig(HttpConfig):
         le=600_000,
         description="Silence after which a node's objects are gone from every answer: longer "
         "than a stall of a busy host. After a third of it the node is not chosen for new objects.",
-    )
-    repair_bytes_per_s: Limit = Field(
-        default=256 << 20,
-        ge=0,
-        le=1 << 40,
-        description="How much may be copied to restore replicas, in the whole cluster: a quarter "
-        "of a 10 Gbit/s network. 0: replicas are not restored.",
     )
     pinned_max: Share = Field(
         default=0.5,

@@ -53,8 +53,8 @@ def test_a_node_is_killed_while_it_is_read(cluster: Cluster, transport: str) -> 
 @TRANSPORTS
 def test_a_node_is_killed_while_it_is_written(cluster: Cluster, transport: str) -> None:
     cluster.start(memory="64MiB")
-    client = cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200)
-    with at_work(putter(client, "new"), longest_s=4) as writer:
+    client = cluster.client(transports=(transport,), timeout_ms=3_000)
+    with at_work(putter(client, "new", wait_ms=200), longest_s=4) as writer:
         writer.wait_for("stored", more=50)
         cluster.nodes[0].kill()
         writer.wait_for("no_space", more=2)

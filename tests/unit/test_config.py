@@ -355,7 +355,6 @@ def test_a_file_that_another_user_has_put_into_a_shared_folder_is_refused(home: 
         (ClientConfig, "namespace", ""),
         (ClientConfig, "replicas", 0),
         (ClientConfig, "replicas", 9),
-        (ClientConfig, "put_wait_ms", 10_000),
         (ClientConfig, "verify", "nothing"),
         (ClientConfig, "lane", "perhaps"),
     ],
