@@ -57,11 +57,9 @@ BATCHES = 20
 WAYS = {
     "4 KiB pages, 1 thread": MemoryOptions(huge_pages="off", threads=1),
     "4 KiB pages": MemoryOptions(huge_pages="off"),
-    "4 KiB pages, locked": MemoryOptions(huge_pages="off", lock="on"),
     "4 KiB pages, NUMA node 0": MemoryOptions(huge_pages="off", numa_node=0),
     "transparent, 1 thread": MemoryOptions(huge_pages="transparent", threads=1),
     "transparent": MemoryOptions(huge_pages="transparent"),
-    "transparent, locked": MemoryOptions(huge_pages="transparent", lock="on"),
     "reserved": MemoryOptions(huge_pages="reserved"),
 }
 
@@ -206,7 +204,7 @@ def _stored(options: MemoryOptions, size: int) -> dict[str, float]:
         master, _ = stack.enter_context(own_master("--lease-ms", "1000"))
         node = Child.start(
             "kvstore.cli.node", "--master", master, "--memory", str(size),
-            "--huge-pages", options.huge_pages, "--lock-memory", options.lock,
+            "--huge-pages", options.huge_pages,
             "--numa-node", str(options.numa_node),
         )  # fmt: skip
         stack.callback(node.stop)

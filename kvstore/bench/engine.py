@@ -186,7 +186,7 @@ def _client(settings: EngineSettings) -> Iterator[Client]:
         node = start_node(master=address, memory=1 << 30, **settings._asdict())
         stack.callback(node.stop)
         config = ClientConfig(
-            master=address, transports=("mooncake",), timeout_ms=60_000, put_wait_ms=30_000,
+            master=address, transports=("mooncake",), timeout_ms=60_000,
             **settings._asdict(),
         )  # fmt: skip
         yield stack.enter_context(Client(config=config))
