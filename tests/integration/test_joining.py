@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.errors import ClusterMismatchError
-from kvstore.memory.entries import SHM_DIRECTORY, left_overs
+from kvstore.memory.entries import SHM_DIRECTORY
 from tests.support.cluster import MASTER, NODE, SHORT, Cluster, Node, unique_name
 from tests.support.processes import KVSTORE, Server, flags_of, free_port, run_python
 from tests.support.waiting import until
@@ -38,59 +37,11 @@ def clusters(tmp_path: Path) -> Iterator[list[Cluster]]:
         each.finish()
 
 
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """Removes what nodes without a name leave."""
-    before = {left.path for left in left_overs()}
-    yield
-    for left in left_overs():
-        if left.path not in before:
-            os.unlink(left.path)
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python(*KVSTORE, *arguments)
 
 
-def unnamed(cluster: Cluster, number: int) -> Server:
-    settings = {"master": cluster.address, "memory": MEMORY}
-    log = cluster.directory / f"unnamed-{number}.log"
-    node = Server(NODE, flags_of(settings), log=log)
-    node.line("serves")
-    return node
-
-
-def keys(cluster: Cluster) -> list[str]:
-    with Client(cluster.address) as client:
-        return sorted(row.key.decode() for row in client.list_objects())
-
-
-def holds(cluster: Cluster, *wanted: str) -> bool:
-    return keys(cluster) == list(wanted)
-
-
 # --- clusters beside each other ----------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("nothing_left")
-def test_two_clusters_without_names_on_one_host_do_not_mix(clusters: list[Cluster]) -> None:
-    nodes = []
-    for number, cluster in enumerate(clusters):
-        cluster.master()
-        nodes.append(unnamed(cluster, number))
-        with Client(cluster.address) as client:
-            client.put(f"of {number}", b"x" * 1000)
-    for node in nodes:
-        node.kill()
-        node.close()
-
-    for number, cluster in reversed(list(enumerate(clusters))):
-        nodes[number] = unnamed(cluster, 2 + number)
-    for number, cluster in enumerate(clusters):
-        until(partial(holds, cluster, f"of {number}"))
-    for node in nodes:
-        assert node.terminate() == 0
-        node.close()
 
 
 def test_memory_of_another_cluster_is_refused_and_left_alone(clusters: list[Cluster]) -> None:
@@ -137,26 +88,6 @@ def test_a_name_is_checked_when_nodes_and_clients_join(clusters: list[Cluster]) 
     assert told.stdout.startswith("cluster prod, master ")
     status = run("status", "--master", cluster.address, "--json")
     assert json.loads(status.stdout)["cluster"] == "prod"
-
-
-def test_a_cluster_that_gets_a_name_keeps_its_memory_also_where_it_moves(cluster: Cluster) -> None:
-    cluster.settings["port"] = free_port()  # the next one, of its lane, stays free, too
-    cluster.master()
-    node = cluster.node(keep=True)
-    cluster.client().put("key", b"value")
-    assert node.terminate() == 0
-    for settings in ({"cluster": "prod"}, {"cluster": "prod", "port": free_port()}):
-        cluster.master_server.kill()
-        cluster.close_clients()
-        cluster.settings |= settings
-        cluster._stop_asking()
-        cluster._asker = None
-        cluster.settings.pop("lane_port", None)
-        cluster.master()
-        node = cluster.node(name=node.name, keep=True, cluster="prod")
-        until(lambda: cluster.client().get("key") == b"value")
-        assert node.terminate() == 0
-    node.entry.unlink()
 
 
 # --- clocks ------------------------------------------------------------------------------------
@@ -256,7 +187,7 @@ def test_the_memory_of_a_master_is_kept_where_that_is_asked_for(tmp_path: Path) 
         assert bool(list(path.glob(f"kvstore.*-{port}"))) is keep
 
 
-# --- ports -------------------------------------------------------------------------------------
+# --- ports ---------------------------------------------------------------------------------------
 
 
 def test_nodes_of_a_host_take_the_data_ports_one_after_the_other(cluster: Cluster) -> None:
@@ -269,17 +200,3 @@ def test_nodes_of_a_host_take_the_data_ports_one_after_the_other(cluster: Cluste
     for node, port in zip(nodes, found, strict=True):  # other tests may have the first port
         said = "data_port_taken wanted=50003" in node.errors
         assert said == (port != 50_003)
-
-
-def test_the_status_says_that_a_node_cannot_be_reached_where_it_says(cluster: Cluster) -> None:
-    """A wrong --advertise, a firewall: the node looks alive by the stream that it has opened."""
-    cluster.start(nodes=1)
-    refuses = cluster.node(advertise="127.0.0.1:9")
-
-    def reasons() -> dict[str, str]:
-        return {node.name: node.unreachable for node in cluster.status().nodes}
-
-    until(lambda: any(reasons().values()))
-    assert "refused the tcp connection" in reasons().pop(refuses.name)
-    shown = json.loads(run("status", "--json", "--master", cluster.address).stdout)
-    assert any(node["unreachable"] for node in shown["nodes"])

@@ -12,17 +12,15 @@ import pytest
 
 from kvstore import Client, PutOutcome
 from kvstore.clocks import uptime
-from kvstore.errors import ConfigError, DeadlineExceededError, KVStoreError
-from kvstore.transport.mooncake.transport import MooncakeTransport
+from kvstore.errors import ConfigError, KVStoreError
 from tests.support.cluster import Cluster
 from tests.support.metadata_servers import metadata_server
 from tests.support.processes import run_python
 from tests.support.programs import need_engine
-from tests.support.traffic import at_work, content, getter, putter
+from tests.support.traffic import content
 
 STORED = PutOutcome.STORED
 ENGINE = {"transports": ("mooncake",), "protocol": "tcp"}
-KEYS = [f"key-{number}" for number in range(60)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,50 +54,6 @@ def test_what_is_put_is_got(store: Cluster) -> None:
     assert client.get_many(hashes) == [content(each, 5000) for each in hashes]
 
 
-def test_registered_memory(store: Cluster) -> None:
-    client = store.client(**ENGINE)
-    source = np.random.default_rng(0).integers(0, 255, 8 << 20, dtype=np.uint8)
-    target = np.zeros_like(source)
-    for memory in (source, target):
-        client.register(memory)
-    client.put_many([(f"part-{i}", source[i << 20 : (i + 1) << 20]) for i in range(8)])
-    parts = [target[i << 20 : (i + 1) << 20] for i in range(8)]
-    assert client.get_into([f"part-{i}" for i in range(8)], parts) == [1 << 20] * 8
-    assert (target == source).all()
-    for memory in (source, target):
-        client.unregister(memory)
-
-
-def test_the_table_decides(store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same host: shm. Both ends on an engine: it. Else: tcp."""
-    moved: set[str] = set()
-    real = MooncakeTransport.write
-
-    def write(self: MooncakeTransport, *arguments: object) -> None:
-        moved.add("mooncake")
-        real(self, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(MooncakeTransport, "write", write)
-    near = store.client(protocol="tcp")
-    far = store.client(protocol="tcp", transports=("mooncake", "tcp"))
-    without = store.client(transports=("mooncake", "tcp"))
-    other = store.client(
-        protocol="tcp", transports=("mooncake", "tcp"), metadata_server="etcd://10.0.0.1:2379"
-    )
-    for client, wanted in ((near, set()), (far, {"mooncake"}), (without, set()), (other, set())):
-        moved.clear()
-        assert client.put(f"by-{id(client)}", b"x" * 5000) is STORED
-        assert moved == wanted
-        assert near.get(f"by-{id(client)}") == b"x" * 5000
-
-
-def test_a_client_contributes_memory_of_the_same_kind(cluster: Cluster) -> None:
-    cluster.master()
-    client = cluster.client(**ENGINE, memory="32MiB")
-    assert client.put("k", content("k")) is STORED
-    assert cluster.client(**ENGINE).get("k") == content("k")
-
-
 @pytest.mark.parametrize("kind", ["etcd", "http"])
 def test_a_store_with_a_metadata_server(cluster: Cluster, kind: str, tmp_path: Path) -> None:
     with metadata_server(kind, tmp_path) as url:
@@ -118,30 +72,6 @@ def test_a_store_with_a_metadata_server(cluster: Cluster, kind: str, tmp_path: P
 
 
 # --- failures -------------------------------------------------------------------------------------
-
-
-def test_a_node_is_killed_while_it_is_read(cluster: Cluster) -> None:
-    cluster.start(protocol="tcp")
-    client = cluster.client(**ENGINE, timeout_ms=3_000)
-    client.put_many([(key, content(key)) for key in KEYS])
-    with at_work(getter(client, KEYS), longest_s=4) as reader:
-        reader.wait_for("right", more=50)
-        cluster.nodes[0].kill()
-        reader.wait_for("miss", more=20)
-    cluster.node(protocol="tcp")
-    assert client.put("k", b"x") is STORED
-    assert client.get("k") == b"x"
-
-
-def test_a_node_is_killed_while_it_is_written(cluster: Cluster) -> None:
-    cluster.start(memory="64MiB", protocol="tcp")
-    client = cluster.client(**ENGINE, timeout_ms=3_000)
-    with at_work(putter(client, "new", wait_ms=200), longest_s=4) as writer:
-        writer.wait_for("stored", more=20)
-        cluster.nodes[0].kill()
-        writer.wait_for("no_space", more=2)
-        cluster.node(memory="64MiB", protocol="tcp")
-        writer.wait_for("stored", more=20)
 
 
 def test_a_transfer_under_way_when_its_node_dies_ends_by_the_deadline(cluster: Cluster) -> None:
@@ -166,23 +96,6 @@ def test_a_transfer_under_way_when_its_node_dies_ends_by_the_deadline(cluster: C
     assert ended.wait(6)
     assert uptime() - start < 4
     assert isinstance(outcome[0], KVStoreError)
-
-
-def test_a_frozen_node_costs_the_deadline_and_no_more(cluster: Cluster) -> None:
-    cluster.start(protocol="tcp")
-    client = cluster.client(**ENGINE, timeout_ms=1_000, placements_max=0)
-    client.put("k", content("k"))
-    cluster.nodes[0].freeze()
-    start = uptime()
-    try:
-        assert client.get("k") is None
-    except DeadlineExceededError:
-        pass
-    assert uptime() - start < 2
-    cluster.nodes[0].resume()
-    until = uptime() + 20
-    while client.get("k") != content("k") and client.put("k", content("k")) is not STORED:
-        assert uptime() < until
 
 
 def test_a_node_that_fences_is_met_at_its_new_address(cluster: Cluster) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,35 +54,6 @@ def call_lane(cluster: Cluster) -> bytes:
         return b""
 
 
-def restart_master(cluster: Cluster) -> Server:
-    cluster.master_server.kill()
-    return cluster.master()
-
-
-@pytest.mark.parametrize("where", ["/dev/full", "a pipe"])
-def test_a_node_that_cannot_write_joins_another_master(
-    cluster: Cluster, tmp_path: Path, where: str
-) -> None:
-    cluster.master()
-    port = free_port()
-    with unread_pipe(tmp_path / "pipe") as pipe:
-        writes_errors_to(cluster, pipe if where == "a pipe" else Path(where))
-        node = cluster.node(http_port=port)
-        cluster.prefix = []
-        assert node.process.stdout is not None
-        node.process.stdout.close()  # as ``| head -1`` does
-        with cluster.client() as client:
-            client.put("key", b"kept")
-        for _ in range(2):
-            restart_master(cluster)
-            until(lambda: cluster.state_of(node) == "alive")
-        with cluster.client() as client:
-            assert until(lambda: client.get("key")) == b"kept"
-        # Its reader is gone. On standard error, the queue holds what a pipe does not take.
-        assert (metric(port, "kvstore_node_log_lines_dropped_total") or 0) >= 2
-        assert node.process.poll() is None
-
-
 def test_a_master_whose_output_is_not_read_serves(cluster: Cluster, tmp_path: Path) -> None:
     cluster.settings["http_port"] = port = free_port()
     with unread_pipe(tmp_path / "pipe") as pipe:
@@ -105,20 +75,6 @@ def _answers(port: int) -> bool:
     with contextlib.suppress(OSError):
         return get(port, "/healthz") == (200, "ok\n")
     return False
-
-
-def test_lines_about_strangers_are_limited_in_rate(cluster: Cluster) -> None:
-    master = cluster.master()
-    began = time.monotonic()
-    for _ in range(STRANGERS):
-        call_lane(cluster)
-    took_s = time.monotonic() - began
-    lines = [line for line in master.errors.splitlines() if "lane connection refused" in line]
-    assert BURST <= len(lines) <= BURST + took_s + 1
-    time.sleep(1.1)
-    call_lane(cluster)
-    until(lambda: "left_out=" in master.errors)
-    assert dict(cluster.status().counters)["log_lines_left_out"] >= STRANGERS - BURST - took_s - 1
 
 
 MALFORMED = (

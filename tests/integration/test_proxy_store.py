@@ -97,36 +97,6 @@ def test_what_the_store_holds_is_not_prefilled_again(tmp_path: Path, cluster: Cl
     assert log.count("record_refused") == 2
 
 
-def test_of_a_hybrid_the_last_state_is_enough(tmp_path: Path, cluster: Cluster) -> None:
-    """An engine needs no state before it, and none is stored."""
-    attention, recurrent = "vllm/f/g0/p0t0", "vllm/f/g1/p0t0"
-    hashes = block_hashes(
-        PROMPT, block_size=BLOCK, none_hash=NONE_HASH, algorithm="sha256_cbor", blocks_max=99
-    )
-    keys = list(hashes)
-
-    async def scenario(w: World) -> None:
-        await w.until(lambda: known(w))
-        assert (await w.complete(PROMPT))[0] == 200
-        assert len(w.prefillers[0].calls) == 1, "blocks without a state are of no use"
-        cluster.client().put(keys[-1], b"state", namespace=recurrent)
-        assert (await w.complete(PROMPT))[0] == 200
-        assert len(w.prefillers[0].calls) == 1
-        assert await w.metric(STORED) == 1
-
-    cluster.start()
-    told = record(
-        namespaces=[attention, recurrent], hash_block_size=BLOCK,
-        description={"groups": [{"kind": "FullAttentionSpec"}, {"state": []}]},
-    )  # fmt: skip
-    cluster.client().put("f", told, namespace="vllm-fleet")
-    cluster.client().put_chain(keys, [b"kv"] * len(keys), namespace=attention)
-    play(
-        tmp_path, scenario, master=cluster.address, prefill_threshold=THRESHOLD,
-        constants={"lookup:TIMEOUT_S": 5.0},
-    )  # fmt: skip
-
-
 def test_a_store_that_dies_costs_requests_nothing_but_the_hop(
     tmp_path: Path, cluster: Cluster
 ) -> None:
@@ -165,14 +135,6 @@ def test_a_store_that_dies_costs_requests_nothing_but_the_hop(
         tmp_path, scenario, master=cluster.address, prefill_threshold=THRESHOLD,
         constants={"lookup:TIMEOUT_S": 0.2},
     )  # fmt: skip
-
-
-def test_without_a_store_it_starts_and_serves(tmp_path: Path) -> None:
-    async def scenario(w: World) -> None:
-        assert (await w.complete(PROMPT))[0] == 200
-        assert len(w.prefillers[0].calls) == 1
-
-    play(tmp_path, scenario, master="127.0.0.1:1")
 
 
 @pytest.mark.slow

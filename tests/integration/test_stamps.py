@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
@@ -15,12 +14,8 @@ from kvstore import Client, PutOutcome, calls
 from kvstore.clocks import uptime
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import (
-    EPOCH_OFFSET,
     HEADER_BYTES,
-    MARK_OFFSET,
-    SUPERBLOCK_BYTES,
     Header,
-    check_of,
     extent_bytes,
     pack_into,
     write_stamp,
@@ -28,10 +23,7 @@ from kvstore.memory.header import (
 from kvstore.network.tcp_protocol import Extent
 from kvstore.transport.base import Move
 from kvstore.transport.tcp import TcpTransport
-from tests.integration.test_drain import drain
-from tests.integration.test_handover import shm_of
 from tests.integration.test_restarts import (
-    KEYS,
     check,
     counter,
     fill,
@@ -85,138 +77,6 @@ def test_a_killed_master_and_a_killed_node_find_everything_again(
     again.kill()
     restarted(cluster, again)
     check(cluster)
-
-
-@pytest.mark.slow
-def test_an_allocation_is_found_again_and_copies_are(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KVSTORE_AUTH", cluster._auth("admin"))
-    cluster.start()
-    first = cluster.nodes[0]
-    client = cluster.client()
-    memory = client.allocate(SIZE, kind="numpy")
-    assert isinstance(memory, np.ndarray)
-    memory[:] = 7
-    assert client.put("allocated", memory) is STORED
-    smaller = client.allocate(SIZE, kind="numpy")
-    assert isinstance(smaller, np.ndarray)
-    smaller[: SIZE // 2] = 8
-    assert client.put("smaller", smaller[: SIZE // 2]) is STORED
-    fill(cluster)
-    del memory, smaller
-    kill_master(cluster)
-    cluster.master()
-    values = cluster.client().get_many(["allocated", "smaller"], kind="bytes")
-    assert values == [bytes([7]) * SIZE, bytes([8]) * (SIZE // 2)]
-    second = cluster.node()
-    assert drain(cluster, first).told["moved"] == objects(cluster)
-    second.kill()
-    kill_master(cluster)
-    cluster.master()
-    restarted(cluster, second)
-    check(cluster)
-    values = cluster.client().get_many(["allocated", "smaller"], kind="bytes")
-    assert values == [bytes([7]) * SIZE, bytes([8]) * (SIZE // 2)]
-
-
-def test_memory_of_a_device_is_found_by_the_next_master(cluster: Cluster) -> None:
-    cluster.start(device="fake:0")
-    fill(cluster)
-    kill_master(cluster)
-    cluster.master()
-    check(cluster)
-
-
-@pytest.mark.slow
-def test_the_key_is_for_the_nodes_user_alone_and_goes_with_the_memory(cluster: Cluster) -> None:
-    cluster.start()
-    (node,) = cluster.nodes
-    assert node.key.stat().st_mode & 0o777 == 0o600
-    whole = node.key.read_bytes()
-    node.kill()
-    assert node.key.read_bytes() == whole
-    again = restarted(cluster, node)
-    assert node.key.read_bytes() == whole
-    assert again.terminate() == 0
-    assert not node.key.exists()
-
-
-# --- what a writer of shared memory can do -------------------------------------------------------
-
-
-def lie_in_superblock(cluster: Cluster) -> None:
-    """An engine that has the memory of a node mapped to write says there that all other memory was
-    away during a removal, and that a later master has been joined."""
-    assert cluster._identities is not None
-    liar = cluster.client(auth=cluster._identities.engine("liar", "a/*"), transports=("shm",))
-    assert liar.put("k", b"v", namespace=MINE, wait_ms=5_000) is STORED
-    (mapping,) = filter(None, shm_of(liar)._mappings.values())
-    epoch = cluster.status().epoch
-    words = mapping.memory[:SUPERBLOCK_BYTES].cast("Q")
-    words[MARK_OFFSET // 8], words[MARK_OFFSET // 8 + 1] = epoch, (1 << 64) - 1
-    words[EPOCH_OFFSET // 8] = later = epoch + 86_400_000
-    words[EPOCH_OFFSET // 8 + 1] = check_of(later)
-    words.release()
-
-
-@pytest.mark.parametrize("kills_nodes", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_who_writes_into_the_superblock_empties_no_other_memory(
-    cluster: Cluster, *, kills_nodes: bool
-) -> None:
-    cluster.start(2)
-    fill(cluster)
-    assert all(each.segments[0].used for each in cluster.status().nodes), "both have objects"
-    lie_in_superblock(cluster)
-    kill_master(cluster)
-    if kills_nodes:
-        for node in cluster.nodes:
-            node.kill()
-    cluster.master()
-    for node in cluster.nodes[:] if kills_nodes else ():
-        restarted(cluster, node)
-    check(cluster)
-    assert counter(cluster, "refused_claims") == 0
-    master = cluster.master_server.errors
-    assert "why=outdated" not in master
-    assert "epoch_outrun" not in master
-
-
-@pytest.mark.slow
-def test_a_mark_is_still_known_when_all_have_started_again(cluster: Cluster) -> None:
-    """Memory that was away during a removal is not believed, also after the lie of a writer."""
-    cluster.start(2)
-    away, there = cluster.nodes
-    client = cluster.client()
-    client.put_many([(key, content(key, SIZE)) for key in KEYS], replicas=2)
-    away.kill()
-    until(lambda: cluster.state_of(away) == "gone")
-    assert client.remove(KEYS[0])
-    lie_in_superblock(cluster)
-    there.kill()
-    kill_master(cluster)
-    cluster.master()
-    restarted(cluster, there)
-    restarted(cluster, away)
-    says(cluster.master_server, f"mark_found node={there.name}")
-    values = cluster.client().get_many(KEYS)
-    assert values == [None, *(content(key, SIZE) for key in KEYS[1:])]
-
-
-@pytest.mark.slow
-def test_memory_without_its_private_file_is_discarded(cluster: Cluster) -> None:
-    """As memory in a hugetlbfs has, beside a ``/dev/shm`` that ended with its container; and as
-    that of a process without an identity has none."""
-    cluster.start()
-    (node,) = cluster.nodes
-    fill(cluster)
-    node.kill()
-    node.key.unlink()
-    kill_master(cluster)
-    cluster.master()
-    again = restarted(cluster, node)
-    says(again, "left_over_memory_discarded")
-    assert objects(cluster) == 0
 
 
 # --- what was made up is not ---------------------------------------------------------------------
@@ -319,33 +179,3 @@ def test_a_key_of_others_does_not_get_the_bytes_of_a_liar(
         liar.forge(at, THEIRS, key, b"of the liar")
     liar.end()
     whole(cluster, victim, kills_node=kills_node)
-
-
-@pytest.mark.parametrize("kills_node", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_header_over_its_neighbours_neither_shows_nor_destroys_them(
-    cluster: Cluster, attacked: tuple[Liar, Client], *, kills_node: bool
-) -> None:
-    liar, victim = attacked
-    wide = 4 << 20
-    liar.forge(liar.at, MINE, "wide", b"", size=wide)
-    stamp, (token,) = liar.grants.stamps, liar.grants.tokens
-    assert len(stamp) == 16
-    # Its own stamp is good neither for another size, nor at another place, nor for another version.
-    liar.forge(liar.at + 1024, MINE, "own", b"", size=wide, counter=token, stamp=stamp)
-    liar.forge(liar.at + 2048, MINE, "own", b"", size=200_000, counter=token, stamp=stamp)
-    liar.forge(liar.at + 3072, MINE, "own", b"", size=200_000, stamp=stamp)
-    liar.end()
-    whole(cluster, victim, kills_node=kills_node)
-    assert liar.client.get_many(["wide", "own"], namespace=MINE) == [None, None]
-
-
-@pytest.mark.slow
-def test_a_liar_finds_what_it_was_granted(cluster: Cluster, attacked: tuple[Liar, Client]) -> None:
-    """The stamp alone decides: the same header with it is believed."""
-    liar, victim = attacked
-    (token,) = liar.grants.tokens
-    payload = liar.forged(liar.at + 1024, THEIRS, VICTIMS[0], b"of the liar").ljust(200_000, b"-")
-    liar.forge(liar.at, MINE, "own", payload, counter=token, stamp=liar.grants.stamps)
-    liar.end()
-    whole(cluster, victim, kills_node=True)
-    assert liar.client.get("own", namespace=MINE, kind="bytes") == payload

@@ -7,11 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.suspending import Suspended
-from tests.integration.test_high_availability import HaCluster
 from tests.support.cluster import Cluster
-from tests.support.etcd import running
 from tests.support.remote import Remote, RemoteError
-from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -58,17 +55,3 @@ def test_a_client_believes_no_promise_of_before(
         if one is not None:
             one.close()
         cluster.close()
-
-
-def test_a_leader_that_was_suspended_leads_no_more(tmp_path: Path, suspended: Suspended) -> None:
-    """It does not know yet that another one was elected: it stops before it acts."""
-    with running(tmp_path) as etcd:
-        cluster = HaCluster(tmp_path, etcd)
-        try:
-            cluster.prefix = suspended.prefix
-            leader = cluster.masters[cluster.add_master()]
-            until(lambda: "leading" in leader.errors)
-            suspended.sleep(3_600)
-            until(lambda: "stepped_down" in leader.errors)
-        finally:
-            cluster.close()

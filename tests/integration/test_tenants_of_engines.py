@@ -14,17 +14,13 @@ from typing import Any
 
 import pytest
 
-from kvstore.auth.credentials import Credentials
 from kvstore.connectors.engine.fleet import FleetRecords
 from kvstore.errors import PermissionDeniedError
 from kvstore.fleet import Record
 from kvstore.limits import FLEET_NAMESPACE, of_tenant
-from kvstore.web.api.reasons import TRAFFIC_PATH
 from tests.support.cluster import Cluster
-from tests.support.http import request
 from tests.support.issuing import Identities
 from tests.support.processes import free_port
-from tests.support.waiting import until
 
 TENANTS = ("acme", "globex")
 BLOCKS = [bytes([number]) * 32 for number in range(1, 9)]
@@ -78,17 +74,6 @@ def test_why_says_to_each_tenant_what_its_engines_do(
         assert not [name for name in TENANTS if name != tenant and name in json.dumps(told)]
 
 
-def test_why_says_to_an_operator_what_all_engines_do_and_makes_no_fault_of_it(
-    store: Cluster, identities: Identities
-) -> None:
-    told = why(store, identities.file("admin"))
-    assert {each["name"] for each in told["parties"]} - {"default"} == {
-        f"{tenant}/vllm {FINGERPRINT[:8]}" for tenant in TENANTS
-    }
-    of_engines = [each for each in told["causes"] if each["namespaces"] != ["default"]]
-    assert {each["code"] for each in of_engines} == {"fine", "only_readers"}
-
-
 def test_a_tenant_cannot_read_the_fleet_of_another_one_nor_write_into_it(
     store: Cluster, identities: Identities
 ) -> None:
@@ -98,25 +83,3 @@ def test_a_tenant_cannot_read_the_fleet_of_another_one_nor_write_into_it(
                 list(client.list_objects(namespace=space))
             with pytest.raises(PermissionDeniedError):
                 client.put("m/" + FINGERPRINT, b"x" * 64, namespace=space)
-
-
-def test_calls_that_name_no_namespace_have_the_configured_one(store: Cluster) -> None:
-    with store.client(tenant="acme") as client:
-        client.put("k", b"v")
-        assert client.exists("k", namespace="default")
-
-
-def test_the_dashboard_shows_the_engines_of_all_tenants(
-    store: Cluster, identities: Identities, port: int
-) -> None:
-    tls = Credentials(identities.file("admin")).client()
-
-    def asked(path: str) -> Any:
-        return json.loads(request(port, "GET", path, tls=tls).text)
-
-    (model,) = until(lambda: asked("/api/v1/fleet")["models"], within_s=20)
-    assert {name.split("/")[0] for each in model["records"] for name in each["namespaces"]} == {
-        *TENANTS
-    }
-    names = {row["name"] for row in asked(TRAFFIC_PATH)["namespaces"]}
-    assert names - {"default"} == {f"{tenant}/vllm/{FINGERPRINT}/g0/p0t0" for tenant in TENANTS}

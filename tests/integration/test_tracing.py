@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -12,8 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from kvstore import AsyncClient, Client
-from kvstore.client.tracing import tracing
+from kvstore import Client
 from kvstore.errors import NoSpaceError, ValueTooLargeError
 from kvstore.wire.traces import MARK
 from tests.support.cluster import Cluster
@@ -53,24 +51,6 @@ def test_a_call_is_a_span_below_that_of_its_caller(
     assert failed.events[0].name == "exception"
 
 
-def test_calls_of_an_event_loop_are_spans_below_that_of_their_task(
-    cluster: Cluster, spans: InMemorySpanExporter
-) -> None:
-    cluster.master()
-    cluster.node()
-    spans.clear()  # those of the client that waited for the cluster
-
-    async def run() -> None:
-        async with AsyncClient(cluster.address) as client:
-            with trace.get_tracer("program").start_as_current_span("request"):
-                await client.put("key", b"value")
-
-    asyncio.run(run())
-    put, request = spans.get_finished_spans()
-    assert (put.name, request.name) == ("kvstore.put", "request")
-    assert _parent(put) == _number(request)
-
-
 @pytest.mark.parametrize("carrier", ["lane", "gRPC"])
 def test_lines_of_the_master_name_the_trace_of_the_call(
     cluster: Cluster, spans: InMemorySpanExporter, carrier: str
@@ -94,11 +74,6 @@ def test_lines_of_the_master_name_the_trace_of_the_call(
         until(lambda: len(lines()) == 2)
         assert all("error=no_space" in line for line in lines())
         del view_of
-
-
-def test_without_a_provider_there_are_no_spans() -> None:
-    assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
-    assert tracing("127.0.0.1:50001") is None
 
 
 def _parent(span: ReadableSpan) -> int | None:

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
-from kvstore.web.api.drains import DRAIN_PATH, DRAINS_MAX, NODES_PATH, UNDRAIN_PATH
+from kvstore.web.api.drains import DRAIN_PATH, NODES_PATH, UNDRAIN_PATH
 from kvstore.web.api.questions import (
     EXISTS_PATH,
     MATCH_PATH,
@@ -123,27 +123,6 @@ def test_a_node_is_drained_and_leaves(tmp_path: Path) -> None:
         assert store.ask("GET", f"{DRAIN_PATH}?node=none").status == 404
 
 
-def test_a_drain_that_is_refused_has_not_begun(tmp_path: Path) -> None:
-    """More nodes are asked to drain at once than may be drained at once."""
-    settings = {"http_port": free_port()}
-    with Cluster(tmp_path, settings=settings) as cluster:
-        cluster.start(memory="16MiB")
-        nodes = [*cluster.nodes, *(cluster.node(memory="16MiB") for _ in range(DRAINS_MAX + 1))]
-        store = Store(cluster, settings["http_port"])
-        with cluster.client() as client:  # an allocation on each keeps their drains under way
-            held = [client.allocate(15 * MIB, kind="numpy") for _ in nodes]
-            answers = [
-                (node, store.ask("POST", DRAIN_PATH, {"node": node.name, "discard": True}).status)
-                for node in nodes
-            ]
-            busy = [node for node, status in answers if status == 503]
-            assert len(busy) == len(nodes) - DRAINS_MAX
-            assert [cluster.state_of(node) for node in busy] == ["alive"] * len(busy)
-            for node in nodes:
-                assert store.ask("POST", UNDRAIN_PATH, {"node": node.name}).status == 204
-            del held
-
-
 def drained(store: Store, node: Node, state: str) -> None:
     until(
         lambda: store.ask("GET", f"{DRAIN_PATH}?node={node.name}").json["state"] == state,
@@ -205,18 +184,3 @@ def assert_described(document: dict[str, Any], method: str, path: str, reply: Re
     if "$ref" in content[kind]["schema"]:
         schema = content[kind]["schema"] | {"components": document["components"]}
         jsonschema.Draft202012Validator(schema).validate(reply.json)
-
-
-def test_there_is_no_other_way_in(store: Store) -> None:
-    for path in (
-        "/api/v1",
-        f"{PIN_PATH}/",
-        "/api/v1//pin",
-        "/api/v2/pin",
-        "/api/v1/objects?key=00",
-    ):
-        assert store.ask("PUT", path, b"x").status in (404, 405)
-    asked = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
-    reply = store.ask("OPTIONS", PIN_PATH, headers=asked)
-    assert reply.status == 405
-    assert not [name for name in reply.headers if name.lower().startswith("access-control")]

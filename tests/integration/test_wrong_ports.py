@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +12,6 @@ from kvstore.diagnosis import cluster as doctor
 from kvstore.errors import MasterUnreachableError
 from tests.support.cluster import Cluster
 from tests.support.http import http_port_of
-from tests.support.processes import run_python
-from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -69,21 +66,3 @@ def test_the_doctor_says_it(others: dict[str, str], what: str) -> None:
     [found] = doctor.master(others[what], 10.0).found
     assert what in found.found
     assert "gRPC port" in found.advice
-
-
-def test_a_node_says_it(others: dict[str, str], cluster: Cluster) -> None:
-    node = cluster.launch_node(master=others[ports.LANE])
-    until(lambda: f"reason=no session with the master at {others[ports.LANE]}" in node.errors)
-    assert f"that is {ports.LANE}" in node.errors
-    assert node.terminate() == 0
-
-
-def test_an_error_is_short_to_read(tmp_path: Path) -> None:
-    """One traceback, that of the call: none of the attempts that failed."""
-    program = "from kvstore import Client; Client('127.0.0.1:9', timeout_ms=1500).get('key')"
-    done = run_python("-c", program)
-    assert done.stderr.count("Traceback") == 1
-    assert "another exception" not in done.stderr
-    first, *_, last = done.stderr.splitlines()
-    assert first.startswith("waiting for a master at 127.0.0.1:9, up to 0.")
-    assert "connection refused" in last
