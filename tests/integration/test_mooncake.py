@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,27 +116,6 @@ def test_a_node_that_fences_is_met_at_its_new_address(cluster: Cluster) -> None:
 
 
 # --- settings -------------------------------------------------------------------------------------
-
-
-def test_an_engine_that_cannot_be_had_is_said_once_and_tcp_goes_on(
-    store: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    impossible = {"protocol": "rdma", "device_name": "mlx9_0"}
-    code = f"""
-import sys
-from kvstore import Client
-from kvstore.errors import TransferEngineError
-try:
-    Client(sys.argv[1], transports=("mooncake",), **{impossible})
-except TransferEngineError as error:
-    print(error.fields["device_name"])
-"""
-    said = run_python("-c", code, store.address)
-    assert said.stdout.strip() == "mlx9_0", said
-    with caplog.at_level(logging.ERROR, "kvstore.mooncake"):
-        client = store.client(transports=("mooncake", "tcp"), **impossible)
-        assert client.put("k", b"x" * 5000) is STORED
-        assert client.get("k") == b"x" * 5000
 
 
 def test_mooncake_alone_wants_a_protocol(store: Cluster) -> None:

@@ -64,22 +64,6 @@ def test_a_completion_is_rendered_once_prefilled_and_decoded(tmp_path: Path) -> 
     play(tmp_path, scenario)
 
 
-def test_a_chat_is_handed_on_with_its_token_ids_beside_it(tmp_path: Path) -> None:
-    async def scenario(w: World) -> None:
-        w.prefillers[0].answer = stored(4)
-        code, _ = await w.chat(max_completion_tokens=9)
-        assert code == 200
-        [first], [second] = w.prefillers[0].calls, w.decoders[0].calls
-        assert first.body["messages"] == second.body["messages"]
-        assert first.body["max_tokens"] == first.body["max_completion_tokens"] == 1
-        assert first.params == {"prompt_token_ids": IDS}
-        assert second.params == {"prompt_token_ids": IDS, "stored_tokens": 4}
-        assert second.body["max_completion_tokens"] == 9
-        assert "max_tokens" not in second.body
-
-    play(tmp_path, scenario)
-
-
 def test_a_request_id_is_made_and_told_everywhere(tmp_path: Path) -> None:
     async def scenario(w: World) -> None:
         body = {"model": "m", "prompt": PROMPT}
@@ -280,21 +264,6 @@ def test_health_checks_find_who_is_ill_and_who_is_well_again(tmp_path: Path) -> 
     play(tmp_path, scenario, decode=2)
 
 
-# --- choice ------------------------------------------------------------------------------------
-
-
-def test_a_prefix_goes_where_it_went_before(tmp_path: Path) -> None:
-    async def scenario(w: World) -> None:
-        prompts = {start: [start] * 64 for start in (1, 2)}
-        for start in (1, 2, 2, 1, 1, 2):
-            assert (await w.complete([*prompts[start], *range(70)]))[0] == 200
-        for engine in (*w.prefillers, *w.decoders):
-            assert len(engine.calls) == 3
-            assert len({call.body["prompt"][0] for call in engine.calls}) == 1
-
-    play(tmp_path, scenario, prefill=2, decode=2, affinity="prefix")
-
-
 # --- instances that come and go ----------------------------------------------------------------
 
 
@@ -378,16 +347,6 @@ def test_requests_are_answered_beside_many_that_do_not_come(tmp_path: Path, firs
         assert len(w.decoders[0].calls) == 20
 
     play(tmp_path, scenario)
-
-
-def test_the_body_that_has_been_coming_longest_gives_way(tmp_path: Path) -> None:
-    async def scenario(w: World) -> None:
-        async with w.connected(3, SLOW_BODY) as (oldest, *others):
-            assert b" 503 " in await oldest.readline()
-            assert (await w.complete())[0] == 200
-            assert b" 503 " in await others[0].readline()
-
-    play(tmp_path, scenario, constants={"serving:INFLIGHT_MAX": 2})
 
 
 # --- busy engines ------------------------------------------------------------------------------

@@ -138,37 +138,6 @@ def test_a_store_that_dies_costs_requests_nothing_but_the_hop(
 
 
 @pytest.mark.slow
-def test_of_a_tenant_it_reads_what_that_tenant_has_and_nothing_else(tmp_path: Path) -> None:
-    """One pattern is enough. The engines of both tenants have equal weights."""
-    identities = Identities(tmp_path)
-    spaces = {tenant: f"{tenant}/vllm/f/g0/p0t0" for tenant in ("acme", "globex")}
-    hashes = block_hashes(
-        PROMPT, block_size=BLOCK, none_hash=NONE_HASH, algorithm="sha256_cbor", blocks_max=99
-    )
-    keys = list(hashes)
-
-    async def mine(w: World) -> None:
-        await w.until(lambda: known(w))
-        assert (await w.complete(PROMPT))[0] == 200
-        assert len(w.prefillers[0].calls) == 1, "the other tenant has it"
-        cluster.client().put_chain(keys, [b"kv"] * len(keys), namespace=spaces["acme"])
-        assert (await w.complete(PROMPT))[0] == 200
-        assert len(w.prefillers[0].calls) == 1
-
-    with Cluster(tmp_path, identities=identities) as cluster:
-        cluster.start()
-        cluster.client().put_chain(keys, [b"kv"] * len(keys), namespace=spaces["globex"])
-        for tenant, name in spaces.items():
-            told = record(namespaces=[name], hash_block_size=BLOCK)
-            cluster.client().put("f", told, namespace=f"{tenant}/vllm-fleet")
-        play(
-            tmp_path, mine, master=cluster.address, prefill_threshold=THRESHOLD,
-            constants={"lookup:TIMEOUT_S": 5.0}, tenant="acme",
-            auth=identities.file("proxy", "engine", reads=["acme/*"]),
-        )  # fmt: skip
-
-
-@pytest.mark.slow
 def test_with_authentication_it_reads_the_fleet_and_the_engines_namespaces(tmp_path: Path) -> None:
     """Its file is for reading only. Without the right ones every prompt goes to a prefiller."""
     identities = Identities(tmp_path)

@@ -11,7 +11,7 @@ from kvstore import PutOutcome
 from kvstore.memory import header as layout
 from kvstore.transport import tcp_client
 from tests.support.cluster import NODE, SHORT, Cluster, Node
-from tests.support.processes import Server, children_of, flags_of, is_running
+from tests.support.processes import Server, flags_of
 from tests.support.traffic import at_work, content, getter, putter
 from tests.support.waiting import until
 
@@ -197,30 +197,3 @@ def test_memory_that_is_no_use_is_refused_or_discarded(cluster: Cluster, damage:
         assert server.terminate() == 0
     finally:
         server.close()
-
-
-# --- everything --------------------------------------------------------------------------------
-
-
-def test_a_killed_master_leaves_the_memory_of_its_own_node(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, settings=SHORT | {"memory": "32MiB"})
-    entry = None
-    try:
-        cluster.master()
-        master = cluster.master_server
-        entry = Path("/dev/shm/kvstore." + master.line("owns 32 MiB as node (.+)")[1])
-        fill(cluster)
-        children = children_of(master.pid)
-        master.kill()
-        until(lambda: not any(map(is_running, children)))
-        assert entry.exists()
-        cluster.master()
-        cluster.master_server.line("owns 32 MiB as node")
-        until(lambda: objects(cluster) == len(KEYS) + len(CHAIN))
-        check(cluster)
-        cluster.finish()
-        assert not entry.exists(), "a clean stop removes it"
-    finally:
-        cluster.close()
-        if entry is not None:
-            entry.unlink(missing_ok=True)

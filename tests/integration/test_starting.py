@@ -1,4 +1,4 @@
-"""A node says that it is alive, and how far it is, before its memory is reserved."""
+"""A master tells systemd when it serves."""
 
 from __future__ import annotations
 

@@ -73,42 +73,6 @@ def test_every_dtype_that_torch_has(verbs: Any) -> None:
         assert same(verbs.get(name), values[name]), name
 
 
-# --- bytes -------------------------------------------------------------------------------------
-
-
-def test_everything_that_holds_bytes(verbs: Any) -> None:
-    array = np.arange(12, dtype=np.int16).reshape(3, 4)
-    values = {
-        "bytes": b"abc",
-        "bytearray": bytearray(b"abc"),
-        "memoryview": memoryview(b"abc"),
-        "memoryview of numbers": array.data,
-        "memoryview with gaps": array.data[::2],
-        "memoryview of big-endian numbers": np.arange(3, dtype=">i4").data,
-        "memoryview without dimensions": np.array(7, np.int32).data,
-        "nothing": b"",
-        "nothing, as a view": memoryview(b""),
-        "a megabyte": some_bytes(1 << 20).tobytes(),
-    }
-    for name, value in values.items():
-        expected = bytes(value) if not isinstance(value, memoryview) else value.tobytes()
-        assert verbs.put(name, value) is STORED, name
-        assert verbs.get(name) == expected, name
-        assert type(verbs.get(name)) is bytes, name
-        assert bytes(verbs.get(name, copy=False)) == expected, name
-
-
-def test_a_value_of_no_bytes_is_a_value(verbs: Any) -> None:
-    assert verbs.get("nothing") is None
-    assert verbs.put("nothing", b"") is STORED
-    assert verbs.exists("nothing")
-    assert verbs.get("nothing") == b""
-    assert verbs.get_into("nothing", bytearray(b"xy")) == [0]
-    assert verbs.stat("nothing").detail.row.size == 0
-    assert verbs.remove("nothing")
-    assert verbs.get("nothing") is None
-
-
 # --- memory that is given twice ------------------------------------------------------------------
 
 
@@ -243,20 +207,6 @@ def test_ranges_are_parts_of_a_value(verbs: Any) -> None:
     assert verbs.get_ranges("whole", [(7, several)]) == [len(whole)]
     assert b"".join(several) == whole[7:12], "one after the other"
     assert verbs.get_ranges([], []) == []
-
-
-def test_a_range_outside_of_its_value_is_refused(verbs: Any) -> None:
-    verbs.put("ten", b"0123456789")
-    buffer = bytearray(4)
-    with pytest.raises(BufferMismatchError, match="10 bytes, a range ends at 11"):
-        verbs.get_ranges("ten", [(7, buffer)])
-    with pytest.raises(InvalidArgumentError, match="an offset is 0 to"):
-        verbs.get_ranges("ten", [(-1, buffer)])
-    with pytest.raises(InvalidArgumentError, match="1 keys and 2 lists"):
-        verbs.get_ranges(["ten"], [[(0, buffer)], []])
-    with pytest.raises(BufferMismatchError, match="writable"):
-        verbs.get_ranges("ten", [(0, b"read-only")])
-    assert bytes(buffer) == bytes(4), "nothing was read"
 
 
 def test_lookup_says_sizes_and_leases_what_it_finds(verbs: Any) -> None:

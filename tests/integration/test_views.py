@@ -209,26 +209,6 @@ def test_a_dropped_allocation_gives_its_memory_back(kind: str, tmp_path: Path) -
             until(lambda: store.used_bytes() <= before)
 
 
-def test_allocations_that_come_too_late_or_are_smaller_or_empty(verbs: Any) -> None:
-    verbs.put("there", b"first")
-    array = verbs.allocate(100, kind="numpy")
-    array[:] = 1
-    assert verbs.put("there", array) is PutOutcome.FOUND
-    assert (array == 1).all()
-    part = verbs.allocate(4096, kind="numpy")
-    part[:] = 2
-    assert verbs.put("part", part[:100]) is STORED
-    assert verbs.get("part").tolist() == [2] * 100
-    assert verbs.put("empty", verbs.allocate(0, kind="numpy")) is STORED
-    assert verbs.get("empty").size == 0
-    part = verbs.allocate((4, 4), "int16", kind="numpy")
-    part[:] = np.arange(16).reshape(4, 4)
-    assert verbs.put("transposed", part.T) is STORED  # by copying it
-    assert verbs.get("transposed").tolist() == part.T.tolist()
-    assert verbs.put_many([("in a batch", part)]) == [STORED]  # by copying it
-    assert verbs.get("in a batch").tolist() == part.tolist()
-
-
 # --- contributing memory -----------------------------------------------------------------------
 
 

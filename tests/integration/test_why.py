@@ -97,20 +97,3 @@ def test_the_field_in_which_two_engines_differ_is_named(cluster: Cluster, lane: 
     assert "dtype: bfloat16 writes, float16 asks" in why(cluster, "--model", MODEL)
     assert prefill.ask() == len(BLOCKS)
     assert "fine" in codes(cluster, prefill.namespace, code=0)
-
-
-def test_what_works_says_so_and_what_is_asked_by_the_command_is_no_traffic(
-    cluster: Cluster,
-) -> None:
-    cluster.start()
-    engine = Engine(cluster.client(name="both-1"))
-    engine.put()
-    assert engine.ask() == len(BLOCKS)
-    before = cluster.client().traffic(engine.namespace)
-    for _ in range(2):
-        assert codes(cluster, "--model", MODEL, code=0) == ["fine"]
-    after = cluster.client().traffic(engine.namespace)
-    (one,), (other,) = before.namespaces, after.namespaces
-    assert (one.questions, one.objects) == (other.questions, other.objects) == (1, 16)
-    (putter,) = one.putters
-    assert (putter.client, putter.address, putter.stored) == ("both-1", "local", 16)
