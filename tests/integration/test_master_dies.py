@@ -15,10 +15,8 @@ from kvstore.errors import (
     NoSpaceError,
     UnavailableError,
 )
-from tests.integration.conftest import either_client
 from tests.support.cluster import MASTER, Cluster
 from tests.support.processes import children_of, is_running
-from tests.support.traffic import at_work, content, putter
 from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
@@ -26,37 +24,6 @@ STORED = PutOutcome.STORED
 
 def kill_master(cluster: Cluster) -> None:
     cluster.master_server.kill()
-
-
-def test_calls_wait_for_a_master_that_comes_back(cluster: Cluster) -> None:
-    cluster.start()
-    with contextlib.ExitStack() as stack:
-        clients = [
-            stack.enter_context(either_client(kind, cluster.address, lane=lane))
-            for kind in ("sync", "async")
-            for lane in (True, False)
-        ]
-        for number, client in enumerate(clients):
-            client.put(f"k{number}", b"old")
-        kill_master(cluster)
-        workers = [
-            stack.enter_context(at_work(putter(client, f"new{number}", wait_ms=5_000)))
-            for number, client in enumerate(clients)
-        ]
-        time.sleep(0.3)  # so that they have found out and wait
-        started = time.monotonic()
-        cluster.master()
-        for worker in workers:
-            worker.wait_for("stored", more=5)
-        assert time.monotonic() - started < 6
-        for worker in workers:
-            assert set(worker.finish()) == {"stored"}
-        for number, client in enumerate(clients):
-            assert client.get(f"k{number}") == b"old"
-            assert client.get(f"new{number}-1") == content(f"new{number}-1")
-    (node,) = cluster.status().nodes
-    assert node.name == cluster.nodes[0].name
-    assert "node_fenced" in cluster.nodes[0].errors
 
 
 def test_what_was_promised_before_holds_after(cluster: Cluster) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +12,6 @@ from kvstore import Client, PutOutcome
 from kvstore.clocks import uptime
 from kvstore.errors import ConfigError, KVStoreError
 from tests.support.cluster import Cluster
-from tests.support.metadata_servers import metadata_server
-from tests.support.processes import run_python
 from tests.support.programs import need_engine
 from tests.support.traffic import content
 
@@ -51,23 +48,6 @@ def test_what_is_put_is_got(store: Cluster) -> None:
     client.put_chain(hashes, [content(each, 5000) for each in hashes])
     assert client.match_prefix(hashes) == len(hashes)
     assert client.get_many(hashes) == [content(each, 5000) for each in hashes]
-
-
-@pytest.mark.parametrize("kind", ["etcd", "http"])
-def test_a_store_with_a_metadata_server(cluster: Cluster, kind: str, tmp_path: Path) -> None:
-    with metadata_server(kind, tmp_path) as url:
-        cluster.start(protocol="tcp", metadata_server=url)
-        code = (
-            "import sys\n"
-            "from kvstore import Client\n"
-            "with Client(sys.argv[1], transports=('mooncake',), protocol='tcp',"
-            " metadata_server=sys.argv[2]) as client:\n"
-            "    client.put('k', b'x' * 5_000_000)\n"
-            "    print(client.get('k') == b'x' * 5_000_000)\n"
-        )
-        said = run_python("-c", code, cluster.address, url)
-        assert said.stdout.strip() == "True", said
-        cluster.nodes[0].terminate()
 
 
 # --- failures -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from kvstore.process.logs import BURST
 from tests.integration.test_http import child_of
 from tests.support.cluster import Cluster
 from tests.support.http import get, http_port_of, metric
-from tests.support.processes import Server, free_port
+from tests.support.processes import free_port
 from tests.support.waiting import until
 
 STRANGERS = 3 * BURST
@@ -89,16 +89,12 @@ MALFORMED = (
 )
 
 
-@pytest.mark.parametrize("of", ["master", "node"])
-def test_a_malformed_request_is_one_line(cluster: Cluster, of: str) -> None:
+def test_a_malformed_request_is_one_line(cluster: Cluster) -> None:
     """Also a client of gRPC that has been given this port."""
     port = free_port()
-    cluster.settings["http_port"] = port if of == "master" else 0
-    server: Server = cluster.master()
-    if of == "master":
-        http_port_of(server)
-    else:
-        server = cluster.node(http_port=port)
+    cluster.settings["http_port"] = port
+    server = cluster.master()
+    http_port_of(server)
     for request in MALFORMED:
         with socket.create_connection(("127.0.0.1", port), 5) as stranger:
             stranger.settimeout(5)

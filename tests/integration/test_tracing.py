@@ -13,7 +13,6 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from kvstore import Client
 from kvstore.errors import NoSpaceError, ValueTooLargeError
-from kvstore.wire.traces import MARK
 from tests.support.cluster import Cluster
 from tests.support.waiting import until
 
@@ -84,17 +83,3 @@ def _number(span: ReadableSpan) -> int:
     context = span.get_span_context()
     assert context is not None
     return context.span_id
-
-
-@pytest.mark.parametrize("lane", [True, False])
-def test_a_key_that_ends_like_a_trace_context_is_a_key(cluster: Cluster, lane: bool) -> None:
-    """It ends the request, where a trace context would be."""
-    cluster.master()
-    cluster.node()
-    key = b"k" + MARK + b"00-" + b"4b" * 16 + b"-" + b"a1" * 8 + b"-01"
-    with Client(cluster.address, lane=lane) as client:
-        client.put(key, b"value")
-        assert client.exists_many([key]) == [True]
-        assert client.lookup([key]) == [5]
-        assert client.stat(key) is not None
-        assert client.remove_many([key]) == [True]

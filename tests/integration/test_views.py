@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from kvstore.errors import (
 )
 from tests.integration.conftest import either_client
 from tests.support.cluster import SHORT, Cluster, entry
-from tests.support.processes import ROOT, children_of, is_running
+from tests.support.processes import children_of, is_running
 from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
@@ -224,30 +223,6 @@ def test_a_client_contributes_a_segment(cluster: Cluster) -> None:
     assert not is_running(child)
     assert not entry(node.name).exists()
     assert not cluster.status().nodes
-
-
-def test_what_a_killed_client_contributed_goes_with_it(cluster: Cluster) -> None:
-    cluster.master()
-    program = (
-        "import sys, time; from kvstore import Client\n"
-        "client = Client(sys.argv[1], memory='32MiB')\n"
-        "client.put('k', b'x'); view = client.get('k', copy=False)\n"
-        "print('ready', flush=True); time.sleep(600)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, cluster.address], stdout=subprocess.PIPE, cwd=ROOT
-    )
-    assert process.stdout is not None
-    with process.stdout as said:
-        assert said.readline() == b"ready\n"
-        (node,) = cluster.status().nodes
-        children = children_of(process.pid)
-        assert children
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    until(lambda: not any(map(is_running, children)))
-    until(lambda: not entry(node.name).exists())
-    until(lambda: not cluster.status().nodes)
 
 
 def test_an_embedded_store() -> None:

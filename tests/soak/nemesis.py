@@ -59,7 +59,6 @@ KINDS: Final[dict[str, tuple[float, float, float]]] = {
     "refuse connections to a data port": (1, 0.3, 8),
     "hold bytes back and kill leader": (5, 1.5, 4.5),
     "flip bytes": (2, 0.1, 0.2),
-    "truncate a segment": (0.25, 0.1, 1),
     "fill /dev/shm": (1, 1, 6),
 }
 
@@ -94,7 +93,6 @@ class Nemesis:
         self.done: Counter[str] = Counter()
         self.filled = 0
         """How many times /dev/shm is full now."""
-        self.truncated_at: list[float] = []
         self.story: list[str] = []
         self._todo = list(faults)
         self._later: list[tuple[float, Callable[[], None]]] = []
@@ -198,8 +196,6 @@ class Nemesis:
                 self._in(length_s + fault.after_s, self._kill_leader)
             case "flip bytes":
                 self._flip(node, random.Random(fault.target))
-            case "truncate a segment":
-                self._truncate(node)
             case "fill /dev/shm":
                 self._fill(length_s)
                 self._away(node, now, length_s)
@@ -249,12 +245,6 @@ class Nemesis:
                 byte = file.read(1)
                 file.seek(at)
                 file.write(bytes([byte[0] ^ 0xFF]))
-
-    def _truncate(self, node: Node) -> None:
-        self.truncated_at.append(time.monotonic())
-        self._away(node, time.monotonic(), 5)
-        with contextlib.suppress(OSError):
-            os.truncate(node.entry, 1 << 20)
 
     def _fill(self, length_s: float) -> None:
         path = SHM / "soak-filler"

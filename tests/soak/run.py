@@ -253,22 +253,13 @@ class Soak:
             if worker.running:
                 continue
             if not worker.expected_end:
-                status = worker.status
-                if status == -signal.SIGBUS and self.nemesis.truncated_at:
-                    self.checker.notes["a worker died of SIGBUS after a truncation"] += 1
-                else:
-                    self._broken("worker_died", f"{worker.name} ended with status {status}")
+                self._broken("worker_died", f"{worker.name} ended with status {worker.status}")
             self.workers[number] = self._worker(worker.name)
 
     def _ended(self, server: Process, what: str) -> None:
-        if server.status == -signal.SIGBUS and self.nemesis.truncated_at:
-            self.checker.notes["a node died of SIGBUS after a truncation"] += 1
-        elif self.nemesis.filled and "/dev/shm has" in tail(server.log):
+        if self.nemesis.filled and "/dev/shm has" in tail(server.log):
             self.checker.notes["a node found /dev/shm full, and was started again"] += 1
             server.down_until = time.monotonic() + 0.5
-        elif "--discard" in tail(server.log) and self.nemesis.truncated_at:
-            self.checker.notes["a node would not start on truncated memory, and was told to"] += 1
-            server.start("--discard")
         else:
             self._broken("server_died", f"{what}: {tail(server.log)[-500:]}")
 
@@ -278,7 +269,7 @@ class Soak:
             # gRPC's own: the client that it answered had given up.
             text = GAVE_UP.sub("", text)
             for word in ("Traceback", "never retrieved", "Fatal Python error"):
-                if word in text and not (word == "Fatal Python error" and "Bus error" in text):
+                if word in text:
                     at = text.index(word)
                     self._broken("traceback", f"{path.name}: {text[max(0, at - 300) : at + 1500]}")
                     break

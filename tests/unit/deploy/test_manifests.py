@@ -6,6 +6,7 @@ rules below are all that is checked of its manifests.
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import importlib
 import os
@@ -393,18 +394,9 @@ def test_what_is_copied_into_the_image_is_not_ignored() -> None:
     assert needed | {"deploy/healthy.py"} <= kept
 
 
-@pytest.fixture(params=[200, 503])
-def status(request: pytest.FixtureRequest) -> int:
-    """By which the server answers."""
-    return int(request.param)
-
-
-@pytest.fixture
-def answering(
-    request: pytest.FixtureRequest, status: int, tmp_path: Path
-) -> Iterator[tuple[int, dict[str, str]]]:
+@contextlib.contextmanager
+def answering(status: int, folder: Path, *, has_tls: bool) -> Iterator[tuple[int, dict[str, str]]]:
     """The port of a server, and what a process that serves like it is started with."""
-    has_tls = bool(getattr(request, "param", False))
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -415,7 +407,7 @@ def answering(
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        auth = Identities(tmp_path).file("node") if has_tls else ""
+        auth = Identities(folder).file("node") if has_tls else ""
         if has_tls:
             tls = Credentials(auth).server(is_optional=True)
             server.socket = tls.wrap_socket(server.socket, server_side=True)
@@ -430,7 +422,7 @@ def checked(words: list[str], variables: dict[str, str]) -> int:
     """The status by which the health check ends in a container that runs this command."""
     program = (
         f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import healthy; "
-        f"healthy.servers = lambda: iter({[words] if words else []!r}); sys.exit(healthy.main())"
+        f"healthy.servers = lambda: iter({[words]!r}); sys.exit(healthy.main())"
     )
     # Docker's client puts its proxy into every container.
     proxied = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "HTTP", "all", "https")}
@@ -440,16 +432,16 @@ def checked(words: list[str], variables: dict[str, str]) -> int:
     return done.returncode
 
 
-@pytest.mark.parametrize("answering", [False, True], ids=["plain", "tls"], indirect=True)
+@pytest.mark.parametrize(("status", "has_tls"), [(200, False), (503, False), (200, True)])
 def test_the_health_check_asks_as_the_process_serves(
-    answering: tuple[int, dict[str, str]], status: int
+    tmp_path: Path, status: int, has_tls: bool
 ) -> None:
-    port, variables = answering
-    right = 0 if status == 200 else 1
-    command = ["kvstore-master", "--host", "::", f"--http-port={port}"]
-    assert checked(command, variables) == right
-    by_variable = variables | {"KVSTORE_NODE_HTTP_PORT": str(port)}
-    assert checked(["kvstore-node", "--master", "m:1"], by_variable) == right
+    with answering(status, tmp_path, has_tls=has_tls) as (port, variables):
+        right = 0 if status == 200 else 1
+        command = ["kvstore-master", "--host", "::", f"--http-port={port}"]
+        assert checked(command, variables) == right
+        by_variable = variables | {"KVSTORE_NODE_HTTP_PORT": str(port)}
+        assert checked(["kvstore-node", "--master", "m:1"], by_variable) == right
 
 
 @pytest.mark.parametrize(
