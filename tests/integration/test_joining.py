@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.errors import ClusterMismatchError
-from kvstore.memory.entries import SHM_DIRECTORY
+from kvstore.memory.entries import SHM_DIRECTORY, left_overs
 from tests.support.cluster import MASTER, NODE, SHORT, Cluster, Node, unique_name
 from tests.support.processes import KVSTORE, Server, flags_of, free_port, run_python
 from tests.support.waiting import until
@@ -42,6 +43,33 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 # --- clusters beside each other ----------------------------------------------------------------
+
+
+def unnamed(cluster: Cluster) -> Server:
+    settings = {"master": cluster.address, "memory": MEMORY}
+    log = cluster.directory / f"unnamed-{len(list(cluster.directory.iterdir()))}.log"
+    node = Server(NODE, flags_of(settings), log=log)
+    node.line("serves")
+    return node
+
+
+def test_two_clusters_without_names_on_one_host_do_not_mix(clusters: list[Cluster]) -> None:
+    before = {left.path for left in left_overs()}
+    for number, cluster in enumerate(clusters):
+        cluster.master()
+        node = unnamed(cluster)
+        cluster.client().put(f"of {number}", b"x" * 1000)
+        node.kill()
+        node.close()
+    nodes = [unnamed(cluster) for cluster in reversed(clusters)]
+    for number, cluster in enumerate(clusters):
+        until(partial(cluster.client().exists, f"of {number}"))
+    for node in nodes:
+        assert node.terminate() == 0
+        node.close()
+    for left in left_overs():
+        if left.path not in before:
+            os.unlink(left.path)
 
 
 def test_memory_of_another_cluster_is_refused_and_left_alone(clusters: list[Cluster]) -> None:
@@ -88,6 +116,26 @@ def test_a_name_is_checked_when_nodes_and_clients_join(clusters: list[Cluster]) 
     assert told.stdout.startswith("cluster prod, master ")
     status = run("status", "--master", cluster.address, "--json")
     assert json.loads(status.stdout)["cluster"] == "prod"
+
+
+def test_a_cluster_that_gets_a_name_keeps_its_memory_also_where_it_moves(cluster: Cluster) -> None:
+    cluster.settings["port"] = free_port()  # the next one, of its lane, stays free, too
+    cluster.master()
+    node = cluster.node(keep=True)
+    cluster.client().put("key", b"value")
+    assert node.terminate() == 0
+    for settings in ({"cluster": "prod"}, {"cluster": "prod", "port": free_port()}):
+        cluster.master_server.kill()
+        cluster.close_clients()
+        cluster.settings |= settings
+        cluster._stop_asking()
+        cluster._asker = None
+        cluster.settings.pop("lane_port", None)
+        cluster.master()
+        node = cluster.node(name=node.name, keep=True, cluster="prod")
+        until(lambda: cluster.client().get("key") == b"value")
+        assert node.terminate() == 0
+    node.entry.unlink()
 
 
 # --- clocks ------------------------------------------------------------------------------------

@@ -139,3 +139,23 @@ def test_a_browser_drills_down_from_a_namespace_to_a_block(
         browser.run("document.querySelector('#branch-close').click()")
         until(lambda: not browser.text("#branch"))
     assert browser.complaints() == []
+
+
+def test_a_browser_finds_pasted_keys(cluster: Cluster, port: int, browser: Browser) -> None:
+    keys = [bytes([number]) * 32 for number in range(1, 13)]
+    with cluster.client() as client:
+        client.put_chain(keys[:7], [b"x"] * 7, namespace="hashes")
+    browser.open(port, "prefixes")
+    until(lambda: "hashes" in "".join(browser.texts("#chains-of option")))
+    for pasted, shown in {
+        " ".join(key.hex() for key in keys): "7 of 12 blocks are there",
+        "<script>": "None of 1 block is there",
+        "[": "JSON",
+    }.items():
+        browser.run(
+            "document.querySelector('#find-text').value = arguments[0];"
+            "document.querySelector('#find button').click()",
+            pasted,
+        )
+        until(lambda: shown in browser.text("#find"))  # noqa: B023
+    assert [each for each in browser.complaints() if "400" not in each] == []

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 from kvstore import PutOutcome
+from kvstore.client import values as client_values
 from kvstore.errors import (
     BufferMismatchError,
+    CorruptObjectError,
     InvalidArgumentError,
+    UnsupportedValueError,
 )
+from kvstore.texts import key_text
 
 torch = pytest.importorskip("torch")
 
@@ -73,6 +77,46 @@ def test_every_dtype_that_torch_has(verbs: Any) -> None:
         assert same(verbs.get(name), values[name]), name
 
 
+# --- values of strangers -------------------------------------------------------------------------
+
+
+LIES = {
+    "pointers": '{"kind":"numpy","dtype":"O","shape":[8]}',
+    "an unknown dtype": '{"kind":"torch","dtype":"load","shape":[64]}',
+    "infinity": '{"kind":"numpy","dtype":"u1","shape":[Infinity]}',
+    "another size": '{"kind":"numpy","dtype":"int64","shape":[9]}',
+    "no JSON": '{"kind":',
+}
+
+
+@pytest.fixture
+def lies(verbs: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Objects of 64 bytes whose writer says of them what is not true."""
+    for name, descriptor in LIES.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(client_values, "_describe", lambda *_, said=descriptor: said.encode())
+            assert verbs.put(name, bytes(range(64))) is STORED
+    return list(LIES)
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_a_value_that_cannot_be_made_spoils_no_other(
+    verbs: Any, lies: list[str], copy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    verbs.put("honest", np.arange(3))
+    *none, honest = verbs.get_many([*lies, "honest"], copy=copy)
+    assert none == [None] * len(lies)
+    assert honest.tolist() == [0, 1, 2]
+    assert verbs.stats().counters["unreadable_objects"] == len(lies)
+    assert sum("unreadable_objects" in each.message for each in caplog.records) == 1
+    for name in lies:
+        with pytest.raises((CorruptObjectError, UnsupportedValueError)) as caught:
+            verbs.get(name, copy=copy)
+        assert caught.value.fields["key"] == name.encode().hex()
+        assert key_text(name.encode()) in str(caught.value)
+    assert verbs.stats().views <= 1, "only the honest one is leased"
+
+
 # --- memory that is given twice ------------------------------------------------------------------
 
 
@@ -105,6 +149,15 @@ def test_put_says_what_became_of_it(verbs: Any) -> None:
     assert verbs.put("k", b"three", overwrite=True) is STORED
     assert verbs.get("k") == b"three"
     assert verbs.put_many([("k", b""), ("l", b"x")]) == [FOUND, STORED]
+
+
+def test_a_dict_is_put_as_its_pairs(verbs: Any) -> None:
+    assert verbs.put_many({"ab": b"1", "c": b"2"}) == [STORED, STORED]
+    assert verbs.put_many({b"ab": b"3", b"d": b"4"}) == [FOUND, STORED]
+    assert verbs.get_many(["ab", "c", "d"]) == [b"1", b"2", b"4"]
+    for bad in (["abc"], [5], [("a", b"1", 2)]):
+        with pytest.raises(InvalidArgumentError, match="pairs of a key and a value"):
+            verbs.put_many(bad)
 
 
 def test_chains(verbs: Any) -> None:
@@ -207,6 +260,20 @@ def test_ranges_are_parts_of_a_value(verbs: Any) -> None:
     assert verbs.get_ranges("whole", [(7, several)]) == [len(whole)]
     assert b"".join(several) == whole[7:12], "one after the other"
     assert verbs.get_ranges([], []) == []
+
+
+def test_a_range_outside_of_its_value_is_refused(verbs: Any) -> None:
+    verbs.put("ten", b"0123456789")
+    buffer = bytearray(4)
+    with pytest.raises(BufferMismatchError, match="10 bytes, a range ends at 11"):
+        verbs.get_ranges("ten", [(7, buffer)])
+    with pytest.raises(InvalidArgumentError, match="an offset is 0 to"):
+        verbs.get_ranges("ten", [(-1, buffer)])
+    with pytest.raises(InvalidArgumentError, match="1 keys and 2 lists"):
+        verbs.get_ranges(["ten"], [[(0, buffer)], []])
+    with pytest.raises(BufferMismatchError, match="writable"):
+        verbs.get_ranges("ten", [(0, b"read-only")])
+    assert bytes(buffer) == bytes(4), "nothing was read"
 
 
 def test_lookup_says_sizes_and_leases_what_it_finds(verbs: Any) -> None:

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from kvstore.web.api.chains import BLOCKS_PATH, CHAINS_PATH, FIND_PATH
-from kvstore.web.api.drains import DRAIN_PATH, NODES_PATH, UNDRAIN_PATH
+from kvstore.web.api.drains import DRAIN_PATH, DRAINS_MAX, NODES_PATH, UNDRAIN_PATH
 from kvstore.web.api.questions import (
     EXISTS_PATH,
     MATCH_PATH,
@@ -90,6 +90,27 @@ def test_a_node_is_drained_and_leaves(tmp_path: Path) -> None:
         nodes = store.ask("GET", NODES_PATH).json["nodes"]
         assert [each["name"] for each in nodes if each["state"] == "alive"] == [second.name]
         assert store.ask("GET", f"{DRAIN_PATH}?node=none").status == 404
+
+
+def test_a_drain_that_is_refused_has_not_begun(tmp_path: Path) -> None:
+    """More nodes are asked to drain at once than may be drained at once."""
+    settings = {"http_port": free_port()}
+    with Cluster(tmp_path, settings=settings) as cluster:
+        cluster.start(memory="16MiB")
+        nodes = [*cluster.nodes, *(cluster.node(memory="16MiB") for _ in range(DRAINS_MAX + 1))]
+        store = Store(cluster, settings["http_port"])
+        with cluster.client() as client:  # an allocation on each keeps their drains under way
+            held = [client.allocate(15 * MIB, kind="numpy") for _ in nodes]
+            answers = [
+                (node, store.ask("POST", DRAIN_PATH, {"node": node.name, "discard": True}).status)
+                for node in nodes
+            ]
+            busy = [node for node, status in answers if status == 503]
+            assert len(busy) == len(nodes) - DRAINS_MAX
+            assert [cluster.state_of(node) for node in busy] == ["alive"] * len(busy)
+            for node in nodes:
+                assert store.ask("POST", UNDRAIN_PATH, {"node": node.name}).status == 204
+            del held
 
 
 def drained(store: Store, node: Node, state: str) -> None:
