@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome
-from kvstore.clocks import uptime
-from kvstore.errors import ConfigError, KVStoreError
+from kvstore.errors import ConfigError
 from tests.support.cluster import Cluster
 from tests.support.programs import need_engine
 from tests.support.traffic import content
@@ -48,51 +45,6 @@ def test_what_is_put_is_got(store: Cluster) -> None:
     client.put_chain(hashes, [content(each, 5000) for each in hashes])
     assert client.match_prefix(hashes) == len(hashes)
     assert client.get_many(hashes) == [content(each, 5000) for each in hashes]
-
-
-# --- failures -------------------------------------------------------------------------------------
-
-
-def test_a_transfer_under_way_when_its_node_dies_ends_by_the_deadline(cluster: Cluster) -> None:
-    cluster.start(memory="512MiB", protocol="tcp")
-    client = cluster.client(**ENGINE, timeout_ms=3_000)
-    value = np.zeros(200 << 20, np.uint8)
-    ended = threading.Event()
-    outcome: list[object] = []
-
-    def put() -> None:
-        try:
-            outcome.append(client.put("large", value, wait_ms=0))
-        except KVStoreError as error:
-            outcome.append(error)
-        ended.set()
-
-    threading.Thread(target=put).start()
-    while not cluster.used_bytes():
-        assert not ended.is_set()
-    start = uptime()
-    cluster.nodes[0].kill()
-    assert ended.wait(6)
-    assert uptime() - start < 4
-    assert isinstance(outcome[0], KVStoreError)
-
-
-def test_a_node_that_fences_is_met_at_its_new_address(cluster: Cluster) -> None:
-    """The master forgets: the node joins the next one, its segment at another address."""
-    cluster.start(protocol="tcp")
-    client = cluster.client(**ENGINE)
-    client.put("k", content("k"))
-    cluster.master_server.kill()
-    cluster.master()
-    deadline = uptime() + 30
-    while True:
-        try:
-            if client.put("again", content("again")) is STORED:
-                break
-        except KVStoreError:
-            assert uptime() < deadline
-    assert client.get("again") == content("again")
-    assert "node_fenced" in cluster.nodes[0].errors
 
 
 # --- settings -------------------------------------------------------------------------------------

@@ -210,39 +210,6 @@ def test_get_into_fills_what_it_is_given(verbs: Any) -> None:
     assert same(verbs.get("array"), array)
 
 
-def test_raw_addresses_of_registered_memory(verbs: Any) -> None:
-    memory = torch.arange(40_000, dtype=torch.uint8)
-    start = memory.data_ptr()
-    with pytest.raises(InvalidArgumentError, match="not within memory that was registered"):
-        verbs.memory_at(start, 10)
-    verbs.register(start, 40_000)
-    verbs.put_many([
-        ("one", verbs.memory_at(start + 7, 30_000)),
-        ("two", [verbs.memory_at(start, 5), verbs.memory_at(start + 10, 5)]),
-    ])  # fmt: skip
-    assert verbs.get("one") == memory.numpy()[7:30_007].tobytes()
-    assert verbs.get("two") == bytes([0, 1, 2, 3, 4, 10, 11, 12, 13, 14])
-    into = [verbs.memory_at(start + 30_010, 4), verbs.memory_at(start + 39_994, 6)]
-    assert verbs.get_into(["two", "none"], [into, verbs.memory_at(start, 1)]) == [10, None]
-    assert memory[30_010:30_014].tolist() == [0, 1, 2, 3]
-    assert memory[-6:].tolist() == [4, 10, 11, 12, 13, 14]
-    with pytest.raises(InvalidArgumentError, match="registered already"):
-        verbs.register(memory)
-    verbs.unregister(start)
-    with pytest.raises(InvalidArgumentError, match="not within memory that was registered"):
-        verbs.memory_at(start, 10)
-    verbs.register(memory)
-    assert len(verbs.memory_at(start, 40_000)) == 40_000
-    verbs.unregister(memory)
-    verbs.unregister(memory)
-    with pytest.raises(InvalidArgumentError, match="the processor cannot read"):
-        verbs.register(4096, 4096)
-    with pytest.raises(InvalidArgumentError, match="needs the size"):
-        verbs.register(start)
-    with pytest.raises(InvalidArgumentError, match="takes no size"):
-        verbs.register(memory, 5)
-
-
 def test_ranges_are_parts_of_a_value(verbs: Any) -> None:
     whole = bytes(range(200)) * 20_000  # larger than one piece of a transport
     verbs.put_many([("whole", whole), ("array", np.arange(8, dtype=np.int32))])
@@ -317,13 +284,3 @@ def test_asking_and_removing(verbs: Any) -> None:
     assert seen[-1] == (1, 0)
     assert list(verbs.list_objects()) == []
     assert verbs.stats().epoch > 0
-
-
-def test_empty_batches_are_no_calls(verbs: Any) -> None:
-    assert verbs.put_many([]) == []
-    assert verbs.get_many([]) == []
-    assert verbs.get_many([], copy=False) == []
-    assert verbs.get_into([], []) == []
-    assert verbs.exists_many([]) == []
-    assert verbs.remove_many([]) == []
-    assert verbs.put_chain([], []) == []
