@@ -95,6 +95,26 @@ def test_without_rendering_both_hops_get_the_text(tmp_path: Path) -> None:
     play(tmp_path, scenario)
 
 
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"prompt": "too short"}, "short"),
+        ({"kv_transfer_params": {"no_load": True}}, "no_load"),
+    ],
+)
+def test_no_prefiller_where_it_would_not_help(
+    tmp_path: Path, more: dict[str, object], reason: str
+) -> None:
+    async def scenario(w: World) -> None:
+        assert (await w.complete(**more))[0] == 200
+        assert not w.prefillers[0].calls
+        assert len(w.decoders[0].calls) == 1
+        name = f'kvstore_proxy_prefill_skipped_total{{reason="{reason}"}}'
+        assert await w.metric(name) == 1
+
+    play(tmp_path, scenario)
+
+
 # --- streams -----------------------------------------------------------------------------------
 
 
@@ -153,6 +173,20 @@ def test_a_slow_prefiller_costs_its_time_out_and_no_more(tmp_path: Path) -> None
         await w.until(lambda: w.logged("prefill=failed:"))
 
     play(tmp_path, scenario, prefill_timeout_ms=100)
+
+
+@pytest.mark.parametrize(("code", "asked"), [(500, 2), (422, 1)])
+def test_prefillers_that_fail_or_refuse_leave_it_to_the_decoder(
+    tmp_path: Path, code: int, asked: int
+) -> None:
+    async def scenario(w: World) -> None:
+        for engine in w.prefillers:
+            engine.answer = status(code)
+        assert (await w.complete())[0] == 200
+        assert sum(len(engine.calls) for engine in w.prefillers) == asked
+        assert w.decoders[0].calls[0].params == {}
+
+    play(tmp_path, scenario, prefill=3)
 
 
 # --- decoders that fail ------------------------------------------------------------------------
@@ -264,6 +298,18 @@ def test_health_checks_find_who_is_ill_and_who_is_well_again(tmp_path: Path) -> 
     play(tmp_path, scenario, decode=2)
 
 
+def test_a_prefix_goes_where_it_went_before(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        prompts = {start: [start] * 64 for start in (1, 2)}
+        for start in (1, 2, 2, 1, 1, 2):
+            assert (await w.complete([*prompts[start], *range(70)]))[0] == 200
+        for engine in (*w.prefillers, *w.decoders):
+            assert len(engine.calls) == 3
+            assert len({call.body["prompt"][0] for call in engine.calls}) == 1
+
+    play(tmp_path, scenario, prefill=2, decode=2, affinity="prefix")
+
+
 # --- instances that come and go ----------------------------------------------------------------
 
 
@@ -332,6 +378,18 @@ def test_a_body_that_is_too_large_or_no_json_is_refused(tmp_path: Path) -> None:
     play(tmp_path, scenario, constants={"serving:BODY_BYTES_MAX": 1_024})
 
 
+def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        host, _, port = w.url.removeprefix("http://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert b" 408 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+
+    play(tmp_path, scenario, constants={"serving:BODY_TIMEOUT_S": 0.2})
+
+
 SLOW_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
 
 
@@ -347,6 +405,16 @@ def test_requests_are_answered_beside_many_that_do_not_come(tmp_path: Path, firs
         assert len(w.decoders[0].calls) == 20
 
     play(tmp_path, scenario)
+
+
+def test_the_body_that_has_been_coming_longest_gives_way(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        async with w.connected(3, SLOW_BODY) as (oldest, *others):
+            assert b" 503 " in await oldest.readline()
+            assert (await w.complete())[0] == 200
+            assert b" 503 " in await others[0].readline()
+
+    play(tmp_path, scenario, constants={"serving:INFLIGHT_MAX": 2})
 
 
 # --- busy engines ------------------------------------------------------------------------------
@@ -417,6 +485,20 @@ def test_sigterm_ends_what_runs_and_takes_nothing_new(tmp_path: Path) -> None:
             return True
 
     play(tmp_path, scenario)
+
+
+def test_sigterm_does_not_wait_longer_than_the_grace(tmp_path: Path) -> None:
+    async def scenario(w: World) -> None:
+        w.decoders[0].answer = held = Held(event("first"))
+        async with w.streaming() as response:
+            await response.content.readuntil(b"\n\n")
+            w.server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.content.read()
+        assert await w.ended() == 0
+        await held.cancelled.wait()
+
+    play(tmp_path, scenario, constants={"app:GRACE_S": 0.1})
 
 
 def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:
