@@ -41,19 +41,6 @@ def test_a_batch_lies_in_one_piece(new_cluster: NewCluster) -> None:
     assert list(grants.offsets) == [first + EXTENT * index for index in range(4)]
 
 
-def test_a_chain_goes_on_elsewhere_when_its_segment_is_full_of_leased_blocks(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(first=3, second=8)
-    cluster.put("abc", host="host-first")
-    cluster.match("abc")
-
-    cluster.put("d", parent="c", host="host-first")
-
-    assert cluster.where("d") == ["second"]
-    assert cluster.match("abcd") == 4
-
-
 def test_replicas_lie_on_distinct_nodes(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=8, two=8, three=8)
 

@@ -25,7 +25,6 @@ from kvstore.native import slow
 from kvstore.network.handover import map_key
 from kvstore.network.tcp_protocol import Op, holder_key, sealed
 from kvstore.wire.messages import CALLS, encode_reply
-from kvstore.wire.pieces import CUTS, LOOKUPS_PER_PIECE
 from tests.unit.master.test_term import JOIN
 
 SPACE = Namespace("n")
@@ -182,17 +181,6 @@ def test_a_copy_is_read_here_and_written_there() -> None:
     assert moves.grants.capabilities == store.all_made(moves.grants, [5], for_ms, Op.WRITE)
 
 
-def test_the_pieces_of_a_large_lookup_are_sealed() -> None:
-    store = Store()
-    store.stored([5, 6])
-    keys = [KEYS[index % 2] for index in range(LOOKUPS_PER_PIECE + 3)]
-    cut = CUTS[calls.Lookup]
-    found = cut.joined([store.ask(each) for each in cut.pieces(calls.Lookup(SPACE, keys))])
-    assert isinstance(found, calls.Found)
-    pair = store.ask(calls.Lookup(SPACE, KEYS)).placements.capabilities
-    assert found.placements.capabilities == (pair * len(keys))[: 32 * len(keys)]
-
-
 def test_a_reply_that_comes_later_is_sealed() -> None:
     """A put that replaces an object waits until its nodes have wiped what was there."""
     store = Store()
@@ -265,16 +253,6 @@ def test_the_time_of_a_node_is_that_of_its_last_beat() -> None:
     grants = store.ask(request)
     assert grants.capabilities == store.all_made(grants, [5, 5], grants.deadline_ms, Op.WRITE)
     assert SUPERBLOCK_BYTES <= min(grants.offsets)
-
-
-@pytest.mark.parametrize("clock_ms", [1, 1 << 53])
-def test_a_node_with_a_wrong_clock_harms_itself_alone(clock_ms: int) -> None:
-    store = Store(clock_ms=clock_ms)
-    grants = store.put([5], 2)
-    index = grants.segments.index(store.ids[0])
-    rows = grants.segments[index], grants.offsets[index], 5
-    made = store.made(*rows, grants.deadline_ms, Op.WRITE)
-    assert grants.capabilities[32 * index : 32 * index + 32] == made
 
 
 def orders_of(column: bytes) -> list[int]:
