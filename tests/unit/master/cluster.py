@@ -22,6 +22,7 @@ from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.tenants import TenantRule
 
 EPOCH = 5
+BEFORE = Version(EPOCH - 1, 1)
 HIGHEST = EPOCH + 1_000
 """The highest epoch that a node is believed."""
 EXTENT = 4096
