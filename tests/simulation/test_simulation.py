@@ -19,8 +19,6 @@ from kvstore import calls
 from kvstore.calls import MasterWipe, PutOutcome
 from kvstore.master.state.effects import Later
 from kvstore.master.state.master_state import MasterState
-from kvstore.memory.header import extent_bytes
-from kvstore.tenants import TenantRule
 from tests.simulation.cluster import Options, SimulatedCluster
 from tests.simulation.node import Node
 from tests.simulation.run import run_seed
@@ -51,29 +49,6 @@ def test_safety_under_faults_and_liveness_after_them(seed: int) -> None:
 def test_more_of_the_same(first: int) -> None:
     """``make sim`` goes on where this ends."""
     is_safe_and_alive(*range(first, first + TOGETHER))
-
-
-TENANTS = [
-    TenantRule("a", ("a",), guaranteed=24 << 10, at_most=96 << 10, pinned=32 << 10, puts=0.5)
-]
-"""The other namespace of the work belongs to no tenant."""
-
-
-@pytest.mark.parametrize("seed", [2, 18])
-def test_with_tenants(seed: int) -> None:
-    """The state asserts after each step what tenants hold, and that each eviction for another
-    tenant has left its guarantee to the one that lost an object."""
-    made: list[MasterState] = []
-
-    def with_tenants(**given: Any) -> MasterState:
-        made.append(MasterState(**given, tenants=TENANTS))
-        return made[-1]
-
-    options = Options(seed=seed, fault_seconds=FAULT_SECONDS / 3, new_state=with_tenants)
-    result = run_seed(options)
-    assert not result.failure, result.failure
-    tenants = [tenant for state in made for tenant in state.pool.tenants or ()]
-    assert sum(tenant.evicted_by_own + tenant.evicted_by_others for tenant in tenants)
 
 
 @pytest.mark.parametrize("masters", [1, 2, 3])
@@ -144,7 +119,7 @@ def found(options: Options, *rules: str, within_steps: int, each: int | None = N
 
 
 SOON = 60_000
-"""Steps within which each of the five rules is found that a store must not break: one seed of eight
+"""Steps within which each of the four rules is found that a store must not break: one seed of eight
 finds it within 2,500."""
 
 
@@ -187,32 +162,6 @@ def test_finds_a_put_end_of_an_old_epoch() -> None:
     faults = ("restart_master", "die_at_step")
     options = Options(seed=0, new_state=Timeless, faults=faults)
     found(options, "not_stored", within_steps=SOON, each=2_500)
-
-
-class Forgetful(MasterState):
-    """Has no place for children whose parent was removed."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.steps[calls.Remove] = self._remove
-
-    def _remove(self, now_ms: int, request: calls.Remove) -> calls.Removed | Later:
-        gone = [self.forest.get(request.namespace, key) for key in request.keys]
-        children = [
-            record
-            for record in self.forest.records()
-            if record.parent is not None and record.parent in gone and record.complete
-        ]
-        for child in children:
-            size = child.size
-            extents = self.pool.hide(child, self.forest.steps + 1_000)
-            self.pool.free(extents, extent_bytes(size))
-        return self.removing.remove(now_ms, request)
-
-
-def test_finds_forgotten_children() -> None:
-    options = Options(seed=0, new_state=Forgetful, faults=())
-    found(options, "vanished", "evicted_leased", within_steps=SOON, each=10_000)
 
 
 class Credulous(Node):

@@ -217,35 +217,15 @@ class Cluster:
         return result
 
     def start_or_wait(
-        self,
-        names: str | Iterable[str],
-        *,
-        parent: str | None = None,
-        chain: bool = True,
-        size: int = BLOCK,
-        replicas: int = 1,
-        overwrite: bool = False,
-        wait_ms: int = 0,
-        host: str = "",
-        namespace: Namespace = NAMESPACE,
-        client_number: int = 0,
-        ttl_ms: int = 0,
-    ) -> calls.Grants | int:
-        """The grants, or the ticket of the answer."""
+        self, names: str | Iterable[str], *, parent: str | None = None, chain: bool = True,
+        size: int = BLOCK, namespace: Namespace = NAMESPACE, **given: Any,
+    ) -> calls.Grants | int:  # fmt: skip
+        """The grants, or the ticket of the answer; ``given``: further fields of the request."""
         keys = keys_of(names)
-        request = calls.PutStart(
-            namespace=namespace,
-            keys=keys,
-            sizes=[size] * len(keys),
-            parent=None if parent is None else Key(parent.encode()),
-            chain=chain,
-            replicas=replicas,
-            overwrite=overwrite,
-            wait_ms=wait_ms,
-            host=host,
-            client_number=client_number,
-            ttl_ms=ttl_ms,
-        )
+        above = None if parent is None else Key(parent.encode())
+        sizes = [size] * len(keys)
+        request = calls.PutStart(namespace, keys, sizes, above, chain, 1, False, 0, "")
+        request = request._replace(**given)
         result = self.state.putting.put_start(self.now_ms, request)
         self._settle()
         if not isinstance(result, Later):

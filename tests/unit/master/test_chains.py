@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvstore import calls
 from kvstore.errors import BusyError
@@ -15,7 +12,6 @@ from kvstore.limits import CHAINS_MAX, Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.jobs import DRAW
 from kvstore.master.state.records import ONE_SHARD_RECORDS
-from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import TIPS_MAX, Tips
 from kvstore.master.state.views import chains
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
@@ -339,71 +335,3 @@ def test_so_many_questions_wait_and_can_be_given_up(new_cluster: NewCluster) -> 
     assert waiting[0].ticket not in cluster.answers
     for later in waiting[1:]:
         assert isinstance(cluster.answers.pop(later.ticket), calls.ChainsFound)
-
-
-# --- against a tree that is made in another way --------------------------------------------------
-
-
-class Naive(NamedTuple):
-    """A branch, by its last block."""
-
-    first: str
-    above: str
-    blocks: int
-    missing: int
-    children: int
-
-
-def naive(parent: Mapping[str, str], gone: set[str], tips: set[str]) -> dict[str, Naive]:
-    """``parent``: of every record; empty: none."""
-    children: dict[str, set[str]] = {name: set() for name in parent}
-    for name, above in parent.items():
-        if above:
-            children[above].add(name)
-    wanted: set[str] = set()
-    for tip in tips:
-        at = tip
-        while at and at not in wanted:
-            wanted.add(at)
-            at = parent[at]
-    ends = {name for name in wanted if name in tips or len(children[name]) > 1}
-    made = {}
-    for end in ends:
-        run = [end]
-        while (above := parent[run[-1]]) and above not in ends:
-            run.append(above)
-        made[end] = Naive(run[-1], above, len(run), len(gone & set(run)), len(children[end]))
-    return made
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_the_branches_are_those_of_a_naive_tree(data: st.DataObject) -> None:
-    draw = data.draw
-    cluster = Cluster({"one": 60, "two": 60}, MasterRules())
-    parent: dict[str, str] = {}
-    for number in range(draw(st.integers(1, 30))):
-        name = f"k{number}"
-        parent[name] = draw(st.sampled_from(["", *parent]), label=f"parent of {name}")
-        cluster.put([name], parent=parent[name] or None)
-    tips = draw(st.sets(st.sampled_from(sorted(parent)), min_size=1))
-    inner = sorted(set(parent.values()) - {""} - tips)
-    gone = draw(st.sets(st.sampled_from(inner))) if inner else set()
-    if gone:
-        cluster.remove(sorted(gone))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chains, "STEPS", draw(st.integers(1, 7)))
-        answer = found(cluster, keys=sorted(tips))
-
-    told = {}
-    for number, row in enumerate(answer.branches, 1):
-        assert row.above < number
-        above = answer.branches[row.above - 1].last.decode() if row.above else ""
-        told[row.last.decode()] = Naive(
-            row.first.decode(), above, row.blocks, row.missing, row.children
-        )
-        assert row.size == BLOCK * (row.blocks - row.missing)
-        assert sum(row.replicas) == row.blocks - row.missing
-    assert told == naive(parent, gone, tips)
-    assert answer.whole
-    cluster.state.check_invariants()

@@ -327,14 +327,14 @@ def test_what_a_node_says_is_taken_in_by_short_steps() -> None:
 
 def test_waiting_puts_and_expired_ones_are_served_by_short_steps() -> None:
     world = World(600)
-    for number in range(32):
+    for number in range(8):
         world.tokens(f"w{number}-", PUT_KEYS_MAX)
     with counted() as steps:
-        for ms in (31_000, *[50] * 40):
+        for ms in (31_000, *[50] * 10):
             world.now_ms += ms
             for name in world.sessions:
                 world.say(name, calls.NodeBeat(1))
             world.state.tick(world.now_ms)
             world.work()
-    assert world.state.counters["expired_puts"] == 32 * PUT_KEYS_MAX
+    assert world.state.counters["expired_puts"] == 8 * PUT_KEYS_MAX
     assert max(steps.values()) < LINES_MAX, steps
