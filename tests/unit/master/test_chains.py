@@ -97,22 +97,6 @@ def test_what_is_used_below_a_branch_uses_it(new_cluster: NewCluster) -> None:
     assert (above.counted_ms, used.counted_ms) == (2_000, 2_000)
 
 
-def test_half_are_those_matched_most_and_half_those_used_last(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=100)
-    for name in "abcdefgh":
-        cluster.put(name)
-    for name, times in (("a", 5), ("b", 4), ("c", 3)):
-        for _ in range(times):
-            cluster.match(name)
-    cluster.after(20)
-    for name in "gh":
-        cluster.lookup(name)
-
-    shown = [row[0] for row in rows(found(cluster, count=4))]
-    assert shown[:2] == ["a", "b"]
-    assert set(shown[2:]) == {"g", "h"}
-
-
 def test_missing_blocks_cut_a_chain_for_matches_and_are_shown(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=20)
     cluster.put("abcde")

@@ -51,20 +51,6 @@ def test_a_bad_object_is_gone_wiped_counted_and_can_be_put_again(new_cluster: Ne
     assert cluster.present("a") == "a"
 
 
-def test_its_bytes_are_not_reused_while_a_lease_may_live(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=1)
-    counter = stored(cluster, "a")
-    nodes_of(cluster, "a")
-
-    report(cluster, "a", counter, "one")
-
-    ticket = cluster.wait("b")
-    cluster.after(cluster.rules.lease_ms - 1_000)
-    assert ticket not in cluster.answers
-    cluster.after(2_000)
-    assert ticket in cluster.answers
-
-
 @pytest.mark.parametrize(
     ("counter", "epoch", "node"), [(1, EPOCH, "one"), (0, EPOCH - 1, "one"), (0, EPOCH, "two")]
 )

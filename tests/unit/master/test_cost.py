@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 
@@ -27,9 +26,9 @@ def _chain(count: int) -> list[Key]:
     return [Key(index.to_bytes(4, "big")) for index in range(count)]
 
 
-def _forest(keys: list[Key], counters: Counter[str] | None = None) -> Forest:
+def _forest(keys: list[Key]) -> Forest:
     """All of one chain. They are given no bytes, but remembered as reachable."""
-    forest = Forest(counters)
+    forest = Forest()
     above = None
     for key in keys:
         record = forest.ensure(Namespace("n"), key)
@@ -40,7 +39,7 @@ def _forest(keys: list[Key], counters: Counter[str] | None = None) -> Forest:
     return forest
 
 
-@pytest.mark.parametrize("present", [1, 2, 1_000, 65_536, 65_537, BLOCKS - 1, BLOCKS])
+@pytest.mark.parametrize("present", [1, 1_000, 65_537, BLOCKS])
 def test_a_match_takes_a_logarithmic_number_of_probes(
     present: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,6 @@ from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, PutOutcome
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state import asking as asking_module
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, claim_at, keys_of
 from tests.unit.master.conftest import NewCluster
 
@@ -119,17 +118,6 @@ def test_a_state_that_is_being_written_or_died_is_none(new_cluster: NewCluster) 
     assert state_of(cluster, "ab", NAMESPACE) == (2, 1)
     cluster.kill("one")
     assert state_of(cluster, "ab", NAMESPACE) == (0, 0)
-
-
-def test_not_all_states_of_a_long_chain_are_looked_at(
-    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(asking_module, "STATE_PROBES_MAX", 3)
-    cluster = new_cluster(one=20)
-    for namespace in STATES:
-        cluster.put("a", namespace=namespace)
-    assert state_of(cluster, "ab") == (2, 1)
-    assert state_of(cluster, "abcd") == (4, 0)
 
 
 def test_blocks_behind_a_removed_one_are_not_matched_until_it_is_put_again(

@@ -44,16 +44,6 @@ def test_the_status_shows_nodes_and_namespaces(new_cluster: NewCluster) -> None:
     assert dict(status.counters)["stored_objects"] == 3
 
 
-def test_a_listing_comes_in_pages(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8)
-    cluster.put("abcde")
-
-    pages = _pages(cluster, 2)
-
-    assert [len(page) for page in pages] == [2, 2, 1]
-    assert sorted(row.key for page in pages for row in page) == [b"a", b"b", b"c", b"d", b"e"]
-
-
 def test_a_listing_of_a_large_namespace_is_whole(new_cluster: NewCluster) -> None:
     count = ONE_SHARD_RECORDS + 500
     cluster = new_cluster(one=count)

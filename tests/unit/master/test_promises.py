@@ -133,22 +133,6 @@ def test_a_claimed_object_is_kept_while_leases_on_any_of_its_segments_may_live(
 # --- the order of eviction -----------------------------------------------------------------------
 
 
-def test_a_parent_was_used_when_its_child_was(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
-    cluster.put("a")
-    cluster.after(1_000)
-    cluster.put("x")
-    cluster.after(1_000)
-    cluster.put("b", parent="a")
-    cluster.remove("b")
-    cluster.after(LEASE_MS)
-    cluster.put("cd", chain=False)
-
-    cluster.put("e")
-
-    assert cluster.present("axe") == "ae"
-
-
 # --- what memory that comes back says ------------------------------------------------------------
 
 

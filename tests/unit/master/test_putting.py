@@ -313,17 +313,6 @@ def test_a_put_whose_only_segment_died_is_refused(new_cluster: NewCluster) -> No
 # --- allocations -------------------------------------------------------------------------------
 
 
-def test_an_allocation_becomes_an_object(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
-    cluster.put("a")
-    token = cluster.allocate()
-
-    assert cluster.commit(token, "b", parent="a") is STORED
-
-    assert cluster.match("ab") == 2
-    assert cluster.commit(token, "c") is REFUSED
-
-
 def test_a_committed_allocation_is_leased_to_its_owner(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=1)
     cluster.commit(cluster.allocate(), "a")

@@ -149,14 +149,6 @@ def test_a_repair_stays_within_the_bound(new_cluster: NewCluster) -> None:
 # --- allocations ----------------------------------------------------------------------------
 
 
-def test_an_allocation_belongs_to_the_tenant_of_its_namespace(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a")], one=8)
-    token = cluster.allocate(BLOCK + EXTENT, namespace=A)
-    assert (blocks(cluster, "a"), blocks(cluster, "")) == (2, 0)
-    assert cluster.commit(token, "k", namespace=A) is PutOutcome.STORED
-    assert (blocks(cluster, "a"), row(cluster, "a").objects) == (1, 1)
-
-
 def test_a_tenant_that_allocates_and_renews_stays_within_its_bound(
     new_cluster: NewCluster,
 ) -> None:

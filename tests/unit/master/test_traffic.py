@@ -10,7 +10,6 @@ from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.traffic import CLIENTS_MAX, HEADS_MAX, SPACES_MAX, Caller, TrafficCounts
-from kvstore.master.state.views import report
 from tests.unit.master.cluster import BLOCK, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 
@@ -143,25 +142,6 @@ def test_evicted_first_keys_are_forgotten_in_the_order_of_their_eviction() -> No
     assert all(traffic.had_evicted(NAMESPACE, key, now_ms) for key in keys[-HEADS_MAX:])
     assert not traffic.had_evicted(OTHER, keys[-1], now_ms)
     assert not traffic.had_evicted(NAMESPACE, keys[-1], now_ms - 2), "evicted after the question"
-
-
-def test_a_report_comes_in_pages(new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "TRAFFIC_ROWS_MAX", 5)
-    cluster = new_cluster(one=8)
-    names = [f"n{number}" for number in range(7)]
-    for name in names:
-        ask(cluster, calls.Exists(Namespace(name), keys_of("a")))
-
-    pages, cursor = [], 0
-    while True:
-        page = cluster.state.report.traffic(cluster.now_ms, calls.Traffic("", cursor))
-        pages.append([row.name for row in page.namespaces])
-        cursor = page.next_cursor
-        if not cursor:
-            break
-
-    assert [len(page) for page in pages] == [2, 2, 2, 1]
-    assert [name for page in pages for name in page] == names
 
 
 # --- bounds ------------------------------------------------------------------------------------
