@@ -47,7 +47,6 @@ class Node:
     fences = True
     verifies = True
     """What it finds in memory that was left."""
-    wipes = True
     cuts = True
     """Ends the connections that may still carry what it is to wipe."""
 
@@ -213,7 +212,7 @@ class Node:
                 return
 
     def _wipe(self, message: MasterWipe) -> None:
-        if message.uuid == self.memory.uuid and self.wipes:
+        if message.uuid == self.memory.uuid:
             if self.cuts:
                 self._cut(set(zip(message.cut_clients, message.cut_connections, strict=True)))
             attempts = set(zip(message.offsets, message.epochs, message.counters, strict=True))

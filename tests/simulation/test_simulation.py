@@ -207,8 +207,6 @@ def test_finds_what_lands_after_it_was_given_up() -> None:
 class Careless(Node):
     """Says that headers are wiped, and leaves them."""
 
-    wipes = False
-
     def _wipe(self, message: MasterWipe) -> None:
         del message
 

@@ -9,6 +9,7 @@ from kvstore.limits import Key, Namespace
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.pool import EVICTIONS_PER_STEP
 from kvstore.master.state.records import ObjectRecord
+from tests.unit.master.cluster import NAMESPACE
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
@@ -116,6 +117,25 @@ def test_detached_blocks_go_before_older_ones(new_cluster: NewCluster) -> None:
     cluster.put("uvw")  # two blocks were free
 
     assert cluster.present("abcxuvw") == "axuvw"
+
+
+def test_many_breaks_do_not_keep_the_background_work_from_ending_a_round(
+    new_cluster: NewCluster,
+) -> None:
+    cluster = new_cluster(one=5_000, two=10)
+    cluster.after(1)
+    cluster.put([f"w{index}" for index in range(4_500)], chain=False, host="host-one")
+    cluster.put("abc", host="host-two")
+    cluster.remove("b")
+
+    for name in [f"w{index}" for index in range(100)]:
+        cluster.put([f"{name}x"], parent=name)
+        cluster.remove_later([name])  # another break
+        cluster.state.work(cluster.now_ms)
+
+    record = cluster.state.forest.get(NAMESPACE, Key(b"c"))
+    assert record is not None
+    assert cluster.state.pool.marked_detached(record)
 
 
 def test_more_than_one_step_may_evict_is_evicted_in_further_steps(new_cluster: NewCluster) -> None:

@@ -15,9 +15,10 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import PROTOCOL_VERSION
+from kvstore.master.state import sweeping
 from kvstore.master.state.effects import Notice
 from kvstore.master.state.events import GONE_SIZE
-from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, LivenessRules
+from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import Caller
 from tests.unit.master.cluster import BLOCK, EPOCH, Cluster
@@ -324,6 +325,15 @@ def test_reports_and_uses_of_long_ago_do_not_count(new_cluster: NewCluster) -> N
     assert cluster.report("one", "host-b") == 1, "nobody else uses it now"
 
 
+def test_reports_of_one_host_are_noted_once_in_a_while(new_cluster: NewCluster) -> None:
+    cluster = new_cluster(one=4)
+    for ms in (0, 0, 0, NOTED_MS):
+        cluster.after(ms)
+        cluster.report("one", "walled")
+    noted = [each.fields for each in cluster.noted if each.event == "node_reported"]
+    assert [fields["reports_before"] for fields in noted] == [0, 2]
+
+
 def test_where_a_node_cannot_be_reached_is_in_the_status_until_it_can(
     new_cluster: NewCluster,
 ) -> None:
@@ -440,6 +450,23 @@ def test_what_is_lost_above_a_put_under_way_is_gone_at_once(new_cluster: NewClus
     assert row.objects == 0
     cluster.end(grants)
     assert cluster.present("abc") == "c"
+
+
+def test_lost_blocks_above_many_puts_are_found_in_slices(
+    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "SWEEP_STEPS", 2)
+    cluster = new_cluster(one=8, two=20)
+    cluster.put("abcdefgh", host="host-one", chain=False)
+    cluster.break_stream("one")
+    for name in "abcdefgh":
+        cluster.start(name.upper(), parent=name, host="host-two")
+    cluster.state.forest.events = []
+
+    cluster.kill("one")
+
+    gone = [event[1] for event in cluster.state.take_events(20)]
+    assert sorted(gone) == [name.encode() for name in "abcdefgh"]
 
 
 def test_the_quarantine_must_outlast_a_node_that_nobody_hears() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 
+import pytest
+
 from kvstore.master.spin import SpinSelector, new_event_loop
+from kvstore.wire.spinning import SpinGauge
 
 
 def test_timers_are_on_time_while_spinning() -> None:
@@ -36,6 +40,27 @@ def test_timers_alone_make_no_spinning() -> None:
 
     with asyncio.Runner(loop_factory=lambda: new_event_loop(1_000_000)) as runner:
         assert runner.run(scenario()) < 0.05
+
+
+def test_a_lost_time_slice_ends_the_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each yield gives the core to another process for 2 ms."""
+    yields: list[float] = []
+
+    def lose_the_core() -> None:
+        yields.append(time.monotonic())
+        time.sleep(0.002)
+
+    monkeypatch.setattr(os, "sched_yield", lose_the_core)
+    here, there = socket.socketpair()
+    with here, there, SpinSelector(200) as selector:
+        selector._gauge = SpinGauge(is_crowded=lambda: False)
+        selector.register(here, 1)
+        for _ in range(100):
+            there.send(b"x")
+            assert selector.select(None)
+            here.recv(1)
+            assert selector.select(0.0005) == []
+    assert len(yields) <= 20
 
 
 def test_an_event_while_spinning_is_returned() -> None:
