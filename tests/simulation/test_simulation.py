@@ -186,22 +186,10 @@ class Hasty(MasterState):
         return self.putting.put_revoke(now_ms, request._replace(settled=True))
 
 
-@pytest.mark.slow
-def test_finds_a_missing_quarantine() -> None:
-    faults = ("stall_node", "cut_both_ways", "break_stream")
-    found(Options(seed=0, new_state=Hasty, faults=faults), "late_write", within_steps=10**6)
-
-
 class Trusting(Node):
     """Wipes what was given up, and leaves the connections that may carry it still."""
 
     cuts = False
-
-
-@pytest.mark.slow
-def test_finds_what_lands_after_it_was_given_up() -> None:
-    options = Options(seed=0, new_node=Trusting, faults=("hold_back",))
-    found(options, "late_write", within_steps=10**6, each=25_000)
 
 
 class Careless(Node):
@@ -227,12 +215,15 @@ class Unfenced(Node):
 
 
 @pytest.mark.slow
-def test_finds_a_missing_fence() -> None:
-    faults = ("kill_node", "isolate_node")
-    found(
-        Options(seed=0, new_node=Unfenced, faults=faults),
-        "late_write",
-        "old_epoch_write",
-        "corrupt",
-        within_steps=10**6,
-    )
+@pytest.mark.parametrize(
+    ("broken", "faults", "rules"),
+    [
+        ({"new_state": Hasty}, "stall_node cut_both_ways break_stream", "late_write"),
+        ({"new_node": Trusting}, "hold_back", "late_write"),
+        ({"new_node": Unfenced}, "kill_node isolate_node", "late_write old_epoch_write corrupt"),
+    ],
+    ids=["quarantine", "cuts", "fences"],
+)
+def test_finds_a_missing(broken: dict[str, Any], faults: str, rules: str) -> None:
+    options = Options(seed=0, faults=tuple(faults.split()), **broken)
+    found(options, *rules.split(), within_steps=10**6)

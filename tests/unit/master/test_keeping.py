@@ -67,18 +67,6 @@ def test_a_pin_of_a_tip_keeps_its_chain_and_counts_it_once(new_cluster: NewClust
     assert pinned(cluster) == (0, 0)
 
 
-def test_a_pin_ends(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=2)
-    cluster.put("a")
-    pin(cluster, "a", 30_000)
-
-    cluster.after(30_000 + 250)
-
-    assert pinned(cluster) == (0, 0)
-    cluster.put("bc", chain=False)
-    assert cluster.present("abc") == "bc"
-
-
 def test_what_is_lost_is_not_pinned(new_cluster: NewCluster) -> None:
     cluster = new_cluster(rules=ALL, one=2)
     cluster.put("a")
@@ -250,19 +238,6 @@ def test_a_pool_full_of_pins_says_so_and_lets_no_put_wait(new_cluster: NewCluste
     cluster.put("d")  # what is not pinned was evicted in vain
     cluster.match("d")
     assert isinstance(cluster.start_or_wait("e", wait_ms=20_000), int), "a lease ends"
-
-
-def test_a_put_waits_for_a_pin_that_ends_in_time(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(rules=ALL, one=1)
-    cluster.put("a")
-    pin(cluster, "a", 15_000)
-
-    ticket = cluster.wait("b", wait_ms=20_000)
-    cluster.after(14_000)
-    assert ticket not in cluster.answers
-    cluster.after(2_000)
-
-    assert isinstance(cluster.answers.pop(ticket), calls.Grants)
 
 
 def test_an_unpin_wakes_a_put_that_waits(new_cluster: NewCluster) -> None:

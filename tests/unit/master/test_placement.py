@@ -58,18 +58,6 @@ def test_there_are_no_more_replicas_than_nodes(new_cluster: NewCluster) -> None:
     assert grants.replicas == 2
 
 
-def test_a_node_that_can_never_hold_it_gets_no_replica_and_loses_nothing_for_it(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(large=8, small=1)
-    cluster.put("a", host="host-small")
-
-    grants = cluster.start("b", size=3 * BLOCK, replicas=2)
-
-    assert grants.replicas == 1
-    assert cluster.present("a") == "a"
-
-
 def test_a_second_replica_finds_room_among_objects_whose_first_is_elsewhere(
     new_cluster: NewCluster,
 ) -> None:

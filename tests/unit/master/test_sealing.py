@@ -20,7 +20,7 @@ from kvstore.master.stamping import Stamping
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
-from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
+from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import slow
 from kvstore.network.handover import map_key
 from kvstore.network.tcp_protocol import Op, holder_key, sealed
@@ -245,16 +245,6 @@ def test_a_node_without_capabilities_is_described_with_its_token() -> None:
     assert (described.token, described.holder) == (store.offers[1].token, 0)
 
 
-def test_the_time_of_a_node_is_that_of_its_last_beat() -> None:
-    store = Store(clock_ms=5)
-    store.state.nodes.said(NOW, 2, calls.NodeBeat(1, clock_ms=TWO))
-    store.state.nodes.said(NOW - 10, 1, calls.NodeBeat(1, clock_ms=ONE - 10))
-    request = calls.PutStart(SPACE, KEYS[1:], [5], None, False, 2, False, 0, "h1")
-    grants = store.ask(request)
-    assert grants.capabilities == store.all_made(grants, [5, 5], grants.deadline_ms, Op.WRITE)
-    assert SUPERBLOCK_BYTES <= min(grants.offsets)
-
-
 def orders_of(column: bytes) -> list[int]:
     """The order that each capability names."""
     return [int.from_bytes(column[at + 8 : at + 16], "little") for at in range(0, len(column), 32)]
@@ -366,14 +356,6 @@ def test_what_is_found_gets_no_stamp() -> None:
     assert grants.stamps == stamps_of(store, grants, [6], versions, KEYS[1:])
     store.ask(calls.PutEnd(EPOCH, grants.tokens))
     assert store.put([5, 6], 2).stamps == b""
-
-
-def test_without_a_key_or_a_holder_there_is_no_stamp() -> None:
-    assert Store().put([5], 2).stamps == b""
-    store = Store(stamp_key=STAMPS)
-    request = calls.PutStart(SPACE, KEYS, [1, 2], None, False, 2, False, 0, "h")
-    assert store.ask(request, Caller()).stamps == b""
-    assert store.ask(calls.Allocate(SPACE, 100, 0, "h2")).stamps == b"", "no key is known yet"
 
 
 def test_no_client_learns_the_key_of_stamps() -> None:
