@@ -96,20 +96,6 @@ def test_files_that_changed_while_it_was_loaded_are_not_remembered(side: Side) -
     assert side.salt("b") is None
 
 
-def test_files_that_changed_before_the_worker_reported_are_not_those_that_it_has(
-    side: Side,
-) -> None:
-    assert side.salt("a") is None
-    side.loaded[1] = "digest"  # loaded, and not reported yet
-    (side.path / "adapter_config.json").write_text("{}")
-    side.side._core.ask = lambda *_: []
-    assert side.salt("b") is None
-    side.load("digest")
-    assert side.salt("a") is not None
-    side.load(None)
-    assert side.salt("c") is None
-
-
 def test_an_adapter_without_files_here_is_known_while_it_is_loaded(tmp_path: Path) -> None:
     side = Side(tmp_path / "organisation" / "name")
     assert side.salt("a") is None

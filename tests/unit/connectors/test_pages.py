@@ -79,13 +79,6 @@ def put_back(pages: CPUPages, group: int, block_ids: list[int], data: list[bytes
         assert at == len(of_block)
 
 
-def test_layers_with_memory_of_their_own_are_a_page_each() -> None:
-    geometry = survey(layer_by_layer(3), config(["l0", "l1", "l2"]))
-    assert geometry.pages == {0: [Page(index, 0, PAGE, PAGE) for index in range(3)]}
-    assert geometry.block_bytes == {0: 3 * PAGE}
-    assert [storage.numel() for storage in geometry.storages] == [BLOCKS * PAGE] * 3
-
-
 def test_layers_side_by_side_are_one_page() -> None:
     geometry = survey(block_by_block(3), config(["l0", "l1", "l2"]))
     assert geometry.pages == {0: [Page(0, 0, 3 * PAGE, 3 * PAGE)]}
@@ -98,22 +91,6 @@ def test_layers_that_are_not_side_by_side_stay_apart() -> None:
         0: [Page(0, 0, 3 * PAGE, PAGE), Page(0, 2 * PAGE, 3 * PAGE, PAGE)],
         1: [Page(0, PAGE, 3 * PAGE, PAGE)],
     }
-
-
-def test_the_last_layer_of_a_block_and_the_first_of_the_next_are_not_one() -> None:
-    geometry = survey(block_by_block(2), config(["l1", "l0"]))
-    assert geometry.pages[0] == [Page(0, PAGE, 2 * PAGE, PAGE), Page(0, 0, 2 * PAGE, PAGE)]
-
-
-def test_a_permuted_page_is_one_run_of_bytes() -> None:
-    geometry = survey(permuted(1), config(["l0"]))
-    assert geometry.pages == {0: [Page(0, 0, PAGE, PAGE)]}
-
-
-def test_kernel_blocks_are_parts_of_a_block() -> None:
-    cache = torch.zeros((BLOCKS * 3, HEADS, TOKENS, CONTENT), dtype=torch.float16)
-    geometry = survey({"l0": cache}, config(["l0"]))
-    assert geometry.pages == {0: [Page(0, 0, 3 * PAGE, 3 * PAGE)]}
 
 
 # --- shards ---------------------------------------------------------------------------------------
@@ -166,18 +143,6 @@ def test_layers_that_share_their_cache_are_stored_once() -> None:
     caches["again"] = caches["l0"]
     geometry = survey(caches, config(["l0", "again", "l1"]))
     assert geometry.block_bytes == {0: 2 * PAGE}
-
-
-def test_layers_of_other_workers_are_left_out() -> None:
-    geometry = survey(layer_by_layer(1), config(["l0", "elsewhere"], ["elsewhere too"]))
-    assert geometry.pages.keys() == {0}
-    assert geometry.block_bytes == {0: PAGE}
-
-
-def test_a_cache_that_starts_inside_its_memory_is_found() -> None:
-    memory = torch.zeros(100 + BLOCKS * 10, dtype=torch.float16)
-    cache = memory[100:].view(BLOCKS, 10)
-    assert survey({"l0": cache}, config(["l0"])).pages == {0: [Page(0, 200, 20, 20)]}
 
 
 @pytest.mark.parametrize(
@@ -295,24 +260,6 @@ def test_what_lies_differently_in_a_page_has_another_layout() -> None:
         "parts": survey(layer_by_layer(2), config(names, blocks=1)).layout,
     }
     assert len({plain, *others.values()}) == 1 + len(others)
-
-
-def test_how_many_blocks_there_are_is_no_part_of_the_layout() -> None:
-    few, many = (
-        survey({"l0": torch.zeros(blocks, 8)}, config(["l0"], blocks=blocks)).layout
-        for blocks in (5, 50)
-    )
-    assert few == many
-
-
-def test_the_stride_of_a_single_head_is_no_part_of_the_layout() -> None:
-    heads_first = torch.zeros(BLOCKS, 1, TOKENS, CONTENT)
-    tokens_first = torch.zeros(BLOCKS, TOKENS, 1, CONTENT).permute(0, 2, 1, 3)
-    assert heads_first.stride() != tokens_first.stride()
-    one, other = (
-        survey({"l0": cache}, config(["l0"])).layout for cache in (heads_first, tokens_first)
-    )
-    assert one == other
 
 
 def test_a_block_beyond_the_cache_is_no_memory() -> None:

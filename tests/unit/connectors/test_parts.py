@@ -68,21 +68,6 @@ def test_pages_of_the_model_that_a_draft_model_reads_are_not_the_draft_models(
     assert made.of_drafts == {}
 
 
-def test_equal_places_in_other_groups_are_other_blocks() -> None:
-    """Groups share memory, of which each block is one group's."""
-    caches = layer_by_layer(2)
-    caches["d"] = caches["l0"]
-    made = parts(caches, ["l0"], ["l1", "d"])
-    made.divide({"d"})
-    assert sizes(made.of_drafts) == {1: PAGE}
-
-
-def test_a_draft_model_without_layers_of_its_own_has_no_pages() -> None:
-    made = parts(layer_by_layer(2), ["l0", "l1"])
-    made.divide(set())
-    assert (made.draft_layers, made.of_drafts) == (frozenset(), {})
-
-
 def test_what_cannot_be_taken_apart_stays_together(monkeypatch: pytest.MonkeyPatch) -> None:
     made = parts(layer_by_layer(3), ["l0", "l1", "l2"])
 
@@ -96,27 +81,6 @@ def test_what_cannot_be_taken_apart_stays_together(monkeypatch: pytest.MonkeyPat
         made.divide({"l2"})
     assert sizes(made.of_model) == {0: 3 * PAGE}
     assert (made.draft_layers, made.of_drafts) == (None, {})
-
-
-def test_a_draft_model_may_have_fewer_pieces_of_a_block_than_the_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def cut(caches: Caches, cached: Any, *_: Any, **__: Any) -> Any:
-        piece = _[2]
-        found = survey(caches, cached)
-        return (
-            found if piece.args[0] == 0 or "l0" in caches else found._replace(pages={}, storages=[])
-        )
-
-    monkeypatch.setattr(module, "survey", cut)
-    groups = Groups(
-        hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 8, 1: 4}, object_tokens=4
-    )
-    cached = config(["l0"], ["l1", "l2"], blocks=BLOCKS)
-    nothing: Any = None
-    made = Parts(layer_by_layer(3), ["p0t0"], VLLM, cached, groups, Split(0, 1, 4), nothing)
-    made.divide({"l2"})
-    assert sizes(made.of_drafts) == {1: PAGE}
 
 
 @pytest.mark.parametrize("shards", [1, 2])
