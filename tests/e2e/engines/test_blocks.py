@@ -89,23 +89,6 @@ def stored(engine: Engine, seed: int, client: Client) -> dict[bytes, np.ndarray]
     return objects(client)
 
 
-def test_objects_have_the_bytes_that_the_other_engine_computes(
-    pair: tuple[Engine, Engine], shared: Cluster
-) -> None:
-    """Up to the order of sums: the first layer has none before it."""
-    small, large = pair
-    with Client(shared.address) as client:
-        ours, theirs = stored(small, 3, client), stored(large, 3, client)
-    assert list(ours) == list(theirs)
-    assert len(ours) == ENDS // SMALL
-    for key, left in ours.items():
-        right = theirs[key]
-        layer = left.size // LAYERS
-        assert left.size == right.size == LAYERS * SMALL * HEADS * CONTENT
-        assert np.array_equal(left[:layer], right[:layer])
-        assert np.allclose(left, right, rtol=1e-3, atol=1e-3)
-
-
 def test_half_a_block_is_none_for_large_blocks_and_is_stored_again(
     pair: tuple[Engine, Engine], shared: Cluster
 ) -> None:
@@ -126,33 +109,3 @@ def test_half_a_block_is_none_for_large_blocks_and_is_stored_again(
     assert small.reset()
     [again] = small.generate([prompt(4, TOKENS)])
     assert again.cached == ENDS
-
-
-def test_what_is_not_there_when_it_is_loaded_is_computed(
-    pair: tuple[Engine, Engine], shared: Cluster
-) -> None:
-    """Half a block goes between the lookup and the load."""
-    small, large = pair
-    with Client(shared.address) as client:
-        missing = list(stored(small, 5, client))[9]
-        [space] = spaces(client)
-    assert large.reset()
-    large.run(
-        f"""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        worker = get_kv_transfer_group()._worker
-        load = worker.load
-
-        def wrapped(orders):
-            if orders.loads:
-                assert worker._client.remove({missing!r}, namespace={space!r})
-                worker.load = load
-            load(orders)
-
-        worker.load = wrapped
-        """
-    )
-    [found] = large.generate([prompt(5, TOKENS)])
-    assert large.metrics()["load_failures"] == 1
-    assert found.tokens == computed(large, 5)

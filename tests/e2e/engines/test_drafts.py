@@ -129,45 +129,6 @@ def test_engines_share_the_pages_of_equal_draft_models_alone(fleet: Fleet, share
 
 
 @pytest.mark.timeout(400)
-def test_ranks_share_a_draft_models_pages_by_shards(
-    store: Cluster, llama: Path, engine: StartEngine, tmp_path: Path
-) -> None:
-    settings = {"speculative_config": speculative(tmp_path, llama)}
-    transfer = transfer_config(store.address, tp_shards=2)
-    one = engine(llama, transfer, **settings)
-    two = engine(
-        llama, transfer, tensor_parallel_size=2,
-        environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, **settings,
-    )  # fmt: skip
-    for seed, writer, reader in ((1, one, two), (2, two, one)):
-        writer.generate([prompt(seed)])
-        writer.saved()
-        (found,) = reader.generate([prompt(seed)])
-        assert found.cached == WHOLE
-        reader.saved()
-        assert reader.reset()
-        (right,) = reader.generate([prompt(seed)], params=ALONE)
-        assert found.tokens == right.tokens
-    assert list(of_drafts(store).values()) == [2 * WHOLE // BLOCK_TOKENS] * 2
-
-
-@pytest.mark.timeout(400)
-def test_blocks_with_a_draft_models_pages_are_cut(
-    store: Cluster, llama: Path, engine: StartEngine, tmp_path: Path
-) -> None:
-    settings = {"speculative_config": speculative(tmp_path, llama)}
-    small = engine(llama, transfer_config(store.address), **settings)
-    transfer = transfer_config(store.address, block_tokens=BLOCK_TOKENS)
-    large = engine(llama, transfer, block_size=2 * BLOCK_TOKENS, **settings)
-    for seed, writer, reader, blocks in ((1, small, large, 6), (2, large, small, 7)):
-        (first,) = writer.generate([prompt(seed, 1_000)])
-        writer.saved()
-        (found,) = reader.generate([prompt(seed, 1_000)], params=first.params)
-        assert (found.cached, found.tokens) == (blocks * BLOCK_TOKENS, first.tokens)
-    assert len(of_drafts(store)) == 1
-
-
-@pytest.mark.timeout(400)
 def test_requests_that_are_preempted_have_the_tokens_of_an_engine_without_a_draft_model(
     store: Cluster, llama: Path, engine: StartEngine, tmp_path: Path
 ) -> None:

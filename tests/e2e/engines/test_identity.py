@@ -95,29 +95,6 @@ def test_weights_that_are_replaced_in_place_have_blocks_of_their_own(
     assert tokens(back) == old
 
 
-@pytest.mark.timeout(400)
-def test_a_release_that_is_copied_over_a_running_engines_files_is_not_its_own(
-    store: Cluster, llama: Path, trained: Path, engine: StartEngine, tmp_path: Path
-) -> None:
-    """With shards, weights are told by the files that were loaded."""
-    model = shutil.copytree(llama, tmp_path / "llama")
-    one = engine(model, transfer_config(store.address, tp_shards=2))
-    shutil.copytree(trained, model, dirs_exist_ok=True)
-    one.run("llm.collective_rpc(lambda worker: None)")  # may have replaced its weights
-    old = one.generate([prompt(1)])
-    one.saved()
-
-    two = engine(model, transfer_config(store.address, tp_shards=2))
-    new = two.generate([prompt(1)])
-    two.saved()
-    assert cached(new) == [0]
-    assert tokens(new) != tokens(old)
-    assert len(objects(store)) == 2
-    copied = engine(llama, transfer_config(store.address, tp_shards=2))
-    found = copied.generate([prompt(1)])
-    assert (cached(found), tokens(found)) == ([WHOLE], tokens(old))
-
-
 EVERY_PARAMETER = """
     import random, torch
     from safetensors.torch import load_file
@@ -164,44 +141,6 @@ def test_one_bit_of_any_parameter_gives_another_identity(
     options = ["--sliding"] if kind == "sliding" else ["--kind", kind]
     one = engine(make_model(*options), transfer_config(store.address), dtype=dtype)
     assert one.run(EVERY_PARAMETER) == []
-
-
-def test_pausing_straight_after_traffic_works_and_leaves_the_store_alone(
-    store: Cluster, llama: Path, engine: StartEngine
-) -> None:
-    one = engine(llama, transfer_config(store.address))
-    one.generate([prompt(1)])
-    one.saved()
-    paused = one.run(
-        """
-        from vllm import SamplingParams
-        import random
-        result = []
-        for seed in range(5):
-            ids = [random.Random(seed).randrange(2, 258) for _ in range(1500)]
-            sampling = SamplingParams(temperature=0, max_tokens=1)
-            llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
-            pinned = connector._scheduler.decisions.has_pinned
-            core.pause_scheduler("abort", clear_cache=True)
-            result.append((pinned, connector._scheduler.decisions.has_pinned))
-            core.resume_scheduler()
-        """
-    )
-    assert [after for _, after in paused] == [False] * 5
-    assert any(before for before, _ in paused), "there was something to wait for"
-    assert cached(one.generate([prompt(1)])) == [WHOLE]
-
-
-def test_factors_that_depend_on_the_longest_prompt_keep_engines_apart(
-    store: Cluster, make_model: MakeModel, engine: StartEngine
-) -> None:
-    model = make_model("--kind", "longrope")
-    short = engine(model, transfer_config(store.address), max_model_len=1024)
-    short.generate([prompt(1)])
-    short.saved()
-    short.close()
-    long = engine(model, transfer_config(store.address), max_model_len=2048)
-    assert cached(long.generate([prompt(1)])) == [0]
 
 
 def test_where_vllm_has_switched_prefix_caching_off_nothing_is_loaded_or_saved(
@@ -293,67 +232,6 @@ def test_an_adapter_that_is_overwritten_at_its_path_is_another_one(
     assert ask(number) == [WHOLE, other[1]]
 
 
-def test_adapters_for_which_a_worker_has_no_room_are_found_again(
-    store: Cluster, llama: Path, tmp_path: Path, engine: StartEngine
-) -> None:
-    adapters = [tmp_path / f"adapter-{number}" for number in range(3)]
-    for number, each in enumerate(adapters):
-        make_adapter(each, number)
-    one = engine(
-        llama, transfer_config(store.address), enable_lora=True, max_loras=1, max_cpu_loras=2,
-        max_lora_rank=8,
-    )  # fmt: skip
-
-    def ask_all() -> list[list[Any]]:
-        found = one.run(
-            f"""
-            from vllm import SamplingParams
-            from vllm.lora.request import LoRARequest
-            sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-            result = []
-            for number, path in enumerate({[str(each) for each in adapters]!r}):
-                request = LoRARequest(f"adapter-{{number}}", number + 1, path)
-                (done,) = llm.generate(
-                    [{{"prompt_token_ids": {prompt(1)}}}], sampling, use_tqdm=False,
-                    lora_request=request,
-                )
-                result.append([done.num_cached_tokens, list(done.outputs[0].token_ids)])
-            """
-        )
-        one.saved()
-        one.reset()
-        return list(found)
-
-    first = ask_all()
-    assert [found for found, _ in first] == [0] * 3
-    assert len({tuple(ids) for _, ids in first}) == 3
-    for _ in range(2):
-        assert ask_all() == [[WHOLE, ids] for _, ids in first]
-    make_adapter(adapters[1], 7)  # dropped by now: loaded anew from these files
-    last = ask_all()
-    assert [found for found, _ in last] == [WHOLE, 0, WHOLE]
-    assert last[1][1] != first[1][1]
-
-
-def test_an_engine_that_guesses_tokens_without_weights_shares_with_one_that_does_not(
-    store: Cluster, llama: Path, engine: StartEngine
-) -> None:
-    one = engine(llama, transfer_config(store.address), dtype="bfloat16")
-    one.generate([prompt(1)])
-    one.saved()
-    guess = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    other = engine(
-        llama, transfer_config(store.address), dtype="bfloat16", kv_cache_dtype="bfloat16",
-        speculative_config=guess,
-    )  # fmt: skip
-    found = other.generate([prompt(1)])
-    assert cached(found) == [WHOLE]
-    other.reset()
-    right = other.generate([prompt(1)], params={"no_load": True, "no_store": True})
-    assert cached(right) == [0]
-    assert tokens(found) == tokens(right)
-
-
 def make_adapter(directory: Path, seed: int) -> None:
     """Of the query and value projections of ``tiny``'s Llama."""
     import json
@@ -405,24 +283,3 @@ def test_weights_that_change_without_a_call_are_found_after_a_reset(
     stored = objects(store)
     assert stored.pop(first) == len(prompt(1)) // BLOCK_TOKENS, "nothing of the new weights"
     assert stored, "the new weights have blocks of their own"
-
-
-def test_a_reset_alone_costs_no_hit_and_no_reading_of_all_weights(
-    store: Cluster, llama: Path, engine: StartEngine
-) -> None:
-    one = engine(llama, transfer_config(store.address))
-    (before,) = one.generate([prompt(1)])
-    one.saved()
-    assert one.reset()
-    asked = "result = core.scheduler.connector._scheduler_side._identity"
-    (again,) = one.generate([prompt(1)])
-    assert (again.cached, again.tokens) == (WHOLE, before.tokens)
-    one.saved()
-    assert one.reset()
-    one.generate([prompt(2)], tokens=1)
-    assert one.reset(), "which waits for what waits to be saved"
-    assert cached(one.generate([prompt(2)])) == [WHOLE]
-    one.saved()
-    assert one.run(f"{asked}.is_certain")
-    assert sum(objects(store).values()) == 2 * (len(prompt(1)) // BLOCK_TOKENS)
-    assert len(objects(store)) == 1

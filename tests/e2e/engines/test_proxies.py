@@ -30,8 +30,6 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 TOY_PROXY = "mooncake.vllm_v1_proxy_server"
 STORED_S = 30.0
 """A decoder that is told nothing finds what is stored by then: the second time at the latest."""
-SHORT = "San Francisco is a"
-"""The prompt of the guides."""
 
 
 class Pair(NamedTuple):
@@ -127,14 +125,6 @@ def test_the_decoder_finds_what_the_prefiller_computed(
     alone = _ask(pair.decoder, path, {**body, "kv_transfer_params": {"no_load": True}})
     assert _cached(alone) == 0
     assert [_said(each) for each in answers] == [_said(alone)] * len(answers)
-
-
-@each_proxy
-def test_a_prompt_that_is_shorter_than_a_block_is_answered(pair: Pair, proxy: GuidesProxy) -> None:
-    path, body = _completion("")
-    answer = proxy(pair, path, {**body, "prompt": SHORT})
-    assert _cached(answer) == 0
-    assert _said(answer) == _said(_ask(pair.decoder, path, {**body, "prompt": SHORT}))
 
 
 # --- details ----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import BlockRemoved
 
 from kvstore.connectors.vllm import events as events_module
 from kvstore.connectors.vllm.events import AUDIT_EVERY_S, AUDIT_SOON_S, BlockEvents, audit

@@ -17,7 +17,7 @@ from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.hashes import SmallerHashes
 from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, SaveEnd, TransferReport
 from kvstore.limits import TTL_MS_MAX
-from tests.unit.connectors.engine import CUT, HYBRID, PLAIN, Engine, Request, saved
+from tests.unit.connectors.engine import CUT, HYBRID, Engine, Request, saved
 
 # --- offers ---------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ from kvstore.connectors.vllm.lookups import (
     PendingLookup,
 )
 from kvstore.errors import ClosedError, KVStoreError, MasterUnreachableError
-from kvstore.limits import BATCH_KEYS_MAX
 
 PLAIN = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
 HYBRID = Groups(hash_block_tokens=16, scheduler_block_tokens=32, block_tokens={0: 16, 1: 32})

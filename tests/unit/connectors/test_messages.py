@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-
 from kvstore.connectors.vllm.fingerprint import draft_of
 from kvstore.connectors.vllm.messages import (
     DraftIdentity,
-    Load,
-    Orders,
-    Run,
-    Save,
     SaveEnd,
     TransferReport,
     WorkerIdentity,

@@ -9,11 +9,7 @@ import prometheus_client
 import pytest
 
 from kvstore.connectors.vllm.metrics import (
-    BUCKETS_US,
-    COUNTERS,
-    GAUGES,
     SAMPLES_MAX,
-    TIMES,
     StorePromMetrics,
     StoreStats,
 )

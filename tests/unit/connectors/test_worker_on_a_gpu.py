@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,9 @@ from kvstore.connectors.vllm.messages import (
     TransferReport,
     namespace,
 )
-from kvstore.connectors.vllm.pages import CUDAPages, Mark, survey
+from kvstore.connectors.vllm.pages import CUDAPages, survey
 from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
 from kvstore.device import device as device_module
-from kvstore.device.device import Device
 from kvstore.device.driver import Way
 from kvstore.device.drivers import use
 from kvstore.errors import DeadlineExceededError, DeviceError
