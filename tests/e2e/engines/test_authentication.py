@@ -157,30 +157,21 @@ def start(store: Cluster, llama: Path) -> Iterator[Start]:
         each.close()
 
 
-def test_offloading_needs_its_own_namespaces_and_the_fleets(
-    store: Cluster, identities: Identities, start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokens = prompt(1)
-    auth = identities.engine("engine", *OF_OFFLOADING)
-    assert start(auth=auth).run(tokens) == 0
-    full = len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS
-    assert start(auth=auth).run(tokens) == full  # and checks every byte
-    until(store.fleet_records)
-    assert store.spaces() == [FLEET_NAMESPACE, "vllm-offloading"]
-    assert REFUSED not in caplog.text
-
-
-def test_offloading_of_two_tenants_does_not_meet(
-    store: Cluster, identities: Identities, start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("tenants", [("",), ("acme", "globex")], ids=["no tenant", "tenants"])
+def test_offloading_of_tenants_does_not_meet_and_needs_its_own_namespaces_alone(
+    store: Cluster, identities: Identities, start: Start, tenants: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     tokens = prompt(1)
     full = len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS
-    for tenant in ("acme", "globex"):
-        mine = {"tenant": tenant, "auth": identities.engine(tenant, f"{tenant}/*")}
+    for tenant in tenants:
+        spaces = (f"{tenant}/*",) if tenant else OF_OFFLOADING
+        mine = {"tenant": tenant, "auth": identities.engine(tenant or "engine", *spaces)}
         assert start(**mine).run(tokens) == 0
-        assert start(**mine).run(tokens) == full
+        assert start(**mine).run(tokens) == full  # and checks every byte
         until(partial(store.fleet_records, tenant))
-    assert store.spaces() == ["acme", "globex"]
+    own = [FLEET_NAMESPACE, "vllm-offloading"]
+    assert store.spaces() == (own if tenants == ("",) else list(tenants))
     assert REFUSED not in caplog.text
 
 
