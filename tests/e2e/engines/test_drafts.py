@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from kvstore import Client
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
-from tests.e2e.engines.conftest import StartEngine, prompt
+from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.engine import Engine, transfer_config
 from tests.e2e.engines.preloaded import Preloaded
 from tests.support.cluster import Cluster
@@ -126,27 +126,3 @@ def test_engines_share_the_pages_of_equal_draft_models_alone(fleet: Fleet, share
     left = of_drafts(shared)
     assert name not in left
     assert len(left) == 1, "the other's are not its to remove"
-
-
-@pytest.mark.timeout(400)
-def test_requests_that_are_preempted_have_the_tokens_of_an_engine_without_a_draft_model(
-    store: Cluster, llama: Path, engine: StartEngine, tmp_path: Path
-) -> None:
-    """Of half of the prompts the store has blocks without a draft model's pages."""
-    transfer = transfer_config(store.address)
-    bare = engine(llama, transfer)
-    one = engine(
-        llama, transfer, speculative_config=speculative(tmp_path, llama),
-        num_gpu_blocks_override=40, max_num_seqs=12,
-    )  # fmt: skip
-    asked = [prompt(100 + number, 700 + 50 * number) for number in range(12)]
-    right = [each.tokens for each in bare.generate(asked, tokens=60, params=ALONE)]
-    assert bare.reset()
-    bare.generate(asked[::2], tokens=1)
-    bare.saved()
-    for least in (0, WHOLE):
-        found = one.generate(asked, tokens=60)
-        one.saved()
-        assert [each.tokens for each in found] == right
-        assert all(each.cached >= least for each in found)
-        assert one.reset()

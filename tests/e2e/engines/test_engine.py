@@ -10,7 +10,6 @@ from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
 from tests.e2e.engines.engine import Engine, Result, transfer_config
 from tests.support.cluster import Cluster
-from tests.support.processes import free_port
 from tests.support.waiting import until
 
 WHOLE = 4 * BLOCK_TOKENS
@@ -155,49 +154,6 @@ def test_another_model_in_a_directory_of_the_same_name_is_another_model(
     assert tokens(found) == tokens(plain.generate([prompt(1)]))
     other.saved()
     assert any("FLEET" in line and "weights" in line for line in other.log)
-
-
-def test_an_engine_that_hears_events_reports_what_the_store_has_lost(
-    tmp_path: Path, llama: Path, engine: StartEngine
-) -> None:
-    """While it hears them it asks about nothing else, so each report comes from an event."""
-    events = {"enable_kv_cache_events": True, "publisher": "null"}
-    with Cluster(tmp_path, settings={"http_port": free_port(), "events": "on"}) as store:
-        store.start(memory="256MiB")
-        one = engine(llama, transfer_config(store.address), kv_events_config=events)
-        one.generate([prompt(1)])
-        one.saved()
-        assert one.events() == [{"kind": "BlockStored", "keys": 4}]
-        client = store.client()
-        blocks = [row for row in client.list_objects() if row.namespace.startswith("vllm/")]
-
-        def times(what: str) -> int:
-            return sum(what in line for line in one.log)
-
-        def removed(number: int) -> None:
-            """Removes the last block that is left, and waits until that was reported."""
-            row = max(blocks, key=lambda each: each.depth)
-            blocks.remove(row)
-            assert client.remove(row.key, namespace=row.namespace)
-            found: list[dict[str, object]] = []
-
-            def reported() -> bool:
-                one.generate([prompt(2, 5)])  # a step
-                found.extend(one.events())
-                return bool(found)
-
-            until(reported, within_s=60)
-            assert found == [{"kind": "BlockRemoved", "keys": 1}]
-            assert times("events_heard") == number
-            assert times("events_not_heard") == number - 1
-
-        until(lambda: times("events_heard") == 1, within_s=60)
-        removed(1)
-        store.master_server.kill()
-        until(lambda: times("events_not_heard") == 1, within_s=60)
-        store.master()
-        until(lambda: times("events_heard") == 2, within_s=60)
-        removed(2)
 
 
 def test_an_engine_works_without_a_store_and_uses_it_when_it_comes(

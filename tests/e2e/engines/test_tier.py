@@ -30,7 +30,6 @@ from kvstore.connectors.vllm import weights as live
 from kvstore.connectors.vllm_plugin import register
 from kvstore.connectors.vllm_tier import KVStoreTier, identity
 from kvstore.connectors.vllm_tier.identity import ENGINE
-from kvstore.connectors.vllm_tier.runs import ChunkRun, runs_of
 from kvstore.connectors.vllm_tier.tier import LOOKUP_TIMEOUT_MS
 from kvstore.errors import ConfigError
 from tests.e2e.engines.conftest import prompt
@@ -208,35 +207,6 @@ def test_weights_replaced_without_a_reset_are_not_mixed(
     assert start().run(prompt(26)) > 0
 
 
-def test_without_an_engine_core_only_a_name_identifies_weights(
-    start: Start, store: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    spec = start().connector.connector_scheduler.manager  # only for its pool's shape
-    engine = start()
-    tier_spec = engine.tier._offloading_spec
-    view = engine.manager.primary_tier.get_kv_memoryview()
-    del spec
-    settings: dict[str, Any] = {"master": store.address}
-    with caplog.at_level(logging.WARNING, "vllm.kvstore"):
-        tier = SecondaryTierFactory.create_secondary_tier(TIER | settings, view, tier_spec)
-    try:
-        assert "cannot ask the workers" in caplog.text
-        assert tier.lookup(make_offload_key(b"k" * 32, 0), ReqContext("r")) is LookupResult.MISS
-        direct = Direct(engine)
-        direct.tier = tier
-        assert not direct.store([direct.key(0)], [0]).success
-    finally:
-        tier.shutdown()
-    named = TIER | settings | {"model_id": "llama-1"}
-    tier = SecondaryTierFactory.create_secondary_tier(named, view, tier_spec)
-    try:
-        direct.tier = tier
-        assert direct.store([direct.key(0)], [0]).success
-        assert direct.lookup(direct.key(0)) == [LookupResult.HIT]
-    finally:
-        tier.shutdown()
-
-
 @pytest.mark.parametrize(
     ("what", "told"),
     [("error", "could not be identified: RuntimeError"), ("host", "several hosts")],
@@ -258,32 +228,6 @@ def test_workers_that_cannot_be_identified_or_reached_share_nothing(
         assert [start().run(tokens), start().run(tokens)] == [0, 0]
     assert told in caplog.text
     assert stored(store) == []
-
-
-# --- the order of chunks -------------------------------------------------------------------------
-
-
-class Placed:
-    """A request of one cache group whose chunks, in order, are of 16 tokens."""
-
-    def __init__(self, count: int) -> None:
-        self.request = ReqContext("placed")
-        self.keys = [make_offload_key(b"%032d" % index, 0) for index in range(count)]
-        for index, key in enumerate(self.keys):
-            self.request.set_offload_key_position(key, (index + 1) * BLOCK_TOKENS)
-
-    def runs(self, *indices: int) -> list[ChunkRun]:
-        keys = [self.keys[index] for index in indices]
-        return runs_of(keys, indices, self.request, {0: BLOCK_TOKENS})
-
-
-def test_a_gap_in_a_chain_begins_another_one() -> None:
-    placed = Placed(6)
-    keys = placed.keys
-    assert placed.runs(4, 1, 0, 5) == [
-        ChunkRun(keys[:2], [0, 1], None, is_chain=True),
-        ChunkRun(keys[4:], [4, 5], keys[3], is_chain=True),
-    ]
 
 
 # --- jobs ----------------------------------------------------------------------------------------
@@ -328,25 +272,6 @@ def test_a_chunk_of_another_size_is_a_miss(start: Start, store: Cluster) -> None
     (name,) = stored(store)
     store.client().put(keys[2], b"short", namespace=name)
     assert direct.lookup(*keys) == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
-
-
-def test_a_full_pool_keeps_what_there_is_room_for(start: Start, store: Cluster) -> None:
-    direct = Direct(start(pool=600))
-    size = direct.tier.block_size_bytes
-    client = store.client()
-    room = 256 << 20
-    fill = [b"x" * (4 << 20)] * 63
-    client.put_many([(f"pinned{i}", each) for i, each in enumerate(fill)])
-    # Readers lease all but a little.
-    held = [client.get(f"pinned{index}", copy=False) for index in range(63)]
-    keys = [direct.key(index) for index in range(600)]
-    result = direct.store(keys, list(range(600)))
-    assert not result.success
-    kept = direct.lookup(*keys).count(LookupResult.HIT)
-    assert 0 < kept < 600
-    assert kept * size < room
-    del held
-    until(lambda: direct.store(keys, list(range(600))).success)
 
 
 def test_a_store_and_a_load_under_way_while_caches_are_reset(start: Start) -> None:

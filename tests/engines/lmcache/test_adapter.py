@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,6 @@ from kvstore.connectors.lmcache import locks
 from kvstore.errors import ConfigError
 from kvstore.limits import BATCH_KEYS_MAX
 from tests.engines.lmcache.tasks import (
-    DEADLINE_S,
     DTYPE,
     MODEL,
     SHAPE,
@@ -328,76 +325,6 @@ def test_a_master_that_is_gone_makes_misses_in_time_and_comes_back(
     assert same(memory, chunk(1))
 
 
-class Work:
-    """Stores, finds and loads again and again in a thread, and compares every byte."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-        self._stopped = threading.Event()
-        self.hits = self.misses = 0
-        self.longest_s = 0.0
-
-    def run(self) -> None:
-        number = 0
-        while not self._stopped.is_set():
-            keys = [key(each) for each in range(number, number + 8)]
-            chunks = [chunk(each) for each in range(number, number + 8)]
-            loaded = [chunk(None) for _ in keys]
-            number = (number + 8) % 256
-            self._timed(self._adapter.store, keys, chunks)
-            found = self._timed(self._adapter.look_up, keys)
-            hits = self._timed(self._adapter.load, keys, loaded)
-            self._adapter.it.submit_unlock([keys[index] for index in found])
-            assert all(same(loaded[index], chunks[index]) for index in hits), "other bytes"
-            self.hits += len(hits)
-            self.misses += len(keys) - len(hits)
-
-    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.monotonic()
-        result = call(*arguments)
-        self.longest_s = max(self.longest_s, time.monotonic() - began)
-        return result
-
-    def wait(self, what: str) -> None:
-        """For another hit or miss."""
-        before = getattr(self, what)
-        until(lambda: getattr(self, what) > before, within_s=60)
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_the_store_dies_and_hangs_in_the_middle_of_the_work(
-    adapter: StartAdapter, store: Cluster, transport: str
-) -> None:
-    work = Work(adapter(transports=transport))
-    with ThreadPoolExecutor(1) as pool:
-        working = pool.submit(work.run)
-        try:
-            work.wait("hits")
-            [node] = store.nodes
-            node.kill()
-            node.entry.unlink()
-            store.node(memory="64MiB")
-            work.wait("hits")
-            for server in (store.nodes[-1], store.master_server):
-                assert server is not None
-                server.freeze()
-                work.wait("hits" if transport == "shm" and server is not store.master_server
-                          else "misses")  # fmt: skip
-                server.resume()
-                work.wait("hits")
-            store.master_server.kill()
-            work.wait("misses")
-            store.master()
-            work.wait("hits")
-        finally:
-            work.stop()
-        working.result()
-    assert work.longest_s < DEADLINE_S
-
-
 def test_close_ends_tasks_under_way_before_their_memory_is_given_back(
     adapter: StartAdapter, store: Cluster
 ) -> None:
@@ -473,26 +400,6 @@ def test_lmcaches_daemon_starts_with_it_and_ends(store: Cluster, tmp_path: Path)
         process.kill()
         process.wait()
     assert "Application shutdown complete" in (tmp_path / "daemon.log").read_text()
-
-
-def test_lmcaches_bench_verifies_every_byte(store: Cluster) -> None:
-    done = subprocess.run(
-        [
-            LMCACHE, "bench", "l2", "--no-skip-verify",
-            "--format", "json", "--l2-adapter", spec(master=store.address), "--num-keys", "16",
-            "--in-flight", "2", "--rounds", "3", "--data-size-kb", "64",
-            "--lookup-max-hit-rate", "0.5",
-        ],
-        cwd=ROOT, capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "All 32 keys data verified OK" in done.stdout
-    metrics = json.loads(done.stdout[done.stdout.index("{\n") :].rpartition("}")[0] + "}")
-    operations = {
-        each["operation"]: each for each in metrics["metrics"].values() if "operation" in each
-    }
-    assert operations["Store"]["total_success"] == operations["Load"]["total_success"] == 96
-    assert operations["Lookup"]["total_success"] == 48
 
 
 def test_lmcaches_storage_manager_stores_and_prefetches_through_it(store: Cluster) -> None:

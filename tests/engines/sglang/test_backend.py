@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import os
 import shutil
 import threading
 import time
@@ -134,24 +132,6 @@ class TestSideCaches:
             wanted = PoolTransfer(PoolName.MAMBA, torch.tensor([7, 6]), keys=[KEYS[3], KEYS[4]])
             assert one.batch_get_v2([wanted]) == {"mamba": [True, False]}
             assert bytes_at(states, 7, tokens=1) == bytes_at(states, 0, tokens=1)
-
-    def test_a_window(self, store: Cluster, backend: MakeBackend) -> None:
-        pool, window = host_pool(filled=1), host_pool(filled=2)
-        one = backend(pool, sides={PoolName.SWA: window})
-        saved(one, pool)
-
-        def of(pages: list[int], keys: list[str]) -> PoolTransfer:
-            return PoolTransfer(
-                PoolName.SWA, indices(*pages), keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES
-            )
-
-        assert one.batch_set_v2([of([0, 1], KEYS[2:4])])["swa"] == [True, True]
-        found = one.batch_exists_v2(KEYS, [of([0, 1], KEYS[-2:])])
-        assert found.restorable_prefix_pages == [4]
-        assert one.batch_get_v2([of([20, 21], KEYS[2:4])])["swa"] == [True, True]
-        assert [bytes_at(window, 20), bytes_at(window, 21)] == [
-            bytes_at(window, 0), bytes_at(window, 1)
-        ]  # fmt: skip
 
     def test_what_every_page_needs(self, store: Cluster, backend: MakeBackend) -> None:
         pool, index = host_pool("mla", filled=1), host_pool("mla", filled=2)
@@ -512,20 +492,6 @@ class TestFailures:
         assert one.batch_get(KEYS, [none] * 8) == [None] * 8
         assert one.set(KEYS[0]) is False
 
-    def test_the_child_of_a_fork(self, store: Cluster, backend: MakeBackend) -> None:
-        pool = host_pool(filled=1)
-        one = backend(pool)
-        saved(one, pool)
-        before = [bytes_at(pool, page) for page in range(len(KEYS))]
-        child = os.fork()
-        if not child:
-            try:
-                os._exit(0 if read_back(one, pool) == before else 3)
-            finally:
-                os._exit(4)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert read_back(one, pool) == before
-
 
 def test_clear_is_of_this_model(store: Cluster, backend: MakeBackend, tmp_path: Path) -> None:
     pool = host_pool(filled=1)
@@ -560,17 +526,6 @@ class TestSettings:
         assert passes_prefix_keys is True
         pool = host_pool(filled=1)
         saved(backend(pool, **extra | {"master": store.address}), pool)
-
-    def test_what_others_read_there_stops_nothing(
-        self, store: Cluster, backend: MakeBackend, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        caplog.set_level(logging.INFO, "kvstore.sglang")
-        others = {"allocator": "shm", "extra_backend_tag": "x", "replica": 2}
-        one: KVStoreHiCache = backend(host_pool(), **others)
-        assert one._guard.client.config.replicas == 1
-        assert "key=extra_backend_tag" in caplog.text
-        assert "key=replica reason=unknown did_you_mean=replicas" in caplog.text
-        assert "allocator" not in caplog.text
 
     def test_mooncakes_keys_are_understood(
         self, store: Cluster, model: Path, backend: MakeBackend

@@ -7,7 +7,6 @@ filled by the test, and its scheduler gives pages of the host pool to what a que
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -149,21 +148,6 @@ def test_a_round_trip_through_the_threads(engines: Any) -> None:
     said = other.transferred(found)
     assert [ack.completed_tokens for ack in said[:-1]] == [len(TOKEN_IDS)]
     assert other.pages(found.host_indices) == one.pages(written)
-
-
-def test_the_store_dies_between_the_query_and_the_read(engines: Any, store: Cluster) -> None:
-    # Over TCP: memory that is shared can be read until the lease ends, also after its node.
-    one, other = engines(filled=1), engines(filled=None, transports=["tcp"])
-    one.back_up()
-    found = other.prefetch("warm")
-    store.master_server.kill()
-    store.nodes[0].kill()
-    assert [ack.completed_tokens for ack in other.transferred(found)[:-1]] == [0]
-    store.master()
-    store.node()
-    assert other.prefetch("cold").storage_hit_count == 0  # the threads are alive
-    with pytest.raises(queue.Empty):
-        other.controller.prefetch_hit_queue.get(timeout=0.01)
 
 
 def test_states_of_mamba_layers_through_the_threads(engines: Any) -> None:

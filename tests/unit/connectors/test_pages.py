@@ -79,12 +79,6 @@ def put_back(pages: CPUPages, group: int, block_ids: list[int], data: list[bytes
         assert at == len(of_block)
 
 
-def test_layers_side_by_side_are_one_page() -> None:
-    geometry = survey(block_by_block(3), config(["l0", "l1", "l2"]))
-    assert geometry.pages == {0: [Page(0, 0, 3 * PAGE, 3 * PAGE)]}
-    assert len(geometry.storages) == 1
-
-
 def test_layers_that_are_not_side_by_side_stay_apart() -> None:
     geometry = survey(block_by_block(3), config(["l0", "l2"], ["l1"]))
     assert geometry.pages == {
@@ -109,17 +103,6 @@ def test_a_shard_has_the_bytes_of_a_page_with_its_heads_alone() -> None:
             assert stored(CPUPages(ours), 0, [block]) == stored(CPUPages(theirs), 0, [block])
 
 
-def test_shards_of_kernel_blocks_are_those_of_each_part() -> None:
-    cache = torch.zeros((BLOCKS * 3, HEADS, TOKENS, CONTENT), dtype=torch.float16)
-    fill({"l0": cache}, 2)
-    alone = cache[:, 1:].contiguous()
-    ours = survey({"l0": cache}, config(["l0"]), 1, HEADS)
-    theirs = survey({"l0": alone}, config(["l0"]))
-    assert len(ours.pages[0]) == 3
-    assert ours.layout == theirs.layout
-    assert stored(CPUPages(ours), 0, [4]) == stored(CPUPages(theirs), 0, [4])
-
-
 @pytest.mark.parametrize(
     ("cache", "shards"),
     [(permuted(1)["l0"], 2), (layer_by_layer(1)["l0"], 3)],
@@ -128,14 +111,6 @@ def test_shards_of_kernel_blocks_are_those_of_each_part() -> None:
 def test_pages_that_have_no_such_shards_are_refused(cache: torch.Tensor, shards: int) -> None:
     with pytest.raises(ConfigError, match="tp_shards"):
         survey({"l0": cache}, config(["l0"]), 0, shards)
-
-
-def test_groups_may_share_memory() -> None:
-    cache = layer_by_layer(1)["l0"]
-    other = cache.view(torch.uint8).view(BLOCKS, -1)
-    geometry = survey({"full": cache, "window": other}, config(["full"], ["window"]))
-    assert geometry.pages == {0: [Page(0, 0, PAGE, PAGE)], 1: [Page(0, 0, PAGE, PAGE)]}
-    assert len(geometry.storages) == 1
 
 
 def test_layers_that_share_their_cache_are_stored_once() -> None:
@@ -215,19 +190,6 @@ def test_buffers_are_the_cache_itself() -> None:
     assert caches["l0"][1].all()
     assert caches["l0"][3].all()
     assert caches["l1"][2].view(torch.uint8).eq(0x3C).all()
-
-
-def test_a_block_of_a_permuted_cache_is_its_bytes_as_they_lie() -> None:
-    caches = permuted(1)
-    fill(caches, 1)
-    pages = CPUPages(survey(caches, config(["l0"])))
-    assert stored(pages, 0, [4]) == [caches["l0"][4].permute(1, 0, 2).numpy().tobytes()]
-
-
-def test_a_block_of_kernel_blocks_is_all_of_them() -> None:
-    cache = torch.arange(BLOCKS * 3 * 4, dtype=torch.int32).view(BLOCKS * 3, 4)
-    pages = CPUPages(survey({"l0": cache}, config(["l0"])))
-    assert stored(pages, 0, [2]) == [cache[6:9].numpy().tobytes()]
 
 
 def test_engines_that_place_their_layers_differently_understand_each_other() -> None:

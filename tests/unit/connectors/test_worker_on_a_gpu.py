@@ -261,24 +261,6 @@ def test_a_load_does_not_wait_for_the_step_that_begins(start: Start) -> None:
     assert [engine.block(0, block) for block in TO] == content
 
 
-def test_neither_loads_nor_saves_hold_up_the_thread_that_computes(start: Start) -> None:
-    """The GPU is at work for as long as the hooks take, and nothing of its stream waits."""
-    engine = start()
-    content = [engine.kernel(0, block) for block in FROM]
-    engine.fake.held = {COMPUTE}
-    engine.step(loads=[Load("r", runs(TO))], saves=[Save(1, runs(FROM))])
-    assert engine.worker.take_arrived() == (set(), set())
-    assert engine.worker.take_report() is None
-    engine.fake.held.clear()
-    assert engine.is_stored()
-    engine.worker.drain()
-    engine.worker.forget_failures()
-    engine.worker.take_arrived()
-    engine.step(loads=[Load("r", runs(TO))])
-    assert engine.arrival() == (None, set())
-    assert [engine.block(0, block) for block in TO] == content
-
-
 def test_what_is_missing_is_not_written(start: Start, pool: kvstore.Client) -> None:
     engine = start()
     for block in range(BLOCKS):
@@ -317,22 +299,6 @@ def test_a_save_whose_time_is_over_stores_nothing(start: Start, pool: kvstore.Cl
     engine.step(saves=[Save(1, runs(FROM))])
     assert not engine.is_stored()
     assert pool.match_prefix([b"k0"], namespace=namespace("f", 0, "p0t0")) == 0
-
-
-def test_a_worker_that_is_closed_ends_loads_that_wait_for_the_gpu(start: Start) -> None:
-    engine = start(timeout_ms=60_000)
-    engine.kernel(0, FROM[0])
-    engine.step(saves=[Save(1, runs(FROM))])
-    assert engine.is_stored()
-    engine.fake.held = {COMPUTE}
-    written = [engine.kernel(0, block) for block in TO]
-    engine.step(loads=[Load("r", runs(TO))])
-    started = time.monotonic()
-    engine.worker.close()
-    assert time.monotonic() - started < LONG_S
-    engine.fake.held.clear()
-    engine.fake.finish()
-    assert [engine.block(0, block) for block in TO] == written
 
 
 def test_a_worker_that_is_closed_waits_for_copies_under_way(start: Start) -> None:
