@@ -132,10 +132,6 @@ GUIDES: dict[str, dict[str, object]] = {
         "metadata_server": "192.168.0.139:2379", "metadata_backend": "etcd", "protocol": "rdma",
         "device_name": "erdma_0",
     },
-    "vLLM 0.8, tcp": {
-        "local_hostname": "192.168.0.137", "metadata_server": "etcd://192.168.0.137:2379",
-        "protocol": "tcp", "device_name": "", "master_server_address": "192.168.0.137:50001",
-    },
     "vLLM 0.32": {
         "mode": "embedded", "metadata_server": "P2PHANDSHAKE", "global_segment_size": "80GB",
         "master_server_address": "127.0.0.1:50051", "local_buffer_size": "4GB",

@@ -12,7 +12,6 @@ from kvstore.proxy.bodies import (
     COMPLETIONS,
     can_be_rendered,
     dump,
-    error_message,
     for_decode,
     for_prefill,
     given_ids,
@@ -160,17 +159,6 @@ def test_ids_in_the_answer_to_a_rendering() -> None:
     assert ids_of_rendered(CHAT, one | {"features": {"mm_hashes": {}}}) is None
     assert ids_of_rendered(CHAT, one | {"content_parts": [{}]}) is None
     assert ids_of_rendered(CHAT, None) is None
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        ({"error": {"message": "no"}}, "no"), ({"error": {"message": None}}, None),
-        ({"error": "no"}, None), (None, None),
-    ],
-)  # fmt: skip
-def test_what_an_engine_says_about_its_error(answer: object, said: str | None) -> None:
-    assert error_message(answer) == said
 
 
 def test_models_and_salts() -> None:

@@ -47,12 +47,6 @@ def test_the_least_busy_and_of_equals_the_one_chosen_longest_ago(three: Instance
     assert [each.in_flight for each in three] == [2, 1, 1]
 
 
-def test_not_who_was_tried_nor_who_is_in_another_role(three: Instances) -> None:
-    three.add("prefill", "p")[0].note_well()
-    assert choose(three, without=["a", "b"]).instance.address == "c"
-    assert three.choose("decode", 0, without=["a", "b", "c"]) is None
-
-
 def test_two_failed_checks_make_it_unhealthy_and_one_answer_well(three: Instances) -> None:
     a = at(three, "a")
     a.note_ill()
@@ -95,15 +89,6 @@ def test_who_says_himself_that_he_is_ill_is_not_well_by_answering(three: Instanc
     assert a.usable(0)
 
 
-def test_one_refused_connection_of_many_does_not_matter(three: Instances) -> None:
-    a = at(three, "a")
-    for now_ms in range(100):
-        a.unconnected(now_ms, refused=True)
-        a.unconnected(now_ms, refused=True)
-        a.answered(now_ms)
-    assert a.usable(0)
-
-
 def test_several_in_a_row_do(three: Instances) -> None:
     a, b = at(three, "a"), at(three, "b")
     for now_ms in (0, 1, 2):
@@ -124,17 +109,6 @@ def test_when_no_decoder_is_healthy_all_are_asked(three: Instances) -> None:
     assert (turn.instance.address, turn.forced) == ("b", False)
     # b is healthy: when it fails, the others are no better.
     assert three.choose("decode", 0, without=["b"]) is None
-
-
-def test_the_last_resort_has_its_breakers_and_drains(three: Instances) -> None:
-    for each in three:
-        late(each, 1_000, 2_000)
-    for _ in range(2):
-        at(three, "a").breaker.failed(0)
-    turn = choose(three, without=["a", "c"])
-    three.drain(turn.instance)
-    assert choose(three).instance.address == "c"
-    assert three.choose("decode", 0, without=["c"]) is None
 
 
 def test_a_prefiller_is_no_last_resort() -> None:
@@ -166,14 +140,6 @@ def test_a_drained_one_goes_with_its_last_request(three: Instances) -> None:
     assert three.at("a")
     second.__exit__(None, None, None)
     assert not three.at("a")
-
-
-def test_one_that_drains_can_be_taken_back(three: Instances) -> None:
-    turn = choose(three, without=["b", "c"])
-    three.drain(turn.instance)
-    assert three.add("decode", "a") == (turn.instance, False)
-    turn.__exit__(None, None, None)
-    assert at(three, "a").usable(0)
 
 
 def test_affinity_prefers_who_had_the_prefix_within_its_slack(
