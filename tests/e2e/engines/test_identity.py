@@ -232,6 +232,48 @@ def test_an_adapter_that_is_overwritten_at_its_path_is_another_one(
     assert ask(number) == [WHOLE, other[1]]
 
 
+def test_adapters_for_which_a_worker_has_no_room_are_found_again(
+    store: Cluster, llama: Path, tmp_path: Path, engine: StartEngine
+) -> None:
+    adapters = [tmp_path / f"adapter-{number}" for number in range(3)]
+    for number, each in enumerate(adapters):
+        make_adapter(each, number)
+    one = engine(
+        llama, transfer_config(store.address), enable_lora=True, max_loras=1, max_cpu_loras=2,
+        max_lora_rank=8,
+    )  # fmt: skip
+
+    def ask_all() -> list[list[Any]]:
+        found = one.run(
+            f"""
+            from vllm import SamplingParams
+            from vllm.lora.request import LoRARequest
+            sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            result = []
+            for number, path in enumerate({[str(each) for each in adapters]!r}):
+                request = LoRARequest(f"adapter-{{number}}", number + 1, path)
+                (done,) = llm.generate(
+                    [{{"prompt_token_ids": {prompt(1)}}}], sampling, use_tqdm=False,
+                    lora_request=request,
+                )
+                result.append([done.num_cached_tokens, list(done.outputs[0].token_ids)])
+            """
+        )
+        one.saved()
+        one.reset()
+        return list(found)
+
+    first = ask_all()
+    assert [found for found, _ in first] == [0] * 3
+    assert len({tuple(ids) for _, ids in first}) == 3
+    for _ in range(2):
+        assert ask_all() == [[WHOLE, ids] for _, ids in first]
+    make_adapter(adapters[1], 7)  # dropped by now: loaded anew from these files
+    last = ask_all()
+    assert [found for found, _ in last] == [WHOLE, 0, WHOLE]
+    assert last[1][1] != first[1][1]
+
+
 def make_adapter(directory: Path, seed: int) -> None:
     """Of the query and value projections of ``tiny``'s Llama."""
     import json

@@ -107,19 +107,6 @@ def test_engines_of_other_tensor_parallel_sizes_go_on_from_shards_of_states(
         assert tokens(found) == right(reader, asked)
 
 
-def test_an_engine_that_keeps_few_states_says_what_to_type(pair: tuple[Engine, Engine]) -> None:
-    """As vLLM for CPUs does in processes of its own: it forgets that it has lengthened blocks."""
-    one, _ = pair
-    forget = "cache = core.vllm_config.cache_config; cache.block_size = {}"
-    one.run(forget.format(BLOCK // 2))
-    for seed in (12, 13):
-        one.generate([prompt(seed, 700)])
-    one.saved()
-    one.run(forget.format(BLOCK))
-    told = [line for line in one.log if f"Start vLLM with --block-size {BLOCK}" in line]
-    assert len(told) == 1
-
-
 @pytest.mark.timeout(400)
 def test_requests_that_are_preempted_save_and_load_what_is_right(
     store: Cluster, recurrent: Path, engine: StartEngine
