@@ -55,7 +55,7 @@ def _place(role: str, engine: Process) -> list[str]:
 
 @pytest.mark.parametrize("is_chat", [False, True], ids=["completions", "chat"])
 def test_the_decoder_finds_what_the_prefiller_computed(pair: Pair, is_chat: bool) -> None:
-    """The proxy hands on the prefiller's parameters, so the decoder waits for what is being stored."""
+    """The proxy hands on what the prefiller says of itself: the decoder waits for its blocks."""
     path, body = _chat() if is_chat else _completion()
     answer = _ask(pair.toy_proxy, path, body)
     assert _cached(answer) == 4 * BLOCK_TOKENS

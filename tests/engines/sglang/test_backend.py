@@ -219,22 +219,28 @@ class TestIdentity:
     def pool(self) -> Any:
         return host_pool(filled=1)
 
-    def test_another_model_misses(
-        self, store: Cluster, backend: MakeBackend, pool: Any, tmp_path: Path
+    @pytest.mark.parametrize(
+        "other",
+        ["weights", "configuration", "ranks", "dtype", "page_first_direct", "layer_first"],
+    )
+    def test_what_means_something_else_misses(
+        self, store: Cluster, backend: MakeBackend, pool: Any, model: Path, other: str
     ) -> None:
-        saved(backend(pool), pool)
-        other = backend(pool, model=make_model(tmp_path / "other", 2))
-        assert other.batch_exists(KEYS) == 0
-        assert other.batch_get_v1(KEYS, indices(*range(8))) == [False] * 8
+        from tests.engines.sglang.hicache import device_pool
 
-    def test_other_weights_at_the_same_path_miss(
-        self, store: Cluster, backend: MakeBackend, pool: Any, model: Path
-    ) -> None:
         saved(backend(pool), pool)
-        make_model(model, 2)
-        assert backend(pool).batch_exists(KEYS) == 0
-        make_model(model, 1)
-        assert backend(pool).batch_exists(KEYS) == len(KEYS)
+        match other:
+            case "weights":
+                make_model(model, 2)
+            case "configuration":
+                (model / "config.json").write_text('{"rope_theta": 500000.0}')
+            case "dtype":
+                pool = host_pool(of=device_pool(dtype=torch.float16))
+            case layout if layout != "ranks":
+                pool = host_pool(layout=layout)
+        one = backend(pool, ranks=2 if other == "ranks" else 1)
+        assert one.batch_exists(KEYS) == 0
+        assert one.batch_get_v1(KEYS, indices(*range(8))) == [False] * 8
 
     def test_the_same_weights_at_another_path_hit(
         self, store: Cluster, backend: MakeBackend, pool: Any, model: Path
@@ -242,32 +248,6 @@ class TestIdentity:
         saved(backend(pool), pool)
         copied = shutil.copytree(model, model.with_name("copied"))
         assert backend(pool, model=copied).batch_exists(KEYS) == len(KEYS)
-
-    def test_another_configuration_of_the_same_weights_misses(
-        self, store: Cluster, backend: MakeBackend, pool: Any, model: Path
-    ) -> None:
-        saved(backend(pool), pool)
-        (model / "config.json").write_text('{"rope_theta": 500000.0}')
-        assert backend(pool).batch_exists(KEYS) == 0
-
-    @pytest.mark.parametrize(
-        "other",
-        [{"layout": "page_first_direct"}, {"layout": "layer_first"}, {"dtype": torch.float16}],
-    )
-    def test_another_order_of_bytes_misses(
-        self, store: Cluster, backend: MakeBackend, pool: Any, other: dict[str, Any]
-    ) -> None:
-        from tests.engines.sglang.hicache import device_pool
-
-        saved(backend(pool), pool)
-        dtype = other.pop("dtype", torch.bfloat16)
-        assert backend(host_pool(of=device_pool(dtype=dtype), **other)).batch_exists(KEYS) == 0
-
-    def test_other_sizes_of_the_cluster_miss(
-        self, store: Cluster, backend: MakeBackend, pool: Any
-    ) -> None:
-        saved(backend(pool), pool)
-        assert backend(pool, rank=0, ranks=2).batch_exists(KEYS) == 0
 
     def test_another_draft_model_misses(
         self, store: Cluster, backend: MakeBackend, pool: Any, tmp_path: Path,
