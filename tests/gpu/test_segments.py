@@ -88,3 +88,15 @@ def test_a_node_is_killed_while_its_memory_is_open(
     node_on(cluster, name=node.name)
     assert until(lambda: client.put("new", gpu.tensor(value)) is STORED)
     assert same(gpu.read(tensor(client.get("new", device=NAME))), value)
+
+
+def test_a_node_stops_in_order_while_a_client_has_its_memory_open(
+    cluster: Cluster, client: Client
+) -> None:
+    [node] = cluster.nodes
+    with cluster.client() as passing:
+        assert passing.put("k", b"value") is STORED
+    assert client.get("k") == b"value"
+    node.process.terminate()
+    assert node.wait() == 0, node.errors
+    assert client.get("k") is None

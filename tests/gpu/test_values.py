@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from kvstore import Client
 from kvstore.calls import PutOutcome
+from kvstore.errors import BufferMismatchError
 from tests.gpu.machine import GPU, IS_REAL, MIB, NAME, tensor
 
 DTYPES = [
@@ -67,6 +69,29 @@ def test_tensors_that_are_not_contiguous(gpu: GPU, client: Client) -> None:
         assert client.put(name, view(gpu.tensor(value))) == STORED
         back = tensor(client.get(name, device=NAME))
         assert same(gpu.read(back), view(value).contiguous()), name
+
+
+def test_tensors_to_fill_must_be_contiguous_and_of_the_dtype(gpu: GPU, client: Client) -> None:
+    client.put("k", values(torch.bfloat16, 8, 8))
+    with pytest.raises(BufferMismatchError):
+        client.get_into("k", gpu.tensor(values(torch.bfloat16, 8, 8)).T)
+    with pytest.raises(BufferMismatchError):
+        client.get_into("k", gpu.tensor(values(torch.float32, 8, 8)))
+    with pytest.raises(BufferMismatchError):
+        client.get_into("k", gpu.tensor(values(torch.bfloat16, 8, 7)))
+
+
+def test_a_batch_of_values_in_several_memories(gpu: GPU, client: Client) -> None:
+    value = values()
+    batch: list[tuple[str, Any]] = [("gpu", gpu.tensor(value)), ("cpu", value), ("bytes", b"abc")]
+    assert client.put_many(batch) == [STORED] * 3
+    assert client.put("list", [gpu.tensor(value), value]) == STORED
+    for found in client.get_many(["gpu", "cpu"], device=NAME):
+        assert same(gpu.read(tensor(found)), value)
+    flat = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    assert client.get("list") == flat + flat
+    with pytest.raises(BufferMismatchError, match="in different memories"):
+        client.get_into(["gpu", "cpu"], [gpu.tensor(value), value.clone()])
 
 
 def test_a_chain_is_put_once_and_a_list_of_tensors_is_one_value(gpu: GPU, client: Client) -> None:

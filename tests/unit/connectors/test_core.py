@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +152,23 @@ def test_requests_whose_blocks_were_loaded_begin_anew() -> None:
     assert anew == ["ended", "arrived", "to be scheduled", "new", "preempted"]
     assert engine.scheduler.failed_recving_kv_req_ids == {"ended", "arrived"}
     assert engine.model_executor.calls == []
+
+
+def test_blocks_that_a_step_under_way_may_write_are_free_when_it_has_ended() -> None:
+    engine, core = make()
+    holding(engine)
+    freed: list[str] = []
+
+    def free_blocks(blocks: Iterable[str]) -> None:
+        assert engine.model_executor.calls == ["synchronize_device"]
+        freed.extend(blocks)
+
+    pool = SimpleNamespace(free_blocks=free_blocks)
+    engine.scheduler.kv_cache_manager = SimpleNamespace(block_pool=pool)
+    engine.scheduler.deferred_frees = deque([(7, ["first", "tail"]), (9, ["other"])])
+    core.free_waiting(frozenset())
+    assert freed == ["tail", "first", "other"]
+    assert not engine.scheduler.deferred_frees
 
 
 # --- names ----------------------------------------------------------------------------------------

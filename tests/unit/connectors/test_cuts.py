@@ -167,3 +167,28 @@ def test_layers_that_do_not_write_tokens_one_by_one_are_refused() -> None:
     worker.layers.clear()
     with pytest.raises(ConfigError, match="no function that writes"):
         worker.objects(4)
+
+
+def test_groups_with_smaller_blocks_have_fewer_pieces() -> None:
+    large, small = Worker(8, in_rows), Worker(4, in_rows, total=16)
+    caches = {"l0": large.cache, "l1": small.cache[:3]}
+    cutter = Cutter(4, {**large.layers, "l1": small.layers["l0"]}, torch.float32)
+    where = config(["l0"], ["l1"], blocks=3)
+    pieces = [survey(caches, where, piece=partial(cutter.piece, index)) for index in range(2)]
+    pages: Any = cut_pages([CPUPages(each) for each in pieces])
+    assert stored(pages, 0, [2, 3]) == large.objects(4)[1][:2]
+    assert stored(pages, 1, [1, 2]) == small.objects()[1][:2]
+
+
+def test_zeros_are_written_to_pieces_that_have_such_objects() -> None:
+    """The others are not asked: of no blocks, nothing says on which device they are."""
+    told: list[tuple[str, list[int]]] = []
+
+    def piece(name: str) -> Any:
+        return SimpleNamespace(
+            layout="", block_bytes={0: 8}, mark=None,
+            zero=lambda group, blocks, after, deadline: told.append((name, list(blocks))),
+        )  # fmt: skip
+
+    cut_pages([piece("a"), piece("b")]).zero(0, [3, 5], None, 0.0)
+    assert told == [("b", [1, 2])]

@@ -386,6 +386,15 @@ def test_blocks_that_were_computed_with_other_weights_are_not_saved_nor_found_he
     assert engine.finish(running) is None, "nobody is told to wait for its blocks"
 
 
+def test_a_request_that_starts_with_blocks_of_other_weights_is_not_saved() -> None:
+    """They were in vLLM's prefix cache when the workers said who they are now."""
+    engine = Engine()
+    request = engine.add("r", 20)
+    engine.move("other")
+    engine.side.outdated(request)
+    assert saved(engine.step({"r": 20})) == {}
+
+
 def test_a_save_under_the_old_weights_is_no_event() -> None:
     engine = Engine(events_wanted=True)
     engine.add("r", 20)
@@ -612,6 +621,15 @@ def test_a_state_whose_save_failed_is_promised_to_nobody() -> None:
     (save,) = computed(engine, 21, (1, 101, 16), (2, 102, 16))
     engine.side.reported(TransferReport({save.number: SaveEnd(1, 0)}))
     assert engine.finish(request) is None
+
+
+def test_states_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "PINNED_MAX", 0.03)  # of 200 blocks
+    engine = Engine(groups=STATES)
+    engine.add("r", 21)
+    (save,) = computed(engine, 21, (1, 101, 16), (2, 102, 16))
+    assert states(save) == []
+    assert engine.side.take_counters()["saves_refused"] >= 1
 
 
 def test_a_load_has_the_last_state_and_none_before_it() -> None:

@@ -155,6 +155,7 @@ def test_a_silent_stream_is_not_heard(place: Place, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "answer",
     [
+        b"HTTP/1.1 400 Bad\r\nContent-Length: 2\r\n\r\nno",
         b"HTTP/1.1 503 Busy\r\nContent-Length: 2\r\n\r\nno",
         b"not HTTP\r\n\r\n",
         STREAM + b"data: {\n\n",

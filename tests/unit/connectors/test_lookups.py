@@ -186,6 +186,12 @@ def test_a_model_without_attention_has_states_alone(start: Start, store: Store) 
     assert store.asked == [(hashes(6), ["n0"])]
 
 
+def test_a_prompt_too_short_for_a_block_of_a_group_has_nothing(start: Start, store: Store) -> None:
+    store.answers = [[Match(1, 0)]]
+    lookups = start(HYBRID)
+    assert answered(lookups, lookups.want("r", hashes(1))) == 0
+
+
 def test_one_question_at_a_time_is_asked_for_a_request(start: Start, store: Store) -> None:
     store.hold()
     store.answers = [[Match(2, 0)]]

@@ -83,6 +83,27 @@ def test_what_cannot_be_taken_apart_stays_together(monkeypatch: pytest.MonkeyPat
     assert (made.draft_layers, made.of_drafts) == (None, {})
 
 
+def test_a_draft_model_may_have_fewer_pieces_of_a_block_than_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cut(caches: Caches, cached: Any, *_: Any, **__: Any) -> Any:
+        piece = _[2]
+        found = survey(caches, cached)
+        return (
+            found if piece.args[0] == 0 or "l0" in caches else found._replace(pages={}, storages=[])
+        )
+
+    monkeypatch.setattr(module, "survey", cut)
+    groups = Groups(
+        hash_block_tokens=4, scheduler_block_tokens=8, block_tokens={0: 8, 1: 4}, object_tokens=4
+    )
+    cached = config(["l0"], ["l1", "l2"], blocks=BLOCKS)
+    nothing: Any = None
+    made = Parts(layer_by_layer(3), ["p0t0"], VLLM, cached, groups, Split(0, 1, 4), nothing)
+    made.divide({"l2"})
+    assert sizes(made.of_drafts) == {1: PAGE}
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_states_that_lie_otherwise_are_refused_on_every_rank_with_shards(shards: int) -> None:
     state = SimpleNamespace(mamba_cache_mode="align", shapes=((3, 8), (2, 2)), dtypes=())

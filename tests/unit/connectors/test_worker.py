@@ -608,6 +608,18 @@ def test_one_load_that_is_held_up_does_not_hold_up_others(
     assert worker.take_arrived() == ({"slow", "quick"}, set())
 
 
+def test_a_bug_in_reading_pages_is_a_save_that_failed(
+    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Held(Cache(1))
+    broken.go_on.set()
+    monkeypatch.setattr(broken, "_memory", None)
+    worker = start(broken)
+    assert not save(worker, run(0, [1]))
+    monkeypatch.undo()
+    assert save(worker, run(0, [1]))
+
+
 def test_closing_gives_up_what_waits_and_leaves_no_thread(
     start: Start, store: kvstore.Client
 ) -> None:

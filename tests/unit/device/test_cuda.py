@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvstore.device import cuda
-from kvstore.device.cuda import CUDADriver, Probed, probe
+from kvstore.device.cuda import CUDADriver, Probed, device_of, probe
 from kvstore.device.driver import Way
 from kvstore.device.drivers import driver_of, use
 from kvstore.errors import DeviceError
@@ -225,6 +225,11 @@ def test_a_device_that_is_not_there(library: Recorded) -> None:
     with pytest.raises(DeviceError, match=r"cuDeviceGet on cuda:7 failed: .*101"):
         driver_of("cuda:7")
     use("cuda:7", None)
+
+
+def test_which_device_an_address_is_of(library: Recorded) -> None:
+    assert device_of(0x7F00_0000_0000) == "cuda:3"
+    assert device_of(16) == ""
 
 
 def test_what_is_there(library: Recorded) -> None:

@@ -51,3 +51,12 @@ def test_others_may_with_the_token_only(peer: str) -> None:
         assert status(peer, {"Authorization": wrong}, "secret") == 401
     assert status(peer, {"Authorization": "bearer  secret"}, "secret") == 200
     assert status(peer, {"Host": "proxy.example", **TOKEN}, "secret") == 200
+
+
+def test_no_page_of_another_site_may() -> None:
+    for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert status("127.0.0.1", headers, "") == 403
+        assert status("127.0.0.1", {**headers, **TOKEN}, "secret") == 403
+    rebound = {"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}
+    assert status("127.0.0.1", rebound, "") == 421
+    assert status("127.0.0.1", rebound, "secret") == 401

@@ -12,6 +12,7 @@ from kvstore.proxy.bodies import (
     COMPLETIONS,
     can_be_rendered,
     dump,
+    error_message,
     for_decode,
     for_prefill,
     given_ids,
@@ -62,6 +63,11 @@ def test_a_chat_for_a_prefiller() -> None:
         "kv_transfer_params": {"x": 1, "prompt_token_ids": IDS},
     }  # fmt: skip
     assert body["kv_transfer_params"] == {"x": 1}
+
+
+def test_without_ids_the_prompt_stays() -> None:
+    assert for_prefill(COMPLETIONS, {"prompt": "text"}, None)["prompt"] == "text"
+    assert "kv_transfer_params" not in for_prefill(CHAT, chat(), None)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +132,13 @@ def test_ids_that_a_client_sent(prompt: object, ids: list[int] | None) -> None:
     assert given_ids(COMPLETIONS, {"prompt": prompt}) == ids
 
 
+def test_ids_that_a_client_sent_with_a_chat() -> None:
+    params = {"prompt_token_ids": [1, 2]}
+    assert given_ids(CHAT, chat(kv_transfer_params=params)) == [1, 2]
+    assert given_ids(CHAT, chat([PICTURE], kv_transfer_params=params)) is None
+    assert given_ids(CHAT, chat()) is None
+
+
 @pytest.mark.parametrize("key", ["echo", "suffix", "prompt_embeds"])
 def test_what_is_more_than_ids_is_not_replaced_by_them(key: str) -> None:
     assert not can_be_rendered(COMPLETIONS, {"prompt": "text", key: "x"})
@@ -144,6 +157,11 @@ def test_chats_that_can_be_rendered(body: dict[str, Any], can: bool) -> None:
     assert can_be_rendered(CHAT, body) is can
 
 
+@pytest.mark.parametrize("prompt", [["one", "two"], ["one"], [[1]], [1], None, 7])
+def test_completions_that_are_not_rendered(prompt: object) -> None:
+    assert not can_be_rendered(COMPLETIONS, {"prompt": prompt})
+
+
 def test_ids_in_the_answer_to_a_rendering() -> None:
     one: dict[str, Any] = {
         "token_ids": IDS,
@@ -159,6 +177,20 @@ def test_ids_in_the_answer_to_a_rendering() -> None:
     assert ids_of_rendered(CHAT, one | {"features": {"mm_hashes": {}}}) is None
     assert ids_of_rendered(CHAT, one | {"content_parts": [{}]}) is None
     assert ids_of_rendered(CHAT, None) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"error": {"message": "no"}}, "no"),
+        ({"error": {"message": None}}, None),
+        ({"error": "no"}, None),
+        ({"detail": "Not Found"}, None),
+        (None, None),
+    ],
+)
+def test_what_an_engine_says_about_its_error(answer: object, said: str | None) -> None:
+    assert error_message(answer) == said
 
 
 def test_models_and_salts() -> None:

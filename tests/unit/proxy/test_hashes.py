@@ -125,6 +125,10 @@ def test_no_more_keys_than_one_question_may_have() -> None:
     assert len(list(keys(found, range(2 * BATCH_KEYS_MAX + 10)))) == BATCH_KEYS_MAX
 
 
+def test_an_algorithm_that_differs_between_processes_is_passed_over() -> None:
+    assert parsed(hash_algorithm="xxhash") is None
+
+
 @pytest.mark.parametrize(
     "more",
     [

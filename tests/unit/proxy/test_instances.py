@@ -79,6 +79,13 @@ def test_a_late_answer_does_not_count_while_requests_are_answered(three: Instanc
     assert not a.usable(0)
 
 
+def test_an_answered_request_is_a_health_check(three: Instances) -> None:
+    a = at(three, "a")
+    late(a, 1_000, 2_000)
+    a.answered(2_500)
+    assert a.usable(0)
+
+
 def test_who_says_himself_that_he_is_ill_is_not_well_by_answering(three: Instances) -> None:
     a = at(three, "a")
     for _ in range(2):
@@ -109,6 +116,17 @@ def test_when_no_decoder_is_healthy_all_are_asked(three: Instances) -> None:
     assert (turn.instance.address, turn.forced) == ("b", False)
     # b is healthy: when it fails, the others are no better.
     assert three.choose("decode", 0, without=["b"]) is None
+
+
+def test_the_last_resort_has_its_breakers_and_drains(three: Instances) -> None:
+    for each in three:
+        late(each, 1_000, 2_000)
+    for _ in range(2):
+        at(three, "a").breaker.failed(0)
+    turn = choose(three, without=["a", "c"])
+    three.drain(turn.instance)
+    assert choose(three).instance.address == "c"
+    assert three.choose("decode", 0, without=["c"]) is None
 
 
 def test_a_prefiller_is_no_last_resort() -> None:
