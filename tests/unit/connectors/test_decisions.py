@@ -217,6 +217,20 @@ def test_too_many_pinned_blocks_are_refused_and_saved_later(
     assert saved(engine.step({"second": 1})) == {0: [0, 1]}
 
 
+def test_a_prompt_longer_than_may_be_pinned_is_saved_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decisions, "PINNED_MAX", 0.2)
+    engine = Engine(HYBRID, blocks=60)
+    engine.add("r", 64)  # 24 blocks, 12 may be pinned
+    parts = [saved(engine.step({"r": 64}))]
+    while engine.saving:
+        engine.report_all()
+        parts.append(saved(engine.step({"r": 1})))
+    assert [index for part in parts for index in part.get(0, [])] == list(range(16))
+    assert [index for part in parts for index in part.get(1, [])] == list(range(8))
+
+
 # --- failures -------------------------------------------------------------------------------------
 
 
