@@ -20,7 +20,6 @@ from kvstore.connectors.vllm.config import (
     RENAMED,
     read_config,
 )
-from kvstore.connectors.vllm.worker import client_config
 from kvstore.errors import ConfigError
 
 NO_FILE = {"KVSTORE_CONFIG": ""}
@@ -44,22 +43,6 @@ def toml(tmp_path: Path, text: str) -> dict[str, str]:
     path = tmp_path / "kvstore.toml"
     path.write_text(text)
     return {"KVSTORE_CONFIG": str(path)}
-
-
-def test_nothing_has_to_be_said() -> None:
-    config = read_config({}, NO_FILE)
-    assert config.master == "127.0.0.1:50001"
-    assert config.memory == 0
-    assert config.save_decode
-
-
-def test_extra_config_is_read() -> None:
-    extra = {"master": "store", "memory": "4GiB", "save_decode": False}
-    config = read_config(extra, NO_FILE)
-    assert config.master == "store:50001"
-    assert config.memory == 4 << 30
-    assert not config.save_decode
-    assert extra["memory"] == "4GiB"
 
 
 def test_a_mooncake_file_may_name_an_etcd(mooncake: Mooncake) -> None:
@@ -253,12 +236,6 @@ def test_what_is_said_of_rdma_is_for_the_transfer_engine(
 def test_a_value_of_another_type_is_refused_with_its_place(mooncake: Mooncake, key: str) -> None:
     with pytest.raises(ConfigError, match=MOONCAKE_VARIABLE):
         read_config({}, mooncake(**{"protocol": "rdma", key: [1]}))
-
-
-def test_a_gpu_is_used_as_by_a_client() -> None:
-    config = client_config(read_config({"device_kernel": "32KiB"}, NO_FILE), 100)
-    assert config.device_kernel == 32 << 10
-    assert client_config(read_config({}, NO_FILE), 100).device_kernel == 0
 
 
 def test_an_unreadable_mooncake_file_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import decisions
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
-from kvstore.connectors.vllm.hashes import SmallerHashes
 from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, SaveEnd, TransferReport
 from kvstore.limits import TTL_MS_MAX
 from tests.unit.connectors.engine import CUT, HYBRID, Engine, Request, saved
@@ -38,21 +37,6 @@ def test_one_token_is_left_to_compute() -> None:
     assert engine.matched(engine.add("one block", 4, there=4)) == 0
     hybrid = Engine(HYBRID)
     assert hybrid.matched(hybrid.add("hybrid", 16, there=16)) == 8
-
-
-def test_no_answer_yet_is_none() -> None:
-    engine = Engine()
-    request = engine.add("r", 21, there=None)
-    assert engine.side.matched_tokens(request, 0) == (None, False)
-    engine.asked.there["r"] = 8
-    assert engine.matched(request) == 8
-
-
-def test_the_lookup_starts_when_the_request_comes() -> None:
-    engine = Engine()
-    engine.add("r", 21, stored_tokens=16)
-    engine.add("short", 3)
-    assert engine.asked.wanted == [("r", 5, 16)]
 
 
 @pytest.mark.parametrize(
@@ -762,31 +746,6 @@ def test_half_a_block_is_saved_promised_and_told_but_not_loaded() -> None:
     assert (event.block_size, len(event.block_hashes)) == (4, 2)
     assert event.token_ids == request.all_token_ids[12:20]
     assert engine.finish(request) == {"stored_tokens": 20}
-
-
-def test_wishes_and_failures_are_rounded_to_whole_blocks() -> None:
-    engine = Engine(HALVES)
-    assert engine.matched(engine.add("few", 40, there=32, max_load_tokens=15)) == 8
-    request = engine.add("r", 40, there=32)
-    assert engine.load(request) == 32
-    engine.fail_load(request, 20)
-    assert engine.matched(request) == 16
-
-
-def test_hashes_of_small_blocks_are_salted_as_those_of_vllm() -> None:
-    engine = Engine(HALVES)
-
-    def smaller(request: Any) -> list[bytes]:
-        hashes: list[bytes] = engine.requests["r"].block_hashes[len(request.block_hashes) :]
-        return hashes
-
-    engine.side.hashes = SmallerHashes(4, 8, smaller)
-    engine.side.salt = lambda request: b"adapter"
-    request = engine.add("r", 22, lora=lora())
-    engine.allocate(request, 22)
-    (save,) = engine.side.orders(engine.scheduled({"r": 22})).saves
-    plain = request.block_hashes
-    assert save.runs[0].keys == [sha256(b"adapter" + each).digest() for each in plain]
 
 
 class Scheduling(RuleBasedStateMachine):

@@ -331,16 +331,6 @@ def test_what_a_prefiller_has_announced_is_waited_for(
     assert len(store.asked) == 3
 
 
-@pytest.mark.parametrize("announced", [0, 15, 16, 47, -5])
-def test_an_announcement_that_is_there_is_not_waited_for(
-    start: Start, store: Store, announced: int
-) -> None:
-    store.answers = [[Match(2, 0)]]
-    lookups = start()
-    assert answered(lookups, lookups.want("r", hashes(4), announced)) == 32
-    assert len(store.asked) == 1
-
-
 @pytest.mark.parametrize("being_written", [0, 1])
 def test_what_can_not_be_hit_is_not_waited_for(
     start: Start, store: Store, being_written: int

@@ -79,14 +79,6 @@ def put_back(pages: CPUPages, group: int, block_ids: list[int], data: list[bytes
         assert at == len(of_block)
 
 
-def test_layers_that_are_not_side_by_side_stay_apart() -> None:
-    geometry = survey(block_by_block(3), config(["l0", "l2"], ["l1"]))
-    assert geometry.pages == {
-        0: [Page(0, 0, 3 * PAGE, PAGE), Page(0, 2 * PAGE, 3 * PAGE, PAGE)],
-        1: [Page(0, PAGE, 3 * PAGE, PAGE)],
-    }
-
-
 # --- shards ---------------------------------------------------------------------------------------
 
 
@@ -176,22 +168,6 @@ def test_the_copying_device_is_the_one_that_has_the_cache() -> None:
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-def test_buffers_are_the_cache_itself() -> None:
-    caches = layer_by_layer(2)
-    fill(caches, 1)
-    pages = CPUPages(survey(caches, config(["l0", "l1"])))
-    [[first, second]] = pages.blocks(0, [3], None)
-    assert bytes(first) == caches["l0"][3].numpy().tobytes()
-    assert bytes(second) == caches["l1"][3].numpy().tobytes()
-    [[first, second]] = pages.blocks(0, [2], None)
-    first[:] = bytes(PAGE)
-    second[:] = b"\x3c" * PAGE
-    assert not caches["l0"][2].any()
-    assert caches["l0"][1].all()
-    assert caches["l0"][3].all()
-    assert caches["l1"][2].view(torch.uint8).eq(0x3C).all()
-
-
 def test_engines_that_place_their_layers_differently_understand_each_other() -> None:
     ours, theirs = layer_by_layer(3), block_by_block(3)
     fill(ours, 1)
@@ -222,21 +198,3 @@ def test_what_lies_differently_in_a_page_has_another_layout() -> None:
         "parts": survey(layer_by_layer(2), config(names, blocks=1)).layout,
     }
     assert len({plain, *others.values()}) == 1 + len(others)
-
-
-def test_a_block_beyond_the_cache_is_no_memory() -> None:
-    pages = CPUPages(survey(layer_by_layer(1), config(["l0"])))
-    assert len(pages.blocks(0, [BLOCKS - 1], None)) == 1
-    with pytest.raises(AssertionError, match=f"block {BLOCKS}"):
-        pages.blocks(0, [0, BLOCKS], None)
-
-
-@pytest.mark.parametrize("caches", [layer_by_layer(3), block_by_block(3), permuted(3)])
-def test_zeros_are_written_to_these_blocks_alone(caches: dict[str, torch.Tensor]) -> None:
-    fill(caches, 1)
-    before = {name: cache.clone() for name, cache in caches.items()}
-    pages = CPUPages(survey({name: caches[name] for name in ("l0", "l2")}, config(["l0", "l2"])))
-    pages.zero(0, [1, 3], None, 0.0)
-    for name in ("l0", "l2"):
-        before[name][[1, 3]] = 0
-    assert all(torch.equal(cache, before[name]) for name, cache in caches.items())

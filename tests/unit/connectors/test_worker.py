@@ -336,17 +336,6 @@ def test_without_half_of_a_block_the_whole_of_it_is_bad(
     ], "object i of block b is 2 * b + i"  # fmt: skip
 
 
-def test_good_tokens_count_from_the_start_of_the_request(
-    start: Start, store: kvstore.Client
-) -> None:
-    cache = Cache(1)
-    worker = start(cache.pages)
-    assert save(worker, run(0, [1, 2, 3, 4]))
-    report, bad = load(worker, run(0, [11, 12, 13], first=2))
-    assert report == TransferReport(failed_loads={"r": 4 * 4})
-    assert bad == {13}
-
-
 def test_the_worst_group_says_how_many_tokens_are_good(start: Start, store: kvstore.Client) -> None:
     cache = Cache(1)
     worker = start(cache.pages)
