@@ -10,18 +10,9 @@ import pytest
 
 from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
-from tests.e2e.engines.engine import Engine, Result, transfer_config
+from tests.e2e.engines.engine import Engine, transfer_config
+from tests.e2e.engines.test_engine import WHOLE, cached, tokens
 from tests.support.cluster import Cluster
-
-WHOLE = 4 * BLOCK_TOKENS
-
-
-def tokens(results: list[Result]) -> list[list[int]]:
-    return [each.tokens for each in results]
-
-
-def cached(results: list[Result]) -> list[int]:
-    return [each.cached for each in results]
 
 
 def objects(store: Cluster) -> dict[str, int]:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
-from tests.e2e.engines.engine import Engine, Result, transfer_config
+from tests.e2e.engines.engine import Engine, transfer_config
 from tests.e2e.engines.preloaded import Preloaded
+from tests.e2e.engines.test_engine import cached, tokens
 from tests.support.cluster import Cluster
 
 BLOCK = 256
@@ -42,14 +43,6 @@ def right(engine: Engine, asked: list[list[int]]) -> list[list[int]]:
     assert [each.cached for each in found] == [0] * len(asked)
     assert engine.reset()
     return [each.tokens for each in found]
-
-
-def tokens(results: list[Result]) -> list[list[int]]:
-    return [each.tokens for each in results]
-
-
-def cached(results: list[Result]) -> list[int]:
-    return [each.cached for each in results]
 
 
 def test_an_engine_goes_on_from_the_states_of_another(pair: tuple[Engine, Engine]) -> None:
