@@ -110,18 +110,3 @@ def test_a_form_of_another_site_is_refused(store: Store) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         assert post(store.port, MATCH_PATH, asked, kind=kind)[0] == 400
     assert post(store.port, MATCH_PATH, asked, host="evil.example")[0] == 421
-
-
-def test_a_question_that_is_too_long_is_refused(store: Store) -> None:
-    assert post(store.port, MATCH_PATH, b" " * (16 << 20))[0] == 413
-
-
-def test_without_a_master_that_leads_programs_are_told_to_ask_again(store: Store) -> None:
-    master = store.cluster.master_server
-    master.freeze()
-    try:
-        status, text = post(store.port, EXISTS_PATH, {"keys": ["00"]})
-    finally:
-        master.resume()
-    assert status == 503
-    assert text

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import re
 import socket
 import ssl
@@ -186,50 +185,6 @@ def test_without_tls_nothing_is_served(cluster: Cluster) -> None:
         request(cluster.settings["http_port"], "GET", "/metrics")
 
 
-def test_silent_and_noisy_strangers_do_not_keep_others_out(
-    cluster: Cluster, identities: Identities, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster.start()
-    monkeypatch.setattr(lane, "_connect_unix", lambda *_: None)
-    with contextlib.ExitStack() as stack:
-        for index in range(1_500):
-            place = ("127.0.0.1", cluster.lane_port)
-            sock = stack.enter_context(socket.create_connection(place, timeout=5))
-            if index % 3:
-                sock.sendall(b"\x16\x03\x01" if index % 3 == 1 else os.urandom(300))
-        client = cluster.client(auth=engine(identities), namespace=OURS)
-        assert client.put("k", content("k"))
-        assert any(client._stub._connections), "the lane lets it in"
-
-
-@pytest.mark.parametrize("door", ["lane", "gRPC", "HTTP"])
-def test_a_member_that_sends_noise_is_cut(
-    cluster: Cluster, identities: Identities, door: str
-) -> None:
-    """It has a certificate, and says after the handshake what no member says."""
-    cluster.start()
-    ports = {
-        "lane": cluster.lane_port,
-        "gRPC": cluster.settings["port"],
-        "HTTP": cluster.settings["http_port"],
-    }
-    tls = Credentials(engine(identities)).client()
-    if door == "gRPC":
-        tls.set_alpn_protocols(["h2"])
-    noise = random.Random(door)
-    for size in (1, 16, 300, 70_000):
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(("127.0.0.1", ports[door]), timeout=8) as raw,
-            tls.wrap_socket(raw, server_hostname=MASTER_NAME) as sock,
-        ):
-            sock.sendall(noise.randbytes(size) + b"\r\n\r\n" * (door == "HTTP"))
-            while sock.recv(1 << 16):
-                pass
-    client = cluster.client(auth=engine(identities), namespace=OURS)
-    assert client.put("k", content("k"))
-
-
 def test_a_token_of_another_identity_is_of_no_use(cluster: Cluster, identities: Identities) -> None:
     """The thief has an identity of its own, and the token of an admin's join."""
     cluster.start()
@@ -299,23 +254,6 @@ def test_a_put_belongs_to_the_client_that_began_it(
             thief._stub.call(ending, deadline)
     ended = writer._stub.call(calls.PutRevoke(begun.epoch, begun.tokens, True), deadline)
     assert ended == calls.Revoked(1)
-
-
-@pytest.mark.slow
-def test_a_node_is_drained_and_a_replica_restored(cluster: Cluster, identities: Identities) -> None:
-    cluster.start(nodes=2)
-    client = cluster.client(auth=engine(identities), namespace=OURS)
-    client.put_many([(f"k{n}", content(f"k{n}")) for n in range(20)], replicas=2)
-    leaving = cluster.nodes[0].name
-    said = run_python(
-        "-m", "kvstore.cli.main", "drain", leaving, "--evict", "--master", cluster.address,
-        variables={"KVSTORE_AUTH": identities.file("admin")},
-    )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    fresh = cluster.node()
-    until(lambda: fresh.name in {each.name for each in cluster.status().nodes})
-    values = client.get_many([f"k{n}" for n in range(20)])
-    assert values == [content(f"k{n}") for n in range(20)]
 
 
 def _altered(joined: Joined) -> Joined:
@@ -521,23 +459,6 @@ def test_the_doctor_says_why_an_identity_is_refused(
         assert why in row["found"], row
         assert advice in row["advice"], row
         assert "firewall" not in row["advice"], row
-
-
-def test_the_doctor_is_refused_nothing(cluster: Cluster, identities: Identities) -> None:
-    """Its look at a node's data port is no call that the node refuses, logs and counts."""
-    cluster.master()
-    node_port = free_port()
-    node = cluster.node(http_port=node_port)
-    admin = identities.file("admin")
-    done = run_python(
-        *KVSTORE, "doctor", "--master", cluster.address, variables={"KVSTORE_AUTH": admin}
-    )
-    assert "data port 127.0.0.1" in done.stdout
-    tls = Credentials(admin).client()
-    tls.check_hostname = False
-    text = request(node_port, "GET", "/metrics", tls=tls).text
-    assert re.search(r"(?m)^kvstore_node_refused_capabilities_total 0", text), text
-    assert "data_refused" not in node.errors
 
 
 def test_a_certificate_that_ends_soon_is_told_before(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,29 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import Client, PutOutcome
+from kvstore import PutOutcome
 from kvstore.errors import (
     BatchTooLargeError,
     BufferMismatchError,
-    ClosedError,
-    ConfigError,
     DuplicateKeyError,
     InvalidArgumentError,
     InvalidKeyError,
-    InvalidRangeError,
     KVStoreError,
     MasterUnreachableError,
-    PermissionDeniedError,
     ValueTooLargeError,
 )
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, MATCH_KEYS_MAX
-from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.transport.base import Move
-from kvstore.transport.tcp import TcpTransport
 from tests.integration.conftest import either_client
 from tests.support.cluster import MASTER, NODE, Cluster, entry, unique_name
 from tests.support.hosts import need_own_shm, own_shm
-from tests.support.processes import free_port, run_python
+from tests.support.processes import free_port
 
 STORED = PutOutcome.STORED
 
@@ -158,12 +150,6 @@ def test_chains_that_are_none(verbs: Any) -> None:
     assert verbs.match_prefix(["a", "b", "c"]) == 3
 
 
-@pytest.mark.parametrize("replicas", [0, -1, 9])
-def test_replicas_out_of_range(verbs: Any, replicas: int) -> None:
-    with pytest.raises(InvalidArgumentError):
-        verbs.put("k", b"x", replicas=replicas)
-
-
 # --- buffers -----------------------------------------------------------------------------------
 
 
@@ -205,34 +191,6 @@ def test_buffers_that_do_not_fit(verbs: Any) -> None:
     assert verbs.get_into("none", np.zeros(1, np.int8)) == [None]
 
 
-# --- ranges ------------------------------------------------------------------------------------
-
-
-def test_ranges_outside_their_segment(store: Cluster) -> None:
-    """Asked of the node's data server as somebody would who knows its token."""
-    client = store.client()
-    client.put("k", b"x" * 100)
-    stat = client.stat("k")
-    assert stat is not None
-    segments = client._state.context.segments.of(client.stats().epoch)
-    segment = segments[stat.detail.placements.segments[0]]
-    liar = segment._replace(size=segment.size * 4)  # so that our own end lets it pass
-    tcp = TcpTransport()
-    memory = memoryview(bytearray(4096))
-    deadline = time.monotonic() + 5
-    for offset in (0, SUPERBLOCK_BYTES - 1, segment.size - 4095, segment.size, segment.size * 3):
-        for verb in (tcp.read, tcp.write):
-            with pytest.raises(InvalidRangeError):
-                verb(liar, [Move(offset, memory)], deadline)
-            with pytest.raises(InvalidRangeError):
-                verb(segment, [Move(offset, memory)], deadline)
-    with pytest.raises(PermissionDeniedError):
-        tcp.read(segment._replace(token=bytes(16)), [Move(SUPERBLOCK_BYTES, memory)], deadline)
-    tcp.close()
-    assert client.get("k") == b"x" * 100
-    assert store.client(transports=("tcp",)).get("k") == b"x" * 100
-
-
 # --- a master that is not there ----------------------------------------------------------------
 
 
@@ -254,31 +212,6 @@ def test_a_master_that_is_not_there(kind: str) -> None:
             told(caught.value, addresses=address)
             assert address in str(caught.value)
             assert "kvstore-master" in caught.value.advice
-
-
-def test_a_master_that_never_answers() -> None:
-    """Somebody else's port: it takes connections and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        for kind in ("sync", "async"):
-            with either_client(kind, address, timeout_ms=500) as client:
-                started = time.monotonic()
-                with pytest.raises(KVStoreError) as caught:
-                    client.get("k")
-                assert time.monotonic() - started < 2
-                assert caught.value.retriable
-                assert caught.value.advice
-                assert address in str(caught.value)
-
-
-def test_a_closed_client_says_so(store: Cluster) -> None:
-    for kind in ("sync", "async"):
-        with either_client(kind, store.address) as client:
-            client.put("k", b"x", overwrite=True)
-            client.close()
-            with pytest.raises(ClosedError):
-                client.get("k")
-            client.close()
 
 
 # --- processes that cannot start ---------------------------------------------------------------
@@ -317,19 +250,6 @@ def test_shared_memory_that_is_too_small(store: Cluster) -> None:
     node = {"master": store.address, "name": unique_name()}
     refused(store, NODE, node | {"memory": "60TiB"}, "/dev/shm", "MiB left", "Ask for less")
     refused(store, MASTER, {"port": 0, "memory": "60TiB"}, "/dev/shm", "MiB left")
-
-
-def test_shared_memory_that_looks_large_enough_and_is_not(store: Cluster, tmp_path: Path) -> None:
-    """A container's: a file system of its own, of 24 MiB."""
-    need_own_shm()
-    settings = {"master": store.address, "name": unique_name(), "memory": "32MiB"}
-    inner = own_shm("size=24m")
-    server = Cluster(tmp_path, prefix=inner).launch(NODE, settings)
-    try:
-        assert server.wait() == 1
-        assert "has 24 MiB left, the segment needs 32 MiB" in server.errors
-    finally:
-        server.close()
 
 
 def test_a_second_node_of_the_same_name(store: Cluster) -> None:
@@ -378,42 +298,3 @@ def test_shared_memory_of_another_host_is_not_mistaken_for_ours(
     finally:
         assert server.terminate() == 0
         server.close()
-
-
-# --- configuration -----------------------------------------------------------------------------
-
-
-def test_configuration_that_is_unreadable_or_misspelt(store: Cluster, tmp_path: Path) -> None:
-    file = tmp_path / "kvstore.toml"
-    for module, text, says in (
-        (MASTER, "[master]\nleas_ms = 5\n", "Did you mean lease_ms?"),
-        (NODE, "[master]\nleas_ms = 5\n", "Did you mean lease_ms?"),
-        (NODE, "[mastr]\nlease_ms = 5\n", "Did you mean [master]?"),
-        (MASTER, "[master\n", "not valid TOML"),
-        (MASTER, "[master]\nlease_ms = 5\n", "at least 1000"),
-    ):
-        file.write_text(text)
-        done = run(module, "--config", str(file), "--strict-config")
-        assert done.returncode == 2
-        assert says in done.stderr
-        assert str(file) in done.stderr
-    assert "No such file" in run(MASTER, "--config", str(tmp_path / "none.toml")).stderr
-    done = run(NODE, "--memroy", "2GiB")
-    assert done.returncode == 2
-    assert "--memory" in done.stderr
-    done = run(MASTER, "--strict-config", environ={"KVSTORE_MASTER_LEAS_MS": "5"})
-    assert done.returncode == 2
-    assert "KVSTORE_MASTER_LEASE_MS" in done.stderr
-    with pytest.raises(ConfigError) as caught:
-        Client(store.address, timeout=5)
-    told(caught.value, key="timeout", nearest="timeout_ms")
-    with pytest.raises(ConfigError):
-        Client(store.address, transports=("smh",))
-    with pytest.raises(ConfigError):
-        Client("not an address")
-
-
-def run(
-    module: str, *arguments: str, environ: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", module, *arguments, within_s=30, variables=environ)

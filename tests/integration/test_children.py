@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from kvstore.errors import ConfigError, DeadlineExceededError, StartupError
+from kvstore.errors import ConfigError, DeadlineExceededError
 from kvstore.process.children import Child
 from tests.support.cluster import NODE
 from tests.support.processes import ROOT
@@ -66,33 +66,6 @@ def test_an_embedded_store_executes_nothing_of_the_working_folder(tmp_path: Path
     assert not mark.exists(), mark.read_text()
 
 
-def test_nor_does_a_master_with_http_and_memory(tmp_path: Path) -> None:
-    mark = trapped(tmp_path)
-    command = [
-        sys.executable, "-P", "-m", "kvstore.cli.master", "--config", "", "--port", "0",
-        "--http-port", "0", "--memory", "16MiB", "--no-keep",
-    ]  # fmt: skip
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
-    ) as master:
-        try:
-            assert master.stdout is not None
-            assert any("owns 16 MiB" in line for line in master.stdout)
-        finally:
-            master.terminate()
-    assert not mark.exists(), mark.read_text()
-
-
-def test_an_interrupt_of_the_terminal_leaves_an_embedded_store_to_its_program() -> None:
-    text = program(
-        before="signal.signal(signal.SIGINT, lambda *_: print('heard'))",
-        within="os.killpg(0, signal.SIGINT); time.sleep(0.5)",
-    )
-    out, err = run(text=text, prefix=("setsid", "--wait"))
-    assert out.split() == ["heard", "fine"], err
-
-
 def test_a_child_hears_its_end_whatever_its_parent_blocks() -> None:
     """The signal mask, and ignored signals, come from the thread that starts a child."""
     text = program(
@@ -114,13 +87,6 @@ def test_a_child_hears_its_end_whatever_its_parent_blocks() -> None:
     assert out == "gone\n", err
 
 
-def test_a_web_proxy_in_the_environment_is_not_asked() -> None:
-    """Masters and nodes are on the local network, which a proxy may not reach."""
-    proxied = [f"{name}_proxy=http://127.0.0.1:9" for name in ("http", "https", "grpc", "all")]
-    out, err = run(text=program(), prefix=("env", *proxied))
-    assert out == "fine\n", err
-
-
 CLOSED = ("bash", "-c", 'exec "$@" <&- >&- 2>&-', "-")
 
 
@@ -133,11 +99,6 @@ def test_a_program_without_standard_streams_has_a_store(tmp_path: Path) -> None:
     """
     run(text=program(within=within), prefix=CLOSED)
     assert said.read_text() == "{'/dev/null'}", "no socket took their numbers"
-
-
-def test_a_command_without_standard_streams_ends_well() -> None:
-    command = [*CLOSED, sys.executable, "-m", "kvstore.cli.main", "--help"]
-    assert subprocess.run(command, cwd=ROOT, check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("flags", [("-OO",), ("-W", "error"), ("-X", "dev"), ("-I",)])
@@ -153,12 +114,6 @@ def test_the_error_of_a_childs_settings_reaches_the_caller(
     with pytest.raises(ConfigError, match="64"):
         Client.embedded("64")
     assert capfd.readouterr().err == "", "it is told once"
-
-
-def test_a_child_that_ends_without_a_word_says_how() -> None:
-    with pytest.raises(StartupError, match=r"status 0 .* did not say why") as raised:
-        Child.start("this")
-    assert "--help" in raised.value.advice
 
 
 SLOW = """
@@ -195,12 +150,6 @@ def test_a_node_tells_its_parent_that_it_waits_for_a_master() -> None:
     assert steps[0] == "reserves 16 MiB of memory"
     assert steps[1].startswith("waits for its master: ")
     assert "connection refused" in steps[1]
-
-
-def test_a_program_that_cannot_start_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(StartupError, match="No such file"):
-        Client.embedded("16MiB")
 
 
 def test_a_parent_that_is_killed_ends_its_children() -> None:

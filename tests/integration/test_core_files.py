@@ -97,23 +97,6 @@ def test_a_command_with_an_identity_is_hidden(tmp_path: Path) -> None:
                 process.kill()
 
 
-def test_a_program_with_a_client_is_not_hidden(tmp_path: Path) -> None:
-    """Its core files are its own."""
-    auth = Identities(tmp_path).file("admin")
-    code = (
-        "from kvstore import Client; import sys\n"
-        f"client = Client('127.0.0.1:{free_port()}', auth={auth!r})\n"
-        "print('there', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [*WITHOUT_TRACING, sys.executable, "-c", code],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stdout.readline() == "there\n"
-        assert can_look_into(process.pid)
-
-
 def test_blocks_are_not_dumped() -> None:
     """Neither by the node nor by a client that maps its memory, also once its entry is gone."""
     segment = NodeSegment.create(f"core-{os.getpid()}", 1 << 20)

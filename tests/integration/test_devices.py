@@ -15,12 +15,9 @@ from numpy.typing import NDArray
 
 from kvstore.calls import PutOutcome
 from kvstore.client.aio import AsyncClient
-from kvstore.client.flows import devices, getting, putting
 from kvstore.client.sync import Client
-from kvstore.device import device as device_module
 from kvstore.device import ring
 from kvstore.device.device import Device
-from kvstore.device.driver import Way
 from kvstore.device.drivers import use
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import (
@@ -28,7 +25,6 @@ from kvstore.errors import (
     DeadlineExceededError,
     DeviceError,
     InvalidArgumentError,
-    KVStoreError,
     UnsupportedValueError,
 )
 from tests.support.fake_device import FakeDriver
@@ -177,78 +173,6 @@ def test_memory_that_names_its_moments_waits_for_nothing_else(on: OnDevice) -> N
     on.check()
 
 
-def without_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "wait", lambda self, events, deadline: None)
-
-
-def without_settle(monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
-    copy, settle = FakeDriver.copy, Device.settle
-    forgotten: list[Any] = []
-
-    def copies(self: FakeDriver, its_way: Way, *arrays: Any) -> Any:
-        event = copy(self, its_way, *arrays)
-        if its_way is way:
-            forgotten.append(event)
-        return event
-
-    def settles(self: Device, event: Any, deadline: float) -> None:
-        if not any(event is each for each in forgotten):
-            settle(self, event, deadline)
-
-    monkeypatch.setattr(FakeDriver, "copy", copies)
-    monkeypatch.setattr(Device, "settle", settles)
-
-
-def without_the_end_of_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_settle(monkeypatch, Way.SAVE)
-
-
-def without_the_end_of_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_settle(monkeypatch, Way.LOAD)
-
-
-def without_marks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for flow in (getting, putting):
-        monkeypatch.setattr(
-            flow, "ready", lambda device, _, stream: devices.ready(device, [], stream)
-        )
-
-
-def without_mark_of_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_dropped(*args: Any) -> Any:
-        step = devices.ready(*args)
-        return step._replace(events=step.events[1:])
-
-    for flow in (getting, putting):
-        monkeypatch.setattr(flow, "ready", first_dropped)
-
-
-@pytest.mark.parametrize(
-    ("mutant", "marks"),
-    [
-        (without_wait, False),
-        (without_wait, True),
-        (without_the_end_of_saves, False),
-        (without_the_end_of_loads, False),
-        (without_marks_of_memory, True),
-        (without_mark_of_stream, False),
-    ],
-)
-def test_a_missing_wait_is_found(
-    make: Any, mutant: Any, marks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    with pytest.raises((AssertionError, KVStoreError)):  # noqa: PT012 - any of some orders
-        for seed in range(5):
-            on = make(seed)
-            try:
-                # Small enough for the ring: a late copy must not hit memory that was freed.
-                save_and_load(on, marks=marks, sizes=SIZES[:4])
-            finally:
-                on.fake.forget()
-    monkeypatch.undo()
-
-
 def test_tensors_of_a_device_come_back_there(on: OnDevice) -> None:
     values = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     on.client.put("k", values)
@@ -315,16 +239,6 @@ def test_memory_of_a_device_does_not_go_with_other_values(on: OnDevice) -> None:
     assert on.client.get("both") == bytes([1] * 5 + [2] * 3)
 
 
-def test_a_value_larger_than_the_ring(on: OnDevice) -> None:
-    block = on.fake.array(5 * RING // 4)
-    block[:] = on.bytes(len(block))
-    assert on.client.put("k", on.memory([block])) is PutOutcome.STORED
-    other = on.fake.array(len(block))
-    assert on.client.get_into("k", on.memory([other])) == [len(block)]
-    assert np.array_equal(block, other)
-    on.check()
-
-
 def test_another_object_in_the_place_is_a_miss(on: OnDevice) -> None:
     """The memory is not touched, or filled as a whole."""
     block = on.fake.array(1_000)
@@ -378,32 +292,6 @@ def test_work_that_does_not_end_fails_the_call_and_no_node(on: OnDevice) -> None
     assert on.client.stats().counters.get("failed_transfers", 0) == 0
     assert on.client.put("other", on.memory([block])) is PutOutcome.STORED
     assert on.client.get_into("k", on.memory([block])) == [100]
-
-
-def test_copies_that_do_not_end_fail_the_device(
-    on: OnDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_module, "SETTLE_S", 0.01)
-    on.client.put("k", b"x" * 100)
-    block = on.fake.array(100)
-    memory = on.memory([block])
-    wait = on.device.wait
-
-    def stuck_after_wait(events: Any, deadline: float) -> None:
-        wait(events, deadline)
-        on.fake.is_stuck = True
-
-    monkeypatch.setattr(on.device, "wait", stuck_after_wait)
-    with pytest.raises(DeviceError, match="did not finish copies"):
-        on.client.get_into("k", memory, timeout_ms=200)
-    with pytest.raises(DeviceError, match="did not finish copies"):
-        on.client.put("other", memory, timeout_ms=200)
-    assert on.client.get("k") == b"x" * 100  # the host's memory is not concerned
-    on.fake.is_stuck = False
-    on.fake.finish()
-    on.device._failed = False  # so that the fixture can release everything
-    on.device.locks._is_kept = False
-    on.device.ring.taken = 0
 
 
 def test_many_threads_at_once(make: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,16 +92,6 @@ def test_no_master_and_no_node(store: Cluster) -> None:
     assert found.code == 1
 
 
-def test_a_node_that_is_stopped_holds_nobody_up(store: Cluster) -> None:
-    """Its port still takes connections, and nobody is behind it."""
-    stopped, well = store.node(), store.node()
-    stopped.freeze()
-    found = doctor("--master", store.address, "--timeout-ms", "2000")
-    assert found.one(f"node {stopped.name}", "data port")["state"] == "problem"
-    assert found.one(f"node {well.name}", "data port")["state"] == "ok"
-    stopped.resume()
-
-
 def test_a_killed_node_is_named_by_status_and_doctor(store: Cluster) -> None:
     node, _ = store.node(), store.node()
     with store.client() as client:
@@ -129,17 +118,6 @@ def test_what_a_killed_node_left(store: Cluster) -> None:
     assert node.entry.exists(), "the doctor changes nothing"
 
 
-def test_ports_that_are_taken(store: Cluster) -> None:
-    port = str(store.settings["port"])
-    found = doctor(KVSTORE_MASTER_PORT=port, KVSTORE_MASTER_LANE_PORT=str(store.lane_port))
-    assert all("a master answers here" in row["found"] for row in found.of("ports"))
-    store.node()  # it listens, and is no master
-    where = next(iter(store.status().nodes)).address.rpartition(":")[2]
-    found = doctor(KVSTORE_MASTER_PORT=where, KVSTORE_MASTER_LANE_PORT=str(free_port()))
-    row = found.one("ports", f"{where} (gRPC) is taken by a process that is not a master")
-    assert f"sport = :{where}" in row["advice"]
-
-
 def test_a_container_with_little_shared_memory_of_its_own(store: Cluster) -> None:
     need_own_shm()
     node = store.node()
@@ -150,27 +128,6 @@ def test_a_container_with_little_shared_memory_of_its_own(store: Cluster) -> Non
     assert "--shm-size=1g" in row["advice"]
     row = found.one(f"node {node.name}", "another /dev/shm")
     assert "--ipc=host" in row["advice"]
-
-
-def test_huge_pages_are_tried_and_not_only_read_about() -> None:
-    need_own_shm()
-    advised = doctor(prefix=own_shm("huge=advise,size=64m")).of("huge pages")[0]
-    assert advised["state"] == "ok"
-    never = doctor(prefix=own_shm("huge=never,size=64m")).of("huge pages")[0]
-    assert never["state"] == "warning"
-    assert "mount -o remount,huge=advise /dev/shm" in never["advice"]
-
-
-def test_another_users_memory_is_told(store: Cluster) -> None:
-    need_own_shm()
-    node = store.node()
-    os.chown(node.entry, 65_534, 65_534)
-    no_rights = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
-    row = doctor("--master", store.address, prefix=no_rights).one(
-        f"node {node.name}", "cannot be mapped"
-    )
-    assert row["state"] == "warning"
-    assert "as one user" in row["advice"]
 
 
 @pytest.mark.parametrize("package", ["grpc", "xxhash", "numpy"])

@@ -80,17 +80,6 @@ def test_one_of_two_is_elected_and_its_end_is_told(etcd: EtcdServer) -> None:
     use(place, body)
 
 
-def test_an_end_between_looking_and_watching_is_not_missed(etcd: EtcdServer) -> None:
-    async def body(client: Etcd) -> None:
-        lease = await client.grant(5, soon())
-        await client.campaign(lease.lease_id, "a:1", soon())
-        sight = await client.look(soon())
-        await client.revoke(lease.lease_id, soon())
-        assert await client.watch_for_end(sight.revision, soon())
-
-    use(etcd.place("between"), body)
-
-
 def test_a_lease_that_nobody_keeps_ends(etcd: EtcdServer) -> None:
     async def body(client: Etcd) -> None:
         lease = await client.grant(1, soon())

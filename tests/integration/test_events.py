@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -188,23 +187,6 @@ def test_the_child_is_killed(cluster_with_events: Cluster) -> None:
         agree(reader, client)
 
 
-def test_a_node_is_killed(cluster: Cluster) -> None:
-    cluster.settings |= {
-        "http_port": free_port(), "events": "on",
-        "dead_ms": 1_000, "late_write_ms": 0,
-    }  # fmt: skip
-    cluster.start(2)
-    with cluster.client() as client, reading(cluster) as reader:
-        for number in range(500):
-            with contextlib.suppress(KVStoreError):
-                client.put(b"%d" % number, b"x" * 30_000)
-        agree(reader, client)
-        before = len(reader.objects)
-        cluster.nodes[0].kill()
-        until(lambda: 0 < len(listed(client)) < before)
-        agree(reader, client)
-
-
 def test_the_master_is_killed_and_learns_again(cluster_with_events: Cluster) -> None:
     cluster = cluster_with_events
     with cluster.client() as client, reading(cluster) as reader:
@@ -239,19 +221,6 @@ def test_a_reader_that_is_slow_gets_the_whole_set_again(cluster_with_events: Clu
         slow.gate.set()
         agree(slow, client, within_s=60)
         assert slow.seen.count("cleared") > 1
-
-
-def test_subscribers_that_read_nothing_hold_up_nobody(
-    cluster_with_events: Cluster, port: int
-) -> None:
-    with contextlib.ExitStack() as stack, cluster_with_events.client() as client:
-        for _ in range(70):
-            idle = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            idle.sendall(b"GET /api/v1/events?snapshot=1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        for number in range(200):
-            client.put(b"%d" % number, b"")
-        until(lambda: get(port, "/api/v1/events/snapshot").status == 503)
-        assert get(port, "/healthz").status == 200
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
@@ -295,23 +264,6 @@ def test_another_master_leads(tmp_path: Path, how: str) -> None:
                 agree(reader, client)
             assert b"later 299".hex() in {key for _, key in reader.objects}
         cluster.finish()
-
-
-def test_only_events_of_namespaces_that_begin_so(cluster_with_events: Cluster, port: int) -> None:
-    with cluster_with_events.client(namespace="a/1") as client:
-        client.put(b"before", b"")
-        client.put(b"before", b"", namespace="b/1")
-        told: list[str] = []
-        for each in follow([f"127.0.0.1:{port}"], under="a/"):
-            if each.name == "whole":
-                client.put(b"other", b"", namespace="b/1")
-                client.put(b"after", b"", namespace="a/2")
-            if each.name in ("cleared", "whole"):
-                continue
-            told.append(f"{each.data['namespace']} {bytes.fromhex(each.data['key']).decode()}")
-            if each.data["namespace"] == "a/2":
-                break
-        assert told == ["a/1 before", "a/2 after"]
 
 
 def test_a_client_knows_where_its_master_serves_events(tmp_path: Path, cluster: Cluster) -> None:
@@ -377,27 +329,6 @@ def test_the_command_follows(cluster_with_events: Cluster) -> None:
         finally:
             command.close()
             as_json.close()
-
-
-def test_the_command_says_why_it_hears_nothing(cluster: Cluster) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-    command = Server(
-        "kvstore.cli.main", ["events", "--http", nobody], log=cluster.directory / "events"
-    )
-    try:
-        until(lambda: "--http names other ports" in command.errors)
-        assert f"kvstore: {nobody}: [Errno 111] Connection refused; trying again" in command.errors
-        assert command.errors.count("trying again") == 1
-    finally:
-        command.close()
-
-
-def test_without_events_the_answer_says_how_to_get_them(cluster: Cluster) -> None:
-    cluster.settings["http_port"] = port = free_port()
-    cluster.master()
-    answer = get(port, "/api/v1/events")
-    assert answer.status == 404
-    assert "--events" in answer.text
 
 
 def test_the_reader_in_the_documentation(cluster_with_events: Cluster, port: int) -> None:

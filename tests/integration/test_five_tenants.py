@@ -18,7 +18,6 @@ from kvstore.auth.credentials import Credentials
 from kvstore.clocks import uptime
 from kvstore.errors import (
     KVStoreError,
-    NoSpaceError,
     PermissionDeniedError,
 )
 from kvstore.limits import Key, Namespace
@@ -157,39 +156,6 @@ class Attacker:
         ]
 
 
-class Hoarder:
-    """Allocates as much as it gets, renews it for ever, and gives some of it up as if its bytes
-    were still on their way."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._tokens: list[int] = []
-        self._epoch = 0
-        self.refusals: list[NoSpaceError] = []
-        self.renewed = 0
-        """How often all that it holds was renewed."""
-
-    def hoard(self, number: int) -> str:
-        of = Namespace(space(EVIL))
-        try:
-            grants = self._ask(calls.Allocate(of, SIZE, 0, ""))
-        except NoSpaceError as error:
-            self.refusals.append(error)
-            renewed = self._ask(calls.Renew(of, (), (), (), self._epoch, self._tokens, (), ()))
-            assert isinstance(renewed, calls.Renewed)
-            self.renewed += all(renewed.tokens_held)
-            if self._tokens and number % 10 == 0:
-                self._ask(calls.PutRevoke(self._epoch, [self._tokens.pop()], False))
-            return "refused"
-        assert isinstance(grants, calls.Grants)
-        self._epoch = grants.epoch
-        self._tokens += grants.tokens
-        return "allocated"
-
-    def _ask(self, request: calls.Request) -> calls.Reply:
-        return self._client._stub.call(request, uptime() + LONGEST_S)
-
-
 class Honest:
     """A tenant that uses a few blocks, all within its guarantee."""
 
@@ -247,35 +213,6 @@ def test_an_attacker_does_no_harm_to_four_others(
     assert rows[EVIL].pinned <= 1 << 20
     assert_sees_only_its_own(cluster, identities, port, EVIL, others=HONEST)
     assert_sees_only_its_own(cluster, identities, port, "ada", others=(EVIL, *HONEST[1:]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("evil_at_most", ["6MiB"])
-def test_an_attacker_that_allocates_and_renews_stays_within_its_bound(
-    cluster: Cluster, identities: Identities
-) -> None:
-    """What it holds can neither be evicted nor expire, so only the bound protects the others: it
-    leaves them what they are guaranteed."""
-    honest = [Honest(client_of(cluster, identities, name), name) for name in HONEST]
-    hoarders = [Hoarder(client_of(cluster, identities, EVIL)) for _ in range(2)]
-    with contextlib.ExitStack() as stack:
-        for hoarder in hoarders:
-            stack.enter_context(at_work(hoarder.hoard, longest_s=LONGEST_S))
-        good = [stack.enter_context(at_work(each.use, longest_s=LONGEST_S)) for each in honest]
-        until(
-            lambda: (
-                all(sum(worker.counts.values()) >= 200 for worker in good)
-                and all(hoarder.renewed >= 50 for hoarder in hoarders)
-            ),
-            within_s=120,
-        )
-        rows = {row.name: row for row in cluster.status().tenants}
-    for name, worker in zip(HONEST, good, strict=True):
-        assert set(worker.counts) <= {"right", "STORED"}, (name, worker.counts)
-        assert rows[name].bytes >= BLOCKS * SIZE, "all that it has put is still there"
-    assert 5 << 20 <= rows[EVIL].bytes <= 6 << 20, "the status counts what it holds"
-    for error in (hoarder.refusals[-1] for hoarder in hoarders):
-        assert (error.fields["tenant"], error.fields["quota"]) == (EVIL, "at_most")
 
 
 def told(verb: Callable[[int], str]) -> Callable[[int], str]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome, calls
@@ -97,20 +96,6 @@ def test_of_a_put_that_came_to_nothing(store: Cluster) -> None:
     transport.write(segment, [secret], uptime() + 5)
     transport.close()
     assert not any(found_by(thief_of(store)))
-
-
-@pytest.mark.slow
-def test_of_the_part_of_an_allocation_that_its_object_does_not_need(tmp_path: Path) -> None:
-    with Cluster(tmp_path, settings=SHORT, identities=Identities(tmp_path)) as store:
-        store.start(memory="4MiB")
-        owner = store.client(transports=("tcp", "shm"))
-        memory = owner.allocate(3_000_000, kind="numpy")
-        assert isinstance(memory, np.ndarray)
-        memory[:] = 0xA5
-        assert owner.put("small", memory[:100_000]) is PutOutcome.STORED
-        data = found_by(thief_of(store), 2_500_000)
-        assert owner.get("small", kind="bytes") == b"\xa5" * 100_000, "what the object needs stays"
-        assert not any(data)
 
 
 def test_of_memory_that_a_node_of_before_has_left(store: Cluster) -> None:

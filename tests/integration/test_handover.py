@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from tests.support.cluster import SHORT, Cluster
 from tests.support.issuing import Identities
 from tests.support.processes import KVSTORE, run_python
 from tests.support.traffic import content
-from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 OURS, THEIRS = "ours", "theirs"
@@ -109,35 +107,6 @@ def _doctor(cluster: Cluster, auth: str) -> str:
         variables={"KVSTORE_AUTH": auth}, within_s=120,
     ).stdout  # fmt: skip
     return " ".join(said.split())
-
-
-@pytest.mark.slow  # a node that ends twice, and a command
-def test_a_killed_node_finds_its_memory_and_its_clients_map_it_again(
-    cluster: Cluster, identities: Identities
-) -> None:
-    node = cluster.node(keep=True)
-    client = client_of(cluster, identities.engine("engine", OURS))
-    keys = [f"k{number}" for number in range(10)]
-    client.put_many([(key, content(key, SIZE)) for key in keys])
-    node.process.send_signal(signal.SIGKILL)
-    node.wait()
-    again = cluster.node(name=node.name)
-    assert "memory_attached" in again.errors
-    until(lambda: all(client.get_many(keys)), within_s=20)
-    moved(client)
-    assert client.get_many(keys, kind="bytes") == [content(key, SIZE) for key in keys]
-    assert client.put("after", b"x", wait_ms=5_000) is STORED
-    newcomer = client_of(cluster, identities.engine("engine", OURS))
-    assert newcomer.get_many(keys, kind="bytes") == [content(key, SIZE) for key in keys]
-    assert moved(client) == moved(newcomer) == {"shm"}
-    again.process.send_signal(signal.SIGKILL)
-    again.wait()
-    assert again.entry.exists()
-    assert again.socket.is_socket()
-    run_python(*KVSTORE, "clean", node.name, "--yes", check=True)
-    assert not again.entry.exists()
-    assert not again.socket.exists()
-    assert not again.key.exists()
 
 
 OTHER = """

@@ -246,29 +246,6 @@ def test_a_standby_takes_over_from_a_leader_that_is_killed(
             ha.close()
 
 
-def test_reading_and_writing_go_on_over_two_take_overs(ha: HaCluster) -> None:
-    first, second = ha.pair()
-    ha.node(memory="64MiB")
-    ha.node(memory="64MiB")
-    known = [f"new-{number}" for number in range(1, 50)]
-    with (
-        at_work(getter(fresh_client(ha), known)) as reader,
-        at_work(
-            lambda number: putter(ha.client(), "new", wait_ms=4_000)(number % 50), longest_s=15
-        ) as writer,
-    ):
-        writer.wait_for("stored", more=10)
-        for killed in ((first,), (first, second)):
-            reader.wait_for("right", more=20)
-            ha.masters[killed[-1]].kill()
-            ha.add_master()
-            ha.another_leads(*killed)
-            reader.wait_for("right", more=20)
-            writer.wait_for("found", more=10)
-    assert set(reader.counts) <= {"right", "miss", "master_unreachable", "deadline_exceeded"}
-    assert ha.leader() not in (first, second)
-
-
 # --- the leader is stopped ---------------------------------------------------------------------
 
 
@@ -435,26 +412,6 @@ def test_what_was_acknowledged_holds_over_take_overs(ha: HaCluster, fault: str) 
         assert not any(client.exists_many(list(ledger.removed))), "removed means removed"
 
 
-# --- the leader is cut off from etcd -----------------------------------------------------------
-
-
-def test_a_leader_that_is_cut_off_from_etcd_stops_in_time(ha: HaCluster) -> None:
-    first, second = ha.pair()
-    ha.node()
-    ha.fill()
-    client = fresh_client(ha)
-    with at_work(getter(client, KEYS), longest_s=12) as reader:
-        reader.wait_for("right", more=5)
-        ha.relays[first].cut()
-        until(lambda: ha.leader() == second)
-        assert "stepped_down" in ha.masters[first].errors, "before another one could lead"
-        reader.wait_for("right", more=20)
-    assert "wrong" not in str(reader.counts)
-    ha.relays[first].mend()
-    until(lambda: f"standing_by leader={second}" in ha.masters[first].errors)
-    ha.check_nothing_is_lost(client)
-
-
 # --- etcd is restarted -------------------------------------------------------------------------
 
 
@@ -514,35 +471,6 @@ def test_a_leader_that_is_told_to_stop_hands_over_at_once(ha: HaCluster) -> None
     assert client.status().leader == second
     ha.check_nothing_is_lost(client)
     assert "resigned" in ha.masters[first].errors
-
-
-def test_a_leader_whose_key_was_deleted_by_hand_steps_down(ha: HaCluster) -> None:
-    first, _second = ha.pair()
-    epoch = ha.client().status().epoch
-    ha.observer.check()  # two may act for a second here: no lease protects from an operator
-    ha.observer = Observer()
-    ha.etcd.control("del", "kvstore/leader")
-    until(lambda: "removed_from_etcd" in ha.masters[first].errors)
-    until(ha.leader)
-    assert ha.client().status().epoch > epoch
-
-
-def test_masters_of_one_cluster_meet_under_a_prefix(ha: HaCluster) -> None:
-    """etcd keeps its name: another one is refused, none is given that one."""
-    first = ha.add_master(cluster="prod")
-    until(lambda: ha.leader() == first)
-    second = ha.add_master()
-    until(lambda: "standing_by" in ha.masters[second].errors)
-    etcd = f"127.0.0.1:{ha.relays[first].port}"
-    refused = ha.launch(MASTER, ha.settings | {"etcd": etcd, "cluster": "test"})
-    assert refused.wait() == 1
-    assert "the masters of the cluster prod use" in refused.errors
-    assert "Traceback" not in refused.errors
-
-    ha.masters[first].kill()
-    ha.another_leads(first)
-    with Client(second) as client:
-        assert client.status().cluster == "prod"
 
 
 def test_what_a_standby_says(ha: HaCluster) -> None:

@@ -4,7 +4,6 @@ give by mistake. The answer is the right thing or a typed error, soon; never an 
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import inspect
 import time
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstore import AsyncClient, Client
-from kvstore.errors import InvalidArgumentError, InvalidKeyError, KVStoreError
+from kvstore.errors import KVStoreError
 from tests.integration.conftest import either_client
 from tests.support.cluster import Cluster
 from tests.support.waiting import until
@@ -204,41 +203,6 @@ def outcome(call: Callable[[], object]) -> str:
 # --- what is right ------------------------------------------------------------------------------
 
 
-def test_one_text_is_no_sequence_of_keys(store: Cluster) -> None:
-    client = store.client()
-    client.put_many([("a", b"1"), ("b", b"2"), ("ab", b"3")])
-    calls: tuple[Callable[[Any], object], ...] = (
-        client.get_many,
-        client.lookup,
-        client.exists_many,
-        client.remove_many,
-        client.match_prefix,
-        client.unpin,
-        client.blocks,
-        lambda keys: client.pin(keys, 60),
-        lambda keys: client.put_chain(keys, [b"", b""]),
-        lambda keys: client.matches(["a"], namespaces=keys),
-        lambda keys: client.match_all(["a"], namespaces=["default"], states=keys),
-    )
-    texts: tuple[Any, ...] = ("ab", b"ab", bytearray(b"ab"))
-    for call in calls:
-        for keys in texts:
-            with pytest.raises(InvalidArgumentError, match="is a sequence, and this is one"):
-                call(keys)
-    assert client.get("a") == b"1"
-
-
-def test_iterators_and_subclasses_are_what_they_hold(store: Cluster) -> None:
-    client = store.client()
-    client.put(Text("plain"), b"1", overwrite=True)
-    client.put(np.bytes_(b"bytes"), b"2", overwrite=True)
-    keys = (each for each in ["plain", "bytes", "none"])
-    assert client.get_many(keys) == [b"1", b"2", None]  # type: ignore[arg-type]
-    assert client.get("plain", timeout_ms=np.int64(5_000)) == b"1"  # type: ignore[arg-type]
-    assert client.exists("plain", namespace=np.str_("default"))
-    assert client.put("several", b"", replicas=np.int8(1))  # type: ignore[arg-type]
-
-
 def test_a_time_to_live_is_taken_with_its_unit(store: Cluster) -> None:
     client = store.client()
     for number, ttl in enumerate(("200ms", timedelta(milliseconds=200), np.float32(0.2))):
@@ -247,43 +211,3 @@ def test_a_time_to_live_is_taken_with_its_unit(store: Cluster) -> None:
     assert client.pin(["long"], timedelta(minutes=1)) == [True]
     until(lambda: not any(client.exists_many([f"short{number}" for number in range(3)])))
     assert client.exists("long")
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda c: c.put("t", b"", ttl="60"), "ttl is in seconds, or a text with a unit, not '60'"),
-        (lambda c: c.get("t", timeout_ms="5s"), "timeout_ms is a whole number of milliseconds"),
-        (lambda c: c.get("t", kind="nump"), "kind is 'torch', 'numpy' or 'bytes', not 'nump'"),
-        (lambda c: c.allocate(4, kind="tensor"), "kind is 'torch' or 'numpy', not 'tensor'"),
-        (lambda c: c.put("t", b"", overwrite="no"), "overwrite is True or False, not 'no'"),
-        (lambda c: c.put("t", b"", replicas="2"), "replicas is a whole number, not '2'"),
-        (lambda c: c.put_many(5), "items is a sequence, not 5"),
-    ],
-)
-def test_errors_name_the_argument_and_its_unit(
-    store: Cluster, call: Callable[[Client], object], says: str
-) -> None:
-    with pytest.raises(InvalidArgumentError) as raised:
-        call(store.client())
-    assert says in str(raised.value)
-
-
-def test_half_a_surrogate_pair_is_no_key(store: Cluster) -> None:
-    client = store.client()
-    for key in ("\udcff", "a\ud800"):
-        with pytest.raises(InvalidKeyError, match="valid Unicode"):
-            client.put(key, b"")
-        with pytest.raises(InvalidKeyError, match="valid Unicode"):
-            client.get_many(["fine", key])
-        with pytest.raises(InvalidKeyError, match="valid Unicode"):
-            client.match_prefix(["fine", key])
-
-
-def test_an_async_client_refuses_in_the_same_words(store: Cluster) -> None:
-    async def ask() -> None:
-        async with AsyncClient(store.address) as client:
-            with pytest.raises(InvalidArgumentError, match="whole number of milliseconds"):
-                await client.get("t", timeout_ms="5s")  # type: ignore[arg-type]
-
-    asyncio.run(ask())
