@@ -93,15 +93,6 @@ def test_the_shared_memory_that_docker_gives_is_too_little(docker: Docker) -> No
     assert get(master, of(master), "key") == ["tcp"]
 
 
-def test_memory_beside_a_master_is_reached_from_other_containers(docker: Docker) -> None:
-    """It listens on every interface, and says the address by which others reach it."""
-    master = docker.kvstore("master", *MASTER, "--memory", "32MiB")
-    master.says("listening on")
-    other = docker.idle()
-    assert put(other, of(master), "key")["said"] == "STORED"
-    assert get(other, of(master), "key") == ["tcp"]
-
-
 def test_containers_with_and_without_common_shared_memory(docker: Docker) -> None:
     master = docker.kvstore("master", *MASTER)
     master.says("listening on")
@@ -132,35 +123,3 @@ def test_other_users_read_by_tcp_unless_their_group_may_map(docker: Docker) -> N
         assert get(node, of(master), f"for-{by}", user="1002:1003") == [by]
         node.kill()
         until_all_are_gone(master, of(master))
-
-
-def test_closed_ports_of_one_container_are_its_own_trouble(docker: Docker) -> None:
-    master = docker.kvstore("master", *MASTER)
-    master.says("listening on")
-    nodes = [docker.kvstore("node", "--master", of(master), "--memory", "32MiB") for _ in range(2)]
-    for node in nodes:
-        node.says("serves")
-    walled, other = docker.idle(["--cap-add", "NET_ADMIN"]), docker.idle()
-    for node in nodes:
-        walled.run("iptables", "-A", "OUTPUT", "-d", node.address, "-j", "DROP")
-    for number in range(4):
-        outcome = put(walled, of(master), f"walled-{number}")
-        said = str(outcome["said"])
-        assert any(f"({node.address}:" in said for node in nodes), said
-        assert float(str(outcome["seconds"])) < 10
-        assert put(other, of(master), f"other-{number}")["said"] == "STORED"
-        assert get(other, of(master), f"other-{number}") == ["tcp"]
-
-
-def test_a_container_that_is_killed_costs_its_objects_and_no_more(docker: Docker) -> None:
-    master = docker.kvstore("master", *MASTER)
-    master.says("listening on")
-    first = docker.kvstore("node", "--master", of(master), "--memory", "32MiB")
-    first.says("serves")
-    assert put(master, of(master), "lost")["said"] == "STORED"
-    first.kill()
-    until_all_are_gone(master, of(master))
-    second = docker.kvstore("node", "--master", of(master), "--memory", "32MiB")
-    second.says("serves")
-    assert put(master, of(master), "new")["said"] == "STORED"
-    assert get(master, of(master), "new") == ["tcp"]

@@ -22,7 +22,7 @@ import pytest
 
 from kvstore import Client, calls
 from kvstore.auth.certificates import Wanted
-from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
+from kvstore.auth.credentials import Credentials, channel_options
 from kvstore.calls import Clear, Join, Joined
 from kvstore.client.calling import lane
 from kvstore.client.calling.retries import TokenRefusedError
@@ -379,21 +379,6 @@ def test_http_acts_with_the_rights_of_the_request(cluster: Cluster, identities: 
         assert request(port, "GET", path, tls=without).status == 401, path
 
 
-@pytest.mark.slow
-def test_events_of_namespaces_that_one_may_read(cluster: Cluster, identities: Identities) -> None:
-    cluster.start()
-    cluster.client(namespace=OURS).put("k", b"v")
-    at = [f"127.0.0.1:{cluster.settings['http_port']}"]
-    auth = engine(identities)
-    found = cluster.client(auth=auth).http()  # its own namespace, default, is not ours
-    assert (found.address, found.has_events) == (at[0], True)
-    told = follow(at, namespace=OURS, auth=auth, patience_s=10)
-    assert next(each.data["key"] for each in told if each.name == "stored") == b"k".hex()
-    for namespace, under in ((THEIRS, ""), ("", "our"), ("", "")):
-        with pytest.raises(PermissionDeniedError, match="may not read events"):
-            next(follow(at, namespace=namespace, under=under, auth=auth, patience_s=10))
-
-
 # --- secrets -------------------------------------------------------------------------------------
 
 
@@ -417,17 +402,6 @@ def test_no_key_is_seen_in_processes_and_logs(cluster: Cluster, identities: Iden
 def children_of(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(each) for each in file.read().split()]
-
-
-def test_the_doctor_says_who_one_is(cluster: Cluster, identities: Identities) -> None:
-    cluster.start()
-    said = run_python(
-        "-m", "kvstore.cli.main", "doctor", "--master", cluster.address,
-        variables={"KVSTORE_AUTH": engine(identities)},
-    ).stdout  # fmt: skip
-    assert "knows this process as engine engine; reads ours; writes ours" in " ".join(said.split())
-    assert MASTER_NAME not in said
-    assert "does not answer" not in said, "a data port that asks for capabilities does answer"
 
 
 def test_the_doctor_says_why_an_identity_is_refused(

@@ -23,7 +23,7 @@ from kvstore.errors import (
     MasterUnreachableError,
     ValueTooLargeError,
 )
-from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, MATCH_KEYS_MAX
+from kvstore.limits import BATCH_KEYS_MAX, MATCH_KEYS_MAX
 from tests.integration.conftest import either_client
 from tests.support.cluster import MASTER, NODE, Cluster, entry, unique_name
 from tests.support.hosts import need_own_shm, own_shm
@@ -74,15 +74,6 @@ def test_what_is_no_key(verbs: Any, key: Any) -> None:
             size = len(key.encode() if isinstance(key, str) else key)
             told(caught.value, key_bytes=size)
     assert not verbs.exists("fine")
-
-
-def test_the_longest_key_and_namespace_are_fine(verbs: Any) -> None:
-    key, namespace = b"\xff" * KEY_BYTES_MAX, "ö" * 64
-    assert verbs.put(key, b"x", namespace=namespace, parent=key[:-1] + b"p") is STORED
-    assert verbs.get(key, namespace=namespace) == b"x"
-    for wrong in ("", "ö" * 65, "\ud800"):
-        with pytest.raises(InvalidArgumentError):
-            verbs.get(key, namespace=wrong)
 
 
 def test_a_value_larger_than_any_segment(verbs: Any) -> None:
@@ -257,23 +248,6 @@ def test_a_second_node_of_the_same_name(store: Cluster) -> None:
     again = {"master": store.address, "name": name, "memory": "8MiB"}
     refused(store, NODE, again, name, "belongs to a running process", "another node name")
     assert store.state_of(store.nodes[0]) == "alive"
-
-
-def test_a_second_node_of_the_same_name_on_another_host(store: Cluster, tmp_path: Path) -> None:
-    """As the master sees it: with shared memory of its own."""
-    need_own_shm()
-    name = store.nodes[0].name
-    elsewhere = Cluster(tmp_path, prefix=own_shm("size=64m"))
-    settings = {"master": store.address, "name": name, "memory": "8MiB"}
-    server = elsewhere.launch(NODE, settings)
-    try:
-        assert server.wait() == 1
-        assert f"a node named {name} is alive on" in server.errors
-        assert "another --name" in server.errors
-    finally:
-        server.close()
-    assert store.state_of(store.nodes[0]) == "alive"
-    assert store.nodes[0].entry.exists()
 
 
 def test_shared_memory_of_another_host_is_not_mistaken_for_ours(

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client
-from kvstore.errors import ConfigError, DeadlineExceededError
-from kvstore.process.children import Child
+from kvstore.errors import ConfigError
 from tests.support.cluster import NODE
 from tests.support.processes import ROOT
 
@@ -87,20 +86,6 @@ def test_a_child_hears_its_end_whatever_its_parent_blocks() -> None:
     assert out == "gone\n", err
 
 
-CLOSED = ("bash", "-c", 'exec "$@" <&- >&- 2>&-', "-")
-
-
-def test_a_program_without_standard_streams_has_a_store(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    within = f"""
-        pids = ("self", client._state.children[0].pid)
-        links = {{os.readlink(f"/proc/{{pid}}/fd/{{n}}") for pid in pids for n in range(3)}}
-        open({str(said)!r}, "w").write(repr(links))
-    """
-    run(text=program(within=within), prefix=CLOSED)
-    assert said.read_text() == "{'/dev/null'}", "no socket took their numbers"
-
-
 @pytest.mark.parametrize("flags", [("-OO",), ("-W", "error"), ("-X", "dev"), ("-I",)])
 def test_a_store_serves_under_any_flags_of_python(flags: tuple[str, ...]) -> None:
     out, err = run((*flags, "-c"), text=program())
@@ -114,24 +99,6 @@ def test_the_error_of_a_childs_settings_reaches_the_caller(
     with pytest.raises(ConfigError, match="64"):
         Client.embedded("64")
     assert capfd.readouterr().err == "", "it is told once"
-
-
-SLOW = """
-import sys, time
-from kvstore.process.children import ParentLink
-parent = ParentLink(int(sys.argv[sys.argv.index("--parent-fd") + 1]))
-parent.tell_step("counts to a thousand")
-time.sleep(60)
-"""
-
-
-def test_a_child_that_is_late_says_what_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "slow_child.py").write_text(SLOW)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(DeadlineExceededError, match="it still counts to a thousand"):
-        Child.start("slow_child", timeout_s=6)
 
 
 def test_a_node_tells_its_parent_that_it_waits_for_a_master() -> None:

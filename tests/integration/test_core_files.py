@@ -14,7 +14,7 @@ from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import NodeSegment
 from tests.support.cluster import Cluster
 from tests.support.issuing import Identities
-from tests.support.processes import KVSTORE, free_port, run_python
+from tests.support.processes import free_port, run_python
 from tests.support.programs import skip
 from tests.support.waiting import until
 
@@ -79,22 +79,6 @@ def test_servers_with_identities_are_hidden(tmp_path: Path, has_identities: bool
         client = cluster.client()
         client.put("k", b"v")
         assert client.get("k", kind="bytes") == b"v"
-
-
-def test_a_command_with_an_identity_is_hidden(tmp_path: Path) -> None:
-    """While it waits for a master that does not answer."""
-    files = Identities(tmp_path)
-    for auth, hidden in (("", False), (files.file("admin"), True)):
-        environ = {**os.environ, "KVSTORE_AUTH": auth}
-        place = f"127.0.0.1:{free_port()}"
-        command = [*WITHOUT_TRACING, sys.executable, *KVSTORE, "--master", place, "status"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
-            try:
-                assert process.stderr is not None
-                assert "waiting for a master" in process.stderr.readline()
-                assert can_look_into(process.pid) is not hidden
-            finally:
-                process.kill()
 
 
 def test_blocks_are_not_dumped() -> None:

@@ -286,44 +286,6 @@ def test_nothing_stands_in_the_way_of_a_keyboard_a_screen_reader_or_weak_eyes(
         browser.driver.refresh()
 
 
-def test_a_chart_is_read_with_the_keyboard_and_as_a_table(
-    cluster: Cluster, port: int, browser: Browser
-) -> None:
-    with cluster.client() as client:
-        client.put_chain(["a", "b"], [b"x", b"y"])
-        until(lambda: client.match_prefix(["a", "c"])
-              and len(told(port, "/api/v1/history")["at_ms"]) > 1,
-              within_s=60, every_s=0.5)  # fmt: skip
-    browser.open(port)
-    until(lambda: "50 %" in browser.text(".chart .reading"))
-    times = browser.texts(".chart:first-child time")
-    assert len(times) == 3
-    assert times == sorted(times)
-    browser.run("document.querySelector('.plot').focus()")
-
-    def said() -> str:
-        return str(browser.run("return document.activeElement.getAttribute('aria-valuetext')"))
-
-    last = said()
-    assert "found 50 %" in last
-    browser.press("\ue012")  # arrow to the left
-    before = said()
-    assert before < last, "the time of the point before"
-    assert before[:8] in browser.text(".chart .reading")
-    browser.press("\ue014")
-    assert said() == last
-    browser.press("\ue011")  # Home
-    assert said() <= before
-    browser.run("document.querySelectorAll('.chart summary')[3].click()")
-    until(lambda: browser.text(".chart:nth-child(4) tbody"))
-    assert browser.texts(".chart:nth-child(4) th") == ["time", "p50", "p99"]
-    (time_, p50, p99) = browser.texts(".chart:nth-child(4) tbody tr:first-child td")
-    assert time_ == last[:8]
-    assert p50.endswith("µs")
-    assert p99.endswith("s")
-    until(lambda: "MatchPrefix" in browser.text("#call-rows"))
-
-
 def test_blocks_are_followed_as_sentences(tmp_path: Path, browser: Browser) -> None:
     port = free_port()
     with Cluster(tmp_path, settings={"http_port": port, "events": "on"}) as cluster:

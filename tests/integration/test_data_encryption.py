@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import NODE_NAME, Credentials
 from kvstore.errors import PutRefusedError
 from kvstore.network.addresses import split_address
@@ -23,7 +22,7 @@ from tests.integration.test_repairing import nodes_of
 from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster
 from tests.support.issuing import Identities
 from tests.support.processes import free_port, run_python
-from tests.support.traffic import at_work, content, getter, putter
+from tests.support.traffic import content
 from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
@@ -186,29 +185,3 @@ def test_a_client_that_demands_encryption_uses_no_plain_node_over_tcp(
             },
         ).stdout  # fmt: skip
         assert re.search(rf"node {plain.name} .*{says}", " ".join(said.split())), said
-
-
-# --- what is replaced, and what dies -------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_files_are_replaced_under_traffic(store: Cluster, identities: Identities) -> None:
-    node = store.node(**TLS)
-    engine = Path(identities.engine("engine", "default"))
-    keys = [f"key-{number}" for number in range(10)]
-    client = store.client(transports=TCP, auth=str(engine))
-    client.put_many([(key, content(key)) for key in keys])
-    with (
-        at_work(getter(client, keys), longest_s=5) as reader,
-        at_work(putter(client, "new", overwrite=True), longest_s=5) as writer,
-    ):
-        for _ in range(3):
-            identities.replace(Path(identities.file("node")), Wanted("node", ("node",)))
-            spaces = ("default",)
-            identities.replace(engine, Wanted("engine", ("engine",), spaces, spaces))
-            late = store.client(transports=TCP, auth=str(engine))
-            assert late.get(keys[0]) == content(keys[0])
-            reader.wait_for("right", more=5)
-            writer.wait_for("stored", more=5)
-    until(lambda: "file_loaded setting=auth" in node.errors)
-    assert set(reader.counts) == {"right"}

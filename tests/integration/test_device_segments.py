@@ -73,17 +73,6 @@ def memory_of(node: Node) -> Path:
     raise AssertionError("the node has none")
 
 
-def flip(node: Node, needle: bytes) -> None:
-    """Changes a byte of the only place that holds ``needle``."""
-    path = memory_of(node)
-    memory = path.read_bytes()
-    assert memory.count(needle) == 1
-    at = memory.index(needle)
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(bytes([needle[0] ^ 1]))
-
-
 def used_transports(client: Client) -> set[str]:
     return set(client.stats().transports)
 
@@ -163,16 +152,6 @@ def test_a_node_is_killed_while_it_is_used(cluster: Cluster, transport: str) -> 
         lambda name: cluster.node(device=POOLED, name=name, memory="64MiB"), longest_s=4,
     )  # fmt: skip
     assert sum(counts.values()) > 100
-
-
-def test_a_master_that_is_started_again_learns_the_objects(cluster: Cluster) -> None:
-    start(cluster)
-    client = cluster.client()
-    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
-    assert client.remove(KEYS[0])
-    cluster.master_server.kill()
-    cluster.master()
-    assert client.get_many(KEYS) == [None, *(content(key) for key in KEYS[1:])]
 
 
 def test_an_allocation_is_memory_of_a_host(cluster: Cluster) -> None:
@@ -290,14 +269,3 @@ def test_what_cannot_be_lent_is_copied(cluster: Cluster, fake: FakeDriver) -> No
         assert torch.equal(copied, value)
         is_lent = each is client and fake.name == POOLED
         assert (each.lease(copied) is not None) == is_lent
-
-
-def test_bad_bytes_are_not_lent_where_views_are_verified(cluster: Cluster) -> None:
-    node = start(cluster)
-    client = cluster.client(timeout_ms=3_000, verify="all")
-    data = os.urandom(50_000)
-    assert client.put("k", data) is STORED
-    assert held(client, lent(client, "k"))
-    flip(node, data)
-    assert lent(client, "k") is None
-    assert dict(cluster.status().counters)["corrupt_objects"] == 1

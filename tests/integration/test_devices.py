@@ -21,11 +21,7 @@ from kvstore.device.device import Device
 from kvstore.device.drivers import use
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import (
-    BufferMismatchError,
     DeadlineExceededError,
-    DeviceError,
-    InvalidArgumentError,
-    UnsupportedValueError,
 )
 from tests.support.fake_device import FakeDriver
 
@@ -203,42 +199,6 @@ def test_memory_of_a_host_is_copied_to_a_device(on: OnDevice) -> None:
     assert on.client.lease(copied) is None
 
 
-def test_what_a_device_cannot_return_is_refused(on: OnDevice) -> None:
-    on.client.put("k", b"abc")
-    with pytest.raises(InvalidArgumentError):
-        on.client.get("k", device=NAME, kind="numpy")
-    with pytest.raises(DeviceError):
-        on.client.get("k", device="cuda:99")
-    assert on.client.get("k", device="cpu") == b"abc"
-
-
-def test_buffers_of_a_device_that_do_not_fit(on: OnDevice) -> None:
-    on.client.put("k", b"x" * 100)
-    small = on.fake.array(99)
-    with pytest.raises(BufferMismatchError, match="has 100 bytes, the buffer 99"):
-        on.client.get_into("k", on.memory([small]))
-    assert not small.any()
-    with pytest.raises(BufferMismatchError, match="different memories"):
-        on.client.get_into(["k", "k"], [on.memory([on.fake.array(100)]), bytearray(100)])
-    large = on.fake.array(200)
-    assert on.client.get_into("k", on.memory([large[:50], large[60:160]])) == [100]
-    assert large[:50].tobytes() + large[60:110].tobytes() == b"x" * 100
-    assert not large[50:60].any()
-    assert not large[110:].any()
-    assert on.client.get_into("missing", on.memory([large])) == [None]
-
-
-def test_memory_of_a_device_does_not_go_with_other_values(on: OnDevice) -> None:
-    with pytest.raises(UnsupportedValueError, match="mixes"):
-        on.client.put_many([("a", on.memory([on.fake.array(5)])), ("b", b"abc")])
-    with pytest.raises(UnsupportedValueError, match="mixes"):
-        on.client.put("a", [on.memory([on.fake.array(5)]), b"abc"])
-    one, two = on.fake.array(5), on.fake.array(3)
-    one[:], two[:] = 1, 2
-    on.client.put("both", [on.memory([one]), on.memory([two])])
-    assert on.client.get("both") == bytes([1] * 5 + [2] * 3)
-
-
 def test_another_object_in_the_place_is_a_miss(on: OnDevice) -> None:
     """The memory is not touched, or filled as a whole."""
     block = on.fake.array(1_000)
@@ -278,20 +238,6 @@ def test_damaged_bytes_do_not_count(on: OnDevice) -> None:
     assert on.client.stats().counters["checksum_mismatches"] >= 1
     assert not on.client.exists("k")  # reported, and removed
     on.check()
-
-
-def test_work_that_does_not_end_fails_the_call_and_no_node(on: OnDevice) -> None:
-    block = on.fake.array(100)
-    on.client.put("k", b"x" * 100)
-    on.fake.is_stuck = True
-    with pytest.raises(DeadlineExceededError, match="work before the copy"):
-        on.client.put("other", on.memory([block]), timeout_ms=100)
-    with pytest.raises(DeadlineExceededError, match="work before the copy"):
-        on.client.get_into("k", on.memory([block]), timeout_ms=100)
-    on.fake.is_stuck = False
-    assert on.client.stats().counters.get("failed_transfers", 0) == 0
-    assert on.client.put("other", on.memory([block])) is PutOutcome.STORED
-    assert on.client.get_into("k", on.memory([block])) == [100]
 
 
 def test_many_threads_at_once(make: Any) -> None:

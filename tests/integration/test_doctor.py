@@ -139,22 +139,3 @@ def test_a_package_that_is_broken(tmp_path: Path, package: str) -> None:
     assert "pip install" in row["advice"]
     assert found.of("transfer engine"), "the other checks go on"
     assert package != "grpc" or found.of("shared memory")[0]["state"] == "ok"
-
-
-def test_an_engine_whose_libraries_are_missing(tmp_path: Path) -> None:
-    """As where its package is installed and Debian's RDMA libraries are not."""
-    package = tmp_path / "mooncake"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    missing = "libibverbs.so.1: cannot open shared object file"
-    (package / "engine.py").write_text(f"raise ImportError('{missing}')")
-    info = tmp_path / "mooncake_transfer_engine_non_cuda-9.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: mooncake-transfer-engine-non-cuda\nVersion: 9.9\n"
-    )
-    row = doctor(PYTHONPATH=str(tmp_path)).one("transfer engine", missing)
-    assert row["state"] == "warning"
-    assert "apt-get install libibverbs1" in row["advice"]
-    asked_for = doctor("--transfer-engine", PYTHONPATH=str(tmp_path))
-    assert asked_for.one("transfer engine", missing)["state"] == "problem"

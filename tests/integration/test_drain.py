@@ -205,33 +205,6 @@ def test_taken_back_it_is_used_again(store: Cluster) -> None:
     all_right(store, keys)
 
 
-def test_more_than_fits_is_not_begun(store: Cluster) -> None:
-    """Otherwise objects that have just moved make room for the next ones, and are lost."""
-    old = store.node(memory="64MiB")
-    client = store.client()
-    keys = [f"key-{number}" for number in range(50)]
-    for key in keys:
-        client.put(key, content(key, MIB))
-    store.node(memory="16MiB")
-    until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
-    error = refused(store, old)
-    assert error["code"] == "no_space"
-    assert error["fields"]["missing_bytes"] > 30 * MIB
-    assert "nothing was moved" in error["message"]
-    assert "--evict" in error["advice"]
-    assert store.state_of(old) == "alive"
-    for options in (["--evict"], ["--evict"]):  # a second drain spares what the first one moved
-        done = drain(store, old, *options)
-        assert (done.code, done.told["evicted"], done.told["has_left"]) == (1, 0, False)
-        assert all(client.exists(key) for key in keys)
-        until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
-    done = drain(store, old, "--discard")
-    assert done.code == 0
-    assert done.told["left"] >= 34
-    has_left(old)
-    assert sum(client.get(key) == content(key, MIB) for key in keys) == 50 - done.told["left"]
-
-
 def test_a_mover_that_is_killed_and_started_again(store: Cluster) -> None:
     old = store.node(memory="200MiB")
     keys = fill(store, 500)
@@ -265,22 +238,6 @@ def test_a_byte_that_was_flipped_is_not_moved(store: Cluster) -> None:
     assert (done.code, done.told["corrupt"], done.told["moved"]) == (0, 1, len(keys) - 1)
     has_left(old)
     assert store.client().get("key-3") is None
-
-
-def test_memory_that_somebody_writes_to_is_waited_for(store: Cluster) -> None:
-    old = store.node(memory="64MiB")
-    client = store.client()
-    tensor = client.allocate(1 * MIB, kind="numpy")
-    store.node(memory="64MiB")
-    done = drain(store, old, "--wait-s", "0.5")
-    assert (done.code, done.told["unfinished"]) == (1, 1)
-    process = launch(store, old)
-    tensor[:] = 7  # type: ignore[index]
-    assert client.put("allocated", tensor) is PutOutcome.STORED
-    del tensor
-    assert result_of(process).code == 0
-    has_left(old)
-    assert store.client(transports=("tcp",)).get("allocated", kind="bytes") == b"\7" * MIB
 
 
 def test_the_target_dies_meanwhile(store: Cluster) -> None:

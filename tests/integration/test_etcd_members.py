@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
 import subprocess
@@ -235,29 +234,4 @@ def test_no_command_line_of_a_child_holds_the_password(tmp_path: Path) -> None:
         assert "s3cret" not in server.errors
     finally:
         cluster.close()
-        etcd.stop()
-
-
-def test_an_etcd_that_is_full_is_named_by_masters_and_by_the_doctor(tmp_path: Path) -> None:
-    """It answers all questions and takes no writes: no other master can be elected."""
-    etcd = EtcdServer(tmp_path / "etcd", flags=["--quota-backend-bytes", str(4 << 20)])
-    etcd.start()
-    try:
-        with contextlib.suppress(subprocess.CalledProcessError):  # its database space is exceeded
-            for number in range(200):
-                etcd.control("put", f"fill{number}", "x" * 60_000)
-        with Cluster(tmp_path) as cluster:
-            place = etcd.place()
-            master = cluster.launch(MASTER, cluster.settings | {"etcd": place.endpoints[0]})
-            until(lambda: "database space exceeded" in master.errors)
-            [line] = [each for each in master.errors.splitlines() if "space exceeded" in each]
-            assert "no etcd answers" not in line
-            assert "etcdctl alarm disarm" in line
-            code, rows = doctor("--master", str(place), "--timeout-ms", "5000")
-            assert code == 1
-            [row] = about(rows, "etcd ")
-            assert row["state"] == "problem"
-            assert "NOSPACE" in row["found"]
-            assert "etcdctl alarm disarm" in row["advice"]
-    finally:
         etcd.stop()

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client, KVStoreError
-from kvstore.client.state import MasterHTTP
 from kvstore.web.events.following import follow
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
@@ -264,36 +263,6 @@ def test_another_master_leads(tmp_path: Path, how: str) -> None:
                 agree(reader, client)
             assert b"later 299".hex() in {key for _, key in reader.objects}
         cluster.finish()
-
-
-def test_a_client_knows_where_its_master_serves_events(tmp_path: Path, cluster: Cluster) -> None:
-    cluster.master()
-    port = free_port()
-    with cluster.client() as client:
-        assert client.http() == MasterHTTP("127.0.0.1", "", has_events=False)
-        cluster.master_server.kill()
-        cluster.settings |= {"http_port": port}
-        cluster.master()
-        assert client.http() == MasterHTTP("127.0.0.1", f"127.0.0.1:{port}", has_events=False)
-        cluster.master_server.kill()
-        cluster.settings |= {"events": "on"}
-        cluster.master()
-        assert client.http().has_events
-    with contextlib.ExitStack() as stack:
-        directory = tmp_path / "several"
-        directory.mkdir()
-        several = HaCluster(directory, stack.enter_context(running(tmp_path / "etcd")))
-        stack.callback(several.close)
-        ports = [free_port(), free_port()]
-        first = several.add_master(http_port=ports[0], events="on")
-        until(lambda: several.leader() == first)
-        several.add_master(http_port=ports[1], events="on")
-        client = several.client()
-        assert client.http().address == f"127.0.0.1:{ports[0]}"
-        several.masters[first].kill()
-        several.another_leads(first)
-        assert client.http().address == f"127.0.0.1:{ports[1]}"
-        several.finish()
 
 
 def test_the_command_follows(cluster_with_events: Cluster) -> None:

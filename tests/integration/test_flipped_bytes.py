@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
 import pytest
 
-from kvstore import Client, PutOutcome
+from kvstore import PutOutcome
 from kvstore.client.flows.reading import ATTEMPTS
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.process.logs import BURST
 from tests.integration.conftest import either_client
 from tests.support.cluster import Cluster, Node
 from tests.support.traffic import content
-from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
 FLIPS = 600
 OBJECTS = 24
 SIZES = (0, 1, 64, 1_000, 4_096, 9_999)
-SUPERBLOCK_USED = 256
 
 
 @contextlib.contextmanager
@@ -130,30 +127,3 @@ def test_no_flipped_byte_is_ever_returned(
     logged = [record.getMessage() for record in caplog.records]
     assert any("checksum_mismatch" in line and cluster.nodes[0].name in line for line in logged)
     assert any("corrupt_objects namespace=default objects=1" in line for line in logged)
-
-
-@pytest.mark.parametrize("transports", [("shm", "tcp"), ("tcp",)], ids=["shm", "tcp"])
-def test_a_flipped_superblock_returns_nothing_wrong(
-    cluster: Cluster, transports: tuple[str, ...]
-) -> None:
-    """It says whose memory this is: who cannot believe it reads over tcp, or nothing at all."""
-    cluster.start()
-    writer = cluster.client()
-    keys = [f"k{number}" for number in range(4)]
-    for key in keys:
-        writer.put(key, content(key, 3_000))
-    random = Random(f"{transports}")
-    outcomes: Counter[str] = Counter()
-    with mapped(cluster.nodes[0]) as memory:
-        for _ in range(60):
-            offset = random.randrange(SUPERBLOCK_USED)
-            before = memory[offset]
-            flip(memory, offset, random)
-            with Client(cluster.address, transports=transports, timeout_ms=2_000) as client:
-                key = random.choice(keys)
-                value = client.get(key)
-            assert value in (None, content(key, 3_000))
-            outcomes["miss" if value is None else "right"] += 1
-            memory[offset] = before
-    assert outcomes["right"], outcomes
-    until(lambda: writer.get(keys[0]) == content(keys[0], 3_000))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.errors import DeadlineExceededError, KVStoreError, PutRefusedError
+from kvstore.errors import DeadlineExceededError, KVStoreError
 from kvstore.transport import tcp_client
 from tests.support.cluster import SHORT, Cluster
 from tests.support.traffic import content
@@ -85,22 +85,3 @@ def test_a_node_that_hangs_costs_about_a_second(slow: Cluster) -> None:
                 break
     finally:
         hangs.resume()
-
-
-def test_the_only_node_hangs(slow: Cluster) -> None:
-    slow.start()
-    client = slow.client(**SETTINGS)
-    slow.nodes[0].freeze()
-    try:
-        outcome, took = timed(client.put, "key", b"value")
-        assert isinstance(outcome, PutRefusedError)
-        assert took < ABOUT_S
-        assert f"1 of 1 objects not stored: node {slow.nodes[0].name} (127.0.0.1:" in str(outcome)
-        assert "moved no byte over tcp for 0.5 s, 1 attempts" in str(outcome)
-        assert "its port is open: the node is stopped" in outcome.advice
-        outcome, took = timed(client.put, "key", b"value")
-        assert isinstance(outcome, PutRefusedError)
-        assert "tried again in" in str(outcome)
-        assert took < STALL_S
-    finally:
-        slow.nodes[0].resume()

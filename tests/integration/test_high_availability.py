@@ -28,12 +28,11 @@ from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
 from tests.conformance.carrier_peers import RawLane
-from tests.integration.conftest import either_client
 from tests.support.cluster import MASTER, SHORT, Cluster
 from tests.support.etcd import EtcdServer, Relay, running
 from tests.support.http import get, http_port_of, metric
 from tests.support.processes import KVSTORE, Server, free_port, run_python
-from tests.support.traffic import Worker, at_work, content, getter, putter
+from tests.support.traffic import at_work, content, getter
 from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
@@ -304,39 +303,6 @@ def test_a_leader_that_was_stopped_refuses_before_it_does_anything(ha: HaCluster
     ha.check_nothing_is_lost(client)
 
 
-@pytest.mark.parametrize("by", ["etcd", "list"])
-def test_calls_under_way_leave_a_stopped_leader(tmp_path: Path, etcd: EtcdServer, by: str) -> None:
-    """Within their deadline: reads and writes, blocking and awaited, on the lane and on gRPC."""
-    ha = HaCluster(tmp_path, etcd, by=by)
-    settings = {"placements_max": 0, "timeout_ms": 15_000}
-    try:
-        first, _second = ha.pair()
-        ha.node()
-        ha.fill()
-        waited_for: list[tuple[Worker, str]] = []
-        with contextlib.ExitStack() as stack:
-            clients = [
-                stack.enter_context(either_client(kind, ha.address, lane=lane, **settings))
-                for kind in ("sync", "async", "sync", "async")
-                for lane in (True, False)
-            ]
-            for client in clients:
-                assert client.get(KEYS[0]) is not None
-            ha.masters[first].freeze()
-            for number, client in enumerate(clients):
-                reads, what = number < len(clients) // 2, "stored"
-                verb = putter(client, f"new-{number}", wait_ms=4_000)
-                if reads:
-                    verb, what = getter(client, KEYS[:10]), "right"
-                waited_for.append((stack.enter_context(at_work(verb, longest_s=15.5)), what))
-            for worker, what in waited_for:
-                worker.wait_for(what)
-        ha.masters[first].resume()
-        ha.finish()
-    finally:
-        ha.close()
-
-
 # --- what was acknowledged ---------------------------------------------------------------------
 
 
@@ -512,32 +478,6 @@ def test_a_standby_is_ready_and_says_who_leads(tmp_path: Path, etcd: EtcdServer)
         until(lambda: get(standby, "/readyz").status == 503)
         assert get(standby, "/healthz").status == 200
         etcd.start()
-        cluster.finish()
-    finally:
-        cluster.close()
-
-
-# --- from a single master to several, and back -------------------------------------------------
-
-
-def test_epochs_grow_from_a_single_master_to_an_elected_one_and_back(
-    tmp_path: Path, etcd: EtcdServer
-) -> None:
-    cluster = Cluster(tmp_path, settings=SHORT)
-    try:
-        cluster.start()
-        client = cluster.client(placements_max=0)
-        assert client.put("k", b"single") is STORED
-        epochs = [client.status().epoch]
-        for more in ({"etcd": f"127.0.0.1:{etcd.port}"}, {}, {"etcd": f"127.0.0.1:{etcd.port}"}):
-            cluster.master_server.terminate()
-            cluster.master(**more)
-            until(lambda: client.exists("k"))
-            epochs.append(client.status().epoch)
-            assert client.get("k") == b"single"
-            assert client.put("k", f"{epochs[-1]}".encode(), overwrite=True, wait_ms=5_000)
-            assert client.put("k", b"single", overwrite=True, wait_ms=5_000)
-        assert epochs == sorted(set(epochs)), epochs
         cluster.finish()
     finally:
         cluster.close()

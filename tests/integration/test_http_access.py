@@ -20,7 +20,7 @@ from kvstore.web.events.following import follow
 from tests.integration.conftest import OF_MASTER
 from tests.integration.test_http import child_of
 from tests.support.browser import browsing
-from tests.support.cluster import MASTER, NODE, SHORT, Cluster
+from tests.support.cluster import SHORT, Cluster
 from tests.support.hosts import Island
 from tests.support.http import Reply, certificate, request
 from tests.support.processes import children_of, free_port
@@ -121,28 +121,6 @@ def test_the_dashboard_asks_for_the_token(started: Started, tmp_path: Path) -> N
         assert browser.run("return document.cookie + localStorage.length + location.href") == (
             f"0http://127.0.0.1:{port}/#nodes"
         )
-
-
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"http_reads": "token"}, "http_reads"),
-        ({"http_token_file": "/nowhere/token"}, "cannot be read: No such file"),
-        ({"http_token_file": os.devnull}, "is no regular file"),
-        ({"http_cert": os.devnull}, "http_key is missing"),
-        ({"http_key": os.devnull}, "http_cert is missing"),
-        ({"http_cert": "/nowhere/c", "http_key": "/nowhere/k"}, "http_key /nowhere/k cannot be"),
-        ({"http_cert": os.devnull, "http_key": os.devnull}, "is no regular file"),
-    ],
-)
-def test_settings_that_are_no_use_are_an_error_at_the_start(
-    cluster: Cluster, settings: dict[str, Any], why: str
-) -> None:
-    for module, more in ((MASTER, {"port": 0}), (NODE, {"memory": "32MiB", "name": "x"})):
-        refused = cluster.launch(module, {**more, "http_port": free_port(), **settings})
-        assert refused.wait() == 2, refused.errors
-        assert why in refused.errors
-        assert "Traceback" not in refused.errors
 
 
 # --- from elsewhere -------------------------------------------------------------------------------
