@@ -359,11 +359,6 @@ class RawLane:
             self.reader.received(count)
         return received
 
-    def reset(self) -> None:
-        """Closes with a RST."""
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.sock.close()
-
 
 class RawGrpc:
     """A connection of HTTP/2 that does what it likes."""

@@ -356,53 +356,31 @@ def call_frame(call_id: int, request: Any = EXISTS) -> bytes:
     return frame(call_id, CALL, name, encode_request(request))
 
 
-@pytest.mark.parametrize("greeted", [False, True])
-def test_a_claim_of_4_gib_is_refused_at_once(lane_server: Server, greeted: bool) -> None:
-    token = lane_server.endpoints.lane_token if greeted else None
+@pytest.mark.parametrize(
+    ("token", "sent", "code"),
+    [
+        (None, struct.pack("<I", 2**32 - 1), "protocol"),
+        (None, call_frame(1), "protocol"),
+        (b"wrong" * 3, b"", "permission_denied"),
+        (b"\xff", b"", "protocol"),
+        (b"x" * 256, b"", "protocol"),
+        (b"", struct.pack("<I", 2**32 - 1), "protocol"),
+    ],
+    ids=["4 GiB", "no hello", "wrong token", "no name", "long name", "4 GiB after the hello"],
+)
+def test_who_breaks_the_rules_is_refused_at_once(
+    lane_server: Server, token: bytes | None, sent: bytes, code: str
+) -> None:
+    """``token``: what follows the right one, or a wrong one."""
+    if token is not None and token != b"wrong" * 3:
+        token = lane_server.endpoints.lane_token + token
     with RawLane(lane_server.endpoints, token=token) as raw:
-        if greeted:
-            assert raw.next() == (0, REPLY, b"", b"")
-        raw.sock.sendall(struct.pack("<I", 2**32 - 1))
-        answer = raw.next()
-        assert answer is not None
-        assert answer[1] == ERROR
-        assert "4294967295 bytes" in decode_error(answer[3]).message
-        assert raw.next() is None
-    assert refused(lane_server) == 1
-    still_serves(lane_server)
-
-
-def test_a_wrong_token_is_refused(lane_server: Server) -> None:
-    with RawLane(lane_server.endpoints, token=b"wrong" * 3) as raw:
-        raw.sock.sendall(call_frame(1))
-        answer = raw.next()
-        if answer is not None:  # a RST for the unread call may overtake it
-            assert decode_error(answer[3]).code == "permission_denied"
-        assert raw.next() is None
+        raw.sock.sendall(sent)
+        answers = list(iter(raw.next, None))
+    assert decode_error(answers[-1][3]).code == code
     assert lane_server.service.asked == []
     assert refused(lane_server) == 1
-
-
-@pytest.mark.parametrize("name", [b"\xff", b"\x1b[2J", b"x" * 256, b"a\nb", b"x" * 400])
-def test_a_token_with_no_name_of_a_client_is_refused(lane_server: Server, name: bytes) -> None:
-    token = lane_server.endpoints.lane_token + name
-    with RawLane(lane_server.endpoints, token=token) as raw:
-        answer = raw.next()
-        assert answer is not None
-        assert answer[1] == ERROR
-        assert raw.next() is None
-    assert refused(lane_server) == 1
     still_serves(lane_server)
-
-
-def test_no_call_is_answered_before_the_hello(lane_server: Server) -> None:
-    with RawLane(lane_server.endpoints) as raw:
-        raw.sock.sendall(call_frame(1))
-        answer = raw.next()
-        assert answer is not None
-        assert answer[1] == ERROR
-        assert raw.next() is None
-    assert lane_server.service.asked == []
 
 
 def test_a_silent_connection_is_closed() -> None:
