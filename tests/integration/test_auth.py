@@ -22,7 +22,7 @@ import pytest
 
 from kvstore import Client, calls
 from kvstore.auth.certificates import Wanted
-from kvstore.auth.credentials import Credentials, channel_options
+from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
 from kvstore.calls import Clear, Join, Joined
 from kvstore.client.calling import lane
 from kvstore.client.calling.retries import TokenRefusedError
@@ -402,6 +402,17 @@ def test_no_key_is_seen_in_processes_and_logs(cluster: Cluster, identities: Iden
 def children_of(pid: int) -> list[int]:
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(each) for each in file.read().split()]
+
+
+def test_the_doctor_says_who_one_is(cluster: Cluster, identities: Identities) -> None:
+    cluster.start()
+    said = run_python(
+        "-m", "kvstore.cli.main", "doctor", "--master", cluster.address,
+        variables={"KVSTORE_AUTH": engine(identities)},
+    ).stdout  # fmt: skip
+    assert "knows this process as engine engine; reads ours; writes ours" in " ".join(said.split())
+    assert MASTER_NAME not in said
+    assert "does not answer" not in said, "a data port that asks for capabilities does answer"
 
 
 def test_the_doctor_says_why_an_identity_is_refused(

@@ -3,9 +3,11 @@ with them, and who has none gets nothing."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome, calls
@@ -86,6 +88,22 @@ def test_all_verbs(store: Cluster, device: str) -> None:
     assert store.status().nodes[0].unreachable == "", "the master has shown that it is a holder"
 
 
+@pytest.mark.slow
+def test_an_allocation_over_tcp_outlives_its_first_capability(tmp_path: Path) -> None:
+    settings = SHORT | {"put_deadline_ms": 1_000}
+    with Cluster(tmp_path, settings=settings, identities=Identities(tmp_path)) as store:
+        store.start()
+        client = store.client(transports=("tcp", "shm"))
+        memory = client.allocate(SIZE, kind="numpy")
+        assert isinstance(memory, np.ndarray)
+        memory[:] = 7
+        time.sleep(2.5)  # deadline and slack
+        assert client.put("allocated", memory) is STORED
+        assert client.stats().transports["tcp"] >= 2
+        read = store.client(transports=TCP, name="reader").get("allocated", kind="bytes")
+        assert read == bytes([7]) * SIZE
+
+
 def test_objects_are_moved_and_copied(store: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_CLIENT_TRANSPORTS", "tcp")
     monkeypatch.setenv("KVSTORE_AUTH", store._auth("admin"))
@@ -100,6 +118,32 @@ def test_objects_are_moved_and_copied(store: Cluster, monkeypatch: pytest.Monkey
     assert drain(store, second).told["moved"] == len(keys)
     until(lambda: all(nodes_of(client, key) == {third.name, fourth.name} for key in keys))
     assert client.get_many(keys) == [content(key, SIZE) for key in keys]
+
+
+def test_a_capability_that_ended_is_asked_for_again(store: Cluster) -> None:
+    """The client believes in a lease for longer than the node, whose clock another one sets."""
+    store.node()
+    client = store.client(transports=TCP)
+    client.put("a", content("a", SIZE))
+    client.lookup(["a"])
+    placements = client._state.context.placements
+    ((name, placed),) = placements._placed.items()
+    replica = placed.replicas[0]._replace(capability=bytes(32))
+    placements._placed[name] = placed._replace(replicas=(replica,))
+    assert client.get("a") == content("a", SIZE)
+    assert client.stats().counters["failed_transfers"] == 1
+    assert store.status().nodes[0].state == "alive"
+
+
+def test_another_master_knows_the_holders_anew(store: Cluster) -> None:
+    store.node()
+    client = store.client(transports=TCP)
+    client.put("a", content("a", SIZE))
+    store.master_server.kill()
+    store.master()
+    until(lambda: client.get("a") == content("a", SIZE))
+    assert client.put("b", b"b") is STORED
+    assert client.get("b") == b"b"
 
 
 @pytest.mark.parametrize("gives_up", [True, False])

@@ -269,3 +269,20 @@ def test_what_cannot_be_lent_is_copied(cluster: Cluster, fake: FakeDriver) -> No
         assert torch.equal(copied, value)
         is_lent = each is client and fake.name == POOLED
         assert (each.lease(copied) is not None) == is_lent
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"protocol": "tcp"}, "--device"),
+        ({"keep": True}, "--device"),
+        ({"device": "gpu"}, "cuda:0"),
+    ],
+)
+def test_settings_that_do_not_go_together(
+    cluster: Cluster, settings: dict[str, Any], said: str
+) -> None:
+    cluster.master()
+    refused = cluster.launch_node(**({"device": POOLED} | settings))
+    assert refused.wait() != 0
+    assert said in refused.errors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,27 @@ def test_a_container_with_little_shared_memory_of_its_own(store: Cluster) -> Non
     assert "--shm-size=1g" in row["advice"]
     row = found.one(f"node {node.name}", "another /dev/shm")
     assert "--ipc=host" in row["advice"]
+
+
+def test_huge_pages_are_tried_and_not_only_read_about() -> None:
+    need_own_shm()
+    advised = doctor(prefix=own_shm("huge=advise,size=64m")).of("huge pages")[0]
+    assert advised["state"] == "ok"
+    never = doctor(prefix=own_shm("huge=never,size=64m")).of("huge pages")[0]
+    assert never["state"] == "warning"
+    assert "mount -o remount,huge=advise /dev/shm" in never["advice"]
+
+
+def test_another_users_memory_is_told(store: Cluster) -> None:
+    need_own_shm()
+    node = store.node()
+    os.chown(node.entry, 65_534, 65_534)
+    no_rights = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"]
+    row = doctor("--master", store.address, prefix=no_rights).one(
+        f"node {node.name}", "cannot be mapped"
+    )
+    assert row["state"] == "warning"
+    assert "as one user" in row["advice"]
 
 
 @pytest.mark.parametrize("package", ["grpc", "xxhash", "numpy"])

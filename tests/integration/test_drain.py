@@ -131,7 +131,7 @@ class Reader(threading.Thread):
 
 
 def test_nobody_who_reads_notices(store: Cluster) -> None:
-    old = store.node(memory="64MiB")
+    old = store.node(memory="64MiB", keep=True)
     keys = fill(store)
     store.node(memory="64MiB")
     store.node(memory="64MiB")
@@ -203,6 +203,33 @@ def test_taken_back_it_is_used_again(store: Cluster) -> None:
     assert store.state_of(node) == "alive"
     assert store.client().put("another", b"x") is PutOutcome.STORED
     all_right(store, keys)
+
+
+def test_more_than_fits_is_not_begun(store: Cluster) -> None:
+    """Otherwise objects that have just moved make room for the next ones, and are lost."""
+    old = store.node(memory="64MiB")
+    client = store.client()
+    keys = [f"key-{number}" for number in range(50)]
+    for key in keys:
+        client.put(key, content(key, MIB))
+    store.node(memory="16MiB")
+    until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
+    error = refused(store, old)
+    assert error["code"] == "no_space"
+    assert error["fields"]["missing_bytes"] > 30 * MIB
+    assert "nothing was moved" in error["message"]
+    assert "--evict" in error["advice"]
+    assert store.state_of(old) == "alive"
+    for options in (["--evict"], ["--evict"]):  # a second drain spares what the first one moved
+        done = drain(store, old, *options)
+        assert (done.code, done.told["evicted"], done.told["has_left"]) == (1, 0, False)
+        assert all(client.exists(key) for key in keys)
+        until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
+    done = drain(store, old, "--discard")
+    assert done.code == 0
+    assert done.told["left"] >= 34
+    has_left(old)
+    assert sum(client.get(key) == content(key, MIB) for key in keys) == 50 - done.told["left"]
 
 
 def test_a_mover_that_is_killed_and_started_again(store: Cluster) -> None:

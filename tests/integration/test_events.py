@@ -300,6 +300,14 @@ def test_the_command_follows(cluster_with_events: Cluster) -> None:
             as_json.close()
 
 
+def test_without_events_the_answer_says_how_to_get_them(cluster: Cluster) -> None:
+    cluster.settings["http_port"] = port = free_port()
+    cluster.master()
+    answer = get(port, "/api/v1/events")
+    assert answer.status == 404
+    assert "--events" in answer.text
+
+
 def test_the_reader_in_the_documentation(cluster_with_events: Cluster, port: int) -> None:
     cluster = cluster_with_events
     text = (ROOT / "docs" / "events.md").read_text()

@@ -439,6 +439,24 @@ def test_a_leader_that_is_told_to_stop_hands_over_at_once(ha: HaCluster) -> None
     assert "resigned" in ha.masters[first].errors
 
 
+def test_masters_of_one_cluster_meet_under_a_prefix(ha: HaCluster) -> None:
+    """etcd keeps its name: another one is refused, none is given that one."""
+    first = ha.add_master(cluster="prod")
+    until(lambda: ha.leader() == first)
+    second = ha.add_master()
+    until(lambda: "standing_by" in ha.masters[second].errors)
+    etcd = f"127.0.0.1:{ha.relays[first].port}"
+    refused = ha.launch(MASTER, ha.settings | {"etcd": etcd, "cluster": "test"})
+    assert refused.wait() == 1
+    assert "the masters of the cluster prod use" in refused.errors
+    assert "Traceback" not in refused.errors
+
+    ha.masters[first].kill()
+    ha.another_leads(first)
+    with Client(second) as client:
+        assert client.status().cluster == "prod"
+
+
 def test_what_a_standby_says(ha: HaCluster) -> None:
     first, second = ha.pair()
     with grpc.insecure_channel(second) as channel:
@@ -478,6 +496,29 @@ def test_a_standby_is_ready_and_says_who_leads(tmp_path: Path, etcd: EtcdServer)
         until(lambda: get(standby, "/readyz").status == 503)
         assert get(standby, "/healthz").status == 200
         etcd.start()
+        cluster.finish()
+    finally:
+        cluster.close()
+
+
+def test_epochs_grow_from_a_single_master_to_an_elected_one_and_back(
+    tmp_path: Path, etcd: EtcdServer
+) -> None:
+    cluster = Cluster(tmp_path, settings=SHORT)
+    try:
+        cluster.start()
+        client = cluster.client(placements_max=0)
+        assert client.put("k", b"single") is STORED
+        epochs = [client.status().epoch]
+        for more in ({"etcd": f"127.0.0.1:{etcd.port}"}, {}, {"etcd": f"127.0.0.1:{etcd.port}"}):
+            cluster.master_server.terminate()
+            cluster.master(**more)
+            until(lambda: client.exists("k"))
+            epochs.append(client.status().epoch)
+            assert client.get("k") == b"single"
+            assert client.put("k", f"{epochs[-1]}".encode(), overwrite=True, wait_ms=5_000)
+            assert client.put("k", b"single", overwrite=True, wait_ms=5_000)
+        assert epochs == sorted(set(epochs)), epochs
         cluster.finish()
     finally:
         cluster.close()

@@ -184,3 +184,17 @@ def test_over_tls_with_a_certificate_that_is_renewed(started: Started, tmp_path:
     until(is_renewed)
     with pytest.raises(ssl.SSLCertVerificationError):
         request(port, "GET", "/readyz", tls=first)
+
+
+def test_a_node_over_tls_with_a_token(cluster: Cluster, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "node")
+    cluster.master()
+    port = free_port()
+    cluster.node(
+        http_port=port, http_cert=cert, http_key=key, http_token_file=of_token(tmp_path),
+        http_reads="token",
+    )  # fmt: skip
+    tls = ssl.create_default_context(cafile=cert)
+    assert request(port, "GET", "/readyz", tls=tls).text == "joined\n"
+    assert request(port, "GET", "/metrics", tls=tls).status == 401
+    assert "kvstore_node_info" in request(port, "GET", "/metrics", tls=tls, token=TOKEN).text
