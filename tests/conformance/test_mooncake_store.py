@@ -706,20 +706,6 @@ def test_the_last_complete_candidate(
     assert ours.store.batch_probe_key(keys, "LastHitOnly", size) == mask
 
 
-def test_wrong_candidates_are_refused(ours: Place) -> None:
-    for size in (0, 3):
-        with pytest.raises(ValueError, match="candidates"):
-            ours.store.batch_probe_key(["a", "b"], "LastHitOnly", size)
-    with pytest.raises(ValueError, match="policy"):
-        ours.store.batch_probe_key(["a"], "unknown")
-    with pytest.raises(TypeError):
-        ours.store.batch_probe_key(["a"], "LastHitOnly", -1)
-    store = MooncakeDistributedStore()
-    for policy in ("none", "LastHitOnly"):
-        assert store.batch_probe_key(["a", "b"], policy, 2) == [-1, -1]
-    assert store.probe_key("a") == -1
-
-
 def test_ranges_of_a_snapshot(ours: Place) -> None:
     store, start = ours.store, ours.start
     assert store.put_from("r", start, 1000) == 0

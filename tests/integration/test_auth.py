@@ -34,7 +34,7 @@ from kvstore.wire.messages import CALLS, encode_request
 from tests.support.cluster import Cluster
 from tests.support.http import request
 from tests.support.issuing import Identities, utc_now
-from tests.support.processes import KVSTORE, free_port, run_python
+from tests.support.processes import KVSTORE, children_of, free_port, run_python
 from tests.support.traffic import content
 from tests.support.waiting import until
 
@@ -92,27 +92,6 @@ def test_an_engine_has_its_namespaces_and_no_others(
     assert admin.get("k", namespace=THEIRS) == content("theirs")
     assert client.remove(b"b1")
     assert any(client._stub._connections) == carrier["lane"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("roles", "nodes", "says"),
-    [
-        (("engine", "observer"), ["*"], "engine\\+observer n may not join as node"),
-        (("node",), ["others-*"], "node n may not join as node"),
-    ],
-)
-def test_who_is_no_node_does_not_join_as_one(
-    cluster: Cluster, identities: Identities, roles: tuple[str, ...], nodes: list[str], says: str
-) -> None:
-    cluster.master()
-    spaces = ["*"] if "engine" in roles else []
-    auth = identities.file("n", *roles, reads=spaces, writes=spaces, nodes=nodes)
-    node = cluster.launch_node(auth=auth)
-    assert node.wait() == 1
-    assert re.search(says, node.errors)
-    assert cluster.state_of(node) == "gone"
-    assert "refused count=" in cluster.master_server.errors
 
 
 # --- who does not get in -------------------------------------------------------------------------
@@ -397,11 +376,6 @@ def test_no_key_is_seen_in_processes_and_logs(cluster: Cluster, identities: Iden
         assert len(body) > 40
         assert body not in seen
     assert "PRIVATE KEY" not in seen
-
-
-def children_of(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(each) for each in file.read().split()]
 
 
 def test_the_doctor_says_who_one_is(cluster: Cluster, identities: Identities) -> None:

@@ -131,16 +131,6 @@ def test_names_are_shown_as_they_are_and_command_no_terminal(kv: KV, name: str) 
     assert kv("clear", "--yes", *here).code == 0
 
 
-def test_a_value_larger_than_the_pool(kv: KV, tmp_path: Path) -> None:
-    with (tmp_path / "huge").open("wb") as file:
-        file.truncate(MEMORY + 1)
-    result = kv("put", "huge", str(tmp_path / "huge"), "--json")
-    assert result.code == 2
-    error = json.loads(result.err)["error"]
-    assert error["code"] == "value_too_large"
-    assert error["advice"]
-
-
 def test_a_command_that_waits_for_a_master_says_so() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

@@ -14,7 +14,7 @@ from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import NodeSegment
 from tests.support.cluster import Cluster
 from tests.support.issuing import Identities
-from tests.support.processes import free_port, run_python
+from tests.support.processes import children_of, free_port, run_python
 from tests.support.programs import skip
 from tests.support.waiting import until
 
@@ -55,12 +55,6 @@ def can_look_into(pid: int) -> bool:
     )
     assert done.returncode == 0 or "PermissionError" in done.stderr, done.stderr
     return done.returncode == 0
-
-
-def children_of(pid: int) -> list[int]:
-    """Those that any of its threads has started."""
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(each) for path in found for each in path.read_text().split()]
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import signal
 import time
 import urllib.error
 import urllib.request
@@ -25,12 +23,11 @@ from kvstore.fleet import Record
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web.dashboard.paths import FILES, NAMESPACES_SHOWN
 from tests.integration.test_high_availability import HaCluster
-from tests.integration.test_http import child_of
 from tests.support.accessibility import barriers
 from tests.support.browser import DESK, PHONE, TABLET, Browser, browsing
 from tests.support.cluster import Cluster
 from tests.support.etcd import running
-from tests.support.http import get, request
+from tests.support.http import request
 from tests.support.issuing import Identities
 from tests.support.processes import free_port
 from tests.support.waiting import until
@@ -147,20 +144,6 @@ def test_the_status_is_that_of_the_client_and_bounded(cluster: Cluster, port: in
     assert (others["namespaces"], others["objects"]) == (20, 20)
     assert others["size"] == sum(100 + number for number in range(20))
     assert found["problems"] == [] or "slow" in found["problems"][0]["text"]
-
-
-def test_events_survive_the_child_and_a_history_begins_anew(cluster: Cluster, port: int) -> None:
-    assert events(port) == ["leads", "node_joined", "node_joined"]
-    before = told(port, "/api/v1/notices")
-    os.kill(child_of(cluster.master_server), signal.SIGKILL)
-    after = json.loads(get(port, "/api/v1/notices", timeout_s=60).text)
-    assert after == before
-    cluster.nodes[0].terminate()
-    until(lambda: events(port)[-1] == "node_left")
-    last = told(port, f"/api/v1/notices?after={before['last']}")
-    assert last["notices"][0][3]["node"] == cluster.nodes[0].name
-    for bad in ("-1", "x", "1e3", "9" * 100, "%D9%A1"):
-        assert asked(port, f"/api/v1/notices?after={bad}").status == 400
 
 
 def test_a_master_that_stands_by_says_who_leads(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -248,23 +247,6 @@ def test_a_mover_that_is_killed_and_started_again(store: Cluster) -> None:
     assert drain(store, old).code == 0
     has_left(old)
     all_right(store, keys)
-
-
-def test_a_byte_that_was_flipped_is_not_moved(store: Cluster) -> None:
-    old = store.node(memory="64MiB")
-    keys = fill(store)
-    store.node(memory="64MiB")
-    stat = store.client().stat("key-3")
-    assert stat is not None
-    with old.entry.open("r+b") as memory:
-        memory.seek(stat.detail.placements.offsets[0] + 5_000)
-        byte = memory.read(1)[0]
-        memory.seek(-1, os.SEEK_CUR)
-        memory.write(bytes([byte ^ 1]))
-    done = drain(store, old)
-    assert (done.code, done.told["corrupt"], done.told["moved"]) == (0, 1, len(keys) - 1)
-    has_left(old)
-    assert store.client().get("key-3") is None
 
 
 def test_the_target_dies_meanwhile(store: Cluster) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ from tests.support.traffic import content
 STORED = PutOutcome.STORED
 OURS, THEIRS = "ours", "theirs"
 SIZE = 70_001
-GROUP = 65_532
 
 
 @pytest.fixture
@@ -107,35 +105,3 @@ def _doctor(cluster: Cluster, auth: str) -> str:
         variables={"KVSTORE_AUTH": auth}, within_s=120,
     ).stdout  # fmt: skip
     return " ".join(said.split())
-
-
-OTHER = """
-import os, sys
-from kvstore import Client
-with Client(sys.argv[1], auth=sys.argv[2], namespace="ours") as client:
-    assert client.get("none") is None
-    os.setgroups([int(each) for each in sys.argv[3:]])
-    os.setgid(65533)
-    os.setuid(65533)
-    assert client.get("k", kind="bytes") == b"from root"
-    client.put("other", b"from another user")
-    print(*client.stats().transports, client.stats().not_mapped)
-"""
-"""The interpreter and the identity are for root to read, so it becomes another user before it maps
-the memory."""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-def test_another_user_of_the_group_is_handed_the_memory_whose_name_it_cannot_open(
-    cluster: Cluster, identities: Identities
-) -> None:
-    node = cluster.node(shm_group=str(GROUP))
-    assert node.entry.stat().st_mode & 0o777 == 0o600
-    ours = client_of(cluster, identities.engine("engine", OURS))
-    ours.put("k", b"from root")
-    auth = identities.engine("other", OURS)
-    for groups, begin, end in (([str(GROUP)], "shm {", "}"), ([], "tcp {", "lets a group in'}")):
-        said = run_python("-c", OTHER, cluster.address, auth, *groups)
-        assert said.stdout.startswith(begin), said
-        assert said.stdout.endswith(f"{end}\n"), said
-        assert ours.remove("other"), said
