@@ -265,10 +265,6 @@ class Server:
 
         self.run(do)
 
-    def release_soon(self, reply: Reply | Exception) -> threading.Thread:
-        """``release`` as soon as a call waits; join the thread that is returned."""
-        return self.when_waiting(lambda: self.release(reply))
-
     def when_waiting(self, action: Callable[[], object]) -> threading.Thread:
         """``action()`` in a thread, as soon as a call waits; join it."""
 

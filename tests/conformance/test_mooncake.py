@@ -313,19 +313,6 @@ def test_writes_that_nobody_acknowledges_are_refused() -> None:
     assert "reports a write as complete too early" in said.stdout, said
 
 
-def test_the_engine_keeps_quiet(peer: Peer) -> None:
-    assert peer.info.engine is not None
-    code = """
-from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
-one = TransferEngine(EngineSettings("tcp"), "127.0.0.1")
-assert not one.transfer("127.0.0.1:9", [1], [1], [1], is_write=False)
-one.close()
-"""
-    said = run(code)
-    assert (said.returncode, said.stdout, said.stderr) == (0, "", ""), said
-    assert "Connection refused" in run(code, MC_LOG_LEVEL="INFO").stderr
-
-
 def test_rdma_without_a_card_is_told() -> None:
     """The engine itself would take tcp, and say nothing."""
     said = run(TRY.replace('("tcp")', '("rdma", "mlx9_0")'))

@@ -136,23 +136,6 @@ def test_a_malformed_message_ends_the_session(server: Server) -> None:
     run(server, scenario)
 
 
-def test_leaving_while_the_master_is_about_to_speak(server: Server) -> None:
-    """The generator is suspended where it yields, not where it reads."""
-    speaking = asyncio.Event()
-
-    async def script(incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
-        for number in range(1_000_000):
-            yield calls.MasterBeat(number, refused_holders=[])
-            speaking.set()
-
-    server.service.script = script
-
-    async def scenario(stream: NodeStream) -> None:
-        await speaking.wait()
-
-    run(server, scenario)
-
-
 def test_done_sending_lets_the_master_finish(server: Server) -> None:
     async def scenario(stream: NodeStream) -> None:
         await stream.send(JOIN)

@@ -168,19 +168,6 @@ def test_a_reader_that_comes_back_resumes_where_it_was(
         again.stop(client)
 
 
-def test_the_child_is_killed(cluster_with_events: Cluster) -> None:
-    cluster = cluster_with_events
-    with cluster.client() as client, reading(cluster) as reader:
-        client.put(b"a", b"1")
-        agree(reader, client)
-        os.kill(child_of(cluster.master_server), signal.SIGKILL)
-        client.put(b"b", b"2")
-        client.remove(b"a")
-        agree(reader, client)
-        client.put(b"c", b"2")
-        agree(reader, client)
-
-
 def test_the_master_is_killed_and_learns_again(cluster_with_events: Cluster) -> None:
     cluster = cluster_with_events
     with cluster.client() as client, reading(cluster) as reader:

@@ -16,7 +16,7 @@ from tests.support.cluster import Cluster
 from tests.support.hosts import Island
 from tests.support.traffic import content
 
-STORED, FOUND = PutOutcome.STORED, PutOutcome.FOUND
+STORED = PutOutcome.STORED
 KEYS = [f"key-{number}" for number in range(20)]
 QUICK_S = 0.5
 

@@ -19,7 +19,7 @@ from tests.support.processes import KVSTORE, run_python
 from tests.support.traffic import content
 
 STORED = PutOutcome.STORED
-OURS, THEIRS = "ours", "theirs"
+OURS = "ours"
 SIZE = 70_001
 
 

@@ -18,7 +18,6 @@ from kvstore import AsyncClient, Client
 from kvstore.errors import KVStoreError
 from tests.integration.conftest import either_client
 from tests.support.cluster import Cluster
-from tests.support.waiting import until
 
 BUFFER = np.zeros(64, np.uint8)
 HUGE = 1 << 80
@@ -198,16 +197,3 @@ def outcome(call: Callable[[], object]) -> str:
     except Exception as error:  # that is what is looked for
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-# --- what is right ------------------------------------------------------------------------------
-
-
-def test_a_time_to_live_is_taken_with_its_unit(store: Cluster) -> None:
-    client = store.client()
-    for number, ttl in enumerate(("200ms", timedelta(milliseconds=200), np.float32(0.2))):
-        client.put(f"short{number}", b"", ttl=ttl)  # type: ignore[arg-type]
-    client.put("long", b"", ttl="1h")
-    assert client.pin(["long"], timedelta(minutes=1)) == [True]
-    until(lambda: not any(client.exists_many([f"short{number}" for number in range(3)])))
-    assert client.exists("long")
