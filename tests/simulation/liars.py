@@ -44,7 +44,7 @@ LIES_MAX = 6
 """Of one client, or one node."""
 
 ROWS_MAX = 3
-"""Of a column. Many rows cost many steps."""
+"""Of a column. Many rows cost many steps; ``tests/integration/test_hostile_twin.py`` has them."""
 
 ATTACKS_MAX = 12
 """Calls of one attacker."""
