@@ -118,19 +118,6 @@ def test_a_life_in_a_namespace(kv: KV) -> None:
     assert kv("ls", *here).out == b""
 
 
-@pytest.mark.parametrize("name", ["a[/b][red]:smile:", "bell\a escape\x1b[2J", "to the left\u202e"])
-def test_names_are_shown_as_they_are_and_command_no_terminal(kv: KV, name: str) -> None:
-    here = ("--namespace", name)
-    assert kv("put", name, "-", *here, stdin=b"1").code == 0
-    shown = name if name.isprintable() else ascii(name)
-    for command in (("ls",), ("status",), ("stat", name, *here)):
-        result = kv(*command)
-        assert result.code == 0, result.err
-        assert shown in result.out.decode()
-        assert result.out.decode().replace("\n", "").replace("\t", "").isprintable()
-    assert kv("clear", "--yes", *here).code == 0
-
-
 def test_a_command_that_waits_for_a_master_says_so() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

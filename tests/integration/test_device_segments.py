@@ -154,6 +154,16 @@ def test_a_node_is_killed_while_it_is_used(cluster: Cluster, transport: str) -> 
     assert sum(counts.values()) > 100
 
 
+def test_a_master_that_is_started_again_learns_the_objects(cluster: Cluster) -> None:
+    start(cluster)
+    client = cluster.client()
+    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
+    assert client.remove(KEYS[0])
+    cluster.master_server.kill()
+    cluster.master()
+    assert client.get_many(KEYS) == [None, *(content(key) for key in KEYS[1:])]
+
+
 def test_an_allocation_is_memory_of_a_host(cluster: Cluster) -> None:
     start(cluster)
     client = cluster.client()

@@ -199,47 +199,6 @@ def test_memory_of_a_host_is_copied_to_a_device(on: OnDevice) -> None:
     assert on.client.lease(copied) is None
 
 
-def test_another_object_in_the_place_is_a_miss(on: OnDevice) -> None:
-    """The memory is not touched, or filled as a whole."""
-    block = on.fake.array(1_000)
-    with Client(on.client.config.master, placements_max=100) as remembers:
-        on.client.put("k", b"x" * 1_000)
-        assert remembers.get("k") == b"x" * 1_000  # knows its place now
-        on.client.put("k", b"y" * 1_000, overwrite=True)
-        there = DeviceMemory(
-            remembers.device(NAME), np.array([block.ctypes.data]), np.array([1_000])
-        )
-        assert remembers.get_into("k", there) == [1_000]
-        assert set(block.tolist()) <= {ord("x"), ord("y")}
-        assert len(set(block.tolist())) == 1
-
-
-def damage(view: Any, at: int) -> None:
-    """Writes to the file whose memory the view shows; the view itself is read-only."""
-    address = np.frombuffer(view, np.uint8).ctypes.data + at
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            span, _, _, _, _, *path = line.split()
-            start, stop = (int(each, 16) for each in span.split("-"))
-            if start <= address < stop:
-                with open(path[0], "r+b") as file:  # from its beginning
-                    file.seek(address - start)
-                    file.write(b"\0")
-                return
-    raise AssertionError("it is not mapped")
-
-
-def test_damaged_bytes_do_not_count(on: OnDevice) -> None:
-    on.client.put("k", b"x" * 100_000)
-    with Client(on.client.config.master) as other:
-        damage(other.get("k", copy=False), 50_000)
-    block = on.fake.array(100_000)
-    assert on.client.get_into("k", on.memory([block])) == [None]
-    assert on.client.stats().counters["checksum_mismatches"] >= 1
-    assert not on.client.exists("k")  # reported, and removed
-    on.check()
-
-
 def test_many_threads_at_once(make: Any) -> None:
     on = make(3)
     errors: list[BaseException] = []
