@@ -17,7 +17,6 @@ from kvstore.config import P2P
 from kvstore.errors import (
     DeadlineExceededError,
     MemoryQuarantinedError,
-    TransferEngineError,
 )
 from kvstore.memory.raw import address_of
 from kvstore.transport.base import Move
@@ -91,16 +90,6 @@ assert read == written
 mover.close()
 print("met")
 """
-
-
-@pytest.mark.parametrize("kind", ["etcd", "http"])
-def test_a_metadata_server_that_is_not_there_is_told_at_once(kind: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        place = f"127.0.0.1:{listener.getsockname()[1]}"
-    start = uptime()
-    with pytest.raises(TransferEngineError, match="cannot be reached"):
-        TransferEngine(EngineSettings("tcp", metadata_server=f"{kind}://{place}"), "127.0.0.1")
-    assert uptime() - start < 2
 
 
 # --- fencing --------------------------------------------------------------------------------------

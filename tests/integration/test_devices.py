@@ -3,7 +3,6 @@ copies run late and in any order, so that a missing wait is a wrong byte."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.calls import PutOutcome
-from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
 from kvstore.device import ring
 from kvstore.device.device import Device
@@ -111,10 +109,10 @@ def on(make: Any) -> OnDevice:
 SIZES = [1, 100, 4_096, 65_537, MIB, 3 * MIB + 5]
 
 
-def save_and_load(on: OnDevice, *, marks: bool = False, sizes: Sequence[int] = SIZES) -> None:
+def save_and_load(on: OnDevice, *, marks: bool) -> None:
     """Blocks are written by kernels, saved, overwritten by kernels; loaded into blocks that kernels
     have written to before and write to afterwards."""
-    blocks = [[on.fake.array(size // 3 + 1), on.fake.array(size)] for size in sizes]
+    blocks = [[on.fake.array(size // 3 + 1), on.fake.array(size)] for size in SIZES]
     contents = [[on.bytes(len(run)) for run in block] for block in blocks]
     stream = 5 if marks else 0  # of which only a mark tells
     for block, content in zip(blocks, contents, strict=True):
@@ -131,12 +129,12 @@ def save_and_load(on: OnDevice, *, marks: bool = False, sizes: Sequence[int] = S
     for key, content in zip(keys, contents, strict=True):
         assert on.client.get(key) == b"".join(each.tobytes() for each in content)
 
-    others = [[on.fake.array(each) for each in (size, size // 3 + 1, 9)] for size in sizes]
+    others = [[on.fake.array(each) for each in (size, size // 3 + 1, 9)] for size in SIZES]
     for run in (run for block in others for run in block):
         on.later(run, on.bytes(len(run)), stream)
     after = [on.fake.mark(stream)] if marks else []
     found = on.client.get_into(keys, [on.memory(block, *after) for block in others])
-    assert found == [size + size // 3 + 1 for size in sizes]
+    assert found == [size + size // 3 + 1 for size in SIZES]
     for content, block in zip(contents, others, strict=True):
         whole = b"".join(each.tobytes() for each in content)
         read = b"".join(each.tobytes() for each in block)
@@ -225,27 +223,3 @@ def test_many_threads_at_once(make: Any) -> None:
         thread.join(120)
     assert not errors
     on.check()
-
-
-def test_an_asyncio_call_that_is_cancelled_leaves_the_memory_alone(on: OnDevice) -> None:
-    on.client.put("k", b"x" * MIB)
-    block = on.fake.array(MIB)
-
-    async def main() -> None:
-        async with AsyncClient(config=on.client.config) as client:
-            memory = DeviceMemory(
-                client.device(NAME), np.array([block.ctypes.data]), np.array([MIB])
-            )
-            assert await client.get_into("k", memory) == [MIB]
-            block[:] = 0
-            on.fake.is_stuck = True
-            call = asyncio.create_task(client.get_into("k", memory))
-            await asyncio.sleep(0.05)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            on.fake.is_stuck = False
-            on.fake.finish()
-            assert not block.any()
-
-    asyncio.run(main())

@@ -8,7 +8,6 @@ import enum
 import inspect
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -30,10 +29,6 @@ class Text(str):
         return b"something else"
 
 
-class Number(int):
-    pass
-
-
 class Named(enum.Enum):
     KEY = "hurried"
 
@@ -44,11 +39,9 @@ def given() -> dict[str, Any]:
         "None": None,
         "text": "hurried",
         "number as text": "5",
-        "duration as text": "5s",
         "surrogate": "a\udcff",
         "empty text": "",
         "bytes": b"hurried",
-        "bytearray": bytearray(b"hurried"),
         "number": 5,
         "zero": 0,
         "negative": -1,
@@ -58,34 +51,20 @@ def given() -> dict[str, Any]:
         "infinity": float("inf"),
         "bool": True,
         "numpy integer": np.int64(5),
-        "numpy float": np.float32(1.5),
-        "numpy text": np.str_("hurried"),
-        "numpy bytes": np.bytes_(b"hurried"),
-        "numpy bool": np.bool_(True),
         "array": np.arange(3),
         "array of objects": np.array([None, {}], object),
-        "array without dimensions": np.array(5),
         "subclass of str": Text("hurried"),
-        "subclass of int": Number(5),
         "enum": Named.KEY,
         "generator": (each for each in ["hurried", "other"]),
-        "empty generator": iter(()),
         "endless generator": iter(lambda: "x", None),
-        "empty list": [],
         "list": ["hurried"],
         "list of None": [None],
-        "nested list": [["hurried"]],
         "list of numbers": [1, 2],
         "set": {"hurried"},
-        "dict": {"hurried": b"x"},
-        "empty dict": {},
         "tuple": ("hurried", b"x"),
         "pairs": [("hurried", b"x")],
-        "triples": [("hurried", b"x", 1)],
         "slice": slice(3),
         "function": lambda *_: None,
-        "class": dict,
-        "timedelta": timedelta(seconds=5),
         "object": object(),
     }
 
