@@ -80,7 +80,7 @@ def lane_server() -> Iterator[Server]:
 # --- every carrier, calls that can be stopped and others ---------------------------------------
 
 
-def test_every_call_is_answered(server: Server, caller: Caller) -> None:
+def test_calls_are_answered(server: Server, caller: Caller) -> None:
     for request, reply in SAMPLES.values():
         assert caller.call(request) == reply
         assert server.service.asked[-1] == request

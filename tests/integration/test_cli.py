@@ -132,22 +132,6 @@ def test_a_command_that_waits_for_a_master_says_so() -> None:
     assert json.loads(silent.err)["error"]["code"] == "master_unreachable"
 
 
-def test_a_reader_that_goes_away_is_no_error_message(kv: KV, address: str) -> None:
-    kv("put", "long", "-", stdin=bytes(4 << 20))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvstore.cli.main", "--master", address, "get", "long"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(10)
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    process.wait()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_servers_say_where_they_are_and_stop_cleanly(number: int) -> None:
     before = set(os.listdir("/dev/shm"))
