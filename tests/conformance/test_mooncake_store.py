@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -850,28 +849,6 @@ def test_with_an_identity_it_has_the_namespace_of_its_tenant(
             store.close()
     names = {each.name for each in required.status().namespaces}
     assert names == {"default", "ours"}
-
-
-def test_of_another_tenant_every_call_fails_and_one_line_says_why(
-    required: Cluster,
-    identities: Identities,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    auth = identities.file("other", "engine", reads=["other"], writes=["other"])
-    monkeypatch.setenv("KVSTORE_AUTH", auth)
-    code, store = as_engine(required, tenant_id="theirs")
-    assert code == 0
-    started = time.monotonic()
-    for _ in range(20):
-        assert store.put("a", b"v") < 0
-        assert store.get("a") == b""
-        assert store.is_exist("a") == 0
-    assert time.monotonic() - started < 5
-    store.close()
-    told = [each for each in caplog.messages if "refused_by_the_store" in each]
-    assert len({each.split(":")[1] for each in told}) == len(told) <= 3
-    assert all("namespace 'theirs'" in each for each in told)
 
 
 # --- which mooncake.store is found ----------------------------------------------------------------

@@ -46,21 +46,6 @@ def get(at: Container, master: str, key: str, user: str = "0") -> list[str]:
     return list(found["by"])
 
 
-def until_all_are_gone(at: Container, master: str) -> None:
-    """All nodes that have ever joined."""
-    program = f"""
-import json, time
-from kvstore import Client
-with Client({master!r}) as client:
-    deadline = time.monotonic() + 60
-    while any(node.state != "dead" for node in client.status().nodes):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-print(json.dumps(True))
-"""
-    assert at.python(program)
-
-
 def of(container: Container) -> str:
     return f"{container.address}:50001"
 
@@ -107,19 +92,3 @@ def test_containers_with_and_without_common_shared_memory(docker: Docker) -> Non
     for key in ("from-beside", "from-apart"):
         assert get(beside, of(master), key) == ["shm"]
         assert get(apart, of(master), key) == ["tcp"]
-
-
-def test_other_users_read_by_tcp_unless_their_group_may_map(docker: Docker) -> None:
-    master = docker.kvstore("master", *MASTER, options=["--user", "1001"])
-    master.says("listening on")
-    shareable = ["--user", "1001", "--group-add", "1003", "--ipc", "shareable"]
-    for group, by in (([], "tcp"), (["--shm-group", "kv"], "shm")):
-        node = docker.kvstore(
-            "node", "--master", of(master), "--memory", "32MiB", *group, options=shareable
-        )
-        node.says("serves")
-        assert put(node, of(master), f"for-{by}", user="1001")["said"] == "STORED"
-        assert get(node, of(master), f"for-{by}", user="1001") == ["shm"]
-        assert get(node, of(master), f"for-{by}", user="1002:1003") == [by]
-        node.kill()
-        until_all_are_gone(master, of(master))

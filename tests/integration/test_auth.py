@@ -23,10 +23,8 @@ import pytest
 from kvstore import Client, calls
 from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
-from kvstore.calls import Clear, Join, Joined
+from kvstore.calls import Clear, Join
 from kvstore.client.calling import lane
-from kvstore.client.calling.retries import TokenRefusedError
-from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError, PermissionDeniedError
 from kvstore.limits import Key, Namespace
 from kvstore.web.events.following import follow
@@ -164,24 +162,6 @@ def test_without_tls_nothing_is_served(cluster: Cluster) -> None:
         request(cluster.settings["http_port"], "GET", "/metrics")
 
 
-def test_a_token_of_another_identity_is_of_no_use(cluster: Cluster, identities: Identities) -> None:
-    """The thief has an identity of its own, and the token of an admin's join."""
-    cluster.start()
-    admin = cluster.client()
-    admin.put("k", b"v", namespace=THEIRS)
-    joined = admin._stub.joined
-    assert joined is not None
-    thief = Credentials(engine(identities))
-    by_tcp = joined._replace(lane_unix="")
-    connection = lane.connect(by_tcp, "127.0.0.1", time.monotonic() + 5, 0, 0, thief)
-    with pytest.raises(TokenRefusedError):
-        connection.greet(by_tcp, time.monotonic() + 5)
-    forged = _altered(joined)
-    local = lane.connect(forged, "127.0.0.1", time.monotonic() + 5, 0, 0, thief)
-    with pytest.raises(TokenRefusedError):
-        local.greet(forged, time.monotonic() + 5)
-
-
 def test_what_is_made_for_a_join_needs_its_token(cluster: Cluster, identities: Identities) -> None:
     """Without it a member would get what a client without identity gets: the keys of segments."""
     cluster.start()
@@ -208,37 +188,6 @@ def test_the_lanes_socket_of_another_user_is_not_believed(
         assert lane._is_trusted(ours)
         monkeypatch.setattr(os, "geteuid", lambda: 4711)
         assert lane._is_trusted(ours) == (os.getuid() == 0), "root's is"
-
-
-def test_a_put_belongs_to_the_client_that_began_it(
-    cluster: Cluster, identities: Identities
-) -> None:
-    """Both may write in the namespace; tokens are counters, so one guesses those of the other."""
-    cluster.start()
-    writer, thief = (
-        cluster.client(auth=engine(identities, name), namespace=OURS) for name in ("w", "t")
-    )
-    deadline = uptime() + 10
-    begun = writer._stub.call(
-        calls.PutStart(Namespace(OURS), [Key(b"k")], [10], None, True, 1, False, 0, ""), deadline
-    )
-    assert isinstance(begun, calls.Grants)
-    for ending in (
-        calls.PutEnd(begun.epoch, begun.tokens),
-        calls.PutRevoke(begun.epoch, begun.tokens, True),
-        calls.Renew(Namespace(OURS), [], [], [], begun.epoch, begun.tokens, [], []),
-        calls.Commit(begun.epoch, begun.tokens[0], Namespace(OURS), Key(b"x"), None, 10, False),
-    ):
-        with pytest.raises(PermissionDeniedError, match="a put of another client"):
-            thief._stub.call(ending, deadline)
-    ended = writer._stub.call(calls.PutRevoke(begun.epoch, begun.tokens, True), deadline)
-    assert ended == calls.Revoked(1)
-
-
-def _altered(joined: Joined) -> Joined:
-    token = bytearray(joined.lane_token)
-    token[20] ^= 1
-    return joined._replace(lane_token=bytes(token))
 
 
 # --- changes while all runs ----------------------------------------------------------------------
