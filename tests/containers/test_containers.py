@@ -1,4 +1,4 @@
-"""What containers bring: little /dev/shm, a limit of memory, users, networks with rules."""
+"""What containers bring: little /dev/shm of their own, and a limit of memory."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ with Client(master) as client:
 SIZE = 100_000
 
 
-def put(at: Container, master: str, key: str, user: str = "0") -> dict[str, object]:
-    return dict(at.python(PUT, master, key, str(SIZE), user=user))
+def put(at: Container, master: str, key: str) -> dict[str, object]:
+    return dict(at.python(PUT, master, key, str(SIZE)))
 
 
-def get(at: Container, master: str, key: str, user: str = "0") -> list[str]:
+def get(at: Container, master: str, key: str) -> list[str]:
     """By which transports the right bytes came."""
-    found = at.python(GET, master, key, str(SIZE), user=user)
+    found = at.python(GET, master, key, str(SIZE))
     assert found["right"]
     return list(found["by"])
 

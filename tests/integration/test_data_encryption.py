@@ -1,4 +1,4 @@
-"""A store whose nodes encrypt their data ports: what travels, what breaks, what is replaced."""
+"""A store whose nodes encrypt their data ports: what travels, and who demands it."""
 
 from __future__ import annotations
 

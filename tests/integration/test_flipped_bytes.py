@@ -1,7 +1,7 @@
 """Bytes of a segment that change on their own: never returned, counted, logged, and got rid of.
 
-The test maps the segment of a real node and flips bits of it: of headers, of payloads, of the
-superblock. Whatever is hit, a get returns what was put or a miss, by every way that a value takes.
+The test maps the segment of a real node and flips bits of headers and payloads. Whatever is hit,
+a get returns what was put or a miss, by every way that a value takes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Who may read and write over HTTP: real masters, from loopback and from elsewhere, with a token,
-forged by pages of other sites, and over TLS."""
+"""Who may read and write over HTTP: real masters, from loopback and from elsewhere, with a token
+and over TLS."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Every command in the hands of somebody in a hurry: no terminal, a closed pipe, a narrow terminal,
-a full disk, a folder full of traps. ``ROWS`` has a row for every command."""
+a full disk. ``ROWS`` has a row for every command."""
 
 from __future__ import annotations
 
