@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from kvstore.limits import BATCH_KEYS_MAX, FRAME_BYTES_MAX, REQUEST_BYTES_MAX, K
 from kvstore.master import grpc_server, lane
 from kvstore.master.lane import LaneSettings
 from kvstore.process.stopping import Stop
-from kvstore.wire.frames import CALL, ERROR, REPLY, frame
+from kvstore.wire.frames import CALL, ERROR, REPLY, TOKEN_BYTES_MAX, frame
 from kvstore.wire.messages import CALLS, encode_request
 from kvstore.wire.node_messages import SESSION_PATH
 from kvstore.wire.status import decode_error
@@ -132,6 +133,22 @@ def test_the_master_learns_which_client_calls(server: Server, caller: Caller) ->
     assert joined == "", "a client that has not joined is not known"
     address = "local" if server.service._unix else "127.0.0.1"
     assert others == [f"test {address}"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("prefill-" + "x" * 50 + "-4711", "prefill-" + "x" * 14 + "…" + "x" * 17 + "-4711"),
+        ("模" * 80, "模" * 7 + "…" + "模" * 7),
+    ],
+    ids=["long", "wide"],
+)
+def test_a_client_is_known_by_its_name_in_a_token(server: Server, name: str, known: str) -> None:
+    with contextlib.closing(Caller(server.address, name=name)) as caller:
+        caller.call(EXISTS)
+        joined = caller.stub.join(uptime() + 10)
+    assert server.service.callers[-1].rpartition(" ")[0] == known
+    assert len(joined.lane_token) <= TOKEN_BYTES_MAX
 
 
 def test_what_the_master_refuses_arrives_typed(caller: Caller) -> None:
@@ -295,6 +312,30 @@ def test_a_stopped_call_ends_and_is_cancelled_at_the_master(server: Server) -> N
         assert caller.call(EXISTS) == EXISTING
 
 
+@pytest.fixture(params=["refused", "silent"])
+def dead_port(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A port where nobody listens, or where connections are taken and nobody speaks."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        if request.param == "refused":
+            sock.close()
+        yield port
+
+
+@pytest.mark.parametrize("kind", CALLERS)
+def test_a_blocked_lane_costs_one_warning(
+    kind: str, dead_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = ScriptedService(unix=False)
+    service.lane_port = dead_port
+    with Server(service) as server, contextlib.closing(CALLERS[kind](server.address)) as caller:
+        for _ in range(3):
+            assert caller.call(EXISTS, timeout_s=1.0) == EXISTING
+    warnings = [r.getMessage() for r in caplog.records if r.name == "kvstore.client"]
+    assert len(warnings) == 1
+    assert f":{dead_port}" in warnings[0]
+
+
 # --- a process that stops ----------------------------------------------------------------------
 
 STOPPABLE = """
@@ -357,8 +398,9 @@ def call_frame(call_id: int, request: Any = EXISTS) -> bytes:
         (b"\xff", b"", "protocol"),
         (b"x" * 256, b"", "protocol"),
         (b"", struct.pack("<I", 2**32 - 1), "protocol"),
+        (b"", frame(2, REPLY, b"", b""), "protocol"),
     ],
-    ids=["4 GiB", "no hello", "wrong token", "no name", "long name", "4 GiB after the hello"],
+    ids=["4 GiB", "no hello", "wrong token", "no name", "long name", "later 4 GiB", "no call"],
 )
 def test_who_breaks_the_rules_is_refused_at_once(
     lane_server: Server, token: bytes | None, sent: bytes, code: str
@@ -498,6 +540,18 @@ def test_of_the_clients_that_do_not_read_the_first_is_cut(monkeypatch: pytest.Mo
 def still_serves_with(server: Server, service: ScriptedService) -> None:
     service.answers[calls.Exists] = EXISTING
     still_serves(server)
+
+
+def test_a_client_that_reads_late_gets_everything() -> None:
+    service = ScriptedService()
+    service.answers[calls.Exists] = calls.Existing(bytes(1 << 20))
+    with Server(service) as server:
+        token = server.endpoints.lane_token
+        with RawLane(server.endpoints, token=token) as raw:
+            assert raw.next() is not None
+            raw.sock.sendall(b"".join(call_frame(i) for i in range(1, 41)))
+            answers = [raw.next() for _ in range(40)]
+            assert [answer[0] for answer in answers if answer is not None] == list(range(1, 41))
 
 
 def test_too_many_connections_are_told_so() -> None:

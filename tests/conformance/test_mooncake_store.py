@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from bench import mooncake
 from kvstore.connectors.mooncake import (
     ExistOptions,
     MooncakeDistributedStore,
+    MooncakeHostMemAllocator,
 )
 from kvstore.connectors.mooncake.names import Code, code_of
 from kvstore.connectors.mooncake.sessions import PutSessions
@@ -292,6 +294,14 @@ def test_memory_that_is_given_twice(ours: Place) -> None:
     assert store.batch_get_session_end(["a", "b"]) == 0
     assert store.batch_get_into(["a", "b"], [start, start + 100], [100, 100]) == [100, 100]
     assert ours.bytes_at(0, 200) == b"a" * 100 + b"b" * 100
+
+
+def test_buffers_that_are_more_than_bytes(ours: Place) -> None:
+    masked: Any = np.ma.masked_array
+    for value in (masked([1.0, 2.0], mask=[True, False]), np.array([None]), np.array([None]).data):
+        assert ours.store.put("p", value) == INVALID
+        assert ours.store.put_parts("p", b"head", value) == INVALID
+    assert ours.store.is_exist("p") == 0
 
 
 def test_get_sessions(place: Place) -> None:
@@ -587,6 +597,17 @@ def test_memory_that_is_not_registered_is_refused(ours: Place) -> None:
     assert ours.store.register_buffer(16, 10) == INVALID  # Mooncake's takes it, and crashes later
 
 
+def test_a_shape_of_negative_lengths_is_no_tensor(ours: Place) -> None:
+    """Although their product is right."""
+    torch = pytest.importorskip("torch")
+    assert ours.store.put_tensor("shape", torch.ones(2, 3)) == 0
+    data = bytearray(ours.store.get("shape"))
+    assert struct.unpack_from("<2q", data, 40) == (2, 3)
+    struct.pack_into("<2q", data, 40, -2, -3)
+    assert ours.store.put("negative", data) == 0
+    assert ours.store.get_tensor("negative") is None
+
+
 def test_no_bytes_are_a_value(ours: Place) -> None:
     assert ours.store.put("empty", b"") == 0
     assert (ours.store.is_exist("empty"), ours.store.get_size("empty")) == (1, 0)
@@ -602,6 +623,15 @@ def test_what_is_leased_is_removed_at_once(ours: Place) -> None:
     assert store.remove("a") == 0
     assert store.batch_replica_clear(["a", "b"]) == ["b"]
     assert store.batch_is_exist(["a", "b"]) == [0, 0]
+
+
+def test_replicas_are_cleared_by_node(ours: Place) -> None:
+    store = ours.store
+    assert store.put("a", b"1") == 0
+    [replica] = store.get_replica_desc("a")
+    node = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
+    assert store.batch_replica_clear(["a"], "another node") == []
+    assert store.batch_replica_clear(["a"], node) == ["a"]
 
 
 def test_a_full_pool_stores_what_fits(ours: Place) -> None:
@@ -703,6 +733,20 @@ def test_the_last_complete_candidate(
     for key in "abc":
         assert ours.store.put(key, b"x") == 0
     assert ours.store.batch_probe_key(keys, "LastHitOnly", size) == mask
+
+
+def test_wrong_candidates_are_refused(ours: Place) -> None:
+    for size in (0, 3):
+        with pytest.raises(ValueError, match="candidates"):
+            ours.store.batch_probe_key(["a", "b"], "LastHitOnly", size)
+    with pytest.raises(ValueError, match="policy"):
+        ours.store.batch_probe_key(["a"], "unknown")
+    with pytest.raises(TypeError):
+        ours.store.batch_probe_key(["a"], "LastHitOnly", -1)
+    store = MooncakeDistributedStore()
+    for policy in ("none", "LastHitOnly"):
+        assert store.batch_probe_key(["a", "b"], policy, 2) == [-1, -1]
+    assert store.probe_key("a") == -1
 
 
 def test_ranges_of_a_snapshot(ours: Place) -> None:
@@ -811,6 +855,15 @@ def test_sessions_are_bounded() -> None:
 )  # fmt: skip
 def test_each_error_has_the_code_of_mooncake(error: type[KVStoreError], code: int) -> None:
     assert code_of(error("said")) == code
+
+
+def test_allocator() -> None:
+    allocator = MooncakeHostMemAllocator()
+    address = allocator.alloc(MIB)
+    assert address
+    assert allocator.free(address) == 0
+    assert allocator.free(address) == INVALID
+    assert allocator.alloc(0) == 0
 
 
 # --- with authentication required ----------------------------------------------------------------

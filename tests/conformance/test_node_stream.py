@@ -67,6 +67,16 @@ def scripted(server: Server, *messages: MasterMessage | Exception) -> None:
     server.service.script = script
 
 
+def test_nobody_answers() -> None:
+    async def session(address: str) -> None:
+        async with asyncio.timeout(10), NodeStream(address) as stream:
+            with pytest.raises(MasterUnreachableError, match="no master answers"):
+                await stream.connect(0.2)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # and says nothing
+        asyncio.run(session(f"127.0.0.1:{listening.getsockname()[1]}"))
+
+
 def test_messages_go_both_ways(server: Server) -> None:
     async def scenario(stream: NodeStream) -> None:
         await stream.connect(5)

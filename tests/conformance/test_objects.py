@@ -30,7 +30,9 @@ from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import (
     DeadlineExceededError,
+    InvalidRangeError,
     NodeUnreachableError,
+    PermissionDeniedError,
     SegmentGoneError,
     UnavailableError,
 )
@@ -383,6 +385,23 @@ def test_of_another_object_nothing_is_written(shared_peer: Peer, way: Way, verif
     assert transfer.outcomes == [STALE, b"descriptor"] * 4 + [STALE]
     for index, (target, value) in enumerate(zip(targets, some, strict=True)):
         assert target == (value if index % 2 else bytes(len(value))), index
+
+
+@by(EVERY)
+def test_bad_ranges_and_strangers(shared_peer: Peer, way: Way) -> None:
+    segment = shared_peer.info
+    for start in (0, 4095, segment.size - HEADER_BYTES - 99):
+        with pytest.raises(InvalidRangeError):
+            way.carry(writes(segment, values([100]), start=start))
+        with pytest.raises(InvalidRangeError):
+            way.carry(reads(segment, [100], start=start)[0])
+    if way.transport.name == "tcp":
+        with pytest.raises(PermissionDeniedError):
+            way.carry(reads(segment._replace(token=bytes(16)), [100])[0])
+        larger = segment._replace(size=2 * segment.size)
+        with pytest.raises(InvalidRangeError):  # the node knows better
+            way.carry(reads(larger, [100], start=segment.size)[0])
+    way.carry(writes(segment, values([100])))
 
 
 @by(EVERY)

@@ -499,6 +499,13 @@ def test_nobody_there(shared_peer: Peer, transport: Transport) -> None:
         assert caught.value.fields["settled"] == 1
 
 
+@pytest.mark.parametrize("address", ["", "127.0.0.1:99999"])
+def test_an_address_that_is_none(shared_peer: Peer, tcp: TcpTransport, address: str) -> None:
+    info = shared_peer.info._replace(address=address)
+    with pytest.raises(NodeUnreachableError):
+        tcp.read(info, [Move(MIB, empty(16))], soon())
+
+
 def test_another_segment_there(shared_peer: Peer, tcp: TcpTransport) -> None:
     info = shared_peer.info._replace(uuid=bytes(16))
     with pytest.raises(SegmentGoneError):
@@ -542,6 +549,19 @@ def test_a_server_that_restarts_between_calls_is_not_noticed(peer: Peer, tcp: Tc
     for verb in (tcp.write, tcp.read, tcp.read):
         verb(peer.info, [Move(MIB, noise(16))], soon())
         assert peer.ask("restart") == peer.info
+
+
+def test_a_call_waits_for_a_connection_no_longer_than_its_deadline(shared_peer: Peer) -> None:
+    transport = TcpTransport(connections_max=1)
+
+    def second() -> None:
+        with pytest.raises(DeadlineExceededError) as caught:
+            transport.read(shared_peer.info, [Move(MIB, empty(16))], soon(0.05))
+        assert caught.value.fields["settled"] == 1
+
+    transport.read(shared_peer.info, [Move(MIB, empty(2 * MIB), At(second))], soon())
+    transport.read(shared_peer.info, [Move(MIB, empty(16))], soon())
+    transport.close()
 
 
 def test_closing_ends_a_call_under_way(shared_peer: Peer, transport: Transport) -> None:
