@@ -17,7 +17,7 @@ from kvstore._version import __version__
 from kvstore.config import ProxyConfig
 from kvstore.errors import AddressInUseError, StartupError
 from kvstore.network.addresses import join_address, shown_place
-from kvstore.network.waits import Waits
+from kvstore.network.limiter import Limiter
 from kvstore.process import background
 from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.watched_files import watching
@@ -128,9 +128,8 @@ async def _parts(
         )
         stack.push_async_callback(lookup.close)
         lookup.start()
-    parts = ProxyParts(
-        config, instances, engines, numbers, lookup, salts_by(config), Waits(bodies_max)
-    )
+    bodies = Limiter[asyncio.Timeout]("arriving bodies", bodies_max)
+    parts = ProxyParts(config, instances, engines, numbers, lookup, salts_by(config), bodies)
     parts.idle.set()
     return parts
 

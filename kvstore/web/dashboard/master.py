@@ -10,13 +10,13 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kvstore.auth.acting import acting_for, check_acting
-from kvstore.auth.shares import Shares
 from kvstore.calls import ClusterStatus
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.fleet import Record
 from kvstore.metrics import exposition
+from kvstore.network.limiter import Limiter
 from kvstore.process import logs
 from kvstore.process.background import start_task
 from kvstore.process.watched_files import refused_files
@@ -113,13 +113,13 @@ class ParentMaster:
         channel: ChildEnd,
         scheme: str,
         auth: str = "",
-        shares: Shares | None = None,
+        requests: Limiter[object] | None = None,
         demands_encryption: bool = False,
     ) -> None:
         """
         Args:
             scheme: of the port of this process: http or https.
-            shares: those of the port of this process; None: it has none.
+            requests: that of the port of this process; None: it has none.
             demands_encryption: of clients of ``connect``, as ``data_encryption`` of a client.
         """
         self.address = address
@@ -128,7 +128,7 @@ class ParentMaster:
         self._auth = auth
         self._pid = pid
         self._scheme = scheme
-        self._shares = shares
+        self._requests = requests
         self._data_encryption: Final = "tls" if demands_encryption else "off"
         self._channel = channel
         self._lives = start_task("lives", channel.ask_forever("role", ANSWER_S))
@@ -197,8 +197,8 @@ class ParentMaster:
             name: own + measured["counters"].get(name, 0) for name, own in logs.counters().items()
         }
         refused = measured["shares_refused"]
-        if self._shares is not None:
-            refused = refused | {self._shares.door: self._shares.refused()}
+        if self._requests is not None:
+            refused = refused | {self._requests.name: self._requests.refusals()}
         files = measured["files_refused"]
         files = files | {name: own | files.get(name, 0) for name, own in refused_files().items()}
         measured = measured | {
