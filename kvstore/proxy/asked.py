@@ -59,6 +59,7 @@ class ProxyParts:
     salts: Salts | None
     bodies: Limiter[asyncio.Timeout]
     """Bodies of requests that are arriving."""
+    inflight_max: int
     in_flight: int = 0
     """Requests whose body has arrived. Only these take a slot."""
     under_way: int = 0

@@ -115,7 +115,7 @@ async def _take(
         raise not_taken(408, message, "timeout") from None
     except InvalidArgumentError as error:
         raise not_taken(400, str(error), "invalid_request_error") from None
-    if parts.in_flight >= INFLIGHT_MAX:
+    if parts.in_flight >= parts.inflight_max:
         raise not_taken(503, "too many requests at once", "overloaded")
     if salts is not None and caller is not None:
         body = salts.salted(caller, body)
