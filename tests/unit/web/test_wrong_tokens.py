@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,108 +23,57 @@ from kvstore.web.server.access import (
 
 TOKEN = "0123456789abcdef-secret"
 GUESSER, OTHER = "10.0.0.9", "10.0.0.10"
+WRONG = "Bearer wrong"
 
 
-class Port:
-    """A port with a token, and a clock that stands still."""
+def test_after_some_wrong_tokens_the_next_ones_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 1_000.0
+    monkeypatch.setattr(access, "uptime", lambda: now)
+    monkeypatch.setattr(access, "DELAY_S", 3_600.0)  # a delayed answer does not come by itself
+    caplog.set_level(logging.WARNING)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 1_000.0
-        monkeypatch.setattr(access, "uptime", lambda: self.now)
-        monkeypatch.setattr(access, "DELAY_S", 3_600.0)  # a delayed answer does not come by itself
+    async def done(_: web.Request) -> web.Response:
+        return web.Response(status=204)
 
-        async def done(_: web.Request) -> web.Response:
-            return web.Response(status=204)
+    handler = Access(Hosts([]), token=TOKEN).trusted(done)
 
-        self._handler = Access(Hosts([]), token=TOKEN).trusted(done)
-
-    async def ask(self, peer: str, authorization: str | None) -> int:
+    async def ask(peer: str, authorization: str | None) -> int:
         transport = mock.Mock()
         transport.get_extra_info = lambda name: (peer, 1) if name == "peername" else None
         headers = CIMultiDict({"Host": "127.0.0.1"})
         if authorization is not None:
             headers["Authorization"] = authorization
-        return (
-            await self._handler(make_mocked_request("PUT", "/", headers, transport=transport))
-        ).status
+        return (await handler(make_mocked_request("PUT", "/", headers, transport=transport))).status
 
-    async def guess(self, peer: str = GUESSER) -> int:
-        return await self.ask(peer, "Bearer wrong")
-
-    async def waits(self, asking: Coroutine[Any, Any, int]) -> bool:
-        """Whether the answer does not come at once."""
-        task = asyncio.ensure_future(asking)
-        for _ in range(5):
-            await asyncio.sleep(0)
-        waits = not task.done()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        return waits
-
-    async def is_noticed(self) -> None:
-        """As many wrong tokens as are answered at once."""
-        for _ in range(WRONG_TOKENS_FREE):
-            assert not await self.waits(self.guess())
-
-
-@pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Port:
-    return Port(monkeypatch)
-
-
-def test_after_some_wrong_tokens_the_next_ones_wait(
-    port: Port, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def scenario() -> None:
-        await port.is_noticed()
-        for _ in range(3):
-            assert await port.waits(port.guess())
-        # Neither the right token, nor no token at all, nor others.
-        assert await port.ask(GUESSER, f"Bearer {TOKEN}") == 204
-        assert await port.ask(GUESSER, None) == 401
-        assert await port.guess(OTHER) == 401
-        assert await port.waits(port.ask(GUESSER, "Basic eDp5"))
-
-    caplog.set_level(logging.WARNING)
-    asyncio.run(scenario())
-    said = [each.message for each in caplog.records if "wrong_tokens" in each.message]
-    assert said == [f"wrong_tokens peer={GUESSER}: answers to it are delayed"] * 4
-    assert TOKEN not in caplog.text
-
-
-def test_a_delayed_answer_comes(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario() -> None:
-        await port.is_noticed()
-        monkeypatch.setattr(access, "DELAY_S", 0.01)
-        assert await port.guess() == 401
-
-    asyncio.run(scenario())
-
-
-def test_wrong_tokens_are_forgotten(port: Port) -> None:
-    async def scenario() -> None:
-        await port.is_noticed()
-        assert await port.waits(port.guess())
-        port.now += WRONG_TOKENS_S + 1
-        await port.is_noticed()
-        assert await port.waits(port.guess())
-
-    asyncio.run(scenario())
-
-
-def test_no_more_than_some_answers_wait(port: Port) -> None:
-    async def scenario() -> None:
-        await port.is_noticed()
-        asked = [asyncio.ensure_future(port.guess()) for _ in range(DELAYED_MAX + 3)]
+    async def guesses(count: int) -> list[asyncio.Task[int]]:
+        tasks = [asyncio.create_task(ask(GUESSER, WRONG)) for _ in range(count)]
         for _ in range(10):
             await asyncio.sleep(0)
-        assert [each.done() for each in asked] == [True] * 3 + [False] * DELAYED_MAX
-        assert {await each for each in asked[:3]} == {401}
-        for each in asked:
+        return tasks
+
+    async def scenario() -> None:
+        nonlocal now
+        for _ in range(2):
+            answers = await guesses(WRONG_TOKENS_FREE + 3)
+            assert [each.done() for each in answers[-4:]] == [True, False, False, False]
+            # Neither the right token, nor no token at all, nor others.
+            assert await ask(GUESSER, f"Bearer {TOKEN}") == 204
+            assert await ask(GUESSER, None) == 401
+            assert await ask(OTHER, WRONG) == 401
+            later = await guesses(DELAYED_MAX)  # the longest wait ends for one more
+            assert {await each for each in answers} == {401}
+            assert not any(each.done() for each in later)
+            now += WRONG_TOKENS_S
+        monkeypatch.setattr(access, "DELAY_S", 0.01)
+        assert {await each for each in await guesses(WRONG_TOKENS_FREE + 1)} == {401}
+        for each in later:
             each.cancel()
-        await asyncio.gather(*asked, return_exceptions=True)
 
     asyncio.run(scenario())
+    assert f"wrong_tokens peer={GUESSER}: answers to it are delayed" in caplog.text
+    assert TOKEN not in caplog.text
 
 
 @pytest.mark.parametrize(
