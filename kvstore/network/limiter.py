@@ -53,7 +53,7 @@ class Limiter(Generic[SlotT]):
         self._held: dict[str, int] = {}
         """Kept slots of each identity."""
         self._refused: Counter[str] = Counter()
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()  # ``on_preempted`` may release
 
     def __iter__(self) -> Iterator[SlotT]:
         """The slots in use at the time of the call."""
@@ -73,14 +73,11 @@ class Limiter(Generic[SlotT]):
         with self._changing:
             if slot in self._waiting:
                 return
-            if may_wait := self._free > 0:
-                preempted = self._preempt(weight)
-                self._waiting[slot] = weight, on_preempted
-                self._weight += weight
-        if not may_wait:
-            raise self._refusal("")
-        for callback in preempted:
-            callback()
+            if self._free <= 0:
+                raise self._refusal("")
+            self._preempt(weight)
+            self._waiting[slot] = weight, on_preempted
+            self._weight += weight
 
     def keep(self, slot: SlotT, identity: str = "") -> None:
         """Makes a wait a kept slot.
@@ -88,11 +85,17 @@ class Limiter(Generic[SlotT]):
         Raises:
             BusyError: the identity has reached its limit, or the wait was preempted.
         """
-        self._keep(slot, identity, has_waited=True)
+        with self._changing:
+            if slot not in self._waiting:
+                raise BusyError(f"{self.name}: the slot was given to another peer")
+            self._keep(slot, identity)
+            self._end_wait(slot)
 
     def acquire(self, slot: SlotT, identity: str = "") -> None:
         """Takes a slot, and keeps it. Raises BusyError: the identity has reached its limit."""
-        self._keep(slot, identity, has_waited=False)
+        with self._changing:
+            self._keep(slot, identity)
+            self._preempt(0)
 
     def release(self, slot: SlotT) -> None:
         """Idempotent."""
@@ -140,47 +143,33 @@ class Limiter(Generic[SlotT]):
     def _free(self) -> int:
         return self._size - len(self._kept)
 
-    def _keep(self, slot: SlotT, identity: str, *, has_waited: bool) -> None:
-        with self._changing:
-            held = self._held.get(identity, 0)
-            may_keep = self._free > (held if identity else 0)
-            if has_waited and slot not in self._waiting:
-                may_keep = False
-            if may_keep:
-                if has_waited:
-                    self._end_wait(slot)
-                preempted = self._preempt(1)
-                self._kept[slot] = identity
-                self._held[identity] = held + 1
-        if not may_keep:
+    def _keep(self, slot: SlotT, identity: str) -> None:
+        held = self._held.get(identity, 0)
+        if self._free <= (held if identity else 0):
             raise self._refusal(identity)
-        for callback in preempted:
-            callback()
+        self._kept[slot] = identity
+        self._held[identity] = held + 1
 
     def _end_wait(self, slot: SlotT) -> Callable[[], object]:
         weight, on_preempted = self._waiting.pop(slot)
         self._weight -= weight
         return on_preempted
 
-    def _preempt(self, weight: int) -> list[Callable[[], object]]:
-        """Ends waits until there is space for ``weight``. Returns what to call."""
-        callbacks = []
+    def _preempt(self, weight: int) -> None:
+        """Ends waits until there is space for ``weight``."""
         while self._waiting and self._weight + weight > self._free:
-            callbacks.append(self._end_wait(next(iter(self._waiting))))
-        return callbacks
+            self._end_wait(next(iter(self._waiting)))()
 
     def _refusal(self, identity: str) -> BusyError:
         if not identity:
             return BusyError(f"{self.name}: {self._size} slots are in use, the limit")
-        with self._changing:
-            held, free = self._held.get(identity, 0), self._free
-            is_named = identity in self._refused or len(self._refused) < NAMED_MAX
-            named = identity if is_named else OTHERS
-            self._refused[named] += 1
-            count = self._refused[named]
+        held, free = self._held.get(identity, 0), self._free
+        is_named = identity in self._refused or len(self._refused) < NAMED_MAX
+        named = identity if is_named else OTHERS
+        self._refused[named] += 1
         log.warning(
             "share_refused door=%s identity=%s held=%d free=%d count=%d",
-            self.name, name_text(identity), held, free, count,
+            self.name, name_text(identity), held, free, self._refused[named],
         )  # fmt: skip
         return BusyError(
             f"{self.name}: identity {identity} has reached its limit: {held} of {self._size} slots "

@@ -55,6 +55,7 @@ def test_after_some_wrong_tokens_the_next_ones_wait(
 
     async def scenario() -> None:
         nonlocal now
+        later: list[asyncio.Task[int]] = []
         for _ in range(2):
             answers = await guesses(WRONG_TOKENS_FREE + 3)
             assert [each.done() for each in answers[-4:]] == [True, False, False, False]
