@@ -117,11 +117,10 @@ class LaneServer:
         """TCP port; 0: not bound."""
         self.unix = ""
         """Name in the abstract namespace; empty: none."""
-        self.connections: set[_LaneClient] = set()
         self.gate = gate
         self.turns = turns
-        self.limiter = Limiter[_LaneClient]("lane", self.settings.connections_max)
-        """Connections that have sent no good HELLO so far wait."""
+        self.connections = Limiter[_LaneClient]("lane", self.settings.connections_max)
+        """Those that have sent no good HELLO so far wait."""
         self.arriving = Limiter[_LaneClient]("arriving frames", ARRIVING_BYTES_MAX)
         self.unread = Limiter[_LaneClient]("unread replies", UNREAD_BYTES_MAX)
         self._dispatcher = dispatcher
@@ -182,7 +181,7 @@ class LaneServer:
 
     def cut(self) -> None:
         """Cuts every connection, and goes on listening."""
-        for connection in list(self.connections):
+        for connection in self.connections:
             connection.cut()
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -259,9 +258,8 @@ class _LaneClient(asyncio.BufferedProtocol):
             peer = transport.get_extra_info("peername")
             self._address = peer[0] if peer else ""  # None: it has gone
         server = self._server
-        server.connections.add(self)
         try:
-            server.limiter.wait(self, self._preempted)
+            server.connections.wait(self, self._preempted)
         except BusyError as error:
             self._refuse(error)
             return
@@ -295,8 +293,7 @@ class _LaneClient(asyncio.BufferedProtocol):
         self._continue()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._server.connections.discard(self)
-        self._server.limiter.release(self)
+        self._server.connections.release(self)
         self._set_timer(0.0, None)
         self._server.arriving.release(self)
         self._server.unread.release(self)
@@ -384,7 +381,7 @@ class _LaneClient(asyncio.BufferedProtocol):
             )
         if caller.identity is not None:
             self._who = caller.identity.name
-        server.limiter.keep(self, self._who)
+        server.connections.keep(self, self._who)
         self._turns = server.turns
         self._caller = caller
         self._greeted = True
@@ -465,7 +462,6 @@ class _LaneClient(asyncio.BufferedProtocol):
         self._timer = None if action is None else self._loop.call_later(after_s, action)
 
     def _preempted(self) -> None:
-        self._server.connections.discard(self)
         self._server.stats.refused += 1
         self.cut()
 

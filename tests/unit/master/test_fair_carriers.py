@@ -147,11 +147,11 @@ def test_one_identity_has_half_of_the_lane_until_it_leaves(tmp_path: Path) -> No
                     sock.close()
                 while any(each._who != "other" for each in lane.server.connections):
                     await asyncio.sleep(0)
-                lane.server.limiter.check_invariants()
+                lane.server.connections.check_invariants()
                 lane.server.cut()
                 while lane.server.connections:
                     await asyncio.sleep(0)
-            assert lane.server.limiter.refusals() == {"flood": 6}
+            assert lane.server.connections.refusals() == {"flood": 6}
             await lane.server.stop()
 
     run(main())
