@@ -1,13 +1,15 @@
-"""The lane with authentication: whose calls come when, and how many one may have."""
+"""The lane and gRPC with authentication: whose calls come when, and how many one may have."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import pytest
 
 from kvstore import calls
 from kvstore.auth.identity import ENGINE, Identity
@@ -15,6 +17,7 @@ from kvstore.config import MasterConfig
 from kvstore.limits import Key, Namespace
 from kvstore.master.carrier_base import Dispatcher
 from kvstore.master.gate import Gate
+from kvstore.master.grpc_server import GrpcServer
 from kvstore.master.lane import FRAMES_PER_TURN, LaneServer, LaneSettings
 from kvstore.master.spin import new_event_loop
 from kvstore.master.state.traffic import Caller
@@ -31,22 +34,48 @@ ONE = frame(1, CALL, CALLS[calls.Exists].wire_name, ASKED)
 
 
 class Slow:
-    """A service each of whose calls takes a slice; remembers who called."""
+    """A service each of whose calls takes a slice, or waits for ever; remembers who called."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.asked: list[str] = []
+        self.waits = False
 
     def call(self, request: calls.Request, caller: Caller | None = None) -> Any:
         assert caller is not None
         self.asked.append(caller.identity.name if caller.identity is not None else "")
         self.now_s += 1.001 * SLICE_S
+        if self.waits:
+            return asyncio.get_running_loop().create_future()
         return calls.Existing(b"\x01")
 
     def node_session(
         self, incoming: AsyncIterator[calls.NodeMessage], who: Identity | None = None
     ) -> AsyncIterator[calls.MasterMessage]:
         raise NotImplementedError
+
+
+class Context:
+    """What gRPC gives to the handler of one call, whose request has arrived."""
+
+    def __init__(self, who: Identity) -> None:
+        self.who = who
+        self.done: list[Callable[[Context], None]] = []
+
+    def add_done_callback(self, done: Callable[[Context], None]) -> None:
+        self.done.append(done)
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    def peer(self) -> str:
+        return "unix:"
+
+    async def read(self) -> bytes:
+        return ASKED
+
+    async def abort(self, code: object, details: str, metadata: object) -> None:
+        raise RuntimeError(details)
 
 
 class Lane:
@@ -112,17 +141,59 @@ def test_one_identity_has_half_of_the_lane_until_it_leaves(tmp_path: Path) -> No
             for _ in range(3):  # what is given back can be had again
                 socks = [lane.connect(FLOOD, 0) for _ in range(6)]
                 answers = [await heard(sock) for sock in socks]
-                assert sum(b"flood holds 4 of 8 places" in each for each in answers) == 2
+                assert sum(b"flood has reached its limit: 4 of 8" in each for each in answers) == 2
                 assert len(await heard(lane.connect(OTHER, 0))) > 0
                 for sock in socks:
                     sock.close()
                 while any(each._who != "other" for each in lane.server.connections):
                     await asyncio.sleep(0)
-                lane.server.shares.check_invariants()
+                lane.server.connections.check_invariants()
                 lane.server.cut()
                 while lane.server.connections:
                     await asyncio.sleep(0)
-            assert lane.server.shares.refused() == {"flood": 6}
+            assert lane.server.connections.refusals() == {"flood": 6}
             await lane.server.stop()
+
+    run(main())
+
+
+def test_calls_by_grpc_wait_for_their_turn_and_have_a_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        service, call = Slow(), CALLS[calls.Exists]
+        turns = Turns(lambda: service.now_s)
+        server = GrpcServer(Dispatcher(service), SECRET, calls_max=8, turns=turns)
+        monkeypatch.setattr(server, "_caller", lambda context, _: Caller(identity=context.who))
+
+        async def answer(who: Identity) -> bytes:
+            context = Context(who)
+            try:
+                return cast(bytes, await server._unary(call)(None, context))
+            finally:
+                for done in context.done:
+                    done(context)
+
+        def ask(who: Identity) -> asyncio.Task[bytes]:
+            return asyncio.create_task(answer(who))
+
+        service.waits = True
+        flood = [ask(FLOOD) for _ in range(6)]
+        while len(service.asked) < 4:
+            await asyncio.sleep(0)
+        refused = [task for task in flood if task.done()]
+        assert [str(task.exception())[:20] for task in refused] == ["grpc: identity flood"] * 2
+        service.waits = False
+        assert len(await ask(OTHER)) > 0
+        for task in flood:
+            task.cancel()
+        await asyncio.wait(flood)
+        server.limiter.check_invariants()
+        service.asked.clear()
+        flood = [ask(FLOOD) for _ in range(4)]
+        other = ask(OTHER)
+        await asyncio.gather(*flood, other)
+        assert service.asked.index("other") <= 2
+        assert server.limiter.refusals() == {"flood": 2}
 
     run(main())
