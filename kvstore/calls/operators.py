@@ -1,5 +1,5 @@
 """What operators ask a master: the state of the cluster, its objects, and draining. Programs that
-copy objects ask for moves (``proto/kvstore/v1/admin.proto``)."""
+copy objects ask for moves."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from kvstore import calls
 from kvstore.calls import fields
 from kvstore.limits import KEY_BYTES_MAX, Key, Namespace
-from kvstore.v1 import node_pb2
-from kvstore.wire.messages import CALLS
+from kvstore.wire.messages import CALLS, message_of
+from kvstore.wire.node_messages import OF_MASTER, OF_NODE
 
 U64 = st.integers(0, 2**64 - 1)
 FLAGS = st.booleans()
@@ -235,24 +235,19 @@ BY_HAND: dict[type, st.SearchStrategy[Any]] = {
 # --- all messages ------------------------------------------------------------------------------
 
 
-def _travels(kind: Any, message: Any, inside: str = "") -> st.SearchStrategy[Any]:
-    return of(kind, message.fields_by_name[inside].message_type if inside else message)
-
-
-_NODE = node_pb2.DESCRIPTOR.message_types_by_name
 REQUESTS: dict[type, st.SearchStrategy[Any]] = {
-    row.request: _travels(row.request, row._message("Request").DESCRIPTOR) for row in CALLS.values()
-}
-REPLIES: dict[type, st.SearchStrategy[Any]] = {
-    row.reply: _travels(row.reply, row._message("Reply").DESCRIPTOR, row.reply_field)
+    row.request: of(row.request, message_of(f"{row.name}Request").DESCRIPTOR)
     for row in CALLS.values()
 }
+REPLIES: dict[type, st.SearchStrategy[Any]] = {
+    row.reply: of(row.reply, message_of(row.reply.__name__).DESCRIPTOR) for row in CALLS.values()
+}
 NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
-    kind: of(kind, _NODE[kind.__name__]) for kind in typing.get_args(calls.NodeMessage)
+    kind: of(kind, message_of(kind.__name__).DESCRIPTOR) for kind in OF_NODE
 }
 MASTER_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
-    kind: of(kind, _NODE[kind.__name__]) for kind in typing.get_args(calls.MasterMessage)
+    kind: of(kind, message_of(kind.__name__).DESCRIPTOR) for kind in OF_MASTER
 }
 MASTER_MESSAGES[calls.MasterWipe] = MASTER_MESSAGES[calls.MasterWipe].map(
-    lambda order: order._replace(lengths=order.epochs if order.lengths else [])
+    lambda order: order._replace(lengths=(order.lengths and order.epochs) or ())
 )
