@@ -131,11 +131,7 @@ def _type(hint: Any, default: object = None) -> str:
 
 def _comment(text: str, indent: str = "") -> Iterator[str]:
     begin = f"{indent}// "
-    yield from textwrap.wrap(_text(text), 100, initial_indent=begin, subsequent_indent=begin)
-
-
-def _text(text: str) -> str:
-    return " ".join(text.split()).replace("``", "`")
+    yield from textwrap.wrap(text, 100, initial_indent=begin, subsequent_indent=begin)
 
 
 def generate(target: Path) -> list[Path]:

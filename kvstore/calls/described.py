@@ -1,4 +1,4 @@
-"""What docstrings say of the fields of classes: for ``proto`` and for the OpenAPI document."""
+"""What a class says of itself: for ``proto``, for JSON and for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -7,21 +7,42 @@ import functools
 import inspect
 import itertools
 import sys
+import typing
 from typing import Any
 
 
 def field_texts(kind: Any) -> dict[str, str]:
-    """The docstrings below the fields of a class, in one line each; "" has that of the class."""
+    """The docstrings of the fields and properties of a class, in one line each; "": its own."""
+
+    def line(text: str) -> str:
+        return " ".join(text.split()).replace("``", "`")
+
     body = _classes(kind.__module__)[kind.__name__]
-    texts = {"": ast.get_docstring(ast.Module(body, [])) or ""}
-    for field, after in itertools.pairwise(body):
+    texts = {"": line(ast.get_docstring(ast.Module(body, [])) or "")}
+    for field, after in itertools.pairwise([*body, ast.Pass()]):
         match field, after:
+            case ast.FunctionDef(name=name), _:
+                texts[name] = line(ast.get_docstring(field) or "")
             case (
-                ast.AnnAssign(target=ast.Name(name)) | ast.Assign(targets=[ast.Name(name)]),
-                (ast.Expr(ast.Constant(str(text)))),
+                (ast.AnnAssign(target=ast.Name(name)) | ast.Assign(targets=[ast.Name(name)])),
+                ast.Expr(ast.Constant(str(text))),
             ):
-                texts[name] = " ".join(text.split())
+                texts[name] = line(text)
     return texts
+
+
+@functools.cache
+def properties(kind: Any) -> tuple[str, ...]:
+    """The names of what a class computes from its fields."""
+    return tuple(name for name, value in vars(kind).items() if isinstance(value, property))
+
+
+def types_of(kind: Any) -> dict[str, Any]:
+    """The types of fields and properties, without the annotations that bound them."""
+    computed = {
+        name: typing.get_type_hints(vars(kind)[name].fget)["return"] for name in properties(kind)
+    }
+    return typing.get_type_hints(kind) | computed
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import Annotated, NamedTuple
 
 from kvstore.calls.fields import Between, NamespaceOrEmpty, Numbers, Rows
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, Key, Namespace
+from kvstore.texts import key_text
 
 
 class Traffic(NamedTuple):
@@ -58,6 +59,11 @@ class MissedKey(NamedTuple):
     evicted: bool = False
     """Whether the key had been evicted before that question. False also if the master does not
     remember: it remembers the first keys of the chains that were evicted last."""
+
+    @property
+    def text(self) -> str:
+        """The key as kvstore ls shows it."""
+        return key_text(self.key)
 
 
 class NamespaceTraffic(NamedTuple):

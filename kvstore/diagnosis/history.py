@@ -62,7 +62,6 @@ class Sample(NamedTuple):
 def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None) -> Sample:
     """``measured``: the master's answer to ``measures``; ``status``: None if it is not known."""
     calls = {name: row for name, row in measured["calls"].items() if name not in UNSEEN}
-    segments = [segment for node in status.nodes for segment in node.segments] if status else []
     return Sample(
         at_ms=at_ms,
         epoch=measured["epoch"],
@@ -74,8 +73,8 @@ def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None
         or [0] * BUCKETS,
         ages_ms=measured["eviction_age_ms"][0],
         late_us=measured["late_us"][0],
-        used=sum(segment.used for segment in segments),
-        size=sum(segment.size for segment in segments),
+        used=status.used if status else 0,
+        size=status.size if status else 0,
         objects=sum(row.objects for row in status.namespaces) if status else 0,
     )
 

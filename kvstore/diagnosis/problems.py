@@ -228,7 +228,7 @@ def _gone(gone: Sequence[GoneNode]) -> Iterator[FoundProblem]:
 def _held(share: float, of: str, why: str) -> Callable[[NodeStatus], str]:
     def condition(node: NodeStatus) -> str:
         held = sum(getattr(each, of) for each in node.segments)
-        is_heavy = held > share * sum(each.size for each in node.segments)
+        is_heavy = held > share * node.size
         return f"{size_text(held)}, {why}" if is_heavy else ""
 
     return condition

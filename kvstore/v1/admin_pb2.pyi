@@ -69,6 +69,8 @@ Global___StatusRequest: _TypeAlias = StatusRequest  # noqa: Y015
 
 @_typing.final
 class SegmentStatus(_message.Message):
+    """Memory of a node, in bytes."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEGMENT_ID_FIELD_NUMBER: _builtins.int
@@ -84,9 +86,11 @@ class SegmentStatus(_message.Message):
     REPORTS_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     size: _builtins.int
+    """Size of a node's segment."""
     used: _builtins.int
-    """Bytes in extents that are not free, including quarantined ones and those pending free."""
+    """Bytes in extents that are not free: objects, grants, quarantine, pending frees."""
     largest_free: _builtins.int
+    """The largest free extent: no larger object fits."""
     shm_name: _builtins.str
     pending: _builtins.int
     """Of the used bytes: those granted to puts under way."""
