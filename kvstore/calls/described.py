@@ -31,7 +31,6 @@ def field_texts(kind: Any) -> dict[str, str]:
     return texts
 
 
-@functools.cache
 def properties(kind: Any) -> tuple[str, ...]:
     """The names of what a class computes from its fields."""
     return tuple(name for name, value in vars(kind).items() if isinstance(value, property))

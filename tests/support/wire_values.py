@@ -235,12 +235,12 @@ BY_HAND: dict[type, st.SearchStrategy[Any]] = {
 # --- all messages ------------------------------------------------------------------------------
 
 
+_ROWS: list[Any] = list(CALLS.values())
 REQUESTS: dict[type, st.SearchStrategy[Any]] = {
-    row.request: of(row.request, message_of(f"{row.name}Request").DESCRIPTOR)
-    for row in CALLS.values()
+    row.request: of(row.request, message_of(f"{row.name}Request").DESCRIPTOR) for row in _ROWS
 }
 REPLIES: dict[type, st.SearchStrategy[Any]] = {
-    row.reply: of(row.reply, message_of(row.reply.__name__).DESCRIPTOR) for row in CALLS.values()
+    row.reply: of(row.reply, message_of(row.reply.__name__).DESCRIPTOR) for row in _ROWS
 }
 NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     kind: of(kind, message_of(kind.__name__).DESCRIPTOR) for kind in OF_NODE
