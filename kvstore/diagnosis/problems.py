@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from kvstore.auth.validity import Validity
 from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
-from kvstore.diagnosis.history import COUNTED, HistoryPoints, added, spread_of
+from kvstore.diagnosis.history import HistoryPoints, added, spread_of
 from kvstore.diagnosis.rows import ADVICE
 from kvstore.diagnosis.why import Evidence, diagnose, parties_of
 from kvstore.fleet import Record
@@ -93,7 +93,7 @@ class _Seen(NamedTuple):
 def of_the_store(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> list[FoundProblem]:
     """The problems that a master that leads sees, the worst first."""
     hour, recent = (
-        _Counted({name: added(points, name) for name in COUNTED}, when)
+        _Counted(added(points), when)
         for points, when in (
             (history.lately(now_ms, HOUR_S), "in the last hour"),
             (history.lately(now_ms, RECENT_S), "in the last 10 min"),

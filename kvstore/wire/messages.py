@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from kvstore import calls
 from kvstore.calls import Reply, Request
 from kvstore.errors import InvalidArgumentError, ProtocolError, UsageError
-from kvstore.v1 import admin_pb2, client_pb2, common_pb2, node_pb2
+from kvstore.v1 import admin_pb2, client_pb2, common_pb2
 from kvstore.wire.codec import decoder, encoder
 from kvstore.wire.packed import UNENCODABLE
 
@@ -63,23 +63,23 @@ class Call(Generic[RequestT, ReplyT]):
 
     @cached_property
     def encode(self) -> Callable[[RequestT], bytes]:
-        return encoder(self.request, message_of(f"{self.name}Request"))
+        return encoder(self.request, _message(f"{self.name}Request"))
 
     @cached_property
     def decode(self) -> Callable[[bytes], RequestT]:
-        return decoder(self.request, message_of(f"{self.name}Request"))
+        return decoder(self.request, _message(f"{self.name}Request"))
 
     @cached_property
     def encode_reply(self) -> Callable[[ReplyT], bytes]:
-        return encoder(self.reply, message_of(self.reply.__name__))
+        return encoder(self.reply, _message(self.reply.__name__))
 
     @cached_property
     def decode_reply(self) -> Callable[[bytes], ReplyT]:
-        return decoder(self.reply, message_of(self.reply.__name__))
+        return decoder(self.reply, _message(self.reply.__name__))
 
 
-def message_of(name: str) -> type[Message]:
-    files = (admin_pb2, client_pb2, common_pb2, node_pb2)
+def _message(name: str) -> type[Message]:
+    files = (admin_pb2, client_pb2, common_pb2)
     return next(cast(type[Message], vars(each)[name]) for each in files if name in vars(each))
 
 
