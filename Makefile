@@ -148,7 +148,7 @@ bench-vllm-miss: $(VENV)/.vllm ## Measure what the store costs prompts that nobo
 bench-serving: $(VENV)/.vllm $(VENV)/.bench ## Measure pairs of vLLM engines by `vllm bench serve`, into docs/benchmarks
 	$(BIN)/python -m bench.serving --out docs/benchmarks $(ARGS)
 
-proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
+proto: $(VENV)/.dev ## Generate kvstore/v1 from kvstore/calls and proto/
 	$(BIN)/python proto/generate.py
 
 reference: $(VENV)/.dev ## Write the tables of docs that the code owns, and the alerts
