@@ -156,6 +156,15 @@ def test_what_the_master_refuses_arrives_typed(caller: Caller) -> None:
         caller.call(calls.Exists(Namespace(""), KEYS))
 
 
+def test_an_error_may_wait(server: Server, caller: Caller) -> None:
+    service = server.service
+    service.answers[calls.PutStart] = service.wait
+    releasing = server.when_waiting(lambda: server.release(NoSpaceError("still full")))
+    with pytest.raises(NoSpaceError):
+        caller.call(PUT_START)
+    releasing.join()
+
+
 def test_replies_may_come_in_any_order(server: Server, caller: Caller) -> None:
     """Waiting calls hold up no others, and each caller gets its own reply."""
     service = server.service

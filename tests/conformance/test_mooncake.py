@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +16,10 @@ import pytest
 from kvstore.clocks import uptime
 from kvstore.config import P2P
 from kvstore.errors import (
+    BusyError,
     DeadlineExceededError,
     MemoryQuarantinedError,
+    NodeUnreachableError,
 )
 from kvstore.memory.raw import address_of
 from kvstore.transport.base import Move
@@ -25,7 +28,7 @@ from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
 from kvstore.transport.mooncake.station import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from tests.conformance.peer import Peer
-from tests.conformance.test_transports import empty, noise, soon
+from tests.conformance.test_transports import At, empty, noise, soon
 from tests.support.metadata_servers import metadata_server
 from tests.support.processes import run_python
 from tests.support.programs import need_engine
@@ -90,6 +93,27 @@ assert read == written
 mover.close()
 print("met")
 """
+
+
+def test_an_engine_that_cannot_be_reached_is_left_to_tcp_for_a_while(
+    peer: Peer, mover: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its port is closed, and the node answers on the other."""
+    monkeypatch.setattr(transport, "UNREACHED_S", 2.0)
+    info = peer.info
+    assert info.engine is not None
+    closed = info._replace(engine=info.engine._replace(name="127.0.0.1:9"))
+    assert mover.reaches(closed)
+    with pytest.raises(NodeUnreachableError, match="which answers") as caught:
+        mover.read(closed, [Move(MIB, empty(16))], soon())
+    assert caught.value.fields["settled"] == 1
+    assert not mover.reaches(closed)
+    assert mover.reaches(info), "others are"
+    mover.read(info, [Move(MIB, empty(16))], soon())
+    deadline = soon(10)
+    while not mover.reaches(closed):
+        assert uptime() < deadline
+        time.sleep(0.01)
 
 
 # --- fencing --------------------------------------------------------------------------------------
@@ -237,6 +261,24 @@ def test_a_read_that_was_given_up_keeps_its_memory_in_quarantine(
     assert read == before
     mover.read(peer.info, [Move(MIB, inside)], soon())
     assert inside == elsewhere
+
+
+def test_too_many_that_were_given_up_are_refused(
+    peer: Peer, mover: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each keeps its buffer until its end: so there is a bound."""
+    monkeypatch.setattr(transport, "RETIRED_MAX", 1)
+    other = Peer(f"other-{os.getpid()}", SEGMENT_BYTES, engine=P2P)
+    try:
+        moves = [Move(MIB, empty(48 * MIB), At(peer.stop))]
+        with pytest.raises(DeadlineExceededError):
+            mover.read(peer.info, moves, uptime() + 1)
+        with pytest.raises(BusyError):
+            mover.read(other.info, [Move(MIB, empty(16))], soon())
+        mover._retired[0].ended.wait(10)  # its time-out
+        mover.read(other.info, [Move(MIB, empty(16))], soon())
+    finally:
+        other.close()
 
 
 # --- threads --------------------------------------------------------------------------------------
