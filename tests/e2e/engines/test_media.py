@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
 from tests.e2e.engines.engine import transfer_config
-from tests.e2e.engines.test_identity import WHOLE, objects
+from tests.e2e.engines.test_engine import WHOLE
+from tests.e2e.engines.test_identity import objects
 from tests.support.cluster import Cluster
 
 ASK = f"""

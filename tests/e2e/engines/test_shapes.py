@@ -40,7 +40,7 @@ def pair(
     request: pytest.FixtureRequest, preloaded: Preloaded, llama: Path, shared: Cluster
 ) -> Iterator[Pair]:
     """Of one rank and of two; or of small blocks, without a setting, and of large ones."""
-    shards = {"tp_shards": 2} if request.param == "ranks" else {}
+    shards: dict[str, Any] = {"tp_shards": 2} if request.param == "ranks" else {}
     cut = shards or {"block_tokens": SMALL}
     more: dict[str, Any] = {"tensor_parallel_size": 2, "environ": THREADS} if shards else {}
     size = SMALL if shards else LARGE
