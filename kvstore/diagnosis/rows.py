@@ -58,6 +58,18 @@ class CauseRow(NamedTuple):
     is_problem: bool = True
 
 
+class CheckRow(NamedTuple):
+    """A finding of ``kvstore doctor``. Both texts are formatted with the words of the check."""
+
+    found: str
+    advice: str = ""
+    state: str = "warning"
+    subject: str = ""
+    """Empty: the subject of the check."""
+    row: str = ""
+    """The row of the problem whose advice it has."""
+
+
 def _joined(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         name: " ".join(value.split()) if isinstance(value, str) else value
@@ -82,6 +94,8 @@ ROWS: Final = tuple(_row(name, fields) for name, fields in _TABLE["row"].items()
 ADVICE: Final = {row.name: row.advice.replace("`", "") for row in ROWS}
 
 CAUSES: Final = {name: CauseRow(**_joined(fields)) for name, fields in _TABLE["cause"].items()}
+
+CHECKS: Final = {name: CheckRow(**_joined(fields)) for name, fields in _TABLE["check"].items()}
 
 PHRASES: Final[dict[str, str]] = _joined(_TABLE["phrases"])
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client, ports
-from kvstore.diagnosis import cluster as doctor
+from kvstore.config import ClientConfig
+from kvstore.diagnosis.cluster import ClusterChecks
 from kvstore.errors import MasterUnreachableError
 from tests.support.cluster import Cluster
 from tests.support.http import http_port_of
@@ -66,7 +67,7 @@ def test_a_client_is_told_at_once(others: dict[str, str], what: str) -> None:
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_the_doctor_says_it(others: dict[str, str], what: str) -> None:
-    [found] = doctor.master(others[what], 10.0).found
+    [found] = ClusterChecks(ClientConfig()).master(others[what]).found
     assert what in found.found
     assert "gRPC port" in found.advice
 
