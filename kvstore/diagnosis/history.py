@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvstore.calls import ClusterStatus
+from kvstore.diagnosis.rows import PROBLEMS
 from kvstore.histograms import BUCKETS, quantile
 
 EVERY_S: Final = 10.0
@@ -25,11 +26,7 @@ UNSEEN: Final = ("Status", "Join")
 
 COUNTED: Final = (
     "matched_objects", "missed_objects", "stored_objects", "stored_bytes", "evicted_objects",
-    "refused_pins", "corrupt_objects", "corrupt_replicas", "connections_refused",
-    "connections_stalled", "refused", "events_dropped", "etcd_failures", "refused_leased",
-    "refused_restarted", "refused_quota", "refused_guarantees",
-    "refused_suspect", "refused_draining", "refused_avoided", "refused_not_here",
-    "refused_on_device", "refused_no_node",
+    *(name for name, row in PROBLEMS.items() if row.one),
 )  # fmt: skip
 """Counters whose growth each point holds."""
 
