@@ -35,7 +35,6 @@ from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.network.addresses import is_address, split_address
 from kvstore.web.server.certificates import tls_of
 from kvstore.web.server.doors import Handler
-from kvstore.web.server.guesses import Guesses
 
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -214,7 +213,6 @@ class Access:
         self.shares = shares
         self._hosts = hosts
         self._token = token.encode()
-        self._guesses = Guesses()
         self._reads_need_token = reads == "token"
         self._advice = advice
 
@@ -265,18 +263,10 @@ class Access:
         async def guarded(request: web.Request) -> web.StreamResponse:
             for check in checks:
                 if (refusal := check(request)) is not None:
-                    await self.slow_down(request)
                     return refusal
             return await handler(request)
 
         return guarded
-
-    async def slow_down(self, request: web.Request) -> None:
-        """Called before a refusal is sent: delays it if the request has one wrong token of many
-        (``Guesses``)."""
-        has_one = "Authorization" in request.headers
-        if self._token and has_one and not self._has_token(request):
-            await self._guesses.wrong(request)
 
     def _acting(self, handler: Handler) -> Handler:
         if self._identities is None:
