@@ -353,18 +353,21 @@ class MasterEnd:
         """Handles one request. Returns what is wrong with it; empty: nothing."""
         if kind == END_SURVEY:
             self._end_survey(number)
-        elif kind == NEXT_PAGE:
-            if self._source is not None:  # else the child hears that the term is over
-                self._requests.append((number, text.decode()))
-        else:
-            try:
-                name, *numbers = text.decode().split()
-                answer = json.dumps(self._answers[name](*map(int, numbers))).encode()
-            except Exception:
-                log.exception("http_child_not_answered question=%r", text)
-                return "it could not be answered"
-            # The answer goes before the events that wait, of which there may be many.
-            self._frame(ANSWER, number, 0, answer, is_urgent=True)
+            return ""
+        if kind == NEXT_PAGE and len(self._requests) >= ASKED_MAX:
+            return "it asks for too many pages"
+        try:
+            if kind == NEXT_PAGE:
+                if self._source is not None:  # else the child hears that the term is over
+                    self._requests.append((number, text.decode()))
+                return ""
+            name, *numbers = text.decode().split()
+            answer = json.dumps(self._answers[name](*map(int, numbers))).encode()
+        except Exception:
+            log.exception("http_child_not_answered question=%r", text)
+            return "it could not be answered"
+        # The answer goes before the events that wait, of which there may be many.
+        self._frame(ANSWER, number, 0, answer, is_urgent=True)
         return ""
 
 

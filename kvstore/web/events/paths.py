@@ -16,7 +16,6 @@ from kvstore.errors import UnavailableError
 from kvstore.limits import check_namespace
 from kvstore.web.channel import ChildEnd
 from kvstore.web.events.journal import EventPosition, Journal, Streams
-from kvstore.web.events.subscribers import Subscribers
 from kvstore.web.server.access import is_still_known
 from kvstore.web.server.endpoints import (
     Endpoint,
@@ -31,7 +30,7 @@ PATH: Final = "/api/v1/events"
 SNAPSHOT_PATH: Final = "/api/v1/events/snapshot"
 
 SUBSCRIBERS_MAX: Final = 64
-"""Streams and snapshots at once; one more takes the place of an older one (``Subscribers``)."""
+"""Streams and snapshots at once; one more is refused."""
 
 STALLED_S: Final = 30.0
 """A subscriber that reads nothing for so long is cut; it may resume."""
@@ -82,7 +81,7 @@ class EventsAPI:
         self._readiness = readiness
         self.journal = journal
         self.streams = Streams(journal, channel, self._lives)
-        self._subscribers = Subscribers(SUBSCRIBERS_MAX)
+        self._subscribers = 0
 
     async def _lives(self) -> bool:
         try:
@@ -110,7 +109,7 @@ class EventsAPI:
         _check(asked.namespace, asked.under)
         if (who := acting()) is not None:
             check_events(who, asked.namespace, asked.under)
-        with self._subscriber(request):
+        with self._subscriber():
             await self._check_leads()
             texts = self.streams.events(
                 place, whole=bool(asked.snapshot), namespace=asked.namespace, under=asked.under
@@ -126,24 +125,20 @@ class EventsAPI:
         _check(asked.namespace)
         if (who := acting()) is not None:
             check_events(who, asked.namespace, "")
-        with self._subscriber(request):
+        with self._subscriber():
             await self._check_leads()
             texts = self.streams.snapshot(asked.namespace)
             return await _send(request, "application/x-ndjson", texts, b"")
 
     @contextlib.contextmanager
-    def _subscriber(self, request: web.Request) -> Iterator[None]:
-        transport = request.transport
-        assert transport is not None, "the doors let it in"
-        who = acting()
-        crowd = (request.remote or "") if who is None else who.name
-        number = self._subscribers.enter(crowd, transport.abort)
-        if number is None:
+    def _subscriber(self) -> Iterator[None]:
+        if self._subscribers >= SUBSCRIBERS_MAX:
             raise UnavailableError(f"there are {SUBSCRIBERS_MAX} subscribers already")
+        self._subscribers += 1
         try:
             yield
         finally:
-            self._subscribers.leave(number)
+            self._subscribers -= 1
 
 
 def _check(*namespaces: str) -> None:
