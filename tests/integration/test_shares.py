@@ -165,7 +165,6 @@ def test_one_identity_holds_all_that_it_gets_of_each_door(
         tls = Credentials(identities.engine("good", "good/*")).client()
         own = urlencode({"namespace": SPACE.format("good")})
         assert request(port, "GET", f"/api/v1/chains?{own}", tls=tls).status == 200
-        assert request(port, "GET", f"/api/v1/events/snapshot?{own}", tls=tls).status == 200
 
         admin = Credentials(identities.file("admin")).client()
         told = request(port, "GET", "/metrics", tls=admin).text

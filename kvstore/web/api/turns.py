@@ -6,8 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from types import TracebackType
-from typing import Final, Self, TypeVar
+from typing import Final, TypeVar
 
 SHARE: Final = 0.2
 """The share of time that may go into asking them, if one takes under half a second."""
@@ -18,24 +17,10 @@ REST_S: Final = 2.0
 ResultT = TypeVar("ResultT")
 
 
-class Turns:
+class Turns(asyncio.Lock):
     """``async with turns:`` waits for its turn; inside, ``ask`` makes the calls."""
 
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        self._rest_until = 0.0
-
-    async def __aenter__(self) -> Self:
-        await self._turn.acquire()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._turn.release()
+    _rest_until = 0.0
 
     async def ask(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
         """What the call returns. Raises what it raises."""
