@@ -33,7 +33,7 @@ from kvstore.auth.shares import Shares
 from kvstore.config import HttpConfig, read_token
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.network.addresses import is_address, split_address
-from kvstore.web.server.certificates import tls_of
+from kvstore.network.tls import Certificate, load_chain, renewing
 from kvstore.web.server.doors import Handler
 
 HEADERS: Final = {
@@ -95,11 +95,14 @@ class Secured(NamedTuple):
         return "https" if self.cert or self.auth else "http"
 
     def tls(self) -> ssl.SSLContext | None:
-        """The TLS context; None: plain HTTP. Raises ConfigError, as ``tls_of``."""
+        """The TLS context; None: plain HTTP. Raises ConfigError."""
         if self.auth:
             own = {"cert": self.cert, "key": self.key} if self.cert else {}
             return Credentials(self.auth).server(is_optional=True, **own)
-        return tls_of(self.cert, self.key) if self.cert else None
+        if not self.cert:
+            return None
+        shown = Certificate(self.cert, self.key)
+        return renewing(lambda: shown.value, _loaded)
 
     def identities(self) -> Identities | None:
         """Raises ConfigError."""
@@ -109,6 +112,14 @@ class Secured(NamedTuple):
 
 
 NOT_SECURED: Final = Secured()
+
+
+def _loaded(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    load_chain(context, *pair)
+    return context
 
 
 def secured_by(config: HttpConfig) -> Secured:
