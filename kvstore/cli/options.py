@@ -270,7 +270,7 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 shows \\u65e5
             stream.reconfigure(errors="backslashreplace")
-    given = [_in_utf8(each) for each in (sys.argv[1:] if arguments is None else arguments)]
+    given = list(sys.argv[1:] if arguments is None else arguments)
     options = given[: given.index("--")] if "--" in given else given
     code = _run(command, name, given, as_json="--json" in options, debug="--debug" in options)
     try:
@@ -283,14 +283,6 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
         click.echo(f"{name}: standard output: {error.strerror}", err=True)
         code = code or FAILED
     sys.exit(code)
-
-
-def _in_utf8(argument: str) -> str:
-    """Decodes an argument that is UTF-8 though the locale of the process is not (LC_ALL=C)."""
-    try:
-        return argument.encode(sys.getfilesystemencoding(), "surrogateescape").decode()
-    except UnicodeError:
-        return argument
 
 
 def _run(

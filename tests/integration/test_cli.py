@@ -296,7 +296,6 @@ def test_the_bench_of_a_master() -> None:
     [
         {"PYTHONIOENCODING": "ascii"},
         {"PYTHONIOENCODING": "latin-1"},
-        {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
     ],
 )
 def test_a_terminal_that_is_not_utf8_shows_all_it_can(
