@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
-from kvstore.config import HTTP_TOKEN_VARIABLE
 from kvstore.errors import KVStoreError, StartupError
 from kvstore.process.background import start_task
 from kvstore.process.children import Child
 from kvstore.process.stopping import Stop
-from kvstore.web.channel import Answers, MasterEnd
-from kvstore.web.server.access import NOT_SECURED, Secured
+from kvstore.web.channel import SERVED, Answers, MasterEnd
 
 log = logging.getLogger("kvstore.master")
 
@@ -36,29 +35,15 @@ async def keep_serving(
     listener: socket.socket,
     answers: Answers,
     *,
-    master: str,
-    cluster: str,
     feed: MasterEnd | None = None,
-    events_at: str = "",
-    names: Sequence[str] = (),
-    secured: Secured = NOT_SECURED,
-    auth: str = "",
-    demands_encryption: bool = False,
+    **served: object,
 ) -> None:
     """Keeps a child that serves HTTP running until this is cancelled; then the child has ended.
 
-    ``feed`` gives the child its events; ``events_at``: where it publishes them by ZeroMQ, too;
-    ``names``: by which names browsers may reach it; ``secured``: how its port is protected;
-    ``auth``: the file that proves the master's identity, if there is authentication;
-    ``demands_encryption``: whether drains use only nodes that encrypt.
+    ``feed`` gives the child its events; ``served``: the other fields of
+    ``kvstore.web.of_master.Served`` that it does not find out by itself.
     """
-    flags = ["--master", master, "--cluster", cluster, "--events-at", events_at]
-    flags += ["--names", ",".join(names), "--reads", secured.reads]
-    flags += ["--cert", secured.cert, "--key", secured.key, "--auth", auth]
-    flags += ["--revoked", secured.revoked, *(["--has-tls"] if secured.auth else [])]
-    flags += ["--demands-encryption"] if demands_encryption else []
-    flags += ["--events"] if feed is not None else []
-    environ = {HTTP_TOKEN_VARIABLE: secured.token}  # every user of the host can read the flags
+    environ = {SERVED: json.dumps({**served, "has_events": feed is not None})}
     channel = feed or MasterEnd()
     pause = RESTART_S
     while True:
@@ -67,9 +52,7 @@ async def keep_serving(
             ours, theirs = _ends()
             try:
                 with theirs:
-                    child = await _started(
-                        {"listener": listener, "channel": theirs}, flags, environ
-                    )
+                    child = await _started({"listener": listener, "channel": theirs}, environ)
             except BaseException:
                 ours.close()
                 raise
@@ -114,16 +97,14 @@ def _ends() -> tuple[socket.socket, socket.socket]:
         raise StartupError(f"its child needs sockets: {error.strerror}") from error
 
 
-async def _started(
-    given: Mapping[str, socket.socket], flags: list[str], environ: Mapping[str, str]
-) -> Child:
+async def _started(given: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
     """Starts a child that serves. If this is cancelled, it ends the child before it raises
     CancelledError. Otherwise it raises as ``Child.start``."""
     stop = Stop()
 
     def start() -> Child:
         with stop.here():
-            return _start(given, flags, environ)
+            return _start(given, environ)
 
     starting = asyncio.ensure_future(asyncio.to_thread(start))
     try:
@@ -136,10 +117,7 @@ async def _started(
         raise
 
 
-def _start(
-    given: Mapping[str, socket.socket], flags: list[str], environ: Mapping[str, str]
-) -> Child:
-    for name, each in given.items():
-        flags = [*flags, f"--{name}", str(each.fileno())]
+def _start(given: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
+    flags = [text for name, each in given.items() for text in (f"--{name}", str(each.fileno()))]
     fds = [each.fileno() for each in given.values()]
     return Child.start("kvstore.cli.web", *flags, environ=environ, pass_fds=fds)

@@ -19,7 +19,7 @@ from kvstore.cli.options import (
     installation_notices,
     json_option,
 )
-from kvstore.cli.progress import byte_progress
+from kvstore.cli.progress import progress
 from kvstore.cli.show import plain, print_json
 from kvstore.limits import PROTOCOL_VERSION
 from kvstore.network.addresses import shown_place
@@ -73,19 +73,18 @@ def drain(
 ) -> int:
     from kvstore.drainer import check_room, drain_node
 
-    with invocation.client() as client, byte_progress(wanted=not invocation.as_json) as progress:
+    with invocation.client() as client:
         if undo:
             client.drain(node, undo=True)
-            progress.stop()
             said = {"node": node, "draining": False}
             print_json(said) if invocation.as_json else click.echo(f"{node} gets new objects again")
             return 0
         if not evict and not discard:
             check_room(client.status(), node)
-        progress.step(f"emptying {node}", None)
-        done = drain_node(
-            client, node, evict=evict, discard=discard, wait_s=wait_s, told=progress.reach
-        )
+        with progress(f"emptying {node}", wanted=not invocation.as_json) as report:
+            done = drain_node(
+                client, node, evict=evict, discard=discard, wait_s=wait_s, told=report
+            )
     if invocation.as_json:
         print_json(asdict(done))
         return 0 if done.has_left else FAILED

@@ -14,7 +14,7 @@ from kvstore.cli.options import CONTEXT, FAILED, Command, config_options, debug_
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
 from kvstore.config import ClientConfig, MasterConfig, NodeConfig, load, unknown_settings
-from kvstore.diagnosis.findings import Check, Finding, ok, problem, run_all
+from kvstore.diagnosis.findings import Check, Finding, of_row, ok, run_all
 
 EXAMPLE = """\b
 Examples:
@@ -44,7 +44,6 @@ IMPORTS_TIMEOUT_S = 60.0
 )
 @config_options(ClientConfig, only=USED, common=USED, helps=CONNECTION)
 @click.option("--memory", metavar="SIZE", help="Size of a planned node; default: configured.")
-@click.option("--transfer-engine", is_flag=True, help="Test it with transfers to this host.")
 @json_option
 @debug_option
 @click.pass_context
@@ -53,7 +52,6 @@ def doctor(
     /,
     config_path: str | None,
     memory: str | None,
-    transfer_engine: bool,
     as_json: bool,
     **given: Any,
 ) -> int:
@@ -62,9 +60,9 @@ def doctor(
     client = client_config(given_flags(outer, given), config_path)
     master = load(MasterConfig, config_path=config_path)
     node = load(NodeConfig, {"memory": memory}, config_path=config_path, origin="{flag}")
-    checks = list(_checks(client, master, node, config_path, transfer_engine=transfer_engine))
+    checks = list(_checks(client, master, node, config_path))
     logging.getLogger("kvstore").setLevel(logging.ERROR)  # warnings would repeat the findings
-    limit_s = max(3 * client.timeout_ms / 1000, (3 if transfer_engine else 1) * IMPORTS_TIMEOUT_S)
+    limit_s = max(3 * client.timeout_ms / 1000, IMPORTS_TIMEOUT_S)
     found = list(run_all(checks, limit_s + 1))
     if as_json or outer["as_json"]:
         for finding in found:
@@ -75,60 +73,42 @@ def doctor(
 
 
 def _checks(
-    client: ClientConfig,
-    master: MasterConfig,
-    node: NodeConfig,
-    config_path: str | None,
-    *,
-    transfer_engine: bool,
+    client: ClientConfig, master: MasterConfig, node: NodeConfig, config_path: str | None
 ) -> Iterator[tuple[str, Check]]:
-    timeout_s = client.timeout_ms / 1000
-    named = "master" in client.model_fields_set
-
-    def of_settings() -> list[Finding]:
-        unknown = unknown_settings(config_path)
-        found = [problem(each.message, each.advice) for each in unknown]
-        return found or [ok("no unknown ones")]
-
-    yield "settings", of_settings
-    yield "Python", _check("software.python", IMPORTS_TIMEOUT_S)
-    yield "installation", _check("software.installation")
-    yield "optional", _check("software.optional")
-    yield "mooncake.store", _check("software.mooncake_store")
-    yield "entries", _check("host.entries", node.memory)
-    yield "NUMA", _check("host.numa_nodes")
-    yield "locked memory", _check("host.locked_memory", node.memory)
-    yield "open files", _check("host.open_files")
-    yield "clock", _check("host.clock")
-    yield "RDMA", _check("host.rdma")
-    engine = _check("software.transfer_engine", IMPORTS_TIMEOUT_S, transfer=transfer_engine)
-    yield "transfer engine", engine
-    yield "GPU", _check("software.graphics", IMPORTS_TIMEOUT_S)
-    if client.auth:
-        yield "identity", _check("identity.identity", client.auth)
-    masters = client.master
-    yield (
-        "cluster",
-        _check(
-            "cluster.reached",
-            master,
-            masters,
-            timeout_s,
-            is_named=named,
-            auth=client.auth,
-            demands=client.data_encryption == "tls",
-        ),
-    )
+    yield "settings", lambda: _of_settings(config_path)
+    checks: list[tuple[Any, ...]] = [
+        ("Python", "software.python", IMPORTS_TIMEOUT_S),
+        ("installation", "software.installation"),
+        ("optional", "software.optional"),
+        ("mooncake.store", "software.mooncake_store"),
+        ("entries", "host.entries", node.memory),
+        ("NUMA", "host.numa_nodes"),
+        ("locked memory", "host.locked_memory", node.memory),
+        ("open files", "host.open_files"),
+        ("clock", "host.clock"),
+        ("RDMA", "host.rdma"),
+        ("transfer engine", "software.transfer_engine", IMPORTS_TIMEOUT_S),
+        ("GPU", "software.graphics", IMPORTS_TIMEOUT_S),
+        *([("identity", "identity.identity", client.auth)] if client.auth else []),
+        ("cluster", "cluster.reached", client, master),
+    ]
+    for subject, place, *arguments in checks:
+        yield subject, _check(place, *arguments)
 
 
-def _check(place: str, *arguments: object, **named: object) -> Check:
+def _of_settings(config_path: str | None) -> list[Finding]:
+    found = [of_row("error", error=each) for each in unknown_settings(config_path)]
+    return found or [ok("no unknown ones")]
+
+
+def _check(place: str, *arguments: object) -> Check:
     """A check by a function of ``kvstore.diagnosis``, imported only when the check runs, so that a
     package that cannot be imported is a finding as well."""
 
     def check() -> Iterable[Finding]:
         module, name = place.split(".")
         function = getattr(import_module(f"kvstore.diagnosis.{module}"), name)
-        found: Iterable[Finding] = function(*arguments, **named)
+        found: Iterable[Finding] = function(*arguments)
         return found
 
     return check

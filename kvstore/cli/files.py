@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from kvstore.cli.progress import ByteProgress
 from kvstore.errors import UnsupportedValueError
 
-PIECE_BYTES = 4 << 20
-"""Bytes per read and write: small enough that the progress bar moves a few times a second."""
 
-
-def read_file(name: str, progress: ByteProgress) -> bytearray:
+def read_file(name: str) -> bytes:
     """A file's bytes, or those of standard input for ``-``."""
-    with contextlib.ExitStack() as stack:
-        if name == "-":
-            source: IO[bytes] = sys.stdin.buffer
-            size = None
-        else:
-            source = stack.enter_context(open(name, "rb"))
-            size = os.fstat(source.fileno()).st_size
-        progress.step("reading", size)
-        content = bytearray()
-        while piece := source.read(PIECE_BYTES):
-            content += piece
-            progress.advance(len(piece))
-    return content
+    return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
 
 
-def write_file(path: Path, content: memoryview, progress: ByteProgress) -> None:
+def write_file(path: Path, content: memoryview) -> None:
     """Writes the whole file or nothing: the old file stays until the new content is complete."""
     if path.exists() and not path.is_file():  # a pipe, /dev/null
-        with path.open("wb") as target:
-            copy_out(content, target, progress)
+        path.write_bytes(content)
         return
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as target:
         try:
-            copy_out(content, target.file, progress)
+            target.write(content)
+            target.flush()
             mask = os.umask(0)
             os.umask(mask)
             os.fchmod(target.fileno(), 0o666 & ~mask)  # the mode of a plain open
@@ -52,13 +35,7 @@ def write_file(path: Path, content: memoryview, progress: ByteProgress) -> None:
             raise
 
 
-def copy_out(content: memoryview, target: IO[bytes], progress: ByteProgress) -> None:
-    for start in range(0, len(content), PIECE_BYTES):
-        progress.advance(target.write(content[start : start + PIECE_BYTES]))
-    target.flush()
-
-
-def array_of(content: bytearray, name: str) -> Any:
+def array_of(content: bytes, name: str) -> Any:
     import numpy as np
 
     try:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import click
 
 from kvstore.calls import ObjectRow
-from kvstore.cli.files import array_of, copy_out, is_text, npy_of, read_file, write_file
+from kvstore.cli.files import array_of, is_text, npy_of, read_file, write_file
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, NOT_THERE, Command, agreed, print_json_error
-from kvstore.cli.progress import byte_progress, count_progress
+from kvstore.cli.progress import progress
 from kvstore.cli.show import plain, print_json
 from kvstore.errors import CorruptObjectError
 from kvstore.limits import BATCH_KEYS_MAX, Key
@@ -138,21 +138,19 @@ def put(
 
     wanted = key_from_text(key, as_hex=as_hex)
     parent_key = key_from_text(parent, as_hex=as_hex) if parent is not None else None
-    with byte_progress(wanted=not invocation.as_json) as progress:
-        content = read_file(file, progress)
-        value: Any = array_of(content, file) if npy else content
-        size = value.nbytes if npy else len(content)
-        progress.step("storing", None)
-        with invocation.client() as client:
-            outcome = client.put(
-                wanted,
-                value,
-                namespace=invocation.namespace,
-                parent=parent_key,
-                replicas=invocation.config.replicas,
-                overwrite=overwrite,
-                ttl=ttl,
-            )
+    content = read_file(file)
+    value: Any = array_of(content, file) if npy else content
+    size = value.nbytes if npy else len(content)
+    with invocation.client() as client:
+        outcome = client.put(
+            wanted,
+            value,
+            namespace=invocation.namespace,
+            parent=parent_key,
+            replicas=invocation.config.replicas,
+            overwrite=overwrite,
+            ttl=ttl,
+        )
     told = {
         PutOutcome.STORED: f"stored, {size_text(size)}",
         PutOutcome.FOUND: "was there already; its bytes stay, yours were not stored",
@@ -183,25 +181,21 @@ def put(
 @click.option("--npy", is_flag=True, help="Write a NumPy file, with dtype and shape.")
 def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy: bool) -> int:
     wanted = key_from_text(key, as_hex=as_hex)
-    with byte_progress(wanted=not invocation.as_json) as progress:
-        progress.step("fetching", None)
-        with invocation.client() as client:
-            # Bytes need neither torch nor a dtype that NumPy knows.
-            kind: Literal["numpy", "bytes"] = "numpy" if npy else "bytes"
-            value: Any = client.get(wanted, namespace=invocation.namespace, kind=kind)
-        if value is None:
-            progress.stop()
-            return not_there(invocation, [wanted])
-        content = npy_of(value) if npy else memoryview(value)
-        to_stdout = output in (None, "-")
-        if to_stdout and sys.stdout.isatty() and not is_text(content):
-            progress.stop()
-            raise click.UsageError("The value is not text: write it to a file with -o, or pipe it.")
-        progress.step("writing", len(content))
-        if to_stdout or output is None:
-            copy_out(content, sys.stdout.buffer, progress)
-        else:
-            write_file(Path(output), content, progress)
+    with invocation.client() as client:
+        # Bytes need neither torch nor a dtype that NumPy knows.
+        kind: Literal["numpy", "bytes"] = "numpy" if npy else "bytes"
+        value: Any = client.get(wanted, namespace=invocation.namespace, kind=kind)
+    if value is None:
+        return not_there(invocation, [wanted])
+    content = npy_of(value) if npy else memoryview(value)
+    to_stdout = output in (None, "-")
+    if to_stdout and sys.stdout.isatty() and not is_text(content):
+        raise click.UsageError("The value is not text: write it to a file with -o, or pipe it.")
+    if to_stdout or output is None:
+        sys.stdout.buffer.write(content)
+        sys.stdout.buffer.flush()
+    else:
+        write_file(Path(output), content)
     if invocation.as_json and not to_stdout:
         print_json({"key": key_text(wanted), "size": len(content), "file": output})
     return 0
@@ -285,9 +279,9 @@ def clear(invocation: Invocation, everything: bool, yes: bool) -> None:
     agreed(f"Remove all objects of {what}?", yes=yes, as_json=invocation.as_json)
     with (
         invocation.client() as client,
-        count_progress("removing", wanted=not invocation.as_json) as report,
+        progress("removing", wanted=not invocation.as_json) as report,
     ):
-        removed = client.clear(namespace, progress=report)
+        removed = client.clear(namespace, progress=lambda done, left: report(done, done + left))
     if invocation.as_json:
         print_json({"removed": removed, "namespace": namespace})
     else:

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO, TypeVar
 
 import click
@@ -270,7 +270,7 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal that is not UTF-8 shows \\u65e5
             stream.reconfigure(errors="backslashreplace")
-    given = [_in_utf8(each) for each in (sys.argv[1:] if arguments is None else arguments)]
+    given = list(sys.argv[1:] if arguments is None else arguments)
     options = given[: given.index("--")] if "--" in given else given
     code = _run(command, name, given, as_json="--json" in options, debug="--debug" in options)
     try:
@@ -280,20 +280,9 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
         _forget(sys.stdout)
     except OSError as error:  # a full disk: what was printed is not there
         _forget(sys.stdout)
-        with _stderr_may_fail():
-            click.echo(f"{name}: standard output: {error.strerror}", err=True)
+        click.echo(f"{name}: standard output: {error.strerror}", err=True)
         code = code or FAILED
-    with _stderr_may_fail():
-        pass  # only flushes what the command has written to stderr
     sys.exit(code)
-
-
-def _in_utf8(argument: str) -> str:
-    """Decodes an argument that is UTF-8 though the locale of the process is not (LC_ALL=C)."""
-    try:
-        return argument.encode(sys.getfilesystemencoding(), "surrogateescape").decode()
-    except UnicodeError:
-        return argument
 
 
 def _run(
@@ -305,7 +294,7 @@ def _run(
     except BrokenPipeError:  # kvstore ls | head
         return FAILED
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - a person sees it, in one line
-        with _stderr_may_fail():
+        with contextlib.suppress(OSError):  # the reader of stderr is gone
             _tell(error, name, as_json=as_json, debug=debug)
         return _code_of(error)
 
@@ -358,18 +347,6 @@ def print_json_error(
     """Prints an error as one line of JSON on stderr, so that stdout holds results only."""
     error = {"code": code, "message": message, "advice": advice, "fields": fields or {}}
     click.echo(json.dumps({"error": error}), err=True)
-
-
-@contextlib.contextmanager
-def _stderr_may_fail() -> Iterator[None]:
-    """The block writes to stderr, which is flushed after it. If that fails, because the reader is
-    gone or a disk is full, the exit code of the command stays as it is."""
-    try:
-        yield
-        if sys.stderr is not None:
-            sys.stderr.flush()
-    except OSError:
-        _forget(sys.stderr)
 
 
 def _forget(stream: TextIO | None) -> None:

@@ -93,22 +93,17 @@ def quickstart(config_path: str | None, **flags: object) -> int:
         passed_over = 0 if is_given or port == usual_port else usual_port
         click.echo(text(join_address(host, port), page, passed_over))
 
-    for _ in range(PORT_TRIES):
-        try:
-            return serve(config, temporary=Temporary("quickstart", started))
-        except AddressInUseError as error:
-            if is_given and error.fields.get("port") == config.port + 1:
-                raise AddressInUseError(
-                    error.message,
-                    advice="Stop what listens there (ss -ltnp shows it), or choose another --port "
-                    f"than {config.port}: the next one is the lane's.",
-                    **error.fields,
-                ) from None
-            if is_given:
-                raise
-            # Another process has taken the port since, such as a quickstart that began meanwhile.
-            config = config.model_copy(update={"port": free_port(config.host, usual_port)})
-    return serve(config, temporary=Temporary("quickstart", started))
+    try:
+        return serve(config, temporary=Temporary("quickstart", started))
+    except AddressInUseError as error:
+        if error.fields.get("port") != config.port + 1:
+            raise
+        raise AddressInUseError(
+            error.message,
+            advice="Stop what listens there (ss -ltnp shows it), or choose another --port "
+            f"than {config.port}: the next one is the lane's.",
+            **error.fields,
+        ) from None
 
 
 def spare_memory() -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
+
+from kvstore.diagnosis.rows import ADVICE, CHECKS
 
 State = Literal["ok", "warning", "problem"]
 
@@ -30,16 +32,13 @@ def ok(found: str, advice: str = "", subject: str = "") -> Finding:
     return Finding(subject, "ok", found, advice)
 
 
-def warning(found: str, advice: str, subject: str = "") -> Finding:
-    return Finding(subject, "warning", found, advice)
-
-
-def problem(found: str, advice: str, subject: str = "") -> Finding:
-    return Finding(subject, "problem", found, advice)
-
-
-def warning_if(is_bad: bool, found: str, advice: str, subject: str = "") -> Finding:
-    return warning(found, advice, subject) if is_bad else ok(found, subject=subject)
+def of_row(check: str, *, holds: bool = True, **words: object) -> Finding:
+    """The finding of a row of ``CHECKS``; ok and without advice unless its condition ``holds``."""
+    row = CHECKS[check]
+    if not holds:
+        return ok(row.found.format(**words), subject=row.subject)
+    advice = ADVICE[row.row] if row.row else row.advice.format(**words)
+    return Finding(row.subject, cast("State", row.state), row.found.format(**words), advice)
 
 
 def under(subject: str, found: Iterable[Finding]) -> Iterator[Finding]:
@@ -53,31 +52,23 @@ def run_all(checks: Sequence[tuple[str, Check]], timeout_s: float) -> Iterator[F
     A check that has not returned after ``timeout_s``, or that raises, is a finding itself. The
     thread of a late check keeps running, so a check must not hold a lock that others need.
     """
-    running = [_Running(subject, check) for subject, check in checks]
-    deadline = time.monotonic() + timeout_s
-    for each in running:
-        yield from each.findings(deadline, timeout_s)
+    found: dict[int, list[Finding]] = {}
 
-
-class _Running:
-    def __init__(self, subject: str, check: Check) -> None:
-        self._subject = subject
-        self._check = check
-        self._found: Sequence[Finding] = ()
-        self._thread = threading.Thread(target=self._run, name=f"check {subject}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run(number: int, check: Check) -> None:
         try:
-            self._found = list(under(self._subject, self._check()))
+            found[number] = list(check())
         except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others
-            what = f"could not be checked: {type(error).__name__}: {error}"
-            advice = "If no other line explains it, report this as a bug."
-            self._found = [warning(what, advice, self._subject)]
+            what = f"{type(error).__name__}: {error}"
+            found[number] = [of_row("unfinished", error=what)]
 
-    def findings(self, deadline: float, timeout_s: float) -> Sequence[Finding]:
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        if self._thread.is_alive():
-            what = f"no answer within {timeout_s:.0f} s"
-            return [problem(what, "Try a longer --timeout-ms.", self._subject)]
-        return self._found
+    threads = [
+        threading.Thread(target=run, args=(number, check), name=f"check {subject}", daemon=True)
+        for number, (subject, check) in enumerate(checks)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout_s
+    for number, thread in enumerate(threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        late = [of_row("late", seconds=timeout_s)] if thread.is_alive() else None
+        yield from under(checks[number][0], late or found[number])

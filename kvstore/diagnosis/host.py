@@ -7,11 +7,12 @@ import mmap
 import os
 import resource
 import time
+import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kvstore.diagnosis.findings import Finding, ok, problem, under, warning, warning_if
+from kvstore.diagnosis.findings import Finding, of_row, ok, under
 from kvstore.errors import MemoryLimitError
 from kvstore.memory import cgroup, numa, pages
 from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories, is_locked
@@ -49,21 +50,19 @@ def shared_memory(node_memory: int) -> Iterator[Finding]:
     """Whether ``/dev/shm`` exists, is writable, and has room for a node of ``node_memory``
     bytes."""
     options = mount_options(SHM_DIRECTORY)
-    mount = f"mount -t tmpfs tmpfs {SHM_DIRECTORY}"
     if options is None and not os.path.isdir(SHM_DIRECTORY):
-        yield problem(f"there is no {SHM_DIRECTORY}", mount)
+        yield of_row("no_shm", directory=SHM_DIRECTORY)
         return
     kind = "not a mount" if options is None else options[0]
     if kind != "tmpfs":
-        yield problem(f"{SHM_DIRECTORY} is {kind}", mount)
+        yield of_row("shm_kind", directory=SHM_DIRECTORY, kind=kind)
     path = f"{SHM_DIRECTORY}/{SHM_PREFIX}doctor-{os.getpid()}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.close(fd)
         os.unlink(path)
     except OSError as error:
-        command = f"mount -o remount,rw,mode=1777 {SHM_DIRECTORY}"
-        yield problem(f"{SHM_DIRECTORY} is not writable: {error.strerror}", command)
+        yield of_row("shm_not_writable", directory=SHM_DIRECTORY, reason=error.strerror)
         return
     room = os.statvfs(SHM_DIRECTORY)
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
@@ -71,16 +70,9 @@ def shared_memory(node_memory: int) -> Iterator[Finding]:
     has, wants = f"{size_text(free)} of {size_text(size)} free", size_text(node_memory)
     if room.f_blocks and free < node_memory:
         need = f"size={-(-(size - free + node_memory) // GIB)}g"
-        yield problem(
-            f"{has}, a node wants {wants}",
-            f"mount -o remount,{need} {SHM_DIRECTORY}; docker run --shm-{need}; in Kubernetes an "
-            "emptyDir of medium Memory",
-        )
+        yield of_row("shm_small", has=has, wants=wants, need=need, directory=SHM_DIRECTORY)
     elif available is not None and available < node_memory:
-        yield problem(
-            f"the system has {size_text(available)} left, a node wants {wants}",
-            "Give the node less --memory, or stop other programs.",
-        )
+        yield of_row("memory_low", available=size_text(available), wants=wants)
     else:
         yield ok(f"{has if room.f_blocks else 'no limit'}, writable")
 
@@ -95,7 +87,8 @@ def memory_limit(node_memory: int) -> Iterator[Finding]:
     try:
         cgroup.check(node_memory)
     except MemoryLimitError as error:
-        yield problem(f"{what}; a node wants {size_text(node_memory)}", error.advice)
+        wants = size_text(node_memory)
+        yield of_row("memory_limit", what=what, wants=wants, advice=error.advice)
     else:
         yield ok(what)
 
@@ -106,17 +99,13 @@ def huge_pages() -> Iterator[Finding]:
     if transparent_work():
         yield ok(f"{SHM_DIRECTORY} provides transparent ones, which nodes use")
     elif not switch:
-        yield warning("the kernel has no transparent ones", "Take --huge-pages reserved.")
+        yield of_row("no_transparent_pages")
     elif "[deny]" in switch:
-        yield warning("transparent ones are denied", f"echo advise > {SHMEM_ENABLED}")
+        yield of_row("transparent_pages_denied", switch=SHMEM_ENABLED)
     else:
         setting = (mount_options(SHM_DIRECTORY) or ("", ""))[1]
         why = "huge=never" if "huge=" not in setting else "memory is fragmented now"
-        yield warning(
-            f"{SHM_DIRECTORY} provides no transparent ones ({why})",
-            f"mount -o remount,huge=advise {SHM_DIRECTORY} (for good: in /etc/fstab): nodes "
-            "start ten times faster, see docs/memory.md",
-        )
+        yield of_row("transparent_pages_off", directory=SHM_DIRECTORY, why=why)
     counts = []
     for size in sorted(Path("/sys/kernel/mm/hugepages").glob("hugepages-*kB")):
         total = int(read(size / "nr_hugepages") or 0)
@@ -128,10 +117,9 @@ def huge_pages() -> Iterator[Finding]:
     if not counts:
         yield ok("none reserved (--huge-pages reserved needs them)")
     elif not mounted:
-        command = "mkdir -p /dev/hugepages && mount -t hugetlbfs -o mode=1777 none /dev/hugepages"
-        yield warning(f"{reserved}, but no hugetlbfs", command)
+        yield of_row("no_hugetlbfs", reserved=reserved)
     elif not any(os.access(each, os.W_OK) for each in mounted):
-        yield warning(f"{reserved}, but {mounted[0]} is not writable", f"chmod 1777 {mounted[0]}")
+        yield of_row("hugetlbfs_not_writable", reserved=reserved, directory=mounted[0])
     else:
         yield ok(f"{reserved}, at {mounted[0]}")
 
@@ -149,20 +137,14 @@ def locked_memory(node_memory: int) -> Iterator[Finding]:
     """Whether a segment can be locked, and whether that matters here."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     what = f"limited to {size_text(limit)}, less than a node's {size_text(node_memory)}"
-    advice = (
-        "ulimit -l unlimited (as root, or /etc/security/limits.conf: * - memlock unlimited); "
-        "LimitMEMLOCK=infinity in a systemd unit; docker run --ulimit memlock=-1"
-    )
     if may_lock_all():
         yield ok("no limit for this user (CAP_IPC_LOCK)")
-    elif limit == resource.RLIM_INFINITY:
-        yield ok("no limit")
-    elif limit >= node_memory:
-        yield ok(f"up to {size_text(limit)}")
+    elif limit == resource.RLIM_INFINITY or limit >= node_memory:
+        yield ok("no limit" if limit == resource.RLIM_INFINITY else f"up to {size_text(limit)}")
     elif rdma_devices():
-        yield problem(f"{what}: RDMA cannot register it", advice)
+        yield of_row("memory_not_registered", what=what)
     elif has_swap():
-        yield warning(f"{what}: a node's memory may be swapped out", advice)
+        yield of_row("memory_not_locked", what=what)
     else:
         yield ok(f"{what}; no locking needed here (no swap, no RDMA)")
 
@@ -170,25 +152,16 @@ def locked_memory(node_memory: int) -> Iterator[Finding]:
 def open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES_MIN
-    advice = f"ulimit -n {min(hard, 65_536)}; LimitNOFILE=65536 in a systemd unit"
-    yield warning_if(few, f"at most {soft} at once", advice)
+    yield of_row("few_files", holds=few, soft=soft, wanted=min(hard, 65_536))
 
 
 def clock() -> Iterator[Finding]:
     """What a reading of the clock costs: with a poor clock source, as on some virtual machines,
     each reading is a system call."""
-    source = read(CLOCK_SOURCE / "current_clocksource")
-    rounds = 2_000
-    best_us = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(rounds):
-            time.monotonic()
-        best_us = min(best_us, (time.perf_counter() - start) * 1e6 / rounds)
-    what = f"{source or 'unknown source'}, {best_us:.2f} µs a reading"
-    there = CLOCK_SOURCE
-    command = f"cat {there}/available_clocksource; echo tsc > {there}/current_clocksource"
-    yield warning_if(best_us > CLOCK_US_MAX, what, command)
+    source = read(CLOCK_SOURCE / "current_clocksource") or "unknown source"
+    best_us = min(timeit.repeat(time.monotonic, number=2_000, repeat=5)) * 1e6 / 2_000
+    is_slow = best_us > CLOCK_US_MAX
+    yield of_row("slow_clock", holds=is_slow, source=source, us=best_us, folder=CLOCK_SOURCE)
 
 
 def rdma() -> Iterator[Finding]:
@@ -203,36 +176,29 @@ def rdma() -> Iterator[Finding]:
             state = (read(port / "state") or "?").partition(": ")[2] or "?"
             layer, rate = read(port / "link_layer") or "?", read(port / "rate") or "?"
             states.append(f"port {port.name} {state.lower()} ({layer}, {rate})")
-        what = f"{device.name}: {', '.join(states) or 'no port'}"
         is_down = not any(" active " in state for state in states)
-        yield warning_if(is_down, what, "ibv_devinfo shows more; is the link up?")
+        shown = ", ".join(states) or "no port"
+        yield of_row("link_down", holds=is_down, device=device.name, states=shown)
     verbs = sorted(RDMA_FILES.glob("uverbs*"))
     denied = [str(each) for each in verbs if not os.access(each, os.R_OK | os.W_OK)]
     if not verbs:
-        advice = "modprobe ib_uverbs; docker run --device=/dev/infiniband"
-        yield problem(f"there is no {RDMA_FILES}/uverbs*", advice)
+        yield of_row("no_verbs", folder=RDMA_FILES)
     elif denied:
-        advice = f"chmod 666 {' '.join(denied)} (for good: a udev rule), or run as their group"
-        yield problem(f"not permitted: {', '.join(denied)}", advice)
+        yield of_row("verbs_denied", files=", ".join(denied), words=" ".join(denied))
     else:
         yield ok(f"{', '.join(map(str, verbs))} can be opened")
     for library in ("libibverbs.so.1", "librdmacm.so.1"):
         try:
             ctypes.CDLL(library)
         except OSError:
-            advice = "apt-get install libibverbs1 librdmacm1 ibverbs-providers"
-            yield problem(f"{library} is not installed", advice)
+            yield of_row("no_rdma_library", library=library)
 
 
 def left_overs() -> Iterator[Finding]:
     """Memory files that no living process owns: they take memory until they are removed."""
     left, size, unknown = 0, 0, 0
     for directory in directories():
-        try:
-            entries = sorted(Path(directory).glob(f"{SHM_PREFIX}*"))
-        except OSError:
-            continue
-        for entry in entries:
+        for entry in Path(directory).glob(f"{SHM_PREFIX}*"):
             owned = is_owned(entry)
             if owned is None:
                 unknown += 1
@@ -240,11 +206,7 @@ def left_overs() -> Iterator[Finding]:
                 left += 1
                 size += entry.stat().st_blocks * 512
     if left:
-        yield warning(
-            f"{left} memory files of dead nodes hold {size_text(size)}",
-            "Start the node again with the same --name and --memory: it serves what its memory "
-            "holds. kvstore clean deletes that for good: only if the node will not come back.",
-        )
+        yield of_row("left_overs", count=left, size=size_text(size))
     else:
         others = f" ({unknown} of other users could not be checked)" if unknown else ""
         yield ok(f"no memory of dead nodes{others}")

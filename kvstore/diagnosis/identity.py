@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 
 from kvstore.auth.credentials import Credentials
-from kvstore.diagnosis.findings import Finding, ok, problem, warning
-from kvstore.diagnosis.rows import ADVICE
+from kvstore.diagnosis.findings import Finding, of_row, ok
 from kvstore.errors import ConfigError
-
-ISSUE = ADVICE["KvstoreIdentityEnds"]
 
 
 def identity(auth: str) -> list[Finding]:
@@ -17,10 +14,9 @@ def identity(auth: str) -> list[Finding]:
     try:
         valid = Credentials(auth).validity()
     except ConfigError as error:
-        return [problem(error.message, error.advice)]
-    now = time.time()
-    if now >= valid.until:
-        return [problem(f"{auth} has ended on {valid.until_text}", ISSUE)]
+        return [of_row("error", error=error)]
+    now, until = time.time(), valid.until_text
     if valid.ends_soon(now):
-        return [warning(f"{auth} ends on {valid.until_text}", ISSUE)]
-    return [ok(f"{auth} is valid until {valid.until_text}")]
+        check = "identity_ended" if now >= valid.until else "identity_ends"
+        return [of_row(check, auth=auth, until=until)]
+    return [ok(f"{auth} is valid until {until}")]

@@ -11,11 +11,11 @@ from typing import Final, NamedTuple
 from kvstore.auth.validity import Validity
 from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
 from kvstore.diagnosis.history import HistoryPoints, added, spread_of
-from kvstore.diagnosis.rows import ADVICE
+from kvstore.diagnosis.rows import ADVICE, PROBLEMS
 from kvstore.diagnosis.why import Evidence, diagnose, parties_of
 from kvstore.fleet import Record
 from kvstore.memory.entries import ENTRY_GONE
-from kvstore.shortages import CAUSES, guarantees_short
+from kvstore.shortages import guarantees_short
 from kvstore.texts import duration_text, name_text, shown_text, size_text
 
 RECENT_S: Final = 600.0
@@ -27,8 +27,7 @@ FULL: Final = 0.95
 YOUNG_MS: Final = 600_000
 """Objects that are evicted within ten minutes after their last use would often be used again."""
 
-QUARANTINE_SHARE: Final = 0.05
-RECLAIM_SHARE: Final = 0.25
+SHARES: Final = {"quarantined": 0.05, "reclaim": 0.25}
 """Shares of a node's memory that may be in quarantine, and await its reclaim, without a warning."""
 
 PINNED_SHARE: Final = 0.5
@@ -51,7 +50,7 @@ KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace", "ot
 
 class FoundProblem(NamedTuple):
     level: str
-    """bad: something is lost or refused; warning: look at it; note: it was asked for."""
+    """As ``ProblemRow.level``."""
     text: str
     runbook: str
     """The name of its row, and of the section of the runbook."""
@@ -60,6 +59,11 @@ class FoundProblem(NamedTuple):
     def advice(self) -> str:
         """What to do, on one line."""
         return ADVICE[self.runbook]
+
+
+def _found(name: str, **words: object) -> FoundProblem:
+    row = PROBLEMS[name]
+    return FoundProblem(row.level, row.text.format(**words), row.row)
 
 
 class _Counted(NamedTuple):
@@ -84,7 +88,7 @@ class _Seen(NamedTuple):
 
     def total(self, of: str) -> int:
         """A sum over all segments."""
-        return sum(getattr(segment, of) for node in self.status.nodes for segment in node.segments)
+        return sum(_held(node, of) for node in self.status.nodes)
 
     def counter(self, name: str) -> int:
         return dict(self.status.counters).get(name, 0)
@@ -136,7 +140,7 @@ def of_engines(spaces: Sequence[NamespaceTraffic], records: Sequence[Record]) ->
         if cause.code in KEPT_APART:
             fields = f": {'; '.join(cause.lines)}" if cause.lines else ""
             text = shown_text(f"{cause.text}{fields}. {cause.remedy}", 600)
-            found.append(FoundProblem("warning", f"{text} (kvstore why)", "KvstoreHitRatioLow"))
+            found.append(_found("kept_apart", text=text))
     return found
 
 
@@ -147,113 +151,100 @@ def of_identity(valid: Validity | None, now_ms: int) -> list[FoundProblem]:
     if valid is None or not valid.ends_soon(now_s, ENDING_S):
         return []
     left_s = valid.until - now_s
-    if left_s <= 0:
-        text = "This master's certificate has ended: issue it anew."
-        return [FoundProblem("bad", text, "KvstoreIdentityEnds")]
-    left = duration_text(int(left_s * 1000))
-    text = f"This master's certificate ends in {left}: issue another one (kvstore auth issue)."
-    return [FoundProblem("warning", text, "KvstoreIdentityEnds")]
+    name = "certificate_ends" if left_s > 0 else "certificate_ended"
+    return [_found(name, left=duration_text(max(0, int(left_s * 1000))))]
 
 
 def of_a_standby(leader: str) -> list[FoundProblem]:
-    if leader:
-        return []
-    return [
-        FoundProblem(
-            "bad",
-            "No master leads: every call of clients waits or fails. Is etcd well?",
-            "KvstoreNoLeader",
-        )
-    ]
-
-
-# --- conditions: level, row, and what is wrong; an empty text: nothing of the kind ----------------
+    return [] if leader else [_found("no_leader")]
 
 
 def _now(seen: _Seen) -> Iterator[FoundProblem]:
-    for level, what, row, why in OF_NODES:
-        wrong = [(node, said) for node in seen.status.nodes if (said := why(node))]
-        yield from _named(level, wrong, what, row)
-    yield from _gone(seen.status.gone)
-    for level, row, condition in OF_STORE:
-        if text := condition(seen):
-            yield FoundProblem(level, text, row)
+    for name, holds in OF_NODES.items():
+        yield from _of_nodes(name, [node for node in seen.status.nodes if holds(node)])
+    gone = [each for each in seen.status.gone if each.why != "left" or each.missing or each.lost]
+    yield from map(_gone, gone[:NODES_NAMED])
+    if len(gone) > NODES_NAMED:
+        text = f"{len(gone) - NODES_NAMED} more nodes left or died."
+        yield FoundProblem("bad", text, "KvstoreNodeDead")
+    for name, words_of in OF_STORE.items():
+        if (words := words_of(seen)) is not None:
+            yield _found(name, **words)
 
 
 def _counted(seen: _Seen) -> Iterator[FoundProblem]:
-    for level, row, counter, one, text in OF_COUNTERS:
+    for counter, row in PROBLEMS.items():
         counted = seen.hour if counter in IN_AN_HOUR else seen.recent
-        count = counted.counters.get(counter, 0)
-        if count:
-            said = f"{_count(count, one)} {text.format(when=counted.when)}"
-            yield FoundProblem(level, said, row)
+        if row.one and (count := counted.counters.get(counter, 0)):
+            said = row.text.format(when=counted.when)
+            yield FoundProblem(row.level, f"{_count(count, row.one)} {said}", row.row)
 
 
-def _named(
-    level: str, nodes: list[tuple[NodeStatus, str]], what: str, row: str
-) -> Iterator[FoundProblem]:
-    for node, why in nodes[:NODES_NAMED]:
-        text = f"Node {node.name} ({node.address or node.host}) {what}: {why}."
-        yield FoundProblem(level, text, row)
+def _of_nodes(name: str, nodes: Sequence[NodeStatus]) -> Iterator[FoundProblem]:
+    row = PROBLEMS[name]
+    for node in nodes[:NODES_NAMED]:
+        found = _found(
+            name, node=node, entry_gone=ENTRY_GONE, silent=duration_text(node.silent_ms),
+            **{each: size_text(_held(node, each)) for each in SHARES},
+        )  # fmt: skip
+        who = f"Node {node.name} ({node.address or node.host})"
+        yield found._replace(text=f"{who} {row.what}: {found.text}.")
     if len(nodes) > NODES_NAMED:
-        text = f"{len(nodes) - NODES_NAMED} more nodes: each {what}."
-        yield FoundProblem(level, text, row)
+        text = f"{len(nodes) - NODES_NAMED} more nodes: each {row.what}."
+        yield FoundProblem(row.level, text, row.row)
 
 
-def _gone(gone: Sequence[GoneNode]) -> Iterator[FoundProblem]:
-    """Nodes that have left or died, with the objects that went with them."""
-    shown = [each for each in gone if each.why != "left" or each.missing or each.lost]
-    for each in shown[:NODES_NAMED]:
-        who = f"Node {name_text(each.name)} ({each.host})"
-        how = "left" if each.why == "left" else f"died ({each.why})"
-        level, text = "bad", f"{who} {how} {duration_text(each.gone_ms)} ago"
-        missing = _count(each.missing, "object")
-        if each.reports:
-            level, text = "note", f"{who} is back and reports its objects: {missing} to go"
-        elif each.missing:
-            level = "warning" if each.why == "left" else "bad"
-            text += (
-                f": {missing} that no other node has. They are back once it is started again with "
-                "the same --name and memory"
-            )
-        elif each.lost:
-            lost = _count(each.lost, "object")
-            text += f": {lost} that no other node had did not come back, and are lost"
-        yield FoundProblem(level, f"{text}.", "KvstoreNodeDead")
-    if len(shown) > NODES_NAMED:
-        text = f"{len(shown) - NODES_NAMED} more nodes left or died."
-        yield FoundProblem("bad", text, "KvstoreNodeDead")
+def _gone(node: GoneNode) -> FoundProblem:
+    """A node that has left or died, with the objects that went with it."""
+    left, missing = node.why == "left", _count(node.missing, "object")
+    name = "died_empty"
+    if node.reports:
+        name = "back"
+    elif node.missing:
+        name = "left" if left else "died"
+    elif node.lost:
+        name = "lost"
+    return _found(
+        name, who=f"Node {name_text(node.name)} ({node.host})", missing=missing,
+        lost=_count(node.lost, "object"), ago=duration_text(node.gone_ms),
+        how="left" if left else f"died ({node.why})",
+    )  # fmt: skip
 
 
-def _held(share: float, of: str, why: str) -> Callable[[NodeStatus], str]:
-    def condition(node: NodeStatus) -> str:
-        held = sum(getattr(each, of) for each in node.segments)
-        is_heavy = held > share * node.size
-        return f"{size_text(held)}, {why}" if is_heavy else ""
-
-    return condition
+def _held(node: NodeStatus, of: str) -> int:
+    """Bytes of its memory."""
+    return sum(getattr(each, of) for each in node.segments)
 
 
-def _waiting(seen: _Seen) -> str:
+def _holds_much(of: str) -> Callable[[NodeStatus], bool]:
+    return lambda node: _held(node, of) > SHARES[of] * _held(node, "size")
+
+
+def _count(number: int, one: str) -> str:
+    return f"{number:,} {one}{'' if number == 1 else 's'}"
+
+
+# --- conditions: the words of a row; None: it is not so ------------------------------------------
+
+Words = Mapping[str, object] | None
+
+
+def _waiting(seen: _Seen) -> Words:
     """Memory that is not given out yet after a start of the master or of the nodes."""
     alive = [node for node in seen.status.nodes if node.state == "alive"]
     segments = [segment for node in alive for segment in node.segments]
     if not segments or not all(each.ready_ms or each.reports for each in segments):
-        return ""
+        return None
     longest_ms = min(segment.ready_ms for segment in segments)
     when = f"for {duration_text(longest_ms)} more" if longest_ms else "yet"
     reports = all(segment.reports for segment in segments)
-    also = ", and until a node has reported its objects" if reports else ""
-    return (
-        f"No put finds room {when}{also}: the master or all nodes have just started, and memory is "
-        "given out when no reader of before can have a lease on it. Puts wait, gets work."
-    )
+    return {"when": when + (", and until a node has reported its objects" if reports else "")}
 
 
-def _pinned(seen: _Seen) -> str:
+def _pinned(seen: _Seen) -> Words:
     pinned, size = seen.counter("pinned_bytes"), seen.total("size")
     if not size or pinned <= PINNED_SHARE * size:
-        return ""
+        return None
     by_size = sorted(seen.status.namespaces, key=lambda each: -each.pinned_bytes)
     most = [
         f"{name_text(each.name)} {size_text(each.pinned_bytes)}"
@@ -261,88 +252,49 @@ def _pinned(seen: _Seen) -> str:
         if each.pinned_bytes
     ]
     of = f" (most: {', '.join(most)})" if most else ""
-    return (
-        f"Pins keep {size_text(pinned)} of {size_text(size)}{of}: puts have only the rest. Pins "
-        "end by themselves, after a day at most, or by unpin."
-    )
+    return {"pinned": size_text(pinned), "size": size_text(size), "most": of}
 
 
-def _ages(seen: _Seen) -> str:
+def _young(seen: _Seen) -> Words:
     is_full = seen.total("used") > FULL * seen.total("size")
     if seen.age_ms is None or not is_full or seen.age_ms >= YOUNG_MS:
-        return ""
-    return (
-        "The pool is full, and evicts objects soon after their last use: half of them within "
-        f"{duration_text(int(seen.age_ms))} (last 10 min). More memory would raise the hit ratio."
-    )
+        return None
+    return {"age": duration_text(int(seen.age_ms))}
 
 
-def _loop(seen: _Seen) -> str:
-    if seen.late_us is None or seen.late_us <= LATE_US:
-        return ""
-    return (
-        f"The master's loop is slow: one call in a hundred waits {seen.late_us / 1000:.0f} ms or "
-        "more. Its host may lack processor time."
-    )
+def _slow_loop(seen: _Seen) -> Words:
+    is_late = seen.late_us is not None and seen.late_us > LATE_US
+    return {"late_ms": seen.late_us / 1000} if is_late and seen.late_us else None
 
 
-def _short_of_replicas(seen: _Seen) -> str:
+def _under_replicated(seen: _Seen) -> Words:
     short = seen.counter("under_replicated_objects")
-    return f"{_count(short, 'object')} with fewer replicas than were asked for." if short else ""
+    return {"count": _count(short, "object")} if short else None
 
 
-def _count(number: int, one: str) -> str:
-    return f"{number:,} {one}{'' if number == 1 else 's'}"
+def _guarantees(seen: _Seen) -> Words:
+    short = guarantees_short(seen.status)
+    return {"short": short} if short else None
 
 
-OF_NODES: Final[Sequence[tuple[str, str, str, Callable[[NodeStatus], str]]]] = (
-    ("bad", "is suspect", "KvstoreNodeSuspect",
-     lambda node: f"not heard of for {duration_text(node.silent_ms)}; no new object goes there"
-     if node.state == "suspect" else ""),
-    ("bad", "is dead", "KvstoreNodeDead",
-     lambda node: "its objects are gone" if node.state == "dead" else ""),
-    ("note", "is draining", "Draining",
-     lambda node: "its objects move away" if node.state == "draining" else ""),
-    ("bad", "is unreachable from the master", "KvstoreNodeSuspect",
-     lambda node: node.unreachable),
-    ("bad", "has no entry in /dev/shm any more", "KvstoreNodeDead",
-     lambda node: ENTRY_GONE if node.entry_gone else ""),
-    ("warning", "has memory in quarantine", "KvstoreMemoryHeld",
-     _held(QUARANTINE_SHARE, "quarantined", "of writers that did not end their puts")),
-    ("warning", "has memory that awaits its reclaim", "KvstoreMemoryHeld",
-     _held(RECLAIM_SHARE, "reclaim", "until leases on it have ended")),
-)  # fmt: skip
+OF_NODES: Final[Mapping[str, Callable[[NodeStatus], object]]] = {
+    "suspect": lambda node: node.state == "suspect",
+    "dead": lambda node: node.state == "dead",
+    "draining": lambda node: node.state == "draining",
+    "unreachable": lambda node: node.unreachable,
+    "entry_gone": lambda node: node.entry_gone,
+    **{of: _holds_much(of) for of in SHARES},
+}
 
-OF_STORE: Final[Sequence[tuple[str, str, Callable[[_Seen], str]]]] = (
-    ("bad", "KvstoreNodeAlone",
-     lambda seen: "" if seen.status.nodes else "No node has joined: nothing can be stored."),
-    ("warning", "KvstoreUnderReplicated", _short_of_replicas),
-    ("bad", "KvstorePutsRefused", _waiting),
-    ("warning", "KvstorePutsRefused", lambda seen: guarantees_short(seen.status)),
-    ("warning", "KvstoreMemoryPinned", _pinned),
-    ("warning", "KvstoreEvictionsTooYoung", _ages),
-    ("warning", "KvstoreLoopSlow", _loop),
-)  # fmt: skip
+OF_STORE: Final[Mapping[str, Callable[[_Seen], Words]]] = {
+    "no_node": lambda seen: None if seen.status.nodes else {},
+    "under_replicated": _under_replicated,
+    "waiting": _waiting,
+    "guarantees": _guarantees,
+    "pinned": _pinned,
+    "young": _young,
+    "slow_loop": _slow_loop,
+}
 
 IN_AN_HOUR: Final = ("corrupt_objects", "corrupt_replicas")
 """Counters that are judged over an hour, and not over ten minutes."""
-
-OF_COUNTERS: Final[Sequence[tuple[str, str, str, str, str]]] = (
-    *(("bad", "KvstorePutsRefused", f"refused_{cause}", "put", f"found no room {{when}}: {why}.")
-      for cause, (_, _, why) in CAUSES.items()),
-    ("warning", "KvstoreMemoryPinned", "refused_pins", "pin",
-     "refused {when}: pins hold all that they may (--pinned-max)."),
-    ("bad", "KvstoreCorruptMemory", "corrupt_objects", "object",
-     "had no replica with good bytes: look at the memory of its nodes (see Events), {when}."),
-    ("bad", "KvstoreCorruptMemory", "corrupt_replicas", "replica", "had bad bytes, {when}."),
-    ("warning", "KvstoreConnectionsRefused", "connections_stalled", "connection",
-     "cut because the client did not read, {when}."),
-    ("warning", "KvstoreConnectionsRefused", "connections_refused", "connection",
-     "refused: no token, too many, or another protocol, {when}."),
-    ("warning", "KvstoreRefusals", "refused", "call",
-     "refused: without an identity, with a revoked one, or without the right, {when}."),
-    ("warning", "EventsDropped", "events_dropped", "event",
-     "dropped: subscribers begin anew, {when}."),
-    ("warning", "KvstoreLeaderChanges", "etcd_failures", "call", "to etcd failed, {when}."),
-)  # fmt: skip
-"""Level, row, counter, what it counts, and what happened to it."""

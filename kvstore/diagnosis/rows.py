@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from importlib import resources
 from typing import Any, Final, NamedTuple
 
+from kvstore.shortages import CAUSES as SHORTAGES
+
 
 class Alert(NamedTuple):
     """An alert of Prometheus, by job: one job is one cluster."""
@@ -58,6 +60,33 @@ class CauseRow(NamedTuple):
     is_problem: bool = True
 
 
+class CheckRow(NamedTuple):
+    """A finding of ``kvstore doctor``. Both texts are formatted with the words of the check."""
+
+    found: str
+    advice: str = ""
+    state: str = "warning"
+    subject: str = ""
+    """Empty: the subject of the check."""
+    row: str = ""
+    """The row of the problem whose advice it has."""
+
+
+class ProblemRow(NamedTuple):
+    """A problem that a master's status shows."""
+
+    row: str
+    """The ``Row`` with its advice."""
+    text: str
+    """Formatted with the words of its condition."""
+    level: str = "warning"
+    """bad: something is lost or refused; warning: look at it; note: it was asked for."""
+    what: str = ""
+    """Of a problem of one node."""
+    one: str = ""
+    """What the counter of this name counts; empty: it is no counter."""
+
+
 def _joined(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         name: " ".join(value.split()) if isinstance(value, str) else value
@@ -82,6 +111,15 @@ ROWS: Final = tuple(_row(name, fields) for name, fields in _TABLE["row"].items()
 ADVICE: Final = {row.name: row.advice.replace("`", "") for row in ROWS}
 
 CAUSES: Final = {name: CauseRow(**_joined(fields)) for name, fields in _TABLE["cause"].items()}
+
+CHECKS: Final = {name: CheckRow(**_joined(fields)) for name, fields in _TABLE["check"].items()}
+
+PROBLEMS: Final = {
+    f"refused_{cause}": ProblemRow(
+        "KvstorePutsRefused", f"found no room {{when}}: {why}.", "bad", one="put"
+    )
+    for cause, (_, _, why) in SHORTAGES.items()
+} | {name: ProblemRow(**_joined(fields)) for name, fields in _TABLE["problem"].items()}
 
 PHRASES: Final[dict[str, str]] = _joined(_TABLE["phrases"])
 

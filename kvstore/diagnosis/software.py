@@ -12,7 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +20,7 @@ from typing import Any, Final
 
 from kvstore import native
 from kvstore._version import __version__
-from kvstore.diagnosis import distribution
-from kvstore.diagnosis.findings import Finding, ok, problem, warning, warning_if
+from kvstore.diagnosis.findings import Finding, of_row, ok, under
 from kvstore.mooncake import is_ours
 from kvstore.native import compiled
 from kvstore.process import interpreter
@@ -58,44 +57,36 @@ def python(timeout_s: float) -> Iterator[Finding]:
     versions = ", ".join(f"{name} {version(name) or 'missing'}" for name in NEEDED)
     failure = import_failure(_IMPORT_ALL, timeout_s)
     if failure is None:
-        yield ok(versions, subject="packages")
+        found = ok(versions)
     else:
-        needed = shlex.join(distribution.requirements() or NEEDED)
-        advice = f"{sys.executable} -m pip install --upgrade {needed}"
-        yield problem(f"{versions}; {failure}", advice, "packages")
+        needed = shlex.join(requirements() or NEEDED)
+        found = of_row(
+            "packages", versions=versions, failure=failure, python=sys.executable, needed=needed
+        )
+    yield found._replace(subject="packages")
 
 
 def installation() -> list[Finding]:
-    """Whether another project's package hides this one, and whether the C parts are compiled."""
-    strange = [
-        warning(
-            f"{stranger} is installed, which is another project (this one is "
-            f"{distribution.NAME}); its module is also called kvstore, and may hide this one",
-            f"{sys.executable} -m pip uninstall {distribution.NAME_BEFORE}",
-            "distribution",
-        )
-        for stranger in distribution.strangers()
-    ]
-    return [*strange, _compiled()]
+    """Whether another project's package hides this one, and whether the C parts are compiled.
+
+    The distribution is called ``kvstore-llm``: ``kvstore`` on the public index is another project,
+    a client of etcd and consul, whose module is called ``kvstore``, too.
+    """
+    others = sorted({f"kvstore {each.version}" for each in metadata.distributions(name="kvstore")})
+    found = [of_row("stranger", stranger=each, python=sys.executable) for each in others]
+    return [*under("distribution", found), _compiled()._replace(subject="compiled parts")]
 
 
 def _compiled() -> Finding:
-    subject = "compiled parts"
     if os.environ.get("KVSTORE_NATIVE") == "0":
-        return ok("not used, because KVSTORE_NATIVE=0", subject=subject)
-    missing = []
-    if not native.is_compiled:
-        missing.append("the steps of the hot path")
-    if not compiled.library(str(_STATE)).exists():
-        missing.append("the master's state")
-    if not missing:
-        return ok("the steps of the hot path and the master's state", subject=subject)
-    return warning(
-        f"not compiled: {', '.join(missing)}; plain Python does the same work, slower",
-        "Install a compiler (apt-get install gcc python3-dev), then kvstore again: "
-        "pip install . in a checkout compiles them.",
-        subject,
-    )
+        return ok("not used, because KVSTORE_NATIVE=0")
+    parts = {
+        "the steps of the hot path": native.is_compiled,
+        "the master's state": compiled.library(str(_STATE)).exists(),
+    }
+    if missing := [name for name, is_there in parts.items() if not is_there]:
+        return of_row("not_compiled", missing=", ".join(missing))
+    return ok(" and ".join(parts))
 
 
 def optional() -> Iterator[Finding]:
@@ -118,84 +109,55 @@ def mooncake_store() -> Iterator[Finding]:
     yield ok(f"{whose}; kvstore as-mooncake -- COMMAND gives it this store")
 
 
-def transfer_engine(timeout_s: float, *, transfer: bool) -> Iterator[Finding]:
-    """Whether Mooncake's transfer engine can be used; with ``transfer``, whether bytes arrive."""
+def transfer_engine(timeout_s: float) -> Iterator[Finding]:
+    """Whether Mooncake's transfer engine can be used. That bytes arrive is shown by ``kvstore bench
+    --transport mooncake``."""
     installed = next((f"{name} {number}" for name in ENGINES if (number := version(name))), None)
     if installed is None:
-        what, advice = "not installed (RDMA needs it)", f"pip install {ENGINES[-1]}"
-        yield problem(what, advice) if transfer else ok(what)
+        yield ok("not installed (RDMA needs it)")
         return
+    words: dict[str, Any] = {
+        "installed": installed, "package": installed.split()[0], "python": sys.executable,
+    }  # fmt: skip
     failure = import_failure("from mooncake.engine import TransferEngine", timeout_s)
     if failure is not None:
-        advice = "apt-get install libibverbs1 librdmacm1 libnuma1 liburing2"
-        if ".so" not in failure:
-            advice = f"{sys.executable} -m pip install --force-reinstall {installed.split()[0]}"
-        yield (problem if transfer else warning)(f"{installed}: {failure}", advice)
-        return
-    if find_spec("kvstore.transport.mooncake") is None:
-        what = f"{installed}, which this release does not use"
-        yield problem(what, "Use shm and tcp, or a later release.") if transfer else ok(what)
+        check = "engine_libraries" if ".so" in failure else "engine_package"
+        yield of_row(check, failure=failure, **words)
         return
     rows = _probe(_PROBE, timeout_s)
     if not isinstance(rows, list):
-        what = f"{installed}: the probe of its transport failed or took over {timeout_s:.0f} s"
-        yield warning(what, f"{sys.executable} -c '{_PROBE}'")
-        rows = []
+        yield of_row("engine_probe", seconds=timeout_s, probe=_PROBE, **words)
+        return
     for row in rows:
         is_well = row["ok"] or (row["what"] == "devices" and row["found"] == "no RDMA card")
-        yield warning_if(not is_well, f"{row['what']}: {row['found']}", row["advice"])
-    if transfer:
-        yield loop_back(timeout_s)
+        yield of_row("engine", holds=not is_well, **row)
 
 
 def graphics(timeout_s: float) -> Iterator[Finding]:
     """Whether kvstore can copy from and to the memory of GPUs, and in which way."""
     rows = _probe(_PROBE_GPU, timeout_s)
     if rows is None:
-        what = f"the probe of NVIDIA's driver failed or took over {timeout_s:.0f} s"
-        yield warning(what, "nvidia-smi says whether the driver works.")
+        yield of_row("gpu_probe", seconds=timeout_s)
     elif not isinstance(rows, list):
         yield ok(f"none is used: {rows}")
     elif not rows:
         yield ok("none")
     else:
         for name, copies_batches, locks in rows:
-            if not locks:
-                yield warning(
-                    f"{name}: memory of the host cannot be page-locked, so bytes are copied twice",
-                    "Raise the limit of locked memory: ulimit -l unlimited, or the container's.",
-                )
-            elif not copies_batches:
-                why = "the driver is older than CUDA 12.8, so each page is a call of its own"
-                yield warning(f"{name}: {why}", "Install a newer driver.")
-            else:
+            if locks and copies_batches:
                 yield ok(f"{name}: copies straight from and to the pool, in batches")
-
-
-def loop_back(timeout_s: float) -> Finding:
-    """Runs puts and gets through the engine, against a store on this host; by RDMA where there is
-    a card."""
-    protocol = os.environ.get("KVSTORE_CLIENT_PROTOCOL") or "tcp"
-    if "KVSTORE_CLIENT_PROTOCOL" not in os.environ and any(Path("/sys/class/infiniband").glob("*")):
-        protocol = "rdma"
-    arguments = ["-m", "kvstore.cli.main", "bench", "--transport", "mooncake",
-                 "--seconds", "0.05", "--json"]  # fmt: skip
-    again = f"KVSTORE_CLIENT_PROTOCOL={protocol} kvstore bench --transport mooncake"
-    try:
-        environ = os.environ | {"KVSTORE_CLIENT_PROTOCOL": protocol}
-        done = _run(arguments, timeout_s, environ)
-    except subprocess.TimeoutExpired:
-        what = f"no bytes arrived by {protocol} within {timeout_s:.0f} s"
-        return problem(what, f"{again} shows where it stops")
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    speeds = [row["ours_gb_per_second"] for row in rows if row.get("op") == "get"]
-    if done.returncode != 0 or not speeds:
-        reason = done.stderr.strip().rpartition("\n")[2][:300]
-        return problem(f"no bytes arrived by {protocol}: {reason}", again)
-    return ok(f"bytes arrive by {protocol}: gets at {max(speeds):.2f} GB/s")
+            else:
+                yield of_row("gpu_driver" if locks else "gpu_not_locked", name=name)
 
 
 # --- what the checks read ----------------------------------------------------------------------
+
+
+def requirements() -> list[str]:
+    """What kvstore needs without extras, as pip takes it; empty where pip did not install it."""
+    ours = next(iter(metadata.distributions(name="kvstore-llm")), None)
+    needed = (ours.requires if ours is not None else None) or []
+    return [each for each in needed if "extra ==" not in each]
 
 
 def version(name: str) -> str | None:
@@ -215,7 +177,7 @@ def import_failure(code: str, timeout_s: float) -> str | None:
         "    print(json.dumps(f'{type(error).__name__}: {error}'))\n"
     )
     try:
-        done = _run(["-c", script], timeout_s)
+        done = _run(script, timeout_s)
     except subprocess.TimeoutExpired:
         return f"the import took over {timeout_s:.0f} s"
     if done.returncode != 0:
@@ -227,17 +189,15 @@ def import_failure(code: str, timeout_s: float) -> str | None:
 def _probe(code: str, timeout_s: float) -> Any:
     """What ``code`` prints as its last line, in JSON; None: nothing of the kind, or too late."""
     try:
-        done = _run(["-c", code], timeout_s)
+        done = _run(code, timeout_s)
         return json.loads(done.stdout.strip().rpartition("\n")[2])
     except (subprocess.TimeoutExpired, ValueError):
         return None
 
 
-def _run(
-    arguments: Sequence[str], timeout_s: float, environ: Mapping[str, str] = os.environ
-) -> subprocess.CompletedProcess[str]:
-    """Runs Python in a process of its own."""
+def _run(code: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs code of Python in a process of its own."""
     return subprocess.run(
-        interpreter.command(*arguments), env=interpreter.environment(environ),
+        interpreter.command("-c", code), env=interpreter.environment(),
         capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip

@@ -61,7 +61,6 @@ class Admin:
                     "admin_refused id=%s peer=%s path=%s status=%d",
                     request_id, request.remote, field_text(request.path), refusal.status,
                 )  # fmt: skip
-                await self._access.slow_down(request)
                 said = (refusal.text or "").strip()
                 response = error_response(refusal.status, said, "permission_denied")
             else:

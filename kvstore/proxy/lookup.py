@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 from collections.abc import Sequence
 from typing import Final
@@ -17,14 +16,14 @@ from typing import Final
 from kvstore.breaker import Breaker
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
-from kvstore.errors import KVStoreError, PermissionDeniedError, UnavailableError
-from kvstore.fleet import RECORDS_MAX, Record, worth_reading
+from kvstore.errors import KVStoreError, PermissionDeniedError
+from kvstore.fleet import RECORDS_MAX, Record
 from kvstore.limits import FLEET_NAMESPACE, of_tenant
 from kvstore.process.background import start_task
 from kvstore.proxy import records
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.records import Held
-from kvstore.web.dashboard.fleet import rows_of
+from kvstore.web.dashboard.fleet import read_in
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -59,8 +58,7 @@ class StoreLookup:
             )
         )
         self._breaker = Breaker(failures_max=FAILURES_MAX, open_for=REST_MS)
-        self._records: dict[bytes, Record] = {}
-        self._refused: set[bytes] = set()
+        self._records: list[Record] = []
         self._denied: set[str] = set()
         """Fingerprints of the records in whose namespaces we may not look."""
         self._reading: asyncio.Task[None] | None = None
@@ -79,13 +77,13 @@ class StoreLookup:
     @property
     def models(self) -> list[str]:
         """The models whose prompts can be looked up."""
-        return sorted({name for record in self._records.values() for name in record.models})
+        return sorted({name for record in self._records for name in record.models})
 
     async def held(
         self, model: str, token_ids: Sequence[int], salt: str, request_id: str
     ) -> Held | None:
         """How much of the prompt the store holds; None: unknown. Raises only CancelledError."""
-        record = records.serving(self._records.values(), model)
+        record = records.serving(self._records, model)
         if record is None:
             self._metrics.lookups.labels("unknown").inc()
             return None
@@ -134,29 +132,11 @@ class StoreLookup:
             await asyncio.sleep(REFRESH_S)
 
     async def _read(self) -> None:
-        found: dict[bytes, Record] = {}
-        rows = await rows_of(self._client, self._fleet)
-        for key in itertools.chain.from_iterable(worth_reading(rows)):
-            await self._read_one(found, key)
-            if len(found) == RECORDS_MAX:
-                break
-        if found.keys() != self._records.keys():
-            log.info("fleet_read records=%d", len(found))
-        self._records = dict(sorted(found.items()))
-
-    async def _read_one(self, found: dict[bytes, Record], key: bytes) -> None:
-        try:
-            data = await self._client.get(key, namespace=self._fleet, kind="bytes")
-            record = records.parse(bytes(data), self._tenant) if isinstance(data, bytes) else None
-        except UnavailableError:
-            raise
-        except KVStoreError as error:  # this record is invalid; others may be valid
-            if key not in self._refused and len(self._refused) < RECORDS_MAX:
-                self._refused.add(key)
-                log.warning("record_refused key=%r reason=%s", key, error)
-            return
-        if record is not None:
-            found[key] = record
+        read = await read_in(self._client, self._fleet, RECORDS_MAX)
+        found = [each for each in read if records.is_usable(each)]
+        if len(found) != len(self._records):
+            log.info("fleet_read records=%d unusable=%d", len(found), len(read) - len(found))
+        self._records = found
 
     def _tell_denied(self, record: Record, error: PermissionDeniedError) -> None:
         """Logs it once for each record."""

@@ -4,7 +4,7 @@ process."""
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from prometheus_client import (
@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvstore.process import logs
-from kvstore.proxy.instances import Instances
+from kvstore.proxy.instances import Instances, InstanceView
 
 # Buckets from a short prompt on an idle engine to a long prompt behind a queue.
 SECONDS: Final = (
@@ -29,6 +29,12 @@ LOOKUP_SECONDS: Final = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 BREAKER_VALUES: Final = {"closed": 0, "half_open": 1, "open": 2}
+OF_INSTANCES: Final[Sequence[tuple[str, str, Callable[[InstanceView], int]]]] = (
+    ("in_flight", "Requests under way on the instance.", lambda view: view.in_flight),
+    ("healthy", "1: its health checks succeed.", lambda view: view.healthy),
+    ("draining", "1: it gets no new requests.", lambda view: view.draining),
+    ("breaker", "0 closed, 1 half open, 2 open.", lambda view: BREAKER_VALUES[view.breaker]),
+)
 
 
 def clock_ms() -> int:
@@ -41,61 +47,47 @@ class Metrics:
 
     def __init__(self, instances: Instances) -> None:
         registry = self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "kvstore_proxy_requests",
-            "Requests that ended, by route and status; 499: the client left.",
-            ["route", "status"],
-            registry=registry,
-        )
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvstore_proxy_{name}", text, labels, registry=registry)
+
+        def seconds(name: str, text: str, *labels: str, buckets: Sequence[float]) -> Histogram:
+            name = f"kvstore_proxy_{name}_seconds"
+            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+
+        self.requests = counter(
+            "requests", "Requests that ended, by route and status; 499: the client left.",
+            "route", "status",
+        )  # fmt: skip
         self.in_flight = Gauge("kvstore_proxy_in_flight", "Requests under way.", registry=registry)
-        self.first_byte_seconds = Histogram(
-            "kvstore_proxy_first_byte_seconds",
-            "From a request's arrival to the first byte of its answer.",
-            ["route"],
+        self.first_byte_seconds = seconds(
+            "first_byte", "From a request's arrival to the first byte of its answer.", "route",
             buckets=SECONDS,
-            registry=registry,
-        )
-        self.prefill_seconds = Histogram(
-            "kvstore_proxy_prefill_seconds",
-            "Duration of the prefill hop, by outcome: done, refused, failed.",
-            ["outcome"],
+        )  # fmt: skip
+        self.prefill_seconds = seconds(
+            "prefill", "Duration of the prefill hop, by outcome: done, refused, failed.", "outcome",
             buckets=SECONDS,
-            registry=registry,
+        )  # fmt: skip
+        self.prefill_skipped = counter(
+            "prefill_skipped", "Requests that used no prefiller, by reason.", "reason"
         )
-        self.prefill_skipped = Counter(
-            "kvstore_proxy_prefill_skipped",
-            "Requests that used no prefiller, by reason.",
-            ["reason"],
-            registry=registry,
+        self.retries = counter(
+            "retries", "Requests sent again to another instance, by role.", "role"
         )
-        self.retries = Counter(
-            "kvstore_proxy_retries",
-            "Requests sent again to another instance, by role.",
-            ["role"],
-            registry=registry,
+        self.broken_streams = counter(
+            "broken_streams", "Answers that ended too early, after their first byte."
         )
-        self.broken_streams = Counter(
-            "kvstore_proxy_broken_streams",
-            "Answers that ended too early, after their first byte.",
-            registry=registry,
-        )
-        self.renders = Counter(
-            "kvstore_proxy_renders",
-            "Prompts to be rendered, by outcome: done, refused, unavailable, failed.",
-            ["outcome"],
-            registry=registry,
-        )
-        self.lookups = Counter(
-            "kvstore_proxy_lookups",
+        self.renders = counter(
+            "renders", "Prompts to be rendered, by outcome: done, refused, unavailable, failed.",
+            "outcome",
+        )  # fmt: skip
+        self.lookups = counter(
+            "lookups",
             "Lookups in the store, by outcome: held, missing, unknown (no record), failed.",
-            ["outcome"],
-            registry=registry,
+            "outcome",
         )
-        self.lookup_seconds = Histogram(
-            "kvstore_proxy_lookup_seconds",
-            "Duration of a lookup in the store, hashing included.",
-            buckets=LOOKUP_SECONDS,
-            registry=registry,
+        self.lookup_seconds = seconds(
+            "lookup", "Duration of a lookup in the store, hashing included.", buckets=LOOKUP_SECONDS
         )
         registry.register(_OfInstances(instances))
         registry.register(_OfLog())
@@ -123,23 +115,11 @@ class _OfInstances(Collector):
         self._instances = instances
 
     def collect(self) -> Iterator[Metric]:
-        labels = ["role", "instance"]
-        in_flight = GaugeMetricFamily(
-            "kvstore_proxy_instance_in_flight", "Requests under way on the instance.", labels=labels
-        )
-        healthy = GaugeMetricFamily(
-            "kvstore_proxy_instance_healthy", "1: its health checks succeed.", labels=labels
-        )
-        draining = GaugeMetricFamily(
-            "kvstore_proxy_instance_draining", "1: it gets no new requests.", labels=labels
-        )
-        breaker = GaugeMetricFamily(
-            "kvstore_proxy_instance_breaker", "0 closed, 1 half open, 2 open.", labels=labels
-        )
-        for view in self._instances.views(clock_ms()):
-            at = [view.role, view.address]
-            in_flight.add_metric(at, view.in_flight)
-            healthy.add_metric(at, int(view.healthy))
-            draining.add_metric(at, int(view.draining))
-            breaker.add_metric(at, BREAKER_VALUES[view.breaker])
-        yield from (in_flight, healthy, draining, breaker)
+        views = self._instances.views(clock_ms())
+        for name, text, value_of in OF_INSTANCES:
+            gauge = GaugeMetricFamily(
+                f"kvstore_proxy_instance_{name}", text, labels=["role", "instance"]
+            )
+            for view in views:
+                gauge.add_metric([view.role, view.address], value_of(view))
+            yield gauge

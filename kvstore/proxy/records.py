@@ -1,4 +1,4 @@
-"""Reads fleet records, which connectors put into the store, and computes a prompt's keys from them.
+"""Computes a prompt's keys from the fleet records that connectors put into the store.
 
 A connector puts one object per fingerprint (equal for engines that can share) into the namespace
 ``vllm-fleet``, or its tenant's: JSON of at most ``kvstore.fleet.RECORD_BYTES_MAX`` bytes.
@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvstore import fleet
-from kvstore.errors import KVStoreError, ProtocolError
+from kvstore.errors import KVStoreError
 from kvstore.fleet import FORMAT, Record
 from kvstore.limits import BATCH_KEYS_MAX, NAMESPACES_MAX, check_namespace
 from kvstore.proxy.hashes import ALGORITHMS, block_hashes
@@ -21,7 +20,7 @@ def keys(record: Record, token_ids: Sequence[int], salt: str = "") -> Iterator[b
     """Yields the keys of a prompt's full blocks, at most as many as one call may have.
 
     Args:
-        record: a record as ``parse`` returns it.
+        record: one that ``is_usable``.
         salt: the request's ``cache_salt``; empty: it has none.
     """
     assert record.hashes is not None
@@ -50,34 +49,22 @@ class Held(NamedTuple):
         return max(0, wanted - self.blocks) * self.block_size
 
 
-def parse(data: bytes, tenant: str = "") -> Record | None:
-    """The record; None if the hashes of its engines cannot be computed here.
-
-    Args:
-        tenant: as for ``fleet.parse``.
-
-    Raises:
-        ProtocolError: ``data`` is not a record of a known format.
-    """
-    record = fleet.parse(data, tenant=tenant, partial=True)
-    if record is None or record.format != FORMAT:
-        raise ProtocolError("not a fleet record of a known format")
+def is_usable(record: Record) -> bool:
+    """Whether the hashes of its engines can be computed here, and its fields fit together."""
     hashes = record.hashes
-    if record.engine != "vllm" or (hashes is not None and hashes.algorithm not in ALGORITHMS):
-        return None
+    if record.format != FORMAT or record.engine != "vllm" or hashes is None:
+        return False
     try:
         for namespace in record.namespaces:
             check_namespace(namespace)
-    except KVStoreError as error:
-        raise ProtocolError(f"not a fleet record: {error}") from None
-    if (
-        hashes is None
-        or not 0 < len(record.namespaces) <= NAMESPACES_MAX
-        or record.block_size <= 0
-        or record.block_size % hashes.block_size
-    ):
-        raise ProtocolError("not a fleet record: its namespaces or its block sizes are wrong")
-    return record
+    except KVStoreError:
+        return False
+    return (
+        hashes.algorithm in ALGORITHMS
+        and 0 < len(record.namespaces) <= NAMESPACES_MAX
+        and record.block_size > 0
+        and record.block_size % hashes.block_size == 0
+    )
 
 
 def serving(records: Iterable[Record], model: str) -> Record | None:

@@ -149,7 +149,6 @@ def test_what_is_described_is_what_is_served(store: Store) -> None:
         ("get", "/api/v1/fleet"): [("", None)],
         ("get", "/api/v1/why"): [("", None), ("?namespace=none", None)],
         ("get", "/api/v1/traffic"): [("", None)],
-        ("get", "/api/v1/events/snapshot"): [("", None)],
         ("get", OPENAPI_PATH): [("", None)],
     }
     described = {

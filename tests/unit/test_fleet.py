@@ -18,7 +18,7 @@ from kvstore.errors import PermissionDeniedError, UnavailableError
 from kvstore.fingerprint import fingerprint
 from kvstore.fleet import ANNOUNCED_EVERY_S, LIFETIME_S, SERVES_S, Record
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, Key, of_tenant
-from kvstore.proxy.records import parse
+from kvstore.proxy.records import is_usable
 from tests.support.waiting import until
 
 LOG = logging.getLogger("test")
@@ -108,7 +108,7 @@ def test_the_proxy_understands_what_engines_leave() -> None:
     board = Board()
     announce(board)
     ((key, data),) = board.objects.items()
-    record = parse(data)
+    record = fleet.parse(data, partial=True)
     assert record is not None
     assert record.fingerprint == key.rpartition(b"/")[2].decode()
 
@@ -271,7 +271,9 @@ def test_the_proxy_leaves_records_of_other_engines_alone() -> None:
     board = Board()
     announce(board, engine="sglang")
     ((_, data),) = board.objects.items()
-    assert parse(data) is None
+    read = fleet.parse(data, partial=True)
+    assert read is not None
+    assert not is_usable(read)
 
 
 def test_records_of_the_release_before_name_no_engine_and_are_vllms() -> None:
@@ -281,7 +283,9 @@ def test_records_of_the_release_before_name_no_engine_and_are_vllms() -> None:
     record = json.loads(data)
     del record["engine"]
     board.objects = {key: json.dumps(record).encode()}
-    assert parse(board.objects[key]) is not None
+    usable = fleet.parse(board.objects[key], partial=True)
+    assert usable is not None
+    assert is_usable(usable)
     (warning,) = announce(board, tensor_parallel=2)
     assert "tensor-parallel size" in warning
 

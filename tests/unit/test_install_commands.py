@@ -97,9 +97,3 @@ def test_such_a_command_is_found(text: str) -> None:
 )
 def test_a_right_command_is_not(text: str) -> None:
     assert not list(wrong_commands(text))
-
-
-def test_the_distribution_has_the_name_that_the_program_looks_for() -> None:
-    from kvstore.diagnosis import distribution
-
-    assert PROJECT["name"] == distribution.NAME

@@ -33,9 +33,6 @@ UNDRAIN_PATH: Final = "/api/v1/nodes/undrain"
 DRAINS_MAX: Final = 4
 """Drains at once: each holds the payloads of a step, up to 64 MiB, in memory."""
 
-KEPT_MAX: Final = 256
-"""Number of finished drains whose result is kept."""
-
 WAIT_S: Final = 60.0
 """How long a drain goes on when nothing moves: the default of ``kvstore drain``, too."""
 
@@ -198,7 +195,7 @@ class NodesAPI:
             check_room(await self._client.status(), asked.node)
         await self._client.drain(asked.node)  # from now on it gets nothing new
         drain = _RunningDrain(DrainOutcome(asked.node), asked)
-        self._remember(asked.node, drain)
+        self._drains[asked.node] = drain
         work = start_task("drain", self._work(asked.node, drain), expected=KVStoreError)
         self._tasks[asked.node] = work
 
@@ -216,13 +213,6 @@ class NodesAPI:
             await asyncio.to_thread(drain.run, self._connect)
         finally:
             del self._tasks[node]
-
-    def _remember(self, node: str, drain: _RunningDrain) -> None:
-        self._drains.pop(node, None)
-        over = [name for name in self._drains if name not in self._tasks]
-        for name in over[: max(0, len(self._drains) - KEPT_MAX + 1)]:
-            del self._drains[name]
-        self._drains[node] = drain
 
 
 def _answer(node: NodeStatus, drain: _RunningDrain | None) -> NodeAnswer:

@@ -31,17 +31,17 @@ async def read_records(client: AsyncClient, records_max: int) -> list[Record]:
     spaces = fleets_of("", (row.name for row in status.namespaces))
     found: list[Record] = []
     for space in spaces:
-        found += await _read_one(client, space, records_max, len(spaces))
+        found += await read_in(client, space, records_max, len(spaces))
     return found[:records_max]
 
 
-async def _read_one(
-    client: AsyncClient, space: Namespace, records_max: int, fleets: int
+async def read_in(
+    client: AsyncClient, space: Namespace, records_max: int, fleets: int = 1
 ) -> list[Record]:
-    """The records in one of so many namespaces."""
+    """The records in one of so many namespaces. Raises KVStoreError, as ``read_records``."""
     found: list[Record] = []
     share, tenant = -(-records_max // fleets), tenant_of(space)
-    rows = await rows_of(client, space, ROWS_MAX // fleets)
+    rows = await _rows_of(client, space, ROWS_MAX // fleets)
     for keys in worth_reading(rows, RECORD_BYTES_MAX, fleets=fleets):
         values = await client.get_many(keys, namespace=space, kind="bytes")
         parsed = [
@@ -55,9 +55,7 @@ async def _read_one(
     return found[:share]
 
 
-async def rows_of(
-    client: AsyncClient, space: Namespace, rows_max: int = ROWS_MAX
-) -> list[ObjectRow]:
+async def _rows_of(client: AsyncClient, space: Namespace, rows_max: int) -> list[ObjectRow]:
     """Objects in a namespace of records, up to ``rows_max``; not all are records."""
     rows: list[ObjectRow] = []
     async for row in client.list_objects(namespace=space):

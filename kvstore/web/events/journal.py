@@ -260,30 +260,6 @@ class Streams:
                     return
                 yield number if is_last else -1, rows
 
-    async def snapshot(self, namespace: str) -> AsyncGenerator[bytes]:
-        """All that is visible, as lines of JSON. The first line says after which event to resume
-        the stream; nothing is missing only if the last line says ``complete``."""
-        epoch = self._journal.epoch
-        objects = 0
-        began = is_last = False
-        with self._channel.survey() as survey:
-            while not is_last:
-                try:
-                    before, rows, is_last = await self._channel.page(survey, namespace)
-                except UnavailableError as error:
-                    yield json.dumps({"complete": False, "reason": error.message}).encode() + b"\n"
-                    return
-                if not began:
-                    began = True
-                    first = {
-                        "from": str(EventPosition(epoch, before)),
-                        "namespace": namespace or None,
-                    }
-                    yield json.dumps(first).encode() + b"\n"
-                objects += len(rows)
-                yield "".join(f"{_data(row)}\n" for row in rows).encode()
-        yield json.dumps({"complete": True, "objects": objects}).encode() + b"\n"
-
 
 @lru_cache(maxsize=64)
 def _text(frame: Frame, skipped: int, wanted: Wanted) -> bytes:

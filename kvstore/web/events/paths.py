@@ -1,4 +1,4 @@
-"""The paths of events: a stream of server-sent events, and a snapshot as lines of JSON."""
+"""The path of events: a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ from kvstore.web.server.endpoints import (
 from kvstore.web.server.serving import Readiness, writing
 
 PATH: Final = "/api/v1/events"
-SNAPSHOT_PATH: Final = "/api/v1/events/snapshot"
 
 SUBSCRIBERS_MAX: Final = 64
-"""Streams and snapshots at once; of one identity, or else of one address, as many as it leaves."""
+"""Streams at once; of one identity, or else of one address, as many as it leaves."""
 
 STALLED_S: Final = 30.0
 """A subscriber that reads nothing for so long is cut; it may resume."""
@@ -47,13 +46,10 @@ _TRUE: Final = ("1", "true", "yes", "")
 _NONE: Final = "This master has no events."
 
 
-class SnapshotQuestion(Question):
+class EventsQuestion(Question):
     model_config = ConfigDict(extra="ignore")
 
     namespace: str = Field(default="", description="Empty: all.")
-
-
-class EventsQuestion(SnapshotQuestion):
     snapshot: Annotated[int, BeforeValidator(lambda text: text in _TRUE)] = Field(
         default=0, description="1: begin with all that is there."
     )
@@ -115,21 +111,7 @@ class EventsAPI:
             texts = self.streams.events(
                 place, whole=bool(asked.snapshot), namespace=asked.namespace, under=asked.under
             )
-            return await _send(request, "text/event-stream", texts, RETRY)
-
-    @endpoint(
-        "GET", SNAPSHOT_PATH, {200: "A line of JSON per object.", 404: _NONE},
-        content="application/x-ndjson", has_own_bounds=True,
-    )  # fmt: skip
-    async def _snapshot(self, request: web.Request, asked: SnapshotQuestion) -> web.StreamResponse:
-        """What is in the store."""
-        _check(asked.namespace)
-        if (who := acting()) is not None:
-            check_events(who, asked.namespace, "")
-        with self._subscriber(request):
-            await self._check_leads()
-            texts = self.streams.snapshot(asked.namespace)
-            return await _send(request, "application/x-ndjson", texts, b"")
+            return await _send(request, texts)
 
     @contextlib.contextmanager
     def _subscriber(self, request: web.Request) -> Iterator[None]:
@@ -147,15 +129,12 @@ def _check(*namespaces: str) -> None:
         check_namespace(each)
 
 
-async def _send(
-    request: web.Request, kind: str, texts: AsyncGenerator[bytes], first: bytes
-) -> web.StreamResponse:
+async def _send(request: web.Request, texts: AsyncGenerator[bytes]) -> web.StreamResponse:
     no_buffer = {"X-Accel-Buffering": "no"}  # nginx would hold events back in its buffer
-    response = web.StreamResponse(headers={"Content-Type": kind, **no_buffer})
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **no_buffer})
     await response.prepare(request)
     with writing(request):
-        if first:
-            await response.write(first)
+        await response.write(RETRY)
         async with contextlib.aclosing(texts):
             async for text in texts:
                 if not is_still_known():

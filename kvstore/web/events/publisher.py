@@ -26,36 +26,31 @@ from kvstore.errors import StartupError, UnavailableError
 from kvstore.process.background import start_task
 from kvstore.web.channel import GONE_SIZE, Event
 from kvstore.web.events.journal import HEARTBEAT_S, EventPosition, Journal, Streams
-from kvstore.web.events.peers import Peers
 
 log = logging.getLogger("kvstore.web")
 
-PEERS_MAX: Final = 256
-"""Peers of each socket; of one address as many as it leaves to others."""
+HANDSHAKE_MS: Final = 5_000
+
+SILENT_MS: Final = 30_000
+"""A peer that reads nothing for so long is cut, by the kernel. It may connect again."""
+
+SAID_BYTES_MAX: Final = 1_024
+"""Bytes that a peer may send at once: an identity, a topic or a number."""
+
+SEND_BYTES: Final = 256 << 10
+"""The kernel's buffer for one peer."""
 
 BATCHES_WAITING_MAX: Final = 500
-"""Batches that wait for one subscriber, some 400 KiB each at most; further ones are dropped for it,
-and it sees a gap in their numbers."""
-
-WAITING_BYTES_MAX: Final = 256 << 20
-"""Bytes of batches that are kept or wait for any peer, each batch counted once, because peers share
-it. If there are more, peers that are behind are cut."""
-
-LOOK_S: Final = 1.0
-"""How often the bytes that wait are compared with ``WAITING_BYTES_MAX``."""
-
-BEHIND_BYTES: Final = 64 << 10
-"""A peer for which the kernel holds at least so many bytes is behind."""
-
-REPLAYS_MAX: Final = 16
-"""Replays at once; more peers wait for their turn."""
+"""Batches that wait for one subscriber, some 400 KiB each at most, which peers share; further ones
+are dropped for it, and it sees a gap in their numbers."""
 
 REPLAY_WAITING_MAX: Final = 8
 """Batches of a replay that may wait for its peer to read."""
 
 FULL_S: Final = 0.005
-STALLED_S: Final = 10.0
-"""How long a replay pauses when its peer has not read, and after how long it gives up."""
+STALLED_S: Final = 2.0
+"""How long a replay pauses when its peer has not read, and after how long it gives up. There is one
+replay at a time, as vLLM has it."""
 
 REPLAY_BYTES_MAX: Final = 64 << 20
 REPLAY_BATCHES_MAX: Final = 10_000
@@ -124,25 +119,14 @@ class Publisher:
         self._sent: deque[Batch] = deque()
         """The last batches; their numbers are consecutive."""
         self._sent_bytes = 0
-        self._alive: list[tuple[zmq.MessageTracker, int]] = []
-        """Payloads that ``_sent`` or libzmq may still hold, with their sizes."""
-        self._looked = 0.0
-        self._asked: dict[bytes, int] = {}
-        """Number of the first batch that each peer wants again; peers in the order of asking."""
-        self._served: set[bytes] = set()
-        """Peers whose replays are under way."""
-        self._wanted = asyncio.Event()
         self._context = zmq.asyncio.Context()
-        self._peers: list[Peers] = []
         self._tasks: list[asyncio.Task[None]] = []
         at, _, replay_at = addresses.partition(",")
         self._socket = self._bound(zmq.PUB, at, BATCHES_WAITING_MAX)
         self._tasks.append(start_task("publisher", self._run()))
         if replay_at:
             self._router = self._bound(zmq.ROUTER, replay_at, REPLAY_WAITING_MAX)
-            self._tasks.append(start_task("replay requests", self._hear_forever()))
-            for _ in range(REPLAYS_MAX):
-                self._tasks.append(start_task("replay", self._replay_forever()))
+            self._tasks.append(start_task("replays", self._replay_forever()))
 
     def _bound(self, kind: int, address: str, waiting_max: int) -> zmq.asyncio.Socket:
         made: zmq.asyncio.Socket = self._context.socket(kind)
@@ -150,9 +134,10 @@ class Publisher:
         made.linger = 0
         if kind == zmq.ROUTER:
             made.set(zmq.ROUTER_MANDATORY, 1)  # sending fails if a peer does not read, or has left
-        peers = Peers(made, PEERS_MAX)
-        self._peers.append(peers)
-        self._tasks.append(start_task("peers", peers.watch()))
+        made.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        made.set(zmq.TCP_MAXRT, SILENT_MS)
+        made.set(zmq.MAXMSGSIZE, SAID_BYTES_MAX)
+        made.set(zmq.SNDBUF, SEND_BYTES)
         try:
             made.bind(address)
         except zmq.ZMQError as error:
@@ -228,52 +213,21 @@ class Publisher:
             self._known.add(topic)
             events = [CLEARED, *events]
         packed: Any = msgpack.packb([time.time(), events, 0])
-        payload = zmq.Frame(packed, copy=False, track=True)
+        payload = zmq.Frame(packed, copy=False)
         number = next(self._batch)
         self._sent.append(Batch(topic, number, payload))
         self._sent_bytes += len(packed)
         while self._sent_bytes > REPLAY_BYTES_MAX or len(self._sent) > REPLAY_BATCHES_MAX:
             self._sent_bytes -= len(self._sent.popleft().payload)
-        self._bound_waiting(payload)
         await self._socket.send_multipart((topic, number.to_bytes(8, "big"), payload))
-
-    def _bound_waiting(self, payload: zmq.Frame) -> None:
-        self._alive.append((payload.tracker, len(payload)))
-        now = time.monotonic()
-        if now - self._looked < LOOK_S:
-            return
-        self._looked = now
-        self._alive = [each for each in self._alive if not each[0].done]
-        waiting = sum(size for _, size in self._alive)
-        if waiting > WAITING_BYTES_MAX:
-            cut = sum(each.cut_those_behind(BEHIND_BYTES) for each in self._peers)
-            log.warning("event_peers_cut count=%d waiting_bytes=%d", cut, waiting)
 
     # --- replaying ------------------------------------------------------------------------------
 
-    async def _hear_forever(self) -> None:
-        while True:
-            request = await self._router.recv_multipart()
-            if len(request) != 3 or len(request[2]) != _HASH_BYTES:
-                continue
-            if request[0] in self._asked or len(self._asked) < 2 * PEERS_MAX:
-                self._asked[request[0]] = int.from_bytes(request[2], "big")
-                self._wanted.set()
-
     async def _replay_forever(self) -> None:
         while True:
-            waiting = (each for each in self._asked if each not in self._served)
-            peer = next(waiting, None)
-            if peer is None:
-                self._wanted.clear()
-                await self._wanted.wait()
-                continue
-            self._served.add(peer)
-            try:
-                await self._replay(peer, self._asked.pop(peer))
-            finally:
-                self._served.remove(peer)
-                self._wanted.set()
+            request = await self._router.recv_multipart()
+            if len(request) == 3 and len(request[2]) == _HASH_BYTES:
+                await self._replay(request[0], int.from_bytes(request[2], "big"))
 
     async def _replay(self, peer: bytes, first: int) -> None:
         """Sends the batches from ``first`` on, those included that are published meanwhile. Leaves

@@ -13,11 +13,8 @@ There are no CORS headers, so no other site may send what browsers ask permissio
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hmac
 import ipaddress
-import logging
 import ssl
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
@@ -31,31 +28,11 @@ from kvstore.auth.credentials import Credentials, alternative_names
 from kvstore.auth.identity import ADMIN, Identity, identity, identity_of
 from kvstore.auth.revoked import Revoked
 from kvstore.auth.rights import check_numbers
-from kvstore.clocks import uptime
 from kvstore.config import HttpConfig, read_token
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.network.addresses import is_address, split_address
-from kvstore.network.limiter import Limiter, WaitPreemptedError
-from kvstore.token_buckets import TokenBuckets
-from kvstore.web.server.certificates import tls_of
+from kvstore.network.tls import Certificate, load_chain, renewing
 from kvstore.web.server.doors import Handler
-
-log = logging.getLogger("kvstore.web")
-
-WRONG_TOKENS_FREE: Final = 10
-"""Wrong tokens of one address in ``WRONG_TOKENS_S`` that are answered at once: of a person who
-pastes, of a script with an old token. Answers to further ones come ``DELAY_S`` late, which keeps
-those who try tokens from filling the port. A right token never waits, also from that address, which
-may be that of a network behind NAT."""
-
-WRONG_TOKENS_S: Final = 60.0
-DELAY_S: Final = 1.0
-
-DELAYED_MAX: Final = 16
-"""Answers that wait at once. They take slots of requests: one more ends the longest wait."""
-
-ADDRESSES_MAX: Final = 1_024
-"""Addresses whose wrong tokens are counted."""
 
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -116,11 +93,14 @@ class Secured(NamedTuple):
         return "https" if self.cert or self.auth else "http"
 
     def tls(self) -> ssl.SSLContext | None:
-        """The TLS context; None: plain HTTP. Raises ConfigError, as ``tls_of``."""
+        """The TLS context; None: plain HTTP. Raises ConfigError."""
         if self.auth:
             own = {"cert": self.cert, "key": self.key} if self.cert else {}
             return Credentials(self.auth).server(is_optional=True, **own)
-        return tls_of(self.cert, self.key) if self.cert else None
+        if not self.cert:
+            return None
+        shown = Certificate(self.cert, self.key)
+        return renewing(lambda: shown.value, _loaded)
 
     def identities(self) -> Identities | None:
         """Raises ConfigError."""
@@ -130,6 +110,14 @@ class Secured(NamedTuple):
 
 
 NOT_SECURED: Final = Secured()
+
+
+def _loaded(pair: tuple[bytes, bytes]) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    load_chain(context, *pair)
+    return context
 
 
 def secured_by(config: HttpConfig) -> Secured:
@@ -231,10 +219,6 @@ class Access:
         self._identities = identities
         self._hosts = hosts
         self._token = token.encode()
-        self._wrong_tokens = TokenBuckets(
-            WRONG_TOKENS_FREE, WRONG_TOKENS_FREE / WRONG_TOKENS_S, ADDRESSES_MAX
-        )
-        self._delayed = Limiter[asyncio.Timeout]("delayed answers", DELAYED_MAX)
         self._reads_need_token = reads == "token"
         self._advice = advice
 
@@ -273,23 +257,10 @@ class Access:
         async def guarded(request: web.Request) -> web.StreamResponse:
             for check in checks:
                 if (refusal := check(request)) is not None:
-                    await self.slow_down(request)
                     return refusal
             return await handler(request)
 
         return guarded
-
-    async def slow_down(self, request: web.Request) -> None:
-        """Called before a refusal is sent: delays it if the request has one wrong token of many."""
-        has_one = "Authorization" in request.headers
-        if not self._token or not has_one or self._has_token(request):
-            return
-        address = _network(request.remote or "?")
-        if self._wrong_tokens.take(address, uptime()) is None:
-            log.warning("wrong_tokens peer=%s: answers to it are delayed", address)
-            with contextlib.suppress(WaitPreemptedError, TimeoutError):
-                async with self._delayed.waiting(DELAY_S):
-                    await asyncio.Event().wait()
 
     def _acting(self, handler: Handler) -> Handler:
         if self._identities is None:

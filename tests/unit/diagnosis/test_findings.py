@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
+from pathlib import Path
 
+from kvstore.cli import doctor
+from kvstore.diagnosis import findings
 from kvstore.diagnosis.findings import Finding, ok, run_all
+from kvstore.diagnosis.rows import CHECKS
 
 
 def test_findings_come_in_the_order_of_the_checks() -> None:
@@ -48,3 +53,10 @@ def test_a_check_that_raises_is_told() -> None:
     [found] = run_all([("thing", fails)], 5)
     assert (found.subject, found.state) == ("thing", "warning")
     assert "FileNotFoundError: no such thing" in found.found
+
+
+def test_each_row_is_found_by_some_check() -> None:
+    files = [*Path(findings.__file__).parent.glob("*.py"), Path(doctor.__file__)]
+    texts = "".join(each.read_text() for each in files)
+    assert [name for name in CHECKS if f'"{name}"' not in texts] == []
+    assert set(re.findall(r'\bof_row\(\s*"(\w+)"', texts)) <= CHECKS.keys()

@@ -20,7 +20,6 @@ from kvstore.calls import (
 from kvstore.diagnosis.history import HistoryPoints, sample
 from kvstore.diagnosis.problems import (
     NODES_NAMED,
-    OF_COUNTERS,
     OF_NODES,
     OF_STORE,
     FoundProblem,
@@ -30,7 +29,7 @@ from kvstore.diagnosis.problems import (
     of_identity,
     of_the_store,
 )
-from kvstore.diagnosis.rows import ADVICE, ROWS
+from kvstore.diagnosis.rows import ADVICE, PROBLEMS, ROWS
 from tests.unit.diagnosis.test_history import EVERY_MS, histogram, measured
 from tests.unit.diagnosis.test_why import asks, record, writes
 
@@ -140,12 +139,14 @@ def test_a_problem_has_its_level_words_and_advice(
     assert "\n" not in found[0].advice
 
 
-@pytest.mark.parametrize("row", OF_COUNTERS, ids=lambda row: row[2])
-def test_a_counter_is_a_problem_while_it_is_recent(row: tuple[str, str, str, str, str]) -> None:
-    level, name, counter, *_ = row
+COUNTERS = [name for name, row in PROBLEMS.items() if row.one]
+
+
+@pytest.mark.parametrize("counter", COUNTERS)
+def test_a_counter_is_a_problem_while_it_is_recent(counter: str) -> None:
     history = after(**{counter: 2})
     (found,) = store(status(node()), history)
-    assert (found.level, found.runbook) == (level, name)
+    assert (found.level, found.runbook) == (PROBLEMS[counter].level, PROBLEMS[counter].row)
     assert found.text.startswith("2 ")
     assert store(status(node()), history, EVERY_MS + 3_700_000) == []
     (since,) = of_a_status(status(node(), **{counter: 2}))
@@ -174,8 +175,8 @@ def test_nothing_is_wrong(found: list[FoundProblem]) -> None:
 
 
 def test_every_row_and_counter_is_reached() -> None:
-    reached = {row for _, row, _, _ in CASES} | {row for _, row, *_ in OF_COUNTERS}
-    named = {row for _, _, row, _ in OF_NODES} | {row for _, row, _ in OF_STORE}
+    reached = {row for _, row, _, _ in CASES} | {PROBLEMS[name].row for name in COUNTERS}
+    named = {PROBLEMS[name].row for name in (*OF_NODES, *OF_STORE)}
     assert named <= reached <= {row.name for row in ROWS}
     only_of_prometheus = {"KvstoreCacheTooSmall", "KvstoreBreakerOpen"}
     assert {row.name for row in ROWS} == reached | only_of_prometheus

@@ -8,23 +8,17 @@ from pathlib import Path
 import pytest
 
 from kvstore import native
-from kvstore.diagnosis import distribution, software
+from kvstore.diagnosis import software
 from kvstore.diagnosis.findings import Finding
 
-OURS = "[console_scripts]\nkvstore-master = kvstore.cli.master:main\n"
 
-
-def install(
-    place: Path, name: str, version: str, *, entry_points: str = "", needs: str = ""
-) -> None:
+def install(place: Path, name: str, version: str, *, needs: str = "") -> None:
     info = place / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     wanted = f"Requires-Dist: {needs}\n" if needs else ""
     (info / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{wanted}"
     )
-    if entry_points:
-        (info / "entry_points.txt").write_text(entry_points)
 
 
 @pytest.fixture
@@ -38,36 +32,22 @@ def of(subject: str) -> list[Finding]:
     return [row for row in software.installation() if row.subject == subject]
 
 
-def test_nothing_is_said_of_our_own_distribution_under_either_name(place: Path) -> None:
-    install(place, "kvstore-llm", "0.1.0", entry_points=OURS)
-    install(place, "kvstore", "0.1.0", entry_points=OURS)
-    assert not of("distribution")
-
-
-def test_the_name_before_is_found_where_it_is_the_only_one(place: Path) -> None:
-    install(place, "kvstore", "0.1.0", entry_points=OURS, needs="protobuf<8,>=6.33.5")
-    found = distribution.ours()
-    assert found is not None
-    assert found.name == "kvstore"
-    assert distribution.requirements() == ["protobuf<8,>=6.33.5"]
-
-
 @pytest.mark.parametrize("beside", [True, False], ids=["beside ours", "in our place"])
 def test_another_projects_package_is_told(place: Path, beside: bool) -> None:
     if beside:
-        install(place, "kvstore-llm", "0.1.0", entry_points=OURS)
+        install(place, "kvstore-llm", "0.1.0")
+        assert not of("distribution")
     install(place, "kvstore", "0.1.1")
     [row] = of("distribution")
     assert row.state == "warning"
     assert row.found.startswith("kvstore 0.1.1 is installed, which is another project")
     assert row.advice.endswith("-m pip uninstall kvstore")
-    assert (distribution.ours() is not None) == beside
 
 
 def test_packages_that_are_missing_are_named_as_pip_takes_them(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(place, "kvstore-llm", "0.1.0", entry_points=OURS, needs="protobuf<8,>=6.33.5")
+    install(place, "kvstore-llm", "0.1.0", needs="protobuf<8,>=6.33.5")
     monkeypatch.setattr(software, "import_failure", lambda *_: "ImportError: no protobuf")
     [row] = [row for row in software.python(1.0) if row.state == "problem"]
     assert row.advice.endswith("-m pip install --upgrade 'protobuf<8,>=6.33.5'")
