@@ -22,6 +22,7 @@ import pytest
 
 import kvstore.mooncake
 from bench import mooncake
+from kvstore.bench.processes import Children
 from kvstore.connectors.mooncake import (
     ExistOptions,
     MooncakeDistributedStore,
@@ -31,7 +32,6 @@ from kvstore.connectors.mooncake.names import Code, code_of
 from kvstore.connectors.mooncake.objects import slices
 from kvstore.connectors.mooncake.sessions import PutSessions
 from kvstore.connectors.mooncake.store import _replica, _size
-from kvstore.demo.processes import Children
 from kvstore.errors import (
     ClosedError,
     CorruptObjectError,

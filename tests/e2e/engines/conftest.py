@@ -51,7 +51,7 @@ def make_model(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -
             directory = tmp_path_factory.mktemp("models") / name
             with directory.with_suffix(".log").open("w+b") as log:
                 files = (log.fileno(), log.fileno(), log.fileno())
-                tiny = preloaded.start("kvstore.demo_vllm.tiny", [str(directory), *options], files)
+                tiny = preloaded.start("examples.tiny", [str(directory), *options], files)
                 tiny.wait()
                 assert (directory / "tokenizer_config.json").exists(), log.read()
             made[name, *options] = directory

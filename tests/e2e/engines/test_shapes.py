@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.tiny import BLOCK_TOKENS
 from kvstore import Client
-from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import Engine, transfer_config
 from tests.e2e.engines.preloaded import Preloaded

@@ -212,7 +212,7 @@ def test_the_driver_has_the_batch_call() -> None:
 
 
 def test_the_demonstration_uses_the_gpu() -> None:
-    command = [sys.executable, "-m", "kvstore.demo", "--json", "--no-stay"]
+    command = [sys.executable, "-m", "examples.demo", "--json", "--no-stay"]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=170, check=False,
         env=os.environ,

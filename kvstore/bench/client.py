@@ -1,8 +1,8 @@
 """A client process of a benchmark: carries out one measurement after the other.
 
 The parent (``ClientProcess``) and the process (``main``) share a Unix socket. The process listens
-on it once it is connected to its system and has written the whole pool. It ends when the parent
-closes the socket.
+on it once it is connected to its system and has written the pool. It ends when the parent closes
+the socket.
 """
 
 from __future__ import annotations
@@ -13,39 +13,30 @@ import json
 import os
 import sys
 from multiprocessing import connection
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from bench import mooncake, redis
-from kvstore.bench.ours import OurDriver
-from kvstore.bench.session import Session
-from kvstore.demo.processes import ChildError, Children
-from kvstore.errors import InvalidArgumentError
+from kvstore.bench.processes import ChildError, Children
+from kvstore.bench.session import Session, StoreDriver
 
-if TYPE_CHECKING:
-    from kvstore.bench.session import StoreDriver
-
-READY_SECONDS: Final = 120.0
-"""Time-out to connect and to write the whole pool: Mooncake's is cold at first."""
+READY_SECONDS: Final = 240.0
+"""Time to connect and to write the pool, which is cold at first."""
 MORE_SECONDS: Final = 120.0
-"""Time that a measurement may take beyond its own, to prepare and to clean up."""
+"""Time that a measurement may take besides its own, to prepare and to clean up."""
 CLOSE_SECONDS: Final = 20.0
-OURS: Final = "kvstore"
-MOONCAKE: Final = "mooncake"
-REDIS: Final = "redis"
 
 
 class Settings(NamedTuple):
     """Settings of a client process."""
 
-    system: str
+    driver: str
+    """``module:Class``."""
+    options: dict[str, Any]
     mode: str
-    """``Row.mode``; ``behind`` below is ``Row.behind``."""
     address: str
     pool_bytes: int
     """How much of the store's memory the process may fill."""
     memory_bytes: int
     """Size of its memory to put from, and of that to get into."""
-    behind: str = ""
     processes: dict[str, int] = {}  # noqa: RUF012 - nothing changes it
     """The system's processes by name: their processor time is measured with this process's."""
 
@@ -54,7 +45,7 @@ class ClientProcess:
     """The parent's side. Use it in one thread."""
 
     def __init__(self, children: Children, name: str, settings: Settings) -> None:
-        """Starts the process, and waits until it is connected and its pool is warm.
+        """Start the process, and wait until it is connected and its pool is warm.
 
         Raises:
             ChildError: the process failed, or took too long.
@@ -62,8 +53,8 @@ class ClientProcess:
         path = str(children.directory / f"{name}.socket")
         self._children = children
         self._patience = READY_SECONDS
-        self._child = children.start(name, "bench.client", path, json.dumps(settings._asdict()))
-        self.pid = self._child.process.pid
+        text = json.dumps(settings._asdict())
+        self._child = children.start(name, "kvstore.bench.client", path, text)
         self.processor: dict[str, float] = {}
         """As ``Session.processor``."""
 
@@ -77,12 +68,12 @@ class ClientProcess:
     def prepare(self, op: str, size: int, batch: int, seconds: float) -> None:
         """Prepare a measurement (see ``Session.measure``), up to its first call."""
         self._patience = seconds + MORE_SECONDS
-        self._say((op, size, batch, seconds))
-        self._answer()
+        self._send((op, size, batch, seconds))
+        self._receive()
 
     def go(self) -> None:
         """Begin the calls; ``samples`` waits for the last one."""
-        self._say(None)
+        self._send(None)
 
     def samples(self) -> list[float]:
         """Seconds of each call.
@@ -91,7 +82,7 @@ class ClientProcess:
             ChildError: the process failed, or took too long.
         """
         samples: list[float]
-        samples, self.processor = self._answer()
+        samples, self.processor = self._receive()
         return samples
 
     def measure(self, op: str, size: int, batch: int, seconds: float) -> list[float]:
@@ -101,62 +92,45 @@ class ClientProcess:
         return self.samples()
 
     def close(self) -> None:
-        """Make the process remove its objects and end; if it does not, it is left to the
-        ``Children``."""
+        """Make the process remove its objects and end; if it does not, the ``Children`` end it."""
         if not self._link.closed:
             self._link.close()
             with contextlib.suppress(ChildError):
                 self._children.result(self._child, CLOSE_SECONDS)
 
-    def _say(self, what: object) -> None:
+    def _send(self, message: object) -> None:
         try:
-            self._link.send(what)
+            self._link.send(message)
         except OSError:
             raise self._child.error("ended") from None
 
-    def _answer(self) -> Any:
+    def _receive(self) -> Any:
         try:
             if not self._link.poll(self._patience):
                 raise self._child.error(f"did not answer within {self._patience:.0f} s")
-            answer = self._link.recv()
+            reply = self._link.recv()
         except (EOFError, OSError):
-            self._child.process.wait(READY_SECONDS)
+            self._child.process.wait(CLOSE_SECONDS)
             raise self._child.error("ended") from None
-        if isinstance(answer, str):
-            raise ChildError(f"{self._child.name}: {answer}")
-        return answer
+        if isinstance(reply, str):
+            raise ChildError(f"{self._child.name}: {reply}")
+        return reply
 
 
-def environment() -> dict[str, str]:
-    """The environment of all processes of a benchmark: it lets both systems use their defaults."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("KVSTORE_", "MOONCAKE_", "MC_"))
-    }
-    return kept | {"KVSTORE_CONFIG": ""}
-
-
-def driver_of(settings: Settings) -> StoreDriver:
-    """The driver that makes the calls of a system. Raises KVStoreError: it cannot be reached."""
-    where = settings.address, settings.mode, settings.memory_bytes
-    if settings.behind:
-        module = importlib.import_module(f"bench.{settings.behind}")
-        behind: StoreDriver = module.Driver(*where, on_mooncake=settings.system == MOONCAKE)
-        return behind
-    if settings.system == MOONCAKE:
-        return mooncake.MooncakeDriver(*where)
-    if settings.system == REDIS:
-        return redis.RedisDriver(*where)
-    if settings.system == OURS:
-        return OurDriver(*where)
-    raise InvalidArgumentError(f"there is no system {settings.system}")
+def open_driver(settings: Settings) -> StoreDriver:
+    """Connect a system's driver. Raises KVStoreError: the system cannot be reached."""
+    module, _, name = settings.driver.partition(":")
+    make = getattr(importlib.import_module(module), name)
+    driver: StoreDriver = make(
+        settings.address, settings.mode, settings.memory_bytes, **settings.options
+    )
+    return driver
 
 
 def main(path: str, text: str) -> None:
     settings = Settings(**json.loads(text))
     session = Session(
-        driver_of(settings), settings.pool_bytes, name=f"{os.getpid()}-",
+        open_driver(settings), settings.pool_bytes, name=f"{os.getpid()}-",
         processes={"client": os.getpid(), **settings.processes},
     )  # fmt: skip
     with contextlib.closing(session):
@@ -170,14 +144,14 @@ def main(path: str, text: str) -> None:
                 link.send(_measure(session, link.recv(), link))
 
 
-def _measure(session: Session, question: Any, link: connection.Connection) -> object:
+def _measure(session: Session, work: Any, link: connection.Connection) -> object:
     def prepared() -> None:
         link.send(())
         link.recv()
 
     try:
-        return session.measure(*question, prepared=prepared), session.processor
-    except Exception as error:  # noqa: BLE001 - the parent ends everything, and says why
+        return session.measure(*work, prepared=prepared), session.processor
+    except Exception as error:  # noqa: BLE001 - the parent ends everything, and reports it
         return f"{type(error).__name__}: {error}"
 
 

@@ -1,6 +1,6 @@
 """A random model on disk, created locally, that vLLM serves like any other.
 
-``python -m kvstore.demo_vllm.tiny DIRECTORY [--sliding] [--kind KIND] [--seed N] [--hidden N]
+``python -m examples.tiny DIRECTORY [--sliding] [--kind KIND] [--seed N] [--hidden N]
 [--layers N]`` makes one.
 """
 
@@ -21,6 +21,9 @@ BLOCK_TOKENS = 128
 """vLLM's block size on a CPU."""
 HEAD_DIM = 64
 POSITIONS_MAX = 4096
+HIDDEN = 512
+LAYERS = 8
+"""Sizes for examples and benchmarks: computing a prompt takes longer than fetching it."""
 SPREAD = 1.92
 """Standard deviation of the weights times the square root of the hidden size. It is large: with a
 small one the model repeats one token whatever the KV cache holds, which would hide every

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo import processes
-from kvstore.demo.processes import _stop, free_port
+from kvstore.bench import processes
+from kvstore.bench.processes import _stop, free_port
 from tests.support.processes import free_port as free_port_of_tests
 
 LEAVES_A_CHILD = "trap '' TERM; sleep 60 & echo $!"

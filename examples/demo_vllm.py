@@ -1,4 +1,5 @@
-"""The command ``python -m kvstore.demo_vllm``: starts everything, prints what happened."""
+"""The command ``python -m examples.demo_vllm`` (``make demo-vllm``): starts all processes, and
+prints what happened."""
 
 from __future__ import annotations
 
@@ -15,30 +16,114 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.demo.processes import ChildError, Children
-from kvstore.demo_vllm import servers
-from kvstore.demo_vllm.requests import RequestError, complete, counters, forget
-from kvstore.demo_vllm.scenario import (
-    HIDDEN,
-    LAYERS,
-    MODELS,
-    NEW_TOKENS,
-    PROMPT_TOKENS_MAX,
-    TIMED_RUNS,
-    Model,
-    PromptOutcome,
-    memory_mib,
+from examples import fleet
+from examples.fleet import (
+    RequestError,
+    complete,
+    counters,
+    forget,
+    full_blocks,
+    make_model,
     prompt,
+    start_engine,
 )
+from examples.tiny import BLOCK_TOKENS, HIDDEN, LAYERS, kv_bytes_per_token
+from kvstore.bench.processes import ChildError, Children, start_store
 
+NEW_TOKENS = 16
+TIMED_RUNS = 3
+PROMPT_TOKENS_MAX = 2_000
+"""Prompt and answer together must have fewer tokens than ``--max-model-len``."""
+
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model of the demonstration."""
+
+    kind: str
+    """The value of ``--kind`` for ``tiny``."""
+    name: str
+    layers: str
+    block_tokens: int
+    """Tokens of a block of vLLM for CPUs."""
+    options: tuple[str, ...] = ()
+    """More options of ``vllm serve``."""
+
+
+LLAMA = Model(
+    kind="plain", name="Llama", layers=f"{LAYERS} layers of {HIDDEN}", block_tokens=BLOCK_TOKENS
+)
+# A block is so long that a state fits into one. vLLM 0.32 lengthens it by itself, but then cuts
+# prompts at multiples of --block-size, and keeps no state where that is within a block.
+QWEN = Model(
+    kind="recurrent",
+    name="Qwen3-Next",
+    layers=f"{LAYERS // 2} recurrent and {LAYERS // 2} attention layers of {HIDDEN}",
+    block_tokens=2 * BLOCK_TOKENS,
+    options=("--dtype", "bfloat16", "--block-size", str(2 * BLOCK_TOKENS)),
+)
+MODELS = {model.kind: model for model in (LLAMA, QWEN)}
 PROMPT_TOKENS_MIN = max(model.block_tokens for model in MODELS.values()) + 1
-STOP_SECONDS = 20.0
-"""How long an engine may take for a clean end."""
 
 EXAMPLE = """\b
 Example:
-  python -m kvstore.demo_vllm --kind recurrent --prompts 6 --prompt-tokens 1000
+  python -m examples.demo_vllm --kind recurrent --prompts 6 --prompt-tokens 1000
 """
+
+
+def memory_mib(prompts: int, tokens: int) -> int:
+    """MiB of memory for all full blocks of ``prompts`` prompts of the Llama, with a quarter to
+    spare. The hybrid needs less: half as many layers have blocks, of half as many bytes."""
+    blocks = prompts * (tokens // BLOCK_TOKENS)
+    return 8 + blocks * BLOCK_TOKENS * kv_bytes_per_token(HIDDEN, LAYERS) * 5 // 4 // MIB
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptOutcome:
+    """The outcome of one prompt. Times are milliseconds from the request to the first token."""
+
+    model: str
+    number: int
+    prompt_tokens: int
+    block_tokens: int
+    blocks_found: int
+    """Blocks that the decoder found in the store: the fewest of all its lookups."""
+    tokens_computed: list[list[int]]
+    """Tokens that the decoder generated alone, for each run."""
+    tokens_found: list[list[int]]
+    """Tokens generated with the prompt from the store, for each run."""
+    prefilled_ms: float
+    """Time of the first run, in which the prefiller computes the prompt."""
+    computed_ms: list[float]
+    found_ms: list[float]
+
+    @property
+    def medians_ms(self) -> tuple[float, float]:
+        """The median when the prompt is computed, and when it is found."""
+        return statistics.median(self.computed_ms), statistics.median(self.found_ms)
+
+    @property
+    def identical(self) -> bool:
+        return all(
+            each == self.tokens_computed[0] for each in (*self.tokens_computed, *self.tokens_found)
+        )
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that can be found."""
+        return full_blocks(self.prompt_tokens, self.block_tokens)
+
+    def problems(self) -> list[str]:
+        """Texts that say what is wrong with the outcome."""
+        found = []
+        prompt = f"{self.model} prompt {self.number}"
+        if not self.identical:
+            found.append(f"{prompt}: tokens differ")
+        if self.blocks_found < self.blocks:
+            found.append(f"{prompt}: {self.blocks_found} of {self.blocks} blocks found")
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +211,12 @@ def act(
         outcomes: the outcomes of the prompts are added to it, one by one.
     """
     found: list[PromptOutcome] = []
-    with Children(servers.environment(), stop_seconds=STOP_SECONDS) as children:
-        fleet = start(children, console, model, len(prompts), len(prompts[0]), seed)
-        for outcome in run(fleet, console, prompts):
+    with Children(fleet.environment()) as children:
+        running = start(children, console, model, len(prompts), len(prompts[0]), seed)
+        for outcome in run(running, console, prompts):
             found.append(outcome)
             outcomes.append(outcome)
-        show(found, counters(fleet.decoder), console)
+        show(found, counters(running.decoder), console)
 
 
 def start(
@@ -142,30 +227,28 @@ def start(
     Raises:
         ChildError: a package is not installed, or a process did not start.
     """
-    servers.require("vllm", "aiohttp", "transformers")
+    fleet.require("vllm", "aiohttp", "transformers")
     with _step(console, "making a model"):
-        directory = servers.make_model(
-            children, seed=seed, hidden=HIDDEN, layers=LAYERS, kind=model.kind
-        )
+        directory = make_model(children, seed=seed, hidden=HIDDEN, layers=LAYERS, kind=model.kind)
     console.print(f"model      {model.name}, random weights, {model.layers}")
     memory = memory_mib(prompts, prompt_tokens)
     with _step(console, "starting master and node"):
-        master = servers.start_store(children, memory)
+        master = start_store(children, memory * MIB).address()
     console.print(f"store      master {master}, a node with {memory} MiB of memory")
     with _step(console, "starting two vLLM servers (a minute on two cores)"):
         prefiller, decoder = (
-            servers.start_engine(
-                children, name, directory, servers.transfer_config(master, role),
+            start_engine(
+                children, name, directory, fleet.transfer_config(master, role),
                 options=model.options,
             )
             for name, role in (("prefiller", "kv_producer"), ("decoder", "kv_consumer"))
         )  # fmt: skip
         for engine in (prefiller, decoder):
-            servers.engine_ready(children, engine)
+            fleet.engine_ready(children, engine)
     console.print(f"prefiller  vLLM {prefiller.address}, kv_producer")
     console.print(f"decoder    vLLM {decoder.address}, kv_consumer")
     with _step(console, "starting the proxy"):
-        proxy = servers.start_proxy(children, master, [prefiller.address], [decoder.address])
+        proxy = fleet.start_proxy(children, master, [prefiller.address], [decoder.address])
     console.print(f"proxy      {proxy.address}\n")
     return RunningFleet(model, proxy=proxy.address, decoder=decoder.address)
 

@@ -1,11 +1,11 @@
-"""The command ``python -m kvstore.demo``: starts all processes, and prints what happened."""
+"""The command ``python -m examples.demo`` (``make demo``): starts all processes, and prints what
+happened. The engine of the producer and the consumer is in ``engine``."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import json
-import os
 import signal
 import statistics
 import sys
@@ -16,34 +16,48 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from kvstore.demo.processes import ChildError, Children, free_port
-from kvstore.demo.scenario import (
-    BLOCK_TOKENS,
-    KV_BYTES_PER_TOKEN,
-    PORTION_TOKENS,
-    PREFIX_TOKENS_MAX,
-    TAIL_TOKENS,
-    TIMED_RUNS,
-)
+from kvstore.bench.processes import ChildError, Children, environment, start_store
+
+BLOCK_TOKENS = 64
+"""Tokens in one object of the store. Smaller blocks match more of a prompt, larger ones cost
+fewer keys; engines use 16 to 256."""
+
+PORTION_TOKENS = 256
+"""Prefill ends a portion at each multiple of this, as engines do (chunked prefill). It costs
+nothing here. If a prefix from the store ends at such a multiple, the remaining portions are the
+same as without the store: the same sums in the same order, so the same bits. After any other prefix
+the portions are different and float32 may round differently, by much less than the distance between
+the logits of the two best tokens."""
+
+# The decoder: 58 million weights, of which prefill multiplies 50 million with every token. One
+# query head in four has a key/value head, as in Llama 3, so a token's KV is small next to the work
+# of computing it: 1 MiB per block against some 6 GFLOP.
+LAYERS = 16
+HEADS = 8
+KV_HEADS = 2
+HEAD_DIM = 64
+HIDDEN = HEADS * HEAD_DIM
+INTERMEDIATE = 1536
+VOCABULARY = 8192
+POSITIONS_MAX = 32_768
+KV_BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4  # keys and values, float32
+
+TAIL_TOKENS = {"producer": 64, "consumer": 100}
+"""Tokens of a prompt after the prefix: a block or more, so each prompt has a block of its own."""
+
+PREFIX_TOKENS_MAX = 16_384
+"""Two cores compute this many in a minute or two."""
+
+NEW_TOKENS = 32
+TIMED_RUNS = 3
 
 MIB = 1 << 20
-READY_SECONDS = 30.0
 JOB_SECONDS = 150.0
 """Time-out of a worker, for a slow machine; two cores need a tenth of it for the default prefix."""
 
-ENVIRONMENT = {
-    "KVSTORE_CONFIG": "",  # no kvstore.toml
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONUNBUFFERED": "1",
-    # Waiting threads of torch sleep. Spinning is slightly faster on an idle machine, but makes
-    # a busy one ten times slower, which would make the comparison look better than it is.
-    "OMP_WAIT_POLICY": "passive",
-}
-"""Children get this and our environment, without ``KVSTORE_`` settings: every run is the same."""
-
 EXAMPLE = """\b
 Example:
-  python -m kvstore.demo --prefix-tokens 4096 --transport tcp
+  python -m examples.demo --prefix-tokens 4096 --transport tcp
 """
 
 
@@ -121,7 +135,7 @@ def main(stay: bool | None, verbose: bool, as_json: bool, **scenario: Any) -> No
 
 
 Report = dict[str, Any]
-"""What a worker printed (``kvstore.demo.worker``)."""
+"""What a worker printed (``engine``)."""
 
 
 @contextlib.contextmanager
@@ -131,28 +145,21 @@ def running(scenario: dict[str, Any], console: Console) -> Iterator[tuple[str, R
     for module in ("torch", "transformers"):
         if importlib.util.find_spec(module) is None:
             raise ChildError(f"{module} is not installed; pip install torch transformers")
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
-    with Children(inherited | ENVIRONMENT) as children:
-        http_port = str(free_port())
-        master = children.start(
-            "master", "kvstore.cli.master", "--port=0", "--http-port", http_port
-        )
-        said = children.ready(
-            master, r"listening on (\S+:\d+)[^\0]*dashboard on (http://\S+)", READY_SECONDS
-        )
-        address, dashboard = said.groups()
-        console.print(f"master     pid {master.process.pid}, {address}, dashboard {dashboard}")
-
+    # Waiting threads of torch sleep. Busy polling is slightly faster on an idle machine, but makes
+    # a busy one ten times slower, which would make the comparison look better than it is.
+    environ = environment(HF_HUB_OFFLINE="1", PYTHONUNBUFFERED="1", OMP_WAIT_POLICY="passive")
+    with Children(environ) as children:
         # Memory for all objects of the producer, and a quarter more for headers and gaps: with the
         # default prefix below a container's default of 64 MiB for /dev/shm.
         tokens = scenario["prefix_tokens"] + TAIL_TOKENS["producer"]
-        memory = f"{8 + tokens * KV_BYTES_PER_TOKEN * 5 // 4 // MIB} MiB"
-        node = children.start("node", "kvstore.cli.node", "--master", address, "--memory", memory)
-        children.ready(node, r"^kvstore-node .+", READY_SECONDS)
-        console.print(f"node       pid {node.process.pid}, {memory} of memory")
+        memory = 8 + tokens * KV_BYTES_PER_TOKEN * 5 // 4 // MIB
+        store = start_store(children, memory * MIB, http=True)
+        address, dashboard = store.address(), store.dashboard
+        console.print(f"master     pid {store.pids['master']}, {address}, dashboard {dashboard}")
+        console.print(f"node       pid {store.pids['storage']}, {memory} MiB of memory")
 
         def work(role: str) -> Report:
-            job = ("kvstore.demo.worker", address, json.dumps(scenario), role)
+            job = ("examples.engine", address, json.dumps(scenario), role)
             worker = children.start(role, *job)
             done: Report = json.loads(children.result(worker, JOB_SECONDS))
             place = "GPU" if done["device"] == "cuda" else "CPU"

