@@ -83,11 +83,8 @@ Example:
     help="At the end, keep the store and its dashboard until Enter or Ctrl-C."
     "  [default: in a terminal]",
 )
-@click.option(
-    "-v", "--verbose", is_flag=True, help="Also print the tokens and how close they were."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print one line of JSON instead of text.")
-def main(stay: bool | None, verbose: bool, as_json: bool, **scenario: Any) -> None:
+def main(stay: bool | None, as_json: bool, **scenario: Any) -> None:
     """Watch one process reuse the KV cache that another one computed.
 
     Starts a master and a node, then a producer, which computes a long prompt and puts its KV
@@ -114,7 +111,7 @@ def main(stay: bool | None, verbose: bool, as_json: bool, **scenario: Any) -> No
 
     try:
         with running(scenario, console) as (dashboard, report["produced"], report["consumed"]):
-            show(report["consumed"], console, verbose)
+            show(report["consumed"], console)
             report["ok"], summary = judge(scenario, report["produced"], report["consumed"])
             tell(summary)
             if stay:
@@ -205,7 +202,7 @@ def first_token_ms(consumed: Report) -> list[float]:
     return [statistics.median(consumed[f"first_token_{way}_ms"]) for way in ("computed", "reused")]
 
 
-def show(consumed: Report, console: Console, verbose: bool) -> None:
+def show(consumed: Report, console: Console) -> None:
     """Prints the results of both ways side by side."""
     blocks, tokens = consumed["blocks_reused"], consumed["prompt_tokens"]
     computed_ms, reused_ms = first_token_ms(consumed)
@@ -222,18 +219,6 @@ def show(consumed: Report, console: Console, verbose: bool) -> None:
         f"\n{TIMED_RUNS} runs with a warm model and a warm connection; the first run of each way is"
         " not counted.\nThe model's weights are random, so its tokens mean nothing; what counts is"
         " that both ways\ngive the same ones."
-    )
-    if not verbose:
-        return
-    for way, key in (("without", "tokens_computed"), ("with", "tokens_reused")):
-        console.print(f"\nTokens generated {way} the store:")
-        for start in range(0, len(consumed[key]), 16):
-            console.print("".join(f"{token:5}" for token in consumed[key][start : start + 16]))
-    console.print(
-        f"\nLogits of the two ways differ by at most {consumed['logit_difference_max']:.1g}; the"
-        f" token chosen led the second\nbest by at least {consumed['logit_lead_min']:.1g}. Prefill"
-        f" works in portions that end at multiples of {PORTION_TOKENS} tokens;\nwhere the reused"
-        " prefix ends at one, both ways do the same sums for the rest.\n"
     )
 
 

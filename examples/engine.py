@@ -296,7 +296,6 @@ def consume(engine: Engine, tokens: list[int]) -> dict[str, object]:
             times.append(run.first_token_ms)
             if reuse:
                 blocks = min(blocks, run.blocks_reused)
-    best_two = computed.logits.topk(2).values
     return {
         "blocks_asked": len(block_hashes(tokens[:-1])),
         "blocks_reused": blocks,
@@ -305,10 +304,6 @@ def consume(engine: Engine, tokens: list[int]) -> dict[str, object]:
         "tokens_reused": reused.tokens,
         "first_token_computed_ms": times_ms[False],
         "first_token_reused_ms": times_ms[True],
-        "logit_difference_max": float((computed.logits - reused.logits).abs().max()),
-        # The least distance of a chosen token's logit from the second best. If it is larger than
-        # twice the difference, rounding cannot change a token.
-        "logit_lead_min": float((best_two[:, 0] - best_two[:, 1]).min()),
     }
 
 

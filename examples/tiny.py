@@ -1,7 +1,6 @@
 """A random model on disk, created locally, that vLLM serves like any other.
 
-``python -m examples.tiny DIRECTORY [--sliding] [--kind KIND] [--seed N] [--hidden N]
-[--layers N]`` makes one.
+``python -m examples.tiny DIRECTORY [--kind KIND] [--seed N] [--hidden N] [--layers N]`` makes one.
 """
 
 # mypy: allow-untyped-calls
@@ -31,34 +30,47 @@ mistake."""
 
 
 def make_model(
-    directory: Path, *, seed: int = 0, sliding: bool = False, hidden: int = 256, layers: int = 4,
-    kind: str = "plain",
-) -> Path:  # fmt: skip
+    directory: Path, *, seed: int = 0, hidden: int = 256, layers: int = 4, kind: str = "plain"
+) -> Path:
     """A decoder with random weights and a byte-level tokenizer; equal arguments give equal files.
 
-    It is a Llama; with ``sliding`` a Gemma 3 that alternates sliding-window and full layers; of
-    kind ``longrope`` a Phi-3 whose rotary factors depend on the longest prompt; of kind ``latent``
-    a DeepSeek-V2 with latent attention; of kind ``recurrent`` a Qwen3-Next that alternates gated
-    delta nets and attention, which vLLM for CPUs serves in bfloat16 only; of kind ``images`` a
-    BLIP-2 around the Llama. Except for ``latent``, two query heads share a key/value head.
+    It is a Llama; of kind ``recurrent`` a Qwen3-Next that alternates gated delta nets and
+    attention, which vLLM for CPUs serves in bfloat16 only. Two query heads share a key/value head.
 
     Args:
         directory: where to create the model; created if need be, and returned.
         hidden: hidden size, a multiple of 128; the feed-forward part is twice as wide.
         layers: an even number.
+    """
+    import transformers
+
+    shape = shape_of(seed, hidden, layers)
+    if kind == "recurrent":
+        heads = hidden // HEAD_DIM
+        config = transformers.Qwen3NextConfig(
+            **shape, layer_types=["linear_attention", "full_attention"] * (layers // 2),
+            linear_num_value_heads=heads, linear_num_key_heads=heads // 2,
+            linear_key_head_dim=HEAD_DIM, linear_value_head_dim=HEAD_DIM,
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128,
+            shared_expert_intermediate_size=128,
+        )  # fmt: skip
+        return save(transformers.Qwen3NextForCausalLM(config), directory)
+    return save(transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape)), directory)
+
+
+def shape_of(seed: int, hidden: int, layers: int) -> dict[str, Any]:
+    """Arguments of a model's configuration. Seeds the weights.
 
     Raises:
-        ValueError: ``hidden`` or ``layers`` is another number.
+        ValueError: ``hidden`` is no multiple of 128, or ``layers`` is odd.
     """
     if hidden < 128 or hidden % 128 or layers < 2 or layers % 2:
         raise ValueError(f"hidden must be a multiple of 128, layers of 2: {hidden}, {layers}")
     import torch
-    import transformers
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
     heads = hidden // HEAD_DIM
-    shape: dict[str, Any] = {
+    return {
         "vocab_size": VOCABULARY, "hidden_size": hidden, "intermediate_size": 2 * hidden,
         "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": heads // 2, "head_dim": HEAD_DIM,
@@ -66,70 +78,11 @@ def make_model(
         "dtype": torch.float32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
         "tie_word_embeddings": False,
     }  # fmt: skip
-    if sliding:
-        types = ["sliding_attention", "full_attention"] * (layers // 2)
-        config = Gemma3TextConfig(**shape, sliding_window=256, layer_types=types)
-        model: Any = Gemma3ForCausalLM(config)
-    elif kind == "longrope":
-        factors = HEAD_DIM // 2
-        rope = {
-            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * factors,
-            "long_factor": [4.0] * factors, "original_max_position_embeddings": 1024,
-        }  # fmt: skip
-        del shape["head_dim"]
-        phi = transformers.Phi3Config(
-            **shape, original_max_position_embeddings=1024, rope_parameters=rope
-        )
-        model = transformers.Phi3ForCausalLM(phi)
-    elif kind == "latent":
-        shape |= {
-            "num_key_value_heads": heads, "kv_lora_rank": 512, "q_lora_rank": None,
-            "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64,
-            "first_k_dense_replace": layers, "n_routed_experts": 4, "n_shared_experts": 1,
-            "moe_intermediate_size": 128,
-        }  # fmt: skip
-        deepseek = transformers.DeepseekV2Config(**shape)
-        model = transformers.DeepseekV2ForCausalLM(deepseek)
-    elif kind == "recurrent":
-        next_config = transformers.Qwen3NextConfig(
-            **shape, layer_types=["linear_attention", "full_attention"] * (layers // 2),
-            linear_num_value_heads=heads, linear_num_key_heads=heads // 2,
-            linear_key_head_dim=HEAD_DIM, linear_value_head_dim=HEAD_DIM,
-            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128,
-            shared_expert_intermediate_size=128,
-        )  # fmt: skip
-        model = transformers.Qwen3NextForCausalLM(next_config)
-    elif kind == "images":
-        tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                 "num_attention_heads": 2, "encoder_hidden_size": 64}  # fmt: skip
-        blip = transformers.Blip2Config(
-            vision_config=tower | {"image_size": 28, "patch_size": 14}, qformer_config=tower,
-            text_config=LlamaConfig(**shape).to_dict(), num_query_tokens=16, dtype=torch.float32,
-        )  # fmt: skip
-        model = transformers.Blip2ForConditionalGeneration(blip)
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1 and not name.startswith("language_model"):
-                torch.nn.init.normal_(weight, std=0.3)
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**shape))
+
+
+def save(model: Any, directory: Path) -> Path:
+    """Writes a model with its tokenizer, whose tokens are two special ones and the bytes."""
     model.save_pretrained(directory, safe_serialization=True)
-    _tokenizer(directory)
-    if kind == "images":
-        settings = {
-            "image_processor_type": "BlipImageProcessor", "processor_class": "Blip2Processor",
-            "size": {"height": 28, "width": 28},
-        }  # fmt: skip
-        (directory / "preprocessor_config.json").write_text(json.dumps(settings))
-    return directory
-
-
-def kv_bytes_per_token(hidden: int, layers: int) -> int:
-    """Bytes of the float32 keys and values of one token, in all layers of the Llama."""
-    return layers * 2 * (hidden // 2) * 4
-
-
-def _tokenizer(directory: Path) -> None:
-    """Creates a tokenizer whose tokens are two special ones and the bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -145,18 +98,21 @@ def _tokenizer(directory: Path) -> None:
         "chat_template": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
     }  # fmt: skip
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def kv_bytes_per_token(hidden: int, layers: int) -> int:
+    """Bytes of the float32 keys and values of one token, in all layers of the Llama."""
+    return layers * 2 * (hidden // 2) * 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--sliding", action="store_true")
-    parser.add_argument(
-        "--kind", choices=("plain", "longrope", "latent", "recurrent", "images"), default="plain"
-    )
+    parser.add_argument("--kind", choices=("plain", "recurrent"), default="plain")
     for name, value in (("--seed", 0), ("--hidden", 256), ("--layers", 4)):
         parser.add_argument(name, type=int, default=value)
-    print(make_model(**vars(parser.parse_args())))
+    make_model(**vars(parser.parse_args()))
 
 
 if __name__ == "__main__":

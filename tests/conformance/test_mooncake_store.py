@@ -98,7 +98,7 @@ def their_place(there_is_mooncake: None) -> Iterator[Place]:
     with Children(dict(os.environ)) as children:
         servers = mooncake.start(children, POOL_BYTES)
         module: Any = importlib.import_module("mooncake.store")
-        place = Place(module.MooncakeDistributedStore(), module.ReplicateConfig, servers.master)
+        place = Place(module.MooncakeDistributedStore(), module.ReplicateConfig, servers.address())
         while place.store.put("is there room", b"1") != 0:  # its memory joins after it listens
             pass
         yield place
