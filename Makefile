@@ -98,7 +98,7 @@ sim: $(VENV)/.dev ## Look for bugs in a simulated cluster, until stopped (SEEDS=
 soak: $(VENV)/.dev ## Break a store of real processes while a checker watches (SECONDS=120 SEED=7)
 	$(BIN)/python -m tests.soak --seconds $(or $(SECONDS),120) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-mutants: $(VENV)/.dev ## Plant small faults, and say which of them the tests do not notice (ARGS='-k lease')
+mutants: $(VENV)/.mutants ## Plant small faults, and list those that tests do not detect (ARGS='master/state/leases.py')
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated code and tables
@@ -109,7 +109,6 @@ check: $(VENV)/.dev ## Check style, types, dependencies between parts, generated
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/site/reference.py --check
-	$(BIN)/python docs/site/runbook.py --check
 	$(BIN)/python deploy/generate.py --check
 
 imports: $(VENV)/.dev ## Draw which part imports which, for Graphviz (ARGS=kvstore.client draws inside one)
@@ -134,9 +133,9 @@ demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller comp
 proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
 	$(BIN)/python proto/generate.py
 
-reference: $(VENV)/.dev ## Write the tables of docs that the code owns, and the page of the runbook
+reference: $(VENV)/.dev ## Write the tables of docs that the code owns, and the alerts
 	$(BIN)/python docs/site/reference.py
-	$(BIN)/python docs/site/runbook.py
+	$(BIN)/python deploy/generate.py
 
 constraints: ## Write down the versions in the environment, for the tests of others
 	{ sed '/^#/!d' tests/constraints.txt; $(BIN)/python -m pip freeze --exclude-editable | \
@@ -186,7 +185,7 @@ $(VENV)/.demo: $(VENV)/.kvstore
 	@touch $@
 
 # What is measured must be compiled; elsewhere changed sources run as they are.
-$(VENV)/.compiled: $(VENV)/.kvstore $(wildcard master/state/*.py master/state/*/*.py kvstore/native/*.[ch])
+$(VENV)/.compiled: $(VENV)/.kvstore $(wildcard master/state/*.py master/state/*/*.py kvstore/native/*.[ch] kvstore/native/third_party/*.[ch])
 	$(PIP) --editable .
 	@touch $@
 
@@ -213,6 +212,10 @@ $(DIST_VENV)/.ready: pyproject.toml
 
 $(VENV)/.building:
 	$(call EXTRAS,dist)
+
+$(VENV)/.mutants: $(VENV)/.dev
+	$(call EXTRAS,mutants)
+	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
 	$(call EXTRAS,docs)

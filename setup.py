@@ -41,7 +41,7 @@ follow_imports = normal
 STEPS = Extension(
     "kvstore.native.fast",
     ["kvstore/native/fast.c"],
-    depends=sorted(str(path) for path in Path("kvstore/native").glob("*.h")),
+    depends=sorted(str(path) for path in Path("kvstore/native").rglob("*.h")),
     extra_compile_args=["-O3"],
     optional=True,
 )

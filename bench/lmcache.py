@@ -1,8 +1,9 @@
 """Drives a system through LMCache's ``RemoteBackend``, which runs as in an engine's process.
 
-LMCache reaches this store by this project's plug-in, and Mooncake Store by its own
-``MooncakestoreConnector``, with the faster of the settings (``save_chunk_meta`` off). LMCache hands
-over and receives chunks of its own memory, which lies in the client's process.
+LMCache's ``MooncakestoreConnector`` calls both systems, this store by its ``mooncake.store``, with
+the faster of the settings (``save_chunk_meta`` off). LMCache's own door to this store, the second
+level of its daemon, has no counterpart: LMCache's wheel lacks the module for Mooncake Store there.
+LMCache hands over and receives chunks of its own memory, which lies in the client's process.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import kvstore.mooncake
 from bench import mooncake
 from kvstore.bench.ours import OurDriver
 from kvstore.bench.session import BATCH, CHAIN_BLOCK_BYTES, EXIST, PUT, WARM_PIECE, Work
@@ -23,6 +25,7 @@ from kvstore.errors import StartupError
 if TYPE_CHECKING:
     from kvstore.bench.timing import Bytes
 
+PLUGIN: Final = "mooncakestore"
 MODEL: Final = "kvstore/bench"
 TOKENS: Final = 256
 """Tokens of a chunk: LMCache's default."""
@@ -40,11 +43,13 @@ class Driver:
     def __init__(self, address: str, mode: str, memory_bytes: int, *, on_mooncake: bool) -> None:
         """``mode``: the transport of this store; Mooncake's is always TCP."""
         os.environ |= {"LMCACHE_LOG_LEVEL": "ERROR", "LMCACHE_TRACK_USAGE": "false"}
+        if not on_mooncake:
+            os.environ["KVSTORE_CLIENT_TRANSPORTS"] = mode
+            kvstore.mooncake.install()
         self.source, self._target = memory(memory_bytes)
-        self._is_mooncake = on_mooncake
-        self._settings = _mooncake(address) if self._is_mooncake else _ours(address, mode)
+        self._settings = _settings(address)
         # This client knows when the memory of removed objects is free.
-        self._beside = None if self._is_mooncake else OurDriver(address, mode, WARM_PIECE)
+        self._beside = None if on_mooncake else OurDriver(address, mode, WARM_PIECE)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()
@@ -107,9 +112,7 @@ class Driver:
 
     def _backend(self, size: int) -> _Backend:
         if size not in self._backends:
-            self._backends[size] = _Backend(
-                self._settings, size, self.source, self._loop, is_mooncake=self._is_mooncake
-            )
+            self._backends[size] = _Backend(self._settings, size, self.source, self._loop)
         return self._backends[size]
 
     def _keep(self, got: list[Any]) -> None:
@@ -128,8 +131,6 @@ class _Backend:
         size: int,
         source: Bytes,
         loop: asyncio.AbstractEventLoop,
-        *,
-        is_mooncake: bool,
     ) -> None:
         import torch
         from lmcache.v1.config import LMCacheEngineConfig
@@ -140,14 +141,12 @@ class _Backend:
         self._size = size
         self._source = source
         self._dtype = torch.bfloat16
-        self._is_mooncake = is_mooncake
-        plugin = "mooncakestore" if is_mooncake else "kvstore"
         memory_bytes = max(BATCHES_IN_MEMORY * BATCH * size, MEMORY_BYTES_MIN)
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=TOKENS,
             local_cpu=False,  # no cache of its own
             max_local_cpu_size=memory_bytes / (1 << 30),
-            remote_storage_plugins=[plugin],
+            remote_storage_plugins=[PLUGIN],
             blocking_timeout_secs=TIMEOUT_SECONDS,
             extra_config=settings,
         )
@@ -164,10 +163,10 @@ class _Backend:
         )
         self._memory = LocalCPUBackend(config, self._metadata, dst_device="cpu")
         self._remote = RemoteBackend(
-            config, self._metadata, loop, self._memory, "cpu", plugin_name=plugin
+            config, self._metadata, loop, self._memory, "cpu", plugin_name=PLUGIN
         )
         if self._remote.connection is None:
-            raise StartupError(f"LMCache has made no connector for {plugin}")
+            raise StartupError(f"LMCache has made no connector for {PLUGIN}")
         self._chunks: list[Any] = []
 
     def key(self, name: str) -> Any:
@@ -204,12 +203,8 @@ class _Backend:
     def remove(self, names: Sequence[str]) -> bool:
         """Removes objects; returns whether all of them were there."""
         connector = self._remote.connection.getWrappedConnector()
-        keys = [self.key(name) for name in names]
-        if self._is_mooncake:
-            codes = connector.store.batch_remove([key.to_string() for key in keys], True)
-            return all(code == 0 for code in codes)
-        were_there = [connector.remove_sync(key) for key in keys]
-        return all(were_there)
+        keys = [self.key(name).to_string() for name in names]
+        return all(code == 0 for code in connector.store.batch_remove(keys, True))
 
     def close(self) -> None:
         for chunk in self._chunks:
@@ -218,17 +213,7 @@ class _Backend:
         self._memory.close()
 
 
-def _ours(address: str, mode: str) -> dict[str, Any]:
-    settings = {
-        "module_path": "kvstore.connectors.lmcache",
-        "class_name": "KVStoreConnectorAdapter",
-        "master": address,
-        "transports": mode,
-    }
-    return {f"remote_storage_plugin.kvstore.{name}": value for name, value in settings.items()}
-
-
-def _mooncake(address: str) -> dict[str, Any]:
+def _settings(address: str) -> dict[str, Any]:
     return {
         "metadata_server": mooncake.METADATA,
         "master_server_address": address,

@@ -39,10 +39,7 @@ REMEMBERED = (
     " copies and verifies; Mooncake's client keeps no placements, so each get asks its storage"
     " process."
 )
-BEHIND_LMCACHE = (
-    "Not the same work: LMCache's connector for Mooncake asks for one key after the other; its"
-    " plug-in for this store asks for all keys with one call, which leases what it finds."
-)
+BEHIND_LMCACHE = "LMCache's connector asks for one key after the other; ours leases what it finds."
 OVER_TCP = (
     "Not the same path: LMCache has no way to Mooncake's shared-memory client, so Mooncake's bytes"
     " travel by TCP."

@@ -1,7 +1,7 @@
 """``AsyncClient``: the methods of ``Client`` as coroutines, which never block the event loop.
 
 Each call runs the same call of ``Client`` in a thread, and the loop awaits its end. A thread per
-call costs less than a second client with its own code to send, wait and join (ADR 19).
+call costs less than a second client with its own code to send, wait and join.
 """
 
 from __future__ import annotations
@@ -118,7 +118,6 @@ class AsyncClient:
     get = _awaited(Client.get)
     get_many = _awaited(Client.get_many)
     get_into = _awaited(Client.get_into)
-    get_raw = _awaited(Client.get_raw)
     get_ranges = _awaited(Client.get_ranges)
 
     match_prefix = _awaited(Client.match_prefix)

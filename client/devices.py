@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+from kvstore.device import locks, ring
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of, full_name
 from kvstore.device.memory import DeviceMemory, memory_of
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
 class ClientDevices:
     """Implements ``OnDevices``. Threads: any."""
 
-    def __init__(self, ring_bytes: int, locked_max: int, kernel_max: int = 0) -> None:
-        """The bounds hold for each device; see ``Device``."""
-        self._ring_bytes = ring_bytes
-        self._locked_max = locked_max
+    def __init__(self, kernel_max: int = 0) -> None:
+        """``kernel_max``: see ``Device``."""
         self._kernel_max = kernel_max
         self._devices: dict[str, Device] = {}
         self._changing = threading.Lock()
@@ -39,8 +38,8 @@ class ClientDevices:
                 if device is None:
                     device = self._devices[name] = Device(
                         driver_of(name),
-                        ring_bytes=self._ring_bytes,
-                        locked_max=self._locked_max,
+                        ring_bytes=ring.RING_BYTES,
+                        locked_max=locks.LOCKED_BYTES_MAX,
                         kernel_max=self._kernel_max,
                     )
         return device

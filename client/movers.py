@@ -15,6 +15,7 @@ from kvstore.client.devices import ClientDevices
 from kvstore.client.flows.steps import Transfer
 from kvstore.client.leases.leases import Mounted
 from kvstore.client.registered import RegisteredMemory
+from kvstore.device import ring
 from kvstore.device.device import Device
 from kvstore.errors import (
     ClosedError,
@@ -26,13 +27,13 @@ from kvstore.errors import (
 )
 from kvstore.memory.raw import address_of
 from kvstore.process.background import CLOSE_S, Job, Workers, join_all, start_thread
-from kvstore.process.stopping import Latch, Stop, current
+from kvstore.process.stopping import Stop, current
+from kvstore.transport import tcp_client
 from kvstore.transport.base import Transport
 from kvstore.transport.device import DeviceTransport
 from kvstore.transport.pieces import segment_gone
 from kvstore.transport.shm import ShmTransport
 from kvstore.transport.tcp import TcpTransport
-from kvstore.transport.tcp_client import STALL_S
 
 if TYPE_CHECKING:
     from kvstore.transport.mooncake.transport import MooncakeTransport
@@ -56,9 +57,6 @@ class Movers:
         client_number: int = 0,
         *,
         tls: Callable[[], ClientEnd | None] = lambda: None,
-        stall_s: float = STALL_S,
-        device_ring: int = 64 << 20,
-        device_locked: int = 1 << 40,
         device_kernel: int = 0,
     ) -> None:
         """
@@ -67,9 +65,6 @@ class Movers:
             client_number: as ``Context.client_number``.
             tls: our identity, for nodes that encrypt; None: we have none. Asked again in the child
                 of a fork.
-            stall_s: the longest that a transfer over tcp may move no byte.
-            device_ring: as ``ClientConfig.device_ring``.
-            device_locked: as ``ClientConfig.device_locked``.
             device_kernel: as ``ClientConfig.device_kernel``.
 
         Raises:
@@ -77,9 +72,8 @@ class Movers:
         """
         self._names = names
         self._new_engine = engine if "mooncake" in names else None
-        self._stall_s = stall_s
         self._new_tls = tls
-        self._device_bounds = (device_ring, device_locked, device_kernel)
+        self._kernel_max = device_kernel
         self._make(client_number)
         if self._engine is not None and len(self._transports) == 1:
             self._engine.start()
@@ -87,15 +81,15 @@ class Movers:
     def _make(self, client_number: int) -> None:
         self._engine = None if self._new_engine is None else self._new_engine()
         kinds: dict[str, Callable[[], Sequence[Transport | None]]] = {
-            "shm": lambda: (ShmTransport(), DeviceTransport(self._device_bounds[0])),
+            "shm": lambda: (ShmTransport(), DeviceTransport(ring.RING_BYTES)),
             "mooncake": lambda: (self._engine,),
             "tcp": lambda: (
-                TcpTransport(client_number, stall_s=self._stall_s, tls=self._new_tls()),
+                TcpTransport(client_number, stall_s=tcp_client.STALL_S, tls=self._new_tls()),
             ),
         }
         made = (each for name in self._names for each in kinds[name]())
         self._transports: list[Transport] = [each for each in made if each is not None]
-        self.devices = ClientDevices(*self._device_bounds)
+        self.devices = ClientDevices(self._kernel_max)
         self.registered = RegisteredMemory()
         self.moved: dict[str, int] = {}
         """Number of transfers, by transport."""
@@ -103,7 +97,7 @@ class Movers:
         """Bytes read, by transport."""
         self._workers = Workers("kvstore-move", SEGMENTS_AT_ONCE)
         self._lock = threading.Lock()
-        self._closing = Latch()
+        self._closing = threading.Event()
         self._sweeping: threading.Thread | None = None
 
     def move(self, transfers: Sequence[Transfer], deadline: float) -> list[KVStoreError | None]:
@@ -218,6 +212,11 @@ class Movers:
             transport.abandon()
         forks.keep((self._engine, self._workers, self.devices))
         self._make(client_number)
+
+    def drop_connections(self) -> None:
+        """Called after a foreign exception has cut a call: the next calls connect anew."""
+        for transport in self._transports:
+            transport.drop_connections()
 
     def close(self) -> None:
         """Idempotent. Waits for ``CLOSE_S`` at most, twice."""

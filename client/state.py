@@ -7,6 +7,7 @@ import re
 import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -26,7 +27,6 @@ from kvstore.network.host import address_towards, host_id
 from kvstore.process import descriptors
 from kvstore.process.background import Job, in_one_piece, start_from_finalizer
 from kvstore.process.children import Child, start_node
-from kvstore.process.stopping import Latch
 
 if TYPE_CHECKING:
     from kvstore.transport.mooncake.transport import MooncakeTransport
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 UNUSED_S: Final = 0.5
 """How often a client that was dropped looks whether its last view is gone."""
 
+
+LEASE_MARGIN_S: Final = 0.2
+"""How much earlier than promised a lease counts as over, for clocks that run at different speeds: a
+fifth of the shortest lease."""
 
 CLOSING_S: Final = 0.2
 """How long a client that closes may take to release its leases."""
@@ -58,7 +62,7 @@ class MasterHTTP(NamedTuple):
     host: str
     """The host at which this client reaches the master."""
     address: str
-    """``host:port``; empty: it serves no HTTP, or is of a release that does not say."""
+    """``host:port``; empty: it serves no HTTP."""
     has_events: bool
     """Whether events are served there (``kvstore.web.events.following``)."""
 
@@ -95,23 +99,19 @@ class ClientState:
         self.name = self._new_name()
         client_number = _new_number()
         self.stub = self._new_stub(client_number)
-        self.closed = Latch()
-        """Set once calls are refused."""
+        self.is_closed = False
+        """Whether calls are refused."""
         self._closing = Job(self._close)
         self.movers = Movers(
             config.transports,
             self._engine if config.protocol else None,
             client_number,
             tls=self._tls,
-            stall_s=config.progress_timeout_ms / 1000,
-            device_ring=config.device_ring,
-            device_locked=config.device_locked,
             device_kernel=config.device_kernel,
         )
-        margin_s = config.lease_margin_ms / 1000
         leases = ReadLeases(config.placements_max)
         self.views = Views(
-            self._ask_within, lease_margin_s=margin_s, reads=leases, watch=self.movers.watch
+            self._ask_within, lease_margin_s=LEASE_MARGIN_S, reads=leases, watch=self.movers.watch
         )
         self.context = Context(
             clock=uptime,
@@ -122,7 +122,7 @@ class ClientState:
             leases=leases,
             pool=self.movers,
             views=self.views,
-            lease_margin_s=margin_s,
+            lease_margin_s=LEASE_MARGIN_S,
             verify_payload=config.verify != "header",
             verify_views=config.verify == "all",
             counters={},
@@ -142,9 +142,7 @@ class ClientState:
         self.stub.abandon()
         client_number = _new_number()
         self.stub = self._new_stub(client_number)
-        is_closed, self.closed, self._closing = self.closed.is_set(), Latch(), Job(self._close)
-        if is_closed:
-            self.closed.set()
+        self._closing = Job(self._close)
         context = self.context
         context.client = self.name
         context.client_number = client_number
@@ -155,6 +153,15 @@ class ClientState:
         self.views.begin_anew(context.leases)
         self.movers.begin_anew(context.client_number)
 
+    def drop_connections(self) -> None:
+        """Called after a foreign exception has cut a call, which may have left anything half done:
+        the next calls begin anew. Views and calls of other threads go on. What the call was granted
+        ends by time, as after the death of a process."""
+        self.stub.begin_anew()
+        self.context.segments = SegmentTable()
+        self.context.placements = PlacementCache(self.config.placements_max)
+        self.movers.drop_connections()
+
     def _new_name(self) -> str:
         return self.config.name or f"{program()}-{os.getpid()}@{socket.gethostname()}"
 
@@ -164,7 +171,6 @@ class ClientState:
             config.master,
             host=self.host,
             name=self.name,
-            spin_us=config.spin_us,
             lane=config.lane,
             cluster=config.cluster,
             auth=config.auth,
@@ -189,7 +195,6 @@ class ClientState:
         return MooncakeTransport(
             EngineSettings(config.protocol, config.device_name, config.metadata_server),
             host=lambda: address_towards(config.master),
-            buffer_bytes=config.engine_buffer,
         )
 
     def contribute(self, join: Callable[[float], object]) -> None:
@@ -230,14 +235,13 @@ class ClientState:
 
     def give_up(self) -> None:
         """Refuses all calls, without closing anything."""
-        self.closed = Latch()
-        self.closed.set()
+        self.is_closed = True
         self._closing = Job(self._close)
         self._closing.cancel()
 
     def close(self) -> None:
         """Blocks until threads and children have ended, but not for ever. Idempotent."""
-        self.closed.set()
+        self.is_closed = True
         if not self._closing.is_done:
             in_one_piece(self._closing.run)
             self._closing.wait()
@@ -245,13 +249,12 @@ class ClientState:
     def let_go(self) -> None:
         """Called by a finalizer when the program has dropped its client without closing it: closes
         it in a thread, as soon as the program has no view and no allocation any more."""
-        if not (self.closed.is_set() or sys.is_finalizing()):
+        if not (self.is_closed or sys.is_finalizing()):
             start_from_finalizer("kvstore-close", self._close_when_unused)
 
     def _close_when_unused(self) -> None:
-        while len(self.views):
-            if self.closed.wait(UNUSED_S):
-                return
+        while len(self.views) and not self.is_closed:
+            time.sleep(UNUSED_S)
         self.close()
 
     def _close(self) -> None:

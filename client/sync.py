@@ -13,10 +13,9 @@ from kvstore import calls, limits
 from kvstore.calls import DrainStep, PutOutcome
 from kvstore.client import arguments, forks
 from kvstore.client.arguments import AnyKey, DType, Duration, Pairs, Range, Stream
-from kvstore.client.calling.stub import MasterStub
+from kvstore.client.calling.stub import MasterStub, wait_in_call
 from kvstore.client.flows import allocating, asking, getting, moving, putting, reading
 from kvstore.client.flows.asking import Match, ObjectStat, Reach
-from kvstore.client.flows.getting import Raw
 from kvstore.client.flows.moving import Moved
 from kvstore.client.flows.ranges import ObjectParts, get_ranges
 from kvstore.client.flows.reading import GetOptions
@@ -45,7 +44,7 @@ from kvstore.limits import Key, Namespace, check_count, check_key, check_keys, c
 from kvstore.memory.raw import is_of_cuda_device, memory_at
 from kvstore.network.addresses import join_address, shown_place, split_address
 from kvstore.process.children import start_master
-from kvstore.process.stopping import Stop, current
+from kvstore.process.stopping import CallStoppedError, Stop, current
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +58,7 @@ LIST_PAGE = 1_000
 """Objects of one page of ``list_objects``."""
 
 GIVE_UP_S = 0.5
-"""How long a call that is interrupted or cancelled may take to give up a put under way."""
+"""How long a call that is cancelled may take to give up a put under way."""
 
 
 class Client:
@@ -83,7 +82,9 @@ class Client:
     * InvalidKeyError, BatchTooLargeError, InvalidArgumentError: a wrong argument; nothing sent.
     * ClosedError: after ``close``.
 
-    A failed call leaves the client as it was; nothing needs to be cleaned up.
+    A failed call leaves the client as it was; nothing needs to be cleaned up. If another exception
+    passes through a call, such as a signal handler's, the client drops its connections and connects
+    again at its next call.
 
     After ``os.fork`` (also by ``multiprocessing``) the client can be used in both processes: in
     the child it begins anew by itself, with connections of its own. Views and allocations that the
@@ -125,6 +126,8 @@ class Client:
         self._state = ClientState(self.config)
         self._context = self._state.context
         self._tracing = tracing(shown_place(config.master))
+        self._is_cut = False
+        """Whether a foreign exception has passed through a call: the next one begins anew."""
         forks.watch(self)
         try:
             self._state.contribute(self._stub.join)
@@ -408,30 +411,6 @@ class Client:
         return self._run(
             getting.get_many(self._context, arguments.key_list(keys), options), timeout_ms
         )
-
-    def get_raw(
-        self,
-        key: AnyKey,
-        *,
-        size_max: int | None = None,
-        namespace: str | None = None,
-        timeout_ms: int | None = None,
-    ) -> Raw | None:
-        """The bytes of a value, and what was put; None on a miss. Needs neither torch, nor
-        the dtype, nor a descriptor that can be read. The bytes are a copy, verified as those of
-        ``get``.
-
-        Args:
-            size_max: the largest payload to read, in bytes; None: any.
-
-        Raises:
-            BufferMismatchError: it is larger; ``fields["size_bytes"]``. Nothing was read.
-        """
-        if size_max is not None:
-            size_max = arguments.whole("size_max", size_max, 0, arguments.SIZE_MAX, "bytes")
-        options = GetOptions(self._namespace(namespace), timeout_ms=timeout_ms)
-        flow = getting.get_raw(self._context, check_key(key), size_max, options)
-        return self._run(flow, timeout_ms)
 
     def get_into(
         self,
@@ -978,7 +957,7 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        closed = ", closed" if self._state.closed.is_set() else ""
+        closed = ", closed" if self._state.is_closed else ""
         return f"<Client of {self.config.master}{closed}>"
 
     # --- arguments ----------------------------------------------------------------------------
@@ -1049,7 +1028,7 @@ class Client:
 
     def _carry_out(self, flow: Flow[ResultT], timeout_ms: int | None, trace: str = "") -> ResultT:
         """Carries out the flow's steps until it returns or the time is over."""
-        if self._state.closed.is_set():
+        if self._state.is_closed:
             raise ClosedError("the client is closed")
         timeout_s = self._seconds(timeout_ms)
         deadline = uptime() + timeout_s
@@ -1061,6 +1040,9 @@ class Client:
             deadline = min(deadline, stop.deadline)
             call, pause = _waiting_call(stop, call), _waiting(stop, pause)
         try:
+            if self._is_cut:
+                self._is_cut = False
+                self._state.drop_connections()
             step = next(flow)
             while True:
                 outcome: object
@@ -1077,14 +1059,17 @@ class Client:
                         outcome = move(step, deadline)  # type: ignore[arg-type]
                 except KVStoreError as error:
                     step = flow.throw(error)
-                except BaseException as error:  # noqa: BLE001  # the flow may give grants up
-                    deadline = min(deadline, uptime() + GIVE_UP_S)
-                    step = flow.throw(error)
                 else:
                     step = flow.send(outcome)
         except StopIteration as done:
             result: ResultT = done.value
             return result
+        except (KVStoreError, CallStoppedError):
+            raise
+        except BaseException:
+            self._is_cut = True
+            flow.close()
+            raise
 
     def _seconds(self, timeout_ms: int | None) -> float:
         """The time-out of one call. Raises InvalidArgumentError."""
@@ -1094,8 +1079,7 @@ class Client:
         left = deadline - uptime()
         if left <= seconds:
             raise DeadlineExceededError(f"the call timed out after {timeout_s:.1f} s")
-        if self._state.closed.wait(seconds):
-            raise ClosedError("the client is closed")
+        wait_in_call(seconds, lambda: self._state.is_closed)
 
 
 def _timeout_ms(timeout_ms: object) -> int:

@@ -440,14 +440,6 @@ def read_descriptor(descriptor: bytes) -> Described:
         ) from error
 
 
-def described_if_readable(descriptor: bytes) -> Described:
-    """As ``read_descriptor``; bytes, if it cannot be read."""
-    try:
-        return read_descriptor(descriptor)
-    except CorruptObjectError:
-        return _BYTES
-
-
 def decode(descriptor: bytes, data: Bytes1D, kind: Kind | None = None) -> Value:
     """The value whose bytes are ``data``, which it aliases (``bytes`` are a copy).
 

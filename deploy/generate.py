@@ -1,26 +1,26 @@
-"""Writes the alerts and the Grafana dashboard as objects of Kubernetes, for operators' sidecars.
+"""Writes the alerts and the Grafana dashboard for Prometheus, Grafana and Kubernetes.
 
-    python deploy/generate.py                        # to deploy/kubernetes
+    python deploy/generate.py                        # to deploy/prometheus, deploy/kubernetes
     python deploy/generate.py --check                # writes nothing, fails if outdated
     python deploy/generate.py --to FOLDER --runbook https://wiki.example/kvstore
 
-``deploy/prometheus/alerts.yml`` and ``deploy/grafana/kvstore.json`` are the sources. By default the
-runbook of an alert is the page that a master serves; ``--runbook`` names another page with the same
-anchors, and then ``--to`` is the folder for the three files, ``alerts.yml`` among them.
+The rows of ``kvstore.diagnosis`` and ``deploy/grafana/kvstore.json`` are the sources. By default
+the runbook of an alert is the page that a master serves; ``--runbook`` names another page with the
+same anchors, and then ``--to`` is the folder of the files.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import textwrap
 from pathlib import Path
 from typing import Final
 
+from kvstore.diagnosis.rows import RECORDS, ROWS, Row
+
 DEPLOY: Final = Path(__file__).resolve().parent
-ALERTS: Final = DEPLOY / "prometheus/alerts.yml"
 DASHBOARD: Final = DEPLOY / "grafana/kvstore.json"
 
 SERVED: Final = (
@@ -32,8 +32,17 @@ SERVED: Final = (
 """The runbook by default, a template of Prometheus: that of the leader, else of any master, by HTTP
 or HTTPS as that master serves it."""
 
+HEAD: Final = """\
+# By deploy/generate.py, from kvstore/diagnosis/rows.toml. In prometheus.yml:
+#
+#     rule_files: [alerts.yml]
+#
+# One job is one cluster: the alerts are by job.
+
+"""
+
 RULE: Final = """\
-# By deploy/generate.py, from deploy/prometheus/alerts.yml. For the Prometheus operator; not in
+# By deploy/generate.py, from kvstore/diagnosis/rows.toml. For the Prometheus operator; not in
 # kustomization.yaml, because its kind must exist in the cluster. If your Prometheus has a
 # ruleSelector (kube-prometheus-stack: the label release), add its labels.
 apiVersion: monitoring.coreos.com/v1
@@ -59,18 +68,30 @@ data:
 """
 
 
-def alerts(runbook: str) -> str:
-    """The rules, with links to the sections of this page."""
-    return re.sub(
-        r"runbook_url: '[^'#]*(#\w+)'",
-        lambda found: f"runbook_url: '{runbook}{found[1]}'",
-        ALERTS.read_text(),
-    )
+def groups(runbook: str) -> str:
+    """The rules of all rows, with links to the sections of this page."""
+    lines = ["groups:", "  - name: kvstore records", "    rules:"]
+    for name, expr in RECORDS.items():
+        lines += [f"      - record: {name}", f"        expr: >-\n          {expr}"]
+    lines += ["", "  - name: kvstore", "    rules:"]
+    for row in ROWS:
+        lines += _rule(row, runbook)
+    return "\n".join(lines) + "\n"
 
 
-def prometheus_rule(rules: str) -> str:
-    _, groups, body = rules.partition("groups:\n")
-    return RULE + textwrap.indent(groups + body, "  ")
+def _rule(row: Row, runbook: str) -> list[str]:
+    if row.alert is None:
+        return []
+    return [
+        f"      - alert: {row.name}",
+        f"        expr: >-\n          {row.alert.expr}",
+        *([f"        for: {row.alert.lasts}"] if row.alert.lasts else []),
+        f"        labels: {{severity: {row.alert.severity}}}",
+        "        annotations:",
+        f"          summary: {json.dumps(row.alert.summary)}",
+        f"          description: {json.dumps(f'{row.means} {row.advice}', ensure_ascii=False)}",
+        f"          runbook_url: '{runbook}#{row.anchor}'",
+    ]
 
 
 def config_map() -> str:
@@ -83,28 +104,27 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--to", type=Path, default=DEPLOY / "kubernetes")
+    parser.add_argument("--to", type=Path)
     parser.add_argument("--runbook", default=SERVED, metavar="URL")
     given = parser.parse_args()
-    if given.runbook != SERVED and (given.to == DEPLOY / "kubernetes" or "'" in given.runbook):
+    if given.runbook != SERVED and (given.to is None or "'" in given.runbook):
         parser.error("--runbook needs --to, and a URL without quotation marks")
-    rules = alerts(given.runbook)
-    wanted = {"prometheusrule.yaml": prometheus_rule(rules), "grafana.yaml": config_map()}
-    if given.to != DEPLOY / "kubernetes":
-        wanted["alerts.yml"] = rules
+    rules = groups(given.runbook)
+    prometheus, kubernetes = (given.to or DEPLOY / name for name in ("prometheus", "kubernetes"))
+    wanted = {
+        prometheus / "alerts.yml": HEAD + rules,
+        kubernetes / "prometheusrule.yaml": RULE + textwrap.indent(rules, "  "),
+        kubernetes / "grafana.yaml": config_map(),
+    }
     outdated = [
-        name
-        for name, text in wanted.items()
-        if not (given.to / name).exists() or (given.to / name).read_text() != text
+        path for path, text in wanted.items() if not path.exists() or path.read_text() != text
     ]
     if given.check:
-        sys.stderr.writelines(
-            f"{given.to / name}: deploy/generate.py writes it anew\n" for name in outdated
-        )
+        sys.stderr.writelines(f"{path}: deploy/generate.py writes it anew\n" for path in outdated)
         return int(bool(outdated))
-    given.to.mkdir(parents=True, exist_ok=True)
-    for name in outdated:
-        (given.to / name).write_text(wanted[name])
+    for path in outdated:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted[path])
     return 0
 
 

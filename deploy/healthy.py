@@ -83,7 +83,7 @@ def place(words: list[str]) -> Place | None:
     config: MasterConfig | NodeConfig | ProxyConfig = load(kind, known, config_path=path)
     host = config.host if config.host not in EVERYWHERE else "127.0.0.1"
     if isinstance(config, ProxyConfig):
-        return Place(host, config.port, has_tls=bool(config.http_cert))
+        return Place(host, config.port, has_tls=False)
     if not config.http_port:
         return None
     return Place(host, config.http_port, has_tls=bool(config.auth or config.http_cert))

@@ -83,17 +83,15 @@ def transfer_config(master: str, role: str, **extra: object) -> dict[str, object
 
     Args:
         role: ``kv_producer``, ``kv_consumer`` or ``kv_both``.
-        extra: more settings. The time-outs of lookups and of the wait for writers are far longer
-            than usual, because several engines share a few cores here.
+        extra: more settings. The time-out of lookups, and with it the wait for writers, is far
+            longer than usual, because several engines share a few cores here.
     """
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": role,
-        "kv_connector_extra_config": {
-            "master": master, "lookup_deadline_ms": 2_000, "writers_wait_ms": 5_000, **extra
-        },
-    }  # fmt: skip
+        "kv_connector_extra_config": {"master": master, "lookup_deadline_ms": 2_000, **extra},
+    }
 
 
 def make_model(

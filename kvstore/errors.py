@@ -250,7 +250,7 @@ class CorruptObjectError(KVStoreError):
 
 
 class ProtocolError(KVStoreError):
-    """The peer speaks another version, or another protocol. Do: install adjacent releases:
+    """The peer speaks another version, or another protocol. Do: install the same release:
     docs/compatibility.md."""
 
     code = "protocol"

@@ -125,13 +125,13 @@ EPOCH_AHEAD_MAX = 1 << 42
 """How far an epoch that a node reports may be ahead of the clock of the master's host, in
 milliseconds: 139 years, more than a host whose clock begins in 1970 is behind. An epoch that is
 further ahead is not believed: it is damage, or a lie. So no report can lead to an epoch that the
-next master would not believe: the bound moves on with the clock (ADR 28)."""
+next master would not believe: the bound moves on with the clock."""
 
 PROTOCOL_VERSION = 1
-"""The highest version of the control protocol that this release speaks."""
+"""The version of the control protocol (gRPC and lane)."""
 
-PROTOCOL_MIN = 1
-"""The lowest such version: that of the release before (docs/compatibility.md)."""
+DATA_PROTOCOL_VERSION = 1
+"""The version of the data protocol (``kvstore.network.tcp_protocol``)."""
 
 
 def highest_believed(wall_clock_ms: int) -> int:
@@ -139,27 +139,20 @@ def highest_believed(wall_clock_ms: int) -> int:
     return min(wall_clock_ms + EPOCH_AHEAD_MAX, EPOCH_MAX)
 
 
-def agreed_protocol(lowest: int, highest: int, who: str) -> int:
-    """The version of the control protocol to speak with a peer of these versions.
-
-    Args:
-        lowest: 0: the peer speaks ``highest`` only, and says so in the manner of the first release.
-        who: what the peer is, for the error: "the node".
+def check_protocol(version: int, who: str) -> None:
+    """Checks the version of the control protocol that a peer speaks. ``who``: what the peer is, for
+    the error: "the node".
 
     Raises:
-        ProtocolError: there is no version that both speak.
+        ProtocolError: it is another version than this one.
     """
-    version = min(highest, PROTOCOL_VERSION)
-    if version < max(lowest or highest, PROTOCOL_MIN):
-        ours = _versions(PROTOCOL_MIN, PROTOCOL_VERSION)
+    if version != PROTOCOL_VERSION:
         raise ProtocolError(
-            f"{who} speaks protocol {_versions(lowest or highest, highest)}, this master {ours}",
-            advice="A release works with the one before it and the one after it. Install releases "
-            "of kvstore that are adjacent (kvstore version, or --version, shows them).",
+            f"{who} speaks protocol {version}, this master {PROTOCOL_VERSION}",
+            advice="Install the same release of kvstore on all hosts (kvstore version, or "
+            "--version, shows it).",
             protocol=PROTOCOL_VERSION,
-            protocol_min=PROTOCOL_MIN,
         )
-    return version
 
 
 def check_cluster(ours: str, theirs: str, who: str) -> None:
@@ -177,10 +170,6 @@ def check_cluster(ours: str, theirs: str, who: str) -> None:
             cluster=ours,
             wanted=theirs,
         )
-
-
-def _versions(lowest: int, highest: int) -> str:
-    return str(highest) if lowest == highest else f"{lowest} to {highest}"
 
 
 def check_key(key: object) -> Key:

@@ -15,7 +15,7 @@ from kvstore.clocks import uptime
 from kvstore.config import DEFAULT_PORT
 from kvstore.errors import ProtocolError
 from kvstore.network import names
-from kvstore.network.addresses import ETCD_SCHEME, parse_etcd, split_address
+from kvstore.network.addresses import ETCD_SCHEME, parse_etcd, shown_place, split_address
 from kvstore.network.host import is_loopback
 from kvstore.network.tcp_protocol import HELLO_BYTES, STATUS_BYTES, unpack_status
 from kvstore.wire.frames import ERROR, FrameReader
@@ -89,13 +89,13 @@ def unreachable_advice(masters: str, reasons: Iterable[str]) -> str:
     reasons = list(reasons)
     if NO_MASTER + TLS in reasons:
         return (
-            "A master with authentication asks for an identity of its authority: KVSTORE_AUTH=FILE "
-            "(kvstore auth issue writes it)"
+            f"The master at {shown_place(masters)} requires identities: give --auth FILE, or "
+            "KVSTORE_AUTH=FILE (kvstore auth issue writes it)"
         )
     if NO_TLS in reasons:
         return (
-            "No call was sent to it. Start it with an identity, too (KVSTORE_AUTH=FILE), or drop "
-            "KVSTORE_AUTH here"
+            f"The master at {shown_place(masters)} has no identities: start it with --auth FILE, "
+            "or remove --auth (KVSTORE_AUTH) here"
         )
     if any(reason.startswith(NO_MASTER) for reason in reasons):
         return (

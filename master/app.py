@@ -536,7 +536,6 @@ def _start_node(config: MasterConfig, endpoints: Endpoints, *, is_own: bool, pre
         keep=config.keep,
         keep_orphaned=is_own,
         auth=config.auth,
-        auth_mode=config.auth_mode,
         data_encryption=config.data_encryption,
     )
 

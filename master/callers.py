@@ -1,9 +1,9 @@
 """Tells which client a call comes from.
 
 A client gets a token when it joins, and shows it on every connection to the lane and in every gRPC
-call. The master puts the client's name into that token: so it knows clients of any release, and
-keeps no table of them. The name is for operators; it proves nothing. With authentication the token
-is signed, and stands for the client's identity (``kvstore.master.gate``).
+call. The master puts the client's name into that token, and keeps no table of clients. The name is
+for operators; it proves nothing. With authentication the token is signed, and stands for the
+client's identity (``kvstore.master.gate``).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def caller_of(
             return None
         who = who or named
         return Caller(f"{_name(given)} {address}", who, holder_of(who), number)
-    if who is not None or (gate is not None and gate.required):
+    if gate is not None:
         return None
     if not hmac.compare_digest(token[: len(secret)], secret):
         return None

@@ -18,8 +18,7 @@ from typing import Final, TypeVar
 from kvstore.auth import rights
 from kvstore.auth.credentials import MASTER_NAME, Credentials, alternative_names
 from kvstore.auth.holders import holder_by
-from kvstore.auth.identity import Identity
-from kvstore.auth.names import identity_by, load_names
+from kvstore.auth.identity import Identity, identity_of
 from kvstore.auth.revoked import Revoked
 from kvstore.calls import (
     Allocate,
@@ -71,56 +70,45 @@ class Gate:
     def __init__(self, config: MasterConfig) -> None:
         """
         Raises:
-            ConfigError: the file of ``auth`` or of ``auth_names`` cannot be used, or is not that
-                of a master.
+            ConfigError: the file of ``auth`` cannot be used, or is not that of a master.
         """
         self.credentials = Credentials(config.auth)
         self.credentials.check_serves(MASTER_NAME)
-        self.required = config.auth_mode == "require"
-        """Whether a peer without an identity is refused."""
         self.refused = 0
         """Connections and calls that were refused since the start."""
         longest_ms = max(config.lease_ms, config.put_deadline_ms)
         self._revoked = Revoked(config.auth_revoked, kept_s=2 * longest_ms / 1000)
-        self._names = load_names(config.auth_names)
         self._key = secrets.token_bytes(32)
         self._identities: OrderedDict[bytes, Identity] = OrderedDict()
         self._known: dict[tuple[str, ...], Identity] = {}
 
     # --- who a peer is ------------------------------------------------------------------------
 
-    def of_grpc(self, context: Mapping[str, Iterable[bytes]]) -> Identity | None:
-        """Who makes a gRPC call, by its ``auth_context``; None: a peer without TLS, where those are
-        served.
+    def of_grpc(self, context: Mapping[str, Iterable[bytes]]) -> Identity:
+        """Who makes a gRPC call, by its ``auth_context``.
 
         Raises:
             PermissionDeniedError
         """
-        if "ssl_tls_version" not in context and "x509_pem_cert" not in context:
-            self._without()
-            return None
         names = context.get("peer_uri", ())  # other kinds of names are for people to choose
         version = next(iter(context.get("ssl_tls_version", ())), _TLS)
         if version != _TLS:
             raise self.refusal(f"a connection of {version.decode()!r}: TLS 1.3 is the lowest")
         return self._identity(tuple(name.decode(errors="replace") for name in names))
 
-    def of_tls(self, connection: object) -> Identity | None:
-        """Who has opened a connection, by its ``ssl_object``; None as above.
+    def of_tls(self, connection: ssl.SSLObject) -> Identity:
+        """Who has opened a connection, by its ``ssl_object``.
 
         Raises:
             PermissionDeniedError
         """
-        if not isinstance(connection, ssl.SSLObject):
-            self._without()
-            return None
         return self._identity(tuple(alternative_names(connection.getpeercert())))
 
     def _identity(self, names: tuple[str, ...]) -> Identity:
         who = self._known.get(names)
         if who is None:
             try:
-                who = identity_by(names, self._names)
+                who = identity_of(names)
             except InvalidArgumentError as error:
                 raise self.refusal(error.message, error.advice) from None
             if len(self._known) >= IDENTITIES_MAX:
@@ -128,10 +116,6 @@ class Gate:
             self._known[names] = who
         self._check_revoked(who)
         return who
-
-    def _without(self) -> None:
-        if self.required:
-            raise self.refusal("a peer without an identity")
 
     def _check_revoked(self, who: Identity) -> None:
         if self._revoked.has(who):
@@ -190,8 +174,7 @@ class Gate:
         self, who: Identity | None, check: Callable[[Identity, WhatT], None], what: WhatT
     ) -> None:
         if who is None:
-            self._without()
-            return
+            raise self.refusal("a peer without an identity")
         self._check_revoked(who)
         try:
             check(who, what)

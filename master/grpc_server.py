@@ -7,7 +7,6 @@ import contextlib
 import errno
 import functools
 import os
-import secrets
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -33,8 +32,6 @@ from kvstore.master.gate import Gate
 from kvstore.master.state.traffic import Caller
 from kvstore.master.turns import Turns
 from kvstore.network.addresses import join_address
-from kvstore.network.listening import listen
-from kvstore.network.sniffing import Sniffing, splice
 from kvstore.network.waits import CrowdedOutError, Waits
 from kvstore.ports import what_answers
 from kvstore.process.background import start_task
@@ -116,7 +113,6 @@ class GrpcServer:
         self._connections_max = connections_max
         self._server: grpc.aio.Server | None = None
         self._started = False
-        self._sniffing: Sniffing | None = None
         self._arriving = Waits(ARRIVING_BYTES_MAX)
         self._unread = Waits(UNREAD_BYTES_MAX)
         self._ending: set[str] = set()
@@ -134,45 +130,21 @@ class GrpcServer:
         server.add_generic_rpc_handlers(self._handlers())
         address = join_address(host or "::", port)
         with contextlib.suppress(RuntimeError):  # the code below finds out why
-            gate = self._gate
-            if gate is None:
+            if self._gate is None:
                 self.port = server.add_insecure_port(address)
-            elif gate.required:
-                self.port = server.add_secure_port(address, gate.credentials.grpc_server())
             else:
-                await self._bind_both(server, gate, host, port)
+                self.port = server.add_secure_port(address, self._gate.credentials.grpc_server())
             self._server = server
         if self._server is None:
             raise why_not_bound(host, port)
-
-    async def _bind_both(self, server: grpc.aio.Server, gate: Gate, host: str, port: int) -> None:
-        """Serves peers with and without TLS on one port: gRPC itself can do either."""
-        try:
-            listener = await asyncio.to_thread(listen, host, port)
-        except OSError:
-            raise RuntimeError from None
-        self.port = listener.getsockname()[1]
-        name = f"kvstore-grpc-{self.port}-{secrets.token_hex(8)}"
-        server.add_insecure_port(f"unix-abstract:{name}-plain")
-        server.add_secure_port(f"unix-abstract:{name}-tls", gate.credentials.grpc_server())
-
-        async def serve(sock: socket.socket, has_tls: bool) -> None:
-            await splice(sock, f"{name}-{'tls' if has_tls else 'plain'}")
-
-        self._sniffing = Sniffing(listener, serve)
 
     async def start(self) -> None:
         assert self._server is not None, "bind first"
         self._started = True
         await self._server.start()
-        if self._sniffing is not None:
-            self._sniffing.start()
 
     async def stop(self, grace_s: float) -> None:
         """Accepts no more calls, and cuts those that last longer than ``grace_s``. Idempotent."""
-        if self._sniffing is not None:
-            await self._sniffing.stop()
-            self._sniffing = None
         server, self._server = self._server, None
         if server is not None:
             if not self._started:  # else gRPC leaves the port bound until the process ends

@@ -33,9 +33,9 @@ from kvstore.master.gate import Gate
 from kvstore.master.state.traffic import Caller
 from kvstore.master.turns import Turns
 from kvstore.network.listening import listen
-from kvstore.network.sniffing import Sniffing
-from kvstore.network.tls_transport import RECEIVED_BYTES, TlsTransport
+from kvstore.network.tls_stream import TlsError
 from kvstore.network.waits import Waits
+from kvstore.process.background import start_task
 from kvstore.wire import frames
 from kvstore.wire.frames import CALL, ERROR, REPLY, FrameReader, frame
 from kvstore.wire.messages import BY_WIRE_NAME
@@ -46,6 +46,12 @@ HELLO_BYTES_MAX = 256
 
 HANDSHAKES_MAX = 128
 """Handshakes of TLS at once; the oldest makes room for one more."""
+
+ACCEPT_PAUSE_S = 0.2
+"""Pause after a connection that could not be accepted."""
+
+CLOSE_S = 1.0
+"""How long a client may take to agree to the end of TLS."""
 
 FRAMES_PER_TURN = 64
 """Calls of one connection that are answered before other connections get their turn: well under a
@@ -122,12 +128,11 @@ class LaneServer:
         self.unread = Waits(UNREAD_BYTES_MAX)
         self._dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
-        self._sniffing: Sniffing | None = None
-        """Accepts connections by TCP, with authentication."""
+        self._listener: socket.socket | None = None
+        """Of connections by TCP, with authentication."""
+        self._accepting: asyncio.Task[None] | None = None
         self._tls: ssl.SSLContext | None = None
-        self._received = memoryview(b"")
-        """What connections with TLS receive into."""
-        self._handshakes: dict[TlsTransport, None] = {}
+        self._handshakes: dict[asyncio.Task[None], None] = {}
         """Connections within their handshake, oldest first."""
 
     async def bind(self, host: str, port: int, *, unix: bool = True) -> None:
@@ -144,9 +149,9 @@ class LaneServer:
             server = await loop.create_server(factory, sock=listener, start_serving=False)
             self._servers.append(server)
         else:
-            self._sniffing = Sniffing(listener, self._serve_tcp)
+            self._listener = listener
+            listener.setblocking(False)
             self._tls = self.gate.credentials.server()
-            self._received = memoryview(bytearray(RECEIVED_BYTES))
         if unix:
             # The random name prevents connections by accident; the token keeps strangers out.
             self.unix = f"kvstore-lane-{self.port}-{secrets.token_hex(8)}"
@@ -159,16 +164,20 @@ class LaneServer:
     async def start(self) -> None:
         for server in self._servers:
             await server.start_serving()
-        if self._sniffing is not None:
-            self._sniffing.start()
+        if self._listener is not None:
+            self._accepting = start_task("accept", self._accept(self._listener))
 
     async def stop(self) -> None:
         """Stops listening and cuts every connection. Idempotent."""
         for server in self._servers:
             server.close()
-        if self._sniffing is not None:
-            await self._sniffing.stop()
-            self._sniffing = None
+        tasks = [*self._handshakes, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = self._accepting = None
         self.cut()
         await asyncio.sleep(0)  # lets ``connection_lost`` of each connection run
         self._servers.clear()
@@ -190,41 +199,39 @@ class LaneServer:
         for connection in list(self.connections):
             connection.cut()
 
-    async def _serve_tcp(self, sock: socket.socket, has_tls: bool) -> None:
-        """Serves a connection of a peer whose identity matters: by TLS, or without where that is
-        allowed."""
-        assert self.gate is not None
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accepts connections that begin with TLS."""
         loop = asyncio.get_running_loop()
-        if not has_tls:
-            if self.gate.required:
-                self.stats.refused += 1
-                self.gate.refusal("a connection to the lane without TLS")
-                sock.close()
-            else:
-                await loop.connect_accepted_socket(self._connection, sock)
-            return
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError:  # most likely no descriptors are left
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            if len(self._handshakes) >= HANDSHAKES_MAX:
+                oldest = next(iter(self._handshakes))
+                del self._handshakes[oldest]
+                oldest.cancel()
+            task = loop.create_task(self._handshake(sock))
+            self._handshakes[task] = None
+            task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+            await asyncio.sleep(0)  # accepting does not wait while there is a queue
+
+    async def _handshake(self, sock: socket.socket) -> None:
+        """Completes the TLS handshake with a peer, and serves the peer from then on."""
+        assert self.gate is not None
         assert self._tls is not None
-        if len(self._handshakes) >= HANDSHAKES_MAX:
-            oldest = next(iter(self._handshakes))
-            del self._handshakes[oldest]
-            oldest.give_up("newer handshakes needed its place")
-        tls = TlsTransport(self._tls, self._connection, self._received)
-        self._handshakes[tls] = None
-        timeout_s = self.settings.hello_timeout_s
-        timer = loop.call_later(timeout_s, tls.give_up, "no handshake in time")
         try:
-            await loop.connect_accepted_socket(lambda: tls, sock)
-            why = await tls.begun
-        except (OSError, asyncio.CancelledError) as error:  # cancelled: we stop
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._connection, sock, ssl=self._tls,
+                ssl_handshake_timeout=self.settings.hello_timeout_s, ssl_shutdown_timeout=CLOSE_S,
+            )  # fmt: skip
+        except (OSError, asyncio.CancelledError) as error:  # cancelled: we stop, or are too many
             # A cycle of the error, frames and our task would never be freed, since the collector
             # does not see what is frozen. Nothing of the task is left that could be cancelled.
             without_frames(error)
-            why = getattr(error, "strerror", "") or "it was ended"
-            tls.abort()
-        finally:
-            timer.cancel()
-            self._handshakes.pop(tls, None)
-        if why:
+            told = TlsError(error) if isinstance(error, ssl.SSLError) else error
+            why = getattr(told, "strerror", "") or str(told) or "it was ended"
             self.stats.refused += 1
             self.gate.refusal(f"a connection to the lane: {why}")
 
@@ -396,9 +403,7 @@ class _LaneClient(asyncio.BufferedProtocol):
         who = None
         if server.gate is not None and self._address != LOCAL and self._transport is not None:
             who = server.gate.of_tls(self._transport.get_extra_info("ssl_object"))
-        # Without TLS over TCP a signed token proves nothing: it may have been overheard.
-        gate = server.gate if self._address == LOCAL or who is not None else None
-        caller = caller_of(token, server.token, self._address, gate, who)
+        caller = caller_of(token, server.token, self._address, server.gate, who)
         if caller is None:
             raise PermissionDeniedError(
                 "the client's token is not valid for this master's lane",

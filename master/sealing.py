@@ -31,7 +31,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.native import steps
 from kvstore.network.handover import map_key
-from kvstore.network.tcp_protocol import WITH_CAPABILITIES, Op, holder_key
+from kvstore.network.tcp_protocol import Op, holder_key
 
 SLACK_MS: Final = 1_000
 """How much later than the deadline that the client was told a capability to write ends."""
@@ -50,7 +50,7 @@ _MOUNT: Final = struct.Struct("<16sQQ")
 def described(segment: SegmentInfo, holder: int, rights: int = 0) -> SegmentInfo:
     """The segment as it is described to this holder, whose identity has these ``MapRight``. If
     its node takes no capabilities, the holder gets the token, as any client."""
-    if segment.data_protocol < WITH_CAPABILITIES:
+    if not segment.takes_capabilities:
         return segment
     token, uuid, generation = segment.token, segment.uuid, segment.generation
     key, handover, shm_name = holder_key(token, uuid, generation, holder), None, segment.shm_name
@@ -191,17 +191,14 @@ class Sealing:
         op: Op,
     ) -> bytes:
         """One capability per extent, until ``until_ms`` on the state's clock. Segments whose node
-        takes none, or does not tell its time, get zeros."""
+        takes none get zeros."""
         mounts: dict[int, bytes] = {}
         known = self._common.pool.segments
         for segment_id in set(segments):
             segment = known.get(segment_id)
-            ahead_ms = None if segment is None else segment.node.ahead_ms
-            if segment is None or ahead_ms is None:
-                continue
-            offer = segment.offer
-            if offer.data_protocol >= WITH_CAPABILITIES:
-                expires_ms = max(0, until_ms + ahead_ms)
+            if segment is not None and segment.offer.takes_capabilities:
+                offer = segment.offer
+                expires_ms = max(0, until_ms + segment.node.ahead_ms)
                 mounts[segment_id] = _MOUNT.pack(offer.token, offer.generation, expires_ms)
         order = self._common.reclaim.last_order
         return steps.seal(mounts, segments, offsets, sizes, holder, order, op)

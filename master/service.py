@@ -37,7 +37,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.histograms import Histogram
-from kvstore.limits import agreed_protocol, check_cluster
+from kvstore.limits import check_cluster, check_protocol
 from kvstore.master.callers import token_for
 from kvstore.master.carriers import Endpoints
 from kvstore.master.gate import Gate
@@ -46,7 +46,6 @@ from kvstore.master.sealing import Sealing
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
-from kvstore.network.tcp_protocol import WITH_TLS
 from kvstore.process.background import Died, start_task
 from kvstore.tenants import TenantMatcher, TenantRule
 from kvstore.texts import field_text
@@ -289,7 +288,7 @@ class MasterService:
         return sorted([*counted, *(calls.Counter(*each) for each in own.items())])
 
     def _joined(self, request: calls.Join, caller: Caller | None) -> calls.Joined:
-        protocol = agreed_protocol(request.protocol_min, request.protocol, "the client")
+        check_protocol(request.protocol, "the client")
         check_cluster(self.state.cluster, request.cluster, "the client")
         self._check_time(uptime())
         self.state.nodes.client_joined(self._clock(), request)
@@ -309,7 +308,6 @@ class MasterService:
             lease_ms=state.rules.lease_ms,
             put_deadline_ms=state.rules.put_deadline_ms,
             version=state.version,
-            protocol=protocol,
             cluster=state.cluster,
             http_port=endpoints.http_port if endpoints else 0,
             has_events=endpoints is not None and endpoints.has_events,
@@ -353,8 +351,7 @@ class MasterService:
         with self._transition() as state:
             accepted = state.nodes.joined(self._clock(), session, first, _certified(first, who))
             self._outboxes[session] = outbox
-            serves_all = self.gate is not None and not self.gate.required
-            outbox.put_nowait(accepted._replace(serves_all=serves_all))
+            outbox.put_nowait(accepted)
         reader = start_task(
             f"node {first.name}",
             self._read_node(session, incoming, outbox, who, first.name),
@@ -512,7 +509,7 @@ class MasterService:
 
 def _certified(join: calls.NodeJoin, who: Identity | None) -> str:
     """``SegmentInfo.certified`` for a node that joins with this identity."""
-    encrypts = any(offer.data_protocol >= WITH_TLS for offer in join.segments)
+    encrypts = any(offer.encrypts for offer in join.segments)
     return who.certified if who is not None and encrypts else ""
 
 

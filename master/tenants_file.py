@@ -32,10 +32,10 @@ class TenantsFile:
             rules = load_tenants(path)
             return _Tenants(rules, TenantMatcher(rules))
 
-        def accept(before: _Tenants, new: _Tenants) -> tuple[_Tenants, str]:
+        def accept(before: _Tenants, new: _Tenants) -> _Tenants:
             if before.rules and not new.rules:  # what a copy begins with, and a full disk leaves
                 raise ConfigError(f"tenants {path} names no tenant any more", key="tenants")
-            return new, ""
+            return new
 
         self._file = WatchedFile("tenants", path, load, accept=accept)
         self._applied = self._file.value

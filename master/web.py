@@ -55,9 +55,7 @@ async def keep_serving(
     flags = ["--master", master, "--cluster", cluster, "--events-at", events_at]
     flags += ["--names", ",".join(names), "--reads", secured.reads]
     flags += ["--cert", secured.cert, "--key", secured.key, "--auth", auth]
-    flags += ["--known", secured.names]
     flags += ["--revoked", secured.revoked, *(["--has-tls"] if secured.auth else [])]
-    flags += ["--also-plain"] if secured.also_plain else []
     flags += ["--demands-encryption"] if demands_encryption else []
     flags += ["--events"] if feed is not None else []
     environ = {HTTP_TOKEN_VARIABLE: secured.token}  # every user of the host can read the flags

@@ -95,8 +95,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """A run begins, or a worker of pytest-xdist."""
     strict, record = os.environ.get("CI") == "true", bool(config.getoption("record_costs"))
     config.pluginmanager.register(costs.Costs(strict=strict, record=record))
-    if apart.is_worker(config) and not apart.give_worker_its_own_shared_memory():
-        leaks.share_memory_with_other_workers()
+    if not apart.give_process_its_own_shared_memory():
+        leaks.ignore_shared_memory()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+import ssl
 import struct
 import time
 
@@ -16,14 +17,14 @@ from kvstore.client.calling.retries import (
     LaneUnreachableError,
     TokenRefusedError,
 )
-from kvstore.client.calling.tls import TlsWire
 from kvstore.clocks import uptime
 from kvstore.errors import PermissionDeniedError, ProtocolError
 from kvstore.limits import FRAME_BYTES_MAX
-from kvstore.native import steps
+from kvstore.native import slow, steps
 from kvstore.native.kinds import ANSWERED, BROKEN, ENDED, NOT_SENT, TIMED_OUT, UNASKED
 from kvstore.network import names
 from kvstore.network.addresses import join_address
+from kvstore.network.tls_stream import TlsError
 from kvstore.wire.frames import CALL, ERROR, REPLY, Frame, FrameReader, frame, hello
 from kvstore.wire.spinning import SpinGauge
 from kvstore.wire.status import decode_error
@@ -39,8 +40,9 @@ class EndedBeforeError(CarrierBrokenError):
 class LaneConnection:
     """One connection, one call at a time. Threads: the one that took it; ``interrupt``: any."""
 
-    def __init__(self, sock: socket.socket | TlsWire, spin_s: float, generation: int) -> None:
+    def __init__(self, sock: socket.socket, spin_s: float, generation: int) -> None:
         self._sock = sock
+        self._exchange = slow.exchange if isinstance(sock, ssl.SSLSocket) else steps.exchange
         self.generation = generation
         self._spin_s = spin_s
         self._gauge = SpinGauge()
@@ -48,12 +50,9 @@ class LaneConnection:
 
     def greet(self, joined: Joined, until: float) -> None:
         """Sends the HELLO and reads the answer. Raises TokenRefusedError, LaneUnreachableError."""
-        first, sock = hello(joined.lane_token, joined.protocol), self._sock
+        first = hello(joined.lane_token)
         try:
-            if isinstance(sock, TlsWire):
-                answer = sock.greet(first, until)
-            else:
-                answer = _greet(sock, first, until)
+            answer = _greet(self._sock, first, until)
         except TimeoutError:
             raise LaneUnreachableError("no greeting: no answer in time", silent=True) from None
         except OSError as error:
@@ -77,11 +76,9 @@ class LaneConnection:
         gauge = self._gauge
         spinning = spin and self._spin_s > 0 and gauge.pays()
         spin_s = self._spin_s if spinning else 0.0
-        how = request, self._call_id, spin_s, deadline, FRAME_BYTES_MAX
-        if isinstance(self._sock, TlsWire):
-            status, number, kind, data = self._sock.exchange(*how)
-        else:
-            status, number, kind, data = steps.exchange(self._sock, *how)
+        status, number, kind, data = self._exchange(
+            self._sock, request, self._call_id, spin_s, deadline, FRAME_BYTES_MAX
+        )
         if status == ANSWERED and data is not None:
             if spinning:
                 gauge.record(number)
@@ -105,14 +102,15 @@ class LaneConnection:
     def interrupt(self) -> None:
         """Makes a call under way fail."""
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+            # Of the class: within TLS the object's own method would go on without TLS.
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
-            self._sock.close()  # after a signal has cut its call short
+            self._sock.close()  # after an exception has cut its call
 
 
 def connect(
@@ -145,8 +143,8 @@ def connect(
             sock = names.connect(host, joined.lane_port, until)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if credentials is not None:
-                wire = _with_tls(sock, credentials, until)
-                return LaneConnection(wire, spin_s, generation)
+                sock = _with_tls(sock, credentials, until)
+                return LaneConnection(sock, 0.0, generation)
         except TimeoutError:
             raise LaneUnreachableError(f"{address}: no answer in time", silent=True) from None
         except OSError as error:
@@ -163,19 +161,18 @@ def _is_trusted(sock: socket.socket) -> bool:
     return uid in (0, os.geteuid())
 
 
-def _with_tls(sock: socket.socket, credentials: Credentials, until: float) -> TlsWire:
+def _with_tls(sock: socket.socket, credentials: Credentials, until: float) -> ssl.SSLSocket:
     """Takes over ``sock``. Raises OSError."""
+    sock.settimeout(max(until - uptime(), 1e-3))
     try:
-        wire = TlsWire(sock, credentials.client(), MASTER_NAME)
-        wire.begin(until)
+        return credentials.client().wrap_socket(sock, server_hostname=MASTER_NAME)
     except BaseException:
         sock.close()
         raise
-    return wire
 
 
 def _greet(sock: socket.socket, first: bytes, until: float) -> Frame:
-    """Sends the first frame without TLS; the answer to it. Raises TimeoutError, OSError."""
+    """Sends the first frame; the answer to it. Raises TimeoutError, OSError."""
     reader = FrameReader()
 
     def wait_until() -> None:
@@ -216,6 +213,8 @@ def _connect_unix(name: str, until: float) -> socket.socket | None:
 
 
 def _reason(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        error = TlsError(error)
     if error.errno == errno.ECONNREFUSED:
         return "connection refused"
     return (error.strerror or str(error) or type(error).__name__).lower()

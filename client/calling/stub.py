@@ -8,6 +8,7 @@ import logging
 import math
 import random
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -41,11 +42,11 @@ from kvstore.client.calling.retries import (
 from kvstore.clocks import uptime
 from kvstore.errors import BatchTooLargeError, ClosedError, NotLeaderError, without_frames
 from kvstore.etcd.finding import find_leader
-from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION, REQUEST_BYTES_MAX
+from kvstore.limits import PROTOCOL_VERSION, REQUEST_BYTES_MAX
 from kvstore.network.addresses import split_address
 from kvstore.ports import GRPC, TLS, what_answers
 from kvstore.process.background import in_one_piece
-from kvstore.process.stopping import DeadlineLock, Known, Latch, NotOurTurnError, Stop, current
+from kvstore.process.stopping import Stop, current
 from kvstore.wire.frames import ERROR
 from kvstore.wire.messages import CALLS, Call, decode_reply, encode_request
 from kvstore.wire.pieces import CUTS, Cut
@@ -60,8 +61,24 @@ JOIN = CALLS[Join]
 REFUSED_US = {"socket closed": "it has closed the connection: it may refuse our certificate"}
 """What gRPC says of a master that does not accept a client's certificate, and what that means."""
 
+CLOSED_PAUSE_S = 0.05
+"""How often a call that waits looks whether the client was closed."""
+
+SPIN_S = 300e-6
+"""How long a hot call polls for its reply before it sleeps: most come within that, and waking up
+takes as long again."""
+
 LANE_CONNECTIONS_MAX = 32
 """Connections to the lane at once, one call each; more calls at once go over gRPC."""
+
+
+def wait_in_call(seconds: float, is_closed: Callable[[], bool]) -> None:
+    """Waits within a call. Raises ClosedError: the client was closed meanwhile."""
+    until = uptime() + seconds
+    while not is_closed() and (left_s := until - uptime()) > 0:
+        time.sleep(min(left_s, CLOSED_PAUSE_S))
+    if is_closed():
+        raise ClosedError("the client was closed during the call")
 
 
 class MasterStub:
@@ -78,7 +95,6 @@ class MasterStub:
         *,
         host: str,
         name: str,
-        spin_us: int = 300,
         lane: bool = True,
         cluster: str = "",
         on_join: Callable[[Joined], None] | None = None,
@@ -91,7 +107,6 @@ class MasterStub:
             address: ``host:port`` of the master, or of several, separated by commas.
             host: this host (``kvstore.network.host.host_id()``).
             name: name of the caller, for the master's log.
-            spin_us: how long a call polls for its reply before it sleeps.
             lane: whether to use the lane at all.
             cluster: name of the cluster to join; empty: any.
             on_join: called after every join, before any call uses it, in the thread that joined.
@@ -105,24 +120,25 @@ class MasterStub:
             ConfigError: the file cannot be used.
         """
         self._link = MasterLink(address, lane=lane, rng=rng)
-        self._join = Join(
-            name, host, PROTOCOL_VERSION, PROTOCOL_MIN, cluster, client_number=client_number
-        )
-        self._spin_s = spin_us / 1e6
+        self._join = Join(name, host, PROTOCOL_VERSION, cluster, client_number=client_number)
         self._on_join = on_join
-        self._joining = DeadlineLock()
-        self._closed = Latch()
+        self._closed = False
         self.check: Callable[[Request], None] | None = None
         """Called before each call; may refuse it by raising a ``KVStoreError``."""
         self._answered = self._told_waiting = False
-        self._idle: deque[LaneConnection] = deque()
         self._lock = threading.Lock()  # guards ``_connections``
-        self._connections: Known[LaneConnection] = Known()
-        """All open connections. If a signal handler raises in a call, the connection of the call is
-        closed once its frames are gone."""
+        self.begin_anew()
         self.credentials = Credentials(auth) if auth else None
         """Our identity; None: without authentication."""
         self._channels = Channels(self.credentials)
+
+    def begin_anew(self) -> None:
+        """Called after a foreign exception has cut a call: the next calls use connections and locks
+        of their own. Calls of other threads go on."""
+        self._joining = threading.Lock()
+        self._idle: deque[LaneConnection] = deque()
+        self._connections: set[LaneConnection] = set()
+        """All open connections."""
 
     @property
     def joined(self) -> Joined | None:
@@ -150,7 +166,7 @@ class MasterStub:
         Raises:
             As ``call``.
         """
-        if self._closed.is_set():
+        if self._closed:
             raise ClosedError("the client is closed")
         if not self._link.current:
             self._run(attempts(self._link, None, deadline, uptime), None, b"", deadline, math.inf)
@@ -172,7 +188,7 @@ class MasterStub:
             ClosedError: the stub was closed, before or meanwhile.
             KVStoreError: the error that the master answered.
         """
-        if self._closed.is_set():
+        if self._closed:
             raise ClosedError("the client is closed")
         if self.check is not None:
             self.check(request)
@@ -225,15 +241,14 @@ class MasterStub:
     def abandon(self) -> None:
         """Called in the child of a fork: refuses calls, and closes the child's descriptors of the
         parent's connections. Takes no lock."""
-        self._closed = Latch()
-        self._closed.set()
+        self._closed = True
         for connection in list(self._connections):
             connection.close()
         forks.keep(self._channels)  # gRPC's threads and locks were the parent's
 
     def close(self) -> None:
         """Ends calls under way with ``ClosedError``. Idempotent."""
-        self._closed.set()
+        self._closed = True
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -261,7 +276,7 @@ class MasterStub:
                 outcome = self._do(action, call, payload, deadline, silence_s)
             except Exception as error:  # noqa: BLE001  # `attempts` decides what it means
                 failure = error
-            if failure is not None and self._closed.is_set():
+            if failure is not None and self._closed:
                 raise ClosedError("the client was closed during the call")
             # Outside the handler, so that errors of `attempts` do not refer to the failed attempt.
             try:
@@ -287,8 +302,7 @@ class MasterStub:
             return GRPC if what == TLS and self.credentials is not None else what
         if isinstance(action, WaitStep):
             self._tell_waiting(action.reason, deadline)
-            if self._closed.wait(action.seconds):
-                raise ClosedError("the client was closed during the call")
+            wait_in_call(action.seconds, lambda: self._closed)
             return None
         if isinstance(action, Locate):
             return in_one_piece(
@@ -310,17 +324,17 @@ class MasterStub:
         return reply
 
     def _join_at(self, action: JoinAt, deadline: float) -> None:
-        def join() -> None:
+        joining = self._joining
+        if not joining.acquire(timeout=max(0.0, deadline - uptime())):
+            raise late(self._link, "Join")
+        try:
             if self._link.generation == action.generation:
                 until = min(deadline, uptime() + action.timeout_s)
                 payload = encode_request(self._join._replace(highest_epoch=self._link.epoch))
                 data = self._on_grpc(action.address, JOIN, payload, until, last=until == deadline)
                 self._accept(cast(Joined, decode_reply(JOIN, data)), action.address)
-
-        try:
-            self._joining.run(join, deadline - uptime())
-        except NotOurTurnError:
-            raise late(self._link, "Join") from None
+        finally:
+            joining.release()
 
     def _accept(self, joined: Joined, address: str) -> None:
         if self._on_join is not None:
@@ -446,7 +460,7 @@ class MasterStub:
             if isinstance(error, CarrierBrokenError):
                 error.generation = connection.generation
             raise
-        if self._closed.is_set():
+        if self._closed:
             self._drop(connection)
         else:
             self._idle.append(connection)
@@ -459,9 +473,8 @@ class MasterStub:
         joined, generation = self._link.joined, self._link.generation
         assert joined is not None
         with self._lock:
-            if self._closed.is_set():
+            if self._closed:
                 raise ClosedError("the client is closed")
-            self._connections.prune()
             if len(self._connections) >= LANE_CONNECTIONS_MAX:
                 return None
         now = uptime()
@@ -469,11 +482,11 @@ class MasterStub:
         if until <= now:
             raise late(self._link, "lane")
         host, _ = split_address(self._link.address)
-        connection = connect(joined, host, until, self._spin_s, generation, self.credentials)
+        connection = connect(joined, host, until, SPIN_S, generation, self.credentials)
         with self._lock:
             self._connections.add(connection)
         try:
-            if self._closed.is_set():
+            if self._closed:
                 raise ClosedError("the client is closed")
             connection.greet(joined, until)
         except BaseException:

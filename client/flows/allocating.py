@@ -81,8 +81,8 @@ def grant(
     """
     started = context.clock()
     request = calls.Allocate(
-        size, wait_ms, context.host, context.segments.avoid(), context.here_only,
-        context.client_number, namespace,
+        namespace, size, wait_ms, context.host, context.segments.avoid(), context.here_only,
+        context.client_number,
     )  # fmt: skip
     grants = yield from ask(request, calls.Grants)
     segments = yield from describe(context, grants.epoch, grants.segments)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from kvstore.calls import Version
 from kvstore.client.arguments import Stream, check_apart
 from kvstore.client.flows import viewing
 from kvstore.client.flows.devices import DeviceReads, ready
@@ -16,46 +14,13 @@ from kvstore.client.flows.steps import Context, Flow
 from kvstore.client.values import (
     UNREADABLE,
     Buffer,
-    Described,
     Found,
-    Payload,
     View,
-    described_if_readable,
     fillable,
 )
-from kvstore.errors import BufferMismatchError
 from kvstore.limits import Key, Namespace
 
 log = logging.getLogger("kvstore.client")
-
-
-class Raw(NamedTuple):
-    """A value as bytes."""
-
-    data: memoryview
-    """Its payload."""
-    described: Described
-    """What kind of value was put; bytes, if its descriptor cannot be read."""
-    version: Version
-
-
-class _Bounded(Target):
-    """A target that is read only up to a size."""
-
-    __slots__ = ("size_max",)
-
-    def __init__(self, key: Key, size_max: int | None) -> None:
-        super().__init__(key)
-        self.size_max = size_max
-
-    def make_room(self, size: int) -> Payload:
-        if self.size_max is not None and size > self.size_max:
-            raise BufferMismatchError(
-                f"the object has {size} bytes, more than {self.size_max}",
-                size_bytes=size,
-                key=self.key.hex(),
-            )
-        return super().make_room(size)
 
 
 def get(context: Context, key: Key, options: GetOptions) -> Flow[View | None]:
@@ -86,19 +51,6 @@ def _found(context: Context, keys: Sequence[Key], options: GetOptions) -> Flow[l
         return read_values(context, keys, options)
     view = viewing.view_tensors if options.device else viewing.view_values
     return view(context, keys, options)
-
-
-def get_raw(
-    context: Context, key: Key, size_max: int | None, options: GetOptions
-) -> Flow[Raw | None]:
-    """As ``Client.get_raw``."""
-    target = _Bounded(key, size_max)
-    yield from read(context, options.namespace, [target], options.timeout_ms)
-    if target.descriptor is None or target.data is None or target.placed is None:
-        return None
-    data = memoryview(target.data)  # type: ignore[arg-type]
-    version = Version(target.placed.epoch, target.placed.counter)
-    return Raw(data, described_if_readable(target.descriptor), version)
 
 
 def get_into(

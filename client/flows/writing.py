@@ -40,8 +40,6 @@ ATTEMPTS = 4
 SHOWN_MAX = 3
 """Failed nodes whose errors the message of a failed put repeats."""
 
-_INTERRUPTED = KVStoreError("a signal's handler has raised")
-
 OUTCOMES = {int(each): each for each in PutOutcome}
 """By number: calling the enum takes 20 times as long."""
 
@@ -303,13 +301,7 @@ def _finish(
         for segment_id, row in zip(segment_ids, rows, strict=True):
             if segment_id in writes:
                 writes[segment_id].rows.append(row)
-    try:
-        errors = (yield list(writes.values())) if writes else []
-    except GeneratorExit:
-        raise
-    except BaseException:  # a signal: without this nobody could put these keys until the deadline
-        yield from revoke(grants.epoch, grants.tokens, [_INTERRUPTED])
-        raise
+    errors = (yield list(writes.values())) if writes else []
     assert isinstance(errors, list)
     lost: dict[int, KVStoreError] = {}  # segments that failed
     for (segment_id, transfer), error in zip(writes.items(), errors, strict=True):

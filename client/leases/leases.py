@@ -151,8 +151,7 @@ class Lease:
         self._clock = clock
         self._kept = True
         self.holders: set[object] = set()
-        """A watch for each array over this memory; empty: the program has dropped all of them. A
-        set, so that no member counts twice if a signal handler raises."""
+        """A watch for each array over this memory; empty: the program has dropped all of them."""
         self.header = bytearray()
         """Of an allocation: the header that a commit has written in front of it."""
         self.capability = b""
@@ -439,5 +438,5 @@ def _renewals(due: Iterable[Lease]) -> Iterator[Renewal]:
         for start in range(0, len(all_granted), RENEW_KEYS_MAX):
             allocations = all_granted[start : start + RENEW_KEYS_MAX]
             tokens = [what.token for _, what in allocations]
-            request = calls.Renew(DEFAULT_NAMESPACE, (), (), (), epoch, tokens)
+            request = calls.Renew(DEFAULT_NAMESPACE, (), (), (), epoch, tokens, (), ())
             yield Renewal(request, [lease for lease, _ in allocations])

@@ -38,7 +38,6 @@ from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError
 from kvstore.process.background import CLOSE_S, join_all, start_thread
-from kvstore.process.stopping import Latch
 
 if TYPE_CHECKING:
     from kvstore.client.values import Value
@@ -257,7 +256,7 @@ class Views:
         self._lock = threading.RLock()
         self._dropped: list[Granted] = []  # allocations dropped without a put, to be revoked
         self._wake_at = math.inf
-        self._closing = Latch()
+        self._closing = threading.Event()
         self._started: list[threading.Thread] = []
         """Threads that several callers have started at once; one of them goes on."""
         self._thread: threading.Thread | None = None

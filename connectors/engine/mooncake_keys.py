@@ -24,7 +24,6 @@ MEANT: Final = {
     "rdma_devices": "device_name",
     "metadata_server": "metadata_server",
     "metadata_backend": "metadata_server",
-    "local_buffer_size": "engine_buffer",
 }
 """By key: the setting that it is here."""
 
@@ -43,6 +42,7 @@ IGNORED: Final = {
     "mode": "a worker contributes memory when global_segment_size says so",
     "tenant_id": "blocks are apart by model and weights; the setting tenant (KVSTORE_TENANT) keeps "
     "teams apart",
+    "local_buffer_size": "a transfer engine's buffer has 64 MiB",
     "transfer_timeout": "transfer_timeout_ms (vLLM) or timeout_ms bounds a transfer",
     "enable_offload": _IN_MEMORY,
     "enable_ssd_offload": _IN_MEMORY,
@@ -69,7 +69,7 @@ IGNORED: Final = {
 """By key: why it has no effect here."""
 
 _OF_THE_ENGINE: Final[dict[str, str]] = dict.fromkeys(
-    ("metadata_server", "metadata_backend", "device_name", "rdma_devices", "local_buffer_size"),
+    ("metadata_server", "metadata_backend", "device_name", "rdma_devices"),
     "tcp needs no transfer engine",
 )
 """By key that only a transfer engine needs: why it has no effect without one."""
@@ -158,8 +158,6 @@ def _of_the_engine(given: Mapping[str, Any], log: logging.Logger) -> dict[str, A
     devices = str(given.get("device_name") or given.get("rdma_devices") or "").replace(" ", "")
     if devices not in ("", _DISCOVERED):
         values["device_name"] = devices
-    if size := given.get("local_buffer_size"):
-        values["engine_buffer"] = size_of(size)
     return values
 
 

@@ -72,9 +72,7 @@ class KVStoreL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         model_id = settings.pop("model_id", None)
         self._guard = Guard(client_of_an_engine(**settings), log)
         self._client = self._guard.client
-        self._namespaces = ChunkNamespaces(
-            self._client, log, model_id=model_id, more={"door": "daemon"}
-        )
+        self._namespaces = ChunkNamespaces(self._client, log, model_id=model_id)
         self._layouts: dict[tuple[str, int], Layout] = {}
         """By model and object group: the layout that was stored last, or described by a lookup."""
         self._sizes: dict[str, int] = {}

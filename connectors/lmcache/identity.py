@@ -40,17 +40,14 @@ class ChunkNamespaces:
         log: logging.Logger,
         *,
         model_id: str | None = None,
-        more: Mapping[str, object],
     ) -> None:
         """
         Args:
             model_id: the user's name for the weights, combined with each model's name; None: use
                 the digest of a model's files, or its name if there are none.
-            more: everything else on which the bytes depend.
         """
         self._log = log
         self._model_id = model_id
-        self._more = more
         self._changing = threading.Lock()
         self._reading: dict[tuple[str, Layout], threading.Thread] = {}
         self._found: dict[tuple[str, Layout], str] = {}
@@ -103,7 +100,7 @@ class ChunkNamespaces:
                 error,
             )
             return
-        description = {"format": FORMAT, **meaning, "objects": layout, **self._more}
+        description = {"format": FORMAT, **meaning, "objects": layout}
         found = fingerprint(description)
         namespace = of_tenant(self._tenant, f"{ENGINE}/{found}/objects")
         self._found[model, layout] = namespace

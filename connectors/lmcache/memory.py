@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -43,10 +42,7 @@ def memory_of(memory: MemoryObj) -> NDArray[np.uint8]:
     Raises:
         TypeError: the bytes are not in memory of the host.
     """
-    raw = memory.raw_tensor
-    if raw is None:  # the output of a serializer
-        return np.frombuffer(memory.byte_array, np.uint8)
-    flat: NDArray[np.uint8] = raw.view(-1).view(torch.uint8).numpy()
+    flat: NDArray[np.uint8] = memory.raw_tensor.view(-1).view(torch.uint8).numpy()
     return flat[: memory.get_size()]
 
 
@@ -63,9 +59,3 @@ def layout_of_object(memory: MemoryObj) -> Layout:
     if meta.shapes is None:
         return layout_of((meta.shape,), (meta.dtype,))
     return layout_of(tuple(meta.shapes), tuple(meta.dtypes))
-
-
-def release(memories: Sequence[MemoryObj]) -> None:
-    """Releases one reference to each object."""
-    for memory in memories:
-        memory.ref_count_down()

@@ -16,7 +16,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm.events import BlockEvents
@@ -35,6 +35,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 log = logging.getLogger("vllm.kvstore")
+
+PINNED_MAX: Final = 0.5
+"""Share of the engine's blocks that may wait to be saved; further blocks wait for a later step. The
+engine computes with the other half."""
+
+REQUEST_PIN_MS_MAX: Final = 600_000
+"""The longest pin that a request may ask for (``pin_ms`` in kv_transfer_params): most agents
+come back from a tool within ten minutes."""
 
 LOADS_MAX = 2
 """After this many failed loads of a request, all its tokens are computed."""
@@ -413,7 +421,7 @@ class Decisions:
     def _room(self) -> int:
         """How many more blocks may be pinned."""
         assert self._pool is not None, "bind_block_pool comes first"
-        return int(self._pool.num_gpu_blocks * self._config.pinned_max) - self._pinned_blocks
+        return int(self._pool.num_gpu_blocks * PINNED_MAX) - self._pinned_blocks
 
     def _pin(self, request: Request, runs: list[Run]) -> Save:
         """Takes a reference to each block, so that vLLM does not reuse it before it is saved."""
@@ -437,7 +445,7 @@ class Decisions:
         return Save(self._next_save, runs, _milliseconds(request, "ttl_ms", TTL_MS_MAX))
 
     def _keep_ms(self, request: Request) -> int:
-        return _milliseconds(request, "pin_ms", self._config.request_pin_max_ms)
+        return _milliseconds(request, "pin_ms", REQUEST_PIN_MS_MAX)
 
     def reported(self, report: TransferReport) -> None:
         """Handles the transfers that workers report as ended."""

@@ -27,7 +27,6 @@ from kvstore.connectors.vllm.groups import Groups
 from kvstore.errors import ClosedError, KVStoreError, PermissionDeniedError, UnavailableError
 from kvstore.limits import NAMESPACES_MAX
 from kvstore.process.background import CLOSE_S, join_all, start_thread
-from kvstore.process.stopping import Latch
 
 log = logging.getLogger("vllm.kvstore")
 
@@ -74,7 +73,7 @@ class PendingLookup:
     expected_tokens: int
     """How many tokens the prefiller says it stores; 0: it does not say."""
     asked: float
-    done: Latch = field(default_factory=Latch)
+    done: threading.Event = field(default_factory=threading.Event)
     tokens: int = 0
     failed: bool = False
     waits_for_writers: bool = False

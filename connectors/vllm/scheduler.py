@@ -51,6 +51,10 @@ LOOKUP_TIMEOUT_MS: Final = 200
 """The least time-out of one lookup's call to the master. The scheduler does not wait that long; the
 breaker counts a call that times out as failed."""
 
+WRITERS_WAIT_S: Final = 0.5
+"""How long a request waits for blocks that another engine is writing at this moment, instead of
+computing them again; where lookups may take longer, twice their deadline."""
+
 UNALIGNED: Final = (
     "vLLM cuts prompts into multiples of %d tokens, and keeps states of recurrent layers at "
     "multiples of %d: most prompts leave no state, and are not found. Start vLLM with "
@@ -127,7 +131,7 @@ class Scheduler:
         self._lookups = Lookups(
             self._ask, groups, release=self._client.release_match,
             deadline_s=config.lookup_deadline_ms / 1000,
-            writers_wait_s=config.writers_wait_ms / 1000,
+            writers_wait_s=max(WRITERS_WAIT_S, 2 * config.lookup_deadline_ms / 1000),
         )  # fmt: skip
         self.decisions = Decisions(
             config, groups, self._identity, self._lookups, self.events,

@@ -29,11 +29,10 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 HERE: Final = Path(__file__).parent
 PAGES: Final = (
     "README.zh.md", "SECURITY.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE",
-    "proto/README.md", "tests/README.md", "tests/track-record.md", "docs", "deploy",
+    "proto/README.md", "tests/README.md", "docs", "deploy",
 )  # fmt: skip
 QUERIES: Final = {
     "index": ("install", "download", "start", "quickstart", "try"),
-    "docs/auth": ("tls", "certificate", "identity", "password", "revoke"),
     "docs/comparison": ("should i use", "is it for me", "redis", "alternatives", "vs"),
     "docs/containers": ("docker", "kubernetes", "compose", "systemd", "image", "helm"),
     "docs/dashboard": ("grafana", "web page"),
@@ -46,8 +45,16 @@ QUERIES: Final = {
     "docs/proxy": ("disaggregated", "1p1d", "router"),
     "docs/python": ("python", "client", "api"),
     "docs/runbook": ("slow", "alert", "problem", "troubleshooting"),
+    "docs/security": (
+        "tls",
+        "certificate",
+        "identity",
+        "password",
+        "revoke",
+        "quota",
+        "multi-tenant",
+    ),
     "docs/sizing": ("how much memory", "capacity"),
-    "docs/tenants": ("quota", "multi-tenant"),
     "docs/transports": ("rdma",),
     "docs/why": ("miss", "no hits", "not found", "hit rate"),
 }
@@ -76,7 +83,6 @@ def stage(source: Path) -> None:
     pages = {query: name for name, queries in QUERIES.items() for query in queries}
     scorer = (HERE / "scorer.js").read_text()
     (source.parent / "scorer.js").write_text(f"var QUERIES = {json.dumps(pages)};\n{scorer}")
-    (source / "docs/adr/index.md").write_text("\n".join(decisions()))
     (source / "reference").mkdir()
     for name, lines in {
         "commands": of_commands(),
@@ -88,15 +94,8 @@ def stage(source: Path) -> None:
 
 def linked(text: str) -> str:
     """The text of a page with links as they are in the site."""
-    text = re.sub(r"\]\(((?:docs/)?adr)/?\)", r"](\1/index.md)", text)
     text = re.sub(r"\[([^]]+)\]\(tests/\S+\.py\)", r"\1", text)  # sources are no pages
     return re.sub(r"\]\(((?:\.\./)*)README\.md", r"](\1index.md", text)
-
-
-def decisions() -> Iterator[str]:
-    yield "# Decisions\n\n```{toctree}\n:maxdepth: 1\n"
-    yield from (page.stem for page in sorted((ROOT / "docs/adr").glob("0*.md")))
-    yield "```\n"
 
 
 def of_commands() -> Iterator[str]:

@@ -37,6 +37,7 @@ from kvstore.config import (
     ProxyConfig,
     settings,
 )
+from kvstore.diagnosis.rows import ROWS
 from kvstore.metrics import families
 
 DOCS: Final = Path(__file__).resolve().parents[1]
@@ -135,9 +136,17 @@ def of_limits() -> Iterator[str]:
             yield f"| `{name}` | {value:,} | {told[name]} |"
 
 
+def of_runbook() -> Iterator[str]:
+    for row in ROWS:
+        yield f"## {row.name}\n"
+        for name, text in row.parts:
+            yield f"**{name}**: {text}\n"
+
+
 TABLES: Final[dict[str, Callable[[], Iterator[str]]]] = {
     "settings": of_settings,
     "limits": of_limits,
+    "runbook": of_runbook,
     **{f"metrics {name}": partial(of_metrics, getattr(families, name))
        for name in ("MASTER", "STORE", "NODE", "CLIENT")},
     **{f"errors {kind.__name__}": partial(of_errors, kind)

@@ -4,7 +4,7 @@ var Scorer = {
   score: (result) => {
     const [page, , , , score] = result;
     const asked = new URLSearchParams(location.search).get("q") || "";
-    const records = /^(docs\/adr|docs\/benchmarks|tests|proto|CHANGELOG|CONTRIBUTING|reference\/calls|genindex)/;
+    const records = /^(docs\/decisions\/|docs\/benchmarks|tests|proto|CHANGELOG|CONTRIBUTING|reference\/calls|genindex)/;
     return score + (QUERIES[asked.trim().toLowerCase()] === page ? 1000 : records.test(page) ? -100 : 0);
   },
   objNameMatch: 11,

@@ -1,207 +1,195 @@
-"""Makes and checks certificates. Needs ``cryptography``, which only ``kvstore auth`` needs:
-``kvstore.auth.authority`` imports this module when it is used.
-
-Keys are of the curve P-256, signatures ECDSA with SHA-256. An authority may have one authority
-below itself, which is the next one while both are in use (``crossed``).
-"""
+"""Certificates of identities: how they are issued, and read. Needs ``cryptography``, which only
+``kvstore auth`` needs. Keys are of the curve P-256, signatures ECDSA with SHA-256."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
 import secrets
-from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime, timedelta
-from typing import Final, NamedTuple
+from datetime import datetime, timedelta
+from typing import Any, Final, NamedTuple
 
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, Pems
-from kvstore.auth.identity import MASTER, NODE, SCHEME
-from kvstore.auth.ledger import Wanted
-from kvstore.errors import ConfigError
+from kvstore.auth.credentials import SERVED, Pems, check_mode_of, key_file, read, refusal_of
+from kvstore.auth.holders import holder_of, shown
+from kvstore.auth.identity import ALL, ENGINE, NODE, URI_BYTES_MAX, Identity, identity, identity_of
+from kvstore.errors import ConfigError, InvalidArgumentError, StartupError
 from kvstore.network.addresses import is_address
 
-AUTHORITY_DAYS: Final = 3_650
+try:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+except ModuleNotFoundError:
+    raise StartupError(
+        "kvstore auth needs cryptography, which is not installed",
+        advice="pip install 'cryptography>=44'",
+    ) from None
+
 EARLIER: Final = timedelta(minutes=10)
 """How much earlier than now certificates begin: clocks of hosts differ."""
 
-NUMBER_BITS: Final = 64
-
 Key = ec.EllipticCurvePrivateKey
+PEM: Final = serialization.Encoding.PEM
+
+
+class Wanted(NamedTuple):
+    """The content of a certificate."""
+
+    name: str
+    roles: tuple[str, ...]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ALL
+    hosts: tuple[str, ...] = ()
+    """Names and addresses at which browsers and Prometheus find the process."""
+    days: int = 365
+
+    @property
+    def serves(self) -> bool:
+        """Whether others connect to it."""
+        return not SERVED.keys().isdisjoint(self.roles)
 
 
 class Signer(NamedTuple):
-    """An authority with its key."""
+    """A certificate authority (CA) with its key."""
 
     key: Key
     certificate: x509.Certificate
-    crossed: tuple[x509.Certificate, ...]
-    """Its certificate as the authority before it has signed it, while that is in use."""
-    authorities: tuple[x509.Certificate, ...]
-    """What peers are to trust, the newest first."""
-
-    def __repr__(self) -> str:
-        return "Signer(...)"  # it has a key
 
 
 class Leaf(NamedTuple):
-    number: str
-    since: datetime
+    """An issued certificate with its key. The number of ``who`` is its serial number."""
+
+    who: Identity
     until: datetime
     pems: Pems
 
 
-def new_number() -> int:
-    """Always sixteen hexadecimal digits."""
-    return secrets.randbits(NUMBER_BITS - 1) | 1 << (NUMBER_BITS - 1)
-
-
-def new_authority(cluster: str, now: datetime) -> Signer:
+def new_authority(now: datetime) -> Signer:
     key = ec.generate_private_key(ec.SECP256R1())
-    # Two authorities of a cluster differ in their names, too: they are looked for by name.
-    name = [x509.NameAttribute(NameOID.COMMON_NAME, f"kvstore authority {secrets.token_hex(4)}")]
-    if cluster:
-        name.append(x509.NameAttribute(NameOID.ORGANIZATION_NAME, cluster))
-    until = now + timedelta(days=AUTHORITY_DAYS)
-    certificate = _authority(x509.Name(name), key, None, key, 1, now, until)
-    return Signer(key, certificate, (), (certificate,))
-
-
-def next_authority(old: Signer, now: datetime) -> Signer:
-    """A new authority that peers who trust only ``old`` accept, too."""
-    new = new_authority(cluster_of(old.certificate), now)
-    until = min(until_of(new.certificate), until_of(old.certificate))
-    crossed = _authority(new.certificate.subject, new.key, old.certificate, old.key, 0, now, until)
-    return new._replace(crossed=(crossed,), authorities=(new.certificate, old.certificate))
-
-
-def _authority(
-    name: x509.Name,
-    key: Key,
-    issuer: x509.Certificate | None,
-    signing: Key,
-    below: int,
-    now: datetime,
-    until: datetime,
-) -> x509.Certificate:
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(issuer.subject if issuer is not None else name)
-        .public_key(key.public_key())
-        .serial_number(new_number())
-        .not_valid_before(now - EARLIER)
-        .not_valid_after(until)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=below), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()),
-            critical=False,
-        )
-    )
-    return builder.sign(signing, SHA256())
-
-
-def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    name = _name(f"kvstore authority {secrets.token_hex(4)}")
+    until = now + timedelta(days=3_650)
+    builder = _builder(name, name, secrets.randbits(63), key, key, now, until, is_ca=True)
+    return Signer(key, builder.sign(key, SHA256()))
 
 
 def issue(signer: Signer, wanted: Wanted, now: datetime) -> Leaf:
-    """A key, and its certificate. It ends with its authority at the latest."""
+    """A key, and its certificate, which ends with its CA at the latest.
+
+    Raises:
+        InvalidArgumentError: the CA has ended, or there can be no such certificate.
+    """
+    end = signer.certificate.not_valid_after_utc
+    serial = secrets.randbits(63) | 1 << 63  # always sixteen hexadecimal digits
+    rights = {"reads": wanted.reads, "writes": wanted.writes, "nodes": wanted.nodes}
+    who = identity(wanted.name, wanted.roles, number=f"{serial:x}", **rights)
+    _check(wanted, who, has_ended=now >= end)
     key = ec.generate_private_key(ec.SECP256R1())
-    serial = new_number()
-    number = f"{serial:x}"
-    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(wanted.identity(number).uri)]
-    if MASTER in wanted.roles:
-        names.append(x509.DNSName(MASTER_NAME))
-    if NODE in wanted.roles:
-        names.append(x509.DNSName(NODE_NAME))
+    until = min(now + timedelta(days=wanted.days), end).replace(microsecond=0)
+    subject = _name(who.name.encode()[:64].decode(errors="ignore"))  # 64 bytes at most
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(who.uri)]
+    names += [x509.DNSName(name) for role, name in SERVED.items() if role in who.roles]
     names += map(_host, wanted.hosts)
     uses = [ExtendedKeyUsageOID.CLIENT_AUTH]
     if wanted.serves:
         uses.append(ExtendedKeyUsageOID.SERVER_AUTH)
-    common = wanted.name.encode()[:64].decode(errors="ignore")  # a common name has 64 bytes
-    since = (now - EARLIER).replace(microsecond=0)
-    until = min(now + timedelta(days=wanted.days), until_of(signer.certificate))
-    until = until.replace(microsecond=0)
     certificate = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)]))
-        .issuer_name(signer.certificate.subject)
-        .public_key(key.public_key())
-        .serial_number(serial)
-        .not_valid_before(since)
-        .not_valid_after(until)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(signs_certificates=False), critical=True)
+        _builder(subject, signer.certificate.subject, serial, key, signer.key, now, until)
         .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key()),
-            critical=False,
-        )
         .sign(signer.key, SHA256())
     )
-    pems = Pems(_pem_of_key(key), pem([certificate, *signer.crossed]), pem(signer.authorities))
-    return Leaf(number, since, until, pems)
+    return Leaf(who, until, Pems(pem_of_key(key), pem(certificate), pem(signer.certificate)))
+
+
+def _check(wanted: Wanted, who: Identity, *, has_ended: bool) -> None:
+    """Raises InvalidArgumentError: there can be no such certificate, or it would be of no use."""
+    is_engine, patterns = ENGINE in wanted.roles, wanted.reads or wanted.writes
+    for is_wrong, what, advice in (
+        (has_ended, "the authority has ended",
+         "Write another one: kvstore auth init --authority DIR."),
+        (len(who.uri) > URI_BYTES_MAX,
+         f"its name and patterns take more than {URI_BYTES_MAX} bytes",
+         "Give fewer patterns, or shorter ones that end in a star."),
+        (is_engine and not patterns, "an engine without a namespace may do nothing",
+         "Give --namespace 'PATTERN' (read and write), --read or --write; '*' means all."),
+        (patterns and not is_engine, "only engines have namespaces",
+         "Add --role engine, or leave out --namespace, --read and --write."),
+        (NODE not in wanted.roles and wanted.nodes != ALL, "only nodes have names of nodes",
+         "Add --role node, or leave out --node."),
+        (wanted.name in SERVED.values(), "every certificate of that role has this name",
+         "Give the process a name of its own, such as its host's."),
+        (wanted.hosts and not wanted.serves, "nothing connects to it",
+         "--host is for masters and nodes."),
+    ):  # fmt: skip
+        if is_wrong:
+            raise InvalidArgumentError(f"{wanted.name}: {what}", advice=advice)
 
 
 def _host(host: str) -> x509.GeneralName:
-    return x509.IPAddress(ipaddress.ip_address(host)) if is_address(host) else x509.DNSName(host)
+    """Raises InvalidArgumentError."""
+    if is_address(host):
+        return x509.IPAddress(ipaddress.ip_address(host))
+    is_name = re.fullmatch(r"(\*\.)?[\w-][\w.-]{0,250}", host, re.ASCII)
+    if not is_name or host.lower().endswith(".kvstore"):  # *.kvstore would be a name of masters
+        raise InvalidArgumentError(
+            f"{host[:80]!r} is neither a host's name nor an address",
+            advice="Give each as --host cache-1.example or --host 10.0.0.7, without a port. "
+            "Names in .kvstore come from --role alone.",
+        )
+    return x509.DNSName(host)
 
 
-# --- PEM ------------------------------------------------------------------------------------------
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
 
 
-def pem(certificates: Iterable[x509.Certificate]) -> bytes:
-    return b"".join(each.public_bytes(Encoding.PEM) for each in certificates)
-
-
-def _pem_of_key(key: Key) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def pems_of(signer: Signer) -> Pems:
-    return Pems(
-        _pem_of_key(signer.key),
-        pem([signer.certificate, *signer.crossed]),
-        pem(signer.authorities),
+def _builder(
+    subject: x509.Name, issuer: x509.Name, serial: int, key: Key, signing: Key,
+    now: datetime, until: datetime, *, is_ca: bool = False,
+) -> x509.CertificateBuilder:  # fmt: skip
+    authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key())
+    usage = x509.KeyUsage(
+        digital_signature=not is_ca, key_cert_sign=is_ca, crl_sign=is_ca,
+        content_commitment=False, key_encipherment=False, data_encipherment=False,
+        key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(serial)
+        .not_valid_before((now - EARLIER).replace(microsecond=0))
+        .not_valid_after(until)
+        .add_extension(x509.BasicConstraints(is_ca, 0 if is_ca else None), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(authority, critical=False)
     )
 
 
-def signer_of(pems: Pems) -> Signer:
-    """Raises ConfigError."""
-    certificate, *crossed = loaded(pems.chain)
+def pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(PEM)
+
+
+def pem_of_key(key: Key) -> bytes:
+    form = serialization.PrivateFormat.PKCS8
+    return key.private_bytes(PEM, form, serialization.NoEncryption())
+
+
+def signer_of(key: bytes, certificate: bytes) -> Signer:
+    """Raises ConfigError: they cannot be read, or do not belong together."""
+    [found, *_] = loaded(certificate)
     try:
-        key = load_pem_private_key(pems.key, None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+        read = serialization.load_pem_private_key(key, None)
+    except (ValueError, TypeError):
         raise ConfigError("the authority's key cannot be read") from None
-    if not isinstance(key, Key) or not belongs(pems.key, certificate):
+    if not isinstance(read, Key) or read.public_key() != found.public_key():
         raise ConfigError("the authority's key and certificate do not belong together")
-    return Signer(key, certificate, tuple(crossed), tuple(loaded(pems.authorities)))
+    return Signer(read, found)
 
 
 def loaded(pem: bytes) -> list[x509.Certificate]:
@@ -212,113 +200,55 @@ def loaded(pem: bytes) -> list[x509.Certificate]:
         raise ConfigError(f"a certificate cannot be read: {error}") from None
 
 
-# --- looking at them ------------------------------------------------------------------------------
+def common_name(name: x509.Name) -> str:
+    found = name.get_attributes_for_oid(NameOID.COMMON_NAME)
+    return str(found[0].value) if found else name.rfc4514_string()
 
 
-def cluster_of(certificate: x509.Certificate) -> str:
-    found = certificate.subject.get_attributes_for_oid(NameOID.ORGANIZATION_NAME)
-    return str(found[0].value) if found else ""
-
-
-def shown_name(certificate: x509.Certificate) -> str:
-    """The name of an authority for people: ``kvstore authority 3f0a91c2 (prod)``."""
-    name = common_name(certificate) or certificate.subject.rfc4514_string()
-    cluster = cluster_of(certificate)
-    return f"{name} ({cluster})" if cluster else name
-
-
-def until_of(certificate: x509.Certificate) -> datetime:
-    return certificate.not_valid_after_utc
-
-
-def since_of(certificate: x509.Certificate) -> datetime:
-    return certificate.not_valid_before_utc
-
-
-def number_of(certificate: x509.Certificate) -> str:
-    return f"{certificate.serial_number:x}"
-
-
-def uris_of(certificate: x509.Certificate) -> list[str]:
-    """The names of identities; those of others are left out."""
-    return [each for each in _names(certificate, x509.UniformResourceIdentifier)
-            if each.startswith(SCHEME)]  # fmt: skip
-
-
-def hosts_of(certificate: x509.Certificate) -> list[str]:
-    return [
-        *_names(certificate, x509.DNSName),
-        *map(str, _names(certificate, x509.IPAddress)),
-    ]
-
-
-def _names(
-    certificate: x509.Certificate,
-    kind: type[x509.UniformResourceIdentifier | x509.DNSName | x509.IPAddress],
-) -> list[str]:
+def names_of(certificate: x509.Certificate, kind: type[Any]) -> list[str]:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, ValueError):
         return []
-    return [str(each) for each in names.get_values_for_type(kind)]
+    return [str(name) for name in names.get_values_for_type(kind)]
 
 
-def common_name(certificate: x509.Certificate) -> str:
-    found = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    return str(found[0].value) if found else ""
+def inspect(path: str) -> dict[str, Any]:
+    """Describes the file of an identity, with its problems: ``kvstore auth show``.
 
-
-def may_connect(certificate: x509.Certificate) -> bool:
-    """Whether its uses allow to show it as a client. Without any all are allowed."""
-    return _may(certificate, ExtendedKeyUsageOID.CLIENT_AUTH)
-
-
-def may_serve(certificate: x509.Certificate) -> bool:
-    """Whether its uses allow to show it as a server. Without any all are allowed."""
-    return _may(certificate, ExtendedKeyUsageOID.SERVER_AUTH)
-
-
-def _may(certificate: x509.Certificate, use: x509.ObjectIdentifier) -> bool:
+    Raises:
+        ConfigError: it cannot be read, or has no key, certificate or CA.
+    """
+    pems = read(path, check_mode=False)
+    leaf, authorities = loaded(pems.chain)[0], loaded(pems.authorities)
+    who, problems = Identity("", frozenset()), []
     try:
-        uses = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    except (x509.ExtensionNotFound, ValueError):
-        return True
-    return use in uses or ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE in uses
-
-
-def belongs(key: bytes, certificate: x509.Certificate) -> bool:
-    """Whether this is the key of the certificate."""
+        who = identity_of(names_of(leaf, x509.UniformResourceIdentifier))
+    except InvalidArgumentError as error:
+        problems.append(str(error))
     try:
-        public = load_pem_private_key(key, None).public_key()
-    except (ValueError, TypeError, UnsupportedAlgorithm):
-        return False
-    form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
-    return public.public_bytes(*form) == certificate.public_key().public_bytes(*form)
-
-
-def signed_by(
-    certificate: x509.Certificate,
-    between: Sequence[x509.Certificate],
-    authorities: Sequence[x509.Certificate],
-) -> x509.Certificate | None:
-    """The authority that the certificate leads to, over at most those ``between``."""
-    for authority in authorities:
-        if _is_signed(certificate, authority):
-            return authority
-    for each in between:
-        rest = [other for other in between if other is not each]
-        if _is_signed(certificate, each) and (found := signed_by(each, rest, authorities)):
-            return found
-    return None
-
-
-def _is_signed(certificate: x509.Certificate, by: x509.Certificate) -> bool:
-    try:
-        certificate.verify_directly_issued_by(by)
-    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
-        return False
-    return True
-
-
-def utc_now() -> datetime:
-    return datetime.now(UTC)
+        if why := refusal_of(pems):
+            problems.append(f"servers refuse it: {why}")
+        for role, name in SERVED.items():
+            if role in who.roles and (why := refusal_of(pems, name)):
+                problems.append(f"clients refuse it as a {role}, {name}: {why}")
+            if role not in who.roles and common_name(leaf.subject) == name:
+                problems.append(f"its common name is that of a {role}: clients take it for one")
+        check_mode_of(key_file(path))
+    except ConfigError as error:
+        problems.append(str(error))
+    return {
+        "name": who.name,
+        "roles": sorted(who.roles),
+        "reads": who.reads,
+        "writes": who.writes,
+        "nodes": who.nodes if NODE in who.roles else (),
+        "number": who.number,
+        "holder": shown(holder_of(who)) if who.roles else "",
+        "since": f"{leaf.not_valid_before_utc:%Y-%m-%dT%H:%M:%SZ}",
+        "until": f"{leaf.not_valid_after_utc:%Y-%m-%dT%H:%M:%SZ}",
+        "hosts": names_of(leaf, x509.DNSName) + names_of(leaf, x509.IPAddress),
+        "signed_by": common_name(leaf.issuer),
+        "trusts": [common_name(each.subject) for each in authorities],
+        "problems": problems,
+    }

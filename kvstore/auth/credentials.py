@@ -29,6 +29,7 @@ from typing import Final, NamedTuple
 
 import grpc
 
+from kvstore.auth.identity import MASTER, NODE
 from kvstore.auth.validity import DAY_S, Validity, validity_of
 from kvstore.clocks import uptime
 from kvstore.errors import ConfigError
@@ -39,6 +40,8 @@ log = logging.getLogger("kvstore.auth")
 
 MASTER_NAME: Final = "master.kvstore"
 NODE_NAME: Final = "node.kvstore"
+SERVED: Final = {MASTER: MASTER_NAME, NODE: NODE_NAME}
+"""The name that peers look for in the certificate of each role."""
 
 AUTHORITIES: Final = "Authorities:"
 """The line in a file of ``kvstore auth issue`` behind which the authorities stand."""
@@ -104,7 +107,7 @@ class Credentials:
         valid, now = self.validity(), time.time()
         if valid.ends_soon(now):
             log.warning(
-                "%s file=%s until=%r days=%d: issue it anew (kvstore auth rotate), and copy it "
+                "%s file=%s until=%r days=%d: issue another one (kvstore auth issue), and copy it "
                 "over this file",
                 "auth_ends_soon" if now < valid.until else "auth_ended",
                 self.path, valid.until_text, (valid.until - now) // DAY_S,
@@ -153,22 +156,14 @@ class Credentials:
         Raises:
             ConfigError: they would not.
         """
-        to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
-        client = self.client().wrap_bio(to_client, to_server, server_hostname=name)
-        server = self.server(is_optional=True).wrap_bio(to_server, to_client, server_side=True)
-        try:
-            for end in (client, server, client):
-                with contextlib.suppress(ssl.SSLWantReadError):
-                    end.do_handshake()
-        except ssl.SSLError as error:
-            why = getattr(error, "verify_message", "") or str(error)
+        if why := refusal_of(self.pems(), name):
             raise ConfigError(
                 f"the certificate of auth {self.path} is not one that clients accept from {name}: "
                 f"{why}",
                 advice=f"kvstore auth show {self.path} says what it is for; kvstore auth issue "
                 f"--role {name.partition('.')[0]} writes one.",
                 key="auth",
-            ) from None
+            )
 
     def channel(self) -> grpc.ChannelCredentials:
         """For a gRPC channel. The channel needs ``channel_options``, too."""
@@ -247,6 +242,31 @@ def _loaded(
         what = "do not belong together" if mismatch else f"cannot be used: {error}"
         raise ConfigError(f"the key and the certificate of auth {what}", key="auth") from None
     return context
+
+
+def refusal_of(pems: Pems, name: str = "") -> str:
+    """Says why peers that trust the same authorities refuse the certificate, by a handshake with
+    itself; empty: they accept it. ``name``: of the server that it is for; empty: for a client.
+
+    Raises:
+        ConfigError: key and certificate do not belong together, or are none.
+    """
+    client, server = _loaded(pems), _loaded(pems, is_server=True)
+    if name:
+        server.verify_mode = ssl.CERT_NONE
+    else:
+        client.check_hostname = False
+        client.verify_mode = ssl.CERT_NONE
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    of_client = client.wrap_bio(to_client, to_server, server_hostname=name or None)
+    of_server = server.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for end in (of_client, of_server, of_client, of_server):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLError as error:
+        return getattr(error, "verify_message", "") or str(error)
+    return ""
 
 
 def key_file(path: str) -> Path:

@@ -9,12 +9,10 @@ proves that it is one of the cluster; what it may read and write there is said b
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 from typing import Final
 
 from kvstore.auth.credentials import NODE_NAME, Credentials, alternative_names
-from kvstore.auth.identity import SCHEME, Identity, identity_of
-from kvstore.auth.names import identity_by
+from kvstore.auth.identity import identity_of
 from kvstore.auth.revoked import Revoked
 from kvstore.errors import InvalidArgumentError
 from kvstore.network.tls_stream import TlsStream
@@ -23,18 +21,11 @@ from kvstore.network.tls_stream import TlsStream
 class NodeEnd:
     """The node's end. Threads: any."""
 
-    def __init__(
-        self, credentials: Credentials, revoked: Revoked, names: Mapping[str, Identity]
-    ) -> None:
-        """``names``: as ``load_names`` returns.
-
-        Raises:
-            ConfigError: clients would not accept this identity from a node.
-        """
+    def __init__(self, credentials: Credentials, revoked: Revoked) -> None:
+        """Raises ConfigError: clients would not accept this identity from a node."""
         credentials.check_serves(NODE_NAME)
         self._context = credentials.server()
         self._revoked = revoked
-        self._names = names
 
     def stream(self, sock: socket.socket) -> TlsStream:
         """Takes over ``sock``."""
@@ -43,7 +34,7 @@ class NodeEnd:
     def accepts(self, certificate: object) -> bool:
         """Whether a certificate of our authority names an identity that is not revoked."""
         try:
-            who = identity_by(alternative_names(certificate), self._names)
+            who = identity_of(alternative_names(certificate))
         except InvalidArgumentError:
             return False
         return not self._revoked.has(who)
@@ -63,17 +54,10 @@ class ClientEnd:
         return TlsStream(sock, context, server_name=NODE_NAME, stall_s=stall_s)
 
     def accepts(self, certificate: object, node: str, certified: str = "") -> bool:
-        """Whether a node with this certificate is the one of the name ``node``.
-
-        Args:
-            certified: as ``SegmentInfo.certified``. Empty: a node of another authority that names
-                no identity of ours (SPIFFE) may have any name: its role is proved.
-        """
-        names = alternative_names(certificate)
-        if not any(name.startswith(SCHEME) for name in names):
-            return certified in ("", *names)
+        """Whether a node with this certificate is the one of the name ``node``. ``certified``: as
+        ``SegmentInfo.certified``."""
         try:
-            who = identity_of(names)
+            who = identity_of(alternative_names(certificate))
         except InvalidArgumentError:
             return False
         return who.may_be_node(node) and certified in ("", who.certified)

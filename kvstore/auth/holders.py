@@ -1,4 +1,4 @@
-"""The number by which a data server knows an identity: the holder of capabilities (ADR 36)."""
+"""The number by which a data server knows an identity: the holder of capabilities."""
 
 from __future__ import annotations
 

@@ -46,8 +46,6 @@ class Identity(NamedTuple):
     """Patterns of the names that it may have as a node."""
     number: str = ""
     """Names this certificate among those of one name, for its revocation; empty: not known."""
-    other: str = ""
-    """The name in its certificate, if that is of another authority (``kvstore.auth.names``)."""
 
     @property
     def is_admin(self) -> bool:
@@ -62,7 +60,7 @@ class Identity(NamedTuple):
     @property
     def certified(self) -> str:
         """What its certificate says of it, and each one says that is issued in its place."""
-        return self.other or f"{SCHEME}{self.name}"
+        return f"{SCHEME}{self.name}"
 
     @property
     def uri(self) -> str:

@@ -1,9 +1,9 @@
 """The identities that are revoked: a file with a number per line, which ``kvstore auth revoke``
 writes.
 
-A file that is missing, cut or no such list must not let in who was revoked. With it no process
-starts, and one that runs keeps what it knew. Numbers that are no longer in the file stay revoked
-until the process starts again.
+A list that is missing, cut, unreadable or older than the one before must not let in a revoked
+identity. No process starts with a list that cannot be read; one that runs keeps the list in use,
+and reports the other one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Revoked:
             ConfigError: the file cannot be read, is cut, or has something else than numbers.
         """
         self._file = (
-            WatchedFile("auth_revoked", path, lambda: _read(path), accept=_merge) if path else None
+            WatchedFile("auth_revoked", path, lambda: _read(path), accept=_accept) if path else None
         )
         self._kept_s = kept_s
         self._lately: dict[str, float] = {}
@@ -60,11 +60,11 @@ class Revoked:
         return _NONE if self._file is None else self._file.value
 
 
-def _merge(before: frozenset[str], now: frozenset[str]) -> tuple[frozenset[str], str]:
-    """All numbers that were ever in the file."""
-    lacking = len(before - now)
-    why = f"it lacks {lacking} of the revoked, who stay so until this process starts again"
-    return before | now, why if lacking else ""
+def _accept(before: frozenset[str], now: frozenset[str]) -> frozenset[str]:
+    """Raises ConfigError: numbers are missing in the new list."""
+    if lacking := len(before - now):
+        raise ConfigError(f"it lacks {lacking} numbers of the list in use, so it may be older")
+    return now
 
 
 def _read(path: str) -> frozenset[str]:

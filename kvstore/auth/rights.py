@@ -38,9 +38,6 @@ class Right(enum.Enum):
     PUT = "put"
     """To write in some namespace, or to copy objects as a node: the call names a token, which
     belongs to its put."""
-    TAKE = "take"
-    """To write in the namespace that the call names. Older clients name none, and need to write in
-    some."""
     NODE = "node"
     """To be the node that the call names, or an admin."""
 
@@ -62,7 +59,7 @@ RULES: Final[dict[type, Rule]] = {
     calls.PutStart: Rule(Right.WRITE, _SPACE),
     calls.PutEnd: Rule(Right.PUT),
     calls.PutRevoke: Rule(Right.PUT),
-    calls.Allocate: Rule(Right.TAKE, _SPACE),
+    calls.Allocate: Rule(Right.WRITE, _SPACE),
     calls.Commit: Rule(Right.WRITE, _SPACE),
     calls.Renew: Rule(Right.KEEP, _SPACE),
     calls.Release: Rule(Right.ENTER),  # the number is known to the client that chose it alone
@@ -107,9 +104,7 @@ def check(who: Identity, request: Request) -> None:
             verb, may = "read", who.may_read_or_write
         case Right.DOUBT if NODE in who.roles:
             return
-        case Right.TAKE if _writes(who) and not any(_spaces(rule, request)):
-            return
-        case Right.WRITE | Right.DOUBT | Right.TAKE:
+        case Right.WRITE | Right.DOUBT:
             verb, may = "write", who.may_write
         case right:
             if not _has(who, right, request):

@@ -75,9 +75,6 @@ class Join(NamedTuple):
     """The name of the client, for logs and statistics."""
     host: Name
     protocol: int
-    """The highest version that the client speaks."""
-    protocol_min: int = 0
-    """The lowest one; 0: only ``protocol``."""
     cluster: NameOrEmpty = ""
     """Name of the cluster that the client means; empty: any."""
     highest_epoch: int = 0
@@ -99,13 +96,10 @@ class Joined(NamedTuple):
     lease_ms: int
     put_deadline_ms: int
     version: str
-    protocol: int = 1
-    """The version that both speak from here on."""
     cluster: str = ""
     """Name of the master's cluster; empty: it has none."""
     http_port: Port = 0
-    """TCP port of HTTP on the address that the client already used; 0: none, or an older release
-    that does not say."""
+    """TCP port of HTTP on the address that the client already used; 0: none."""
     has_events: bool = False
     """Whether events are served there."""
     identity: str = ""
@@ -256,6 +250,8 @@ class Revoked(NamedTuple):
 class Allocate(NamedTuple):
     """Memory in the pool for an object whose key is not known yet (``commit`` names it)."""
 
+    namespace: Namespace
+    """Its tenant holds the memory until the commit, which may name another namespace."""
     size: Size
     wait_ms: WaitMs
     host: NameOrEmpty
@@ -263,9 +259,6 @@ class Allocate(NamedTuple):
     """As in ``PutStart``, like the next two fields."""
     here_only: bool = False
     client_number: int = 0
-    namespace: NamespaceOrEmpty = ""
-    """Whose tenant holds the memory until the commit, which may name another. Empty: the client is
-    of an older release; a master with tenants refuses it."""
 
 
 class Commit(NamedTuple):
@@ -302,10 +295,9 @@ class Renew(NamedTuple):
     epoch: int
     """The epoch of the tokens."""
     tokens: Numbers
-    uuids: Annotated[Sequence[bytes], Rows(), Sixteen()] = ()
-    """The uuids of the segments of the leased memory; ``offsets`` are those of its extents. One row
-    per key, or none: then a version is promised only while all of its replicas are mounted."""
-    offsets: Numbers = ()
+    uuids: Annotated[Sequence[bytes], Rows(like="keys"), Sixteen()]
+    """The uuids of the segments of the leased memory; ``offsets`` are those of its extents."""
+    offsets: NumberPerKey
 
 
 class Renewed(NamedTuple):
@@ -398,8 +390,7 @@ class ReportFailure(NamedTuple):
     reason: NameOrEmpty = ""
     """What failed: one line, for the master's log."""
     epoch: int = 0
-    """The epoch of the segment ids, which may name other segments under another master; 0: the
-    epoch of the master that gets the report."""
+    """The epoch of the segment ids, which may name other segments under another master."""
 
 
 class Reported(NamedTuple):

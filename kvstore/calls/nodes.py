@@ -19,7 +19,14 @@ from kvstore.calls.fields import (
     Uuid,
 )
 from kvstore.calls.places import NO_VERSION, DevicePlace, EngineAddress, Version
-from kvstore.limits import NODE_SEGMENTS_MAX, REFUSED_HOLDERS_MAX, SIZE_BYTES_MAX, Key, Namespace
+from kvstore.limits import (
+    DATA_PROTOCOL_VERSION,
+    NODE_SEGMENTS_MAX,
+    REFUSED_HOLDERS_MAX,
+    SIZE_BYTES_MAX,
+    Key,
+    Namespace,
+)
 
 
 class SegmentOffer(NamedTuple):
@@ -37,8 +44,8 @@ class SegmentOffer(NamedTuple):
     mark: Version = NO_VERSION
     """The last mark that the node was ordered to keep (``MasterWipe``)."""
     engine: EngineAddress | None = None
-    data_protocol: int = 2
-    """The highest version of the data protocol that the node's data server speaks."""
+    data_protocol: int = DATA_PROTOCOL_VERSION
+    """The version of the data protocol that the node's data server speaks."""
     device: DevicePlace | None = None
     """None: the segment is in memory of the host."""
     handover: ShmName = ""
@@ -47,6 +54,10 @@ class SegmentOffer(NamedTuple):
     stamp_key: SixteenOrEmpty = b""
     """16 bytes, which no client learns: the key of the stamps behind the segment's headers
     (``kvstore.memory.header``); empty: the node takes headers without one."""
+    takes_capabilities: bool = False
+    """Whether the node takes capabilities (``Placements``)."""
+    encrypts: bool = False
+    """Whether its data port speaks TLS."""
 
 
 class NodeJoin(NamedTuple):
@@ -59,18 +70,15 @@ class NodeJoin(NamedTuple):
     """The epoch to resume after a broken stream. A master that does not know these segments any
     more refuses with ``SegmentGoneError``. 0: it joins anew, and has fenced every older grant."""
     segments: Annotated[Sequence[SegmentOffer], Rows(NODE_SEGMENTS_MAX)]
-    protocol_min: int = 0
-    """The lowest version that the node speaks, ``protocol`` being the highest; 0: only that."""
     highest_epoch: int = 0
     """The highest epoch that the node has joined, or that its memory records. A master of a lower
     one begins a term above that epoch, if it believes it (``kvstore.limits.highest_believed``)."""
     cluster: NameOrEmpty = ""
     """Name of the cluster that the node was given, or that its memory belongs to."""
     version: NameOrEmpty = ""
-    """The release of the node's program, for people; empty from older nodes."""
+    """The release of the node's program, for people."""
     clock_ms: ClockMs = 0
-    """The time on the clock with which the node compares expiries of capabilities; 0 from older
-    nodes."""
+    """The time on the clock with which the node compares expiries of capabilities."""
 
 
 class NodeBeat(NamedTuple):
@@ -126,13 +134,8 @@ class MasterAccepted(NamedTuple):
     dead_ms: Annotated[int, Between(1, 86_400_000)]
     """Silence after which the node counts as dead, and must join anew."""
     segment_ids: Annotated[Sequence[int], Rows(NODE_SEGMENTS_MAX)]
-    protocol: int = 1
-    """The version that both speak from here on."""
     cluster: NameOrEmpty = ""
     """Name of the master's cluster; empty: it has none."""
-    serves_all: bool = False
-    """Whether the master has an identity and also serves peers without one (``--auth-mode
-    prefer``)."""
 
 
 class MasterBeat(NamedTuple):

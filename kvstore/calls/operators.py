@@ -60,10 +60,10 @@ class NodeStatus(NamedTuple):
     """Time since the master last heard of the node."""
     segments: Sequence[SegmentStatus]
     version: str = ""
-    """The release of its program; empty: an older node, or an older master."""
+    """The release of its program."""
     unreachable: str = ""
-    """Why the master could not connect to the node's memory after its join; empty: it could, has
-    not tried yet, or is of an older release."""
+    """Why the master could not connect to the node's memory after its join; empty: it could, or
+    has not tried yet."""
     entry_gone: bool = False
     """Whether somebody has removed the entry of its memory in /dev/shm: processes that start now
     cannot map it, and what it holds is lost when the node ends."""
@@ -214,7 +214,7 @@ class ObjectDetail(NamedTuple):
     """Time since the object was last matched, looked up or put."""
     placements: Placements
     epoch: int = 0
-    """The epoch of the segment ids in ``placements``; 0 from older masters."""
+    """The epoch of the segment ids in ``placements``."""
 
 
 class DrainStep(enum.IntEnum):
@@ -240,8 +240,8 @@ class Drained(NamedTuple):
     pending: int
     """Puts and allocations under way that were to be written there."""
     began: Version = NO_VERSION
-    """The newest version when the draining began; 0 from older masters. An object that is moved off
-    the node gets a later one."""
+    """The newest version when the draining began. An object that is moved off the node gets a later
+    one."""
 
 
 class StartMoves(NamedTuple):

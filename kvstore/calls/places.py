@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated, NamedTuple
 
 from kvstore.calls.fields import Between, Name, ShmName, Uuid
+from kvstore.limits import DATA_PROTOCOL_VERSION
 
 
 class Version(NamedTuple):
@@ -92,18 +93,22 @@ class SegmentInfo(NamedTuple):
     """Counts mounts; a data connection or mapping of an older one is refused."""
     engine: EngineAddress | None = None
     """None: its node has no transfer engine."""
-    data_protocol: int = 2
-    """The highest version of the data protocol that the node's data server speaks."""
+    data_protocol: int = DATA_PROTOCOL_VERSION
+    """The version of the data protocol that the node's data server speaks."""
     device: DevicePlace | None = None
     """None: the segment is in memory of the host."""
     holder: int = 0
-    """The number of the identity that has this description, if the node takes its capabilities: its
-    clients then speak data protocol 3. 0: they speak 2."""
+    """The number of the identity that has this description, if the node takes its capabilities. 0:
+    clients show the token."""
     handover: Handover | None = None
     """Where a holder asks for the memory; None: its node hands none over."""
     certified: str = ""
     """What the certificate of the node said of its identity when the node joined
-    (``Identity.certified``), for data protocol 4; empty: not known."""
+    (``Identity.certified``), if its data port ``encrypts``; empty: not known."""
+    takes_capabilities: bool = False
+    """Whether the node takes capabilities (``Placements``)."""
+    encrypts: bool = False
+    """Whether its data port speaks TLS."""
 
 
 class Placements(NamedTuple):

@@ -72,7 +72,7 @@ SECTIONS: Final = {
 
 LATE: Final = {
     "as-mooncake": "Run a command whose mooncake.store is this store.",
-    "auth": "Write the files by which processes prove who they are, and revoke them.",
+    "auth": "Write the files by which processes prove their identity, and revoke them.",
     "bench": "Measure this machine.",
     "clean": "Remove memory that dead nodes left on this host.",
     "completion": "Print the script by which a shell completes kvstore's commands, flags and "

@@ -30,9 +30,7 @@ from kvstore.process.watched_files import watching
 @click.option("--auth", default="", help="The file of the parent's identity.")
 @click.option("--demands-encryption", is_flag=True, help="Drains use only nodes that encrypt.")
 @click.option("--has-tls", is_flag=True, help="The port shows the parent's identity.")
-@click.option("--also-plain", is_flag=True, help="It also serves peers without TLS.")
 @click.option("--revoked", default="")
-@click.option("--known", default="", help="File with names of other authorities.")
 @click.option("--config", default="")
 @click.option("--log-level", default="warning")
 @click.option("--log-format", default="text")
@@ -51,9 +49,7 @@ def command(
     auth: str,
     demands_encryption: bool,
     has_tls: bool,
-    also_plain: bool,
     revoked: str,
-    known: str,
     config: str,
     log_level: str,
     log_format: str,
@@ -87,8 +83,6 @@ def command(
                         key,
                         auth if has_tls else "",
                         revoked,
-                        known,
-                        also_plain,
                     ),
                 )
             )

@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from kvstore.config.store import StoreSettings
 from kvstore.config.values import (
     Count,
-    Microseconds,
     Milliseconds,
     Name,
     NamespaceName,
@@ -27,13 +26,6 @@ class ClientConfig(StoreSettings):
         description="The longest that one call may take, retries included: a cache that is "
         "slower than this is better missed.",
     )
-    progress_timeout_ms: Milliseconds = Field(
-        default=1_000,
-        ge=50,
-        le=3_600_000,
-        description="The longest that a transfer over tcp may move no byte before it is given up "
-        "for another node, or a miss.",
-    )
     namespace: NamespaceName = Field(
         default="default", description="The namespace of calls that name none."
     )
@@ -44,13 +36,6 @@ class ClientConfig(StoreSettings):
         description="How long a put waits for room when everything is leased; less than "
         "--timeout-ms. 0 gives up at once.",
     )
-    lease_margin_ms: Milliseconds = Field(
-        default=200,
-        ge=0,
-        le=500,
-        description="How much earlier than promised a lease counts as over, for clocks that run "
-        "at different speeds; at most half of the shortest lease.",
-    )
     placements_max: Count = Field(
         default=65_536,
         ge=0,
@@ -60,13 +45,6 @@ class ClientConfig(StoreSettings):
     )
     lane: bool = Field(
         default=True, description="Use the lane for hot calls where it is reachable, else gRPC."
-    )
-    spin_us: Microseconds = Field(
-        default=300,
-        ge=0,
-        le=10_000,
-        description="How long a hot call polls for its answer before it sleeps: most come within "
-        "that, and waking up takes as long again.",
     )
     name: Name = Field(
         default="",

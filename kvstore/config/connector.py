@@ -10,9 +10,7 @@ from kvstore.config.values import (
     Count,
     Label,
     Milliseconds,
-    Share,
 )
-from kvstore.limits import PIN_MS_MAX
 
 
 class ConnectorConfig(StoreSettings):
@@ -41,13 +39,6 @@ class ConnectorConfig(StoreSettings):
         description="How long a request waits to learn what the store has, before that counts as "
         "nothing. Other requests go on meanwhile.",
     )
-    writers_wait_ms: Milliseconds = Field(
-        default=500,
-        ge=0,
-        le=60_000,
-        description="How long a request waits for blocks that another engine is writing at this "
-        "moment, instead of computing them again.",
-    )
     transfer_timeout_ms: Milliseconds = Field(
         default=5_000,
         ge=10,
@@ -61,20 +52,6 @@ class ConnectorConfig(StoreSettings):
         le=3_600_000,
         description="How long a block may wait to be saved, and be kept from other use for it; "
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (seconds) sets it, too.",
-    )
-    pinned_max: Share = Field(
-        default=0.5,
-        ge=0.0,
-        le=1.0,
-        description="Share of the engine's blocks that may be waiting to be saved; further "
-        "blocks wait for a later step.",
-    )
-    request_pin_max_ms: Milliseconds = Field(
-        default=600_000,
-        ge=0,
-        le=PIN_MS_MAX,
-        description="The longest pin that a request may ask for (pin_ms in kv_transfer_params); "
-        "0: requests pin nothing.",
     )
     shares_named_media: bool = Field(
         default=False,

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from kvstore.config.base import HTTP_TOKEN_VARIABLE, Config
 from kvstore.config.values import (
     AuthFile,
-    AuthMode,
     File,
     HttpCert,
     HttpKey,
@@ -24,16 +23,10 @@ class HttpConfig(Config):
     """The settings of a server: its port for HTTP, and who may use it and its other ports."""
 
     auth: AuthFile = ""
-    auth_mode: AuthMode = "require"
     auth_revoked: File = Field(
         default="",
         description="File with the numbers of revoked identities, which kvstore auth revoke "
         "writes. It is looked at once a second.",
-    )
-    auth_names: File = Field(
-        default="",
-        description="File (TOML) that says which identities the names in certificates of another "
-        'authority stand for: "spiffe://prod/decode" = "kvstore:engine/decode?read=*&write=*".',
     )
 
     http_token: HttpToken = Field(

@@ -202,7 +202,7 @@ class MasterConfig(HttpConfig):
         default="",
         description="File (TOML) that divides the store among tenants, by patterns of namespaces: "
         "what each is guaranteed, and what it may have at most. It is read again when it changes. "
-        "Empty: there are no tenants. docs/tenants.md has an example.",
+        "Empty: there are no tenants. docs/security.md has an example.",
     )
     lane_spin_us: Microseconds = Field(
         default=200,
@@ -309,7 +309,7 @@ class MasterConfig(HttpConfig):
             "bytes on their way to a stopped node land before it counts as dead, "
             "and must not land in memory that has been given to someone else",
         )
-        check_encryption(self.data_encryption, self.auth, mode=self.auth_mode)
+        check_encryption(self.data_encryption, self.auth)
         if self.auth and self.events_at:
             raise RefusedValueError(
                 f"is {self.events!r}, and ZeroMQ authenticates nobody",

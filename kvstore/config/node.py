@@ -165,9 +165,7 @@ class NodeConfig(HttpConfig):
     @model_validator(mode="after")
     def _rules(self) -> NodeConfig:
         check_engine(self.auth, self.protocol, unauthenticated=self.engine_unauthenticated)
-        check_encryption(
-            self.data_encryption, self.auth, mode=self.auth_mode, protocol=self.protocol
-        )
+        check_encryption(self.data_encryption, self.auth, protocol=self.protocol)
         if self.shm_clients != "members" and not self.auth:
             raise RefusedValueError(
                 "needs identities, to know what a client may read",

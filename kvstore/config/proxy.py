@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -18,10 +18,6 @@ from kvstore.config.values import (
     File,
     HeaderName,
     Host,
-    HttpCert,
-    HttpKey,
-    HttpToken,
-    Limit,
     LogFormat,
     LogLevel,
     Milliseconds,
@@ -29,7 +25,6 @@ from kvstore.config.values import (
     Port,
     RefusedValueError,
     Tenant,
-    check_https,
 )
 
 
@@ -53,8 +48,6 @@ class ProxyConfig(Config):
         "does not authenticate its clients; 0.0.0.0 is every interface.",
     )
     port: Port = Field(default=8_000, description="TCP port to listen on; 0 takes any.")
-    http_cert: HttpCert = ""
-    http_key: HttpKey = ""
     master: OptionalMaster = Field(
         default="",
         description="The store's master, to ask whether it holds a prompt already; if "
@@ -77,116 +70,12 @@ class ProxyConfig(Config):
         description="none: the engine with the fewest requests; prefix: the one that recently had "
         "the longest prefix of this prompt.",
     )
-    affinity_slack: Count = Field(
-        default=4,
-        ge=0,
-        le=65_536,
-        description="How many more requests than the least busy engine the one that --affinity "
-        "prefers may have: waiting for a few takes less time than loading a prefix.",
-    )
-    affinity_blocks_max: Count = Field(
-        default=131_072,
-        ge=1,
-        le=16_777_216,
-        description="Blocks of 64 tokens that --affinity remembers, the latest ones: eight "
-        "million tokens, some 20 MiB.",
-    )
-    retries: Count = Field(
-        default=2,
-        ge=0,
-        le=64,
-        description="How many other decoders are tried when one fails before its first byte.",
-    )
-    inflight_max: Count = Field(
-        default=1_024,
-        ge=1,
-        le=1_048_576,
-        description="Requests at once, each with its body in memory; further ones get 503 with "
-        "Retry-After. As many as some decoders run together.",
-    )
-    body_max: Annotated[Limit, Field(ge=1_024, le=1 << 30)] = Field(
-        default=32 << 20,
-        description="The largest request body: a million token ids are 8 MiB; images take more.",
-    )
-    body_timeout_ms: Milliseconds = Field(
-        default=60_000,
-        ge=1,
-        le=86_400_000,
-        description="How long a request's body may take: the largest one at 5 Mbit/s. As many "
-        "bodies as requests may be on their way; the slowest gives way to one more.",
-    )
-    connect_timeout_ms: Milliseconds = Field(
-        default=2_000,
-        ge=1,
-        le=600_000,
-        description="How long a connection to an engine may take: time for two lost SYNs.",
-    )
-    render_timeout_ms: Milliseconds = Field(
-        default=5_000,
-        ge=1,
-        le=600_000,
-        description="How long an engine may take to make token ids of a prompt; without them "
-        "the request goes on, and is tokenized twice.",
-    )
     prefill_timeout_ms: Milliseconds = Field(
         default=30_000,
         ge=1,
         le=3_600_000,
         description="How long one prefiller may take; one other is tried, then the decoder "
         "computes the prompt. More than your longest prompt takes.",
-    )
-    first_byte_timeout_ms: Milliseconds = Field(
-        default=600_000,
-        ge=1,
-        le=86_400_000,
-        description="How long a decoder may take until its first byte, which without streaming is "
-        "the whole answer: as long as OpenAI's own clients wait.",
-    )
-    idle_timeout_ms: Milliseconds = Field(
-        default=120_000,
-        ge=1,
-        le=86_400_000,
-        description="The longest silence within an answer, of either side.",
-    )
-    lookup_timeout_ms: Milliseconds = Field(
-        default=20,
-        ge=1,
-        le=10_000,
-        description="How long to wait for the store to say what it holds: a small part of what "
-        "the shortest prefill takes.",
-    )
-    health_interval_ms: Milliseconds = Field(
-        default=1_000,
-        ge=10,
-        le=3_600_000,
-        description="How often the proxy asks each engine for its health.",
-    )
-    health_timeout_ms: Milliseconds = Field(
-        default=1_000,
-        ge=1,
-        le=600_000,
-        description="Silence after which such a question counts as failed; two failures in a "
-        "row make an engine unhealthy.",
-    )
-    breaker_failures: Count = Field(
-        default=5,
-        ge=1,
-        le=1_000_000,
-        description="Failed requests in a row after which an engine gets none for a while, even if "
-        "its health checks succeed.",
-    )
-    breaker_open_ms: Milliseconds = Field(
-        default=5_000,
-        ge=1,
-        le=3_600_000,
-        description="How long such an engine gets no requests; then one request tests it.",
-    )
-    grace_ms: Milliseconds = Field(
-        default=30_000,
-        ge=0,
-        le=3_600_000,
-        description="How long requests under way may take when the proxy is asked to stop: as "
-        "long as Kubernetes waits before it kills.",
     )
     admin_token: AdminToken = Field(
         default="",
@@ -202,12 +91,6 @@ class ProxyConfig(Config):
         "of --cache-salt-secret-file. A request without it gets 401. Empty: a request has the "
         "cache_salt that it brings.",
     )
-    cache_salt_secret: HttpToken = Field(
-        default="",
-        repr=False,
-        description="The secret of --cache-salt-secret-file itself; only as a variable, or in the "
-        "file.",
-    )
     cache_salt_secret_file: File = Field(
         default="",
         description="File with the secret of --cache-salt-from (mode 600, one line), the same for "
@@ -218,22 +101,14 @@ class ProxyConfig(Config):
 
     @model_validator(mode="after")
     def _rules(self) -> Self:
-        check_https(self.http_cert, self.http_key)
-        if self.cache_salt_secret and self.cache_salt_secret_file:
-            raise RefusedValueError(
-                "is given beside KVSTORE_PROXY_CACHE_SALT_SECRET",
-                "Drop one of both.",
-                key="cache_salt_secret_file",
-            )
-        has_secret = bool(self.cache_salt_secret or self.cache_salt_secret_file)
-        if self.cache_salt_from and not has_secret:
+        if self.cache_salt_from and not self.cache_salt_secret_file:
             raise RefusedValueError(
                 "needs a secret",
-                "Give --cache-salt-secret-file, or KVSTORE_PROXY_CACHE_SALT_SECRET: the same for "
-                "every proxy. To make one: openssl rand -hex 32 > FILE; chmod 600 FILE",
+                "Give --cache-salt-secret-file: the same for every proxy. To make one: "
+                "openssl rand -hex 32 > FILE; chmod 600 FILE",
                 key="cache_salt_from",
             )
-        if has_secret and not self.cache_salt_from:
+        if self.cache_salt_secret_file and not self.cache_salt_from:
             raise RefusedValueError(
                 "is missing beside its secret",
                 "Give --cache-salt-from authorization, or another header.",

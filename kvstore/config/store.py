@@ -18,10 +18,7 @@ from kvstore.config.values import (
     Count,
     DataEncryption,
     DeviceKernel,
-    DeviceLocked,
-    DeviceRing,
     Devices,
-    EngineBuffer,
     Master,
     MetadataServer,
     MoversProtocol,
@@ -60,9 +57,6 @@ class StoreSettings(Config):
         "memory that this process pools; needs auth. off: as each node says, in plain or encrypted "
         "(TLS 1.3). Memory of this host is mapped in any case.",
     )
-    engine_buffer: EngineBuffer = 64 << 20
-    device_ring: DeviceRing = 64 << 20
-    device_locked: DeviceLocked = 1 << 40
     device_kernel: DeviceKernel = 0
     verify: Verify = Field(
         default="payload",

@@ -357,15 +357,6 @@ AuthFile = Annotated[
         "authentication."
     ),
 ]
-AuthMode = Annotated[
-    Literal["require", "prefer"],
-    BeforeValidator(_lower),
-    Field(
-        description="With --auth: require refuses peers without an identity; prefer still serves "
-        "them as before, and HTTP with and without TLS, while a cluster is switched on host by "
-        "host."
-    ),
-]
 Unauthenticated = Annotated[
     bool,
     Field(
@@ -396,9 +387,7 @@ DataEncryption = Annotated[
 ]
 
 
-def check_encryption(
-    encryption: str, auth: str, *, mode: str = "require", protocol: str = ""
-) -> None:
+def check_encryption(encryption: str, auth: str, *, protocol: str = "") -> None:
     """Raises RefusedValueError: not all that is to be served would be, or would be encrypted."""
     if encryption == "off":
         return
@@ -412,12 +401,6 @@ def check_encryption(
         raise RefusedValueError(
             "does not go with --protocol: the transfer engine encrypts nothing",
             "Drop one of both.",
-            key="data_encryption",
-        )
-    if mode == "prefer":
-        raise RefusedValueError(
-            "does not go with --auth-mode prefer: peers without an identity could not connect",
-            "Give all peers an identity, and drop --auth-mode, first.",
             key="data_encryption",
         )
 
@@ -457,24 +440,6 @@ MoversProtocol = Annotated[
         "where the node has it, too, over this protocol; empty: without it."
     ),
 ]
-DeviceRing = Annotated[
-    Bytes,
-    Field(
-        ge=8 << 20,
-        description="Page-locked memory for each GPU whose tensors are put or got, through which "
-        "bytes pass that the GPU cannot copy where they are: those of nodes on other hosts. "
-        "Allocated when it is first needed.",
-    ),
-]
-DeviceLocked = Annotated[
-    Bytes,
-    Field(
-        ge=0,
-        description="The most memory of this host's segments that is page-locked for a GPU, so "
-        "that it copies straight from and to them; it grows as they are used. Beyond it, bytes "
-        "pass through --device-ring.",
-    ),
-]
 DeviceKernel = Annotated[
     Limit,
     Field(
@@ -483,13 +448,5 @@ DeviceKernel = Annotated[
         description="Where the pages of a GPU's cache have at most so many bytes, a kernel "
         "(Triton) copies them instead of the GPU's copy engines. It takes some of the units that "
         "an engine computes on. 0: never.",
-    ),
-]
-EngineBuffer = Annotated[
-    Bytes,
-    Field(
-        ge=MEMORY_BYTES_MIN,
-        description="Memory registered with the transfer engine, through which bytes pass that "
-        "are not registered themselves: enough for a few transfers at once.",
     ),
 ]

@@ -18,6 +18,10 @@ from kvstore.memory.raw import address_of
 WINDOW_BYTES: Final = 256 << 20
 """Small enough that the call that meets a window first does not wait long for its pages."""
 
+LOCKED_BYTES_MAX: Final = 1 << 40
+"""The most memory of this host's segments that is page-locked for a GPU: more than a host has. It
+grows as they are used; beyond it bytes pass through the ring."""
+
 
 class Locked:
     """One mapped segment."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Final
 
 from kvstore.clocks import uptime
 from kvstore.device.driver import DeviceDriver
 from kvstore.errors import ClosedError, DeadlineExceededError
-from kvstore.process.stopping import Bell
 
 SLOTS: Final = 8
 """Equal parts of a ring. Each transfer uses one or two, so that one is filled while another is
 emptied."""
 
-LOOK_AGAIN_S: Final = 0.1
-"""How often a call that waits for a slot looks for one by itself; see ``Bell``."""
+RING_BYTES: Final = 64 << 20
+"""Page-locked memory of a process for each GPU, for bytes that it cannot copy where they are: those
+of nodes on other hosts, or of their clients. Four threads that each fill one slot while another is
+emptied do not wait."""
+
+LOOK_AGAIN_S: Final = 0.001
+"""How often a call that waits for a slot looks for one: a slot is taken for milliseconds."""
 
 
 class Ring:
@@ -29,7 +34,6 @@ class Ring:
         self._memory: memoryview | None = None
         self._free: list[memoryview] = []
         self._changing = threading.Lock()
-        self._given = Bell()
         self._is_closed = False
         self.taken = 0
 
@@ -46,16 +50,16 @@ class Ring:
             with self._changing:
                 self._prepare()
                 if self._free:
-                    return self._pop()
-                heard = self._given.listen()
+                    self.taken += 1
+                    return self._free.pop()
             left = deadline - uptime()
             if left <= 0:
                 raise DeadlineExceededError(
                     "no page-locked memory became free by the deadline",
-                    advice="Give the client a larger device_ring.",
+                    advice="Move fewer tensors at once.",
                     settled=1,
                 )
-            self._given.wait(heard, min(left, LOOK_AGAIN_S))
+            time.sleep(min(left, LOOK_AGAIN_S))
 
     def give(self, slot: memoryview) -> None:
         """Gives a slot back; no copy of it is under way."""
@@ -64,14 +68,12 @@ class Ring:
             self.taken -= 1
             if self._is_closed:
                 self._release()
-        self._given.ring(1)
 
     def close(self) -> None:
         """Releases the memory, when all slots have been given back. Idempotent."""
         with self._changing:
             self._is_closed = True
             self._release()
-        self._given.ring()
 
     def _release(self) -> None:
         """Releases the memory if no slot is taken. The caller holds the lock."""
@@ -79,10 +81,6 @@ class Ring:
             memory, self._memory = self._memory, None
             self._free.clear()
             self._driver.release(memory)
-
-    def _pop(self) -> memoryview:
-        self.taken += 1
-        return self._free.pop()
 
     def _prepare(self) -> None:
         """Allocates the memory at the first call. The caller holds the lock."""

@@ -39,7 +39,6 @@ from kvstore.network.addresses import (
 )
 from kvstore.network.host import host_id
 from kvstore.network.listening import listen, reached_at
-from kvstore.network.tcp_protocol import WITH_TLS
 from kvstore.ports import start_command
 from kvstore.transport.base import Move
 from kvstore.transport.device import DeviceTransport
@@ -382,7 +381,7 @@ def hits(stub: MasterStub, master: str, timeout_s: float) -> list[Finding]:
     try:
         report = cast(TrafficReport, stub.call(calls.Traffic(), uptime() + timeout_s))
     except KVStoreError:
-        return []  # a master of the release before does not know the call
+        return []  # only an identity that may read everywhere gets a reply
     asked = [space for space in report.namespaces if space.questions >= QUESTIONS_MIN]
     vain = [space for space in asked if not any(row.found for row in space.askers)]
     if not vain:
@@ -399,7 +398,7 @@ def of_store(each: FoundProblem) -> Finding:
 
 
 def by_tcp(segment: SegmentInfo, timeout_s: float, tls: ClientEnd | None = None) -> Finding:
-    if tls is not None and tls.demands and segment.data_protocol < WITH_TLS:
+    if tls is not None and tls.demands and not segment.encrypts:
         refused = not_encrypted(segment)
         return problem(refused.message, refused.advice)
     why_not = _unanswered(segment, timeout_s, tls)

@@ -6,9 +6,10 @@ import time
 
 from kvstore.auth.credentials import Credentials
 from kvstore.diagnosis.findings import Finding, ok, problem, warning
+from kvstore.diagnosis.rows import ADVICE
 from kvstore.errors import ConfigError
 
-ISSUE = "Issue it anew (kvstore auth rotate), and copy it over the old file."
+ISSUE = ADVICE["KvstoreIdentityEnds"]
 
 
 def identity(auth: str) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""Says in words what is wrong now: for the dashboard, ``kvstore status`` and ``kvstore doctor``.
+"""Conditions of ``diagnosis.rows``, for the dashboard, ``kvstore status`` and ``kvstore doctor``.
 
 Pure: judges what the master says, and its last hour where that is known.
 """
@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from kvstore.auth.validity import Validity
 from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
 from kvstore.diagnosis.history import COUNTED, HistoryPoints, added, spread_of
+from kvstore.diagnosis.rows import ADVICE
 from kvstore.diagnosis.why import Evidence, diagnose, parties_of
 from kvstore.fleet import Record
 from kvstore.memory.entries import ENTRY_GONE
@@ -44,33 +45,6 @@ NODES_NAMED: Final = 5
 """Nodes that have a line of their own for one kind of problem."""
 
 
-ADVICE: Final = {
-    "KvstoreNoLeader": "Start a master, or repair etcd.",
-    "KvstoreLeaderChanges": "Give etcd a disk of its own, and masters a processor of their own.",
-    "KvstoreNodeDead": "Start the node again on its host, with the same --name and memory. If the "
-    "host is gone, start one elsewhere.",
-    "KvstoreNodeSuspect": "Open the node's data port between all hosts, and look at its host's "
-    "load and network. To take it out without a loss: kvstore drain NODE",
-    "KvstoreNodeAlone": "kvstore-node --master HOST:PORT --memory 4GiB",
-    "KvstoreCorruptMemory": "Look for memory errors on the node's host: dmesg, ras-mc-ctl --errors",
-    "KvstoreUnderReplicated": "Start the missing node again, or add one.",
-    "KvstorePutsRefused": "Add memory (a node), remove pins (kvstore unpin), or raise at_most of "
-    "the tenant whose puts are refused.",
-    "KvstoreMemoryHeld": "Find the writers that die: the engines' logs.",
-    "KvstoreMemoryPinned": "kvstore unpin KEY, or add memory.",
-    "KvstoreHitRatioLow": "kvstore why",
-    "KvstoreEvictionsTooYoung": "Add memory: a node.",
-    "KvstoreLoopSlow": "Give the master a processor of its own.",
-    "KvstoreConnectionsRefused": "The log of the process names the peers. Raise ulimit -n, or "
-    "point health checks at /healthz of the HTTP port.",
-    "KvstoreRefusals": "The master's log names them (refused count= reason=): issue a file with "
-    "the right (kvstore auth issue), or stop the process.",
-    "KvstoreIdentityEnds": "kvstore auth rotate, and copy the new file over the old one.",
-    "Draining": "Wait until it has left, or: kvstore drain NODE --undo",
-    "EventsDropped": "Let subscribers read faster, or subscribe to fewer streams.",
-}
-"""What to do, by section of the runbook, which says more."""
-
 KEPT_APART: Final = ("other_fingerprint", "other_engine", "other_namespace", "other_tenant")
 """Causes (``diagnosis.why``) that no further prompt cures. Others may only mean new prompts."""
 
@@ -80,7 +54,7 @@ class FoundProblem(NamedTuple):
     """bad: something is lost or refused; warning: look at it; note: it was asked for."""
     text: str
     runbook: str
-    """The section of docs/runbook.md that says what to do."""
+    """The name of its row, and of the section of the runbook."""
 
     @property
     def advice(self) -> str:
@@ -96,6 +70,26 @@ class _Counted(NamedTuple):
     """Such as ``in the last hour``."""
 
 
+class _Seen(NamedTuple):
+    """What the conditions judge."""
+
+    status: ClusterStatus
+    hour: _Counted
+    recent: _Counted
+    """Of the last ten minutes."""
+    age_ms: float | None = None
+    """The median age at eviction; None: not known."""
+    late_us: float | None = None
+    """How late the master's loop is in one of a hundred times; None: not known."""
+
+    def total(self, of: str) -> int:
+        """A sum over all segments."""
+        return sum(getattr(segment, of) for node in self.status.nodes for segment in node.segments)
+
+    def counter(self, name: str) -> int:
+        return dict(self.status.counters).get(name, 0)
+
+
 def of_the_store(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> list[FoundProblem]:
     """The problems that a master that leads sees, the worst first."""
     hour, recent = (
@@ -105,11 +99,10 @@ def of_the_store(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> 
             (history.lately(now_ms, RECENT_S), "in the last 10 min"),
         )
     )
-    found = [
-        *_nodes(status), *_memory(status), *_refused(recent), *_ages(status, history, now_ms),
-        *_lately(hour, recent), *_loop(history, now_ms),
-    ]  # fmt: skip
-    return _worst_first(found)
+    ages = [each.ages_ms for each in history.lately(now_ms, RECENT_S)]
+    late = [each.late_us for each in history.lately(now_ms, 60.0)]
+    seen = _Seen(status, hour, recent, spread_of(ages, 0.5), spread_of(late, 0.99))
+    return _worst_first([*_now(seen), *_counted(seen)])
 
 
 def of_a_status(status: ClusterStatus) -> list[FoundProblem]:
@@ -117,10 +110,9 @@ def of_a_status(status: ClusterStatus) -> list[FoundProblem]:
     have its last hour. What it has counted since its start is a warning: it may be over."""
     when = f"since the master started, {duration_text(status.uptime_ms)} ago"
     counted = _Counted(dict(status.counters), when)
-    since = [
-        each._replace(level="warning") for each in [*_refused(counted), *_lately(counted, counted)]
-    ]
-    return _worst_first([*_nodes(status), *_memory(status), *since])
+    seen = _Seen(status, counted, counted)
+    since = [each._replace(level="warning") for each in _counted(seen)]
+    return _worst_first([*_now(seen), *since])
 
 
 def _worst_first(found: list[FoundProblem]) -> list[FoundProblem]:
@@ -159,7 +151,7 @@ def of_identity(valid: Validity | None, now_ms: int) -> list[FoundProblem]:
         text = "This master's certificate has ended: issue it anew."
         return [FoundProblem("bad", text, "KvstoreIdentityEnds")]
     left = duration_text(int(left_s * 1000))
-    text = f"This master's certificate ends in {left}: issue it anew (kvstore auth rotate)."
+    text = f"This master's certificate ends in {left}: issue another one (kvstore auth issue)."
     return [FoundProblem("warning", text, "KvstoreIdentityEnds")]
 
 
@@ -175,40 +167,37 @@ def of_a_standby(leader: str) -> list[FoundProblem]:
     ]
 
 
-def _silent(node: NodeStatus) -> str:
-    return f"not heard of for {duration_text(node.silent_ms)}; no new object goes there"
+# --- conditions: level, row, and what is wrong; an empty text: nothing of the kind ----------------
 
 
-_WRONG_WITH_NODES: Final[Sequence[tuple[str, str, str, Callable[[NodeStatus], str]]]] = (
-    ("bad", "is suspect", "KvstoreNodeSuspect",
-     lambda node: _silent(node) if node.state == "suspect" else ""),
-    ("bad", "is dead", "KvstoreNodeDead",
-     lambda node: "its objects are gone" if node.state == "dead" else ""),
-    ("note", "is draining", "Draining",
-     lambda node: "its objects move away" if node.state == "draining" else ""),
-    ("bad", "is unreachable from the master", "KvstoreNodeSuspect",
-     lambda node: node.unreachable),
-    ("bad", "has no entry in /dev/shm any more", "KvstoreNodeDead",
-     lambda node: ENTRY_GONE if node.entry_gone else ""),
-)  # fmt: skip
-"""Level, what is wrong with nodes, the section of the runbook, and why it is with one node; empty:
-nothing of the kind."""
+def _now(seen: _Seen) -> Iterator[FoundProblem]:
+    for level, what, row, why in OF_NODES:
+        wrong = [(node, said) for node in seen.status.nodes if (said := why(node))]
+        yield from _named(level, wrong, what, row)
+    yield from _gone(seen.status.gone)
+    for level, row, condition in OF_STORE:
+        if text := condition(seen):
+            yield FoundProblem(level, text, row)
 
 
-def _nodes(status: ClusterStatus) -> Iterator[FoundProblem]:
-    if not status.nodes:
-        yield FoundProblem("bad", "No node has joined: nothing can be stored.", "KvstoreNodeAlone")
-    for level, what, section, why in _WRONG_WITH_NODES:
-        wrong = [(node, said) for node in status.nodes if (said := why(node))]
-        yield from _named(level, wrong, what, section)
-    yield from _gone(status.gone)
-    short = dict(status.counters).get("under_replicated_objects", 0)
-    if short:
-        yield FoundProblem(
-            "warning",
-            f"{_count(short, 'object')} with fewer replicas than were asked for.",
-            "KvstoreUnderReplicated",
-        )
+def _counted(seen: _Seen) -> Iterator[FoundProblem]:
+    for level, row, counter, one, text in OF_COUNTERS:
+        counted = seen.hour if counter in IN_AN_HOUR else seen.recent
+        count = counted.counters.get(counter, 0)
+        if count:
+            said = f"{_count(count, one)} {text.format(when=counted.when)}"
+            yield FoundProblem(level, said, row)
+
+
+def _named(
+    level: str, nodes: list[tuple[NodeStatus, str]], what: str, row: str
+) -> Iterator[FoundProblem]:
+    for node, why in nodes[:NODES_NAMED]:
+        text = f"Node {node.name} ({node.address or node.host}) {what}: {why}."
+        yield FoundProblem(level, text, row)
+    if len(nodes) > NODES_NAMED:
+        text = f"{len(nodes) - NODES_NAMED} more nodes: each {what}."
+        yield FoundProblem(level, text, row)
 
 
 def _gone(gone: Sequence[GoneNode]) -> Iterator[FoundProblem]:
@@ -217,158 +206,143 @@ def _gone(gone: Sequence[GoneNode]) -> Iterator[FoundProblem]:
     for each in shown[:NODES_NAMED]:
         who = f"Node {name_text(each.name)} ({each.host})"
         how = "left" if each.why == "left" else f"died ({each.why})"
-        ago = f"{duration_text(each.gone_ms)} ago"
+        level, text = "bad", f"{who} {how} {duration_text(each.gone_ms)} ago"
+        missing = _count(each.missing, "object")
         if each.reports:
-            text = f"{who} is back and reports its objects: {_count(each.missing, 'object')} to go."
-            yield FoundProblem("note", text, "KvstoreNodeDead")
+            level, text = "note", f"{who} is back and reports its objects: {missing} to go"
         elif each.missing:
-            yield FoundProblem(
-                "warning" if each.why == "left" else "bad",
-                f"{who} {how} {ago}: {_count(each.missing, 'object')} that no other node has. They "
-                "are back once it is started again with the same --name and memory.",
-                "KvstoreNodeDead",
+            level = "warning" if each.why == "left" else "bad"
+            text += (
+                f": {missing} that no other node has. They are back once it is started again with "
+                "the same --name and memory"
             )
         elif each.lost:
-            lost = f"{_count(each.lost, 'object')} that no other node had did not come back"
-            text = f"{who} {how} {ago}: {lost}, and are lost."
-            yield FoundProblem("bad", text, "KvstoreNodeDead")
-        else:
-            yield FoundProblem("bad", f"{who} {how} {ago}.", "KvstoreNodeDead")
+            lost = _count(each.lost, "object")
+            text += f": {lost} that no other node had did not come back, and are lost"
+        yield FoundProblem(level, f"{text}.", "KvstoreNodeDead")
     if len(shown) > NODES_NAMED:
         text = f"{len(shown) - NODES_NAMED} more nodes left or died."
         yield FoundProblem("bad", text, "KvstoreNodeDead")
 
 
-def _named(
-    level: str, nodes: list[tuple[NodeStatus, str]], what: str, section: str
-) -> Iterator[FoundProblem]:
-    for node, why in nodes[:NODES_NAMED]:
-        text = f"Node {node.name} ({node.address or node.host}) {what}: {why}."
-        yield FoundProblem(level, text, section)
-    if len(nodes) > NODES_NAMED:
-        text = f"{len(nodes) - NODES_NAMED} more nodes: each {what}."
-        yield FoundProblem(level, text, section)
+def _held(share: float, of: str, why: str) -> Callable[[NodeStatus], str]:
+    def condition(node: NodeStatus) -> str:
+        held = sum(getattr(each, of) for each in node.segments)
+        is_heavy = held > share * sum(each.size for each in node.segments)
+        return f"{size_text(held)}, {why}" if is_heavy else ""
+
+    return condition
 
 
-def _waiting(status: ClusterStatus) -> Iterator[FoundProblem]:
+def _waiting(seen: _Seen) -> str:
     """Memory that is not given out yet after a start of the master or of the nodes."""
-    alive = [node for node in status.nodes if node.state == "alive"]
+    alive = [node for node in seen.status.nodes if node.state == "alive"]
     segments = [segment for node in alive for segment in node.segments]
-    waiting = [segment for segment in segments if segment.ready_ms or segment.reports]
-    if not waiting or len(waiting) < len(segments):
-        return
-    longest_ms = min(segment.ready_ms for segment in waiting)
-    reports = all(segment.reports for segment in waiting)
+    if not segments or not all(each.ready_ms or each.reports for each in segments):
+        return ""
+    longest_ms = min(segment.ready_ms for segment in segments)
     when = f"for {duration_text(longest_ms)} more" if longest_ms else "yet"
+    reports = all(segment.reports for segment in segments)
     also = ", and until a node has reported its objects" if reports else ""
-    yield FoundProblem(
-        "bad",
+    return (
         f"No put finds room {when}{also}: the master or all nodes have just started, and memory is "
-        "given out when no reader of before can have a lease on it. Puts wait, gets work.",
-        "KvstorePutsRefused",
+        "given out when no reader of before can have a lease on it. Puts wait, gets work."
     )
 
 
-def _refused(recent: _Counted) -> Iterator[FoundProblem]:
-    for cause, (_, _, why) in CAUSES.items():
-        refused = recent.counters.get(f"refused_{cause}", 0)
-        if refused:
-            what = f"{_count(refused, 'put')} found no room {recent.when}"
-            yield FoundProblem("bad", f"{what}: {why}.", "KvstorePutsRefused")
-    unpinned = recent.counters.get("refused_pins", 0)
-    if unpinned:
-        yield FoundProblem(
-            "warning",
-            f"{_count(unpinned, 'pin')} refused {recent.when}: pins hold all that they may "
-            "(--pinned-max, --pinned-all-max).",
-            "KvstoreMemoryPinned",
-        )
+def _pinned(seen: _Seen) -> str:
+    pinned, size = seen.counter("pinned_bytes"), seen.total("size")
+    if not size or pinned <= PINNED_SHARE * size:
+        return ""
+    by_size = sorted(seen.status.namespaces, key=lambda each: -each.pinned_bytes)
+    most = [
+        f"{name_text(each.name)} {size_text(each.pinned_bytes)}"
+        for each in by_size[:3]
+        if each.pinned_bytes
+    ]
+    of = f" (most: {', '.join(most)})" if most else ""
+    return (
+        f"Pins keep {size_text(pinned)} of {size_text(size)}{of}: puts have only the rest. Pins "
+        "end by themselves, after a day at most, or by unpin."
+    )
 
 
-def _ages(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> Iterator[FoundProblem]:
-    segments = [segment for node in status.nodes for segment in node.segments]
-    size, used = (sum(getattr(each, of) for each in segments) for of in ("size", "used"))
-    recent = history.lately(now_ms, RECENT_S)
-    age_ms = spread_of([each.ages_ms for each in recent], 0.5)
-    if size and used > FULL * size and age_ms is not None and age_ms < YOUNG_MS:
-        yield FoundProblem(
-            "warning",
-            "The pool is full, and evicts objects soon after their last use: half of them within "
-            f"{duration_text(int(age_ms))} (last 10 min). More memory would raise the hit ratio.",
-            "KvstoreEvictionsTooYoung",
-        )
+def _ages(seen: _Seen) -> str:
+    is_full = seen.total("used") > FULL * seen.total("size")
+    if seen.age_ms is None or not is_full or seen.age_ms >= YOUNG_MS:
+        return ""
+    return (
+        "The pool is full, and evicts objects soon after their last use: half of them within "
+        f"{duration_text(int(seen.age_ms))} (last 10 min). More memory would raise the hit ratio."
+    )
 
 
-def _memory(status: ClusterStatus) -> Iterator[FoundProblem]:
-    segments = [segment for node in status.nodes for segment in node.segments]
-    size = sum(each.size for each in segments)
-    yield from _waiting(status)
-    if said := guarantees_short(status):
-        yield FoundProblem("warning", said, "KvstorePutsRefused")
-    pinned = dict(status.counters).get("pinned_bytes", 0)
-    if size and pinned > PINNED_SHARE * size:
-        by_size = sorted(status.namespaces, key=lambda each: -each.pinned_bytes)
-        most = [
-            f"{name_text(each.name)} {size_text(each.pinned_bytes)}"
-            for each in by_size[:3]
-            if each.pinned_bytes
-        ]
-        of = f" (most: {', '.join(most)})" if most else ""
-        yield FoundProblem(
-            "warning",
-            f"Pins keep {size_text(pinned)} of {size_text(size)}{of}: puts have only the rest. "
-            "Pins end by themselves, after a day at most, or by unpin.",
-            "KvstoreMemoryPinned",
-        )
-    heavy: list[tuple[NodeStatus, str]] = []
-    waiting: list[tuple[NodeStatus, str]] = []
-    for node in status.nodes:
-        whole = sum(each.size for each in node.segments)
-        quarantined = sum(each.quarantined for each in node.segments)
-        reclaim = sum(each.reclaim for each in node.segments)
-        if quarantined > QUARANTINE_SHARE * whole:
-            heavy.append(
-                (node, f"{size_text(quarantined)}, of writers that did not end their puts")
-            )
-        if reclaim > RECLAIM_SHARE * whole:
-            waiting.append((node, f"{size_text(reclaim)}, until leases on it have ended"))
-    yield from _named("warning", heavy, "has memory in quarantine", "KvstoreMemoryHeld")
-    yield from _named("warning", waiting, "has memory that awaits its reclaim", "KvstoreMemoryHeld")
+def _loop(seen: _Seen) -> str:
+    if seen.late_us is None or seen.late_us <= LATE_US:
+        return ""
+    return (
+        f"The master's loop is slow: one call in a hundred waits {seen.late_us / 1000:.0f} ms or "
+        "more. Its host may lack processor time."
+    )
 
 
-def _lately(hour: _Counted, recent: _Counted) -> Iterator[FoundProblem]:
-    for counted, of, level, one, text, section in (
-        (hour, "corrupt_objects", "bad", "object",
-         "had no replica with good bytes: look at the memory of its nodes (see Events)",
-         "KvstoreCorruptMemory"),
-        (hour, "corrupt_replicas", "bad", "replica", "had bad bytes", "KvstoreCorruptMemory"),
-        (recent, "connections_stalled", "warning", "connection",
-         "cut because the client did not read", "KvstoreConnectionsRefused"),
-        (recent, "connections_refused", "warning", "connection",
-         "refused: no token, too many, or another protocol", "KvstoreConnectionsRefused"),
-        (recent, "refused", "warning", "call",
-         "refused: without an identity, with a revoked one, or without the right",
-         "KvstoreRefusals"),
-        (recent, "events_dropped", "warning", "event",
-         "dropped: subscribers begin anew", "EventsDropped"),
-        (recent, "etcd_failures", "warning", "call", "to etcd failed", "KvstoreLeaderChanges"),
-    ):  # fmt: skip
-        count = counted.counters.get(of, 0)
-        if count:
-            said = f"{_count(count, one)} {text}, {counted.when}."
-            yield FoundProblem(level, said, section)
-
-
-def _loop(history: HistoryPoints, now_ms: int) -> Iterator[FoundProblem]:
-    late_us = spread_of([each.late_us for each in history.lately(now_ms, 60.0)], 0.99)
-    if late_us is not None and late_us > LATE_US:
-        yield FoundProblem(
-            "warning",
-            f"The master's loop is slow: one call in a hundred waits {late_us / 1000:.0f} ms "
-            "or more. Its host may lack processor time.",
-            "KvstoreLoopSlow",
-        )
+def _short_of_replicas(seen: _Seen) -> str:
+    short = seen.counter("under_replicated_objects")
+    return f"{_count(short, 'object')} with fewer replicas than were asked for." if short else ""
 
 
 def _count(number: int, one: str) -> str:
     return f"{number:,} {one}{'' if number == 1 else 's'}"
+
+
+OF_NODES: Final[Sequence[tuple[str, str, str, Callable[[NodeStatus], str]]]] = (
+    ("bad", "is suspect", "KvstoreNodeSuspect",
+     lambda node: f"not heard of for {duration_text(node.silent_ms)}; no new object goes there"
+     if node.state == "suspect" else ""),
+    ("bad", "is dead", "KvstoreNodeDead",
+     lambda node: "its objects are gone" if node.state == "dead" else ""),
+    ("note", "is draining", "Draining",
+     lambda node: "its objects move away" if node.state == "draining" else ""),
+    ("bad", "is unreachable from the master", "KvstoreNodeSuspect",
+     lambda node: node.unreachable),
+    ("bad", "has no entry in /dev/shm any more", "KvstoreNodeDead",
+     lambda node: ENTRY_GONE if node.entry_gone else ""),
+    ("warning", "has memory in quarantine", "KvstoreMemoryHeld",
+     _held(QUARANTINE_SHARE, "quarantined", "of writers that did not end their puts")),
+    ("warning", "has memory that awaits its reclaim", "KvstoreMemoryHeld",
+     _held(RECLAIM_SHARE, "reclaim", "until leases on it have ended")),
+)  # fmt: skip
+
+OF_STORE: Final[Sequence[tuple[str, str, Callable[[_Seen], str]]]] = (
+    ("bad", "KvstoreNodeAlone",
+     lambda seen: "" if seen.status.nodes else "No node has joined: nothing can be stored."),
+    ("warning", "KvstoreUnderReplicated", _short_of_replicas),
+    ("bad", "KvstorePutsRefused", _waiting),
+    ("warning", "KvstorePutsRefused", lambda seen: guarantees_short(seen.status)),
+    ("warning", "KvstoreMemoryPinned", _pinned),
+    ("warning", "KvstoreEvictionsTooYoung", _ages),
+    ("warning", "KvstoreLoopSlow", _loop),
+)  # fmt: skip
+
+IN_AN_HOUR: Final = ("corrupt_objects", "corrupt_replicas")
+"""Counters that are judged over an hour, and not over ten minutes."""
+
+OF_COUNTERS: Final[Sequence[tuple[str, str, str, str, str]]] = (
+    *(("bad", "KvstorePutsRefused", f"refused_{cause}", "put", f"found no room {{when}}: {why}.")
+      for cause, (_, _, why) in CAUSES.items()),
+    ("warning", "KvstoreMemoryPinned", "refused_pins", "pin",
+     "refused {when}: pins hold all that they may (--pinned-max, --pinned-all-max)."),
+    ("bad", "KvstoreCorruptMemory", "corrupt_objects", "object",
+     "had no replica with good bytes: look at the memory of its nodes (see Events), {when}."),
+    ("bad", "KvstoreCorruptMemory", "corrupt_replicas", "replica", "had bad bytes, {when}."),
+    ("warning", "KvstoreConnectionsRefused", "connections_stalled", "connection",
+     "cut because the client did not read, {when}."),
+    ("warning", "KvstoreConnectionsRefused", "connections_refused", "connection",
+     "refused: no token, too many, or another protocol, {when}."),
+    ("warning", "KvstoreRefusals", "refused", "call",
+     "refused: without an identity, with a revoked one, or without the right, {when}."),
+    ("warning", "EventsDropped", "events_dropped", "event",
+     "dropped: subscribers begin anew, {when}."),
+    ("warning", "KvstoreLeaderChanges", "etcd_failures", "call", "to etcd failed, {when}."),
+)  # fmt: skip
+"""Level, row, counter, what it counts, and what happened to it."""

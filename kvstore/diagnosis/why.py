@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
+from kvstore.diagnosis.rows import ADVICE_ON_FIELDS, CAUSES, PHRASES
 from kvstore.fleet import Cut, Difference, Record, are_guesses, contrast
 from kvstore.limits import is_fleet, of_tenant, tenant_of
 
@@ -212,327 +213,154 @@ def diagnose(evidence: Evidence, parties: Sequence[Party], others: Sequence[Part
         others: all parties of the store.
     """
     if not evidence.nodes:
-        text = "no node serves memory now, so nothing can be stored"
-        return [Cause("no_node", text, "Start one: kvstore-node --master ADDRESS --memory SIZE.")]
+        return [_of_row("no_node", {})]
     if not any(party.objects or party.wanted or party.asked for party in parties):
-        return [_nothing()]
-    causes = []
-    for party in parties:
-        for rule in _RULES:
-            cause = rule(evidence, party, [each for each in others if each is not party])
-            if cause is not None:
-                causes.append(cause._replace(namespaces=cause.namespaces or party.namespaces))
-                break
-    return sorted(dict.fromkeys(causes), key=_urgency)
+        return [_of_row("nothing", {})]
+    found = (
+        _cause(Case(evidence, party, [each for each in others if each is not party]))
+        for party in parties
+    )
+    return sorted(dict.fromkeys(filter(None, found)), key=_urgency)
+
+
+def _cause(case: Case) -> Cause | None:
+    """The cause of the first rule whose condition holds."""
+    party = case.party
+    name = next(name for name, holds in RULES if holds(case, party))
+    if name == "explained elsewhere":
+        return None
+    if name == "compared with the writer":
+        return _differ(cast("Party", case.writer), party)
+    if name == "compared with the asker":
+        return _differ(party, cast("Party", case.asker))
+    cause = _of_row(name, case.words)
+    is_problem = cause.is_problem and not (name == "prefix_ends" and party.found)
+    spaces = case.pair if name == "other_namespace" else party.namespaces
+    return cause._replace(namespaces=spaces, is_problem=is_problem)
+
+
+def _of_row(name: str, words: Mapping[str, object]) -> Cause:
+    row = CAUSES[name]
+    text, advice = (each.format(**words) for each in (row.text, row.advice))
+    return Cause(row.code or name, text, advice, is_problem=row.is_problem)
 
 
 def _urgency(cause: Cause) -> tuple[bool, bool]:
     return not cause.is_problem, not cause.lines
 
 
-# --- rules: the first rule that knows a cause for a party gives it -------------------------------
-
-Rule = Callable[[Evidence, Party, Sequence[Party]], Cause | None]
+# --- the causes of one party ----------------------------------------------------------------------
 
 
-def _guesses(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
-    """Pages of a draft model are not a reason why nothing is found, whatever becomes of them."""
-    del evidence, others
-    if not party.spaces or not all(map(are_guesses, party.namespaces)):
-        return None
-    return Cause(
-        "guesses",
-        f"{party.found} of {counted(party.asked, 'asked page')} of a draft model were found "
-        f"({party.name}); no hit depends on them",
-        is_problem=False,
-    )
+class Case(NamedTuple):
+    """A party to explain, and what ``RULES`` and the texts of ``CAUSES`` read of it."""
+
+    evidence: Evidence
+    party: Party
+    others: Sequence[Party]
+
+    @property
+    def writer(self) -> Party | None:
+        return _nearest(self.party, [each for each in self.others if each.writes])
+
+    @property
+    def asker(self) -> Party | None:
+        return _nearest(self.party, [each for each in self.others if each.asked])
+
+    @property
+    def pair(self) -> tuple[str, ...]:
+        """A namespace of the party, and another one that holds a key that was not found in it."""
+        elsewhere = self.evidence.elsewhere
+        spaces = self.party.namespaces
+        return next(((name, elsewhere[name]) for name in spaces if name in elsewhere), ())
+
+    @property
+    def is_read_elsewhere(self) -> bool:
+        """Whether another party asks for keys of this one: its cause names both namespaces."""
+        return bool({*self.party.namespaces} & {*self.evidence.elsewhere.values()})
+
+    @property
+    def detached(self) -> tuple[int, int]:
+        """How many objects have a missing ancestor, and how many were looked at."""
+        seen = [self.evidence.detached.get(name, (0, 0)) for name in self.party.namespaces]
+        return sum(some for some, _ in seen), sum(looked for _, looked in seen)
+
+    @property
+    def words(self) -> dict[str, object]:
+        """What the texts of ``CAUSES`` are formatted with."""
+        party, named = self.party, self.party.record
+        lost = [miss.client or "a client" for miss in party.misses if miss.evicted]
+        deep = next((miss for miss in party.misses if miss.found), None)
+        last = min((s for s in party.spaces if s.evicted), key=lambda s: s.evicted_ms, default=None)
+        are_others = any(each.writes for each in self.others)
+        evicted = counted(party.evicted, "object")
+        is_one = {row.client for row in party.putters} & {row.client for row in party.askers}
+        return {
+            "p": party,
+            "pair": self.pair,
+            "detached": self.detached,
+            "objects": counted(party.objects, "object"),
+            "pages": counted(party.asked, "asked page"),
+            "written": counted(party.written, "object"),
+            "evicted": evicted,
+            "putters": _names(party.putters),
+            "askers": _names(party.askers),
+            "write": _do(party.putters, "write"),
+            "ask": _do(party.askers, "ask"),
+            "losers": ", ".join(list(dict.fromkeys(lost))[:NAMES_SHOWN]),
+            "model": f"for {named.model}" if named else "there",
+            "this_model": "this model" if named else "there",
+            "percent": f"{100 * party.share:.0f} %",
+            "age": _age(last.evicted_ms if last else 0),
+            "idle": _age(last.evicted_idle_ms if last else 0),
+            "deep": f", the last after {deep.found} of {deep.asked} keys" if deep else "",
+            "sizes": " or ".join(map(str, _sizes(row.key for row in party.putters))),
+            "asked_sizes": " or ".join(map(str, _sizes(miss.key for miss in party.misses))),
+            "others_write": f" {PHRASES['others_write']}" if are_others else "",
+            "seed": "." if is_one else PHRASES["seeds"],
+            "more_memory": PHRASES["more_memory"],
+            "some_evicted": f" ({evicted} evicted)" if party.evicted else "",
+            "small_pool": f" {PHRASES['small_pool']}" if party.evicted else "",
+        }
+
+    @property
+    def has_other_hash(self) -> bool:
+        put = _sizes(row.key for row in self.party.putters)
+        asked = _sizes(miss.key for miss in self.party.misses)
+        return _are_hashes(put) and _are_hashes(asked) and not {*put} & {*asked}
 
 
-def _evicted_keys(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
-    """Little is found, and the master remembers that it has evicted what was asked for."""
-    del evidence, others
-    lost = [miss for miss in party.misses if miss.evicted]
-    if not lost or not party.evicted or party.share >= FEW:
-        return None
-    cause = _evicted(party)
-    names = ", ".join(list(dict.fromkeys(miss.client or "a client" for miss in lost))[:NAMES_SHOWN])
-    return cause._replace(text=f"what {names} asked for had been evicted before: {cause.text}")
+Condition = Callable[[Case, Party], object]
 
-
-def _other_fingerprint(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
-    """The party finds next to nothing, and a party with another fingerprint writes its model."""
-    del evidence
-    if not party.asked or party.share > NEARLY_NONE:
-        return None
-    writer = _nearest(party, [each for each in others if each.writes])
-    return None if writer is None else _differ(writer, party)
-
-
-def _not_asked(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
-    if party.asked:
-        return None
-    if not party.wanted:
-        return Cause(
-            "no_traffic",
-            f"{counted(party.objects, 'object')} in {party.name}, where no client put or asked "
-            "since the master's start",
-            "",
-            is_problem=False,
-        )
-    if set(party.namespaces) & set(evidence.elsewhere.values()):
-        return None  # the cause of the party that asks for these keys names both namespaces
-    asker = _nearest(party, [each for each in others if each.asked])
-    if asker is not None:
-        return _differ(party, asker)
-    what = "there" if party.record is None else f"for {party.record.model}"
-    return Cause(
-        "only_writers",
-        f"{_do(party.putters, 'write')} {party.name}, and no client asks {what}",
-        "Is an engine of this model running that may read (vLLM: kv_role kv_consumer or kv_both), "
-        "with this master?",
-    )
-
-
-def _not_written(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
-    if not party.asked or party.writes:
-        return None
-    if party.wanted:
-        return _put_fails(party)
-    elsewhere = _elsewhere(evidence, party)
-    if elsewhere is not None:
-        return elsewhere
-    remedy = (
-        "Is an engine running that may write (vLLM: kv_role kv_producer or kv_both), with this "
-        "master and cluster? Its log says whether its puts fail."
-    )
-    if any(each.writes for each in others):
-        remedy += (
-            " Clients write other namespaces (kvstore why lists them): if one of these is of the "
-            "same model, give both engines the same settings."
-        )
-    writes = "this model" if party.record is not None else "there"
-    return Cause(
-        "only_readers",
-        f"{_do(party.askers, 'ask')} in {party.name}, and no client writes {writes}",
-        remedy,
-    )
-
-
-def _gone(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
-    del others
-    if not party.asked or party.objects or not party.writes:
-        return None
-    if party.evicted:
-        return _evicted(party)
-    return Cause(
-        "gone",
-        f"{counted(party.written, 'object')} put into {party.name}, and none is left; none "
-        "was evicted",
-        "They were removed (kvstore rm, clear; a reset of an engine's cache), their ttl is over, "
-        "or their node has left: kvstore status --counters.",
-    )
-
-
-def _none_found(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
-    del others
-    if not party.asked or party.found:
-        return None
-    misses, putters = party.misses, party.putters
-    here = f"{counted(party.objects, 'object')} in {party.name}"
-    elsewhere = _elsewhere(evidence, party)
-    if elsewhere is not None:
-        return elsewhere
-    if any(miss.present for miss in misses):
-        return Cause(
-            "too_early",
-            f"{_names(party.askers)} asked in {party.name} for keys before they were put; they are "
-            "there now",
-            "Let the reader ask after the writer has ended, or send the prompt again.",
-        )
-    if party.evicted > party.objects:
-        return _evicted(party)
-    sizes = sorted({len(row.key) for row in putters if row.key})
-    asked_sizes = sorted({len(miss.key) for miss in misses})
-    if _are_hashes(sizes) and _are_hashes(asked_sizes) and not {*sizes} & {*asked_sizes}:
-        return Cause(
-            "other_keys",
-            f"{here}, under keys of {_list(sizes)} bytes; asked were keys of "
-            f"{_list(asked_sizes)} bytes",
-            "The engines hash blocks by different algorithms: give them the same "
-            "(vLLM: --prefix-caching-hash-algo).",
-        )
-    detached, looked = _detached(evidence, party)
-    if looked and 2 * detached >= looked:
-        return Cause(
-            "broken_chain",
-            f"{detached} of {looked} objects in {party.name} have a missing ancestor, so no prefix "
-            "reaches them",
-            "The first blocks of their chains were removed or lost, or are not put: the next put "
-            "of the whole prompt mends them.",
-        )
-    if party.partly > party.none:
-        return _ends(party)
-    both = {row.client for row in putters} & {row.client for row in party.askers}
-    first = f"the first key of {party.none} of {party.questions} questions is none of them"
-    compare = (
-        "New prompts have no hit: send one twice. Then compare what the hash of the first block "
-        "is made of: the tokens (tokenizer, chat template, system prompt), the block size, salt "
-        "and adapter"
-        + (
-            "."
-            if both
-            else ", the seed: PYTHONHASHSEED must be the same for every engine, or use a hash "
-            "without one (vLLM: --prefix-caching-hash-algo sha256_cbor)."
-        )
-    )
-    if party.evicted:
-        return Cause(
-            "perhaps_evicted",
-            f"{here}, {party.evicted} evicted, the last {_age(_last_evicting(party).evicted_ms)} "
-            f"ago; {first}: either these keys were evicted, too long ago for the master to "
-            "remember them, or the keys differ from the first block on",
-            f"{_MORE_MEMORY} If that changes nothing: {compare}",
-        )
-    text = f"{here}, and {first}: the keys differ from the first block on"
-    return Cause("other_keys", text, compare)
-
-
-def _some_found(evidence: Evidence, party: Party, others: Sequence[Party]) -> Cause | None:
-    del evidence, others
-    if not party.asked:
-        return None
-    ratio = f"{100 * party.share:.0f} % of {party.asked} keys asked in {party.name} were found"
-    if party.share >= FEW:
-        return Cause("fine", ratio, is_problem=False)
-    if party.evicted > party.objects:
-        return _evicted(party)
-    if party.none > party.partly:
-        return Cause(
-            "few_hits",
-            f"{ratio}; the first key of {party.none} of {party.questions} questions was not there: "
-            "most prompts begin with other tokens than those that are stored"
-            + (f" ({counted(party.evicted, 'object')} evicted)" if party.evicted else ""),
-            "That is how new prompts look. If these prompts share a beginning, compare tokenizer, "
-            "chat template and system prompt."
-            + (" If they come again, the pool may be too small." if party.evicted else ""),
-            is_problem=False,
-        )
-    return _ends(party)._replace(is_problem=False)
-
-
-_MORE_MEMORY: Final = (
-    "The pool is too small for what is written between two uses: give it more memory "
-    "(kvstore-node --memory), or pin what must stay (kvstore pin)."
-)
-_SAME_SETTINGS: Final = "Start both engines with the same weights and settings."
-_WEIGHTS: Final = (
-    "weights: these are other checkpoints or revisions. That is right if the models differ; "
-    "otherwise load the same files in both."
-)
-_DTYPE: Final = "dtype: start both with the same --dtype and quantization."
-_CACHE_DTYPE: Final = "cache type: start both with the same --kv-cache-dtype."
-_BLOCK: Final = (
-    "block size: start both with the same one (vLLM: --block-size; SGLang: --page-size; LMCache: "
-    "chunk_size)."
-)
-_PARALLEL: Final = (
-    "parallel sizes: start both with the same ones (vLLM: --tensor-parallel-size, "
-    "--pipeline-parallel-size; SGLang: --tp-size, --pp-size); each rank keeps its own part."
-)
-_HASH: Final = "hash: start both with the same --prefix-caching-hash-algo."
-_SEED: Final = (
-    "hash seed: set the same PYTHONHASHSEED for both, or start both with "
-    "--prefix-caching-hash-algo sha256_cbor."
-)
-_VERSION: Final = "version: run the same release of the engine and of kvstore in both."
-_MACHINE: Final = (
-    "device: blocks of other devices or processors differ; let engines of one kind share."
-)
-_LAYOUT: Final = "layout: start both with the same attention backend and cache layout."
-
-_REMEDIES: Final[dict[str, str]] = {
-    "weights": _WEIGHTS, "files": _WEIGHTS, "config": _WEIGHTS, "weight_version": _WEIGHTS,
-    "dtype": _DTYPE, "quantization": _DTYPE, "chunk_dtype": _DTYPE, "cache_dtype": _CACHE_DTYPE,
-    "kv_cache_dtype": _CACHE_DTYPE, "block_tokens": _BLOCK, "block_size": _BLOCK,
-    "page_tokens": _BLOCK, "page_bytes": _BLOCK, "hash_tokens": _BLOCK, "chunk_tokens": _BLOCK,
-    "chunk_blocks": _BLOCK, "chunk_bytes": _BLOCK, "tensor_parallel": _PARALLEL,
-    "tensor_parallel_size": _PARALLEL, "pipeline_parallel": _PARALLEL,
-    "context_parallel": _PARALLEL, "workers": _PARALLEL, "hash_algorithm": _HASH,
-    "none_hash": _SEED, "format": _VERSION, "tier_format": _VERSION, "engine": _VERSION,
-    "vllm": _VERSION, "device": _MACHINE, "machine": _MACHINE, "layout": _LAYOUT,
-    "chunk_layout": _LAYOUT, "attention": _LAYOUT,
-    "job": 'job: give all engines of one training job the same "job_name".',
-    "draft": "draft model: load the same draft model in both, or none.",
-    "speculative": "speculative decoding: start both with the same settings of it.",
-}  # fmt: skip
-"""What to do if the descriptions by two connectors differ in a field: by the field's name, or by a
-part of the name (``groups.0.block_tokens``)."""
-
-_RULES: Final[tuple[Rule, ...]] = (
-    _guesses, _evicted_keys, _other_fingerprint, _not_asked, _not_written, _gone, _none_found,
-    _some_found,
+RULES: Final[Sequence[tuple[str, Condition]]] = (
+    # Pages of a draft model are not a reason why nothing is found, whatever becomes of them.
+    ("guesses", lambda c, p: p.spaces and all(map(are_guesses, p.namespaces))),
+    ("evicted_keys",
+     lambda c, p: any(miss.evicted for miss in p.misses) and p.evicted and p.share < FEW),
+    ("compared with the writer",
+     lambda c, p: p.asked and p.share <= NEARLY_NONE and c.writer),
+    # Parties that only write, or do nothing.
+    ("no_traffic", lambda c, p: not p.asked and not p.wanted),
+    ("explained elsewhere", lambda c, p: not p.asked and c.is_read_elsewhere),
+    ("compared with the asker", lambda c, p: not p.asked and c.asker),
+    ("only_writers", lambda c, p: not p.asked),
+    # Parties that ask.
+    ("put_fails", lambda c, p: not p.writes and p.wanted),
+    ("other_namespace", lambda c, p: c.pair and (not p.writes or (p.objects and not p.found))),
+    ("only_readers", lambda c, p: not p.writes),
+    ("evicted", lambda c, p: not p.objects and p.evicted),
+    ("gone", lambda c, p: not p.objects),
+    ("too_early", lambda c, p: not p.found and any(miss.present for miss in p.misses)),
+    ("fine", lambda c, p: p.share >= FEW),
+    ("evicted", lambda c, p: p.evicted > p.objects),
+    ("other_hash", lambda c, p: not p.found and c.has_other_hash),
+    ("broken_chain", lambda c, p: not p.found and 2 * c.detached[0] >= c.detached[1] > 0),
+    ("few_hits", lambda c, p: p.found and p.none > p.partly),
+    ("prefix_ends", lambda c, p: p.found or p.partly > p.none),
+    ("perhaps_evicted", lambda c, p: p.evicted),
+    ("other_keys", lambda c, p: True),
 )  # fmt: skip
-
-
-def _nothing() -> Cause:
-    return Cause(
-        "nothing",
-        "since the master's start no client has put anything or asked for anything here",
-        "Is the connector on (vLLM: --kv-transfer-config), and does it name this master and "
-        "cluster? The engine's log says which master it has joined; kvstore doctor tests the way.",
-    )
-
-
-def _put_fails(party: Party) -> Cause:
-    return Cause(
-        "put_fails",
-        f"{_names(party.putters)} wanted to put {party.wanted} keys into {party.name}, and none "
-        "was stored",
-        "Its log says why: no space (kvstore status shows free memory), or a node that it cannot "
-        "reach (kvstore doctor on that host).",
-    )
-
-
-def _evicted(party: Party) -> Cause:
-    last = _last_evicting(party)
-    return Cause(
-        "evicted",
-        f"{counted(party.evicted, 'object')} of {party.name} evicted, {party.objects} left; the "
-        f"last, {_age(last.evicted_ms)} ago, had not been used for {_age(last.evicted_idle_ms)}",
-        _MORE_MEMORY,
-    )
-
-
-def _last_evicting(party: Party) -> NamespaceTraffic:
-    """Where objects of a party, of which some were evicted, were evicted last."""
-    return min((s for s in party.spaces if s.evicted), key=lambda space: space.evicted_ms)
-
-
-def _ends(party: Party) -> Cause:
-    deep = [miss for miss in party.misses if miss.found]
-    example = f", the last after {deep[0].found} of {deep[0].asked} keys" if deep else ""
-    return Cause(
-        "prefix_ends",
-        f"{party.partly} of {party.questions} questions in {party.name} found a beginning and no "
-        f"more{example}; {party.evicted} objects were evicted",
-        "That is how prompts with a shared beginning look. If the rest should be there, look for "
-        "something that changes within the prompt (a date, an id), or for evictions.",
-    )
-
-
-def _elsewhere(evidence: Evidence, party: Party) -> Cause | None:
-    for name in party.namespaces:
-        other = evidence.elsewhere.get(name)
-        if other is not None:
-            return Cause(
-                "other_namespace",
-                f"a key that {_names(party.askers)} asked for in {name} is stored in {other}: "
-                "both compute the same keys, in different namespaces",
-                "A namespace stands for the model and all settings on which bytes depend: give "
-                "both the same, if their blocks are the same.",
-                namespaces=(name, other),
-            )
-    return None
+"""Conditions of the rows in ``CAUSES``: the first one that holds gives the cause of a party."""
 
 
 def _nearest(party: Party, others: Sequence[Party]) -> Party | None:
@@ -565,20 +393,10 @@ def _differ(writer: Party, asker: Party) -> Cause:
     writing = f"{_do(writer.putters, 'write', 'another client')} {ours.model} under {writer.name}"
     asking = f"{_do(asker.askers, 'ask')} under {asker.name}"
     spaces = writer.namespaces + asker.namespaces
-    if ours.engine != theirs.engine:
-        return Cause(
-            "other_engine",
-            f"{writing}, {asking}: different engines keep different bytes",
-            "Blocks are shared between engines of one kind only; let one of this kind write.",
-            namespaces=spaces,
-        )
-    if ours.tenant != theirs.tenant:
-        return Cause(
-            "other_tenant",
-            f"{writing}, {asking}: one has a tenant, the other has none, so they share no block",
-            "If both are of one tenant, give both its name: tenant, or KVSTORE_TENANT.",
-            namespaces=spaces,
-        )
+    for name in ("engine", "tenant"):
+        if getattr(ours, name) != getattr(theirs, name):
+            apart = _of_row(f"other_{name}", {"both": f"{writing}, {asking}"})
+            return apart._replace(namespaces=spaces)
     must, cuts = contrast(ours.engine, ours.description, theirs.description)
     lines = [
         f"{each.field}: {_value(each.ours)} writes, {_value(each.theirs)} asks"
@@ -609,16 +427,10 @@ def _remedy(must: Sequence[Difference], cuts: Sequence[Cut]) -> str:
         flags = " and ".join(cut.flag for cut in cuts)
         return f"Set {settings} (kv_connector_extra_config), or start both with the same {flags}."
     advice = [
-        next((_REMEDIES[part] for part in field.split(".") if part in _REMEDIES), "")
-        for field, _, _ in must
+        next(filter(None, map(ADVICE_ON_FIELDS.get, field.split("."))), "") for field, _, _ in must
     ]
     known = [text for text in dict.fromkeys(advice) if text]
-    return " ".join(known[:REMEDIES_SHOWN]) or _SAME_SETTINGS
-
-
-def _detached(evidence: Evidence, party: Party) -> tuple[int, int]:
-    seen = [evidence.detached.get(name, (0, 0)) for name in party.namespaces]
-    return sum(some for some, _ in seen), sum(looked for _, looked in seen)
+    return " ".join(known[:REMEDIES_SHOWN]) or PHRASES["same_settings"]
 
 
 def _merged(rows: Iterable[ClientTraffic]) -> list[ClientTraffic]:
@@ -661,13 +473,13 @@ def _value(value: object) -> str:
     return text if len(text) <= VALUE_CHARS else text[: VALUE_CHARS - 1] + "…"
 
 
+def _sizes(keys: Iterable[bytes]) -> list[int]:
+    return sorted({len(key) for key in keys if key})
+
+
 def _are_hashes(sizes: Sequence[int]) -> bool:
     """Whether keys of these sizes, in bytes, are hashes; others may be of any length."""
     return bool(sizes) and all(size in HASH_BYTES for size in sizes)
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return " or ".join(map(str, numbers))
 
 
 def _age(milliseconds: int) -> str:

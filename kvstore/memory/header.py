@@ -75,9 +75,8 @@ for any tensor and a scan looks at one place per KiB."""
 SUPERBLOCK_BYTES: Final = 4096
 """The superblock is one page; extents start behind it."""
 
-FORMAT_VERSION: Final = 2
-"""The version also says what a valid header means. 1: an object, or an evicted one, whose payload
-may be overwritten. 2: an object, or a put that has not ended. ``native/rows.h`` has it as well."""
+FORMAT_VERSION: Final = 1
+"""Of headers and superblocks. ``native/rows.h`` has it as well."""
 
 WIPE: Final = bytes(64)
 """Written over a header, these bytes erase its magic, checksum and lengths."""
@@ -90,8 +89,6 @@ MARK_OFFSET: Final = 256
 """Offset of two u64 in the superblock."""
 EPOCH_OFFSET: Final = 272
 """Offset of two u64 in the superblock."""
-STAMPED_OFFSET: Final = 288
-"""Offset of a u64 in the superblock."""
 OWNER_OFFSET: Final = 512
 OWNER_BYTES_MAX: Final = 2048
 ALIVE_OFFSET: Final = 3072
@@ -353,10 +350,7 @@ def pack_owner(owner: Owner) -> bytes:
 
 
 def unpack_owner(raw: bytes) -> Owner | None:
-    """The owner in the bytes from ``OWNER_OFFSET`` on; an empty one if none has been written; None:
-    damaged."""
-    if not any(raw[: _OWNER.size]):
-        return Owner()
+    """The owner in the bytes from ``OWNER_OFFSET`` on; None: damaged, or not written."""
     checksum, flags, name_size, text_size, _ = _OWNER.unpack_from(raw)
     text_start = _OWNER.size + name_size
     end = text_start + text_size
@@ -374,7 +368,8 @@ def why_not_of(left: Owner, wanted: Owner) -> str:
     """Why a node of ``wanted`` may not use memory of the owner ``left``; empty: it may.
 
     If both have a cluster name, the names decide. Otherwise the places do: at least one master must
-    be the same. Memory without either is of a release that wrote none, and any node may take it.
+    be the same. Memory without either is of a node that was killed at its start, and any node may
+    take it.
     """
     if left.cluster and wanted.cluster:
         if left.cluster == wanted.cluster:
@@ -399,7 +394,7 @@ def why_no_superblock(buffer: memoryview | bytearray | bytes) -> str:
     magic, checksum, generation, version, *_ = _SUPERBLOCK.unpack(raw)
     del magic, generation
     if version != FORMAT_VERSION:
-        return f"its format is version {version}, this release writes {FORMAT_VERSION}"
+        return f"its format is version {version}, this release reads {FORMAT_VERSION}"
     if checksum != xxh3_64_intdigest(raw[_SUPERBLOCK_CHECKED_FROM:]):
         return "the checksum of its superblock is wrong"
     return "its superblock has invalid fields"

@@ -42,7 +42,7 @@ from kvstore.memory.entries import (
     unlink_own,
 )
 from kvstore.memory.lending import Lent, lend
-from kvstore.memory.stamp_key import Private, PrivateFile
+from kvstore.memory.stamp_key import PrivateFile, has_private
 from kvstore.memory.taking import (
     SIZE_STEP,
     MemoryOptions,
@@ -209,6 +209,7 @@ class NodeSegment:
         owner: layout.Owner | None = None,
         adopt: bool = False,
         discard: bool = False,
+        private: bool | None = None,
     ) -> NodeSegment | None:
         """The segment ``/dev/shm/kvstore.<name>`` that a previous process left, with its objects;
         None: there is none. Arguments as ``create``.
@@ -221,6 +222,8 @@ class NodeSegment:
             discard: take the segment without its objects: it gets another uuid and seed, under
                 which no header in it is valid. Clients that have it mapped keep the memory, so
                 there may be no room for new memory instead.
+            private: whether the process that left the memory had an identity, as its private file
+                shows. Memory of the other kind is discarded. None: either kind is taken.
 
         Raises:
             ClusterMismatchError: the segment belongs to another cluster; it is left unchanged.
@@ -272,14 +275,20 @@ class NodeSegment:
                 if options.huge_pages == "transparent" and not pages.huge_bytes(mapped):
                     raise of_no_use(path, "it has small pages")
                 let_in(fd, path, group)
+                if private not in (None, has_private(os.path.basename(path), superblock.uuid)):
+                    kind = "no identity" if private else "an identity"
+                    log.warning(
+                        "left_over_memory_discarded node=%s reason=%r", node,
+                        f"the process that left it had {kind}",
+                    )  # fmt: skip
+                    discard = True
                 if discard:
                     uuid, seed = secrets.token_bytes(16), secrets.randbits(64)
                     superblock = superblock._replace(uuid=uuid, seed=seed)
                     packed = layout.pack_superblock(superblock)
                     mapped[: len(packed)] = packed
-                    start, stop = layout.MARK_OFFSET, layout.STAMPED_OFFSET
-                    mapped[start:stop] = bytes(stop - start)  # it may be another cluster's
-                    mapped[stop : stop + 8] = (1).to_bytes(8, "little")
+                    at = layout.MARK_OFFSET  # the epoch follows; both may be another cluster's
+                    mapped[at : at + 32] = bytes(32)
                 segment = cls(path=path, fd=fd, mapped=mapped, superblock=superblock, locked=locked)
             except BaseException:
                 os.close(fd)
@@ -355,28 +364,17 @@ class NodeSegment:
 
     def keep_private(self) -> PrivateFile:
         """The segment's private file. From now on mark and epoch are what it says, and are kept
-        there, too. The superblock's count only for memory of a process without an identity, which
-        had no such file.
+        there, too.
 
         Raises:
             StartupError: as ``PrivateFile``.
         """
-        at = layout.STAMPED_OFFSET // 8
-        key_alone = new = Private(self.uuid, secrets.token_bytes(16))
-        if not self._words[at]:
-            new = new._replace(is_open=self.attached, mark=self.mark, epoch=self.epoch)
-        self._private = private = PrivateFile(self.shm_name, new)
-        if self.attached and private.now == key_alone:
-            log.warning(
-                "private_file_missing node=%s: objects of before lack their stamps", self.node
-            )
+        self._private = private = PrivateFile(self.shm_name, self.uuid)
         self._mark, self._epoch = private.now.mark, private.now.epoch
-        self._words[at] = 1
         return private
 
     def forget_private(self) -> None:
         """Removes the private file: what is put from now on has no stamp."""
-        self._words[layout.STAMPED_OFFSET // 8] = 0
         unlink_own(key_path(self.shm_name))
 
     @property
@@ -425,10 +423,6 @@ class NodeSegment:
 
     def _zero(self, start: int, length: int) -> None:
         pages.zero(self.memory, start, length)
-
-    def write(self, offset: int, data: bytes) -> None:
-        """Writes a few bytes, within the segment."""
-        self.memory[offset : offset + len(data)] = data
 
     def checksum(self, offset: int, length: int) -> int:
         """Of bytes within the segment, as headers have it of their payload."""

@@ -3,7 +3,7 @@ may change.
 
 It is beside the segment's entry, in ``/dev/shm``, because clients map all of the segment. Only the
 node's user may open it. It names the segment's uuid: the file of an earlier segment of that name is
-of no use.
+of no use. Memory of a process without an identity has no such file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import struct
 import threading
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from kvstore.memory.entries import key_path, open_entry, unlink_entry
 
 log = logging.getLogger("kvstore.node")
 
-_FILE: Final = struct.Struct("<16s16s?7xQQQ")
+_FILE: Final = struct.Struct("<16s16sQQQ")
 
 
 class Private(NamedTuple):
@@ -32,8 +33,6 @@ class Private(NamedTuple):
     """Of the segment; 16 bytes."""
     key: bytes
     """Of the segment's stamps; 16 bytes, random."""
-    is_open: bool = False
-    """Whether the memory may hold objects of clients without an identity, which have no stamp."""
     mark: Version = NO_VERSION
     """As ``NodeSegment.mark``."""
     epoch: int = 0
@@ -43,24 +42,19 @@ class Private(NamedTuple):
 class PrivateFile:
     """See the module. Threads: any may ``change`` it; it blocks for microseconds."""
 
-    def __init__(self, shm_name: str, new: Private) -> None:
-        """Reads the file of the segment that this process owns, or makes it.
-
-        Args:
-            new: what a new file says. Where a file of another segment is, or one that others may
-                have made, a new one has the key alone: clients can write what ``new`` is made of.
+    def __init__(self, shm_name: str, uuid: bytes) -> None:
+        """Reads the file of the segment that this process owns, or makes it with a new key.
 
         Raises:
             StartupError: the file cannot be written, or is another user's.
         """
         self._path: Final = key_path(shm_name)
         self._changing: Final = threading.Lock()
-        self.now = left = _left(self._path)
+        self.now = _left(self._path)
         """What it says now."""
-        if left.uuid == new.uuid:
+        if self.now.uuid == uuid:
             return
-        is_first = not os.path.lexists(self._path)
-        self.now = new if is_first else Private(new.uuid, new.key)
+        self.now = Private(uuid, secrets.token_bytes(16))
         try:
             unlink_entry(self._path)
             self._write()
@@ -75,8 +69,8 @@ class PrivateFile:
     def change(self, change: Callable[[Private], Private]) -> None:
         """Changes what the file says; makes it again if somebody has removed it.
 
-        If the file cannot be written, it is removed, and that is logged. The next start
-        believes no object in memory without its file, so it needs neither key nor mark.
+        If the file cannot be written, it is removed, and that is logged: the next start discards
+        memory without its file.
         """
         with self._changing:
             self.now = change(self.now)
@@ -103,16 +97,21 @@ class PrivateFile:
         Raises:
             OSError: also if the file is another segment's or another user's.
         """
-        uuid, key, is_open, mark, epoch = self.now
+        uuid, key, mark, epoch = self.now
         there = _left(self._path).uuid
         if not there:
             unlink_entry(self._path)
         flags = 0 if there == uuid else os.O_CREAT | os.O_EXCL
         fd = open_entry(self._path, os.O_WRONLY | flags)
         try:
-            os.write(fd, _FILE.pack(uuid, key, is_open, *mark, epoch))
+            os.write(fd, _FILE.pack(uuid, key, *mark, epoch))
         finally:
             os.close(fd)
+
+
+def has_private(shm_name: str, uuid: bytes) -> bool:
+    """Whether the segment of this uuid has a private file."""
+    return _left(key_path(shm_name)).uuid == uuid
 
 
 def _left(path: str) -> Private:
@@ -126,7 +125,7 @@ def _left(path: str) -> Private:
         there = os.fstat(fd)
         if there.st_mode & 0o077 or there.st_size != _FILE.size:
             return nothing
-        uuid, key, is_open, epoch_of_mark, counter, epoch = _FILE.unpack(os.read(fd, _FILE.size))
-        return Private(uuid, key, is_open, Version(epoch_of_mark, counter), epoch)
+        uuid, key, epoch_of_mark, counter, epoch = _FILE.unpack(os.read(fd, _FILE.size))
+        return Private(uuid, key, Version(epoch_of_mark, counter), epoch)
     finally:
         os.close(fd)

@@ -21,7 +21,7 @@
 #include <time.h>
 
 #include "siphash.h"
-#include "xxh3.h"
+#include "checksum.h"
 
 #include "rows.h"
 #include "sockets.h"
@@ -217,17 +217,16 @@ static PyObject *get_many(PyObject *self, PyObject *args) {
 
 /* --- the lane ----------------------------------------------------------------------------------- */
 
-/* Sends `request`, then receives at least `wanted` bytes into `into`, of LANE_BUFFER bytes. `is_quiet`:
- * UNASKED if bytes had come before. `*spin_ns`: how long to poll; afterwards as polls_again leaves it.
+/* Sends `request`, then receives at least LANE_HEAD bytes into `into`, of LANE_BUFFER bytes. UNASKED: bytes
+ * had come before. `*spin_ns`: how long to poll; afterwards as polls_again leaves it.
  * SIGNALLED: a signal's handler has raised. */
-static int ask(int fd, const Py_buffer *request, int is_quiet, char *into, size_t wanted, size_t *received,
-               int64_t *spin_ns, int64_t deadline_ns, int *number) {
+static int ask(int fd, const Py_buffer *request, char *into, size_t *received, int64_t *spin_ns,
+               int64_t deadline_ns, int *number) {
     size_t sent = 0;
     int status, sending = 1;
     if (now_ns() >= deadline_ns) /* nothing is sent after the deadline */
         return TIMED_OUT;
-    if (is_quiet &&
-        (recv(fd, into, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK)))
+    if (recv(fd, into, 1, MSG_PEEK | MSG_DONTWAIT) >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK))
         return UNASKED; /* the other end has closed, or sent bytes unasked */
     do { /* a signal's handler runs between two attempts, and may raise */
         Py_BEGIN_ALLOW_THREADS
@@ -238,7 +237,7 @@ static int ask(int fd, const Py_buffer *request, int is_quiet, char *into, size_
             if (sending && *spin_ns > 0)
                 *spin_ns += now_ns();
             sending = 0;
-            status = receive_some(fd, into, LANE_BUFFER, wanted, received, spin_ns, deadline_ns);
+            status = receive_some(fd, into, LANE_BUFFER, LANE_HEAD, received, spin_ns, deadline_ns);
         }
         if (status == NOT_SENT || status == BROKEN)
             *number = errno;
@@ -268,7 +267,7 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
     size_t received = 0;
     int number = 0;
     PyObject *payload = NULL;
-    int status = ask(fd, &request, 1, head, LANE_HEAD, &received, &spin_until, deadline_ns, &number);
+    int status = ask(fd, &request, head, &received, &spin_until, deadline_ns, &number);
     PyBuffer_Release(&request);
     if (status == SIGNALLED)
         return NULL;
@@ -304,33 +303,6 @@ static PyObject *exchange(PyObject *self, PyObject *args) {
     else
         status = ANSWERED;
     return Py_BuildValue("iiiN", status, polled(spin_until), kind, payload);
-}
-
-PyDoc_STRVAR(send_and_receive_doc, "send_and_receive(sock, data, is_quiet, spin, deadline)\n"
-                                   "See kvstore.native.kinds.Steps.");
-
-static PyObject *send_and_receive(PyObject *self, PyObject *args) {
-    int fd, is_quiet, number = 0;
-    PyObject *sock;
-    Py_buffer data;
-    double spin, deadline;
-    (void)self;
-    if (!PyArg_ParseTuple(args, "Oy*pdd", &sock, &data, &is_quiet, &spin, &deadline))
-        return NULL;
-    if (!descriptor_of(sock, &fd)) {
-        PyBuffer_Release(&data);
-        return NULL;
-    }
-    char came[LANE_BUFFER];
-    size_t received = 0;
-    int64_t spin_ns = (int64_t)(spin * 1e9);
-    int status = ask(fd, &data, is_quiet, came, 1, &received, &spin_ns, as_ns(deadline), &number);
-    PyBuffer_Release(&data);
-    if (status == SIGNALLED)
-        return NULL;
-    if (status)
-        return Py_BuildValue("iiO", status, number, Py_None);
-    return Py_BuildValue("iiy#", ANSWERED, polled(spin_ns), came, (Py_ssize_t)received);
 }
 
 /* --- buffers ------------------------------------------------------------------------------------ */
@@ -406,7 +378,6 @@ static PyObject *xxh3_64(PyObject *self, PyObject *args) {
 static PyMethodDef METHODS[] = {
     {"call_back", call_back, METH_VARARGS, call_back_doc},
     {"exchange", exchange, METH_VARARGS, exchange_doc},
-    {"send_and_receive", send_and_receive, METH_VARARGS, send_and_receive_doc},
     {"get_many", get_many, METH_VARARGS, get_many_doc},
     {"overlap", overlap, METH_O, overlap_doc},
     {"pack_keys", pack_keys, METH_O, pack_keys_doc},

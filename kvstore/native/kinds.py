@@ -157,22 +157,6 @@ class Steps(Protocol):
         """
         ...
 
-    def send_and_receive(
-        self, sock: Wire, data: bytes, is_quiet: bool, spin_s: float, deadline: float, /
-    ) -> tuple[int, int, bytes | None]:
-        """Send all of ``data`` on a connected socket (non-blocking), then receive at least one byte
-        of what comes: TLS, which is elsewhere, makes the one and reads the other.
-
-        Args:
-            is_quiet: whether to send nothing if bytes have come already, or the end: ``UNASKED``.
-            spin_s, deadline: as of ``exchange``.
-
-        Returns:
-            ``ANSWERED``, the outcome of polling, and what came. Or what went wrong, an errno
-            and None, as of ``exchange``.
-        """
-        ...
-
     def tcp_read(
         self,
         stream: Wire,

@@ -8,7 +8,7 @@
 #define SUPERBLOCK_BYTES 4096
 #define GENERATION_OFFSET 16
 #define CHECKED_FROM 16
-#define FORMAT_VERSION 2
+#define FORMAT_VERSION 1
 #define NAMESPACE_MAX 128
 #define KEY_MAX 256
 #define DESCRIPTOR_MAX 320
@@ -207,7 +207,7 @@ static int read_row(const Batch *batch, Row *row) {
         return DONE;
     Xxh3 state;
     if (batch->verify)
-        xxh3_begin(&state, 0);
+        xxh3_begin(&state);
     ended = move_payload(batch, row, place + HEADER_BYTES, batch->verify ? &state : NULL);
     if (!ended && batch->verify && xxh3_end(&state) != checksum)
         row->status = CORRUPT;
@@ -222,7 +222,7 @@ static int write_row(const Batch *batch, Row *row) {
     memset(place, 0, FIXED_BYTES); /* first: a valid header promises a whole payload */
     atomic_thread_fence(memory_order_seq_cst);
     Xxh3 state;
-    xxh3_begin(&state, 0);
+    xxh3_begin(&state);
     state.streams = batch->streams;
     ended = move_payload(batch, row, place + HEADER_BYTES, &state);
     if (ended)

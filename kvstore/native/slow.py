@@ -10,6 +10,7 @@ import errno
 import hmac
 import math
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ from kvstore.network.tcp_protocol import (
     RefusedTransferError,
     TransferStatus,
 )
+from kvstore.network.tls_stream import NO_TLS, NeedsTlsError
 
 PIECE_BYTES: Final = 64 << 10
 """Copied, hashed, sent or received in one go, after a look at the clock and the generation. xxhash
@@ -51,9 +53,6 @@ gives the GIL back above 100 KB, and taking it again from a busy thread may cost
 SERVED_BYTES: Final = 1 << 20
 SERVED_PARTS: Final = 512
 """The most bytes and buffers that a node's connection sends or receives in one go."""
-
-LANE_BYTES: Final = 32 << 10
-"""The most that ``send_and_receive`` receives."""
 
 _LANE_HEAD: Final = struct.Struct("<IQBB")
 """As in ``kvstore.wire.frames``: length of what follows, call id, kind, bytes of the name."""
@@ -236,34 +235,13 @@ def exchange(
     return (kinds.ANSWERED if answered == call_id else kinds.GARBLED), 0, kind, payload
 
 
-def send_and_receive(
-    sock: Wire, data: bytes, is_quiet: bool, spin_s: float, deadline: float, /
-) -> tuple[int, int, bytes | None]:
-    del spin_s
-    assert isinstance(sock, socket.socket)
-    if uptime() >= deadline:
-        return kinds.TIMED_OUT, 0, None
-    if is_quiet and not _is_quiet(sock):
-        return kinds.UNASKED, 0, None
-    failure = kinds.NOT_SENT
-    try:
-        sock.settimeout(_left(deadline))
-        if data:  # to send nothing would fail if the other end has closed
-            sock.sendall(data)
-        failure = kinds.BROKEN
-        sock.settimeout(_left(deadline))
-        came = sock.recv(LANE_BYTES)
-    except OSError as error:
-        how, number = _how(error)
-        return (failure if how == kinds.BROKEN else how), number, None
-    return (kinds.ANSWERED, 0, came) if came else (kinds.ENDED, 0, None)
-
-
 def _is_quiet(sock: socket.socket) -> bool:
     """Whether the connection is open and no byte has come."""
+    if isinstance(sock, ssl.SSLSocket) and sock.pending():
+        return False
     try:
         sock.setblocking(False)
-        sock.recv(1, socket.MSG_PEEK)
+        socket.socket.recv(sock, 1, socket.MSG_PEEK)  # within TLS ``sock.recv`` would decrypt
     except BlockingIOError:
         return True
     except OSError:
@@ -297,6 +275,8 @@ def _how(error: OSError | RefusedTransferError) -> tuple[int, int]:
         return kinds.TIMED_OUT, 0
     if isinstance(error, EndedError):
         return kinds.ENDED, 0
+    if isinstance(error, ssl.SSLError):  # its number is none of the system's
+        return kinds.BROKEN, errno.EBADMSG
     return kinds.BROKEN, error.errno or 0
 
 
@@ -405,9 +385,19 @@ def request(
 
 
 def receive_status(stream: Stream, deadline: float) -> None:
-    """Raises RefusedTransferError: the status is not OK; other errors as ``Stream.receive``."""
+    """
+    Raises:
+        RefusedTransferError: the status is not OK.
+        NeedsTlsError: the server speaks TLS, and this stream does not.
+        StalledError, EndedError, OSError: as ``Stream.receive``.
+    """
     raw = bytearray(protocol.STATUS_BYTES)
-    stream.receive([memoryview(raw)], deadline)
+    try:
+        stream.receive([memoryview(raw)], deadline)
+    except OSError:
+        if raw.startswith(NO_TLS):
+            raise NeedsTlsError from None
+        raise
     if (status := protocol.unpack_status(raw)) is not TransferStatus.OK:
         raise RefusedTransferError(status)
 

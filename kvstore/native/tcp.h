@@ -293,7 +293,7 @@ static int receive_windows(Wire *wire, Batch *batch, uint8_t *ours, int64_t *spi
                 row->status = check_header(row, row->found, batch, &row->checksum);
                 row->left = row->size;
                 if (batch->verify)
-                    xxh3_begin(&state, 0);
+                    xxh3_begin(&state);
             } else {
                 to = to == at ? NULL : to;
                 if (row->status == WHOLE && batch->verify)
@@ -330,7 +330,7 @@ static int send_rows(Wire *wire, Batch *batch, uint8_t *request, size_t request_
     for (size_t row_index = 0; row_index < batch->row_count; row_index++) {
         Row *row = &batch->rows[row_index];
         Xxh3 state;
-        xxh3_begin(&state, 0);
+        xxh3_begin(&state);
         parts[count++] = (struct iovec){(void *)wiped, FIXED_BYTES};
         for (size_t index = 0; index < row->part_count; index++) {
             uint8_t *at = row->parts[index].at;
@@ -636,7 +636,7 @@ static int take_records(Served *served, uint64_t *ranges, size_t count, int op) 
 }
 
 /* Serves one request. Returns TIMED_OUT with `*idle` set when none has begun. A node sleeps until one
- * comes: ADR 2 says who polls. */
+ * comes; docs/decisions/polling.md has who polls. */
 static int serve_request(Served *served, uint64_t *ranges, int *idle) {
     uint8_t head[REQUEST_HEAD];
     size_t have = 0;

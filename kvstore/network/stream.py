@@ -113,20 +113,6 @@ class Stream:
             if received < wanted:  # a signal, the deadline or the end: the next round tells
                 buffers = _behind(buffers, count)
 
-    def receive_some(self, buffer: memoryview, deadline: float) -> int:
-        """Receives what is there, at least one byte; how many. Errors as ``receive``."""
-        while True:
-            self._arm(socket.SO_RCVTIMEO, deadline, 0)
-            try:
-                count = self._sock.recv_into(buffer)
-            except BlockingIOError:
-                if self._moves(deadline):
-                    continue
-                raise StalledError(0) from None
-            if count == 0:
-                raise EndedError(0)
-            return count
-
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float, flags: int = 0) -> None:
         """Send all of ``buffers`` (at most ``IOV_MAX`` of them).
 
@@ -145,15 +131,15 @@ class Stream:
                     continue
                 raise StalledError(0) from None
             sent += count
-            if self._stall_s < math.inf:
-                self._unsent = self._unsent_bytes()
+            self._note_unsent()
             if sent < wanted:
                 buffers = _behind(buffers, count)
 
     def is_quiet(self) -> bool:
         """Whether the connection is open and nothing is waiting to be read."""
         try:
-            self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            # Of the class: within TLS the object's own method would decrypt.
+            socket.socket.recv(self._sock, 1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True
         except OSError:
@@ -163,7 +149,8 @@ class Stream:
     def shutdown(self, how: int = socket.SHUT_RDWR) -> None:
         """End both directions (or one); wakes a thread that is waiting here. From any thread."""
         with self._ending, contextlib.suppress(OSError):
-            self._sock.shutdown(how)
+            # Of the class: within TLS the object's own method would go on without TLS.
+            socket.socket.shutdown(self._sock, how)
 
     def close(self) -> None:
         """Call it in the thread that uses the stream: the descriptor may be reused at once."""
@@ -187,11 +174,15 @@ class Stream:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         self.close()
 
-    def _arm(self, option: int, deadline: float, received: int) -> None:
+    def _left_s(self, deadline: float, received: int) -> float:
+        """How long the next bytes may take. Raises StalledError: it is too late."""
         remaining = deadline - uptime()
         if remaining <= 0:
             raise StalledError(received)
-        remaining = min(remaining, self._stall_s)
+        return min(remaining, self._stall_s)
+
+    def _arm(self, option: int, deadline: float, received: int) -> None:
+        remaining = self._left_s(deadline, received)
         seconds = int(remaining)
         micros = max(1, int((remaining - seconds) * 1e6))  # zero in both would mean for ever
         self._sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(seconds, micros))
@@ -205,6 +196,10 @@ class Stream:
         unsent, before = self._unsent_bytes(), self._unsent
         self._unsent = unsent
         return before - unsent >= MOVED_MIN
+
+    def _note_unsent(self) -> None:
+        if self._stall_s < math.inf:
+            self._unsent = self._unsent_bytes()
 
     def _unsent_bytes(self) -> int:
         answer = fcntl.ioctl(self._sock.fileno(), termios.TIOCOUTQ, bytes(4))

@@ -3,8 +3,8 @@
 A connection is for one segment, and for one request at a time:
 
     client                                               server
-    hello   magic, version, uuid, token, generation,
-            client, connection                       ->
+    hello   magic, version, 0, uuid, token,
+            generation, client, connection           ->
                                                      <-  status
     request magic, op, count; count x (offset, length) ->
     READ                                             <-  status, then all ranges end to end
@@ -20,18 +20,19 @@ master orders a node to end the connections that may still carry bytes of abando
 (``DataServer.cut``). Ranges are checked before any byte moves: they lie behind the superblock and
 within the segment, and sum up to no more than its size. Numbers are little-endian.
 
-Version 3, with capabilities, differs in two places (docs/transports.md says what it is for):
+With capabilities (docs/transports.md says what they are for) two places differ:
 
-    hello   as above; in the token's place 8 bytes
-            with the number of the holder, 8 bytes 0 ->
+    hello   as above, with 1 behind the version; in
+            the token's place 8 bytes with the
+            number of the holder, 8 bytes 0          ->
                                                      <-  status; if that is OK: nonce, 16 bytes
     proof   16 bytes, see ``prove``                  ->
                                                      <-  status
     request magic, op, count; count x record         ->
 
-Version 4 is version 3 within TLS 1.3, which begins the connection (``kvstore.auth.data_port``): a
-segment's description says 4, and the hello says 3. A server that has no connection left answers
-with ``BUSY`` before TLS.
+Where the segment's description says so, all of this is within TLS 1.3, which begins the connection
+(``kvstore.auth.data_port``). A server that has no connection left sends an
+alert of TLS (``kvstore.network.tls_stream.BUSY``) instead of a handshake.
 
 A holder is an identity that the master has authenticated. Its clients prove that they have the
 holder's key of the segment (``holder_key``), which the master tells to no other identity. A record
@@ -52,20 +53,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-PLAIN: Final = 2
-"""The version without capabilities."""
-
-WITH_CAPABILITIES: Final = 3
-
-WITH_TLS: Final = 4
-"""In the description of a segment alone, never in a hello."""
-
-DATA_PROTOCOL_VERSION: Final = WITH_TLS
-"""The highest version that this release speaks. A node that takes no capabilities announces
-``PLAIN``; one that encrypts ``WITH_TLS``."""
-
-DATA_PROTOCOL_MIN: Final = PLAIN
-"""The lowest such version: that of the release before (docs/compatibility.md). The first is 2."""
+from kvstore.limits import DATA_PROTOCOL_VERSION
 
 RANGES_MAX: Final = 4096
 """Ranges in one request: 64 KiB of them, or 288 with capabilities. A client splits longer calls."""
@@ -74,7 +62,7 @@ NONCE_BYTES: Final = 16
 PROOF_BYTES: Final = 16
 
 _MAGIC: Final = b"KVdt"
-_HELLO: Final = struct.Struct("<4sI16s16sQQQ")
+_HELLO: Final = struct.Struct("<4sHH16s16sQQQ")
 _HOLDER: Final = struct.Struct("<QQ")
 _REQUEST: Final = struct.Struct("<4sHHI")
 _STATUS: Final = struct.Struct("<4sI")
@@ -127,16 +115,15 @@ LOWER_HALF: Final = 0xFFFF_FFFF
 class Hello(NamedTuple):
     uuid: bytes
     token: bytes
-    """Of the segment; not sent ``WITH_CAPABILITIES``."""
+    """Of the segment; not sent by a holder."""
     generation: int
     client: int = 0
     """Number of the client, which it shows to the master, too; 0: it writes nothing."""
     connection: int = 0
     """Number of this connection among those of the client."""
-    protocol: int = PLAIN
-    """The version that both speak from here on."""
     holder: int = 0
-    """``WITH_CAPABILITIES``: the number that the master has given the client's identity."""
+    """The number that the master has given the client's identity; 0: the client has no
+    capabilities, and shows the token."""
 
 
 class Extent(NamedTuple):
@@ -173,23 +160,25 @@ class Record(NamedTuple):
 
 
 def pack_hello(hello: Hello) -> bytes:
-    uuid, token, generation, client, connection, version, holder = hello
-    if version >= WITH_CAPABILITIES:
+    uuid, token, generation, client, connection, holder = hello
+    if holder:
         token = _HOLDER.pack(holder, 0)
-    return _HELLO.pack(_MAGIC, version, uuid, token, generation, client, connection)
+    return _HELLO.pack(
+        _MAGIC, DATA_PROTOCOL_VERSION, bool(holder), uuid, token, generation, client, connection
+    )
 
 
 def unpack_hello(raw: bytes | bytearray) -> Hello | None:
     """The hello; None: not this protocol. ``raw`` has ``HELLO_BYTES``."""
-    magic, version, uuid, token, generation, client, connection = _HELLO.unpack(raw)
-    if magic != _MAGIC or not DATA_PROTOCOL_MIN <= version <= WITH_CAPABILITIES:
+    magic, version, form, uuid, token, generation, client, connection = _HELLO.unpack(raw)
+    if magic != _MAGIC or version != DATA_PROTOCOL_VERSION or form > 1:
         return None
-    if version < WITH_CAPABILITIES:
-        return Hello(uuid, token, generation, client, connection, version)
+    if not form:
+        return Hello(uuid, token, generation, client, connection)
     holder, reserved = _HOLDER.unpack(token)
-    if reserved:
+    if reserved or not holder:
         return None
-    return Hello(uuid, b"", generation, client, connection, version, holder)
+    return Hello(uuid, b"", generation, client, connection, holder)
 
 
 def holder_key(token: bytes, uuid: bytes, generation: int, holder: int) -> bytes:

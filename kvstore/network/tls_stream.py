@@ -1,25 +1,53 @@
-"""A ``Stream`` within TLS.
+"""A ``Stream`` within TLS: the ``SSLSocket`` of Python's ``ssl``.
 
-``TlsEnd`` works on bytes in memory, and the ``Stream`` below it does all waiting: so deadlines,
-stalls and ``shutdown`` are those of a ``Stream``, and one system call receives many records.
-Received bytes are decrypted into the caller's buffers.
+The kernel's time-outs are of no use here: they would only make ``ssl`` try again. So the socket has
+one of ``ssl``, which is set before each record. A connection is for one thread at a time: two that
+read and write at once would change the state of TLS without a lock.
+
+The end of a connection is not announced (``close_notify``): every message has a length that both
+ends know, so one that is cut off is an error anyway.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import socket
 import ssl
 from collections.abc import Sequence
 from typing import Final
 
 from kvstore.network.stream import EndedError, StalledError, Stream
-from kvstore.network.tls_memory import RECORD_BYTES, TlsEnd, TlsError
 
-PIECE_BYTES: Final = 128 << 10
-"""Encrypted bytes in one system call. A connection holds about three such pieces."""
+RECORD_BYTES: Final = 16 << 10
+"""The most that one record holds."""
 
-HEARD_BYTES: Final = 8
+BUSY: Final = b"\x15\x03\x03\x00\x02\x02\x50"
+"""What a server sends that is too busy for a handshake: a fatal alert, ``internal_error``."""
+
+NO_TLS: Final = b"\x15\x03\x03\x00\x02\x02\x46"
+"""What a server answers to a peer that does not speak TLS, to which ``ssl`` says nothing: a fatal
+alert, ``protocol_version``."""
+
+_PLAIN: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST")
+
+
+class TlsError(ConnectionError):
+    """The other end is not one that we trust, does not trust us, speaks no TLS 1.3; or bytes were
+    changed on their way. The connection is of no use any more."""
+
+    def __init__(self, error: ssl.SSLError) -> None:
+        self.is_busy: Final = error.reason == "TLSV1_ALERT_INTERNAL_ERROR"
+        self.is_plain: Final = error.reason in _PLAIN
+        """Whether the other end does not speak TLS."""
+        why = getattr(error, "verify_message", "") or error.reason or str(error)
+        why = why.replace("_", " ").lower()
+        super().__init__(errno.EBADMSG, "it does not speak TLS" if self.is_plain else why)
+
+
+class NeedsTlsError(ConnectionError):
+    """The other end speaks TLS, and we do not."""
 
 
 class TlsStream(Stream):
@@ -31,16 +59,15 @@ class TlsStream(Stream):
         context: ssl.SSLContext,
         *,
         server_name: str | None = None,
-        stall_s: float = float("inf"),
+        stall_s: float = math.inf,
     ) -> None:
         """As ``Stream``. ``server_name``: the name that the server must have in its certificate;
         None: we are the server."""
         super().__init__(sock, stall_s=stall_s)
-        self._tls = TlsEnd(context, server_name)
-        self._taken = memoryview(bytearray(PIECE_BYTES))
+        self._context = context
+        self._server_name = server_name
         self._small = bytearray()
         """Buffers that share a record, with those of the next call."""
-        self._heard = b""
 
     @property
     def is_plain(self) -> bool:
@@ -49,7 +76,7 @@ class TlsStream(Stream):
     @property
     def certificate(self) -> object:
         """As ``Stream.certificate``, once ``begin`` has returned."""
-        return self._tls.connection.getpeercert()
+        return self._tls.getpeercert()
 
     def begin(self, deadline: float) -> None:
         """The handshake.
@@ -59,15 +86,26 @@ class TlsStream(Stream):
                 ``receive``.
             StalledError, EndedError, OSError: as ``receive``.
         """
+        with self._ending:  # ``shutdown`` finds one of both sockets
+            self._sock = self._tls = self._context.wrap_socket(
+                self._sock,
+                server_side=self._server_name is None,
+                server_hostname=self._server_name,
+                do_handshake_on_connect=False,
+            )
+        self._tls.settimeout(self._left_s(deadline, 0))
         try:
-            while not self._tls.shake():
-                self._take(deadline)
-            self._flush(deadline)
-        except TlsError as error:
-            with contextlib.suppress(OSError):
-                self._flush(deadline)  # tells the other end why
-            error.heard = self._heard
-            raise
+            self._tls.do_handshake()
+        except TimeoutError:
+            raise StalledError(0) from None
+        except ssl.SSLEOFError:
+            raise EndedError(0) from None
+        except ssl.SSLError as error:
+            refused = TlsError(error)
+            if refused.is_plain and self._server_name is None:
+                with contextlib.suppress(OSError):
+                    socket.socket.send(self._sock, NO_TLS)
+            raise refused from None
 
     def receive(self, buffers: Sequence[memoryview], deadline: float) -> None:
         """As ``Stream.receive``; what arrived of changed records is in no buffer.
@@ -75,20 +113,23 @@ class TlsStream(Stream):
         Raises:
             TlsError: bytes were changed on their way, or the other end does not trust us.
         """
-        came = 0
-        try:
-            for buffer in buffers:
-                at, wanted = 0, len(buffer)
-                while at < wanted:
-                    count = self._tls.read(buffer[at:])
-                    if count is None:
-                        came += self._take(deadline)
-                    elif count == 0:
-                        raise EndedError(came)
-                    else:
-                        at += count
-        except StalledError:
-            raise StalledError(came) from None
+        tls, received = self._tls, 0
+        for buffer in buffers:
+            at = 0
+            while at < len(buffer):
+                tls.settimeout(self._left_s(deadline, received))
+                try:
+                    count = tls.recv_into(buffer[at:])
+                except TimeoutError:
+                    if self._moves(deadline):
+                        continue
+                    raise StalledError(received) from None
+                except ssl.SSLError as error:
+                    raise TlsError(error) from None
+                if count == 0:
+                    raise EndedError(received)
+                at += count
+                received += count
 
     def send(self, buffers: Sequence[memoryview | bytes], deadline: float, flags: int = 0) -> None:
         """As ``Stream.send``. With ``MSG_MORE`` the last bytes may wait here for those of the next
@@ -104,28 +145,23 @@ class TlsStream(Stream):
         if not flags & socket.MSG_MORE:
             self._encrypt(small, deadline)
             small.clear()
-            self._flush(deadline)
 
     def is_quiet(self) -> bool:
         """As ``Stream.is_quiet``."""
-        return not self._tls.has_unread and super().is_quiet()
+        self._tls.setblocking(False)
+        return not self._tls.pending() and super().is_quiet()
 
     def _encrypt(self, buffer: bytes | bytearray | memoryview, deadline: float) -> None:
+        tls, at = self._tls, 0
         with memoryview(buffer) as whole:
-            for at in range(0, len(whole), PIECE_BYTES):
-                self._tls.write(whole[at : at + PIECE_BYTES])
-                if self._tls.unsent >= PIECE_BYTES:
-                    self._flush(deadline)
-
-    def _take(self, deadline: float) -> int:
-        """Receives encrypted bytes; how many."""
-        self._flush(deadline)
-        count = self.receive_some(self._taken, deadline)
-        self._tls.feed(self._taken[:count])
-        if len(self._heard) < HEARD_BYTES:
-            self._heard = (self._heard + bytes(self._taken[:count]))[:HEARD_BYTES]
-        return count
-
-    def _flush(self, deadline: float) -> None:
-        if self._tls.unsent:
-            super().send([self._tls.take()], deadline)
+            while at < len(whole):
+                tls.settimeout(self._left_s(deadline, 0))
+                try:
+                    at += tls.send(whole[at:])  # one record
+                except TimeoutError:
+                    if self._moves(deadline):
+                        continue
+                    raise StalledError(0) from None
+                except ssl.SSLError as error:
+                    raise TlsError(error) from None
+                self._note_unsent()

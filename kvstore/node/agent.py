@@ -48,13 +48,11 @@ from kvstore.errors import (
 from kvstore.limits import (
     CLAIMS_PER_MESSAGE_MAX,
     CLAIMS_UNANSWERED_MAX,
-    PROTOCOL_MIN,
     PROTOCOL_VERSION,
 )
 from kvstore.memory.entries import ENTRY_GONE
 from kvstore.memory.header import Owner
 from kvstore.memory.segment import NodeSegment, is_believed
-from kvstore.network.tcp_protocol import WITH_CAPABILITIES
 from kvstore.node import inventory
 from kvstore.node.handover import HandoverServer
 from kvstore.node.masters import Masters
@@ -140,8 +138,6 @@ class NodeAgent:
         """The epoch of the master to resume with; 0: join anew."""
         self._epoch_max = 0
         """The highest epoch that this node has joined; a master of a lower one is refused."""
-        self._remembered = 0
-        """The highest epoch that the segment records."""
         self._told_waiting = False
         """Whether ``waiting`` was called for this outage."""
         self._fresh = not segment.attached
@@ -185,7 +181,6 @@ class NodeAgent:
         """
         failures = 0
         several = self._masters.several
-        self._remembered = await asyncio.to_thread(self._epoch_in_memory)
         while not self._stopping.is_set():
             started = time.monotonic()
             master, at_once = "", False
@@ -220,15 +215,6 @@ class NodeAgent:
             pause = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1]
             await self._stopped_within(min(pause, PAUSE_SEVERAL_S) if several else pause)
 
-    def _epoch_in_memory(self) -> int:
-        """The epoch of the newest master that the segment records. Memory of a release that
-        recorded none is scanned."""
-        segment = self._segment
-        if segment.epoch or not segment.attached:
-            return segment.epoch
-        found = (header.epoch for _, header in segment.scan() if is_believed(header.epoch))
-        return max(segment.mark.epoch, max(found, default=0))
-
     def _fence(self) -> None:
         self._segment.bump_generation()
         self._server.fence()
@@ -257,10 +243,11 @@ class NodeAgent:
                 fresh=self._fresh,
                 mark=segment.mark,
                 engine=None if self._engine is None else self._engine.address,
-                data_protocol=self._server.data_protocol,
                 device=segment.place,
                 handover="" if self._handover is None else self._handover.name,
                 stamp_key=segment.stamp_key,
+                takes_capabilities=self._server.takes_capabilities,
+                encrypts=self._server.encrypts,
             )
             join = NodeJoin(
                 name=self._name,
@@ -268,8 +255,7 @@ class NodeAgent:
                 protocol=PROTOCOL_VERSION,
                 resume_epoch=self._epoch,
                 segments=[offer],
-                protocol_min=PROTOCOL_MIN,
-                highest_epoch=max(self._epoch_max, self._remembered),
+                highest_epoch=max(self._epoch_max, segment.epoch),
                 cluster=self._owner.cluster or segment.owner.cluster,
                 version=__version__,
                 clock_ms=uptime_ms(),
@@ -284,8 +270,7 @@ class NodeAgent:
                     f"the master at {master} has epoch {accepted.epoch}, and this node "
                     f"has joined one "
                     f"of epoch {self._epoch_max} before",
-                    advice="Its time is over; or it is of an older release, and its clock was put "
-                    "back.",
+                    advice="Its time is over.",
                 )
             self._epoch_max = accepted.epoch
             segment.keep_epoch(accepted.epoch)
@@ -479,7 +464,7 @@ class NodeAgent:
             log.info("connections_cut node=%s writers=%d cut=%d", self._name, len(writers), cut)
         elif self._given_up:
             self._given_up.difference_update(attempts)
-        if order.offsets and self._server.data_protocol >= WITH_CAPABILITIES:
+        if order.offsets and self._server.takes_capabilities:
             await self._take_back(order)
         else:
             self._segment.wipe(order.offsets, order.epochs, order.counters)

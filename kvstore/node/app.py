@@ -25,7 +25,6 @@ from rich.progress import (
 
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.data_port import NodeEnd
-from kvstore.auth.names import load_names
 from kvstore.auth.revoked import Revoked
 from kvstore.auth.shares import Shares
 from kvstore.calls import MasterAccepted
@@ -54,7 +53,6 @@ from kvstore.network.addresses import (
 )
 from kvstore.network.host import address_towards, host_id, is_loopback, places_of, why_only_here
 from kvstore.network.listening import EVERY_INTERFACE, hears
-from kvstore.network.tcp_protocol import WITH_CAPABILITIES
 from kvstore.node.agent import NodeAgent
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.node.handover import HandoverServer
@@ -70,7 +68,6 @@ from kvstore.process.watched_files import watching
 from kvstore.texts import size_text
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
-from kvstore.transport.tcp_connection import Capabilities
 from kvstore.transport.tcp_server import DataServer
 from kvstore.web.server.access import Access, Secured, secured_by
 from kvstore.web.server.serving import bind, requests_max, serving
@@ -153,14 +150,13 @@ def run(
                 segment.close(unlink=drained or not keep)
 
             stack.callback(close)
-            follows = _follows_master(config, kind)
             if config.auth:
-                use_stamps(segment, serves_all=config.auth_mode == "prefer")
+                use_stamps(segment)
             else:
                 segment.forget_private()
-            server = _start_server(config, segment, tls, serves_all=follows)
+            server = _start_server(config, segment, tls)
             stack.callback(server.stop)
-            if segment.place is not None and server.data_protocol >= WITH_CAPABILITIES:
+            if segment.place is not None and server.takes_capabilities:
                 # A device's new memory may hold what other processes left there.
                 segment.zero([(SUPERBLOCK_BYTES, segment.size - SUPERBLOCK_BYTES)])
             handover = _start_handover(config, segment)
@@ -190,7 +186,6 @@ def run(
                         access,
                         secured,
                         credentials,
-                        follows=follows,
                     )
                 )
             except KVStoreError:
@@ -217,19 +212,14 @@ async def _serve(
     access: Access,
     secured: Secured,
     credentials: Credentials | None,
-    *,
-    follows: bool,
 ) -> bool:
     """Serves until the node is told to stop; returns whether it was drained. ``served`` holds the
-    answer to the last join. ``follows``: as ``_follows_master`` returns."""
+    answer to the last join."""
     address = _advertised(config, server.port)
     medium = f" of {config.device}" if config.device else ""
 
     def joined(accepted: MasterAccepted) -> None:
         served[:] = [accepted]
-        if follows:
-            server.serve_tokens(accepted.serves_all)
-            use_stamps(segment, serves_all=accepted.serves_all)
         print(
             f"kvstore-node {segment.node} serves {segment.size >> 20} MiB{medium} on {address} "
             f"for the master at {shown_place(config.master)}",
@@ -329,7 +319,7 @@ def _named(
         huge_pages=config.huge_pages,
         numa_node=config.numa_node,
         lock=config.lock_memory,
-        group="" if config.hands_over and config.auth_mode == "require" else config.shm_group,
+        group="" if config.hands_over else config.shm_group,
     )
     owner = _owner(config, kind)
 
@@ -433,6 +423,7 @@ def _left(
             owner=owner,
             adopt=config.adopt,
             discard=config.discard,
+            private=bool(config.auth),
         )
     except ClusterMismatchError:
         if config.name:
@@ -463,29 +454,15 @@ def _tls(config: NodeConfig, credentials: Credentials | None) -> NodeEnd | None:
     """
     if config.data_encryption == "off" or credentials is None:
         return None
-    return NodeEnd(credentials, Revoked(config.auth_revoked), load_names(config.auth_names))
+    return NodeEnd(credentials, Revoked(config.auth_revoked))
 
 
-def _follows_master(config: NodeConfig, kind: _StartedAs) -> bool:
-    """Whether the node serves peers without an identity as long as its master does, whatever its
-    settings say. A client that contributes memory has no setting for this: its node serves the
-    peers that it is to serve at each step while a cluster is switched on."""
-    is_of_client = kind.is_child and not kind.of_master
-    return is_of_client and bool(config.auth) and config.data_encryption == "off"
-
-
-def _start_server(
-    config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None, *, serves_all: bool
-) -> DataServer:
+def _start_server(config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None) -> DataServer:
     """Starts the data server on the given port; if none is given, on the default or a free one.
-    ``serves_all``: whether peers without an identity are served until the node has joined.
 
     Raises:
         AddressInUseError, StartupError
     """
-    capabilities: Capabilities = config.auth_mode if config.auth else "off"
-    if serves_all:
-        capabilities = "prefer"
     ports = [config.port]
     if "port" not in config.model_fields_set:
         ports = [*range(config.port, config.port + DATA_PORTS), 0]
@@ -495,7 +472,7 @@ def _start_server(
             config.host,
             port,
             connections_max=config.connections_max,
-            capabilities=capabilities,
+            capabilities=bool(config.auth),
             tls=tls,
         )
         try:

@@ -23,6 +23,7 @@ from kvstore.calls import DevicePlace
 from kvstore.clocks import uptime
 from kvstore.device.device import Device
 from kvstore.device.drivers import driver_of
+from kvstore.device.ring import RING_BYTES
 from kvstore.errors import ConfigError, DeviceError
 from kvstore.memory import alive
 from kvstore.memory import header as layout
@@ -44,10 +45,6 @@ from kvstore.memory.taking import SIZE_STEP
 from kvstore.transport.base import Move
 from kvstore.transport.device import LOCK
 from kvstore.transport.on_device import DeviceRanges
-
-RING_BYTES: Final = 64 << 20
-"""Page-locked memory for clients on other hosts, and for headers: 8 slots, one per connection that
-moves bytes at this moment."""
 
 SCAN_BYTES: Final = 32 << 20
 """Bytes per step of a scan, in ordinary memory."""
@@ -177,10 +174,6 @@ class DeviceSegment(NodeSegment):
 
     def _zero(self, start: int, length: int) -> None:
         self._ranges.write([(start, _ZEROS[:length])], uptime() + STEP_S)
-
-    def write(self, offset: int, data: bytes) -> None:
-        """As ``NodeSegment.write``."""
-        self._ranges.write([(offset, memoryview(data))], uptime() + STEP_S)
 
     def checksum(self, offset: int, length: int) -> int:
         """As ``NodeSegment.checksum``: copies the bytes to the host, a part at a time."""

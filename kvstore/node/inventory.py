@@ -56,11 +56,8 @@ def take(segment: NodeSegment, given_up: Collection[Attempt] = ()) -> list[Found
             [header.epoch for _, header in overlapped],
             [header.counter for _, header in overlapped],
         )
-    if isinstance(stamps, Stamps):
-        if refused := stamps.take_refused():
-            log.warning("unstamped_headers node=%s count=%d", segment.node, refused)
-        if adopted := stamps.adopt(segment, found):
-            log.info("headers_stamped node=%s count=%d", segment.node, adopted)
+    if isinstance(stamps, Stamps) and (refused := stamps.take_refused()):
+        log.warning("unstamped_headers node=%s count=%d", segment.node, refused)
     return in_order(found)
 
 

@@ -8,9 +8,9 @@ called with it: the owner knows whether the process can go on without it. ``End`
 that cannot: the process ends with ``EXIT_BROKEN``, so that its supervisor starts it again.
 ``watch_loop`` and ``watch_threads`` log the failures of tasks and threads without an owner.
 
-Signal handlers run in the main thread, between any two steps of it, and may raise: Ctrl-C, a
-time-out by SIGALRM, ``sys.exit`` on SIGTERM. So what the main thread must not do by halves is done
-``in_one_piece``, by another thread.
+Signal handlers run in the main thread and may raise: Ctrl-C, a time-out by SIGALRM, ``sys.exit`` on
+SIGTERM. A client that this happens to begins anew. What it must not leave half done, because others
+share it or nothing would release it, is done ``in_one_piece``, by another thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from typing import Any, Final, Generic, TypeVar, cast
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
 from kvstore.process import descriptors
-from kvstore.process.stopping import Latch
 
 log = logging.getLogger("kvstore.background")
 
@@ -146,7 +145,7 @@ def _is_main() -> bool:
 
 
 class Job(Generic[AnyResult]):
-    """One piece of work for another thread. Threads: any; no method leaves a lock taken."""
+    """One piece of work for another thread. Threads: any."""
 
     def __init__(
         self, work: Callable[[], AnyResult], ended: Callable[[], object] | None = None
@@ -155,7 +154,10 @@ class Job(Generic[AnyResult]):
         self._work: Callable[[], AnyResult] | None = work
         self._tell = ended
         self._unclaimed: list[None] = [None]
-        self._ended = Latch()
+        self._running = threading.Lock()
+        """Released when the work has ended or was cancelled."""
+        self._running.acquire()
+        self.is_done = False
         self._result: AnyResult | None = None
         self._error: BaseException | None = None
         self.is_cancelled = False
@@ -180,14 +182,10 @@ class Job(Generic[AnyResult]):
             self._end()
         return self.is_cancelled
 
-    @property
-    def is_done(self) -> bool:
-        return self.is_cancelled or self._ended.is_set()
-
     def wait(self) -> None:
         """Returns when the work has ended, or was cancelled."""
-        while not self.is_done:
-            self._ended.wait()
+        with self._running:
+            pass
 
     def result(self) -> AnyResult:
         """Waits, and returns or raises what the work did."""
@@ -210,7 +208,8 @@ class Job(Generic[AnyResult]):
         return True
 
     def _end(self) -> None:
-        self._ended.set()
+        self.is_done = True
+        self._running.release()
         if self._tell is not None:
             self._tell()
 

@@ -16,30 +16,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
-import json
 import logging
-import math
 import os
-import re
 import select
 import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime
 from queue import SimpleQueue
 from typing import IO, Any, Final, TextIO, cast
 
-from kvstore.texts import shown_text
+from kvstore.process.log_lines import PIECE_BYTES_MAX, LineFormatter
 
 PIECES_MAX: Final = 2_000
 """Lines that wait to be written; a traceback counts as one."""
-
-PIECE_BYTES_MAX: Final = 1 << 14
-"""A longer line, or traceback, is cut."""
-
-TEXT_MAX: Final = 4_000
-"""Characters of a message, and of a line of a traceback."""
 
 DRAIN_S: Final = 1.0
 """How long the end of the process waits for what is still to be written."""
@@ -57,6 +47,9 @@ EACH: Final = {"each": True}
 
 FORMATS: Final = ("text", "json")
 
+HANDLER: Final = "kvstore-"
+"""Begins the name of our log handler; the format follows."""
+
 
 def configure(level: str, form: str = "text") -> None:
     """Sets up the logging of a process of ours. A library leaves this to its program.
@@ -65,18 +58,23 @@ def configure(level: str, form: str = "text") -> None:
         level: ``debug``, ``info``, ``warning`` or ``error``.
         form: one of ``FORMATS``.
     """
-    formatter = JsonFormatter() if form == "json" else LineFormatter()
+    formatter: logging.Formatter = LineFormatter()
+    if form == "json":
+        from kvstore.process.json_logs import JsonFormatter  # 9 ms of imports
+
+        formatter = JsonFormatter()
     _take_over(formatter)
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)
+    handler.set_name(HANDLER + form)
     handler.addFilter(limit)
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def form_in_use() -> str:
     """In which of ``FORMATS`` this process logs, for its children."""
-    formatters = [each.formatter for each in logging.getLogger().handlers]
-    return "json" if any(isinstance(each, JsonFormatter) for each in formatters) else "text"
+    is_json = any(each.name == HANDLER + "json" for each in logging.getLogger().handlers)
+    return "json" if is_json else "text"
 
 
 def counters() -> dict[str, int]:
@@ -135,110 +133,6 @@ class _Rate:
 
 limit: Final = RateLimit()
 """The rate limit of this process."""
-
-
-class LineFormatter(logging.Formatter):
-    """Writes one line per record: characters that begin another line, or control a terminal, are
-    escaped. Lines of a traceback are indented, so that none looks like a record."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname).1s %(name)s %(message)s")
-
-    def formatTime(  # noqa: N802  # logging's own name
-        self, record: logging.LogRecord, datefmt: str | None = None
-    ) -> str:
-        """As ``2026-11-27T03:02:51.123+01:00``."""
-        del datefmt
-        return (
-            datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
-        )
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # logging's own name
-        """As ``logging.Formatter``, on one line."""
-        if trace := getattr(record, "trace", ""):
-            record.message += f" trace={trace}"
-        record.message = shown_text(record.message, TEXT_MAX)
-        if left_out := getattr(record, "left_out", 0):
-            record.message += f" left_out={left_out}"
-        return super().formatMessage(record)
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802  # logging's own name
-        """As ``logging.Formatter``, indented."""
-        lines = super().formatException(ei).splitlines()
-        return "\n".join("  " + shown_text(line, TEXT_MAX) for line in lines)
-
-
-class JsonFormatter(LineFormatter):
-    """Writes one JSON object per record: ``time``, ``level``, ``logger``, ``event``, each
-    ``key=value`` of the line as a key, and ``message``, the line itself."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """As ``logging.Formatter``. Where a line is too long, its texts are cut."""
-        message = record.getMessage()
-        fields = fields_of(record)
-        event = fields.pop("event", _event(str(record.msg), message))
-        told: dict[str, object] = {
-            "time": self.formatTime(record),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            **({"event": event} if event else {}),
-        }
-        told = {**told, **{name: each for name, each in fields.items() if name not in told}}
-        told["message"] = message
-        for name in ("trace", "left_out"):
-            if value := getattr(record, name, None):
-                told[name] = value
-        if record.exc_info:
-            told["exception"] = logging.Formatter.formatException(self, record.exc_info)
-        text_max = TEXT_MAX
-        while len(line := json.dumps(_cut(told, text_max))) >= PIECE_BYTES_MAX:
-            text_max //= 4
-        return line
-
-
-def _event(form: str, message: str) -> str:
-    """The first word of a line that is an event; empty: it is a sentence."""
-    first, *others = form.split(maxsplit=2)[:2] or [""]
-    is_event = first.endswith(":") or "=" in (others or ["="])[0]
-    return message.partition(" ")[0].rstrip(":") if is_event else ""
-
-
-def _cut(told: dict[str, object], text_max: int) -> dict[str, object]:
-    return {name: each[:text_max] if isinstance(each, str) else each for name, each in told.items()}
-
-
-_CONVERSION: Final = re.compile(r"%[-#0 +]*\d*(?:\.\d+)?([a-zA-Z%])")
-
-
-def fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """The ``key=value`` pairs of a line, by its format and arguments, so that no text of a peer can
-    add one. Numbers stay numbers."""
-    arguments: list[object] = list(record.args) if isinstance(record.args, tuple) else []
-    found: dict[str, object] = {}
-    at = 0
-    for word in str(record.msg).split():
-        kinds = [kind for kind in _CONVERSION.findall(word) if kind != "%"]
-        own = arguments[at : at + len(kinds)]
-        at += len(kinds)
-        key, equals, shape = word.partition("=")
-        if not equals or not key.isidentifier() or len(own) < len(kinds):
-            continue
-        shape = shape.rstrip(":,;")
-        is_one = kinds and _CONVERSION.fullmatch(shape)
-        found[key] = (
-            _value(shape, own[0]) if is_one else shape % tuple(own) if record.args else shape
-        )
-    return found
-
-
-def _value(shape: str, argument: object) -> object:
-    """The argument as JSON has it."""
-    if isinstance(argument, bool | str):
-        return argument
-    if isinstance(argument, int | float) and math.isfinite(argument):
-        text = shape % argument
-        return argument if shape[-1] in "sr" else float(text) if shape[-1] in "feg" else argument
-    return shape % (argument,)
 
 
 class LogWriter:

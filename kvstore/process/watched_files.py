@@ -78,15 +78,15 @@ class WatchedFile(Generic[T]):
         load: Callable[[], T],
         *,
         files: Callable[[], Iterable[StrPath]] | None = None,
-        accept: Callable[[T, T], tuple[T, str]] = lambda _, new: (new, ""),
+        accept: Callable[[T, T], T] = lambda _, new: new,
     ) -> None:
         """
         Args:
             setting: the setting that names ``path``, for the log and the metrics.
             load: reads (``read_file``), parses and checks the content.
             files: what ``load`` reads; None: ``path``.
-            accept: of the content in use and the new one makes the content to use from now on, and
-                says what is wrong with the new one; may raise ConfigError.
+            accept: returns the content to use after the one in use and the new one; raises
+                ConfigError if the new one must not replace it.
 
         Raises:
             ConfigError: as ``load``.
@@ -123,17 +123,17 @@ class WatchedFile(Generic[T]):
             return
         self._used, self._again_at = (value, None), now + AGAIN_S
         try:
-            value, reason = self._accept(value, self._load())
+            value = self._accept(value, self._load())
         except ConfigError as error:
             self.report(error.message)
             return
         if self._marks() == marks:
             self._used = value, marks
-            self.report(reason)
+            self.report("")
             log.info("file_loaded setting=%s file=%s", self._setting, self._path)
 
     def report(self, reason: str) -> None:
-        """Logs, every ``AGAIN_S`` at most, why not all of the file counts; empty: all does."""
+        """Logs, every ``AGAIN_S`` at most, why the file does not count; empty: it does."""
         if reason and (reason != self._reason or uptime() >= self._remind_at):
             self._remind_at = uptime() + AGAIN_S
             log.warning(
@@ -180,7 +180,7 @@ def watching() -> Iterator[None]:
 
 
 def refused_files() -> dict[str, int]:
-    """By setting: 1 if not all of its file counts, or its disk hangs; else 0."""
+    """By setting: 1 if its file does not count, or its disk hangs; else 0."""
     found: dict[str, int] = {}
     for file in _all():
         is_refused = bool(file._reason) or (bool(_threads) and uptime() > file._look_at + AGAIN_S)

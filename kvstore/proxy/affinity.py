@@ -10,11 +10,16 @@ from typing import Final
 BLOCK_TOKENS: Final = 64
 """Prefixes are compared in steps of this many tokens: a few blocks of an engine."""
 
+BLOCKS_MAX: Final = 131_072
+"""Blocks that are remembered, the latest ones: eight million tokens, some 20 MiB."""
+
 Prints = Sequence[int]
 """One number per full block of a prompt, which identifies all tokens up to the block's end."""
 
 
-def fingerprints(token_ids: Sequence[int], *, blocks_max: int, salt: str = "") -> Prints:
+def fingerprints(
+    token_ids: Sequence[int], *, blocks_max: int = BLOCKS_MAX, salt: str = ""
+) -> Prints:
     """The fingerprints of the first ``blocks_max`` full blocks; ``salt``: the request's
     ``cache_salt``.
 
@@ -32,7 +37,7 @@ def fingerprints(token_ids: Sequence[int], *, blocks_max: int, salt: str = "") -
 class PrefixAffinity:
     """Remembers the latest ``blocks_max`` blocks, each with the instance that had it last."""
 
-    def __init__(self, *, blocks_max: int) -> None:
+    def __init__(self, *, blocks_max: int = BLOCKS_MAX) -> None:
         self._blocks_max = blocks_max
         self._last: OrderedDict[int, str] = OrderedDict()
 

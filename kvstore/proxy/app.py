@@ -7,7 +7,6 @@ import contextlib
 import errno
 import logging
 import signal
-import ssl
 import sys
 from functools import partial
 from typing import Final
@@ -22,7 +21,7 @@ from kvstore.network.waits import Waits
 from kvstore.process import background
 from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.watched_files import watching
-from kvstore.proxy import bodies, metrics
+from kvstore.proxy import bodies, metrics, serving
 from kvstore.proxy.admin import Admin, rows
 from kvstore.proxy.asked import (
     REQUEST_ID,
@@ -33,12 +32,11 @@ from kvstore.proxy.asked import (
 )
 from kvstore.proxy.engine import EngineError, Engines
 from kvstore.proxy.health import HealthChecks
-from kvstore.proxy.instances import ROLES, Instances, Rules
+from kvstore.proxy.instances import ROLES, Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.salts import salts_by
 from kvstore.proxy.serving import serve
-from kvstore.web.server.certificates import tls_of
 from kvstore.web.server.doors import RETRY_AFTER_S, Doors, answering, connections_max, listen
 
 log = logging.getLogger("kvstore.proxy")
@@ -51,6 +49,10 @@ IDLE_CONNECTION_S: Final = 600.0
 idle connections."""
 
 MODELS_TIMEOUT_MS: Final = 5_000
+
+GRACE_S = 30.0
+"""How long requests in progress may take when the proxy is asked to stop: as long as Kubernetes
+waits before it kills."""
 
 
 def run(config: ProxyConfig) -> int:
@@ -66,7 +68,6 @@ def run(config: ProxyConfig) -> int:
 
 
 async def _serve(config: ProxyConfig) -> int:
-    tls = tls_of(config.http_cert, config.http_key) if config.http_cert else None
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     background.watch_loop(loop)
@@ -75,16 +76,11 @@ async def _serve(config: ProxyConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     async with contextlib.AsyncExitStack() as stack:
-        clients_max = connections_max(config.inflight_max)
+        clients_max = connections_max(serving.INFLIGHT_MAX)
         # Fewer bodies than connections, so that idle connections can always make room.
-        bodies_max = max(1, min(config.inflight_max, clients_max // 2))
+        bodies_max = max(1, min(serving.INFLIGHT_MAX, clients_max // 2))
         parts = await _parts(config, stack, bodies_max=bodies_max)
-        health = HealthChecks(
-            parts.instances,
-            parts.engines,
-            interval_ms=config.health_interval_ms,
-            timeout_ms=config.health_timeout_ms,
-        )
+        health = HealthChecks(parts.instances, parts.engines)
         await health.round()
         checking = start_task("health checks", health.run(), died=broken)
         stack.push_async_callback(_cancel, checking)
@@ -99,7 +95,7 @@ async def _serve(config: ProxyConfig) -> int:
                 log=logging.getLogger("kvstore.proxy.http"),
             )
         )
-        server = await _listen(doors, config, tls)
+        server = await _listen(doors, config)
         stack.callback(server.close)
         _greet(config, server)
         ends = [start_task("end", each.wait()) for each in (stopped, broken)]
@@ -114,28 +110,17 @@ async def _serve(config: ProxyConfig) -> int:
 async def _parts(
     config: ProxyConfig, stack: contextlib.AsyncExitStack, *, bodies_max: int
 ) -> ProxyParts:
-    instances = Instances(
-        Rules(
-            breaker_failures=config.breaker_failures,
-            breaker_open_ms=config.breaker_open_ms,
-            prefix_affinity=config.affinity == "prefix",
-            affinity_slack=config.affinity_slack,
-            affinity_blocks_max=config.affinity_blocks_max,
-        )
-    )
+    instances = Instances(prefix_affinity=config.affinity == "prefix")
     for role, addresses in zip(ROLES, (config.prefill, config.decode)):
         for address in addresses:
             instances.add(role, address)
     numbers = Metrics(instances)
-    engines = Engines(
-        connect_timeout_ms=config.connect_timeout_ms, idle_timeout_ms=config.idle_timeout_ms
-    )
+    engines = Engines()
     stack.push_async_callback(engines.close)
     lookup = None
     if config.master:
         lookup = StoreLookup(
             config.master,
-            timeout_ms=config.lookup_timeout_ms,
             metrics=numbers,
             cluster=config.cluster,
             auth=config.auth,
@@ -151,7 +136,7 @@ async def _parts(
 
 
 def _application(parts: ProxyParts, health: HealthChecks, doors: Doors) -> web.Application:
-    app = web.Application(client_max_size=parts.config.body_max, middlewares=[doors.middleware])
+    app = web.Application(client_max_size=serving.BODY_BYTES_MAX, middlewares=[doors.middleware])
     for route in bodies.ROUTES:
         app.router.add_post(route.path, partial(serve, parts, route))
     app.router.add_get("/v1/models", partial(_models, parts))
@@ -161,10 +146,10 @@ def _application(parts: ProxyParts, health: HealthChecks, doors: Doors) -> web.A
     return app
 
 
-async def _listen(doors: Doors, config: ProxyConfig, tls: ssl.SSLContext | None) -> asyncio.Server:
+async def _listen(doors: Doors, config: ProxyConfig) -> asyncio.Server:
     at = join_address(config.host, config.port)
     try:
-        return await listen(doors, config.host, config.port, tls)
+        return await listen(doors, config.host, config.port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise AddressInUseError(f"{at} is in use", advice="Choose another --port.") from None
@@ -183,7 +168,6 @@ def _greet(config: ProxyConfig, server: asyncio.Server) -> None:
     )
     print(
         f"kvstore-proxy listening on {join_address(config.host, port)}"
-        f"{'; https' if config.http_cert else ''}"
         f"; prefill: {', '.join(config.prefill) or 'none'}"
         f"; decode: {', '.join(config.decode) or 'none'}"
         f"; store: {shown_place(config.master) or 'none'}{only}",
@@ -200,12 +184,12 @@ def _greet(config: ProxyConfig, server: asyncio.Server) -> None:
 
 
 async def _end(parts: ProxyParts, server: asyncio.Server) -> None:
-    """Refuses new connections and requests, and gives running requests ``grace_ms`` to end."""
+    """Refuses new connections and requests, and gives running requests ``GRACE_S`` to end."""
     parts.stopping = True
     server.close()
-    log.info("proxy_stopping in_flight=%d grace_ms=%d", parts.under_way, parts.config.grace_ms)
+    log.info("proxy_stopping in_flight=%d grace_s=%g", parts.under_way, GRACE_S)
     try:
-        async with asyncio.timeout(parts.config.grace_ms / 1000):
+        async with asyncio.timeout(GRACE_S):
             await parts.idle.wait()
     except TimeoutError:
         log.warning("grace_over in_flight=%d", parts.under_way)

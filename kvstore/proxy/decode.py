@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from aiohttp import web
 from multidict import CIMultiDict
 
-from kvstore.proxy import bodies, health
+from kvstore.proxy import bodies, engine, health
 from kvstore.proxy.asked import REQUEST_ID, Asked, ProxyParts, error_response
 from kvstore.proxy.engine import EngineError, Streamed
 from kvstore.proxy.instances import Turn
@@ -31,6 +31,13 @@ only once another engine has answered the same request."""
 
 ERROR_BYTES_MAX: Final = 1 << 20
 """Limit of an engine's error body."""
+
+RETRIES = 2
+"""Other decoders that are tried when one fails before its first byte."""
+
+FIRST_BYTE_TIMEOUT_S = 600.0
+"""How long a decoder may take until its first byte, which without streaming is the whole answer: as
+long as OpenAI's own clients wait."""
 
 _NOT_RELAYED: Final = frozenset(
     {"connection", "date", "keep-alive", "server", "transfer-encoding", "x-request-id"}
@@ -55,7 +62,7 @@ async def decode(parts: ProxyParts, asked: Asked, request: web.Request) -> web.S
     tried: list[str] = []
     suspects: list[Turn] = []
     failed: _FailedAttempt | None = None
-    while len(tried) <= parts.config.retries and not (failed and failed.is_final):
+    while len(tried) <= RETRIES and not (failed and failed.is_final):
         turn = parts.instances.choose("decode", clock_ms(), without=tried, prints=asked.prints)
         if turn is None:
             break
@@ -96,7 +103,7 @@ async def _attempt(
             asked.route.path,
             headers=asked.engine_headers(),
             data=sent,
-            first_byte_timeout_ms=parts.config.first_byte_timeout_ms,
+            first_byte_timeout_s=FIRST_BYTE_TIMEOUT_S,
         ) as answer:
             if answer.status >= 500:
                 return await _refused(asked, turn, answer, suspects)
@@ -154,7 +161,7 @@ async def _relay(
 ) -> web.StreamResponse:
     """Relays the answer byte for byte, each piece when it arrives. Raises only CancelledError."""
     response = web.StreamResponse(status=answer.status, headers=_headers(asked, answer))
-    client = _Downstream(response, request, parts.config.idle_timeout_ms / 1000)
+    client = _Downstream(response, request, engine.IDLE_TIMEOUT_S)
     last = answer.first
     try:
         await client.prepare()

@@ -22,6 +22,12 @@ IDLE_CONNECTION_S: Final = 2.0
 """How long an idle connection is kept. uvicorn closes idle connections after 5 s, and a request
 that is sent at that very moment would fail."""
 
+CONNECT_TIMEOUT_S = 2.0
+"""How long a connection to an engine may take: time for two lost SYNs."""
+
+IDLE_TIMEOUT_S = 120.0
+"""The longest silence within an answer, of either side."""
+
 LINE_BYTES_MAX: Final = 1 << 16
 
 # Asks for uncompressed answers, because compressed ones could not be relayed piece by piece.
@@ -73,12 +79,9 @@ class EngineAnswer(NamedTuple):
 class Streamed:
     """An answer whose first bytes have arrived."""
 
-    def __init__(
-        self, address: str, response: aiohttp.ClientResponse, first: bytes, idle_s: float
-    ) -> None:
+    def __init__(self, address: str, response: aiohttp.ClientResponse, first: bytes) -> None:
         self._address = address
         self._response = response
-        self._idle_s = idle_s
         self.first: Final = first
         """The first bytes; empty only if the whole answer is empty."""
 
@@ -100,19 +103,18 @@ class Streamed:
         Raises:
             EngineError: no piece within the idle time-out, or the connection broke.
         """
-        while piece := await _piece(self._address, self._response, self._idle_s):
+        while piece := await _piece(self._address, self._response):
             yield piece
 
 
 class Engines:
     """Connections to all engines. Close it with ``close``."""
 
-    def __init__(self, *, connect_timeout_ms: int, idle_timeout_ms: int) -> None:
-        self._idle_s = idle_timeout_ms / 1000
+    def __init__(self) -> None:
         self._session = aiohttp.ClientSession(
             # The proxy bounds requests when they arrive; a bound here would only delay them.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_ms / 1000),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             max_line_size=LINE_BYTES_MAX,
@@ -161,7 +163,7 @@ class Engines:
         address: str,
         path: str,
         *,
-        first_byte_timeout_ms: int,
+        first_byte_timeout_s: float,
         headers: Mapping[str, str],
         data: bytes,
     ) -> AsyncIterator[Streamed]:
@@ -172,7 +174,7 @@ class Engines:
             EngineError: no byte arrived in time, or the connection failed.
         """
         with _errors(address):
-            async with asyncio.timeout(first_byte_timeout_ms / 1000):
+            async with asyncio.timeout(first_byte_timeout_s):
                 response = await self._session.post(
                     f"http://{address}{path}",
                     data=data,
@@ -185,15 +187,15 @@ class Engines:
                     response.close()
                     raise
         try:
-            yield Streamed(address, response, first, self._idle_s)
+            yield Streamed(address, response, first)
         finally:
             response.close()  # no effect if the connection has been returned to the pool
 
 
-async def _piece(address: str, response: aiohttp.ClientResponse, idle_s: float) -> bytes:
+async def _piece(address: str, response: aiohttp.ClientResponse) -> bytes:
     """The next piece of an answer; empty at its end."""
     with _errors(address):
-        async with asyncio.timeout(idle_s):
+        async with asyncio.timeout(IDLE_TIMEOUT_S):
             return await response.content.readany()
 
 

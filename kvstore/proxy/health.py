@@ -11,18 +11,21 @@ from kvstore.proxy.metrics import clock_ms
 
 log = logging.getLogger("kvstore.proxy")
 
+INTERVAL_S = 1.0
+"""How often the proxy asks each engine for its health."""
+
+TIMEOUT_MS = 1_000
+"""Silence after which such a request counts as failed; two failures in a row make an engine
+unhealthy."""
+
 
 class HealthChecks:
     """Checks the health of all instances in rounds. A round asks all of them in parallel, so that a
     silent one delays no other."""
 
-    def __init__(
-        self, instances: Instances, engines: Engines, *, interval_ms: int, timeout_ms: int
-    ) -> None:
+    def __init__(self, instances: Instances, engines: Engines) -> None:
         self._instances = instances
         self._engines = engines
-        self._interval_s = interval_ms / 1000
-        self._timeout_ms = timeout_ms
 
     async def run(self) -> None:
         """Runs rounds until the task is cancelled."""
@@ -30,7 +33,7 @@ class HealthChecks:
         while True:
             started = loop.time()
             await self.round()
-            await asyncio.sleep(max(0.0, started + self._interval_s - loop.time()))
+            await asyncio.sleep(max(0.0, started + INTERVAL_S - loop.time()))
 
     async def round(self) -> None:
         await asyncio.gather(*(self.check(each) for each in self._instances))
@@ -41,7 +44,7 @@ class HealthChecks:
         instance.note_asked(clock_ms())
         try:
             answer = await self._engines.ask(
-                "GET", instance.address, "/health", timeout_ms=self._timeout_ms
+                "GET", instance.address, "/health", timeout_ms=TIMEOUT_MS
             )
         except EngineError as error:
             before, reason = instance.healthy, error

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self
 
 from kvstore.breaker import Breaker, BreakerState
-from kvstore.proxy.affinity import PrefixAffinity, Prints
+from kvstore.proxy.affinity import BLOCKS_MAX, PrefixAffinity, Prints
 
 Role = Literal["prefill", "decode"]
 ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
@@ -28,15 +28,16 @@ unhealthy."""
 
 REFUSALS_MS: Final = 5_000
 
+BREAKER_FAILURES = 5
+"""Failed requests in a row after which an instance gets none for a while, even if its health checks
+succeed."""
 
-class Rules(NamedTuple):
-    """How instances are judged and chosen; see ``ProxyConfig`` for each."""
+BREAKER_OPEN_MS = 5_000
+"""How long such an instance gets no requests; then one request tests it."""
 
-    breaker_failures: int = 5
-    breaker_open_ms: int = 5_000
-    prefix_affinity: bool = False
-    affinity_slack: int = 4
-    affinity_blocks_max: int = 131_072
+AFFINITY_SLACK = 4
+"""How many more requests than the least busy instance the one with the longest prefix may have:
+waiting for a few takes less time than loading a prefix."""
 
 
 class InstanceView(NamedTuple):
@@ -195,13 +196,11 @@ class Turn:
 class Instances:
     """All instances, and the choice among them. Times are milliseconds of any monotonic clock."""
 
-    def __init__(self, rules: Rules) -> None:
-        self._rules = rules
+    def __init__(self, *, prefix_affinity: bool = False) -> None:
+        self._prefix_affinity = prefix_affinity
         self._all: dict[tuple[Role, str], Instance] = {}
         self._choices = 0
-        self._affinity = {
-            role: PrefixAffinity(blocks_max=rules.affinity_blocks_max) for role in ROLES
-        }
+        self._affinity = {role: PrefixAffinity() for role in ROLES}
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(list(self._all.values()))
@@ -225,8 +224,7 @@ class Instances:
         if known is not None:
             known.draining = False
             return known, False
-        rules = self._rules
-        breaker = Breaker(failures_max=rules.breaker_failures, open_for=rules.breaker_open_ms)
+        breaker = Breaker(failures_max=BREAKER_FAILURES, open_for=BREAKER_OPEN_MS)
         instance = self._all[role, address] = Instance(role, address, breaker)
         return instance, True
 
@@ -281,13 +279,13 @@ class Instances:
         if not usable:
             return None
         chosen = least = min(usable, key=lambda each: (each.in_flight, each.chosen))
-        if self._rules.prefix_affinity and prints:
+        if self._prefix_affinity and prints:
             affinity = self._affinity[role]
             by_address = {each.address: each for each in usable}
             address = affinity.longest(prints, by_address)
             if address is not None:
                 preferred = by_address[address]
-                if preferred.in_flight - least.in_flight <= self._rules.affinity_slack:
+                if preferred.in_flight - least.in_flight <= AFFINITY_SLACK:
                     chosen = preferred
             affinity.remember(prints, chosen.address)
         self._choices += 1
@@ -305,7 +303,7 @@ class Instances:
             assert each.in_flight >= 0
             assert not each.draining or each.in_flight > 0, "a drained instance stays"
         for affinity in self._affinity.values():
-            assert len(affinity) <= self._rules.affinity_blocks_max
+            assert len(affinity) <= BLOCKS_MAX
 
     def _knows(self, instance: Instance) -> bool:
         return self._all.get((instance.role, instance.address)) is instance

@@ -37,15 +37,18 @@ FAILURES_MAX: Final = 3
 REST_MS: Final = 1_000
 
 
+TIMEOUT_S = 0.02
+"""How long to wait for the store to say what it holds: a small part of what the shortest prefill
+takes."""
+
+
 class StoreLookup:
     """Lookups in the store. Usable between ``start`` and ``close``, in one event loop."""
 
     def __init__(
-        self, master: str, *, timeout_ms: int, metrics: Metrics, cluster: str = "", auth: str = "",
-        tenant: str = "",
-    ) -> None:  # fmt: skip
+        self, master: str, *, metrics: Metrics, cluster: str = "", auth: str = "", tenant: str = ""
+    ) -> None:
         """``tenant``: of the engines whose records are read; empty: of those that have none."""
-        self._timeout_s = timeout_ms / 1000
         self._metrics = metrics
         self._tenant = tenant
         self._fleet = of_tenant(tenant, FLEET_NAMESPACE)
@@ -111,7 +114,7 @@ class StoreLookup:
     async def _blocks(self, record: Record, keys: list[bytes]) -> int:
         states = record.states
         chains = [name for name in record.namespaces if name not in states]
-        async with asyncio.timeout(self._timeout_s):
+        async with asyncio.timeout(TIMEOUT_S):
             reach = await self._client.match_all(keys, namespaces=chains, states=sorted(states))
         return reach.state if states else reach.matched
 

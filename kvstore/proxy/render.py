@@ -22,6 +22,10 @@ WRONG: Final = frozenset({400, 401, 413, 422})
 SAID_MAX: Final = 200
 """Characters of an engine's error message that are logged."""
 
+TIMEOUT_MS = 5_000
+"""How long an engine may take to make token ids of a prompt; without them the request goes on, and
+is tokenized twice."""
+
 CANNOT_REST_MS: Final = 60_000
 """After this time an engine that cannot render is asked again: it may have been upgraded."""
 
@@ -46,7 +50,7 @@ async def render(parts: ProxyParts, asked: Asked) -> bool:
             asked.route.path + "/render",
             data=asked.raw,
             headers=asked.engine_headers("-render"),
-            timeout_ms=parts.config.render_timeout_ms,
+            timeout_ms=TIMEOUT_MS,
         )
     except EngineError as error:
         if error.is_unconnected:

@@ -53,8 +53,6 @@ def salts_by(config: ProxyConfig) -> Salts | None:
     """
     if not config.cache_salt_from:
         return None
-    secret = config.cache_salt_secret
-    if config.cache_salt_secret_file:
-        check_mode_of(Path(config.cache_salt_secret_file).expanduser(), SECRET_FILE)
-        secret = read_token(config.cache_salt_secret_file, SECRET_FILE)
+    check_mode_of(Path(config.cache_salt_secret_file).expanduser(), SECRET_FILE)
+    secret = read_token(config.cache_salt_secret_file, SECRET_FILE)
     return Salts(config.cache_salt_from, secret)

@@ -31,6 +31,17 @@ from kvstore.web.server.doors import CLIENT_LEFT, RETRY_AFTER_S
 
 log = logging.getLogger("kvstore.proxy")
 
+INFLIGHT_MAX = 1_024
+"""Requests at once, each with its body in memory; further ones get 503 with Retry-After. As many as
+some decoders run together."""
+
+BODY_BYTES_MAX = 32 << 20
+"""The largest request body: a million token ids are 8 MiB; images take more."""
+
+BODY_TIMEOUT_S = 60.0
+"""How long a request's body may take: the largest one at 5 Mbit/s. As many bodies as requests may
+be in progress; the slowest gives way to one more."""
+
 
 async def serve(parts: ProxyParts, route: EngineRoute, request: web.Request) -> web.StreamResponse:
     """The handler of both routes: bounds, counts and logs requests; ``_answer`` does the work.
@@ -90,21 +101,21 @@ async def _take(
     if salts is not None and (caller := salts.caller(request.headers)) is None:
         raise not_taken(401, f"this needs one header {salts.header}", "authentication_error")
     try:
-        async with parts.bodies.wait(parts.config.body_timeout_ms / 1000):
+        async with parts.bodies.wait(BODY_TIMEOUT_S):
             raw = await request.read()
         body = bodies.parse(raw)
     except web.HTTPRequestEntityTooLarge:
-        message = f"the body is larger than {parts.config.body_max} bytes"
+        message = f"the body is larger than {BODY_BYTES_MAX} bytes"
         raise not_taken(413, message, "invalid_request_error") from None
     except CrowdedOutError:
         message = "too many requests whose body has not arrived"
         raise not_taken(503, message, "overloaded") from None
     except TimeoutError:
-        message = f"the body did not arrive within {parts.config.body_timeout_ms} ms"
+        message = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
         raise not_taken(408, message, "timeout") from None
     except InvalidArgumentError as error:
         raise not_taken(400, str(error), "invalid_request_error") from None
-    if parts.in_flight >= parts.config.inflight_max:
+    if parts.in_flight >= INFLIGHT_MAX:
         raise not_taken(503, "too many requests at once", "overloaded")
     if salts is not None and caller is not None:
         body = salts.salted(caller, body)
@@ -123,11 +134,7 @@ async def _answer(parts: ProxyParts, asked: Asked, request: web.Request) -> web.
             return await decode(parts, asked, request)
     refused = await render(parts, asked)
     if asked.token_ids is not None and parts.config.affinity == "prefix":
-        asked.prints = fingerprints(
-            asked.token_ids,
-            blocks_max=parts.config.affinity_blocks_max,
-            salt=bodies.salt_of(asked.body) or "",
-        )
+        asked.prints = fingerprints(asked.token_ids, salt=bodies.salt_of(asked.body) or "")
     await prefill(parts, asked, refused=refused)
     return await decode(parts, asked, request)
 

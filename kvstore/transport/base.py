@@ -157,6 +157,10 @@ class Transport(ABC):
         """Give back what belongs to segments that are gone, or to nodes that have ended a
         connection. Called every second or so, by one thread; does not wait for calls."""
 
+    def drop_connections(self) -> None:  # noqa: B027  # most have none
+        """After a foreign exception has cut a call: the next calls connect anew. Calls of other
+        threads go on."""
+
     @abstractmethod
     def abandon(self) -> None:
         """In the child of a fork: close our descriptors of the parent's sockets and files, and

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Final, TypeVar
 
 from kvstore.auth.data_port import ClientEnd
@@ -19,7 +20,7 @@ from kvstore.errors import ClosedError
 from kvstore.memory.header import HEADER_BYTES
 from kvstore.native.kinds import ReadRow, WriteRow
 from kvstore.network.tcp_protocol import RANGES_MAX
-from kvstore.process.stopping import Bell, Known, Stop, current
+from kvstore.process.stopping import Stop, current
 from kvstore.transport.base import Move, Transport
 from kvstore.transport.pieces import check_moves, deadline_exceeded
 from kvstore.transport.tcp_client import STALL_S, ClientConnection
@@ -29,8 +30,7 @@ CONNECTIONS_MAX: Final = 8
 receive and hash, so several of them only help calls from several threads."""
 
 LOOK_AGAIN_S: Final = 0.1
-"""How often a call that waits for a connection looks for one by itself: a call that a signal has
-cut short may have given its connection back without a word."""
+"""How often a call that waits for a connection looks whether the transport was closed."""
 
 ItemT = TypeVar("ItemT")
 RowT = TypeVar("RowT", ReadRow, WriteRow)
@@ -44,8 +44,11 @@ class _Connections:
     def __init__(self) -> None:
         self.idle: list[ClientConnection] = []
         """The last one was used most recently, and is used next; nodes end those that grow old."""
-        self.lent: Known[ClientConnection] = Known()
-        """If a signal handler raises in a call, its connection is freed with the call's frames."""
+        self.lent: set[ClientConnection] = set()
+        self.waiting = 0
+        """Calls that wait for a connection."""
+        self.returned: SimpleQueue[None] = SimpleQueue()
+        """Wakes one of them."""
 
 
 class TcpTransport(Transport):
@@ -73,7 +76,6 @@ class TcpTransport(Transport):
         self._stall_s = stall_s
         self._pools: dict[_PoolKey, _Connections] = {}
         self._lock = threading.Lock()
-        self._given_back = Bell()
         self._closed = False
 
     def reaches(self, segment: SegmentInfo) -> bool:
@@ -126,7 +128,6 @@ class TcpTransport(Transport):
         with self._lock:
             self._closed = True
             lent = [connection for pool in self._pools.values() for connection in pool.lent]
-        self._given_back.ring()
         self._drop(self._keys())
         for connection in lent:
             connection.interrupt()
@@ -142,6 +143,10 @@ class TcpTransport(Transport):
                     del self._pools[key]
         for connection in ended:
             connection.close()
+
+    def drop_connections(self) -> None:
+        """As ``Transport.drop_connections``."""
+        self._drop(self._keys())
 
     def abandon(self) -> None:
         """As ``Transport.abandon``."""
@@ -176,33 +181,33 @@ class TcpTransport(Transport):
     def _take(
         self, key: _PoolKey, segment: SegmentInfo, deadline: float, stop: Stop | None
     ) -> tuple[_Connections, ClientConnection]:
-        with nullcontext() if stop is None else stop.wakes(self._given_back.ring):
-            while True:
-                if self._closed:
-                    raise ClosedError("the transport was closed", settled=1)
-                if stop is not None:
-                    stop.check()
-                with self._lock:
-                    pool = self._pools.get(key)
-                    is_new = pool is None
-                    if pool is None:
-                        pool = self._pools[key] = _Connections()
-                    connection = self._connection(pool, segment)
-                    heard = self._given_back.listen() if connection is None else None
-                if connection is not None:
-                    if is_new:
-                        self._drop([e for e in self._keys() if e[1] == segment.uuid and e != key])
-                    return pool, connection
-                remaining = deadline - uptime()
-                if remaining <= 0:
-                    raise deadline_exceeded(segment)
-                if heard is not None:
-                    self._given_back.wait(heard, min(remaining, LOOK_AGAIN_S))
+        while True:
+            if self._closed:
+                raise ClosedError("the transport was closed", settled=1)
+            if stop is not None:
+                stop.check()
+            with self._lock:
+                pool = self._pools.get(key)
+                is_new = pool is None
+                if pool is None:
+                    pool = self._pools[key] = _Connections()
+                connection = self._connection(pool, segment)
+                pool.waiting += connection is None
+            if connection is not None:
+                if is_new:
+                    self._drop([e for e in self._keys() if e[1] == segment.uuid and e != key])
+                return pool, connection
+            remaining = deadline - uptime()
+            with suppress(Empty):
+                pool.returned.get(timeout=max(0.0, min(remaining, LOOK_AGAIN_S)))
+            with self._lock:
+                pool.waiting -= 1
+            if remaining <= 0:
+                raise deadline_exceeded(segment)
 
     def _connection(self, pool: _Connections, segment: SegmentInfo) -> ClientConnection | None:
         """One that is free, or a new one if there may be more of them. The caller holds the
         lock."""
-        pool.lent.prune()
         if pool.idle:
             connection = pool.idle.pop()
         elif len(pool.lent) < self._connections_max:
@@ -222,7 +227,8 @@ class TcpTransport(Transport):
             is_kept = is_usable and not self._closed and self._pools.get(key) is pool
             if is_kept:
                 pool.idle.append(connection)
-        self._given_back.ring(1)
+            if pool.waiting:
+                pool.returned.put(None)
         if not is_kept:
             connection.close() if is_usable else connection.reset()
 

@@ -23,6 +23,7 @@ from kvstore.errors import (
     NodeUnreachableError,
     PermissionDeniedError,
 )
+from kvstore.limits import DATA_PROTOCOL_VERSION
 from kvstore.native import slow, steps
 from kvstore.native.kinds import (
     ANSWERED,
@@ -44,7 +45,7 @@ from kvstore.network.tcp_protocol import (
     RefusedTransferError,
     TransferStatus,
 )
-from kvstore.network.tls_memory import TlsError
+from kvstore.network.tls_stream import NeedsTlsError, TlsError
 from kvstore.transport.base import PIECE_BYTES, Move
 from kvstore.transport.pieces import (
     deadline_exceeded,
@@ -56,8 +57,8 @@ from kvstore.transport.pieces import (
 from kvstore.wire.spinning import SpinGauge
 
 STALL_S: Final = 1.0
-"""The longest that no byte may move while a call waits, unless the client sets another value: a
-node that was stopped, or a host that is gone, does not answer at all."""
+"""The longest that no byte may move while a call waits: a node that was stopped, or a
+host that is gone, does not answer at all."""
 
 CONNECT_STALLS: Final = 1.25
 """Time for connecting and the hello, in multiples of ``stall_s``: a connection request that was
@@ -82,7 +83,7 @@ wake-up of the other end. (Medians over loopback, with hashing.)"""
 
 
 SPIN_S: Final = 200e-6
-"""How long an answer is polled for before sleeping, where that has paid lately (ADR 2)."""
+"""How long an answer is polled for before sleeping, where that has paid lately."""
 
 _STATUSES: Final = frozenset(TransferStatus)
 _Exchanged = tuple[int, int, int, list[bytes | int] | None]
@@ -175,7 +176,7 @@ class ClientConnection:
 
     @property
     def _encrypts(self) -> bool:
-        return self._segment.data_protocol >= protocol.WITH_TLS
+        return self._segment.encrypts
 
     @property
     def _connect_s(self) -> float:
@@ -273,10 +274,13 @@ class ClientConnection:
         segment = self._segment
         if self._tls is not None and self._tls.demands and not self._encrypts:
             raise not_encrypted(segment)
+        if segment.data_protocol != DATA_PROTOCOL_VERSION:
+            raise self._protocol_error(
+                f"speaks data protocol {segment.data_protocol}, this client {DATA_PROTOCOL_VERSION}"
+            )
         deadline = min(deadline, uptime() + self._connect_s)
         sock = names.connect(*_host_and_port(segment.address), deadline)
         stream = self._begin(sock, deadline)
-        version = min(protocol.PLAIN, segment.data_protocol)
         self._number = 1 + secrets.randbits(63)  # a child of a fork draws another one
         hello = protocol.pack_hello(
             Hello(
@@ -285,7 +289,6 @@ class ClientConnection:
                 segment.generation,
                 self._client_number,
                 self._number,
-                protocol.WITH_CAPABILITIES if self._sealed else version,
                 segment.holder,
             )
         )
@@ -328,7 +331,7 @@ class ClientConnection:
         try:
             stream.begin(deadline)
         except TlsError as error:
-            if error.heard == protocol.pack_status(TransferStatus.BUSY):
+            if error.is_busy:
                 raise RefusedTransferError(TransferStatus.BUSY) from None
             raise
         certified = self._segment.certified
@@ -359,6 +362,17 @@ class ClientConnection:
         settled = int(self._is_settled)
         if isinstance(error, TimeoutError) and uptime() >= deadline - LATE_S:
             return deadline_exceeded(segment, settled=settled)
+        if isinstance(error, NeedsTlsError):
+            return self._description_error(
+                "requires TLS on its data port",
+                "again with --data-encryption tls: give this client an identity (--auth FILE, "
+                "KVSTORE_AUTH) and try again",
+            )
+        if isinstance(error, TlsError) and error.is_plain:
+            return self._description_error(
+                "does not speak TLS on its data port",
+                "again without --data-encryption tls: start it with that",
+            )
         if isinstance(error, TlsError):
             return PermissionDeniedError(
                 f"{where} and this client do not accept each other's identity: {error.strerror}",
@@ -400,11 +414,22 @@ class ClientConnection:
                     f"{where} refused a range outside its segment", settled=settled
                 )
             case _:
-                return NodeUnreachableError(
-                    f"{where} does not speak this data protocol",
-                    advice="Run the same release on all hosts, and check the address.",
-                    node=segment.node, address=segment.address, transport="tcp", settled=settled,
-                )  # fmt: skip
+                return self._protocol_error("does not speak this data protocol")
+
+    def _protocol_error(self, what: str) -> NodeUnreachableError:
+        return NodeUnreachableError(
+            f"{self._where} {what}",
+            advice="Run the same release on all hosts, and check the address.",
+            node=self._segment.node, address=self._segment.address, transport="tcp",
+            settled=int(self._is_settled),
+        )  # fmt: skip
+
+    def _description_error(self, what: str, advice: str) -> KVStoreError:
+        return NodeUnreachableError(
+            f"{self._where} {what}, and its master has described it otherwise",
+            advice=f"Another process has its address, or it was started {advice}.",
+            node=self._segment.node, address=self._segment.address, transport="tcp", settled=1,
+        )  # fmt: skip
 
     def _failed(self, error: OSError) -> str:
         """What the node did, as the end of a sentence."""

@@ -15,7 +15,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 from kvstore.auth.data_port import NodeEnd
 from kvstore.auth.holders import shown
@@ -29,7 +29,7 @@ from kvstore.native.slow import Sealed, serve_ranges
 from kvstore.network import tcp_protocol as protocol
 from kvstore.network.stream import StalledError, Stream
 from kvstore.network.tcp_protocol import Hello, RefusedTransferError, TransferStatus
-from kvstore.network.tls_memory import TlsError
+from kvstore.network.tls_stream import TlsError
 
 _READ_BYTES: Final = 256 << 10
 _LINGER_BYTES: Final = 64 << 20
@@ -40,9 +40,6 @@ the status: data left unread at ``close`` would reset the connection and lose th
 _log = logging.getLogger(__name__)
 
 BUSY: Final = TransferStatus.BUSY
-
-Capabilities = Literal["off", "prefer", "require"]
-"""As ``DataServer`` takes it."""
 
 
 class ServedSegment(Protocol):
@@ -96,7 +93,7 @@ class ServerContext:
     """By uuid; does not change."""
     stall_s: float
     idle_s: float
-    capabilities: Capabilities = "off"
+    capabilities: bool = False
     tls: NodeEnd | None = None
     """None: connections are not encrypted."""
     orders: dict[bytes, memoryview] = field(default_factory=dict)
@@ -112,7 +109,7 @@ class ServerContext:
 
     def begin_orders(self) -> None:
         """Forgets all orders. For a mount of which there are no capabilities yet."""
-        if self.capabilities != "off":
+        if self.capabilities:
             self.orders = {uuid: memoryview(mmap.mmap(-1, ORDERS_BYTES)) for uuid in self.segments}
 
     def count(self, **amounts: int) -> None:
@@ -253,16 +250,14 @@ class Connection:
         self._stream.receive([memoryview(raw)], self._soon())
         hello = protocol.unpack_hello(raw)
         wanted = self._context.capabilities
-        if hello is None:
+        if hello is None or (hello.holder and not wanted):
             raise RefusedTransferError(TransferStatus.BAD_REQUEST)
-        if hello.protocol >= protocol.WITH_CAPABILITIES and wanted == "off":
-            raise RefusedTransferError(TransferStatus.BAD_REQUEST)
-        if hello.protocol < protocol.WITH_CAPABILITIES and wanted == "require":
+        if not hello.holder and wanted:
             raise RefusedTransferError(TransferStatus.DENIED)
         segment = self._context.segments.get(hello.uuid)
         if segment is None:
             raise RefusedTransferError(TransferStatus.GONE)
-        if hello.protocol >= protocol.WITH_CAPABILITIES:
+        if hello.holder:
             self._check_proof(segment, hello, bytes(raw))
         elif not hmac.compare_digest(hello.token, segment.token):
             raise RefusedTransferError(TransferStatus.DENIED)
@@ -270,7 +265,7 @@ class Connection:
             raise RefusedTransferError(TransferStatus.GONE)
         self.client, self.number, self.uuid = hello.client, hello.connection, hello.uuid
         nothing = memoryview(bytearray())
-        if hello.protocol < protocol.WITH_CAPABILITIES:
+        if not hello.holder:
             return segment, Sealed(b"", hello.generation, 0, steps.siphash, nothing, nothing)
         self._asked = memoryview(bytearray(ASKED_BYTES))
         return segment, Sealed(

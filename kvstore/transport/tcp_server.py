@@ -22,16 +22,9 @@ from kvstore.native import steps
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
 from kvstore.network.stream import Stream
-from kvstore.network.tcp_protocol import (
-    LOWER_HALF,
-    PLAIN,
-    WITH_CAPABILITIES,
-    WITH_TLS,
-    TransferStatus,
-    pack_status,
-)
+from kvstore.network.tcp_protocol import LOWER_HALF, TransferStatus, pack_status
+from kvstore.network.tls_stream import BUSY
 from kvstore.transport.tcp_connection import (
-    Capabilities,
     Connection,
     DataServerCounters,
     ServedSegment,
@@ -72,13 +65,12 @@ class DataServer:
         connections_max: int = CONNECTIONS_MAX,
         stall_s: float = STALL_S,
         idle_s: float = IDLE_S,
-        capabilities: Capabilities = "off",
+        capabilities: bool = False,
         tls: NodeEnd | None = None,
     ) -> None:
         """
         Args:
-            capabilities: which clients it serves: those that show the segments' tokens (``off``),
-                those that show capabilities (``require``), or both (``prefer``).
+            capabilities: whether clients show capabilities, instead of the segments' tokens.
             tls: encrypts all connections, and says who may have one; None: without encryption.
         """
         self._address = (host, port)
@@ -130,11 +122,12 @@ class DataServer:
         return int(self._listener.getsockname()[1])
 
     @property
-    def data_protocol(self) -> int:
-        """The highest version of the data protocol that it speaks."""
-        if self._context.tls is not None:
-            return WITH_TLS
-        return PLAIN if self._context.capabilities == "off" else WITH_CAPABILITIES
+    def takes_capabilities(self) -> bool:
+        return self._context.capabilities
+
+    @property
+    def encrypts(self) -> bool:
+        return self._context.tls is not None
 
     @property
     def connections(self) -> int:
@@ -193,18 +186,6 @@ class DataServer:
             ]
         _end(chosen)
         return len(chosen)
-
-    def serve_tokens(self, wanted: bool) -> None:
-        """Whether to serve, from now on, who shows a segment's token. Connections of those that are
-        not served any more end. Not for a server that was made with ``off``."""
-        context = self._context
-        before, context.capabilities = context.capabilities, "prefer" if wanted else "require"
-        if before == context.capabilities or wanted:
-            return
-        with self._changing:
-            chosen = [each for each in self._connections if not each.holder]
-        for connection in chosen:
-            connection.cut()
 
     def refuse_holders(self, holders: Iterable[int]) -> int:
         """Refuses the proofs of these holders, and of no others, from now on; ends their
@@ -305,7 +286,8 @@ class DataServer:
         cannot use up all connections."""
         with contextlib.suppress(OSError):
             # Fits the send buffer of a new connection, so this does not wait. A handshake would.
-            Stream.send(stream, [pack_status(TransferStatus.BUSY)], uptime() + 0.1)
+            busy = pack_status(TransferStatus.BUSY) if stream.is_plain else BUSY
+            Stream.send(stream, [busy], uptime() + 0.1)
         stream.close()
         with self._changing:
             stranger = next((c for c in self._connections if not c.is_greeted), None)

@@ -546,7 +546,7 @@ class StatObjectReply(_message.Message):
     idle_ms: _builtins.int
     """Since it was last matched, looked up or put."""
     epoch: _builtins.int
-    """In which the segments have their numbers; 0 from older masters."""
+    """In which the segments have their numbers."""
     @_builtins.property
     def row(self) -> Global___ObjectRow:
         """Absent: no such object."""
@@ -1072,9 +1072,7 @@ class DrainReply(_message.Message):
     """Puts and allocations under way that were to be written there."""
     @_builtins.property
     def began(self) -> _common_pb2.Version:
-        """The newest version when the draining began: what is moved off the node gets a later one. Absent:
-        an older master.
-        """
+        """The newest version when the draining began: what is moved off the node gets a later one."""
 
     def __init__(
         self,
@@ -1115,7 +1113,7 @@ class StartMovesRequest(_message.Message):
     """As in PutStartRequest."""
     repair: _builtins.bool
     """Not of a draining node, and not to move: grant one more replica of what has too few, and evict
-    nothing for that. A node asks when a beat has said so. A master that does not know this refuses.
+    nothing for that. A node sends it when a beat has said so.
     """
     @_builtins.property
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -1124,7 +1122,7 @@ class StartMovesRequest(_message.Message):
     @_builtins.property
     def evict_up_to(self) -> _common_pb2.Version:
         """Of a draining node: evict objects elsewhere of this version or an earlier one that were used
-        longer ago. Absent: evict none. An older master evicts any that was used longer ago.
+        longer ago. Absent: evict none.
         """
 
     def __init__(

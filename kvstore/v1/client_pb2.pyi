@@ -31,7 +31,6 @@ class JoinRequest(_message.Message):
     CLIENT_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
-    PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
     CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
@@ -40,9 +39,7 @@ class JoinRequest(_message.Message):
     host: _builtins.str
     """The host that the client runs on, as nodes name it."""
     protocol: _builtins.int
-    """The highest version of this protocol that the client speaks: 1."""
-    protocol_min: _builtins.int
-    """The lowest one; 0: only `protocol`."""
+    """The version of this protocol that the client speaks: 1."""
     cluster: _builtins.str
     """Name of the cluster that the client means; empty: whichever the master belongs to."""
     highest_epoch: _builtins.int
@@ -57,14 +54,13 @@ class JoinRequest(_message.Message):
         client: _builtins.str = ...,
         host: _builtins.str = ...,
         protocol: _builtins.int = ...,
-        protocol_min: _builtins.int = ...,
         cluster: _builtins.str = ...,
         highest_epoch: _builtins.int = ...,
         client_number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "client_number", b"client_number", "cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "protocol", b"protocol", "protocol_min", b"protocol_min"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "client_number", b"client_number", "cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "protocol", b"protocol"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -81,7 +77,6 @@ class JoinReply(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     PUT_DEADLINE_MS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
-    PROTOCOL_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     HTTP_PORT_FIELD_NUMBER: _builtins.int
     HAS_EVENTS_FIELD_NUMBER: _builtins.int
@@ -100,12 +95,10 @@ class JoinReply(_message.Message):
     put_deadline_ms: _builtins.int
     version: _builtins.str
     """Release of the master."""
-    protocol: _builtins.int
-    """The version of this protocol that both speak from here on; 0: 1."""
     cluster: _builtins.str
     """Name of the master's cluster; may be empty."""
     http_port: _builtins.int
-    """TCP port of HTTP, on the address that the client already used; 0: none, or an older release."""
+    """TCP port of HTTP, on the address that the client already used; 0: none."""
     has_events: _builtins.bool
     """Whether events are served there: GET /api/v1/events."""
     identity: _builtins.str
@@ -120,7 +113,6 @@ class JoinReply(_message.Message):
         lease_ms: _builtins.int = ...,
         put_deadline_ms: _builtins.int = ...,
         version: _builtins.str = ...,
-        protocol: _builtins.int = ...,
         cluster: _builtins.str = ...,
         http_port: _builtins.int = ...,
         has_events: _builtins.bool = ...,
@@ -128,7 +120,7 @@ class JoinReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "has_events", b"has_events", "http_port", b"http_port", "identity", b"identity", "lane_port", b"lane_port", "lane_token", b"lane_token", "lane_unix", b"lane_unix", "lease_ms", b"lease_ms", "protocol", b"protocol", "put_deadline_ms", b"put_deadline_ms", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "epoch", b"epoch", "has_events", b"has_events", "http_port", b"http_port", "identity", b"identity", "lane_port", b"lane_port", "lane_token", b"lane_token", "lane_unix", b"lane_unix", "lease_ms", b"lease_ms", "put_deadline_ms", b"put_deadline_ms", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -395,9 +387,7 @@ class PutStartRequest(_message.Message):
     client_number: _builtins.int
     """The number that the client shows to data servers; 0: unknown."""
     ttl_ms: _builtins.int
-    """So long after its put has ended an object is gone, at most a week; 0: no such end. A master of
-    an earlier release ignores it.
-    """
+    """So long after its put has ended an object is gone, at most a week; 0: no such end."""
     @_builtins.property
     def keys(self) -> _common_pb2.Keys:
         """No key twice."""
@@ -590,22 +580,20 @@ Global___PutRevokeReply: _TypeAlias = PutRevokeReply  # noqa: Y015
 class AllocateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NAMESPACE_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     AVOID_FIELD_NUMBER: _builtins.int
     HERE_ONLY_FIELD_NUMBER: _builtins.int
     CLIENT_NUMBER_FIELD_NUMBER: _builtins.int
-    NAMESPACE_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.str
+    """Its tenant holds the memory until the commit."""
     size: _builtins.int
     wait_ms: _builtins.int
     host: _builtins.str
     here_only: _builtins.bool
     client_number: _builtins.int
-    namespace: _builtins.str
-    """Whose tenant holds the memory until the commit. Empty (an older client): none; a master with
-    tenants refuses that.
-    """
     @_builtins.property
     def avoid(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """As in PutStartRequest."""
@@ -613,13 +601,13 @@ class AllocateRequest(_message.Message):
     def __init__(
         self,
         *,
+        namespace: _builtins.str = ...,
         size: _builtins.int = ...,
         wait_ms: _builtins.int = ...,
         host: _builtins.str = ...,
         avoid: _abc.Iterable[_builtins.bytes] | None = ...,
         here_only: _builtins.bool = ...,
         client_number: _builtins.int = ...,
-        namespace: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -746,7 +734,7 @@ class RenewRequest(_message.Message):
     @_builtins.property
     def uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Where the leased memory is, one row per key: the uuid of its segment, 16 bytes, and the offset of
-        its extent. Without these rows a version is promised only while all of its replicas are mounted.
+        its extent.
         """
 
     @_builtins.property
@@ -1088,7 +1076,7 @@ class ReportFailureRequest(_message.Message):
     reason: _builtins.str
     """What failed, for the master's log: one line of at most 256 characters."""
     epoch: _builtins.int
-    """Of the segment ids, which may name other segments under another master. Left out: this one's."""
+    """Of the segment ids, which may name other segments under another master."""
     @_builtins.property
     def segment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """At most 16,384. Only those that were tried."""

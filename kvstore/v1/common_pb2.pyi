@@ -228,6 +228,8 @@ class SegmentInfo(_message.Message):
     HOLDER_FIELD_NUMBER: _builtins.int
     HANDOVER_FIELD_NUMBER: _builtins.int
     CERTIFIED_FIELD_NUMBER: _builtins.int
+    TAKES_CAPABILITIES_FIELD_NUMBER: _builtins.int
+    ENCRYPTS_FIELD_NUMBER: _builtins.int
     segment_id: _builtins.int
     """Never used again within an epoch."""
     node: _builtins.str
@@ -247,16 +249,18 @@ class SegmentInfo(_message.Message):
     generation: _builtins.int
     """Counts mounts; a data connection or mapping of an older one is refused."""
     data_protocol: _builtins.int
-    """The highest version of the data protocol that the node's data server speaks; 0: 2."""
+    """The version of the data protocol that the node's data server speaks: 1."""
     holder: _builtins.int
-    """The number of the identity that asked, where the node takes its capabilities: it speaks data
-    protocol 3 as this holder, and proves that it has the key in `token`. 0: it speaks 2.
+    """The number of the identity that sent the request, if the node takes its capabilities: it says
+    hello as this holder, and proves that it has the key in `token`. 0: it shows the token.
     """
     certified: _builtins.str
-    """Which identity the node had when it joined, if it encrypts its data port (data protocol 4): the
-    URI in its certificate, if another authority has issued it (spiffe://...); else kvstore:NAME.
-    Its certificate on the data port must have the same. Empty: not known.
+    """The identity with which the node joined, kvstore:NAME, if it encrypts its data port. Its
+    certificate on the data port must have the same. Empty: not known.
     """
+    takes_capabilities: _builtins.bool
+    """Whether the node takes capabilities (see Placements), and whether its data port speaks TLS."""
+    encrypts: _builtins.bool
     @_builtins.property
     def engine(self) -> Global___TransferEngine:
         """Absent when the node has no transfer engine."""
@@ -290,10 +294,12 @@ class SegmentInfo(_message.Message):
         holder: _builtins.int = ...,
         handover: Global___Handover | None = ...,
         certified: _builtins.str = ...,
+        takes_capabilities: _builtins.bool = ...,
+        encrypts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "handover", b"handover"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certified", b"certified", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "generation", b"generation", "handover", b"handover", "holder", b"holder", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "certified", b"certified", "data_protocol", b"data_protocol", "device", b"device", "encrypts", b"encrypts", "engine", b"engine", "generation", b"generation", "handover", b"handover", "holder", b"holder", "host", b"host", "node", b"node", "seed", b"seed", "segment_id", b"segment_id", "shm_name", b"shm_name", "size", b"size", "takes_capabilities", b"takes_capabilities", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

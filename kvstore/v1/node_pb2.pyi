@@ -102,7 +102,6 @@ class NodeJoin(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     RESUME_EPOCH_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
-    PROTOCOL_MIN_FIELD_NUMBER: _builtins.int
     HIGHEST_EPOCH_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
@@ -110,13 +109,11 @@ class NodeJoin(_message.Message):
     name: _builtins.str
     host: _builtins.str
     protocol: _builtins.int
-    """The highest version of this protocol that the node speaks: 1."""
+    """The version of this protocol that the node speaks: 1."""
     resume_epoch: _builtins.int
     """The epoch to go on under after a broken stream: the master knows these segments still, or
     refuses with "segment_gone". 0: joins anew, having fenced off every older grant.
     """
-    protocol_min: _builtins.int
-    """The lowest version of this protocol that the node speaks; 0: only `protocol`."""
     highest_epoch: _builtins.int
     """The highest epoch that the node has joined, or that its memory has seen. A master whose own
     epoch is lower begins a new term above it before it lets the node join.
@@ -127,7 +124,7 @@ class NodeJoin(_message.Message):
     """Of the node's program, for people."""
     clock_ms: _builtins.int
     """What time it is, on the clock with which the node compares when capabilities end (see
-    Placements); 0: not told.
+    Placements).
     """
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___SegmentOffer]:
@@ -141,7 +138,6 @@ class NodeJoin(_message.Message):
         protocol: _builtins.int = ...,
         resume_epoch: _builtins.int = ...,
         segments: _abc.Iterable[Global___SegmentOffer] | None = ...,
-        protocol_min: _builtins.int = ...,
         highest_epoch: _builtins.int = ...,
         cluster: _builtins.str = ...,
         version: _builtins.str = ...,
@@ -149,7 +145,7 @@ class NodeJoin(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ms", b"clock_ms", "cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "name", b"name", "protocol", b"protocol", "protocol_min", b"protocol_min", "resume_epoch", b"resume_epoch", "segments", b"segments", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_ms", b"clock_ms", "cluster", b"cluster", "highest_epoch", b"highest_epoch", "host", b"host", "name", b"name", "protocol", b"protocol", "resume_epoch", b"resume_epoch", "segments", b"segments", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -175,6 +171,8 @@ class SegmentOffer(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     HANDOVER_FIELD_NUMBER: _builtins.int
     STAMP_KEY_FIELD_NUMBER: _builtins.int
+    TAKES_CAPABILITIES_FIELD_NUMBER: _builtins.int
+    ENCRYPTS_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     uuid: _builtins.bytes
     """16 bytes."""
@@ -187,7 +185,7 @@ class SegmentOffer(_message.Message):
     fresh: _builtins.bool
     """Nobody has ever been given an extent of it."""
     data_protocol: _builtins.int
-    """The highest version of the data protocol that the node's data server speaks; 0: 2."""
+    """The version of the data protocol that the node's data server speaks: 1."""
     handover: _builtins.str
     """Entry in /dev/shm: the Unix socket where the node hands descriptors of its memory to clients;
     empty: none.
@@ -196,6 +194,9 @@ class SegmentOffer(_message.Message):
     """16 bytes, which no client learns: the key of the stamps behind the headers of this segment. Empty:
     its node takes headers without one.
     """
+    takes_capabilities: _builtins.bool
+    """Whether the node takes capabilities (see Placements), and whether its data port speaks TLS."""
+    encrypts: _builtins.bool
     @_builtins.property
     def mark(self) -> _common_pb2.Version:
         """The last mark that its node was told to keep: see MasterWipe."""
@@ -223,10 +224,12 @@ class SegmentOffer(_message.Message):
         device: _common_pb2.DevicePlace | None = ...,
         handover: _builtins.str = ...,
         stamp_key: _builtins.bytes = ...,
+        takes_capabilities: _builtins.bool = ...,
+        encrypts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "engine", b"engine", "mark", b"mark"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "handover", b"handover", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "stamp_key", b"stamp_key", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "data_protocol", b"data_protocol", "device", b"device", "encrypts", b"encrypts", "engine", b"engine", "fresh", b"fresh", "generation", b"generation", "handover", b"handover", "mark", b"mark", "seed", b"seed", "shm_name", b"shm_name", "size", b"size", "stamp_key", b"stamp_key", "takes_capabilities", b"takes_capabilities", "token", b"token", "uuid", b"uuid"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -386,20 +389,14 @@ class MasterAccepted(_message.Message):
     BEAT_MS_FIELD_NUMBER: _builtins.int
     DEAD_MS_FIELD_NUMBER: _builtins.int
     SEGMENT_IDS_FIELD_NUMBER: _builtins.int
-    PROTOCOL_FIELD_NUMBER: _builtins.int
     CLUSTER_FIELD_NUMBER: _builtins.int
-    SERVES_ALL_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     beat_ms: _builtins.int
     """How often to send NodeBeat."""
     dead_ms: _builtins.int
     """Silence after which the node is dead; after one it must join anew."""
-    protocol: _builtins.int
-    """The version of this protocol that both speak from here on; 0: 1."""
     cluster: _builtins.str
     """Name of the master's cluster; may be empty. The node writes it into its memory."""
-    serves_all: _builtins.bool
-    """The master has an identity, and also serves peers without one."""
     @_builtins.property
     def segment_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """One per offered segment, in their order."""
@@ -411,13 +408,11 @@ class MasterAccepted(_message.Message):
         beat_ms: _builtins.int = ...,
         dead_ms: _builtins.int = ...,
         segment_ids: _abc.Iterable[_builtins.int] | None = ...,
-        protocol: _builtins.int = ...,
         cluster: _builtins.str = ...,
-        serves_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_ms", b"beat_ms", "cluster", b"cluster", "dead_ms", b"dead_ms", "epoch", b"epoch", "protocol", b"protocol", "segment_ids", b"segment_ids", "serves_all", b"serves_all"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_ms", b"beat_ms", "cluster", b"cluster", "dead_ms", b"dead_ms", "epoch", b"epoch", "segment_ids", b"segment_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

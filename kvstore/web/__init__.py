@@ -3,7 +3,7 @@
     kvstore-master ──listening socket──► child: aiohttp ◄── probes, Prometheus
                    ◄──── questions ──── (``channel``: a private socket pair)
 
-The child is a process of its own, so that no scrape and no slow reader holds the loop of its parent
-(ADR 21). It asks for what only the parent knows through the channel, and for everything else as any
+The child is a process of its own, so that no scrape and no slow reader holds the loop of its
+parent. It asks for what only the parent knows through the channel, and for everything else as any
 client of the master does.
 """

@@ -16,7 +16,6 @@ from kvstore.process.background import start_task
 from kvstore.process.children import ParentLink
 from kvstore.web.api.chains import Prefixes
 from kvstore.web.api.drains import NodesAPI
-from kvstore.web.api.objects import ObjectsAPI
 from kvstore.web.api.questions import Api
 from kvstore.web.api.reasons import Reasons
 from kvstore.web.channel import ChildEnd
@@ -117,9 +116,7 @@ def _routes(
     """All routes but those of health and metrics."""
     client, nodes_of = master.client, master.nodes_of
     endpoints = endpoints_of(events) if events else not_asked_for()
-    owners = (
-        Api(client, nodes_of), Prefixes(client, nodes_of), ObjectsAPI(client), Reasons(client),
-    )  # fmt: skip
+    owners = Api(client, nodes_of), Prefixes(client, nodes_of), Reasons(client)
     for owner in (dashboard, *owners, nodes):
         endpoints += endpoints_of(owner)
     endpoints += endpoints_of(Document(endpoints))

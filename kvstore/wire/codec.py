@@ -15,8 +15,7 @@ functions in Python, as ``dataclasses`` does, so that nothing is looked up or de
         return Lookup(namespace, keys)
 
 How a field travels follows from its type on both sides, and what it may hold from its annotation
-(``kvstore.calls.fields``). A number, text or bytes whose default is not the empty one takes that
-default where a peer left it out. ``BY_HAND`` has the classes whose messages have another form.
+(``kvstore.calls.fields``). ``BY_HAND`` has the classes whose messages have another form.
 """
 
 from __future__ import annotations
@@ -206,9 +205,6 @@ class _Writer:
 
     def _scalar(self, name: str, base: Any, rule: Any) -> tuple[str, str]:
         fill, taken = f"m.{name} = {name}", f"m.{name}"
-        default = self._kind._field_defaults.get(name)
-        if default:
-            taken = f"({taken} or {default!r})"
         if base == Key | None:
             return f"m.{name} = {name} or b''", f"parent_key({taken})"
         if base in _CHECKED:
@@ -320,12 +316,6 @@ def _check_match(match: calls.PrefixMatch) -> calls.PrefixMatch:
     return match
 
 
-def _check_renew(renew: calls.Renew) -> calls.Renew:
-    if {len(renew.uuids), len(renew.offsets)} not in ({0}, {len(renew.keys)}):
-        raise ProtocolError("columns of different length")
-    return renew
-
-
 def _check_renewed(renewed: calls.Renewed) -> calls.Renewed:
     wanted = calls.CAPABILITY_BYTES * len(renewed.tokens_held)
     if len(renewed.capabilities) not in (0, wanted):
@@ -349,7 +339,6 @@ def _check_wipe(order: calls.MasterWipe) -> calls.MasterWipe:
 CHECKS: Final[dict[type, Callable[[Any], Any]]] = {
     calls.PrefixMatch: _check_match,
     calls.MovesStarted: _check_moves,
-    calls.Renew: _check_renew,
     calls.Renewed: _check_renewed,
     calls.MasterWipe: _check_wipe,
 }

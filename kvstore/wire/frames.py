@@ -25,7 +25,7 @@ from kvstore.limits import (
     FRAME_BYTES_MAX,
     PROTOCOL_VERSION,
     REQUEST_BYTES_MAX,
-    agreed_protocol,
+    check_protocol,
 )
 
 MAGIC = b"kvs-lane"
@@ -40,7 +40,7 @@ _AFTER_LENGTH = HEAD_BYTES - 4
 _LENGTH = struct.Struct("<I")
 _VERSION = struct.Struct("<I")
 
-BUFFER_BYTES = 32 << 10
+BUFFER_BYTES = 64 << 10
 """A reader's buffer: nearly every frame fits, and one ``recv`` empties a busy socket. A larger one
 is released after its frame."""
 
@@ -77,9 +77,9 @@ def frame(call_id: int, kind: int, name: bytes, payload: bytes) -> bytes:
     return _HEAD.pack(length, call_id, kind, len(name)) + name + payload
 
 
-def hello(token: bytes, protocol: int = PROTOCOL_VERSION) -> bytes:
-    """The first frame of a connection. ``protocol``: the version agreed on by the join."""
-    return frame(0, HELLO, b"", MAGIC + _VERSION.pack(protocol) + token)
+def hello(token: bytes) -> bytes:
+    """The first frame of a connection."""
+    return frame(0, HELLO, b"", MAGIC + _VERSION.pack(PROTOCOL_VERSION) + token)
 
 
 def read_hello(first: Frame) -> bytes:
@@ -95,8 +95,7 @@ def read_hello(first: Frame) -> bytes:
     if len(payload) < len(MAGIC) + _VERSION.size:
         raise ProtocolError("a HELLO without a protocol version")
     (version,) = _VERSION.unpack_from(payload, len(MAGIC))
-    if agreed_protocol(version, version, "the client") != version:
-        raise ProtocolError(f"a HELLO of protocol {version}")
+    check_protocol(version, "the client")
     token = payload[len(MAGIC) + _VERSION.size :]
     if not 0 < len(token) <= TOKEN_BYTES_MAX:
         raise PermissionDeniedError("a HELLO without a lane token")

@@ -1,4 +1,4 @@
-"""The master's state: pure decisions. Compiled where that is possible; see docs/adr/0015."""
+"""The master's state: pure decisions. Compiled where that is possible."""
 
 from kvstore.native import compiled
 

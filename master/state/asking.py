@@ -288,11 +288,7 @@ class Asking:
                 record is not None
                 and record.segment is not None
                 and (record.epoch, record.counter) == (epoch, counter)
-                and (
-                    _is_at(record, request.uuids[index], request.offsets[index])
-                    if request.uuids
-                    else all(s.alive or not s.segment_id for s, _ in record.extents())
-                )
+                and _is_at(record, request.uuids[index], request.offsets[index])
                 and not (some_ended and self._lifetimes.ended(record, now_ms))
             ):
                 record.last_used_ms = now_ms

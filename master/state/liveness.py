@@ -76,9 +76,8 @@ class JoinedNode:
     """Whether the node has said that its memory's entry in ``/dev/shm`` was removed."""
     gone: str = ""
     """Why the node has gone; empty: it has not."""
-    ahead_ms: int | None = None
-    """What the node's clock showed when it was last heard, less the master's; None: it does not
-    tell its time."""
+    ahead_ms: int = 0
+    """What the node's clock showed when it was last heard, less the master's."""
     address: str = ""
     """Where its data port is; empty: it has none."""
     certified: str = ""
@@ -106,9 +105,8 @@ class LivenessRules:
 
 
 def told_time(node: JoinedNode, clock_ms: int, now_ms: int) -> None:
-    """Called with the time on the node's clock; 0: the node is of a release that does not say."""
-    if clock_ms:
-        node.ahead_ms = clock_ms - now_ms
+    """Called with the time on the node's clock."""
+    node.ahead_ms = clock_ms - now_ms
 
 
 def used(node: JoinedNode, host: str, now_ms: int) -> None:

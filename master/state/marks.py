@@ -1,4 +1,4 @@
-"""Marks: how memory that was away during a removal is told from memory that was there (ADR 11).
+"""Marks: how memory that was away during a removal is told from memory that was there.
 
 Before a removal is acknowledged, every mounted segment keeps a mark that is newer than any mark on
 memory that may be away. A later master trusts the newest mark that it finds: memory with an older

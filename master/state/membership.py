@@ -27,7 +27,7 @@ from kvstore.errors import (
     SegmentGoneError,
     UnavailableError,
 )
-from kvstore.limits import agreed_protocol, check_cluster
+from kvstore.limits import check_cluster, check_protocol
 from kvstore.master.state import liveness
 from kvstore.master.state.effects import Effect, Hangup, Notice
 from kvstore.master.state.liveness import JoinedNode, LivenessRules
@@ -109,13 +109,13 @@ class Membership:
             self._alive = now_ms, segments
         return self._alive[1]
 
-    def check(self, join: NodeJoin) -> int:
-        """Checks that the message is valid and for this cluster; returns the protocol to use.
+    def check(self, join: NodeJoin) -> None:
+        """Checks that the message is valid and for this cluster.
 
         Raises:
             ProtocolError, InvalidArgumentError, ClusterMismatchError
         """
-        protocol = agreed_protocol(join.protocol_min, join.protocol, "the node")
+        check_protocol(join.protocol, "the node")
         check_cluster(self._cluster, join.cluster, f"node {join.name}")
         for offer in join.segments:
             if offer.size <= SUPERBLOCK_BYTES or len(offer.uuid) != 16:
@@ -126,7 +126,6 @@ class Membership:
             )
         if len({offer.uuid for offer in join.segments}) < len(join.segments):
             raise InvalidArgumentError("a node offers each of its segments once")
-        return protocol
 
     def join(
         self,
@@ -146,7 +145,7 @@ class Membership:
             UnavailableError: another node has mounted that memory.
             ProtocolError, InvalidArgumentError, BusyError, ClusterMismatchError
         """
-        protocol = self.check(join)
+        self.check(join)
         uuids = {offer.uuid for offer in join.segments}
         self._alive = None
         known = self.nodes.get(join.name)
@@ -158,7 +157,7 @@ class Membership:
             node.heard_ms, node.certified = now_ms, certified
             liveness.told_time(node, join.clock_ms, now_ms)
             self._notice("node_resumed", node)
-            return self._accepted(node, join, protocol)
+            return self._accepted(node, join)
         for uuid in uuids:
             holder = self._holders.get(uuid, known)
             if holder is not None and holder.name != join.name:
@@ -202,7 +201,7 @@ class Membership:
         self.segments[node.name] = segments
         self.mounted += segments
         self._notice("node_joined", node)
-        return self._accepted(node, join, protocol)
+        return self._accepted(node, join)
 
     def _resumable(self, join: NodeJoin, known: JoinedNode | None, uuids: set[bytes]) -> JoinedNode:
         """``known``: the node with that name and exactly these segments, if there is one.
@@ -375,14 +374,13 @@ class Membership:
         node.session = session
         self._by_session[session] = node
 
-    def _accepted(self, node: JoinedNode, join: NodeJoin, protocol: int) -> MasterAccepted:
+    def _accepted(self, node: JoinedNode, join: NodeJoin) -> MasterAccepted:
         ids = {segment.offer.uuid: segment.segment_id for segment in self.segments[node.name]}
         return MasterAccepted(
             epoch=self._epoch,
             beat_ms=self._beat_ms,
             dead_ms=self._rules.dead_ms,
             segment_ids=[ids[offer.uuid] for offer in join.segments],
-            protocol=protocol,
             cluster=self._cluster,
         )
 
@@ -415,4 +413,6 @@ def describe(segment: MountedSegment) -> SegmentInfo:
         device=offer.device,
         handover=Handover(offer.handover, 0, bytes(16)) if offer.handover else None,
         certified=segment.node.certified,
+        takes_capabilities=offer.takes_capabilities,
+        encrypts=offer.encrypts,
     )

@@ -148,7 +148,7 @@ class Nodes:
     def report_failure(self, now_ms: int, request: calls.ReportFailure) -> calls.Reported:
         common = self._common
         common.changing = True
-        is_ours = request.epoch in (0, common.epoch)
+        is_ours = request.epoch == common.epoch
         source = common.traffic.caller.source
         for segment_id in request.segment_ids if is_ours else ():
             segment = common.pool.segments.get(segment_id)

@@ -6,7 +6,7 @@
                     └ segment lost ─────► refused at put_end
 
 An abandoned attempt that is not settled is cut and wiped at once: its node ends the data
-connections that may carry its bytes, and then wipes the header (ADR 5). Removals of the key wait
+connections that may carry its bytes, and then wipes the header. Removals of the key wait
 for that. A *quarantined* extent is free again ``quarantine_ms`` after the deadline of its put, and
 is wiped once more: a writer through shared memory that respects its deadline has stopped by then.
 """

@@ -85,17 +85,7 @@ class Putting:
         return result
 
     def allocate(self, now_ms: int, request: calls.Allocate) -> calls.Grants | Later:
-        """
-        Raises:
-            InvalidArgumentError: the master has tenants, and the request names no namespace.
-        """
         self._forest.begin_step()
-        if not request.namespace and self._pool.tenants is not None:
-            raise InvalidArgumentError(
-                "this master has tenants, and the allocation names no namespace whose tenant would "
-                "hold its memory",
-                advice="The client is of an older release: upgrade it, or put without allocate().",
-            )
         self._check_sizes([request.size])
         return self._answer_or_wait(now_ms, request, self._try_allocation(now_ms, request))
 

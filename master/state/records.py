@@ -20,7 +20,6 @@ from kvstore.master.state.allocator import Allocator
 from kvstore.master.state.tenant import Tenant
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
 from kvstore.native import steps
-from kvstore.network.tcp_protocol import WITH_CAPABILITIES
 
 if TYPE_CHECKING:
     from kvstore.master.state.liveness import JoinedNode
@@ -159,7 +158,7 @@ class MountedSegment:
         self.allocator = Allocator(SUPERBLOCK_BYTES, offer.size & -EXTENT_ALIGN, empty=offer.fresh)
         self.candidates = candidates
         """The objects that could be evicted from here: leaves whose first replica is here."""
-        self.zeroes = bool(offer.data_protocol >= WITH_CAPABILITIES)
+        self.zeroes = offer.takes_capabilities
         """Whether its node zeroes memory before it belongs to another object. Clients that reach an
         extent by a capability then find nothing of its former objects."""
         self.unready = False

@@ -2,7 +2,7 @@
 
 From its removal on, an object is in no answer. The removal is acknowledged when no memory can bring
 back an older version: the headers are wiped, copies of the object are stopped, and memory that is
-away, or has not reported its objects yet, cannot bring one back (ADR 11).
+away, or has not reported its objects yet, cannot bring one back (docs/decisions/removals.md).
 """
 
 from __future__ import annotations

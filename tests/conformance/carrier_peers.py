@@ -76,7 +76,10 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
          calls.Grants(7, 30_000, b"\x01\x02", 1, [9], [3], [4096])),
         (calls.PutEnd(7, [9]), calls.PutEnded(b"\x04")),
         (calls.PutRevoke(7, [9], False, [5, 6]), calls.Revoked(1)),
-        (calls.Allocate(4096, 0, "host"), calls.Grants(7, 30_000, b"\x01", 1, [10], [3], [4096])),
+        (
+            calls.Allocate(N, 4096, 0, "host"),
+            calls.Grants(7, 30_000, b"\x01", 1, [10], [3], [4096]),
+        ),
         (calls.Commit(7, 10, N, KEYS[0], KEYS[1], 4096, False), calls.Committed(4)),
         (calls.Renew(N, KEYS, [7, 7], [1, 2], 7, [10], (b"u" * 16, b"v" * 16), [4096, 8192]),
          calls.Renewed(10_000, 30_000, b"\x01\x00", b"\x01")),

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
 
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.data_port import NodeEnd
@@ -25,7 +24,6 @@ from kvstore.memory.segment import NodeSegment
 from kvstore.network.host import host_id
 from kvstore.node.device_segment import DeviceSegment
 from kvstore.transport.mooncake.server import EngineServer
-from kvstore.transport.tcp_connection import Capabilities
 from kvstore.transport.tcp_server import DataServer
 from tests.support import fake_device
 from tests.support.programs import ENGINE
@@ -44,7 +42,7 @@ class Peer:
         connections_max: int = 64,
         engine: str = "",
         device: str = "",
-        capabilities: Capabilities = "off",
+        capabilities: bool = False,
         auth: str = "",
     ) -> None:
         """
@@ -57,7 +55,7 @@ class Peer:
         self.name = name
         command = [
             sys.executable, "-m", __spec__.name, name, str(size), str(connections_max), engine,
-            device, capabilities, auth,
+            device, "capabilities" if capabilities else "", auth,
         ]  # fmt: skip
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -80,7 +78,7 @@ class Peer:
             generation=reply["generation"],
             engine=EngineAddress(*reply["engine"]) if reply["engine"] else None,
             device=DevicePlace(*reply["device"]) if reply["device"] else None,
-            data_protocol=reply["data_protocol"],
+            encrypts=reply["encrypts"],
         )
 
     @property
@@ -131,8 +129,8 @@ def main() -> None:
     fake_device.add()
     name, size, connections_max = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     metadata_server, device = sys.argv[4:6]
-    capabilities = cast(Capabilities, sys.argv[6])
-    tls = NodeEnd(Credentials(sys.argv[7]), Revoked(""), {}) if sys.argv[7] else None
+    capabilities = bool(sys.argv[6])
+    tls = NodeEnd(Credentials(sys.argv[7]), Revoked("")) if sys.argv[7] else None
     segment = DeviceSegment.on(device, name, size) if device else NodeSegment.create(name, size)
     server = DataServer(
         [segment],
@@ -173,7 +171,7 @@ def main() -> None:
             "generation": segment.generation,
             "engine": engine and engine.address,
             "device": segment.place,
-            "data_protocol": server.data_protocol,
+            "encrypts": server.encrypts,
         }
         print(json.dumps(reply), flush=True)
     server.check_invariants()

@@ -40,7 +40,7 @@ from kvstore.master import grpc_server, lane
 from kvstore.master.carriers import Carriers
 from kvstore.master.lane import LaneSettings
 from kvstore.process.stopping import Stop
-from kvstore.wire.frames import CALL, ERROR, REPLY, frame
+from kvstore.wire.frames import CALL, ERROR, REPLY, TOKEN_BYTES_MAX, frame
 from kvstore.wire.messages import CALLS, encode_request
 from kvstore.wire.node_messages import SESSION_PATH
 from kvstore.wire.status import decode_error
@@ -160,15 +160,12 @@ def test_the_master_learns_which_client_calls(server: Server, caller: Caller) ->
     ],
     ids=["short", "just fits", "long", "wide"],
 )
-def test_a_client_is_known_by_its_name_in_a_token_that_old_masters_take(
-    server: Server, name: str, known: str
-) -> None:
-    """A master of the release before refuses a lane token of more than 64 bytes."""
+def test_a_client_is_known_by_its_name_in_a_token(server: Server, name: str, known: str) -> None:
     with contextlib.closing(Caller(server.address, name=name)) as caller:
         caller.call(EXISTS)
         joined = caller.stub.join(uptime() + 10)
     assert server.service.callers[-1].rpartition(" ")[0] == known
-    assert len(joined.lane_token) <= 64
+    assert len(joined.lane_token) <= TOKEN_BYTES_MAX
 
 
 def test_what_the_master_refuses_arrives_typed(caller: Caller) -> None:

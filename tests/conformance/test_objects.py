@@ -151,6 +151,10 @@ class HolderWay(Way):
         super().carry(transfer, seconds)
 
 
+class HolderDeviceWay(HolderWay, DeviceWay):
+    """Both of them."""
+
+
 WAYS: dict[str, dict[str, Callable[[], Way]]] = {
     "host": {
         "shm-compiled": lambda: Way.compiled(ShmTransport),
@@ -160,6 +164,9 @@ WAYS: dict[str, dict[str, Callable[[], Way]]] = {
         "tcp-compiled": lambda: Way.compiled(TcpTransport),
         "tcp-slow": lambda: Way(TcpTransport(), slow),
         "tcp-device": lambda: DeviceWay(TcpTransport()),
+    },
+    "held": {
+        "shm-slow": lambda: Way(ShmTransport(), slow),
         "tcp-holder-compiled": lambda: HolderWay.compiled(TcpTransport),
         "tcp-holder-slow": lambda: HolderWay(TcpTransport(), slow),
     },
@@ -170,15 +177,18 @@ WAYS: dict[str, dict[str, Callable[[], Way]]] = {
         "tcp-compiled": lambda: Way.compiled(TcpTransport),
         "tcp-slow": lambda: Way(TcpTransport(), slow),
         "tcp-device": lambda: DeviceWay(TcpTransport()),
+    },
+    "held-device": {
+        "host": lambda: Way(DeviceTransport(8 * MIB)),
         "tcp-holder-compiled": lambda: HolderWay.compiled(TcpTransport),
     },
     "encrypted": {
-        "tcp": lambda: Way(TcpTransport(tls=shared_ends().client())),
-        "tcp-device": lambda: DeviceWay(TcpTransport(tls=shared_ends().client())),
         "tcp-holder": lambda: HolderWay(TcpTransport(tls=shared_ends().client())),
+        "tcp-holder-device": lambda: HolderDeviceWay(TcpTransport(tls=shared_ends().client())),
     },
 }
-"""By the memory that the segment is in; ``encrypted``: of the host, and the node encrypts."""
+"""By the memory that the segment is in; ``held``: with capabilities; ``encrypted``: of the host,
+with capabilities, and the node encrypts."""
 EVERY = [(memory, way) for memory, ways in WAYS.items() for way in ways]
 HOST = [each for each in EVERY if each[0] == "host"]
 DEVICE = [each for each in EVERY if each[0] == "device"]
@@ -189,10 +199,11 @@ def by(ways: list[tuple[str, str]]) -> pytest.MarkDecorator:
 
 
 def new_peer(memory: str, name: str) -> Peer:
-    device = POOLED if memory == "device" else ""
+    device = POOLED if "device" in memory else ""
     auth = shared_ends().node_file if memory == "encrypted" else ""
     name = f"{name}-{os.getpid()}"
-    return Peer(name, 64 * MIB, device=device, capabilities="prefer", auth=auth)
+    capabilities = memory not in ("host", "device")
+    return Peer(name, 64 * MIB, device=device, capabilities=capabilities, auth=auth)
 
 
 @pytest.fixture(scope="module")
@@ -326,10 +337,13 @@ SIZES: dict[str, dict[str, tuple[list[int], int]]] = {
         "empty": ([0], 1), "few": ([1, 0, 4096], 1), "odd": ([300_000, 5, 9 * MIB], 7),
         "many": ([10] * 500, 1),
     },
-    "encrypted": {
+    "held-device": {"few": ([1, 0, 4096], 1), "many": ([10] * 500, 1)},
+} | {
+    memory: {
         "few": ([1, 0, 4096], 1), "batch": ([4096] * 64, 3), "odd": ([300_000, 5, MIB + 1], 7),
         "gathered": ([100_000], 5_000),
-    },
+    }
+    for memory in ("held", "encrypted")
 }  # fmt: skip
 """Of objects, and into how many parts their buffers are cut."""
 
@@ -341,7 +355,6 @@ SIZES: dict[str, dict[str, tuple[list[int], int]]] = {
         for memory, ways in WAYS.items()
         for one in ways
         for two in ways
-        if "holder" not in two or one == "tcp-slow"
         for sizes in SIZES[memory]
     ],
     indirect=["way", "other"],

@@ -15,6 +15,7 @@ import torch
 
 from kvstore import AsyncClient, Client
 from kvstore.calls import PutOutcome
+from kvstore.device import locks, ring
 from kvstore.device.device import Device
 from kvstore.device.driver import DeviceDriver
 from kvstore.errors import DeadlineExceededError, DeviceError
@@ -100,7 +101,7 @@ def in_use(device: Device) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("locked", "most"),
-    [("0", RING), ("1GiB", (1 << 30) + RING)],
+    [(0, RING), (1 << 30, (1 << 30) + RING)],
     ids=["through-the-ring", "straight"],
 )
 def test_page_locked_memory_has_a_bound(
@@ -108,15 +109,17 @@ def test_page_locked_memory_has_a_bound(
     connect: Callable[..., Client],
     monkeypatch: pytest.MonkeyPatch,
     transport: str,
-    locked: str,
+    locked: int,
     most: int,
 ) -> None:
-    client = connect(device_ring="8MiB", device_locked=locked)
+    monkeypatch.setattr(ring, "RING_BYTES", RING)
+    monkeypatch.setattr(locks, "LOCKED_BYTES_MAX", locked)
+    client = connect()
     device = client.device(NAME)
     counted = Counted(device.driver, monkeypatch)
     round_trip(gpu, client)
     assert 0 < counted.most <= most
-    is_straight = transport == "shm" and (locked != "0")
+    is_straight = transport == "shm" and bool(locked)
     assert (device.locks.locked_bytes > 0) == is_straight
     of_the_ring = counted.now - device.locks.locked_bytes
     assert of_the_ring in ((0, RING) if is_straight else (RING,))
@@ -161,12 +164,13 @@ def test_a_get_that_is_cancelled_while_it_waits_touches_nothing(
 def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing_running(
     gpu: GPU, store: Cluster, namespace: str, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ring, "RING_BYTES", RING)
     value = gpu.tensor(torch.ones((512 if IS_REAL else 12) * MIB, dtype=torch.uint8))
     copying = threading.Event()
 
     async def cancelled() -> None:
         async with AsyncClient(
-            store.address, namespace=namespace, transports=(transport,), device_ring="8MiB"
+            store.address, namespace=namespace, transports=(transport,)
         ) as client:
             device = client.device(NAME)
             for name in ("copy", "copy_ordinary"):
@@ -189,7 +193,8 @@ def test_a_put_that_is_cancelled_while_it_copies_leaves_nothing_running(
 def test_an_error_in_the_middle_leaves_nothing(
     gpu: GPU, connect: Callable[..., Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client = connect(device_ring="32MiB")
+    monkeypatch.setattr(ring, "RING_BYTES", 32 * MIB)
+    client = connect()
     device = client.device(NAME)
     size = (40 if IS_REAL else 2) * MIB
     sent = {b"%d" % number: torch.full((size,), number, dtype=torch.uint8) for number in range(17)}

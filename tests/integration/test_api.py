@@ -78,7 +78,7 @@ def test_one_object(store: Store) -> None:
     assert get(store.port, f"{STAT_PATH}?key={KEYS[1].hex()}").status == 404
     assert get(store.port, f"{STAT_PATH}?key=xyz") == (
         400,
-        "key: 'xyz' is no key of up to 256 bytes in hexadecimal\n",
+        "key: 'xyz' is no key of 1 to 256 bytes in hexadecimal\n",
     )
 
 

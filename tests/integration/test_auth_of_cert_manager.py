@@ -15,8 +15,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from kvstore.auth.certificates import inspect
 from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, Credentials
-from kvstore.auth.inspection import inspect
 from kvstore.errors import PermissionDeniedError
 from tests.support.cluster import Cluster
 from tests.support.processes import free_port
@@ -107,7 +107,7 @@ def test_the_example_for_cert_manager_works(tmp_path: Path) -> None:
         if "uris" in spec
     }
     for path in at.values():
-        assert not inspect(path, datetime.now(UTC)).problems
+        assert not inspect(path)["problems"]
     master, node, observer, engine = (
         at[f"kvstore-{role}"] for role in ("master", "node", "observer", "engine")
     )

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome, calls
-from kvstore.auth.ledger import Wanted
+from kvstore.auth.certificates import Wanted, inspect
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import (
     CapabilityRefusedError,
     KVStoreError,
     PermissionDeniedError,
-    PutRefusedError,
 )
 from kvstore.limits import Key, Namespace
 from kvstore.network import tcp_protocol as protocol
@@ -191,32 +190,6 @@ def test_another_master_knows_the_holders_anew(store: Cluster) -> None:
     assert client.get("b") == b"b"
 
 
-def test_a_node_that_takes_no_capabilities_is_used_as_before(store: Cluster) -> None:
-    """While nodes are given identities one by one."""
-    store.master_server.terminate()
-    store.master_server.wait()
-    store.master(auth_mode="prefer")
-    store.node(auth_mode="prefer")
-    store.node(auth="")
-    client = store.client(transports=TCP)
-    keys = [f"k{number}" for number in range(8)]
-    outcomes = client.put_many([(key, content(key, SIZE)) for key in keys], replicas=2)
-    assert set(outcomes) == {STORED}
-    dead(store, store.nodes[0])
-    reader = store.client(transports=TCP, name="reader")
-    assert reader.get_many(keys) == [content(key, SIZE) for key in keys]
-
-
-def test_a_client_that_gets_no_capabilities_is_told_so(store: Cluster) -> None:
-    store.node()
-    store.master_server.kill()
-    store.master(auth_mode="prefer")
-    until(lambda: store.status().nodes)
-    client = store.client(transports=TCP, auth="")
-    with pytest.raises(PutRefusedError, match="may require capabilities"):
-        client.put("a", b"a")
-
-
 def test_a_stranger_on_the_data_port_is_denied(store: Cluster) -> None:
     store.node()
     client = store.client(transports=TCP)
@@ -295,7 +268,8 @@ def test_nodes_refuse_who_is_revoked(tmp_path: Path) -> None:
         store.node_module = OVER_TCP_NODE
         store.master()
         store.node()
-        stolen = store.client(auth=identities.engine("e", "default"), transports=TCP)
+        file = identities.engine("e", "default")
+        stolen = store.client(auth=file, transports=TCP)
         stolen.put("a", content("a", SIZE))
         segment, at, capability = segment_of(stolen, "a")
         wanted = Wanted("e", ("engine",), ("default",), ("default",))
@@ -316,7 +290,7 @@ def test_nodes_refuse_who_is_revoked(tmp_path: Path) -> None:
             return False
 
         assert not is_refused()
-        identities.revoke_older("e")
+        identities.revoke(inspect(file)["number"])
         until(is_refused)
         transport.close()
         assert good.get("a") == content("a", SIZE)

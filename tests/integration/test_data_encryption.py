@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, Credentials
-from kvstore.auth.ledger import Wanted
+from kvstore.auth.certificates import Wanted
+from kvstore.auth.credentials import NODE_NAME, Credentials
 from kvstore.errors import PutRefusedError
 from kvstore.network.addresses import split_address
-from tests.integration.test_auth_of_cert_manager import USAGES, Issuer
 from tests.integration.test_drain import drain
 from tests.integration.test_repairing import nodes_of
 from tests.integration.test_strangers import noises, shout
-from tests.support.cluster import MASTER, OVER_TCP_NODE, SHORT, Cluster
+from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster
 from tests.support.issuing import Identities
 from tests.support.processes import free_port, run_python
 from tests.support.traffic import at_work, content, getter, putter
@@ -202,53 +201,6 @@ def test_a_client_that_demands_encryption_uses_no_plain_node_over_tcp(
 
 
 # --- who does not get in -------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_one_node_does_not_pass_for_another_with_certificates_of_spiffe(
-    tmp_path: Path, wire: Wire
-) -> None:
-    """They name no identity of ours, and clients have no file that says whose they are."""
-    issuer, names = Issuer(), tmp_path / "names.toml"
-
-    def mount(name: str, role: str, *dns: str) -> str:
-        known = f'"spiffe://prod/{name}" = "kvstore:{role}/{name}?read=*&write=*"\n'
-        names.write_text((names.read_text() if names.exists() else "") + known)
-        spec = {
-            "uris": [f"spiffe://prod/{name}"], "dnsNames": list(dns), "usages": [*USAGES],
-        }  # fmt: skip
-        return issuer.mount(tmp_path / name, spec)
-
-    master = mount("master", "master", MASTER_NAME)
-    node, other = (mount(name, "node", NODE_NAME) for name in ("node", "other"))
-    engine = mount("engine", "engine")
-    settings = SHORT | {"auth": master, "auth_names": names}
-    with Cluster(tmp_path, settings=settings) as store:
-        server = store.launch(MASTER, store.settings)
-        ready = server.line(r"listening on \S*?:(\d+) \(gRPC\)")
-        store.settings["port"] = int(ready[1])
-        own = {"auth_names": names} | TLS
-        wire.to, of_other = free_port(), free_port()
-        store.node(auth=node, port=wire.to, advertise=wire.address, **own)
-        client = store.client(auth=engine, transports=TCP)
-        assert client.put("k", b"v") is STORED
-        assert client.get("k") == b"v"
-        store.node(auth=other, port=of_other, **own)
-        wire.to = of_other  # which takes the place of the first node on the network
-        fresh = store.client(auth=engine, transports=TCP, name="fresh")
-        assert fresh.get("k") is None
-        (failed,) = fresh._state.context.segments.failures()
-        assert "has joined as spiffe://prod/node" in failed.error.message
-
-
-def test_a_client_without_an_identity_is_told_what_to_do(store: Cluster) -> None:
-    store.node(**TLS)
-    store.master_server.kill()
-    store.master(auth_mode="prefer")
-    until(lambda: store.status().nodes)
-    client = store.client(transports=TCP, auth="")
-    with pytest.raises(PutRefusedError, match="KVSTORE_AUTH"):
-        client.put("a", b"a")
 
 
 @pytest.mark.parametrize("role", ["engine", "master"])

@@ -54,7 +54,6 @@ CALLS: dict[str, Verb] = {
     "get_many": lambda c: c.get_many(KEYS),
     "get_into": lambda c: c.get_into("b", bytearray(LARGE)),
     "get_ranges": lambda c: c.get_ranges("c", [(7, bytearray(LARGE - 7))]),
-    "get_raw": lambda c: c.get_raw("b"),
     "match_prefix": lambda c: c.match_prefix(KEYS),
     "match_prefixes": lambda c: c.match_prefixes(KEYS, namespaces=["default", "other"]),
     "matches": lambda c: c.matches(KEYS, namespaces=["default"]),
@@ -83,7 +82,7 @@ PER_CALL = {"timeout_ms": TIMEOUT_MS}
 
 NO_CALLS = {
     "close", "config", "device", "embedded", "lease", "memory_at", "payload_at", "register",
-    "stats", "unregister",
+    "release", "release_match", "stats", "unregister",
 }  # fmt: skip
 """Public names that ask nobody, or are tested apart."""
 

@@ -123,7 +123,7 @@ def test_values_of_a_device_come_back(cluster: Cluster, transport: str, fake: Fa
     contents = [os.urandom(size) for size in (3, 5_000, 300_000, 2 << 20, 300_001)]
     keys = [f"block-{number}" for number in range(len(contents))]
     for verify in ("payload", "header"):
-        client = cluster.client(transports=(transport,), verify=verify, device_ring="8MiB")
+        client = cluster.client(transports=(transport,), verify=verify)
         device = client.device(fake.name)
         values = rows_on(fake, device, contents)
         assert set(client.put_chain(keys, values, namespace=verify)) == {STORED}

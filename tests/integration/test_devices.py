@@ -18,6 +18,7 @@ from kvstore.client.aio import AsyncClient
 from kvstore.client.flows import devices, getting, putting
 from kvstore.client.sync import Client
 from kvstore.device import device as device_module
+from kvstore.device import ring
 from kvstore.device.device import Device
 from kvstore.device.driver import Way
 from kvstore.device.drivers import use
@@ -82,8 +83,11 @@ class OnDevice:
 
 
 @pytest.fixture(params=["shm", "shm-not-locked", "tcp"])
-def make(request: pytest.FixtureRequest, store: Client) -> Iterator[Any]:
+def make(
+    request: pytest.FixtureRequest, store: Client, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     """Makes a device by a seed, with a client of its own."""
+    monkeypatch.setattr(ring, "RING_BYTES", RING)
     made: list[OnDevice] = []
 
     def new(seed: int) -> OnDevice:
@@ -91,7 +95,6 @@ def make(request: pytest.FixtureRequest, store: Client) -> Iterator[Any]:
         client = Client(
             store.config.master,
             transports=(request.param.partition("-")[0],),
-            device_ring=RING,
             placements_max=0,
         )
         made.append(OnDevice(client, seed, **settings))
@@ -325,7 +328,7 @@ def test_a_value_larger_than_the_ring(on: OnDevice) -> None:
 def test_another_object_in_the_place_is_a_miss(on: OnDevice) -> None:
     """The memory is not touched, or filled as a whole."""
     block = on.fake.array(1_000)
-    with Client(on.client.config.master, placements_max=100, device_ring=RING) as remembers:
+    with Client(on.client.config.master, placements_max=100) as remembers:
         on.client.put("k", b"x" * 1_000)
         assert remembers.get("k") == b"x" * 1_000  # knows its place now
         on.client.put("k", b"y" * 1_000, overwrite=True)

@@ -353,7 +353,7 @@ def test_the_page_of_errors_leaves_none_out() -> None:
         ("errors.md", "| `no_space` | `NoSpaceError` | yes", "| `no_space` | `NoSpaceError` | no"),
         ("limits.md", "| `KEY_BYTES_MAX` | 256 |", "| `KEY_BYTES_MAX` | 128 |"),
         ("metrics.md", "| `kvstore_nodes` | gauge |", "| `kvstore_nodes` | counter |"),
-        ("settings.md", "`--retries N`", "`--retrys N`"),
+        ("settings.md", "`--prefill-threshold N`", "`--prefil-threshold N`"),
         ("settings.md", "reference.py: settings", "reference.py: limits"),
     ],
 )

@@ -140,20 +140,6 @@ def test_a_killed_node_finds_its_memory_and_its_clients_map_it_again(
     assert not again.key.exists()
 
 
-def test_clients_without_an_identity_map_by_name_while_a_cluster_is_switched_on(
-    cluster: Cluster, identities: Identities
-) -> None:
-    cluster.master_server.terminate()
-    cluster.master(auth_mode="prefer")
-    node = cluster.node(auth_mode="prefer", shm_group=str(os.getgid()))
-    assert node.entry.stat().st_mode & 0o777 == 0o660
-    plain = cluster.client(auth="", namespace=OURS, name="plain")
-    known = client_of(cluster, identities.engine("engine", OURS))
-    assert plain.put("k", content("k", SIZE)) is STORED
-    assert known.get("k", kind="bytes") == content("k", SIZE)
-    assert moved(plain) == moved(known) == {"shm"}
-
-
 OTHER = """
 import os, sys
 from kvstore import Client

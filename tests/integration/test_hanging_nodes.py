@@ -12,6 +12,7 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.errors import DeadlineExceededError, KVStoreError, PutRefusedError
+from kvstore.transport import tcp_client
 from tests.integration.conftest import OF_MASTER, OF_NODE
 from tests.support.cluster import SHORT, Cluster
 from tests.support.hosts import Island
@@ -24,7 +25,7 @@ SLOW: dict[str, Any] = {"suspect_ms": 20_000, "dead_ms": 60_000, "quarantine_ms"
 """Of a master that does not find out for itself in time."""
 
 STALL_S = 0.5
-SETTINGS: dict[str, Any] = {"transports": ("tcp",), "progress_timeout_ms": int(STALL_S * 1000)}
+SETTINGS: dict[str, Any] = {"transports": ("tcp",)}
 ABOUT_S = 1.5
 """A stall, and what a loaded machine adds."""
 
@@ -37,6 +38,11 @@ def timed(call: Callable[..., object], *args: Any, **more: Any) -> tuple[object,
     except KVStoreError as error:
         outcome = error
     return outcome, time.monotonic() - started
+
+
+@pytest.fixture(autouse=True)
+def short_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_client, "STALL_S", STALL_S)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from kvstore import calls
 from kvstore.client.calling.lane import LaneConnection, connect
 from kvstore.clocks import uptime
 from kvstore.errors import InternalError, KVStoreError
-from kvstore.limits import PROTOCOL_MIN, PROTOCOL_VERSION
+from kvstore.limits import PROTOCOL_VERSION
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.segment import NodeSegment
 from kvstore.network import tcp_protocol as data
@@ -117,7 +117,7 @@ class Carrier:
     def __init__(self, address: str) -> None:
         self.channel = grpc.insecure_channel(address)
         self.host, _ = split_address(address)
-        join = calls.Join(MINE, "host", PROTOCOL_VERSION, PROTOCOL_MIN)
+        join = calls.Join(MINE, "host", PROTOCOL_VERSION)
         joined = self.by_grpc(join)
         assert isinstance(joined, calls.Joined)
         self.joined = joined
@@ -181,7 +181,7 @@ def allowed(lie: Lie, node: str) -> bool:
         case calls.Drain():
             return field == "node" and value == node
         case calls.NodeJoin():
-            # What was removed while other memory was away, memory alone remembers (ADR 11): so any
+            # What was removed while other memory was away, memory alone remembers: so any
             # node may say that others were away.
             return field.startswith("segments.0.mark")
     return False
@@ -412,7 +412,7 @@ def test_a_master_that_lies_in_its_orders() -> None:
 
         master = FalseMaster(orders, said)
         server.service.script = master.script
-        data_server = DataServer([segment], "127.0.0.1", 0, capabilities="require")
+        data_server = DataServer([segment], "127.0.0.1", 0, capabilities=True)
 
         async def serve() -> None:
             data_server.start()
@@ -450,9 +450,9 @@ def test_a_client_of_the_data_port_that_lies(cluster: Cluster, honest: Honest) -
         hello._replace(uuid=b"u" * 16),
         hello._replace(token=b"t" * 16),
         *(hello._replace(generation=number) for number in NUMBERS if number != hello.generation),
-        *(hello._replace(protocol=number) for number in (0, 1, 3, 1 << 31)),
     ]
     greeting = data.pack_hello(hello)
+    others = [greeting[:4] + struct.pack("<H", number) + greeting[6:] for number in (0, 2, 65_535)]
     requests = [
         data.pack_request(op, [(offset, length)])
         for op in data.Op
@@ -465,7 +465,7 @@ def test_a_client_of_the_data_port_that_lies(cluster: Cluster, honest: Honest) -
         for op, reserved, count in itertools.product((0, 1, 2, 3, 9), (0, 1), (0, 4097, 1 << 31))
     ]
     place, ok = split_address(node.address), data.pack_status(data.TransferStatus.OK)
-    for said in [data.pack_hello(each) for each in hellos]:
+    for said in [*others, *map(data.pack_hello, hellos)]:
         assert not shout(place, said).startswith(ok)
     for said in requests:
         heard = shout(place, greeting + said)

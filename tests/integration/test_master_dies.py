@@ -125,7 +125,8 @@ def test_a_frozen_master_costs_a_deadline(cluster: Cluster) -> None:
     cluster.start()
     client = cluster.client(timeout_ms=700)
     client.put("k", b"x")
-    assert client.get("k") == b"x"
+    for _ in range(2):  # what is read twice within a second stays leased
+        assert client.get("k") == b"x"
     cluster.master_server.freeze()
     frozen = time.monotonic()
     assert client.get("k") == b"x"  # its lease lives: nobody is asked

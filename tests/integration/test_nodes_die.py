@@ -237,7 +237,7 @@ def test_a_pool_that_is_full_of_leased_objects(cluster: Cluster) -> None:
         key = f"leased-{len(stored)}"
         client.put(key, content(key, size), wait_ms=0)
         stored.append(key)
-        client.get_many(stored)
+        client.lookup(stored)  # leases them until they are read
         assert client.exists_many(stored) == [True] * len(stored)
 
     with pytest.raises(NoSpaceError) as caught:  # noqa: PT012  # one of these calls

@@ -283,7 +283,7 @@ def test_a_prefiller_that_nobody_listens_at_is_left_out(tmp_path: Path) -> None:
         assert len(gone.calls) == 1
 
     # So rare that the requests find out first, not the checks.
-    play(tmp_path, scenario, health_interval_ms=1_000)
+    play(tmp_path, scenario, constants={"health:INTERVAL_S": 1.0})
 
 
 def test_what_a_prefiller_refuses_the_decoder_decides(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_decoders_that_all_fail_are_tried_so_often_and_the_last_one_tells(tmp_pa
         code, answer = await w.complete()
         assert (code, answer["error"]["type"]) == (502, "upstream_error")
 
-    play(tmp_path, scenario, decode=4, retries=2)
+    play(tmp_path, scenario, decode=4)
 
 
 def test_a_request_that_no_engine_can_take_does_not_open_every_breaker(tmp_path: Path) -> None:
@@ -363,7 +363,12 @@ def test_a_request_that_no_engine_can_take_does_not_open_every_breaker(tmp_path:
         assert state is not None
         assert state["breaker"] == "open"
 
-    play(tmp_path, scenario, decode=2, breaker_failures=2, breaker_open_ms=60_000)
+    play(
+        tmp_path,
+        scenario,
+        decode=2,
+        constants={"instances:BREAKER_FAILURES": 2, "instances:BREAKER_OPEN_MS": 60_000},
+    )
 
 
 def test_a_stream_that_breaks_ends_with_an_event_that_says_so(tmp_path: Path) -> None:
@@ -410,7 +415,7 @@ def test_a_stream_that_falls_silent_ends_with_an_event_that_says_so(tmp_path: Pa
         assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 504
         await held.cancelled.wait()
 
-    play(tmp_path, scenario, idle_timeout_ms=200)
+    play(tmp_path, scenario, constants={"engine:IDLE_TIMEOUT_S": 0.2})
 
 
 def test_a_decoder_without_a_first_byte_is_waited_for_so_long(tmp_path: Path) -> None:
@@ -421,7 +426,7 @@ def test_a_decoder_without_a_first_byte_is_waited_for_so_long(tmp_path: Path) ->
         assert (code, answer["error"]["code"]) == (504, 504)
         assert sum(len(engine.calls) for engine in w.decoders) == 1  # not twice as long
 
-    play(tmp_path, scenario, decode=2, first_byte_timeout_ms=200)
+    play(tmp_path, scenario, decode=2, constants={"decode:FIRST_BYTE_TIMEOUT_S": 0.2})
 
 
 def test_without_a_decoder_clients_are_told_to_come_back(tmp_path: Path) -> None:
@@ -584,7 +589,7 @@ def test_beyond_the_bound_clients_are_told_to_come_back(tmp_path: Path) -> None:
             assert third.status == 200
         assert len(w.decoders[0].calls) == 2
 
-    play(tmp_path, scenario, inflight_max=1)
+    play(tmp_path, scenario, constants={"serving:INFLIGHT_MAX": 1})
 
 
 def test_a_body_that_is_too_large_or_no_json_is_refused(tmp_path: Path) -> None:
@@ -596,7 +601,7 @@ def test_a_body_that_is_too_large_or_no_json_is_refused(tmp_path: Path) -> None:
                 assert response.status == 400
         assert not w.decoders[0].calls
 
-    play(tmp_path, scenario, body_max=1_024)
+    play(tmp_path, scenario, constants={"serving:BODY_BYTES_MAX": 1_024})
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
@@ -608,7 +613,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(tmp_path: Path) -> None:
         writer.close()
         await writer.wait_closed()
 
-    play(tmp_path, scenario, body_timeout_ms=200)
+    play(tmp_path, scenario, constants={"serving:BODY_TIMEOUT_S": 0.2})
 
 
 SLOW_BODY = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
@@ -641,7 +646,7 @@ def test_the_body_that_has_been_coming_longest_gives_way(tmp_path: Path) -> None
             assert (await w.complete())[0] == 200
             assert b" 503 " in await others[0].readline()
 
-    play(tmp_path, scenario, inflight_max=2)
+    play(tmp_path, scenario, constants={"serving:INFLIGHT_MAX": 2})
 
 
 @pytest.mark.parametrize(
@@ -681,7 +686,7 @@ def test_a_busy_decoder_that_is_too_slow_for_health_checks_is_asked(tmp_path: Pa
         assert (await w.complete())[0] == 200
         assert (await w.healthz())[1]["status"] == "ok"
 
-    play(tmp_path, scenario, health_interval_ms=1_000)
+    play(tmp_path, scenario, constants={"health:INTERVAL_S": 1.0})
 
 
 def test_when_nobody_listens_at_any_decoder_nothing_is_computed(tmp_path: Path) -> None:
@@ -762,7 +767,7 @@ def test_sigterm_does_not_wait_longer_than_the_grace(tmp_path: Path) -> None:
         assert await w.ended() == 0
         await held.cancelled.wait()
 
-    play(tmp_path, scenario, grace_ms=100)
+    play(tmp_path, scenario, constants={"app:GRACE_S": 0.1})
 
 
 def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_what_the_store_holds_is_not_prefilled_again(tmp_path: Path, cluster: Cl
     cluster.client().put("old", record(format=0, models=["n"]), namespace="vllm-fleet")
     play(
         tmp_path, scenario, master=cluster.address, prefill_threshold=THRESHOLD,
-        lookup_timeout_ms=5_000,
+        constants={"lookup:TIMEOUT_S": 5.0},
     )  # fmt: skip
     log = (tmp_path / "proxy.log").read_text()
     assert log.count("record_refused") == 2
@@ -123,7 +123,7 @@ def test_of_a_hybrid_the_last_state_is_enough(tmp_path: Path, cluster: Cluster) 
     cluster.client().put_chain(keys, [b"kv"] * len(keys), namespace=attention)
     play(
         tmp_path, scenario, master=cluster.address, prefill_threshold=THRESHOLD,
-        lookup_timeout_ms=5_000,
+        constants={"lookup:TIMEOUT_S": 5.0},
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_a_store_that_dies_costs_requests_nothing_but_the_hop(
     fill()
     play(
         tmp_path, scenario, master=cluster.address, prefill_threshold=THRESHOLD,
-        lookup_timeout_ms=200,
+        constants={"lookup:TIMEOUT_S": 0.2},
     )  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def test_of_a_tenant_it_reads_what_that_tenant_has_and_nothing_else(tmp_path: Pa
             cluster.client().put("f", told, namespace=f"{tenant}/vllm-fleet")
         play(
             tmp_path, mine, master=cluster.address, prefill_threshold=THRESHOLD,
-            lookup_timeout_ms=5_000, tenant="acme",
+            constants={"lookup:TIMEOUT_S": 5.0}, tenant="acme",
             auth=identities.file("proxy", "engine", reads=["acme/*"]),
         )  # fmt: skip
 
@@ -253,5 +253,5 @@ def test_with_authentication_it_reads_the_fleet_and_the_engines_namespaces(tmp_p
             (tmp_path / f"of-{name}").mkdir()
             play(
                 tmp_path / f"of-{name}", scenario, master=cluster.address, auth=auth,
-                prefill_threshold=THRESHOLD, lookup_timeout_ms=5_000,
+                prefill_threshold=THRESHOLD, constants={"lookup:TIMEOUT_S": 5.0},
             )  # fmt: skip

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore import PutOutcome
 from kvstore.memory import header as layout
+from kvstore.transport import tcp_client
 from tests.support.cluster import NODE, SHORT, Cluster, Node
 from tests.support.processes import Server, children_of, flags_of, is_running
 from tests.support.traffic import at_work, content, getter, putter
@@ -109,11 +110,14 @@ def test_a_full_cache_comes_back_and_is_evicted_in_its_order(cluster: Cluster) -
     assert all(v in (None, content(k, SIZE)) for k, v in zip(keys, values, strict=True))
 
 
-def test_clients_at_work_over_a_restart_lose_nothing(cluster: Cluster) -> None:
+def test_clients_at_work_over_a_restart_lose_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster.start(2)
     fill(cluster)
     # On a busy machine a node may move no byte for a second, which is a miss, and nothing is lost.
-    patient = {"timeout_ms": 15_000, "progress_timeout_ms": 10_000}
+    monkeypatch.setattr(tcp_client, "STALL_S", 10.0)
+    patient = {"timeout_ms": 15_000}
     reading = getter(cluster.client(**patient), KEYS)
     writing = putter(cluster.client(**patient), "w", wait_ms=5_000)
     with at_work(reading, longest_s=14) as reader, at_work(writing, longest_s=14) as writer:

@@ -75,7 +75,7 @@ class Attacker:
         sock = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         sock.settimeout(10)
         sock.connect(b"\0" + joined.lane_unix.encode())
-        sock.sendall(hello(joined.lane_token, joined.protocol))
+        sock.sendall(hello(joined.lane_token))
         reader = FrameReader()
         while (answer := reader.next()) is None:
             count = sock.recv_into(reader.space())
@@ -92,7 +92,7 @@ class Attacker:
         sock = self._stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
         number = 1 + secrets.randbits(62)
         place = segment.uuid, segment.token, segment.generation, 1, number
-        said = protocol.pack_hello(Hello(*place, protocol.WITH_CAPABILITIES, segment.holder))
+        said = protocol.pack_hello(Hello(*place, segment.holder))
         sock.sendall(said)
         if status(sock) is TransferStatus.BUSY:
             return False
@@ -104,9 +104,8 @@ class Attacker:
         """One request whose body does not come."""
         sock = socket.create_connection(("127.0.0.1", port), timeout=10)
         tls = self._stack.enter_context(self._tls.wrap_socket(sock, server_hostname=MASTER_NAME))
-        query = urlencode({"namespace": SPACE.format("evil"), "key": "00"})
-        head = f"PUT /api/v1/objects?{query} HTTP/1.1\r\nHost: localhost\r\n"
-        tls.sendall(f"{head}Content-Length: 9\r\n\r\n".encode())
+        head = "POST /api/v1/exists HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+        tls.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode())
 
     def events(self, port: int) -> None:
         sock = socket.create_connection(("127.0.0.1", port), timeout=10)
@@ -165,7 +164,7 @@ def test_one_identity_holds_all_that_it_gets_of_each_door(
 
         tls = Credentials(identities.engine("good", "good/*")).client()
         own = urlencode({"namespace": SPACE.format("good")})
-        assert request(port, "GET", f"/api/v1/objects/list?{own}", tls=tls).status == 200
+        assert request(port, "GET", f"/api/v1/chains?{own}", tls=tls).status == 200
         assert request(port, "GET", f"/api/v1/events/snapshot?{own}", tls=tls).status == 200
 
         admin = Credentials(identities.file("admin")).client()

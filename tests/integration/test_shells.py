@@ -25,7 +25,7 @@ TYPED = {
     "kvstore put k greet": "kvstore put k greeting.txt",
     "kvstore-node --lock-memory au": "kvstore-node --lock-memory auto",
     "kvstore-master --etcd-ce": "kvstore-master --etcd-cert",
-    "kvstore-proxy --http-k": "kvstore-proxy --http-key",
+    "kvstore-proxy --prefill-ti": "kvstore-proxy --prefill-timeout-ms",
 }
 """What a TAB makes of what was typed."""
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -238,20 +238,6 @@ def test_real_alarms(stored: Cluster, transport: str) -> None:
     assert not leaked(before)
 
 
-def test_the_key_of_an_interrupted_put_can_be_put_again(
-    stored: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody could put it for 30 s."""
-    with Client(stored.address) as client:
-        client.put("before", value(1))
-        with monkeypatch.context() as patch:
-            patch.setattr(client._state.movers, "move", _interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                client.put("cut", value(1), replicas=2)
-        assert client.put("cut", value(2)) is PutOutcome.STORED
-        assert np.array_equal(client.get("cut"), value(2))  # type: ignore[arg-type]
-
-
 def test_the_key_of_a_cancelled_put_can_be_put_again(
     stored: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +265,3 @@ def test_the_key_of_a_cancelled_put_can_be_put_again(
             return await client.put("cancelled", value(2))
 
     assert asyncio.run(main()) is PutOutcome.STORED
-
-
-def _interrupted(*_: object) -> NoReturn:
-    raise KeyboardInterrupt

@@ -18,7 +18,6 @@ from kvstore.memory.header import (
     EPOCH_OFFSET,
     HEADER_BYTES,
     MARK_OFFSET,
-    STAMPED_OFFSET,
     SUPERBLOCK_BYTES,
     Header,
     check_of,
@@ -130,26 +129,6 @@ def test_memory_of_a_device_is_found_by_the_next_master(cluster: Cluster) -> Non
 
 
 @pytest.mark.slow
-def test_switching_on_loses_nothing(cluster: Cluster) -> None:
-    """What is found then is stamped: it was put while everybody could put anything."""
-    cluster.start(auth_mode="prefer")
-    (node,) = cluster.nodes
-    kill_master(cluster)
-    cluster.master(auth_mode="prefer")
-    until(lambda: cluster.state_of(node) == "alive")
-    assert cluster.client(auth="").put("unknown writer", b"1", wait_ms=5_000) is STORED
-    fill(cluster)
-    for _ in range(2):
-        node.kill()
-        kill_master(cluster)
-        cluster.master()
-        node = restarted(cluster, node)
-        check(cluster)
-        assert cluster.client().get("unknown writer") == b"1"
-        assert "unstamped_headers" not in node.errors
-
-
-@pytest.mark.slow
 def test_the_key_is_for_the_nodes_user_alone_and_goes_with_the_memory(cluster: Cluster) -> None:
     cluster.start()
     (node,) = cluster.nodes
@@ -168,7 +147,7 @@ def test_the_key_is_for_the_nodes_user_alone_and_goes_with_the_memory(cluster: C
 
 def lie_in_superblock(cluster: Cluster) -> None:
     """An engine that has the memory of a node mapped to write says there that all other memory was
-    away during a removal, that a later master has been joined, and that nothing has a stamp."""
+    away during a removal, and that a later master has been joined."""
     assert cluster._identities is not None
     liar = cluster.client(auth=cluster._identities.engine("liar", "a/*"), transports=("shm",))
     assert liar.put("k", b"v", namespace=MINE, wait_ms=5_000) is STORED
@@ -178,7 +157,6 @@ def lie_in_superblock(cluster: Cluster) -> None:
     words[MARK_OFFSET // 8], words[MARK_OFFSET // 8 + 1] = epoch, (1 << 64) - 1
     words[EPOCH_OFFSET // 8] = later = epoch + 86_400_000
     words[EPOCH_OFFSET // 8 + 1] = check_of(later)
-    words[STAMPED_OFFSET // 8] = 0
     words.release()
 
 
@@ -226,10 +204,9 @@ def test_a_mark_is_still_known_when_all_have_started_again(cluster: Cluster) -> 
 
 
 @pytest.mark.slow
-def test_memory_without_its_private_file_holds_nothing_that_is_believed(
-    cluster: Cluster,
-) -> None:
-    """As memory in a hugetlbfs has, beside a ``/dev/shm`` that ended with its container."""
+def test_memory_without_its_private_file_is_discarded(cluster: Cluster) -> None:
+    """As memory in a hugetlbfs has, beside a ``/dev/shm`` that ended with its container; and as
+    that of a process without an identity has none."""
     cluster.start()
     (node,) = cluster.nodes
     fill(cluster)
@@ -238,8 +215,7 @@ def test_memory_without_its_private_file_holds_nothing_that_is_believed(
     kill_master(cluster)
     cluster.master()
     again = restarted(cluster, node)
-    says(again, "private_file_missing")
-    says(again, "unstamped_headers")
+    says(again, "left_over_memory_discarded")
     assert objects(cluster) == 0
 
 

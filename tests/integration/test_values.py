@@ -293,7 +293,6 @@ def test_what_cannot_be_made_is_still_its_bytes(verbs: Any, lies: list[str]) -> 
     for name in lies:
         assert bytes(verbs.get(name, kind="bytes")) == content
         assert bytes(verbs.get(name, kind="bytes", copy=False)) == content
-        assert bytes(verbs.get_raw(name).data) == content
         buffer = bytearray(64)
         assert verbs.get_into(name, buffer) == [64]
         assert bytes(buffer) == content
@@ -577,18 +576,3 @@ def test_a_namespace_that_nobody_wrote_is_a_miss(verbs: Any) -> None:
     assert not verbs.remove("k", namespace="nobody")
     assert verbs.clear("nobody") == 0
     assert list(verbs.list_objects(namespace="nobody")) == []
-
-
-def test_raw_bytes_and_what_they_are(verbs: Any) -> None:
-    array = np.arange(6, dtype=np.float32).reshape(2, 3)
-    verbs.put("k", array)
-    raw = verbs.get_raw("k", size_max=24)
-    assert bytes(raw.data) == array.tobytes()
-    assert raw.described == ("numpy", "float32", (2, 3))
-    assert raw.version == verbs.stat("k").detail.version
-    assert verbs.get_raw("none") is None
-    with pytest.raises(BufferMismatchError) as refused:
-        verbs.get_raw("k", size_max=23)
-    assert refused.value.fields["size_bytes"] == 24
-    verbs.put("empty", b"")
-    assert bytes(verbs.get_raw("empty", size_max=0).data) == b""

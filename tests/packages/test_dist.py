@@ -113,19 +113,19 @@ def test_the_metadata_of_a_wheel(wheel: str) -> None:
     said = metadata_of(wheel)
     assert said["Name"] == "kvstore-llm"
     assert said["Version"] == __version__
-    assert said["License-Expression"] == "Apache-2.0"
+    assert said["License-Expression"] == "Apache-2.0 AND BSD-2-Clause"
     assert said["Requires-Python"] == PYPROJECT["project"]["requires-python"]
     needed = [each for each in said.get_all("Requires-Dist", []) if "extra ==" not in each]
     assert len(needed) == len(PYPROJECT["project"]["dependencies"])
     assert not any("torch" in each for each in needed)
     licences = [name for name in names_in(wheel) if name.endswith("/LICENSE")]
-    assert len(licences) == 1
+    assert len(licences) == 2
 
 
 def test_the_sdist_holds_what_a_build_needs() -> None:
     with tarfile.open(DIST / SDIST) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    headers = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("kvstore/native/*.[ch]")}
+    headers = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("kvstore/native/**/*.[ch]")}
     assert headers <= names
     assert {"LICENSE", "README.md", "pyproject.toml", "setup.py"} <= names
     assert "deploy/Containerfile" in names

@@ -52,6 +52,7 @@ CARRIER_ERRORS = (
 )  # fmt: skip
 
 
+LEASE_MARGIN_S = 0.04
 STALL_S = 0.2
 CONNECT_S = STALL_S * CONNECT_STALLS
 """As ``transport.tcp_client`` has them, in the simulation's times."""
@@ -99,8 +100,7 @@ class Client:
         """What was granted to us, by segment and offset."""
         self._join = calls.Join(process.name, process.host, PROTOCOL_VERSION)
         self._link = SimLink(masters, lane=True, rng=self._random)
-        margin_s = config.lease_margin_ms / 1000
-        self.views = SimViews(self.ask_within, lease_margin_s=margin_s, clock=self.clock)
+        self.views = SimViews(self.ask_within, lease_margin_s=LEASE_MARGIN_S, clock=self.clock)
         self.views.watch = self.watch
         self.context = Context(
             clock=self.clock,
@@ -113,12 +113,12 @@ class Client:
             ),
             pool=cast(Any, self),
             views=cast(Any, self.views),
-            lease_margin_s=margin_s,
+            lease_margin_s=LEASE_MARGIN_S,
             verify_payload=True,
             counters={},
             failover_s=0.6,
         )
-        self.devices = ClientDevices(8 << 20, 0)
+        self.devices = ClientDevices()
         oracle.clients[process.name] = self
         process.on_death[self] = self._forget
         process.spawn("renew", self._renew_forever())

@@ -59,7 +59,6 @@ OUTRUN_S = 3.0
 """A fifth of what the last phase lasts: a term that a report has ended is followed by one of at
 least this length."""
 
-LEASE_MARGIN_MS = 40
 CLOCK_DRIFT = 0.005
 """Of every clock, either way; two of them differ by less than the margin covers (2 %)."""
 
@@ -378,7 +377,7 @@ class SimulatedCluster:
             process, self.network, self.oracle, memory, self.piece_bytes,
             attached=left is not None, masters=tuple(self.masters),
         )  # fmt: skip
-        node.copier = self._client_in(process, ClientConfig(lease_margin_ms=LEASE_MARGIN_MS))
+        node.copier = self._client_in(process, ClientConfig())
         self.network.listen(name, process, node.accept)
         return node
 
@@ -387,7 +386,6 @@ class SimulatedCluster:
         process = self._process(name, self.random.choice(("host-a", "host-b")))
         config: dict[str, Any] = {
             "timeout_ms": self.random.choice((2_000, 2_000, 6_000)),
-            "lease_margin_ms": LEASE_MARGIN_MS,
             "put_wait_ms": 1_000,
             "placements_max": self.random.choice((0, 4, 1000)),
             "transports": self.random.choice((("shm", "tcp"), ("shm", "tcp"), ("tcp",))),
@@ -407,7 +405,7 @@ class SimulatedCluster:
 
     def new_liar(self, process: Process) -> LyingClient:
         """Not one of ``clients``: nothing is promised to it."""
-        return self._client_of(LyingClient, process, ClientConfig(lease_margin_ms=LEASE_MARGIN_MS))
+        return self._client_of(LyingClient, process, ClientConfig())
 
     def _client_of(
         self, new_client: Callable[..., ClientT], process: Process, config: ClientConfig

@@ -117,9 +117,9 @@ class Liars:
           removed here is the liar's: one field is a lie, the namespace or the key.)
         * A put under way is named by its epoch and a number, and anybody may end it, give it up or
           commit it.
-        * A node that reports a later epoch within the bound ends one term a minute (ADR 28). It
+        * A node that reports a later epoch within the bound ends one term a minute. It
           reports it in its join, or by a claim.
-        * The mark of a node makes other memory outdated (ADR 11).
+        * The mark of a node makes other memory outdated.
         * The name, or the memory, of a node that is away is taken over by the node that offers it.
         * A master that does not know an object believes the node that claims it. So claims of
           another's object are exact (``_exact_claims``), or of the first epoch.
@@ -242,7 +242,8 @@ class Liars:
                 asked = start
             elif number % 20 == 1:
                 host = f"invented-{number}"
-                asked = calls.ReportFailure(segments, "liar", host, "invented")
+                epoch = 0 if master is None else master.state.epoch
+                asked = calls.ReportFailure(segments, "liar", host, "invented", epoch)
             elif number % 20 == 2:  # it guesses leases of others
                 asked = calls.Release(range(number, number + RELEASED_MAX))
             with contextlib.suppress(KVStoreError, CarrierBrokenError, TokenRefusedError):
@@ -257,14 +258,14 @@ class Liars:
         epoch = 0
         with contextlib.suppress(KVStoreError, CarrierBrokenError, TokenRefusedError):
             for number in range(HOARD_MAX):
-                asked = calls.Allocate(size, 0, "host-liar", namespace=MINE)
+                asked = calls.Allocate(Namespace(MINE), size, 0, "host-liar")
                 grants = await client.say(asked, address, "grpc")
                 assert isinstance(grants, calls.Grants)
                 epoch, tokens = grants.epoch, [*tokens, *grants.tokens]
                 if number % 5 == 4:
                     await client.say(calls.PutRevoke(epoch, [tokens.pop()], False), address, "grpc")
         self._note(f"{client.process.name} hoards {len(tokens)} times {size}")
-        renewal = calls.Renew(Namespace(MINE), [], [], [], epoch, tokens)
+        renewal = calls.Renew(Namespace(MINE), [], [], [], epoch, tokens, [], [])
         with contextlib.suppress(KVStoreError, CarrierBrokenError, TokenRefusedError):
             await client.say(renewal, address, "grpc")
         self._cluster.oracle.count("hoards")
@@ -322,8 +323,10 @@ class Liars:
             calls.Lookup(theirs, [key]),
             calls.ReportCorrupt(theirs, [key], [version.epoch], [version.counter], [bytes(16)]),
             calls.PutStart(theirs, [key], [10], None, False, 1, True, 0, "host-liar"),
-            calls.Allocate(10, 0, "host-liar", namespace=theirs),
-            calls.Renew(theirs, [key], [version.epoch], [version.counter], state.epoch, []),
+            calls.Allocate(theirs, 10, 0, "host-liar"),
+            calls.Renew(
+                theirs, [key], [version.epoch], [version.counter], state.epoch, [], [bytes(16)], [0]
+            ),
             calls.Drain(self._random.choice(sorted(self._names())), calls.DrainStep.BEGIN),
             calls.StartMoves(self._random.choice(sorted(self._names())), 0, 10, 1 << 20),
         ]
@@ -334,7 +337,7 @@ class Liars:
                 calls.PutEnd(state.epoch, [token]),
                 calls.PutRevoke(state.epoch, [token], True),
                 calls.Commit(state.epoch, token, Namespace(MINE), Key(b"taken"), None, 1, False),
-                calls.Renew(Namespace(MINE), [], [], [], state.epoch, [token]),
+                calls.Renew(Namespace(MINE), [], [], [], state.epoch, [token], [], []),
             ]
             found += 2 * of_puts
         return found

@@ -20,7 +20,6 @@ from kvstore.client.flows import moving
 from kvstore.errors import KVStoreError, SegmentGoneError, UnavailableError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
 from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.network.tcp_protocol import PLAIN, WITH_CAPABILITIES
 from kvstore.node import inventory
 from kvstore.wire.node_messages import decode_master_message, encode_node_message
 from kvstore.wire.status import decode_error
@@ -164,8 +163,7 @@ class Node:
                 size=memory.size, uuid=memory.uuid, shm_name=memory.shm_name,
                 address=f"{self.name}:1", token=memory.token, seed=memory.seed,
                 generation=memory.generation, fresh=self._fresh, mark=memory.mark,
-                data_protocol=WITH_CAPABILITIES if self.zeroes else PLAIN,
-                stamp_key=memory.stamp_key,
+                stamp_key=memory.stamp_key, takes_capabilities=self.zeroes,
             )  # fmt: skip
             join = NodeJoin(
                 self.name, self.process.host, PROTOCOL_VERSION, self._epoch, [offer],

@@ -768,7 +768,7 @@ class Oracle:
         for versions in doomed:
             for version, rule in versions:
                 gone_us = self._scheduler.now_us
-                if rule == "removed_read_from_dead":  # not guaranteed before (ADR 11)
+                if rule == "removed_read_from_dead":  # not guaranteed before
                     gone_us = max(gone_us, self._earlier_leases_end_us)
                 if version not in self._gone:
                     self._gone[version] = gone_us, rule
@@ -823,7 +823,7 @@ class Oracle:
 
     def _has_no_mark(self, version: Version) -> bool:
         """Whether the version is on memory that was away when its end was acknowledged, and joined
-        a later master before all memory that knew so: not guaranteed (ADR 11). For good, if that
+        a later master before all memory that knew so: not guaranteed. For good, if that
         master ordered a mark before it had any of that memory."""
         epoch, knew = self._marked[version]
         places = {segment.offer.uuid for segment, _ in self._places.get(version, ())}

@@ -1,5 +1,4 @@
 """Bugs that the simulation has found, each as the shortest story that shows it.
-``tests/track-record.md`` explains.
 
 A story that is marked ``xfail`` is an open bug: its fix removes the mark here, and its rules from
 ``known.py``. The story stays as a regression test.
@@ -133,7 +132,7 @@ def test_4_a_grant_of_one_master_is_not_written_where_the_next_one_says() -> Non
 def test_6_what_an_allocation_was_promised_outlives_its_node_s_rejoining() -> None:
     """Its owner computes into mapped memory, which no fence stops, for as long as its deadline."""
     state = new_state()
-    grants = state.putting.allocate(10, calls.Allocate(SIZE, 0, "h"))  # ours until 6,010
+    grants = state.putting.allocate(10, calls.Allocate(A, SIZE, 0, "h"))  # ours until 6,010
     assert isinstance(grants, calls.Grants)
     state.tick(1_300)  # silent, so dead
     joined(state, 1_400, session=2, fresh=False)
@@ -145,7 +144,7 @@ def test_6_what_an_allocation_was_promised_outlives_its_node_s_rejoining() -> No
 def test_7_a_committed_allocation_is_leased_to_who_committed_it() -> None:
     """Until the reply is there (and the renewal after it) its owner believes in its memory."""
     state = new_state()
-    grants = state.putting.allocate(10, calls.Allocate(SIZE, 0, "h"))
+    grants = state.putting.allocate(10, calls.Allocate(A, SIZE, 0, "h"))
     assert isinstance(grants, calls.Grants)
     state.putting.commit(20, calls.Commit(1, grants.tokens[0], A, Key(b"k"), None, SIZE, False))
     assert isinstance(put_start(state, 30, b"other"), Later), "evicted under its owner's hands"

@@ -78,8 +78,7 @@ def test_every_page_of_the_site_is_in_the_navigation() -> None:
     index = (HTML / "index.html").read_text()
     pages = {str(each.relative_to(HTML)) for each in HTML.rglob("*.html")}
     generated = {"index.html", "genindex.html", "search.html", "py-modindex.html"}
-    decisions = {page for page in pages if page.startswith("docs/adr/0")}
-    assert [page for page in pages - generated - decisions if f'href="{page}"' not in index] == []
+    assert [page for page in pages - generated if f'href="{page}"' not in index] == []
 
 
 def test_the_reference_has_every_flag_error_and_verb(browser: Browser, address: str) -> None:
@@ -128,10 +127,10 @@ def test_on_a_phone_each_cell_of_a_wide_table_has_the_head_of_its_column(
 ) -> None:
     browser.driver.set_window_size(WIDTHS[0], 1000)
     browser.driver.get(f"{address}/docs/security.html")
-    heads = browser.texts("#the-doors th")
+    heads = browser.texts("#ports th")
     assert len(heads) == 4
     read = browser.run(
-        "return [...document.querySelectorAll('#the-doors tbody tr:first-child td')].map("
+        "return [...document.querySelectorAll('#ports tbody tr:first-child td')].map("
         "(cell) => [getComputedStyle(cell, '::before').content, cell.getBoundingClientRect().left])"
     )
     assert [text for text, _ in read] == [f'"{head}"' for head in heads]
@@ -139,8 +138,8 @@ def test_on_a_phone_each_cell_of_a_wide_table_has_the_head_of_its_column(
 
 
 READ_MOST: Final = (
-    "index.html", "search.html?q=miss", "docs/auth.html", "docs/dashboard.html",
-    "docs/settings.html", "docs/security.html", "docs/benchmarks/mooncake.html",
+    "index.html", "search.html?q=miss", "docs/security.html", "docs/dashboard.html",
+    "docs/settings.html", "docs/benchmarks/mooncake.html",
     "reference/client.html", "reference/commands.html",
 )  # fmt: skip
 
@@ -168,11 +167,11 @@ def test_code_can_be_copied(browser: Browser, address: str) -> None:
 
 QUERIES: Final = {
     "miss": "docs/why", "install": "index", "slow": "docs/runbook", "docker": "docs/containers",
-    "should I use": "docs/comparison", "redis": "docs/comparison", "tls": "docs/auth",
+    "should I use": "docs/comparison", "redis": "docs/comparison", "tls": "docs/security",
     "kubernetes": "docs/containers", "grafana": "docs/dashboard", "gpu": "docs/gpu",
     "prometheus": "docs/metrics", "failover": "docs/high-availability", "rdma": "docs/transports",
     "benchmark": "docs/performance", "not found": "docs/why", "1p1d": "docs/proxy",
-    "capacity": "docs/sizing", "sglang": "docs/engines/sglang", "quota": "docs/tenants",
+    "capacity": "docs/sizing", "sglang": "docs/engines/sglang", "quota": "docs/security",
     "quarantine": "docs/glossary", "lease_ms": "docs/settings", "eviction": "docs/glossary",
 }  # fmt: skip
 """What a person types, and the page that it looks for."""

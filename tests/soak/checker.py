@@ -8,10 +8,11 @@ The checker knows nothing of masters, leases or memory, only of calls with a beg
 * A key that is reported as present has a version that is not gone in that sense.
 
 A put without a good end (an error, a killed process, FOUND) may have happened, at any time after
-it began: its version is *doubtful*, and is never called gone. Two cases that ADR 11 allows are
-counted, and are no violations. Memory that was away during a removal, and joins the next master
-before all others, can show the object until the first of the others has joined. And a client with
-a lease of an earlier master may read the memory of a node that died before it joined the next one.
+it began: its version is *doubtful*, and is never called gone. Two cases that
+docs/decisions/removals.md allows are counted, and are no violations. Memory that was away during a
+removal, and joins the next master before all others, can show the object until the first of the
+others has joined. And a client with a lease of an earlier master may read the memory of a node that
+died before it joined the next one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, Final, NamedTuple
 SETTLE_S: Final = 6.0
 """After a master took over, or memory came back: until all that is there has joined."""
 
-RETURNED: Final = "memory that was away showed what was removed (ADR 11)"
+RETURNED: Final = "memory that was away showed what was removed"
 
 Name = tuple[str, str]
 """Namespace, and the key in hexadecimal."""
@@ -224,7 +225,7 @@ class Checker:
         return None
 
     def _may_return(self, began: float, acknowledged: float, read: float) -> bool:
-        """Whether ADR 11 lets it be read for a moment."""
+        """Whether it may be read for a moment."""
         if not any(since <= acknowledged and until >= began - 1 for since, until in self._away):
             return False
         # A master before may have given leases on memory that the next one has never seen.

@@ -19,7 +19,7 @@ import pytest
 
 from kvstore import Client, PutOutcome
 from kvstore.errors import KVStoreError, NoSpaceError
-from kvstore.web.api.objects import PATH
+from kvstore.web.api.questions import REMOVE_PATH
 from kvstore.web.events.following import follow
 from tests.integration.test_network import Net, far, near, net
 from tests.support.cluster import SHORT, Cluster, Node
@@ -188,12 +188,13 @@ def test_over_http_with_a_token(cluster: Cluster, tmp_path: Path) -> None:
     port = free_port()
     cluster.settings |= {"http_port": port, "http_token_file": tmp_path / "token"}
     cluster.start()
-    path = f"{PATH}?key=0a"
-    assert request(port, "PUT", path, b"value").status == 401
-    assert request(port, "PUT", path, b"value", token="a-guess-of-a-stranger").status == 401
-    assert request(port, "PUT", path, b"value", token="a-secret-of-this-store").status == 201
-    assert request(port, "GET", path, token="a-secret-of-this-store").body == b"value"
-    assert cluster.client().get(b"\x0a") == b"value"
+    cluster.client().put(b"\x0a", b"value")
+    keys = {"keys": ["0a"]}
+    assert request(port, "POST", REMOVE_PATH, keys).status == 401
+    assert request(port, "POST", REMOVE_PATH, keys, token="a-guess-of-a-stranger").status == 401
+    done = request(port, "POST", REMOVE_PATH, keys, token="a-secret-of-this-store")
+    assert (done.status, done.json) == (200, {"removed": [True]})
+    assert cluster.client().get(b"\x0a") is None
     assert request(port, "GET", "/healthz").status == 200, "health needs none"
 
 

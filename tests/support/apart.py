@@ -1,9 +1,9 @@
-"""Test processes that run side by side do not see each other's shared memory.
+"""Processes that run tests do not see the shared memory of other programs.
 
-What a test leaves behind in ``/dev/shm`` cannot be told from what a test of another process is
-using there. So each worker of pytest-xdist gets a ``/dev/shm`` of its own: a mount namespace, which
-needs root. Without root the workers share one, and only the process that started them looks for
-what was left there, when the last test is over (``leaks.py``).
+What a test leaves behind in ``/dev/shm`` cannot be distinguished from what a store of this host or
+a test of another process uses there. So each process that runs tests gets a ``/dev/shm`` of its
+own: a mount namespace, which needs root. Without root the tests share the host's, and do not check
+what is left there (``leaks.py``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
-def give_worker_its_own_shared_memory() -> bool:
+def give_process_its_own_shared_memory() -> bool:
     """For the calling thread, and for the threads and processes that it starts from now on.
 
     Returns:
-        Whether ``/dev/shm`` is that of this worker alone now.
+        Whether ``/dev/shm`` is that of this process alone now.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     private = ctypes.c_ulong(MS_REC | MS_PRIVATE)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvstore.auth import certificates
+from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.data_port import ClientEnd, NodeEnd
-from kvstore.auth.identity import Identity
-from kvstore.auth.ledger import Wanted
 from kvstore.auth.revoked import Revoked
 from tests.support.identities import ENGINE, NODE, authority, content, credentials, write
 
@@ -25,14 +23,8 @@ class Ends:
         self.signer: certificates.Signer = authority()
         self.node_file = str(write(folder / "node", content(self.signer, NODE)))
 
-    def node(
-        self,
-        wanted: Wanted = NODE,
-        *,
-        revoked: Path | str = "",
-        names: Mapping[str, Identity] | None = None,
-    ) -> NodeEnd:
-        return NodeEnd(self.credentials(wanted), Revoked(str(revoked)), names or {})
+    def node(self, wanted: Wanted = NODE, *, revoked: Path | str = "") -> NodeEnd:
+        return NodeEnd(self.credentials(wanted), Revoked(str(revoked)))
 
     def client(self, wanted: Wanted = ENGINE) -> ClientEnd:
         return ClientEnd(self.credentials(wanted))

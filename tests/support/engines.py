@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import aiohttp
@@ -24,12 +25,14 @@ from tests.support.processes import STOP_S, Server, flags_of
 PROXY: Final = "kvstore.cli.proxy"
 SCENARIO_S: Final = 60.0
 
-QUICK: Final = {
-    "health_interval_ms": 50,
-    "prefill_threshold": 4,
-    "connect_timeout_ms": 5_000,
+QUICK: Final = {"prefill_threshold": 4}
+"""Of a proxy, for tests with short prompts."""
+
+QUICK_CONSTANTS: Final = {
+    "kvstore.proxy.health:INTERVAL_S": 0.05,
+    "kvstore.proxy.engine:CONNECT_TIMEOUT_S": 5.0,
 }
-"""Of a proxy, for tests with short prompts that wait for a health check."""
+"""Of a proxy, for tests that wait for a health check."""
 
 
 class Call(NamedTuple):
@@ -224,7 +227,12 @@ class World:
         return self._session
 
     async def start(
-        self, prefill: int, decode: int, settings: dict[str, Any], prefix: Sequence[str]
+        self,
+        prefill: int,
+        decode: int,
+        settings: dict[str, Any],
+        prefix: Sequence[str],
+        constants: Mapping[str, object],
     ) -> None:
         self._session = aiohttp.ClientSession()
         self.prefillers = [await self.engine() for _ in range(prefill)]
@@ -233,8 +241,9 @@ class World:
         for role, engines in (("prefill", self.prefillers), ("decode", self.decoders)):
             given.setdefault(role, ",".join(engine.address for engine in engines))
         self._server = Server(
-            PROXY, flags_of(given), log=self._directory / "proxy.log", prefix=prefix
-        )
+            PROXY, flags_of(given), log=self._directory / "proxy.log", prefix=prefix,
+            constants={**QUICK_CONSTANTS, **constants},
+        )  # fmt: skip
         # In a thread: the engines are asked for their health meanwhile.
         said = await asyncio.to_thread(self.server.line, r"listening on (\S+?);")
         self.url, self.greeting = f"http://{said[1]}", said.string
@@ -362,15 +371,21 @@ def play(
     prefill: int = 1,
     decode: int = 1,
     prefix: Sequence[str] = (),
+    constants: Mapping[str, object] = MappingProxyType({}),
     **settings: Any,
 ) -> None:
-    """Run it; whatever happens, nothing of it is left. ``prefix``: the proxy's command line
-    begins with it."""
+    """Run it; whatever happens, nothing of it is left.
+
+    Args:
+        prefix: the proxy's command line begins with it.
+        constants: of modules of the proxy, by ``module:NAME`` below ``kvstore.proxy``.
+    """
+    named = {f"kvstore.proxy.{name}": value for name, value in constants.items()}
 
     async def run() -> None:
         world = World(directory)
         try:
-            await world.start(prefill, decode, settings, prefix)
+            await world.start(prefill, decode, settings, prefix, named)
             async with asyncio.timeout(SCENARIO_S):
                 await scenario(world)
         except BaseException:

@@ -10,8 +10,8 @@ from typing import Final
 
 from kvstore.auth import certificates
 from kvstore.auth.authority import content_of
+from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import MASTER_NAME, Credentials, Pems, alternative_names
-from kvstore.auth.ledger import Row, Wanted
 
 NOW: Final = datetime.now(UTC)
 
@@ -21,12 +21,12 @@ ENGINE: Final = Wanted("e", ("engine",), ("llama/*",), ("llama/*",))
 
 
 def authority() -> certificates.Signer:
-    return certificates.new_authority("", NOW)
+    return certificates.new_authority(NOW)
 
 
 def content(signer: certificates.Signer, wanted: Wanted, *, days_ago: float = 0) -> bytes:
     leaf = certificates.issue(signer, wanted, NOW - timedelta(days=days_ago))
-    return content_of(Row(leaf.number, wanted, "", leaf.since, leaf.until), leaf.pems, "")
+    return content_of(leaf, "")
 
 
 def write(path: Path, whole: bytes) -> Path:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from kvstore.auth import authority
+from kvstore.auth.certificates import Wanted
 from kvstore.auth.identity import ALL
-from kvstore.auth.ledger import Wanted
-from tests.support.identities import write
 
 
 def utc_now() -> datetime:
@@ -25,7 +23,7 @@ class Identities:
         self._folder = folder / "authority"
         self._files = folder
         self.clock = clock
-        authority.create(self._folder, "", clock)
+        authority.create(self._folder, clock())
 
     @property
     def folder(self) -> Path:
@@ -61,16 +59,9 @@ class Identities:
 
     def replace(self, path: Path, wanted: Wanted) -> None:
         """Issues anew, into a file that may be in use."""
-        with authority.opened(self._folder, self.clock) as opened:
-            row, pems = opened.issue(wanted)
-        whole = authority.content_of(row, pems, "a test")
-        os.replace(write(path.with_suffix(".new"), whole), path)
+        leaf = authority.issue(self._folder, wanted, self.clock())
+        authority.write_file(path, authority.content_of(leaf, "a test"))
 
-    def revoke(self, name: str) -> None:
-        with authority.opened(self._folder, self.clock) as opened:
-            opened.revoke(opened.valid([name]))
-
-    def revoke_older(self, name: str) -> None:
-        """All certificates of this name but the last one."""
-        with authority.opened(self._folder, self.clock) as opened:
-            opened.revoke(opened.valid([name])[:-1])
+    def revoke(self, which: str) -> None:
+        """``which``: a name or a number."""
+        assert authority.revoke(self._folder, which, self.clock())

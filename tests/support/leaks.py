@@ -30,8 +30,8 @@ CHILDREN_KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver
 _shm_is_ours = True
 
 
-def share_memory_with_other_workers() -> None:
-    """Do not look at shared memory from now on: other processes of tests use it, too."""
+def ignore_shared_memory() -> None:
+    """Ignores shared memory from now on: other programs use it, too."""
     global _shm_is_ours
     _shm_is_ours = False
 
@@ -71,11 +71,7 @@ def _compare(before: Snapshot, now: Snapshot) -> list[str]:
         for child in now.children - before.children
         if not any(kept in (name := _command(child)) for kept in CHILDREN_KEPT)
     ]
-    lines += [
-        f"shared memory {SHM / name}"
-        for name in now.shared_memory - before.shared_memory
-        if not _mapped_by_others(name)
-    ]
+    lines += [f"shared memory {SHM / name}" for name in now.shared_memory - before.shared_memory]
     return sorted(lines)
 
 
@@ -143,26 +139,3 @@ def _shared_memory() -> frozenset[str]:
         return frozenset(name for name in os.listdir(SHM) if name.startswith(SHM_PREFIX))
     except OSError:
         return frozenset()
-
-
-def _mapped_by_others(name: str) -> bool:
-    """Whether a process that is no descendant of ours uses it: somebody else's store or tests."""
-    path = str(SHM / name).encode()
-    for process in os.listdir("/proc"):
-        if process.isdigit() and not _is_ours(int(process)):
-            with contextlib.suppress(OSError):
-                if path in Path(f"/proc/{process}/maps").read_bytes():
-                    return True
-    return False
-
-
-def _is_ours(process: int) -> bool:
-    while process > 1:
-        if process == os.getpid():
-            return True
-        try:
-            stat = Path(f"/proc/{process}/stat").read_text()
-        except OSError:
-            return True  # gone: it holds nothing any more
-        process = int(stat.rpartition(")")[2].split()[1])
-    return False

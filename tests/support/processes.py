@@ -15,11 +15,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import SystemRandom
+from types import MappingProxyType
 from typing import Any, Final
 
 import pytest
 
 from tests.support.waiting import SOON_S
+from tests.support.with_constants import arguments_of
 
 ROOT: Final = Path(__file__).parents[2]
 START_S: Final = 30.0
@@ -119,13 +121,20 @@ class Server:
     """One process: what it says, and its signals."""
 
     def __init__(
-        self, module: str, arguments: Sequence[str], *, log: Path, prefix: Sequence[str] = ()
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        prefix: Sequence[str] = (),
+        constants: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
+        """``constants``: see ``with_constants``."""
         self.log = log
         self._name = " ".join((module, *arguments))
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", module, *arguments],
+                [*prefix, sys.executable, "-m", *arguments_of(constants, module), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -19,7 +19,6 @@ from kvstore.calls import fields
 from kvstore.limits import (
     KEY_BYTES_MAX,
     NAMESPACE_BYTES_MAX,
-    PROTOCOL_MIN,
     PROTOCOL_VERSION,
     Key,
     Namespace,
@@ -166,7 +165,7 @@ def true_calls(
     keys = [Key(KEY)]
     namespace = Namespace(MINE)
     return [
-        calls.Join(MINE, "host", PROTOCOL_VERSION, PROTOCOL_MIN),
+        calls.Join(MINE, "host", PROTOCOL_VERSION),
         calls.MatchPrefix([namespace], keys, True, [namespace]),
         calls.Lookup(namespace, keys),
         calls.Exists(namespace, keys, lease=True),
@@ -176,16 +175,16 @@ def true_calls(
         ),
         calls.PutEnd(epoch, [token]),
         calls.PutRevoke(epoch, [token], settled=True, connections=[1]),
-        calls.Allocate(100, 0, "host", [segment], client_number=7, namespace=namespace),
+        calls.Allocate(namespace, 100, 0, "host", [segment], client_number=7),
         calls.Commit(epoch, token, namespace, Key(KEY), None, 100, overwrite=False, ttl_ms=60_000),
-        calls.Renew(namespace, keys, [epoch], [token], epoch, [token]),
+        calls.Renew(namespace, keys, [epoch], [token], epoch, [token], [segment], [4096]),
         calls.Release([1]),
         calls.Pin(namespace, keys, 1_000),
         calls.Unpin(namespace, keys),
         calls.Remove(namespace, keys),
         calls.Clear(namespace, 10),
         calls.DescribeSegments([1]),
-        calls.ReportFailure([1], MINE, "host", "no reason"),
+        calls.ReportFailure([1], MINE, "host", "no reason", epoch),
         calls.ReportCorrupt(namespace, keys, [epoch], [token], [segment]),
         calls.Status(),
         calls.ListObjects(namespace, b"", 0, 10),
@@ -207,9 +206,7 @@ def true_join(
         token=b"liar's token....", seed=1, generation=1, fresh=fresh,
         engine=calls.EngineAddress("127.0.0.1:9", 0, "tcp", "P2PHANDSHAKE"), device=device,
     )  # fmt: skip
-    return calls.NodeJoin(
-        name, host, PROTOCOL_VERSION, 0, [offer], PROTOCOL_MIN, cluster="", version="1"
-    )
+    return calls.NodeJoin(name, host, PROTOCOL_VERSION, 0, [offer], version="1")
 
 
 def true_messages(put: calls.Version = FIRST) -> list[calls.NodeMessage]:

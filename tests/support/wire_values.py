@@ -184,11 +184,11 @@ def renewed(draw: st.DrawFn) -> calls.Renewed:
 @st.composite
 def renews(draw: st.DrawFn) -> calls.Renew:
     batch = draw(keys())
-    placed = len(batch) if draw(FLAGS) else 0
     return calls.Renew(
         draw(NAMESPACE), batch, draw(column(len(batch))), draw(column(len(batch))), draw(U64),
         draw(st.lists(U64, max_size=40)),
-        tuple(draw(st.lists(SIXTEEN, min_size=placed, max_size=placed))), draw(column(placed)),
+        tuple(draw(st.lists(SIXTEEN, min_size=len(batch), max_size=len(batch)))),
+        draw(column(len(batch))),
     )  # fmt: skip
 
 

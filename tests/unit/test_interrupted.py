@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
 from kvstore.network import names
 from kvstore.process.background import Job, Workers, in_one_piece, join_all, start_thread
-from kvstore.process.stopping import Bell, DeadlineLock, Known, Latch, NotOurTurnError
 from tests.support.cuts import cut
 from tests.support.leaks import leaked, snapshot
 
@@ -35,64 +33,6 @@ def elsewhere(work: Callable[[], object], seconds: float = 10.0) -> None:
     thread.start()
     thread.join(seconds)
     assert not thread.is_alive(), "it hangs"
-
-
-def test_a_latch() -> None:
-    latch = Latch()
-    each_place(lambda: latch.wait(0.001))
-    assert not latch.is_set()
-    waits = threading.Thread(target=latch.wait, daemon=True)
-    waits.start()
-    each_place(latch.set)
-    waits.join(10)
-    assert not waits.is_alive()
-    assert latch.wait(0)
-
-
-def test_a_bell_rings_for_those_that_have_waited_longest() -> None:
-    bell = Bell()
-    heard = [bell.listen() for _ in range(3)]
-    bell.ring(2)
-    assert [each.qsize() for each in heard] == [1, 1, 0]
-    bell.ring()
-    assert heard[2].qsize() == 1
-    began = time.monotonic()
-    bell.wait(bell.listen(), 0.05)
-    assert time.monotonic() - began >= 0.04
-    assert not bell._listening, "who has waited in vain listens no more"
-
-
-def test_a_turn_is_never_left_taken() -> None:
-    turn = DeadlineLock()
-    each_place(lambda: turn.run(lambda: None, 1.0))
-    assert not turn.is_taken
-    elsewhere(lambda: turn.run(lambda: None, 1.0))
-
-    def meanwhile() -> None:
-        began = time.monotonic()
-        with pytest.raises(NotOurTurnError):
-            turn.run(lambda: None, 0.05)
-        assert 0.02 < time.monotonic() - began < 5
-
-    turn.run(lambda: elsewhere(meanwhile), 1.0)
-
-
-def test_what_is_known_keeps_nothing() -> None:
-    class Thing:
-        pass
-
-    known: Known[Thing] = Known()
-    things = [Thing(), Thing(), Thing()]
-    thing = things[0]
-    for thing in things:
-        known.add(thing)
-    assert list(known) == things
-    known.discard(things.pop())
-    del things[0], thing
-    gc.collect()
-    known.prune()
-    assert len(known) == 1
-    assert list(known) == things
 
 
 def test_work_in_one_piece_ends_although_its_caller_is_cut() -> None:

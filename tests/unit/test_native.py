@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import math
 import mmap
@@ -11,11 +10,13 @@ import os
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Final
 
@@ -25,6 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore import native
+from kvstore.auth.credentials import MASTER_NAME
 from kvstore.calls import Presence, SegmentOffer
 from kvstore.clocks import uptime
 from kvstore.keys import PackedKeys, packed_keys
@@ -45,6 +47,8 @@ from kvstore.native import kinds, slow
 from kvstore.native.kinds import CAPABILITY_BYTES, STAMP_BYTES, ReadRow, Steps, WriteRow
 from kvstore.network.stream import Stream
 from kvstore.wire.spinning import PREEMPTED
+from tests.support.encryption import shared_ends
+from tests.support.identities import ENGINE, MASTER
 
 SEED, GENERATION, SPACE = 0x1234_5678_9ABC_DEF0, 3, "llama/ü"
 SIZE = 16 << 20
@@ -446,60 +450,60 @@ def test_how_an_exchange_fails(steps: Steps, ends: tuple[socket.socket, socket.s
     assert exchange(steps, ours)[0] == kinds.UNASKED
 
 
-def send_and_receive(
-    steps: Steps,
-    sock: socket.socket,
-    data: bytes = b"some",
-    *,
-    is_quiet: bool = True,
-    timeout_s: float = 10.0,
-    spin_s: float = 0.0,
-) -> tuple[int, int, bytes | None]:
-    return steps.send_and_receive(sock, data, is_quiet, spin_s, uptime() + timeout_s)
+@pytest.fixture
+def tls_ends() -> Iterator[tuple[ssl.SSLSocket, ssl.SSLSocket]]:
+    """Of a client and of a master."""
+    ours, theirs = socket.socketpair()
+    client, master = (shared_ends().credentials(wanted) for wanted in (ENGINE, MASTER))
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(master.server().wrap_socket, theirs, server_side=True)
+        within = client.client().wrap_socket(ours, server_hostname=MASTER_NAME)
+        with within, answers.result(10) as other:
+            yield within, other
 
 
-@pytest.mark.parametrize("spin_s", [0.0, 0.5])
-def test_sending_and_receiving(
-    steps: Steps, ends: tuple[socket.socket, socket.socket], spin_s: float
-) -> None:
-    ours, theirs = ends
+@pytest.mark.parametrize("size", [0, 100, 1 << 19])
+def test_an_exchange_within_tls(tls_ends: tuple[ssl.SSLSocket, ssl.SSLSocket], size: int) -> None:
+    ours, theirs = tls_ends
+    payload = random.Random(size).randbytes(size)
 
     def answer() -> None:
-        assert theirs.recv(100) == b"some"
-        theirs.sendall(b"x" * 100_000)
+        for _ in range(2):
+            assert theirs.recv(100) == b"request"
+            theirs.sendall(reply(5, 3, payload))
 
     thread = threading.Thread(target=answer)
     thread.start()
-    status, polled, came = send_and_receive(steps, ours, spin_s=spin_s)
-    received = b""
-    while status == kinds.ANSWERED and came is not None:
-        assert 0 < len(came) <= 32 << 10
-        received += came
-        if len(received) == 100_000:
-            break
-        status, _, came = send_and_receive(steps, ours, b"", is_quiet=False)
+    for _ in range(2):
+        assert exchange(SLOW, ours) == (kinds.ANSWERED, 0, 3, payload)
     thread.join()
-    assert received == b"x" * 100_000
-    assert polled == 0 or spin_s > 0
+    theirs.sendall(reply(5, 3, b"") * 2)
+    assert ours.recv(14) == reply(5, 3, b""), "and the other one is decrypted"
+    assert exchange(SLOW, ours)[0] == kinds.UNASKED
 
 
-def test_how_sending_and_receiving_fails(
-    steps: Steps, ends: tuple[socket.socket, socket.socket]
+@pytest.mark.parametrize(
+    ("how", "ends_as"),
+    [("changed", kinds.BROKEN), ("closed", kinds.ENDED), ("shut down", kinds.ENDED)],
+)
+def test_how_an_exchange_within_tls_fails(
+    tls_ends: tuple[ssl.SSLSocket, ssl.SSLSocket], how: str, ends_as: int
 ) -> None:
-    ours, theirs = ends
-    assert send_and_receive(steps, ours, timeout_s=0.05)[0] == kinds.TIMED_OUT
-    assert theirs.recv(100) == b"some"
-    assert send_and_receive(steps, ours, timeout_s=0.0)[0] == kinds.TIMED_OUT
-    theirs.sendall(b"x")
-    assert send_and_receive(steps, ours)[0] == kinds.UNASKED
-    assert send_and_receive(steps, ours, b"", is_quiet=False) == (kinds.ANSWERED, 0, b"x")
-    theirs.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        theirs.recv(100)
-    theirs.close()
-    assert send_and_receive(steps, ours, b"", is_quiet=False) == (kinds.ENDED, 0, None)
-    assert send_and_receive(steps, ours)[0] == kinds.UNASKED
-    assert send_and_receive(steps, ours, is_quiet=False) == (kinds.NOT_SENT, errno.EPIPE, None)
+    ours, theirs = tls_ends
+    assert exchange(SLOW, ours, 0.05)[0] == kinds.TIMED_OUT
+    assert theirs.recv(100) == b"request"
+
+    def answer() -> None:
+        assert theirs.recv(100) == b"request"
+        if how == "changed":
+            socket.socket.sendall(theirs, b"\x17\x03\x03\0\x20" + b"x" * 32)
+        else:
+            socket.socket.shutdown(theirs if how == "closed" else ours, socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert exchange(SLOW, ours)[0] == ends_as
+    thread.join()
 
 
 class Raised(BaseException):
@@ -587,11 +591,6 @@ def test_a_signal_is_heard_while_an_exchange_polls(
     thread = peer(interrupt)
     with pytest.raises(Raised):
         steps.exchange(ours, b"request", 5, 0.2, deadline, 1 << 20)
-    assert uptime() < deadline, "it was heard when the call had ended"
-    thread.join()
-    thread = peer(interrupt)
-    with pytest.raises(Raised):
-        steps.send_and_receive(ours, b"some", True, 0.2, deadline)
     assert uptime() < deadline, "it was heard when the call had ended"
     thread.join()
 

@@ -24,7 +24,7 @@ from kvstore.cli.mooncake_commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("master", "client", "connectors")
-ENGINES = {"sglang": "sglang", "vllm": "vllm", "vllm_tier": "vllm"}
+ENGINES = {"lmcache": "lmcache", "sglang": "sglang", "vllm": "vllm", "vllm_tier": "vllm"}
 """Packages in ``kvstore.connectors`` that import an engine, and its module."""
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS: dict[str, Any] = PYPROJECT["tool"]["setuptools"]

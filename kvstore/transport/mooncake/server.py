@@ -39,7 +39,7 @@ from kvstore.transport.mooncake.engine import (
 
 STALL_S: Final = 6.0
 """The longest time without traffic. A node may be stopped for as long again (``dead_ms``), and what
-it reads then still lands within the master's quarantine: see ADR 8."""
+it reads then still lands within the master's quarantine (docs/decisions/fencing.md)."""
 
 SWEEP_S: Final = 0.5
 

@@ -9,7 +9,7 @@ segment that carries no payload (``ClientConnection.greet``):
   dies ends it;
 * after a failure the client asks the server again, and its answer gives the reason.
 
-ADR 8 says how late writes are kept from memory of other objects.
+docs/decisions/fencing.md says how late writes are kept from memory of other objects.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvstore.errors import (
 )
 from kvstore.memory.raw import address_of
 from kvstore.memory.regions import Region, Regions
-from kvstore.process.stopping import DeadlineLock, NotOurTurnError, current
+from kvstore.process.stopping import current
 from kvstore.transport.base import Move
 from kvstore.transport.by_moves import ByMoves
 from kvstore.transport.mooncake.call import EngineCall, TransferFailedError
@@ -222,6 +222,11 @@ class MooncakeTransport(ByMoves):
                     if self._witnesses.get(key) is witness:
                         del self._witnesses[key]
                 witness.close()
+
+    def drop_connections(self) -> None:
+        """As ``Transport.drop_connections``."""
+        with self._changing:
+            self._witnesses = {}
 
     def abandon(self) -> None:
         """As ``Transport.abandon``. Keep the transport: ending its engine would touch what the
@@ -438,7 +443,7 @@ class _Witness:
     def __init__(self, segment: SegmentInfo) -> None:
         self._segment = segment
         self._connection = ClientConnection(segment)
-        self._using = DeadlineLock()
+        self._using = threading.Lock()
 
     @property
     def is_open(self) -> bool:
@@ -447,7 +452,7 @@ class _Witness:
     @property
     def has_ended(self) -> bool:
         """Whether its node has ended it; not told while it is in use."""
-        return not self._using.is_taken and self._connection.has_ended
+        return not self._using.locked() and self._connection.has_ended
 
     def greet(self, deadline: float, *, anew: bool = False) -> None:
         """Raises as ``TcpTransport.read``, settled: the node does not vouch for the segment."""
@@ -471,7 +476,9 @@ class _Witness:
         self._alone(self._connection.close)
 
     def _alone(self, use: Callable[[], ResultT], seconds: float = GREETED_S) -> ResultT:
+        if not self._using.acquire(timeout=max(0.0, seconds)):
+            raise deadline_exceeded(self._segment)
         try:
-            return self._using.run(use, seconds)
-        except NotOurTurnError:
-            raise deadline_exceeded(self._segment) from None
+            return use()
+        finally:
+            self._using.release()

@@ -1,1 +1,1 @@
-"""``/api/v1``: objects, nodes and prefixes, for programs."""
+"""``/api/v1``: keys, nodes and prefixes, for programs."""

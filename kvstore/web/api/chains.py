@@ -23,7 +23,7 @@ from kvstore.client.aio import AsyncClient
 from kvstore.errors import InvalidArgumentError, InvalidKeyError
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, Namespace, check_key
 from kvstore.texts import HEX, key_from_text, key_text
-from kvstore.web.api.objects import TIMEOUT_MS, NodesOf
+from kvstore.web.api.questions import TIMEOUT_MS, NodesOf
 from kvstore.web.api.turns import Turns
 from kvstore.web.server.endpoints import HexKey, Question, endpoint
 

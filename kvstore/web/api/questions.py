@@ -1,23 +1,33 @@
-"""Answers programs over HTTP: how much of a chain is stored and where, which keys exist, and the
-details of one object. Keys are bytes, so they travel in hexadecimal.
+"""Operations on keys over HTTP: match, exists, details of one object, remove, pin and unpin.
+
+Keys are bytes, so they travel in hexadecimal. Payloads do not pass through HTTP.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Final
+from typing import Any, Final
 
 from pydantic import BaseModel, Field
 
 from kvstore.client.aio import AsyncClient
-from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX
-from kvstore.web.api.objects import TIMEOUT_MS, NodesOf, ObjectAnswer, ObjectQuestion, fields_of
+from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX, PIN_MS_MAX
+from kvstore.texts import key_text
 from kvstore.web.server.endpoints import HexKey, Question, RefusedRequestError, endpoint
 
 MATCH_PATH: Final = "/api/v1/match"
 EXISTS_PATH: Final = "/api/v1/exists"
 STAT_PATH: Final = "/api/v1/stat"
+REMOVE_PATH: Final = "/api/v1/remove"
+PIN_PATH: Final = "/api/v1/pin"
+UNPIN_PATH: Final = "/api/v1/unpin"
+
+TIMEOUT_MS: Final = 2_000
+"""Timeout of a call to the store."""
+
+NodesOf = Callable[[Iterable[int]], Awaitable[Mapping[int, str]]]
+"""Returns the names of the nodes of these segments, by segment; others may be among them."""
 
 
 class MatchQuestion(Question):
@@ -34,11 +44,24 @@ class MatchQuestion(Question):
     )
 
 
-class ExistsQuestion(Question):
-    """Which of these keys are stored?"""
+class ObjectQuestion(Question):
+    """Which object."""
+
+    key: HexKey = Field(description="In hexadecimal.")
+    namespace: str = DEFAULT_NAMESPACE
+
+
+class KeysQuestion(Question):
+    """Which objects."""
 
     keys: list[HexKey] = Field(max_length=BATCH_KEYS_MAX, description="In hexadecimal.")
     namespace: str = DEFAULT_NAMESPACE
+
+
+class PinQuestion(KeysQuestion):
+    """Which objects to keep from eviction, and for how long."""
+
+    seconds: float = Field(gt=0, le=PIN_MS_MAX / 1000, description="From now on.")
 
 
 class MatchAnswer(BaseModel):
@@ -58,15 +81,35 @@ class ExistsAnswer(BaseModel):
     exists: list[bool] = Field(description="Per key.")
 
 
+class RemoveAnswer(BaseModel):
+    removed: list[bool] = Field(description="Per key: whether there was such an object.")
+
+
+class PinAnswer(BaseModel):
+    pinned: list[bool] = Field(description="Per key: whether it is there, and pinned now.")
+
+
+class UnpinAnswer(BaseModel):
+    unpinned: list[bool] = Field(description="Per key: whether it was pinned.")
+
+
 class Place(BaseModel):
     node: str
     segment: int
     offset: int
 
 
-class StatAnswer(ObjectAnswer):
-    """One object, in detail."""
+class StatAnswer(BaseModel):
+    """One object."""
 
+    namespace: str
+    key: str = Field(description="In hexadecimal.")
+    text: str = Field(description="The key as kvstore ls shows it.")
+    size: int = Field(description="Payload bytes.")
+    replicas: int
+    depth: int = Field(description="Ancestors, as far as known.")
+    leased_ms: int
+    state: str = Field(description="complete, detached or being_written.")
     parent: str | None = Field(description="Its key, in hexadecimal.")
     children: int
     version: str
@@ -105,7 +148,7 @@ class Api:
         )
 
     @endpoint("POST", EXISTS_PATH, {200: "Per key."})
-    async def _exists(self, asked: ExistsQuestion) -> ExistsAnswer:
+    async def _exists(self, asked: KeysQuestion) -> ExistsAnswer:
         """What is stored."""
         found = await self._client.exists_many(
             asked.keys, namespace=asked.namespace, timeout_ms=TIMEOUT_MS
@@ -121,8 +164,11 @@ class Api:
         detail, row = found.detail, found.detail.row
         names = await self._nodes_of(detail.placements.segments)
         places = zip(detail.placements.segments, detail.placements.offsets, strict=True)
+        fields: dict[str, Any] = {
+            **row._asdict(), "key": row.key.hex(), "text": key_text(row.key),
+        }  # fmt: skip
         return StatAnswer(
-            **fields_of(row),
+            **fields,
             parent=detail.parent.hex() if detail.parent else None,
             children=detail.children,
             version=f"{detail.version.epoch}.{detail.version.counter}",
@@ -132,6 +178,27 @@ class Api:
                 for segment, offset in places
             ],
         )
+
+    @endpoint("POST", REMOVE_PATH, {200: "Done."}, is_trusted=True)
+    async def _remove(self, asked: KeysQuestion) -> RemoveAnswer:
+        """Remove objects."""
+        removed = await self._client.remove_many(asked.keys, namespace=asked.namespace)
+        return RemoveAnswer(removed=removed)
+
+    @endpoint(
+        "POST", PIN_PATH, {200: "Done.", 507: "Pins hold their share of the pool."},
+        is_trusted=True,
+    )  # fmt: skip
+    async def _pin(self, asked: PinQuestion) -> PinAnswer:
+        """Keep objects, and those before them in their chains, from eviction."""
+        pinned = await self._client.pin(asked.keys, asked.seconds, namespace=asked.namespace)
+        return PinAnswer(pinned=pinned)
+
+    @endpoint("POST", UNPIN_PATH, {200: "Done."}, is_trusted=True)
+    async def _unpin(self, asked: KeysQuestion) -> UnpinAnswer:
+        """End the pins of objects."""
+        unpinned = await self._client.unpin(asked.keys, namespace=asked.namespace)
+        return UnpinAnswer(unpinned=unpinned)
 
     async def _segments(self, namespace: str, key: bytes) -> Sequence[int]:
         """The segments that hold replicas of the object."""

@@ -19,7 +19,7 @@ from kvstore.diagnosis.why import Cause, Party
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import is_fleet
 from kvstore.texts import key_text
-from kvstore.web.api.objects import TIMEOUT_MS
+from kvstore.web.api.questions import TIMEOUT_MS
 from kvstore.web.api.turns import Turns
 from kvstore.web.server.endpoints import Question, RefusedRequestError, endpoint
 

@@ -24,6 +24,7 @@ from kvstore.errors import InvalidArgumentError, KVStoreError, UnavailableError
 from kvstore.network.addresses import join_address, split_address
 from kvstore.process.background import start_task
 from kvstore.web.api import shapes
+from kvstore.web.dashboard import runbook
 from kvstore.web.dashboard.fleet import compared
 from kvstore.web.server.access import HEADERS
 from kvstore.web.server.doors import Handler
@@ -42,12 +43,13 @@ FILES: Final = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
-    "/runbook": ("runbook.html", "text/html"),
     "/blocks.js": ("blocks.js", "text/javascript"),
     "/charts.js": ("charts.js", "text/javascript"),
     "/misses.js": ("misses.js", "text/javascript"),
     "/prefixes.js": ("prefixes.js", "text/javascript"),
 }
+
+RUNBOOK: Final = "/runbook"
 
 
 class NoticesQuestion(Question):
@@ -74,9 +76,10 @@ class Dashboard:
     def page(self) -> Routes:
         """The files of the page, by path; they hold no data of the store."""
         page = resources.files("kvstore.web.dashboard") / "page"
-        return {
+        files = {
             path: _file((page / name).read_bytes(), kind) for path, (name, kind) in FILES.items()
         }
+        return files | {RUNBOOK: _file(runbook.page(), "text/html")}
 
     async def _sample_forever(self) -> None:
         while True:

@@ -1,15 +1,14 @@
 """Who may ask what over HTTP, at the ports of masters, nodes and the proxy.
 
-A request that changes something, or that fetches bytes of an object, is *trusted* if it carries the
-token. Without a token configured, it is trusted if its connection comes from a loopback address.
-Once there is a token, loopback needs it as well: behind a proxy on this host every request comes
-from loopback.
+A request that changes something is *trusted* if it carries the token. Without a token configured,
+it is trusted if its connection comes from a loopback address. Once there is a token, loopback needs
+it as well: behind a proxy on this host every request comes from loopback.
 
 A browser on this host also connects from loopback, on behalf of whatever page it shows. So all but
 health and metrics is refused if the request came by a name that the operator does not know
 (``Hosts``), and what needs trust also if the browser says that a page of another site made it.
-There are no CORS headers, so no other site may send what browsers ask permission for (PUT, DELETE,
-JSON, ``Authorization``), or read an answer.
+There are no CORS headers, so no other site may send what browsers ask permission for (JSON,
+``Authorization``), or read an answer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import contextlib
 import hmac
 import ipaddress
 import ssl
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -27,8 +26,7 @@ from aiohttp import web
 
 from kvstore.auth.acting import acting_for
 from kvstore.auth.credentials import Credentials, alternative_names
-from kvstore.auth.identity import ADMIN, Identity, identity
-from kvstore.auth.names import identity_by, load_names
+from kvstore.auth.identity import ADMIN, Identity, identity, identity_of
 from kvstore.auth.revoked import Revoked
 from kvstore.auth.rights import check_numbers
 from kvstore.auth.shares import Shares
@@ -91,16 +89,11 @@ class Secured(NamedTuple):
     """The file of this process's identity, if the port shows it."""
     revoked: str = ""
     """File with the numbers of revoked identities."""
-    names: str = ""
-    """As ``HttpConfig.auth_names``."""
-    also_plain: bool = False
-    """With ``auth``: whether peers may come without TLS, too. Then requests need no identity, and
-    none counts."""
 
     @property
     def scheme(self) -> str:
         """By which everybody who may use the port can reach it."""
-        return "https" if self.cert or (self.auth and not self.also_plain) else "http"
+        return "https" if self.cert or self.auth else "http"
 
     def tls(self) -> ssl.SSLContext | None:
         """The TLS context; None: plain HTTP. Raises ConfigError, as ``tls_of``."""
@@ -111,9 +104,9 @@ class Secured(NamedTuple):
 
     def identities(self) -> Identities | None:
         """Raises ConfigError."""
-        if not self.auth or self.also_plain:
+        if not self.auth:
             return None
-        return Identities(Revoked(self.revoked), load_names(self.names))
+        return Identities(Revoked(self.revoked))
 
 
 NOT_SECURED: Final = Secured()
@@ -125,12 +118,9 @@ def secured_by(config: HttpConfig) -> Secured:
     Raises:
         ConfigError: a file cannot be read, or is of no use.
     """
-    prefers = config.auth_mode == "prefer"
-    own = prefers and config.http_cert  # for browsers, which show no identity
     secured = Secured(
         token_of(config), config.http_reads, config.http_cert, config.http_key,
-        "" if own else config.auth, config.auth_revoked, config.auth_names,
-        also_plain=prefers and bool(config.auth) and not own,
+        config.auth, config.auth_revoked,
     )  # fmt: skip
     secured.tls()
     secured.identities()
@@ -178,17 +168,15 @@ class Identities:
     """Who sends a request, on a port with authentication: the certificate of its connection says
     it. Use it in one event loop."""
 
-    def __init__(self, revoked: Revoked, names: Mapping[str, Identity]) -> None:
-        """``names``: as ``load_names`` returns."""
+    def __init__(self, revoked: Revoked) -> None:
         self._revoked = revoked
-        self._names = names
 
     def of(self, request: web.Request) -> Identity | None:
         """None: it has shown no identity, or one that is revoked."""
         transport = request.transport
         shown = None if transport is None else transport.get_extra_info("peercert")
         try:
-            who = identity_by(alternative_names(shown), self._names)
+            who = identity_of(alternative_names(shown))
         except InvalidArgumentError:
             return None
         return None if self._revoked.has(who) else who
@@ -256,7 +244,7 @@ class Access:
         return self._guarded(self._acting(handler), self._misdirected, self._unread)
 
     def trusted(self, handler: Handler) -> Handler:
-        """Guards changes, and fetching bytes of objects: the request is trusted."""
+        """Guards changes: the request is trusted."""
         return self._guarded(self._acting(handler), self.distrusts)
 
     def of_all(self, handler: Handler) -> Handler:

@@ -129,11 +129,9 @@ def _say_in_one_line(record: logging.LogRecord) -> bool:
     return True
 
 
-async def listen(
-    doors: Doors, host: str, port: int, tls: ssl.SSLContext | None = None
-) -> asyncio.Server:
+async def listen(doors: Doors, host: str, port: int) -> asyncio.Server:
     """Starts the server. Raises OSError."""
-    return await listen_on(doors, await asyncio.to_thread(listening.listen, host, port), tls)
+    return await listen_on(doors, await asyncio.to_thread(listening.listen, host, port))
 
 
 async def listen_on(
@@ -153,17 +151,6 @@ async def listen_on(
         with socket.socket(fileno=os.dup(each.fileno())) as same:
             same.listen(BACKLOG)
     return server
-
-
-async def take(doors: Doors, tls: ssl.SSLContext, sock: socket.socket, has_tls: bool) -> None:
-    """Serves a connection that has been accepted. Raises OSError: its handshake has failed."""
-    await asyncio.get_running_loop().connect_accepted_socket(
-        doors,
-        sock,
-        ssl=tls if has_tls else None,
-        ssl_handshake_timeout=HANDSHAKE_S if has_tls else None,
-        ssl_shutdown_timeout=CUT_S if has_tls else None,
-    )
 
 
 class Doors:

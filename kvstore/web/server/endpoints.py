@@ -39,7 +39,6 @@ ANSWER_S: Final = 10.0
 """Time to answer one request, which may need several calls to the store."""
 
 JSON: Final = "application/json"
-BYTES: Final = "application/octet-stream"
 
 STATUSES: Final[Mapping[type[KVStoreError], int]] = {
     UsageError: 400,
@@ -59,36 +58,21 @@ STATUSES: Final[Mapping[type[KVStoreError], int]] = {
 # --- questions ------------------------------------------------------------------------------------
 
 
-def _hex(bytes_min: int) -> str:
-    """The pattern of ``bytes_min`` to ``KEY_BYTES_MAX`` bytes in hexadecimal."""
-    return f"([0-9a-fA-F]{{2}}){{{bytes_min},{KEY_BYTES_MAX}}}"
-
-
-def _from_hex(text: object) -> bytes:
-    """Raises ValueError. ``bytes.fromhex`` would also take white space, which no key contains."""
-    if not isinstance(text, str):
-        raise ValueError("a key is text, in hexadecimal")
-    if re.fullmatch(_hex(0), text) is None:
-        raise ValueError(f"{text[:64]!r} is no key of up to {KEY_BYTES_MAX} bytes in hexadecimal")
-    return bytes.fromhex(text)
+_KEY: Final = f"([0-9a-fA-F]{{2}}){{1,{KEY_BYTES_MAX}}}"
 
 
 def _key_from_hex(text: object) -> bytes:
-    """Raises ValueError."""
-    if text == "":
-        raise ValueError("a key has at least one byte")
-    return _from_hex(text)
+    """Raises ValueError. ``bytes.fromhex`` would also take white space, which no key contains."""
+    if not isinstance(text, str) or re.fullmatch(_KEY, text) is None:
+        shown = repr(text[:64]) if isinstance(text, str) else "this"
+        raise ValueError(f"{shown} is no key of 1 to {KEY_BYTES_MAX} bytes in hexadecimal")
+    return bytes.fromhex(text)
 
 
 HexKey = Annotated[
     bytes,
     BeforeValidator(_key_from_hex),
-    WithJsonSchema({"type": "string", "pattern": f"^{_hex(1)}$"}),
-]
-HexPrefix = Annotated[
-    bytes,
-    BeforeValidator(_from_hex),
-    WithJsonSchema({"type": "string", "pattern": f"^{_hex(0)}$"}),
+    WithJsonSchema({"type": "string", "pattern": f"^{_KEY}$"}),
 ]
 
 
@@ -321,10 +305,9 @@ def _operation(each: Endpoint, schemas: dict[str, Any]) -> dict[str, Any]:
             for status, text in sorted(answers.items())
         },
     }
-    if is_body or each.method == "PUT":
-        body = each.asked if is_body else BYTES
-        operation["requestBody"] = {"required": True, **_content(body, schemas)}
-    if each.asked is not None and not is_body:
+    if is_body:
+        operation["requestBody"] = {"required": True, **_content(each.asked, schemas)}
+    elif each.asked is not None:
         shape = _schema(each.asked, schemas)
         operation["parameters"] = [
             {

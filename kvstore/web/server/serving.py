@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import functools
 import logging
 import socket
 import time
@@ -28,7 +27,6 @@ from kvstore.errors import AddressInUseError, BusyError, StartupError, Unavailab
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
-from kvstore.network.sniffing import Sniffing
 from kvstore.network.waits import CrowdedOutError, Waits
 from kvstore.ports import what_answers
 from kvstore.web.server.access import HEADERS, NOT_SECURED, Access, Secured
@@ -40,7 +38,6 @@ from kvstore.web.server.doors import (
     answering,
     connections_max,
     listen_on,
-    take,
 )
 
 log = logging.getLogger("kvstore.web")
@@ -165,14 +162,6 @@ async def serving(
     async with answering(
         application, doors, idle_s=IDLE_CONNECTION_S, line_bytes_max=LINE_BYTES_MAX, log=log
     ):
-        if tls is not None and secured.also_plain:
-            either = Sniffing(listener, functools.partial(take, doors, tls))
-            either.start()
-            try:
-                yield
-            finally:
-                await either.stop()
-            return
         server = await listen_on(doors, listener, tls)
         try:
             yield
@@ -321,12 +310,5 @@ def _application(
         if method == "GET":
             application.router.add_get(path, handler)  # and HEAD
         else:
-            wait = _wait if method == "PUT" else None
-            application.router.add_route(method, path, handler, expect_handler=wait)
+            application.router.add_route(method, path, handler)
     return application
-
-
-async def _wait(request: web.Request) -> web.StreamResponse | None:
-    """Lets the handler of a PUT ask for the body when it has room; aiohttp would ask at once."""
-    del request
-    return None

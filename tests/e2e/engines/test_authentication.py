@@ -29,7 +29,7 @@ WHOLE = 4 * BLOCK_TOKENS
 
 OF_VLLM = ("vllm/*", FLEET_NAMESPACE)
 OF_OFFLOADING = ("vllm-offloading/*", FLEET_NAMESPACE)
-"""As docs/auth.md says them."""
+"""As docs/security.md says them."""
 
 WITHIN_S = 30.0
 """Of a prompt of an engine whose calls are refused, on a busy machine."""

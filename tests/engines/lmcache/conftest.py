@@ -14,11 +14,9 @@ from tests.support.cluster import SHORT, Cluster
 if importlib.util.find_spec("lmcache") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    from tests.engines.lmcache.inside import Inside
     from tests.engines.lmcache.tasks import Adapter
 
 StartAdapter = Callable[..., "Adapter"]
-StartInside = Callable[..., "Inside"]
 
 
 @pytest.fixture
@@ -36,20 +34,6 @@ def adapter(store: Cluster) -> Iterator[StartAdapter]:
 
     def start(**settings: Any) -> Adapter:
         started.append(Adapter({"master": store.address, **settings}))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.close()
-
-
-@pytest.fixture
-def inside(store: Cluster) -> Iterator[StartInside]:
-    """LMCache as it is inside an engine, which is closed with the test."""
-    started: list[Inside] = []
-
-    def start(**given: Any) -> Inside:
-        started.append(Inside(store.address, **given))
         return started[-1]
 
     yield start

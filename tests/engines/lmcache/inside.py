@@ -1,4 +1,4 @@
-"""LMCache as it is inside an engine: its own memory and remote back-end, and its event loop."""
+"""LMCache inside an engine, with its ``MooncakestoreConnector``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
+PLUGIN: Final = "mooncakestore"
 MODEL: Final = "tests/tiny-model"
+DTYPE: Final = torch.bfloat16
 TOKENS: Final = 64
 """Of a full chunk."""
 
@@ -28,44 +30,27 @@ class Inside:
 
     def __init__(
         self,
-        master: str,
-        *,
-        plugin: str = "kvstore",
-        model: str = MODEL,
-        dtype: torch.dtype = torch.bfloat16,
-        heads: int = 2,
-        extra: dict[str, Any] | None = None,
-        settings: dict[str, Any] | None = None,
+        extra: dict[str, Any],
     ) -> None:
         """
         Args:
-            plugin: name of the remote storage.
-            extra: LMCache's ``extra_config``, besides what names this plug-in.
-            settings: of this plug-in.
+            extra: LMCache's ``extra_config``.
         """
-        ours = {
-            "module_path": "kvstore.connectors.lmcache",
-            "class_name": "KVStoreConnectorAdapter",
-            "master": master,
-        } | (settings or {})
-        prefix = f"remote_storage_plugin.{plugin}."
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=TOKENS,
             local_cpu=False,
             max_local_cpu_size=0.1,
-            remote_storage_plugins=[plugin],
-            extra_config=(extra or {}) | {prefix + name: value for name, value in ours.items()},
+            remote_storage_plugins=[PLUGIN],
+            extra_config=extra,
         )
-        self.dtype = dtype
-        self.model = model
         self.metadata = LMCacheMetadata(
-            model_name=model,
+            model_name=MODEL,
             world_size=1,
             local_world_size=1,
             worker_id=0,
             local_worker_id=0,
-            kv_dtype=dtype,
-            kv_shape=(4, 2, TOKENS, heads, 32),
+            kv_dtype=DTYPE,
+            kv_shape=(4, 2, TOKENS, 2, 32),
             chunk_size=TOKENS,
         )
         self.loop = asyncio.new_event_loop()
@@ -73,15 +58,14 @@ class Inside:
         self._thread.start()
         self.memory = LocalCPUBackend(config, self.metadata, dst_device="cpu")
         self.backend = RemoteBackend(
-            config, self.metadata, self.loop, self.memory, "cpu", plugin_name=plugin
+            config, self.metadata, self.loop, self.memory, "cpu", plugin_name=PLUGIN
         )
         if self.backend.connection is None:
             self.close()
             raise AssertionError("LMCache has not made the connector")
 
-    def key(self, number: int, **tags: str) -> CacheEngineKey:
-        configs = {f"lmcache.tag.{name}": value for name, value in tags.items()}
-        return CacheEngineKey(self.model, 1, 0, (1 << 62) + number, self.dtype, configs)
+    def key(self, number: int) -> CacheEngineKey:
+        return CacheEngineKey(MODEL, 1, 0, (1 << 62) + number, DTYPE)
 
     def chunk(self, seed: int, tokens: int = TOKENS) -> MemoryObj:
         """Random bytes of a seed, in LMCache's memory."""
@@ -104,14 +88,6 @@ class Inside:
     def get(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
         found: list[MemoryObj | None] = self.backend.batched_get_blocking(list(keys))
         return found
-
-    def run(self, coroutine: Any) -> Any:
-        """On LMCache's loop."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
-
-    def in_use(self) -> int:
-        """Bytes of LMCache's memory that somebody holds."""
-        return int(self.memory.memory_allocator.pin_allocator.total_allocated_size)
 
     def close(self) -> None:
         """Idempotent."""

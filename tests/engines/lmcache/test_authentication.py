@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.limits import FLEET_NAMESPACE
-from tests.engines.lmcache.conftest import StartAdapter, StartInside
+from tests.engines.lmcache.conftest import StartAdapter
 from tests.engines.lmcache.tasks import chunk, key, same
 from tests.support.cluster import SHORT, Cluster
 from tests.support.issuing import Identities
@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 KEYS = [key(number) for number in range(8)]
 OF_LMCACHE = ("lmcache/*", FLEET_NAMESPACE)
-"""As docs/auth.md says them."""
+"""As docs/security.md says them."""
 
 TASKS_S = 20.0
 """Of all tasks of an adapter that is refused: two seconds each at most, until a breaker opens."""
@@ -66,7 +66,6 @@ def test_two_tenants_do_not_meet(
     store: Cluster,
     identities: Identities,
     adapter: StartAdapter,
-    inside: StartInside,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     chunks = [chunk(number) for number in range(8)]
@@ -78,11 +77,6 @@ def test_two_tenants_do_not_meet(
         assert second.look_up(KEYS) == list(range(8))
         second.it.submit_unlock(KEYS)
         until(partial(store.fleet_records, tenant))
-        one = inside(settings=mine)
-        keys = [one.key(number) for number in range(3)]
-        assert one.backend.batched_contains(keys) == 0
-        one.put(keys, [one.chunk(number) for number in range(3)])
-        assert one.backend.batched_contains(keys) == 3
     assert store.spaces() == ["acme", "globex"]
     assert "refused_by_the_store" not in caplog.text
 
@@ -110,44 +104,3 @@ def test_if_it_is_refused_all_are_misses_and_the_log_says_why(
     # One line for each call that is refused, however often it is made.
     assert bool(told) == bool(spaces)
     assert len({each.split(":")[1] for each in told}) == len(told), told
-
-
-# --- inside an engine ----------------------------------------------------------------------------
-
-
-def test_inside_an_engine_it_needs_the_same(
-    store: Cluster, identities: Identities, inside: StartInside, caplog: pytest.LogCaptureFixture
-) -> None:
-    auth = identities.engine("engine", *OF_LMCACHE)
-    first, second = (inside(settings={"auth": auth}) for _ in range(2))
-    keys = [first.key(number) for number in range(3)]
-    chunks = [first.chunk(number) for number in range(3)]
-    first.put(keys, chunks)
-    assert second.backend.batched_contains(keys) == 3
-    for put, got in zip(chunks, second.get(keys), strict=True):
-        assert got is not None
-        assert same(put, got)
-        got.ref_count_down()
-    assert {"lmcache"} <= set(store.spaces()) <= {"lmcache", FLEET_NAMESPACE}
-    assert "refused_by_the_store" not in caplog.text
-
-
-@pytest.mark.parametrize("spaces", [("others/*",), ()], ids=["others", "without"])
-def test_inside_an_engine_a_refusal_is_a_miss(
-    store: Cluster,
-    identities: Identities,
-    inside: StartInside,
-    spaces: tuple[str, ...],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    settings = {"auth": identities.engine("other", *spaces)} if spaces else {}
-    one = inside(settings=settings)
-    keys = [one.key(number) for number in range(3)]
-    started = time.monotonic()
-    for _ in range(5):
-        assert one.backend.batched_contains(keys) == 0
-        one.put(keys, [one.chunk(number) for number in range(3)])
-        assert one.get(keys) == [None] * 3
-    assert time.monotonic() - started < TASKS_S
-    assert store.spaces() == []
-    assert ("refused_by_the_store" if spaces else "KVSTORE_AUTH=FILE") in caplog.text

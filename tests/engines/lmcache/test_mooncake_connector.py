@@ -6,11 +6,21 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from lmcache.v1.memory_management import MemoryObj
 
 import kvstore.mooncake
 from tests.engines.lmcache.inside import TOKENS, Inside
-from tests.engines.lmcache.test_inside import same
 from tests.support.cluster import Cluster
+
+
+def same(one: MemoryObj, other: MemoryObj | None) -> bool:
+    return (
+        other is not None
+        and one.get_shape() == other.get_shape()
+        and one.get_dtype() == other.get_dtype()
+        and one.get_memory_format() == other.get_memory_format()
+        and bytes(one.byte_array) == bytes(other.byte_array)
+    )
 
 
 @pytest.fixture
@@ -38,7 +48,7 @@ def test_chunks_come_back_byte_for_byte(store: Cluster, save_chunk_meta: bool) -
         "global_segment_size": 0,
         "transfer_timeout": 30,
     }
-    engine = Inside(store.address, plugin="mooncakestore", extra=extra)
+    engine = Inside(extra)
     try:
         assert kvstore.mooncake.is_ours(sys.modules["mooncake.store"].__file__)
         lengths = [TOKENS, TOKENS, TOKENS, 17]

@@ -18,7 +18,7 @@ from tests.support.waiting import until
 
 KEYS = [f"{number:064x}" for number in range(8)]
 OF_SGLANG = ("sglang/*", FLEET_NAMESPACE)
-"""As docs/auth.md says them."""
+"""As docs/security.md says them."""
 
 CALLS_S = 15.0
 """Of all calls of a back-end that is refused: two seconds each at most, until a breaker opens."""

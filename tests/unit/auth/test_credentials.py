@@ -13,7 +13,6 @@ import pytest
 
 from kvstore.auth import certificates, credentials
 from kvstore.auth.credentials import Credentials, read
-from kvstore.auth.identity import identity_of
 from kvstore.errors import ConfigError
 from tests.support import identities
 from tests.support.identities import ENGINE, MASTER, NOW, content, write
@@ -62,16 +61,48 @@ def test_a_folder_as_kubernetes_mounts_it(tmp_path: Path, signer: certificates.S
     assert tuple(found.pems()) == tuple(second)
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o604, 0o602, 0o601, 0o666])
-def test_a_key_that_others_can_reach_is_refused(path: Path, mode: int) -> None:
-    path.chmod(mode)
-    with pytest.raises(ConfigError, match=rf"every user.*chmod 600 {path}"):
+Change = Callable[[Path, certificates.Signer], object]
+
+
+def text(before: str, after: str) -> Change:
+    return lambda path, _: path.write_text(path.read_text().replace(before, after))
+
+
+def _other_key(path: Path, signer: certificates.Signer) -> None:
+    own, other = read(str(path)), certificates.issue(signer, ENGINE, NOW).pems
+    path.write_bytes(path.read_bytes().replace(own.key, other.key))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        *((lambda path, _, mode=mode: path.chmod(mode), "every user.*chmod 600")
+          for mode in (0o644, 0o604, 0o602, 0o601, 0o666)),
+        (text("PRIVATE KEY", "NOTHING"), "has no key"),
+        (text("Authorities:", "NOTHING"), "has no authority's certificate"),
+        (text("PRIVATE KEY", "ENCRYPTED PRIVATE KEY"), "has a passphrase"),
+        (text("M", "N"), "cannot be used"),
+        (_other_key, "do not belong together"),
+        (lambda path, _: path.unlink(), "No such file"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_of_no_use_is_refused(
+    path: Path, signer: certificates.Signer, change: Change, says: str
+) -> None:
+    change(path, signer)
+    with pytest.raises(ConfigError, match=says) as refused:
         Credentials(str(path))
-    path.chmod(0o640)
-    Credentials(str(path))
+    assert "PRIVATE" not in str(refused.value)
+
+
+def test_a_place_without_a_file_is_refused(tmp_path: Path, path: Path) -> None:
+    for place in (tmp_path, tmp_path / "x" / "y", Path("/dev/null"), path / "tls.key"):
+        with pytest.raises(ConfigError):
+            Credentials(str(place))
 
 
 def test_the_mode_of_a_folders_key_counts(tmp_path: Path, path: Path) -> None:
+    path.chmod(0o640)
     folder = identities.folder(tmp_path / "tls", read(str(path)))
     (folder / "ca.crt").chmod(0o644)
     (folder / "tls.crt").chmod(0o644)
@@ -79,47 +110,6 @@ def test_the_mode_of_a_folders_key_counts(tmp_path: Path, path: Path) -> None:
     (folder / "tls.key").chmod(0o644)
     with pytest.raises(ConfigError, match=r"tls\.key"):
         Credentials(str(folder))
-
-
-@pytest.mark.parametrize(
-    ("begin", "missing"),
-    [("PRIVATE KEY", "key"), ("Authorities:", "authority's certificate")],
-)
-def test_what_lacks_a_part_is_refused(path: Path, begin: str, missing: str) -> None:
-    path.write_text(path.read_text().replace(begin, "NOTHING"))
-    with pytest.raises(ConfigError, match=f"has no {missing}"):
-        Credentials(str(path))
-
-
-def test_a_key_with_a_passphrase_is_refused_as_such(path: Path) -> None:
-    path.write_text(path.read_text().replace("PRIVATE KEY", "ENCRYPTED PRIVATE KEY"))
-    with pytest.raises(ConfigError, match="has a passphrase"):
-        Credentials(str(path))
-
-
-def test_what_is_not_there_or_may_not_be_read_is_refused(tmp_path: Path) -> None:
-    for place in (tmp_path / "none", tmp_path, tmp_path / "x" / "y", Path("/dev/null")):
-        with pytest.raises(ConfigError):
-            Credentials(str(place))
-
-
-def test_a_path_below_a_file_is_refused_as_any_other(path: Path) -> None:
-    with pytest.raises(ConfigError, match="Not a directory"):
-        Credentials(f"{path}/tls.key")
-
-
-def test_the_key_of_another_certificate_is_refused(path: Path, signer: certificates.Signer) -> None:
-    own, other = read(str(path)), certificates.issue(signer, ENGINE, NOW).pems
-    path.write_bytes(path.read_bytes().replace(own.key, other.key))
-    with pytest.raises(ConfigError, match="do not belong together") as refused:
-        Credentials(str(path))
-    assert "PRIVATE" not in str(refused.value)
-
-
-def test_garbage_between_the_lines_is_refused(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"M", b"N"))
-    with pytest.raises(ConfigError, match="cannot be used"):
-        Credentials(str(path))
 
 
 def test_a_name_cannot_end_the_part_before_the_authorities(
@@ -139,7 +129,8 @@ def replace(path: Path, whole: bytes) -> None:
 
 
 def name_of(found: Credentials) -> str:
-    return identity_of(certificates.uris_of(certificates.loaded(found.pems().chain)[0])).name
+    [leaf] = certificates.loaded(found.pems().chain)
+    return certificates.common_name(leaf.subject)
 
 
 def test_a_replaced_file_counts_from_then_on(

@@ -90,7 +90,7 @@ def completed(words: str, *, program: str = "kvstore") -> list[str]:
         ("kvstore auth issue --role m", ["master"]),
         ("kvstore-node --lock-memory ", ["auto", "off", "on"]),
         ("kvstore-master --etcd-c", ["--etcd-ca", "--etcd-cert"]),
-        ("kvstore-proxy --aff", ["--affinity", "--affinity-slack", "--affinity-blocks-max"]),
+        ("kvstore-proxy --aff", ["--affinity"]),
     ],
 )
 def test_what_is_offered(words: str, offered: list[str]) -> None:

@@ -31,7 +31,7 @@ class Store(World):
     def __init__(self) -> None:
         super().__init__(1)
         self.views = Views(self._renew, lease_margin_s=0.2, reads=self.context.leases)
-        self.devices = ClientDevices(8 << 20, 0)
+        self.devices = ClientDevices()
         self.context.pool, self.context.views = cast(Any, self), self.views
         self.context.clock = uptime  # as the views'
         self.answers[calls.Allocate] = grants([WRITE], [TOKEN], [(1, AT)])

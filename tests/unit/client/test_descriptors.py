@@ -19,10 +19,10 @@ from kvstore.client.values import (
     check_dtype,
     decode,
     decode_tensor,
-    described_if_readable,
     encode,
+    read_descriptor,
 )
-from kvstore.errors import BufferMismatchError, UnsupportedValueError
+from kvstore.errors import BufferMismatchError, CorruptObjectError, UnsupportedValueError
 
 torch = pytest.importorskip("torch")
 
@@ -115,7 +115,10 @@ READERS: dict[str, Callable[[bytes, Any], object]] = {
 
 @pytest.mark.parametrize("descriptor", NONE.values(), ids=NONE)
 def test_no_value_is_made_of_a_descriptor_that_lies(descriptor: bytes) -> None:
-    kind = described_if_readable(descriptor).kind
+    try:
+        kind = read_descriptor(descriptor).kind
+    except CorruptObjectError:
+        kind = "bytes"
     for reader in (READERS["copied"], READERS["on a device"]):
         if kind != "bytes" or reader is READERS["copied"]:
             with pytest.raises(UNREADABLE) as caught:

@@ -43,7 +43,7 @@ def there(values: torch.Tensor, kind: type[Elsewhere] = Elsewhere) -> Any:
 def devices() -> Iterator[ClientDevices]:
     for name in ("cuda:0", "cuda:1"):
         use(name, FakeDriver(name))
-    yield ClientDevices(8 << 20, 0)
+    yield ClientDevices()
     for name in ("cuda:0", "cuda:1"):
         use(name, None)
 
@@ -97,7 +97,7 @@ def test_a_list_of_tensors_is_one_value(devices: ClientDevices) -> None:
 def test_without_a_driver_torch_copies() -> None:
     use("cuda:0", None)
     tensor = torch.ones(4)
-    columns = encode_all([there(tensor)], ClientDevices(8 << 20, 0))  # no GPU here
+    columns = encode_all([there(tensor)], ClientDevices())  # no GPU here
     assert columns.device is None
     assert bytes(columns.parts[0][0]) == tensor.numpy().tobytes()  # type: ignore[index]
 

@@ -413,7 +413,7 @@ def test_a_silent_one_of_several_masters_is_left() -> None:
 
 def test_how_long_silence_is_borne() -> None:
     exists = calls.Exists(Namespace("n"), [Key(b"k")])
-    put = calls.Allocate(1, 3_000, "h")
+    put = calls.Allocate(Namespace("n"), 1, 3_000, "h")
     alone, several = MasterLink("a:1", lane=True), MasterLink("a:1,b:2", lane=True)
     in_etcd = MasterLink("etcd://e:1", lane=True)
     assert alone.silence_s(exists) == alone.silence_s(put) == math.inf

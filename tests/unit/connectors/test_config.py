@@ -54,12 +54,11 @@ def test_nothing_has_to_be_said() -> None:
 
 
 def test_extra_config_is_read() -> None:
-    extra = {"master": "store", "memory": "4GiB", "save_decode": False, "pinned_max": 0.25}
+    extra = {"master": "store", "memory": "4GiB", "save_decode": False}
     config = read_config(extra, NO_FILE)
     assert config.master == "store:50001"
     assert config.memory == 4 << 30
     assert not config.save_decode
-    assert config.pinned_max == 0.25
     assert extra["memory"] == "4GiB"
 
 
@@ -83,11 +82,11 @@ def test_a_wrong_value_is_named_with_its_place() -> None:
 
 def test_variables_count_and_extra_config_counts_more() -> None:
     environ = {
-        **NO_FILE, "KVSTORE_CONNECTOR_WRITERS_WAIT_MS": "7", "KVSTORE_CONNECTOR_PINNED_MAX": "0.1",
+        **NO_FILE, "KVSTORE_CONNECTOR_LOOKUP_DEADLINE_MS": "7", "KVSTORE_CONNECTOR_TP_SHARDS": "4",
     }  # fmt: skip
-    config = read_config({"pinned_max": 0.2}, environ)
-    assert config.writers_wait_ms == 7
-    assert config.pinned_max == 0.2
+    config = read_config({"tp_shards": 2}, environ)
+    assert config.lookup_deadline_ms == 7
+    assert config.tp_shards == 2
     assert read_config({}, {**NO_FILE, "KVSTORE_MASTER": "both:1"}).master == "both:1"
 
 
@@ -196,7 +195,7 @@ def test_the_files_of_guides_are_understood(
     assert config.protocol == ("rdma" if given["protocol"] == "rdma" else "")
     reasons = {key for key in given if given[key] and f"key={key} reason" in caplog.text}
     if not config.protocol:
-        reasons -= {"metadata_server", "local_buffer_size"}
+        reasons -= {"metadata_server"}
     assert reasons == {key for key in given if given[key] and key not in MEANT}
 
 
@@ -293,13 +292,11 @@ def test_what_is_said_of_rdma_is_for_the_transfer_engine(
         {},
         mooncake(
             protocol="RDMA", device_name="mlx5_0, mlx5_1", metadata_server=written,
-            local_buffer_size="128mb",
         ),
     )  # fmt: skip
     assert config.protocol == "rdma"
     assert config.device_name == "mlx5_0,mlx5_1"
     assert config.metadata_server == meant
-    assert config.engine_buffer == 128 << 20
 
 
 @pytest.mark.parametrize(
@@ -313,21 +310,16 @@ def test_metadata_backend_is_the_scheme_of_an_address_without_one(
     assert read_config({}, environ).metadata_server == meant
 
 
-@pytest.mark.parametrize("key", ["master_server_address", "device_name", "local_buffer_size"])
+@pytest.mark.parametrize("key", ["master_server_address", "device_name", "global_segment_size"])
 def test_a_value_of_another_type_is_refused_with_its_place(mooncake: Mooncake, key: str) -> None:
     with pytest.raises(ConfigError, match=MOONCAKE_VARIABLE):
         read_config({}, mooncake(**{"protocol": "rdma", key: [1]}))
 
 
 def test_a_gpu_is_used_as_by_a_client() -> None:
-    given = {"device_ring": "16MiB", "device_locked": 0, "device_kernel": "32KiB"}
-    config = client_config(read_config(given, NO_FILE), 100)
-    assert (config.device_ring, config.device_locked) == (16 << 20, 0)
+    config = client_config(read_config({"device_kernel": "32KiB"}, NO_FILE), 100)
     assert config.device_kernel == 32 << 10
-    plain = client_config(read_config({}, NO_FILE), 100)
-    assert (plain.device_ring, plain.device_locked, plain.device_kernel) == (64 << 20, 1 << 40, 0)
-    with pytest.raises(ConfigError, match="device_ring"):
-        read_config({"device_ring": "1MiB"}, NO_FILE)
+    assert client_config(read_config({}, NO_FILE), 100).device_kernel == 0
 
 
 def test_tcp_is_our_own_and_needs_no_engine(mooncake: Mooncake) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.config import ConnectorConfig
+from kvstore.connectors.vllm import decisions
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.hashes import SmallerHashes
 from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, SaveEnd, TransferReport
@@ -275,8 +276,11 @@ def test_a_save_is_told_when_the_last_worker_has_stored_it() -> None:
     assert event.token_ids == list(range(4, 12))
 
 
-def test_too_many_pinned_blocks_are_refused_and_saved_later() -> None:
-    engine = Engine(blocks=20, config=ConnectorConfig(pinned_max=0.25))
+def test_too_many_pinned_blocks_are_refused_and_saved_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decisions, "PINNED_MAX", 0.25)
+    engine = Engine(blocks=20)
     engine.add("first", 20)
     engine.add("second", 8, seed=1)
     (save,) = engine.step({"first": 20}).saves
@@ -287,8 +291,11 @@ def test_too_many_pinned_blocks_are_refused_and_saved_later() -> None:
     assert saved(engine.step({"second": 1})) == {0: [0, 1]}
 
 
-def test_a_prompt_longer_than_may_be_pinned_is_saved_in_parts() -> None:
-    engine = Engine(HYBRID, blocks=60, config=ConnectorConfig(pinned_max=0.2))
+def test_a_prompt_longer_than_may_be_pinned_is_saved_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decisions, "PINNED_MAX", 0.2)
+    engine = Engine(HYBRID, blocks=60)
     engine.add("r", 64)  # 24 blocks, 12 may be pinned
     parts = [saved(engine.step({"r": 64}))]
     while engine.saving:
@@ -296,12 +303,6 @@ def test_a_prompt_longer_than_may_be_pinned_is_saved_in_parts() -> None:
         parts.append(saved(engine.step({"r": 1})))
     assert [index for part in parts for index in part.get(0, [])] == list(range(16))
     assert [index for part in parts for index in part.get(1, [])] == list(range(8))
-
-
-def test_where_nothing_may_be_pinned_nothing_is_saved() -> None:
-    engine = Engine(config=ConnectorConfig(pinned_max=0))
-    engine.add("r", 8)
-    assert engine.step({"r": 8}).saves == []
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -451,8 +452,9 @@ def test_what_is_not_stored_or_of_other_weights_is_not_pinned(stored: bool) -> N
     assert told == []
 
 
-def test_a_request_pins_no_longer_than_it_may() -> None:
-    engine = Engine(config=ConnectorConfig(request_pin_max_ms=1_000))
+def test_a_request_pins_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "REQUEST_PIN_MS_MAX", 1_000)
+    engine = Engine()
     told = kept(engine)
     engine.finish(engine.add("r", 9, there=8, pin_ms=7_000))
     engine.load(asked := engine.add("s", 9, there=8, pin_ms=7_000))
@@ -759,8 +761,9 @@ def test_a_state_whose_save_failed_is_promised_to_nobody() -> None:
     assert engine.finish(request) is None
 
 
-def test_states_that_do_not_fit_are_left_out() -> None:
-    engine = Engine(groups=STATES, config=ConnectorConfig(pinned_max=0.03))  # of 200 blocks
+def test_states_that_do_not_fit_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "PINNED_MAX", 0.03)  # of 200 blocks
+    engine = Engine(groups=STATES)
     engine.add("r", 21)
     (save,) = computed(engine, 21, (1, 101, 16), (2, 102, 16))
     assert states(save) == []
@@ -917,8 +920,9 @@ class Scheduling(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        config = ConnectorConfig(save_decode=True, pinned_max=0.2)
-        self.engine = Engine(self.groups, config, blocks=120, workers=2, events_wanted=True)
+        self.patched = pytest.MonkeyPatch()
+        self.patched.setattr(decisions, "PINNED_MAX", 0.2)
+        self.engine = Engine(self.groups, blocks=120, workers=2, events_wanted=True)
         self.waiting: list[Request] = []
         self.loading: dict[str, int] = {}
         self.running: list[Request] = []
@@ -1049,6 +1053,7 @@ class Scheduling(RuleBasedStateMachine):
             self.engine.finish(request)
         self.engine.report_all()
         self.engine.step()
+        self.patched.undo()
         assert self.engine.pool.used == 0
         assert not self.engine.side.has_pinned
         assert self.engine.side._tracked == {}

@@ -1,9 +1,8 @@
-"""What docs/from-mooncake.md, in both languages, says of keys and flags is what the code does."""
+"""What docs/from-mooncake.md says of keys and flags is what the code does."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -15,27 +14,20 @@ from kvstore.connectors.engine import mooncake_keys
 from kvstore.connectors.vllm.config import OF_VLLM, RENAMED
 from tests.support.processes import ROOT
 
-PAGES: Final = [ROOT / "docs/from-mooncake.md", ROOT / "docs/from-mooncake.zh.md"]
-FIRST_PROMPTS: Final = [
-    "docs/engines/index.md",
-    "docs/vllm.md",
-    "docs/from-mooncake.md",
-    "docs/from-mooncake.zh.md",
-]
+PAGE: Final = ROOT / "docs/from-mooncake.md"
+FIRST_PROMPTS: Final = ["docs/engines/index.md", "docs/vllm.md", "docs/from-mooncake.md"]
 """The pages with a prompt that shows a hit."""
 CPU_BLOCK_TOKENS: Final = 128
 """Of vLLM's cache on a CPU, unless it is told otherwise."""
 
-both = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-
 Rows = list[list[str]]
 
 
-def tables(page: Path) -> list[Rows]:
+def tables() -> list[Rows]:
     """The cells of each table, without its head."""
     found: list[Rows] = []
     is_body = False
-    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text()):
+    for token in MarkdownIt("commonmark").enable("table").parse(PAGE.read_text()):
         if token.type == "tbody_open":
             found.append([])
             is_body = True
@@ -52,57 +44,45 @@ def names(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def table_of(page: Path, name: str) -> dict[str, str]:
+def table_of(name: str) -> dict[str, str]:
     """By name in the first column: the last cell of its row, in the table that has ``name``."""
-    rows = next(each for each in tables(page) if any(name in names(row[0]) for row in each))
+    rows = next(each for each in tables() if any(name in names(row[0]) for row in each))
     return {found: row[-1] for row in rows for found in names(row[0])}
 
 
-def said_of(told: dict[str, str], *, ignored: tuple[str, str] = ("ignored", "忽略")) -> set[str]:
-    return {name for name, cell in told.items() if cell.startswith(ignored)}
+def ignored_in(told: dict[str, str]) -> set[str]:
+    return {name for name, cell in told.items() if cell.startswith("ignored")}
 
 
-@both
-def test_the_keys_of_mooncake_json(page: Path) -> None:
-    told = table_of(page, "master_server_address")
+def test_the_keys_of_mooncake_json() -> None:
+    told = table_of("master_server_address")
     assert set(told) == {*mooncake_keys.MEANT, *mooncake_keys.IGNORED}
-    assert said_of(told) == set(mooncake_keys.IGNORED)
+    assert ignored_in(told) == set(mooncake_keys.IGNORED)
 
 
-@both
-def test_the_options_of_vllms_own_connectors(page: Path) -> None:
-    told = table_of(page, "num_workers")
+def test_the_options_of_vllms_own_connectors() -> None:
+    told = table_of("num_workers")
     assert set(told) == {*OF_VLLM, *RENAMED}
-    assert said_of(told) == set(OF_VLLM)
+    assert ignored_in(told) == set(OF_VLLM)
 
 
-@both
-def test_the_flags_of_other_proxies(page: Path) -> None:
-    told = table_of(page, "--prefiller-host")
+def test_the_flags_of_other_proxies() -> None:
+    told = table_of("--prefiller-host")
     flags = {flag for text, _ in proxy_flags.ROWS for flag in re.findall(r"--?[a-z-]+", text)}
     assert set(told) == flags | {*proxy_flags.IGNORED, "--host", "--port"}
-    assert said_of(told) == set(proxy_flags.IGNORED)
+    assert ignored_in(told) == set(proxy_flags.IGNORED)
 
 
-@both
-def test_the_flags_of_mooncake_master(page: Path) -> None:
-    told = table_of(page, "rpc_port")
+def test_the_flags_of_mooncake_master() -> None:
+    told = table_of("rpc_port")
     assert set(told) == {*mooncake_commands.MEANT, *mooncake_commands.IGNORED}
-    assert said_of(told) == set(mooncake_commands.IGNORED)
+    assert ignored_in(told) == set(mooncake_commands.IGNORED)
 
 
-def test_both_languages_have_the_same_rows() -> None:
-    english, chinese = (
-        [[names(row[0]) for row in rows] for rows in tables(page)] for page in PAGES
-    )
-    assert english == chinese
-
-
-@both
-def test_what_vllm_itself_refuses(page: Path) -> None:
+def test_what_vllm_itself_refuses() -> None:
     from vllm.config import kv_transfer
 
-    told = table_of(page, "kv_rank")
+    told = table_of("kv_rank")
     for name, cell in told.items():
         is_refused = "vLLM 0.32" in cell
         given = {"kv_role": "kv_both", "kv_connector": "KVStoreConnector"}
@@ -128,6 +108,5 @@ def test_the_prompt_is_long_enough(name: str) -> None:
     assert str(CPU_BLOCK_TOKENS) in text
 
 
-@both
-def test_the_page_says_which_prompts_the_proxy_takes_to_a_prefiller(page: Path) -> None:
-    assert str(ProxyConfig().prefill_threshold) in page.read_text()
+def test_the_page_says_which_prompts_the_proxy_takes_to_a_prefiller() -> None:
+    assert str(ProxyConfig().prefill_threshold) in PAGE.read_text()

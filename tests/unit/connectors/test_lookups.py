@@ -23,7 +23,6 @@ from kvstore.connectors.vllm.lookups import (
 )
 from kvstore.errors import ClosedError, KVStoreError, MasterUnreachableError
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.process.stopping import Latch
 
 PLAIN = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
 HYBRID = Groups(hash_block_tokens=16, scheduler_block_tokens=32, block_tokens={0: 16, 1: 32})
@@ -122,7 +121,7 @@ def answered(lookups: Lookups, lookup: PendingLookup) -> int:
     return tokens
 
 
-def pass_time(clock: Clock, until: threading.Event | Latch, seconds: float) -> float:
+def pass_time(clock: Clock, until: threading.Event, seconds: float) -> float:
     """Time goes on in steps of a millisecond, for so long at most; how long it took."""
     began = clock.now
     while not until.wait(0.002) and clock.now - began < seconds:
@@ -306,11 +305,12 @@ def test_one_step_waits_only_so_long_for_all_its_requests(
 ) -> None:
     now, waits = 0.0, []
 
-    class Waited(Latch):
-        def wait(self, seconds: float = 0.0) -> bool:
+    class Waited(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
             nonlocal now
-            waits.append(seconds)
-            now += seconds / 2
+            assert timeout is not None
+            waits.append(timeout)
+            now += timeout / 2
             return False
 
     store.hold()

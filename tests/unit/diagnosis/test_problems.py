@@ -1,12 +1,14 @@
-"""What is wrong, in words."""
+"""What is wrong, in words: every row that a master's status shows is reachable."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvstore import shortages
+from kvstore.auth.validity import Validity
 from kvstore.calls import (
     ClusterStatus,
     Counter,
@@ -19,11 +21,17 @@ from kvstore.calls import (
 from kvstore.diagnosis.history import COUNTED, HistoryPoints, sample
 from kvstore.diagnosis.problems import (
     NODES_NAMED,
+    OF_COUNTERS,
+    OF_NODES,
+    OF_STORE,
+    FoundProblem,
     of_a_standby,
     of_a_status,
     of_engines,
+    of_identity,
     of_the_store,
 )
+from kvstore.diagnosis.rows import ADVICE, ROWS
 from tests.unit.diagnosis.test_history import EVERY_MS, histogram, measured
 from tests.unit.diagnosis.test_why import asks, record, writes
 
@@ -39,173 +47,164 @@ def node(name: str = "a", state: str = "alive", **segment: int) -> NodeStatus:
     return NodeStatus(name, "h", state, "10.0.0.8:50003", 2300, segments)
 
 
-def texts(
-    found: ClusterStatus, history: HistoryPoints | None = None, now_ms: int = EVERY_MS
-) -> str:
-    return "\n".join(each.text for each in of_the_store(found, history or HistoryPoints(), now_ms))
+def gone(name: str, why: str = "silent", **fields: Any) -> ClusterStatus:
+    usual = {"gone_ms": 12_000, "missing": 0, "lost": 0, "reports": False}
+    return status(node())._replace(gone=[GoneNode(name, "h", why, **usual | fields)])
 
 
-def after(**counters: int) -> HistoryPoints:
+def after(*, now: Any = None, **counters: int) -> HistoryPoints:
     history = HistoryPoints()
     history.add(sample(0, measured(counters={}), status()))
-    history.add(sample(EVERY_MS, measured(counters={}), status(node(), **counters)))
+    history.add(sample(EVERY_MS, now or measured(counters={}), status(node(), **counters)))
     return history
 
 
-def test_of_a_healthy_store_nothing_is_wrong() -> None:
-    assert texts(status(node(used=1 << 29), stored_objects=5), after(stored_objects=5)) == ""
+def store(
+    found: ClusterStatus, history: HistoryPoints | None = None, now_ms: int = EVERY_MS
+) -> list[FoundProblem]:
+    return of_the_store(found, history or HistoryPoints(), now_ms)
 
 
-def test_nodes_in_trouble_are_named_the_worst_first() -> None:
-    found = status(node("a", "draining"), node("b", "suspect"), under_replicated_objects=3)
-    problems = of_the_store(found, HistoryPoints(), 0)
-    assert [each.level for each in problems] == ["bad", "warning", "note"]
-    assert "Node b (10.0.0.8:50003) is suspect: not heard of for 2.3 s" in problems[0].text
-    assert "3 objects" in problems[1].text
-    assert "Node a" in problems[2].text
-    assert "No node has joined" in texts(status())
+def guaranteed(*names: str) -> ClusterStatus:
+    tenants = [TenantStatus(name, 0, 600 << 20, 0, 0, 0, 0, 0, 0, 0) for name in names]
+    return status(node())._replace(tenants=tenants)
 
 
-def test_pins_that_hold_most_of_the_memory_are_named() -> None:
-    spaces = [
-        NamespaceStatus(name, 9, 1, 9, size << 20)
-        for name, size in zip("abcd", (1, 400, 9, 300), strict=True)
-    ]
-    found = status(node(), pinned_bytes=710 << 20)._replace(namespaces=spaces)
-    assert "Pins keep 710 MiB of 1.00 GiB (most: b 400 MiB, d 300 MiB, c 9.00 MiB)" in texts(found)
-    assert "Pins" not in texts(status(node(), pinned_bytes=1 << 29))
-    assert "3 pins refused in the last 10 min" in texts(status(node()), after(refused_pins=3))
+def pinned(size: int, *of: int) -> ClusterStatus:
+    spaces = [NamespaceStatus(name, 9, 1, 9, each << 20) for name, each in zip("abcd", of)]
+    return status(node(), pinned_bytes=size)._replace(namespaces=spaces)
 
 
-def test_guarantees_that_the_pool_does_not_have_are_a_problem() -> None:
-    tenants = [TenantStatus(name, 0, 600 << 20, 0, 0, 0, 0, 0, 0, 0) for name in "ab"]
-    said = "Tenants are guaranteed 1.2 GiB of a pool of 1 GiB"
-    assert said in texts(status(node())._replace(tenants=tenants))
-    assert "guaranteed" not in texts(status(node())._replace(tenants=tenants[:1]))
-    assert "guaranteed" not in texts(status()._replace(tenants=tenants))
+YOUNG = measured(counters={}, eviction_age_ms=histogram(5_000.0, 5_000.0))
+OLD = measured(counters={}, eviction_age_ms=histogram(5e7, 5e7))
+LATE = measured(counters={}, late_us=histogram(*[200_000.0] * 10))
+FULL = node(used=(1 << 30) - 5)
+
+CASES: list[tuple[str, str, str, list[FoundProblem]]] = [
+    ("bad", "KvstoreNodeAlone", "No node has joined: nothing can be stored.", store(status())),
+    ("bad", "KvstoreNodeSuspect", "Node b (10.0.0.8:50003) is suspect: not heard of for 2.3 s",
+     store(status(node("b", "suspect")))),
+    ("bad", "KvstoreNodeDead", "is dead: its objects are gone.", store(status(node("b", "dead")))),
+    ("note", "Draining", "Node a (10.0.0.8:50003) is draining: its objects move away.",
+     store(status(node("a", "draining")))),
+    ("bad", "KvstoreNodeSuspect", "is unreachable from the master: refused.",
+     store(status(node()._replace(unreachable="refused")))),
+    ("bad", "KvstoreNodeDead", "RemoveIPC", store(status(node()._replace(entry_gone=True)))),
+    ("warning", "KvstoreUnderReplicated", "3 objects with fewer replicas",
+     store(status(node(), under_replicated_objects=3))),
+    ("bad", "KvstoreNodeDead", "Node a (h) died (silent) 12.0 s ago: 7 objects that no other node "
+     "has. They are back once it is started again with the same --name",
+     store(gone("a", missing=7))),
+    ("warning", "KvstoreNodeDead", "Node b (h) left 12.0 s ago: 3 objects",
+     store(gone("b", "left", missing=3))),
+    ("bad", "KvstoreNodeDead", "1 object that no other node had did not come back, and are lost.",
+     store(gone("c", lost=1))),
+    ("bad", "KvstoreNodeDead", "Node d (h) died (silent) 12.0 s ago.", store(gone("d"))),
+    ("note", "KvstoreNodeDead", "Node e (h) is back and reports its objects: 5 objects to go.",
+     store(gone("e", missing=5, reports=True))),
+    ("bad", "KvstorePutsRefused", "No put finds room for 7.3 s more:",
+     store(status(node(ready_ms=7_300)))),
+    ("bad", "KvstorePutsRefused", "yet, and until a node has reported its objects",
+     store(status(node(reports=True)))),
+    ("warning", "KvstorePutsRefused", "Tenants are guaranteed 1.2 GiB of a pool of 1 GiB",
+     store(guaranteed("a", "b"))),
+    ("warning", "KvstoreMemoryPinned",
+     "Pins keep 710 MiB of 1.00 GiB (most: b 400 MiB, d 300 MiB, c 9.00 MiB)",
+     store(pinned(710 << 20, 1, 400, 9, 300))),
+    ("warning", "KvstoreMemoryHeld", "quarantine: 512 MiB",
+     store(status(node(quarantined=1 << 29)))),
+    ("warning", "KvstoreMemoryHeld", "awaits its reclaim: 512 MiB",
+     store(status(node(reclaim=1 << 29)))),
+    ("warning", "KvstoreEvictionsTooYoung", "The pool is full",
+     store(status(FULL), after(now=YOUNG))),
+    ("warning", "KvstoreLoopSlow", "loop is slow", store(status(node()), after(now=LATE))),
+    ("warning", "KvstoreRefusals", "1,020 calls refused: without an identity",
+     store(status(node()), after(refused=1020))),
+    ("bad", "KvstorePutsRefused", "2 puts found no room in the last 10 min: the master or the "
+     "nodes had just started, and did not give out memory yet.",
+     store(status(node()), after(refused_restarted=2))),
+    ("warning", "KvstoreRefusals", "1 call refused", of_a_status(status(node(), refused=1))),
+    ("bad", "KvstoreNoLeader", "No master leads", of_a_standby("")),
+    ("bad", "KvstoreIdentityEnds", "has ended", of_identity(Validity(0, 9), 10_000)),
+    ("warning", "KvstoreHitRatioLow", "dtype: bfloat16 writes, float16 asks",
+     of_engines([writes("vllm/a"), asks("vllm/b")], [record("a"), record("b", dtype="float16")])),
+]  # fmt: skip
 
 
-def test_many_suspect_nodes_have_a_bounded_number_of_lines() -> None:
-    found = status(*(node(f"n{number}", "suspect") for number in range(500)))
-    lines = texts(found).splitlines()
-    assert len(lines) == NODES_NAMED + 1
-    assert "495 more nodes" in lines[-1]
+@pytest.mark.parametrize(("level", "row", "words", "found"), CASES)
+def test_a_problem_has_its_level_words_and_advice(
+    level: str, row: str, words: str, found: list[FoundProblem]
+) -> None:
+    assert [(each.level, each.runbook) for each in found] == [(level, row)]
+    assert words in found[0].text
+    assert found[0].advice == ADVICE[row]
+    assert "\n" not in found[0].advice
 
 
-def gone(name: str, why: str = "silent", **fields: Any) -> GoneNode:
-    usual = {"gone_ms": 12_000, "missing": 0, "lost": 0, "reports": False}
-    return GoneNode(name, "h", why, **usual | fields)
-
-
-def test_nodes_that_are_away_are_named_with_what_went_with_them() -> None:
-    found = status(node())._replace(
-        gone=[
-            gone("a", missing=7), gone("b", "left", missing=3), gone("c", lost=1), gone("d"),
-            gone("e", missing=5, reports=True), gone("f", "left"),
-        ]
-    )  # fmt: skip
-    told = texts(found)
-    assert "Node a (h) died (silent) 12.0 s ago: 7 objects that no other node has" in told
-    assert "started again with the same --name" in told
-    assert "Node b (h) left 12.0 s ago: 3 objects" in told
-    assert "Node c (h) died (silent) 12.0 s ago: 1 object" in told
-    assert "are lost" in told
-    assert "Node d (h) died (silent) 12.0 s ago." in told
-    assert "Node e (h) is back and reports its objects: 5 objects to go" in told
-    assert "Node f" not in told, "it was stopped, and nothing went with it"
-    many = status(node())._replace(gone=[gone(f"n{number}") for number in range(60)])
-    assert "55 more nodes left or died" in texts(many)
-
-
-def test_a_removed_entry_is_a_problem_of_its_node() -> None:
-    found = status(node()._replace(entry_gone=True))
-    assert "Node a (10.0.0.8:50003) has no entry in /dev/shm any more" in texts(found)
-    assert "RemoveIPC" in texts(found)
-
-
-def test_memory_that_is_not_given_out_yet_is_a_problem_while_there_is_no_other() -> None:
-    waits, reports = node(ready_ms=7_300), node("b", reports=True)
-    assert "No put finds room for 7.3 s more:" in texts(status(waits))
-    assert "until a node has reported its objects" in texts(status(reports))
-    assert texts(status(waits, node("c"))) == ""
-
-
-def test_why_puts_were_refused() -> None:
-    told = texts(status(node()), after(refused_no_space=2, refused_restarted=2))
-    assert told == (
-        "2 puts found no room in the last 10 min: the master or the nodes had just started, and "
-        "did not give out memory yet."
-    )
-    causes = {value for name, value in vars(shortages).items() if name in NAMED}
-    assert causes == shortages.CAUSES.keys()
-
-
-def test_calls_that_were_refused_are_a_problem() -> None:
-    told = texts(status(node()), after(refused=1020))
-    assert "1,020 calls refused: without an identity, with a revoked one" in told
-    assert "in the last 10 min" in told
-    found = of_a_status(status(node(), refused=1))
-    assert [each.runbook for each in found] == ["KvstoreRefusals"]
-    assert "1 call refused" in found[0].text
-
-
-def test_an_engine_of_another_dtype_is_a_problem_of_the_page() -> None:
-    records = [record("a"), record("b", dtype="float16")]
-    spaces = [writes(records[0].namespaces[0]), asks(records[1].namespaces[0])]
-    (told,) = of_engines(spaces, records)
-    assert told.level == "warning"
-    assert "dtype: bfloat16 writes, float16 asks" in told.text
-    assert "--dtype" in told.text
-    assert of_engines([writes("x"), asks("x", objects=8)], []) == [], "prompts may be new"
-    assert of_engines([], []) == []
-
-
-NAMED = (
-    "AVOIDED", "NOT_HERE", "ON_DEVICE", "RESTARTED", "SUSPECT", "DRAINING", "LEASED", "NO_NODE",
-    "QUOTA", "GUARANTEES",
-)  # fmt: skip
-
-
-def test_a_full_pool_is_only_wrong_if_what_it_evicts_is_young() -> None:
-    def history(age_ms: float) -> HistoryPoints:
-        made = HistoryPoints()
-        made.add(sample(0, measured(), status()))
-        ages = measured(eviction_age_ms=histogram(age_ms, age_ms))
-        made.add(sample(EVERY_MS, ages, status(node())))
-        return made
-
-    full = status(node(used=(1 << 30) - 5))
-    assert "The pool is full" in texts(full, history(5_000.0))
-    assert texts(full, history(5e7)) == ""
-    assert texts(status(node(used=1 << 20)), history(5_000.0)) == ""
-
-
-def test_memory_in_quarantine_and_memory_that_awaits_reclaim() -> None:
-    assert "quarantine: 512 MiB" in texts(status(node(quarantined=1 << 29)))
-    assert "awaits its reclaim: 512 MiB" in texts(status(node(reclaim=1 << 29)))
+@pytest.mark.parametrize("row", OF_COUNTERS, ids=lambda row: row[2])
+def test_a_counter_is_a_problem_while_it_is_recent(row: tuple[str, str, str, str, str]) -> None:
+    level, name, counter, *_ = row
+    history = after(**{counter: 2})
+    (found,) = store(status(node()), history)
+    assert (found.level, found.runbook) == (level, name)
+    assert found.text.startswith("2 ")
+    assert store(status(node()), history, EVERY_MS + 3_700_000) == []
+    (since,) = of_a_status(status(node(), **{counter: 2}))
+    assert since.level == "warning"
+    assert "since the master started" in since.text
 
 
 @pytest.mark.parametrize(
-    "counter",
-    sorted(
-        set(COUNTED)
-        - {"matched_objects", "missed_objects", "stored_objects", "stored_bytes", "evicted_objects"}
-    ),
+    "found",
+    [
+        store(status(node(used=1 << 29), stored_objects=5), after(stored_objects=5)),
+        store(status(node(ready_ms=7_300), node("c"))),
+        store(guaranteed("a")),
+        store(pinned(1 << 29)),
+        store(gone("f", "left")),
+        store(status(FULL), after(now=OLD)),
+        store(status(node(used=1 << 20)), after(now=YOUNG)),
+        of_a_standby("10.0.0.1:50001"),
+        of_identity(None, 0),
+        of_engines([writes("x"), asks("x", objects=8)], []),
+        of_engines([], []),
+    ],
 )
-def test_what_happened_lately_is_told_and_then_forgotten(counter: str) -> None:
-    history = after(**{counter: 2})
-    assert " 2 " in " " + texts(status(node()), history), counter
-    assert texts(status(node()), history, EVERY_MS + 3_700_000) == ""
+def test_nothing_is_wrong(found: list[FoundProblem]) -> None:
+    assert found == []
 
 
-def test_a_slow_loop() -> None:
-    history = HistoryPoints()
-    history.add(sample(0, measured(), status()))
-    late = measured(late_us=histogram(*[200_000.0] * 10))
-    history.add(sample(EVERY_MS, late, status(node())))
-    assert "loop is slow" in texts(status(node()), history)
+def test_every_row_and_counter_is_reached() -> None:
+    reached = {row for _, row, _, _ in CASES} | {row for _, row, *_ in OF_COUNTERS}
+    named = {row for _, _, row, _ in OF_NODES} | {row for _, row, _ in OF_STORE}
+    assert named <= reached <= {row.name for row in ROWS}
+    only_of_prometheus = {"KvstoreCacheTooSmall", "KvstoreBreakerOpen"}
+    assert {row.name for row in ROWS} == reached | only_of_prometheus
+    traffic = {
+        "matched_objects", "missed_objects", "stored_objects", "stored_bytes", "evicted_objects",
+    }  # fmt: skip
+    assert {counter for _, _, counter, *_ in OF_COUNTERS} == set(COUNTED) - traffic
+    assert {f"refused_{cause}" for cause in shortages.CAUSES} <= set(COUNTED)
 
 
-def test_a_master_that_stands_by_misses_a_leader() -> None:
-    assert of_a_standby("10.0.0.1:50001") == []
-    assert of_a_standby("")[0].level == "bad"
+@pytest.mark.parametrize(
+    ("many", "rest"),
+    [
+        (
+            lambda: status(*(node(f"n{number}", "suspect") for number in range(500))),
+            "495 more nodes",
+        ),
+        (
+            lambda: status(node())._replace(gone=[*gone("n").gone] * 60),
+            "55 more nodes left or died",
+        ),
+    ],
+)
+def test_problems_of_many_nodes_are_few_and_the_worst_come_first(
+    many: Callable[[], ClusterStatus], rest: str
+) -> None:
+    found = store(many())
+    assert len(found) == NODES_NAMED + 1
+    assert rest in found[-1].text
+    mixed = store(status(node("a", "draining"), node("b", "suspect"), under_replicated_objects=3))
+    assert [each.level for each in mixed] == ["bad", "warning", "note"]

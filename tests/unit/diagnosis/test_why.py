@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
-from kvstore.diagnosis.why import Cause, Evidence, diagnose, parties_of, select
+from kvstore.diagnosis.rows import CAUSES
+from kvstore.diagnosis.why import RULES, Cause, Evidence, diagnose, parties_of, select
 from kvstore.fleet import Record
 from kvstore.limits import FLEET_NAMESPACE, Key, of_tenant
 
@@ -87,14 +88,95 @@ def only(*spaces: NamespaceTraffic, **more: Any) -> Cause:
     return cause
 
 
-def test_nothing_was_put_or_asked_for() -> None:
-    assert only().code == "nothing"
-    assert only(records=[record("a")]).code == "nothing"
-    assert only(space(FLEET_NAMESPACE, 3)).code == "nothing", "records alone are no traffic"
+DRAFT = "vllm/a/g0/p0t0.draft-0123456789abcdef"
+ALONE = space(
+    "n", 8, putters=[client("one", 8, stored=8)], askers=[client("one", 8)], none=3,
+    misses=[miss()],
+)  # fmt: skip
 
 
-def test_no_node_serves_memory() -> None:
-    assert only(asks("n"), nodes=0).code == "no_node"
+def of(tenant: str, mark: str, **changes: Any) -> Record:
+    return record(mark, **changes)._replace(namespaces=(of_tenant(tenant, f"vllm/{mark}"),))
+
+
+RANKS = tuple(f"vllm/a/{rank}" for rank in range(4))
+
+CASES: list[tuple[str, list[NamespaceTraffic], dict[str, Any], str, str]] = [
+    ("nothing", [], {}, "no client has put", "kvstore doctor"),
+    ("nothing", [], {"records": [record("a")]}, "", ""),
+    ("nothing", [space(FLEET_NAMESPACE, 3)], {}, "", ""),
+    ("nothing", [space("acme/vllm-fleet", 3)], {}, "", ""),
+    ("no_node", [asks("n")], {"nodes": 0}, "", "kvstore-node"),
+    ("guesses", [asks(DRAFT)], {}, "0 of 8 asked pages", ""),
+    ("other_engine", [writes("vllm/a"), asks("sglang/b")],
+     {"records": [record("a"), record("b", engine="sglang")]}, "different engines", "one kind"),
+    ("other_tenant", [writes("acme/vllm/a"), asks("vllm/a")],
+     {"records": [of("acme", "a"), of("", "a")]}, "prefill writes m under acme/vllm aaaaaaaa",
+     "KVSTORE_TENANT"),
+    ("other_fingerprint", [writes("vllm/a"), asks("vllm/b")],
+     {"records": [record("a"), record("b")]}, "layout", "same weights and settings"),
+    ("only_readers", [asks("n")], {}, "decode asks in n, and no client writes there",
+     "kv_producer"),
+    ("only_readers", [asks("vllm/a/g0/draft-0123")], {}, "", ""),
+    ("only_writers", [writes("n")], {}, "prefill writes n, and no client asks", "kv_consumer"),
+    ("no_traffic", [space("n", 5)], {}, "5 objects in n", ""),
+    ("put_fails", [space("n", putters=[client("p", 64)], askers=[client("d", 8)], none=1)], {},
+     "64 keys", "kvstore status"),
+    ("other_namespace", [writes("x", who="p"), both("y")], {"elsewhere": {"y": "x"}},
+     "asked for in y is stored in x", "give both the same"),
+    ("evicted", [both("n", 0, evicted=8, none=1)], {}, "8 objects of n evicted, 0 left",
+     "--memory"),
+    ("evicted", [both("n", 4, evicted=90, none=1)], {}, "not been used for 4 min", ""),
+    ("evicted", [asks("n", evicted=8)], {}, "", ""),
+    ("evicted", [both("n", found=20, evicted=30, partly=4)], {}, "", ""),
+    ("evicted", [both("n", 61, evicted=19, none=4, misses=[miss(), miss(evicted=True)])], {},
+     "what decode asked for had been evicted before: 19 objects of n evicted, 61 left", "--memory"),
+    ("evicted", [both("n", 61, evicted=19, none=4, found=20, misses=[miss(evicted=True)])], {},
+     "had been evicted before", ""),
+    ("evicted", [both("vllm/b", 61, evicted=19, misses=[miss(evicted=True)]), writes("vllm/a")],
+     {"records": [record("a"), record("b", dtype="float16")], "namespace": "vllm/b"}, "", ""),
+    ("perhaps_evicted", [both("n", 61, evicted=19, none=4)], {}, "19 evicted, the last 0.0 s ago",
+     "PYTHONHASHSEED"),
+    ("gone", [both("n", 0, none=1)], {}, "8 objects put into n, and none is left", "kvstore rm"),
+    ("too_early", [both("n", none=1, misses=[miss(present=True)])], {}, "before they were put", ""),
+    ("other_keys", [both("n", none=3)], {}, "the first key of 3 of 3", "PYTHONHASHSEED"),
+    ("other_keys", [ALONE], {}, "", "salt and adapter."),
+    ("other_keys", [both("n", none=3, misses=[miss(b"m" * 16)])], {},
+     "under keys of 32 bytes; asked were keys of 16 bytes", "--prefix-caching-hash-algo"),
+    ("other_keys", [both("n", none=3, misses=[miss(b"model/layer")])], {}, "first block on", ""),
+    ("broken_chain", [both("n", none=1)], {"detached": {"n": (6, 8)}}, "6 of 8 objects", "mends"),
+    ("other_keys", [both("n", none=1)], {"detached": {"n": (1, 8)}}, "", ""),
+    ("prefix_ends", [both("n", found=20, partly=4, none=1, misses=[miss(found=5)])], {},
+     "after 5 of 8 keys", "shared beginning"),
+    ("prefix_ends", [both("n", partly=4, none=1)], {}, "4 of 5 questions", ""),
+    ("few_hits", [both("n", found=20, none=4, partly=1)], {}, "20 % of 100 keys", "new prompts"),
+    ("few_hits", [both("n", 61, evicted=19, found=20, none=4)], {}, "(19 objects evicted)",
+     "may be too small"),
+    ("fine", [both("n", found=87, partly=1)], {}, "87 % of 100 keys", ""),
+    ("fine", [both(name, found=90) for name in RANKS],
+     {"records": [record("a")._replace(namespaces=RANKS)]}, "90 % of 400 keys", ""),
+]  # fmt: skip
+"""Code, traffic, further evidence, and parts of the text and of the advice."""
+
+
+@pytest.mark.parametrize(("code", "spaces", "evidence", "text", "advice"), CASES)
+def test_a_cause_has_its_code_words_and_advice(
+    code: str, spaces: list[NamespaceTraffic], evidence: dict[str, Any], text: str, advice: str
+) -> None:
+    cause = only(*spaces, **evidence)
+    assert (cause.code, text in cause.text, advice in cause.remedy) == (code, True, True), cause
+    assert "{" not in cause.text + cause.remedy
+    assert cause.remedy or not cause.is_problem
+    seldom = {"guesses", "no_traffic", "few_hits", "fine"}
+    ends_well = code == "prefix_ends" and any(row.found for row in spaces[0].askers)
+    assert cause.is_problem == (code not in seldom and not ends_well)
+
+
+def test_every_row_is_reached() -> None:
+    codes = {row.code or name for name, row in CAUSES.items()} | {"other_fingerprint"}
+    assert {code for code, *_ in CASES} == codes
+    apart = {"other_engine", "other_tenant", "nothing", "no_node"}
+    assert CAUSES.keys() - apart == {name for name, _ in RULES if " " not in name}
 
 
 def test_engines_of_one_model_with_other_fingerprints_are_told_the_fields() -> None:
@@ -133,36 +215,12 @@ def test_a_known_difference_comes_before_a_lonely_question() -> None:
     assert only(two).text.startswith("one, two ask in n, ")
 
 
-def test_fingerprints_that_differ_in_nothing_described_say_so() -> None:
-    cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b")])
-    assert cause.code == "other_fingerprint"
-    assert "layout" in cause.text
-    assert cause.fields == ()
-
-
 def test_many_and_long_fields_stay_on_one_screen() -> None:
     more = {f"field{number}": "x" * 500 for number in range(50)}
     cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b", **more)])
     assert cause.fields[-1] == "and 42 more fields"
     assert len(cause.fields) == 9
     assert max(map(len, cause.fields)) < 150
-
-
-def test_engines_of_another_kind_never_share() -> None:
-    records = [record("a"), record("b", engine="sglang")]
-    assert only(writes("vllm/a"), asks("sglang/b"), records=records).code == "other_engine"
-
-
-def test_the_ranks_of_one_engine_are_one_party() -> None:
-    names = tuple(f"vllm/a/{rank}" for rank in range(4))
-    one = record("a")._replace(namespaces=names)
-    (cause,) = causes(*(both(name, found=90) for name in names), records=[one])
-    assert cause.code == "fine"
-    assert "90 % of 400 keys" in cause.text
-
-
-def of(tenant: str, mark: str, **changes: Any) -> Record:
-    return record(mark, **changes)._replace(namespaces=(of_tenant(tenant, f"vllm/{mark}"),))
 
 
 def test_engines_of_two_tenants_are_apart_on_purpose() -> None:
@@ -176,13 +234,6 @@ def test_engines_of_two_tenants_are_apart_on_purpose() -> None:
     assert codes == {"only_writers", "only_readers"}
 
 
-def test_an_engine_that_lacks_the_tenant_of_another_one_is_told() -> None:
-    cause = only(writes("acme/vllm/a"), asks("vllm/a"), records=[of("acme", "a"), of("", "a")])
-    assert cause.code == "other_tenant"
-    assert "prefill writes m under acme/vllm aaaaaaaa" in cause.text
-    assert "KVSTORE_TENANT" in cause.remedy
-
-
 def test_an_engine_of_the_same_tenant_is_nearer_than_one_without() -> None:
     records = [of("acme", "a"), of("", "b"), of("acme", "b", dtype="float16")]
     cause = causes(writes("vllm/b"), writes("acme/vllm/b"), asks("acme/vllm/a"), records=records)[0]
@@ -190,49 +241,10 @@ def test_an_engine_of_the_same_tenant_is_nearer_than_one_without() -> None:
     assert cause.fields == ("dtype: float16 writes, bfloat16 asks",)
 
 
-def test_the_fleets_of_tenants_are_no_traffic_either() -> None:
-    assert only(space("acme/vllm-fleet", 3)).code == "nothing"
-
-
 def test_another_model_is_no_partner() -> None:
     records = [record("a", model="other"), record("b")]
     by_code = {cause.code for cause in causes(writes("vllm/a"), asks("vllm/b"), records=records)}
     assert by_code == {"only_writers", "only_readers"}
-
-
-def test_pages_of_a_draft_model_are_no_reason() -> None:
-    """An engine with one, beside prefill engines without: it asks where nobody writes."""
-    name = "vllm/a/g0/p0t0.draft-0123456789abcdef"
-    cause = only(asks(name))
-    assert (cause.code, cause.is_problem) == ("guesses", False)
-    assert "0 of 8 asked pages" in cause.text
-    one = record("a")._replace(namespaces=("vllm/a/g0/p0t0",))
-    found = causes(both("vllm/a/g0/p0t0", found=90), asks(name), records=[one])
-    assert {each.code for each in found} == {"fine", "guesses"}
-    assert only(asks("vllm/a/g0/draft-0123")).code == "only_readers", "another namespace"
-
-
-def test_only_readers() -> None:
-    cause = only(asks("n"))
-    assert cause.code == "only_readers"
-    assert "kv_producer" in cause.remedy
-
-
-def test_only_writers() -> None:
-    cause = only(writes("n"))
-    assert cause.code == "only_writers"
-    assert "kv_consumer" in cause.remedy
-
-
-def test_objects_from_before_the_masters_start_are_no_problem() -> None:
-    cause = only(space("n", 5))
-    assert (cause.code, cause.is_problem) == ("no_traffic", False)
-
-
-def test_puts_that_store_nothing() -> None:
-    cause = only(space("n", putters=[client("p", 64)], askers=[client("d", 8)], none=1))
-    assert cause.code == "put_fails"
-    assert "64 keys" in cause.text
 
 
 def test_a_writer_is_no_partner_because_it_is_there() -> None:
@@ -335,109 +347,6 @@ def test_each_remedy_is_told_once_and_few_of_them() -> None:
     cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b", **changes)])
     assert cause.remedy.count("other checkpoints") == 1
     assert cause.remedy.count("start both") <= 3
-
-
-def test_a_key_that_is_in_another_namespace_proves_it() -> None:
-    found = causes(writes("x", who="p"), both("y"), elsewhere={"y": "x"})
-    assert [cause.code for cause in found] == ["other_namespace"]
-    assert "is stored in x" in found[0].text
-
-
-def test_what_was_put_has_been_evicted() -> None:
-    assert only(both("n", 0, evicted=8, none=1)).code == "evicted"
-    cause = only(both("n", 4, evicted=90, none=1))
-    assert cause.code == "evicted"
-    assert "4 min" in cause.text
-
-
-def test_a_key_that_was_evicted_is_called_so_while_other_objects_are_left() -> None:
-    for spaces, records in [
-        ([both("n", 61, evicted=19, none=4, misses=[miss(evicted=True)])], []),
-        (
-            [both("n", 61, evicted=19, none=4, misses=[miss(), miss(evicted=True, present=True)])],
-            [],
-        ),
-        ([both("n", 61, evicted=19, none=4, found=20, misses=[miss(evicted=True)])], []),
-        (  # another engine that writes the model with other settings is not the reason
-            [both("vllm/b", 61, evicted=19, misses=[miss(evicted=True)]), writes("vllm/a")],
-            [record("a"), record("b", dtype="float16")],
-        ),
-    ]:
-        (cause,) = [each for each in causes(*spaces, records=records) if each.code == "evicted"]
-        assert "what decode asked for had been evicted before: 19 objects of " in cause.text
-        assert "61 left" in cause.text
-        assert "--memory" in cause.remedy
-        assert "PYTHONHASHSEED" not in cause.remedy
-
-
-def test_where_objects_were_evicted_memory_is_named_before_the_keys() -> None:
-    cause = only(both("n", 61, evicted=19, none=4))
-    assert cause.code == "perhaps_evicted"
-    assert "19 evicted, the last 0.0 s ago" in cause.text
-    assert 0 < cause.remedy.index("--memory") < cause.remedy.index("PYTHONHASHSEED")
-    few = only(both("n", 61, evicted=19, found=20, none=4))
-    assert few.code == "few_hits"
-    assert "19 objects evicted" in few.text
-
-
-def test_what_was_put_before_the_masters_start_and_evicted_is_not_called_unwritten() -> None:
-    assert only(asks("n", evicted=8)).code == "evicted"
-
-
-def test_what_was_put_was_removed_or_lost() -> None:
-    assert only(both("n", 0, none=1)).code == "gone"
-
-
-def test_other_keys_from_the_first_block_on() -> None:
-    cause = only(both("n", none=3))
-    assert cause.code == "other_keys"
-    assert "PYTHONHASHSEED" in cause.remedy
-
-
-def test_one_client_that_writes_and_asks_has_one_seed() -> None:
-    alone = space(
-        "n", 8, putters=[client("one", 8, stored=8)], askers=[client("one", 8)], none=3,
-        misses=[miss()],
-    )  # fmt: skip
-    cause = only(alone)
-    assert cause.code == "other_keys"
-    assert "PYTHONHASHSEED" not in cause.remedy
-
-
-def test_keys_of_another_length_are_another_hash() -> None:
-    cause = only(both("n", none=3, misses=[miss(b"m" * 16)]))
-    assert cause.code == "other_keys"
-    assert "32 bytes" in cause.text
-    assert "16 bytes" in cause.text
-    named = only(both("n", none=3, misses=[miss(b"model/layer")]))
-    assert "bytes" not in named.text, "names may be of any length"
-
-
-def test_the_reader_was_too_early() -> None:
-    assert only(both("n", none=1, misses=[miss(present=True)])).code == "too_early"
-
-
-def test_a_broken_chain() -> None:
-    assert only(both("n", none=1), detached={"n": (6, 8)}).code == "broken_chain"
-    assert only(both("n", none=1), detached={"n": (1, 8)}).code == "other_keys"
-
-
-def test_a_prefix_that_ends() -> None:
-    cause = only(both("n", found=20, partly=4, none=1, misses=[miss(found=5)]))
-    assert (cause.code, cause.is_problem) == ("prefix_ends", False)
-    assert "after 5 of 8 keys" in cause.text
-    assert only(both("n", found=20, evicted=30, partly=4)).code == "evicted"
-
-
-def test_few_hits_of_new_prompts_are_no_problem() -> None:
-    cause = only(both("n", found=20, none=4, partly=1))
-    assert (cause.code, cause.is_problem) == ("few_hits", False)
-
-
-def test_everything_is_fine() -> None:
-    cause = only(both("n", found=87, partly=1))
-    assert (cause.code, cause.is_problem) == ("fine", False)
-    assert "87 %" in cause.text
 
 
 def test_problems_come_first_and_parties_can_be_chosen() -> None:

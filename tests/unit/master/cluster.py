@@ -18,7 +18,6 @@ from kvstore.master.state.inventory import Claim
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
-from kvstore.network.tcp_protocol import PLAIN
 from kvstore.tenants import TenantRule
 
 EPOCH = 5
@@ -73,7 +72,7 @@ class Cluster:
         self.offers: dict[str, list[calls.SegmentOffer]] = {}
         self.silent: set[str] = set()
         self.wipes_at_once = True
-        self.data_protocol = PLAIN
+        self.takes_capabilities = False
         """Of nodes that join."""
         self.orders: list[tuple[int, calls.MasterWipe]] = []  # not done yet, with their session
         self.answers: dict[int, calls.Reply | KVStoreError] = {}
@@ -121,7 +120,7 @@ class Cluster:
                     seed=index,
                     generation=1,
                     fresh=True,
-                    data_protocol=self.data_protocol,
+                    takes_capabilities=self.takes_capabilities,
                 )
                 for index, count in enumerate(blocks)
             ]
@@ -165,7 +164,7 @@ class Cluster:
         ids = [segment_id for segment_id, node in self.segments.items() if node == name]
         suspects = 0
         for host in hosts or ("host-a", "host-b"):
-            report = calls.ReportFailure(ids, f"client of {host}", host, reason)
+            report = calls.ReportFailure(ids, f"client of {host}", host, reason, EPOCH)
             suspects = self.state.nodes.report_failure(self.now_ms, report).suspects
             self._settle()
         return suspects
@@ -328,7 +327,7 @@ class Cluster:
 
     def allocate(self, size: int = BLOCK, *, namespace: Namespace = NAMESPACE) -> int:
         """The token."""
-        request = calls.Allocate(size, 0, "", namespace=namespace)
+        request = calls.Allocate(namespace, size, 0, "")
         result = self.reply(self.state.putting.allocate(self.now_ms, request))
         assert isinstance(result, calls.Grants)
         return result.tokens[0]
@@ -380,11 +379,15 @@ class Cluster:
         return self.state.report.stat_object(self.now_ms, request)
 
     def renew(self, name: str, version: calls.Version, at: tuple[bytes, int] | None = None) -> bool:
-        """``at``: the place of the leased memory (``place``); None: a client that names none."""
-        key = Key(name.encode())
-        request = calls.Renew(NAMESPACE, [key], [version.epoch], [version.counter], EPOCH, [])
-        if at is not None:
-            request = request._replace(uuids=[at[0]], offsets=[at[1]])
+        """``at``: the place of the leased memory (``place``); None: that of the first replica."""
+        if at is None:
+            found = self.stat(name).placements
+            node = self.segments[found.segments[0]] if found.segments else ""
+            at = self.place(name, node) if node in self.offers else (bytes(16), 0)
+        request = calls.Renew(
+            NAMESPACE, [Key(name.encode())], [version.epoch], [version.counter], EPOCH, [],
+            [at[0]], [at[1]],
+        )  # fmt: skip
         return bool(self.state.asking.renew(self.now_ms, request).keys_held[0])
 
     def place(self, name: str, node: str) -> tuple[bytes, int]:
@@ -395,7 +398,7 @@ class Cluster:
         return self.offers[node][0].uuid, offset
 
     def renew_token(self, token: int, epoch: int = EPOCH) -> bool:
-        request = calls.Renew(NAMESPACE, [], [], [], epoch, [token])
+        request = calls.Renew(NAMESPACE, [], [], [], epoch, [token], [], [])
         return bool(self.state.asking.renew(self.now_ms, request).tokens_held[0])
 
     def remove(self, names: str | Iterable[str], *, namespace: Namespace = NAMESPACE) -> list[int]:

@@ -72,7 +72,8 @@ def test_an_exception_in_the_middle_of_a_call_is_the_last() -> None:
     state = MasterState(epoch=7)
     service = MasterService(state)
     died = broken_by(service)
-    request = calls.Renew(Namespace("n"), [], [], [], 7, cast("list[int]", [[]]))  # unhashable
+    unhashable = cast("list[int]", [[]])
+    request = calls.Renew(Namespace("n"), [], [], [], 7, unhashable, [], [])
     with pytest.raises(TypeError):
         service.call(request)
     assert state.common.changing

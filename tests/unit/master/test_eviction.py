@@ -356,3 +356,21 @@ def test_making_room_may_forget_the_place_of_what_is_put(new_cluster: NewCluster
 
     assert cluster.present("ab") == "a"
     cluster.state.check_invariants()
+
+
+def test_a_peek_that_meets_too_many_leased_says_that_it_is_unfinished_and_gets_there() -> None:
+    policy = LRU()
+    records = [ObjectRecord(Namespace("n"), Key(b"%06d" % index)) for index in range(2_000)]
+    for record in records:
+        policy.add(record)
+        record.lease_until_ms = 10
+    records[-1].lease_until_ms = 0
+
+    answers = [policy.peek(5)]
+    while policy.unfinished:
+        answers.append(policy.peek(5))
+
+    assert answers[-1] is records[-1]
+    assert answers[:-1] == [None] * (len(answers) - 1)
+    assert len(answers) > 2
+    policy.check_invariants()

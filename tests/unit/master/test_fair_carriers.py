@@ -109,18 +109,14 @@ async def heard(sock: socket.socket) -> bytes:
     return await asyncio.get_running_loop().sock_recv(sock, 1 << 16)
 
 
-@pytest.mark.parametrize("flood", [FLOOD, None])
-def test_a_call_on_the_lane_waits_for_one_slice_of_a_flood(
-    tmp_path: Path, flood: Identity | None
-) -> None:
+def test_a_call_on_the_lane_waits_for_one_slice_of_a_flood(tmp_path: Path) -> None:
     async def main() -> None:
         with contextlib.ExitStack() as stack:
             lane = Lane(tmp_path, stack)
-            lane.gate.required = flood is not None
             await lane.server.bind("127.0.0.1", 0)
             await lane.server.start()
             for _ in range(10):
-                lane.connect(flood, 2 * FRAMES_PER_TURN)
+                lane.connect(FLOOD, 2 * FRAMES_PER_TURN)
             sock = lane.connect(OTHER, 1)
             while "other" not in lane.service.asked:
                 await asyncio.sleep(0)

@@ -52,23 +52,16 @@ def shown(who: Identity, version: bytes = b"TLSv1.3") -> dict[str, list[bytes]]:
 def test_who_calls_is_in_the_certificate(gate: Gate) -> None:
     assert gate.of_grpc(shown(ENGINE)) == ENGINE
     peers: list[tuple[dict[str, list[bytes]], str]] = [
-        ({}, "without an identity"),
+        ({}, "names 0 identities"),
         (shown(ENGINE, b"TLSv1.2"), "TLS 1.3 is the lowest"),
         ({"peer_uri": [b"spiffe://x"], "ssl_tls_version": [b"TLSv1.3"]}, "names 0 identities"),
     ]
     for peer, says in peers:
         with pytest.raises(PermissionDeniedError, match=says):
             gate.of_grpc(peer)
-    assert gate.refused == 3
-
-
-def test_where_it_is_only_preferred_peers_without_tls_get_in(identities: Identities) -> None:
-    gate = Gate(MasterConfig(auth=identities.file("master"), auth_mode="prefer"))
-    assert gate.of_grpc({}) is None
-    assert gate.of_tls(None) is None
-    gate.check(None, calls.Clear(SPACE, 1))
-    with pytest.raises(PermissionDeniedError):
-        gate.of_grpc(shown(ENGINE, b"TLSv1.2"))
+    with pytest.raises(PermissionDeniedError, match="without an identity"):
+        gate.check(None, calls.Clear(SPACE, 1))
+    assert gate.refused == 4
 
 
 def test_a_token_names_an_identity_and_a_number(gate: Gate) -> None:
@@ -149,7 +142,8 @@ def test_who_was_revoked_lately_is_told_to_nodes(
     assert gate.refused_holders() == [a, b]
     now += 1
     assert gate.refused_holders() == [b], "its capabilities have ended"
-    identities.revoked_file.write_text("".join(f"c{number}\n" for number in range(2_000)))
+    more = "".join(f"c{number}\n" for number in range(2_000))
+    identities.revoked_file.write_text(f"1\n0x0A\nB\n{more}")
     now += 1
     assert len(gate.refused_holders()) == REFUSED_HOLDERS_MAX
 
@@ -172,7 +166,7 @@ def test_who_is_revoked_is_out(gate: Gate, identities: Identities) -> None:
 def test_puts_get_the_number_of_their_caller(gate: Gate) -> None:
     caller = Caller("c", ENGINE, number=7)
     made = calls.PutStart(SPACE, [Key(b"k")], [1], None, True, 1, False, 0, "", client_number=9)
-    for request in (made, calls.Allocate(1, 0, "", client_number=9)):
+    for request in (made, calls.Allocate(SPACE, 1, 0, "", client_number=9)):
         owned = gate.own(caller, request, Pending())
         assert isinstance(owned, calls.PutStart | calls.Allocate)
         assert owned.client_number == 7
@@ -184,7 +178,7 @@ def test_puts_get_the_number_of_their_caller(gate: Gate) -> None:
     [
         lambda token: calls.PutEnd(1, [1, token]),
         lambda token: calls.PutRevoke(1, [token], True),
-        lambda token: calls.Renew(SPACE, [], [], [], 1, [token]),
+        lambda token: calls.Renew(SPACE, [], [], [], 1, [token], [], []),
         lambda token: calls.Commit(1, token, SPACE, Key(b"k"), None, 1, False),
     ],
 )
@@ -267,7 +261,7 @@ def test_what_is_refused_is_not_looked_up(
     [
         lambda tokens: calls.PutEnd(7, tokens),
         lambda tokens: calls.PutRevoke(7, tokens, True),
-        lambda tokens: calls.Renew(SPACE, [], [], [], 7, tokens),
+        lambda tokens: calls.Renew(SPACE, [], [], [], 7, tokens, [], []),
     ],
 )
 def test_a_token_of_another_client_is_refused(

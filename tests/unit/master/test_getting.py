@@ -284,20 +284,6 @@ def test_a_renewed_lease_goes_on_for_that_version_only(new_cluster: NewCluster) 
     assert not cluster.renew("a", version)
 
 
-def test_the_lease_of_an_object_that_lost_a_replica_is_not_renewed(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4, two=4)
-    cluster.put("ab", replicas=2)
-    version = cluster.stat("b").version
-    assert cluster.renew("b", version)
-
-    cluster.kill("one")
-
-    assert not cluster.renew("b", version)  # who asks may read the one that was lost
-    assert cluster.lookup("b") == [["two"]]
-    cluster.work()
-    assert not cluster.renew("b", version)
-
-
 def test_a_lease_is_renewed_in_the_memory_that_it_is_on(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4, two=4)
     cluster.put("ab", replicas=2)

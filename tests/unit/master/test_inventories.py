@@ -38,7 +38,7 @@ def back(cluster: Cluster, name: str, *claims: Claim, blocks: int = 8) -> None:
     cluster.join(name, blocks)
     cluster.break_stream(name)
     cluster.state.nodes.report_failure(
-        cluster.now_ms, calls.ReportFailure([max(cluster.state.pool.segments)])
+        cluster.now_ms, calls.ReportFailure([max(cluster.state.pool.segments)], epoch=EPOCH)
     )
     cluster.join(name, again=True, tells=False)
     cluster.tell(name, *claims)

@@ -269,11 +269,11 @@ def put_revoke(world: World) -> calls.Request:
 
 
 def allocate(world: World) -> calls.Request:
-    return calls.Allocate(1, 0, "h")
+    return calls.Allocate(SPACE, 1, 0, "h")
 
 
 def commit(world: World) -> calls.Request:
-    grants = world.state.putting.allocate(world.now_ms, calls.Allocate(1, 0, "h"))
+    grants = world.state.putting.allocate(world.now_ms, calls.Allocate(SPACE, 1, 0, "h"))
     assert isinstance(grants, calls.Grants)
     tip = world.keys[world.count - 1]
     return calls.Commit(EPOCH, grants.tokens[0], SPACE, Key(b"committed"), tip, 1, False)
@@ -283,7 +283,11 @@ def renew(world: World) -> calls.Request:
     keys = world.keys[:BATCH_KEYS_MAX]
     found = world.placements(keys)
     tokens = list(range(BATCH_KEYS_MAX))
-    return calls.Renew(SPACE, keys, found.epochs, found.counters, EPOCH, tokens)
+    pool = world.state.pool.segments
+    uuids = [pool[each].offer.uuid for each in found.segments]
+    return calls.Renew(
+        SPACE, keys, found.epochs, found.counters, EPOCH, tokens, uuids, found.offsets
+    )
 
 
 def release(world: World) -> calls.Request:
@@ -335,7 +339,7 @@ def describe(world: World) -> calls.Request:
 
 
 def report_failure(world: World) -> calls.Request:
-    return calls.ReportFailure([1, 2] * 512)
+    return calls.ReportFailure([1, 2] * 512, epoch=EPOCH)
 
 
 def status(world: World) -> calls.Request:

@@ -85,7 +85,7 @@ def test_a_removal_that_outlives_its_node_waits_for_a_lease_and_a_mark(
     new_cluster: NewCluster,
 ) -> None:
     """The node may bring the object to a later master: the mark on all other memory says that its
-    memory was away (ADR 11). It had the marks of before."""
+    memory was away. It had the marks of before."""
     cluster = new_cluster(one=4, two=4)
     cluster.put("a", host="host-one")
     cluster.wipes_at_once = False

@@ -109,7 +109,7 @@ def test_a_client_of_shared_memory_alone_with_no_node_on_its_host(new_cluster: N
     assert "shared memory alone" in error.message
     assert "host-x" in error.message
     assert "kvstore-node on this host" in error.advice
-    mine = calls.Allocate(10, 0, "host-one", (), True)
+    mine = calls.Allocate(Namespace("default"), 10, 0, "host-one", (), True)
     assert isinstance(cluster.state.putting.allocate(cluster.now_ms, mine), calls.Grants)
 
 

@@ -184,7 +184,7 @@ def test_an_allocation_at_the_bound_waits_and_is_refused_by_name(new_cluster: Ne
     cluster = new_cluster(tenants=[rule("a", at_most=1), rule("b")], one=9)
     first = cluster.allocate(namespace=A)
     putting = cluster.state.putting
-    request = calls.Allocate(BLOCK, 3_000, "", namespace=A)
+    request = calls.Allocate(A, BLOCK, 3_000, "")
     late, granted = (putting.allocate(cluster.now_ms, request) for _ in range(2))
     assert isinstance(late, Later)
     assert isinstance(granted, Later)
@@ -282,18 +282,6 @@ def test_an_allocation_follows_its_namespace_when_it_is_renewed(new_cluster: New
     cluster.state.check_invariants()
     with pytest.raises(NoSpaceError, match="tenant b holds 8 KiB"):
         cluster.allocate(namespace=B)
-
-
-def test_without_a_namespace_it_is_refused_where_there_are_tenants(
-    new_cluster: NewCluster,
-) -> None:
-    """A client of an older release names none."""
-    cluster = new_cluster(tenants=[rule("a")], one=4)
-    with pytest.raises(InvalidArgumentError, match="names no namespace") as refused:
-        cluster.allocate(namespace=Namespace(""))
-    assert "older release" in refused.value.advice
-    without = new_cluster(one=4)
-    assert without.commit(without.allocate(namespace=Namespace("")), "k") is PutOutcome.STORED
 
 
 # --- guarantees -----------------------------------------------------------------------------

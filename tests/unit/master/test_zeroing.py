@@ -9,7 +9,6 @@ from kvstore import calls
 from kvstore.calls import PutOutcome, Version
 from kvstore.master.state import reclaim
 from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.network.tcp_protocol import PLAIN, WITH_CAPABILITIES
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, Cluster
 from tests.unit.master.conftest import NewCluster
 from tests.unit.master.test_inventories import claim
@@ -20,11 +19,11 @@ LEASE_MS = 10_000
 @pytest.fixture
 def cluster(new_cluster: NewCluster) -> Cluster:
     """A node of three blocks, whose orders wait."""
-    return joined(new_cluster(), WITH_CAPABILITIES)
+    return joined(new_cluster())
 
 
-def joined(cluster: Cluster, protocol: int, *, blocks: int = 3) -> Cluster:
-    cluster.data_protocol = protocol
+def joined(cluster: Cluster, *, takes: bool = True, blocks: int = 3) -> Cluster:
+    cluster.takes_capabilities = takes
     cluster.join("one", blocks)
     cluster.remove_later("?")  # a mark
     cluster.wipe()
@@ -157,7 +156,7 @@ def test_a_node_that_comes_back_hears_again_what_to_zero(cluster: Cluster) -> No
 
 
 def test_where_nodes_take_no_capabilities_nothing_is_zeroed(new_cluster: NewCluster) -> None:
-    cluster = joined(new_cluster(), PLAIN)
+    cluster = joined(new_cluster(), takes=False)
     token = cluster.allocate(BLOCK + EXTENT)
     cluster.commit(token, "a")
     cluster.wipe()

@@ -25,7 +25,7 @@ from kvstore.memory.entries import (
     remove_left,
     socket_name,
 )
-from kvstore.memory.header import EPOCH_OFFSET, MARK_OFFSET, STAMPED_OFFSET, check_of
+from kvstore.memory.header import EPOCH_OFFSET, MARK_OFFSET, check_of
 from kvstore.memory.segment import NodeSegment
 from kvstore.memory.stamp_key import Private, PrivateFile
 
@@ -46,9 +46,9 @@ def path() -> Iterator[Path]:
     Path(SHM_DIRECTORY, SHM_NAME).unlink(missing_ok=True)
 
 
-def kept(uuid: bytes = UUID, **more: Any) -> Private:
-    """What the file of a segment says after a start that would make one with ``more``."""
-    return PrivateFile(SHM_NAME, Private(uuid, os.urandom(16), **more)).now
+def kept(uuid: bytes = UUID) -> Private:
+    """What the file of a segment says after a start."""
+    return PrivateFile(SHM_NAME, uuid).now
 
 
 def other_user(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,16 +68,16 @@ def other_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_next_start_has_the_same_key(path: Path) -> None:
-    first = kept(mark=MARK, epoch=9)
-    assert first == Private(UUID, first.key, False, MARK, 9)
-    assert kept(is_open=True, mark=LIE) == first
+    file = PrivateFile(SHM_NAME, UUID)
+    file.change(lambda now: now._replace(mark=MARK, epoch=9))
+    assert kept() == file.now == Private(UUID, file.now.key, MARK, 9)
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.usefixtures("path")
 def test_another_segment_has_another_key_and_nothing_that_clients_can_write() -> None:
     first = kept()
-    other = kept(UUID[::-1], is_open=True, mark=LIE, epoch=9)
+    other = kept(UUID[::-1])
     assert other == Private(UUID[::-1], other.key)
     assert other.key != first.key
     assert kept(UUID[::-1]) == other
@@ -107,7 +107,7 @@ def test_a_file_that_others_may_have_made_is_replaced(
         case _:
             uid = os.geteuid()
             monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    made = kept(is_open=True, mark=LIE)
+    made = kept()
     assert made == Private(UUID, made.key)
     assert made.key != key
     monkeypatch.undo()
@@ -125,18 +125,18 @@ def test_a_key_that_cannot_be_kept_stops_the_start(path: Path) -> None:
 
 
 def test_a_file_that_was_removed_is_made_again_whole(path: Path) -> None:
-    file = PrivateFile(SHM_NAME, Private(UUID, bytes(16), mark=MARK))
+    file = PrivateFile(SHM_NAME, UUID)
     path.unlink()
-    file.change(lambda now: now._replace(is_open=True))
-    assert kept() == file.now == Private(UUID, bytes(16), True, MARK)
+    file.change(lambda now: now._replace(mark=MARK))
+    assert kept() == file.now == Private(UUID, file.now.key, MARK)
     path.chmod(0o640)
-    file.change(lambda now: now._replace(is_open=False))
-    assert kept() == file.now == Private(UUID, bytes(16), False, MARK)
+    file.change(lambda now: now._replace(epoch=9))
+    assert kept() == file.now == Private(UUID, file.now.key, MARK, 9)
 
 
 def test_a_change_needs_no_room_and_no_new_file(path: Path) -> None:
     """``/dev/shm`` may be full: a node fills most of it."""
-    file = PrivateFile(SHM_NAME, Private(UUID, bytes(16)))
+    file = PrivateFile(SHM_NAME, UUID)
     before = path.stat().st_ino
     file.change(lambda now: now._replace(mark=MARK))
     assert path.stat().st_ino == before
@@ -146,21 +146,21 @@ def test_a_change_needs_no_room_and_no_new_file(path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_no_more_and_ends_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What it says would be believed otherwise: an older mark, or that the memory is open."""
-    file = PrivateFile(SHM_NAME, Private(UUID, bytes(16), is_open=True))
+    """What it says would be believed otherwise: an older mark."""
+    file = PrivateFile(SHM_NAME, UUID)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "full")
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "kvstore.node"):
         patched.setattr(os, "write", full)
-        file.change(lambda now: now._replace(is_open=False))
+        file.change(lambda now: now._replace(mark=MARK))
     assert "private_file_lost" in caplog.text
     assert not path.exists()
 
 
 def test_the_file_of_the_next_segment_of_that_name_is_left_alone(path: Path) -> None:
-    first = PrivateFile(SHM_NAME, Private(UUID, bytes(16)))
+    first = PrivateFile(SHM_NAME, UUID)
     second = kept(UUID[::-1])
     first.change(lambda now: now._replace(mark=MARK))
     first.remove()
@@ -183,7 +183,6 @@ def lie(segment: NodeSegment) -> None:
     words = segment.memory.cast("Q")
     words[MARK_OFFSET // 8], words[MARK_OFFSET // 8 + 1] = LIE
     words[EPOCH_OFFSET // 8], words[EPOCH_OFFSET // 8 + 1] = 99, check_of(99)
-    words[STAMPED_OFFSET // 8] = 0
     words.release()
 
 
@@ -195,9 +194,9 @@ def test_what_clients_write_into_the_superblock_is_not_believed(path: Path) -> N
     lie(segment)
     assert (segment.mark, segment.epoch) == (MARK, 9), "not by the node that runs"
     again = restarted(segment)
-    assert not again.keep_private().now.is_open
+    again.keep_private()
     assert (again.mark, again.epoch) == (MARK, 9), "and not by the next one"
-    assert PrivateFile(SHM_NAME, Private(again.uuid, b"")).now.mark == MARK
+    assert kept(again.uuid).mark == MARK
     again.close()
     assert not path.exists()
 
@@ -211,41 +210,27 @@ def test_without_identities_a_running_node_does_not_believe_it_either() -> None:
     segment.close()
 
 
+@pytest.mark.parametrize("left_by_identity", [True, False])
 @pytest.mark.usefixtures("path")
-def test_memory_of_a_process_without_an_identity_is_open_and_keeps_its_mark() -> None:
+def test_memory_of_the_other_kind_is_discarded(
+    caplog: pytest.LogCaptureFixture, *, left_by_identity: bool
+) -> None:
+    """Also memory of a hugetlbfs, which outlives the private file in the ``/dev/shm`` of a pod."""
     segment = NodeSegment.create(NAME, MIB)
+    if left_by_identity:
+        segment.keep_private()
     segment.keep_mark(MARK)
     segment.keep_epoch(9)
-    segment = restarted(segment)
-    now = segment.keep_private().now
-    assert now == Private(segment.uuid, now.key, True, MARK, 9)
-    segment.keep_mark(Version(8, 1))
-    segment = restarted(segment)
-    assert segment.keep_private().now.is_open, "until it is noted otherwise"
-    segment.forget_private()
-    segment = restarted(segment)
-    assert segment.mark == Version(8, 1), "also without a private file"
-    assert segment.keep_private().now.is_open
-    segment.close()
-
-
-@pytest.mark.parametrize("is_new", [True, False])
-def test_memory_without_its_private_file_is_not_open(
-    path: Path, caplog: pytest.LogCaptureFixture, *, is_new: bool
-) -> None:
-    """Memory in a hugetlbfs outlives a ``/dev/shm`` of a container, and files can be removed."""
-    segment = NodeSegment.create(NAME, MIB)
-    if not is_new:
-        segment = restarted(segment)
-        segment.keep_private().change(lambda now: now._replace(is_open=False))
-    segment.keep_private()
-    segment.keep_mark(MARK)
-    path.unlink()
-    segment = restarted(segment)
-    now = segment.keep_private().now
-    assert now == Private(segment.uuid, now.key), "and its superblock counts for nothing"
-    assert f"private_file_missing node={NAME}" in caplog.text
-    segment.close()
+    segment.close(unlink=False)
+    for private, is_discarded in ((left_by_identity, False), (not left_by_identity, True)):
+        again = NodeSegment.attach(NAME, MIB, private=private)
+        assert again is not None
+        assert (again.uuid != segment.uuid) is is_discarded
+        assert ("left_over_memory_discarded" in caplog.text) is is_discarded
+        if private:
+            again.keep_private()
+        assert (again.mark, again.epoch) == ((NO_VERSION, 0) if is_discarded else (MARK, 9))
+        again.close(unlink=is_discarded)
 
 
 @pytest.mark.usefixtures("path")
@@ -258,7 +243,6 @@ def test_memory_that_was_discarded_is_as_new() -> None:
     again = NodeSegment.attach(NAME, MIB, discard=True)
     assert again is not None
     assert (again.mark, again.epoch) == (NO_VERSION, 0)
-    assert not again.keep_private().now.is_open
     again.close()
 
 

@@ -12,16 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvstore.auth.ledger import Wanted
+from kvstore.auth.certificates import Wanted
 from kvstore.clocks import uptime
 from kvstore.network.stream import EndedError, StalledError
-from kvstore.network.tls_memory import TlsError
-from kvstore.network.tls_stream import HEARD_BYTES, PIECE_BYTES, TlsStream
+from kvstore.network.tls_stream import BUSY, TlsError, TlsStream
 from tests.support.encryption import Ends
 from tests.support.identities import ENGINE, MASTER
 
 MIB = 1 << 20
-SIZES = [0, 1, 5, (16 << 10) - 1, 16 << 10, (16 << 10) + 1, PIECE_BYTES, MIB + 3]
+SIZES = [0, 1, 5, (16 << 10) - 1, 16 << 10, (16 << 10) + 1, 128 << 10, MIB + 3]
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +157,8 @@ def test_an_end_within_a_message(ends: Ends, how: str) -> None:
         node.send([b"12345"], soon())
         if how == "announced":
             with contextlib.suppress(ssl.SSLWantReadError):
-                node._tls.connection.unwrap()
-            node._flush(soon())
+                node._tls.settimeout(0)
+                node._tls.unwrap()
         else:
             node.shutdown()
         into = bytearray(9)
@@ -193,14 +192,18 @@ def test_a_handshake_that_stalls_ends_by_its_deadline(ends: Ends) -> None:
         node.close()
 
 
-def test_an_answer_in_plain_is_told(ends: Ends) -> None:
+@pytest.mark.parametrize(
+    ("answer", "says"), [(b"KVdt\1\0\0\0", "does not speak TLS"), (BUSY, "internal error")]
+)
+def test_an_answer_without_a_handshake(ends: Ends, answer: bytes, says: str) -> None:
     one, two = connected()
     with two:
-        two.sendall(b"KVdt\1\0\0\0more")
+        two.sendall(answer)
         client = ends.client().stream(one, 5.0)
-        with pytest.raises(TlsError, match="wrong version number") as caught:
+        with pytest.raises(TlsError, match=says) as caught:
             client.begin(soon())
-        assert caught.value.heard == b"KVdt\1\0\0\0"[:HEARD_BYTES]
+        assert caught.value.is_plain == (answer != BUSY)
+        assert caught.value.is_busy == (answer == BUSY)
         client.close()
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvstore.limits import Key, Namespace
-from kvstore.memory.entries import key_path
 from kvstore.memory.header import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
@@ -154,7 +152,7 @@ def stamp(segment: NodeSegment, at: int, **said: Any) -> None:
 
 @pytest.fixture
 def stamped(segment: NodeSegment) -> NodeSegment:
-    use_stamps(segment, serves_all=False)
+    use_stamps(segment)
     return segment
 
 
@@ -248,44 +246,3 @@ def test_covering_headers_cannot_make_a_node_read_its_memory_many_times(
 
     assert told(inventory.take(stamped)) == "o"
     assert 0 < sum(read) <= stamped.size
-
-
-def test_while_others_may_write_all_headers_are_believed(segment: NodeSegment) -> None:
-    use_stamps(segment, serves_all=True)
-    stamp(segment, write(segment, 0, "a", counter=1))
-    write(segment, 4, "b", counter=2)
-    assert sorted(told(inventory.take(segment))) == ["a", "b"]
-
-
-def test_what_is_found_is_stamped_once_when_others_may_write_no_more(segment: NodeSegment) -> None:
-    use_stamps(segment, serves_all=True)
-    write(segment, 0, "a", counter=1)
-    assert told(inventory.take(segment)) == "a"
-    write(segment, 4, "b", counter=2)
-    use_stamps(segment, serves_all=False)
-    assert sorted(told(inventory.take(segment))) == ["a", "b"]
-    write(segment, 8, "x", counter=3)
-    assert sorted(told(inventory.take(segment))) == ["a", "b"]
-    segment.believed = None  # the next start of the node
-    use_stamps(segment, serves_all=False)
-    assert sorted(told(inventory.take(segment))) == ["a", "b"]
-
-
-def test_a_switch_makes_a_private_file_again_that_was_removed(stamped: NodeSegment) -> None:
-    path = Path(key_path(stamped.shm_name))
-    stamp(stamped, write(stamped, 0, "a", counter=1))
-    for serves_all in (True, False):
-        path.unlink()
-        use_stamps(stamped, serves_all=serves_all)
-        assert told(inventory.take(stamped)) == "a"
-        stamped.believed = None  # the next start of the node
-        use_stamps(stamped, serves_all=serves_all)
-        assert told(inventory.take(stamped)) == "a"
-
-
-def test_new_memory_is_never_open(segment: NodeSegment) -> None:
-    """Its first inventory may come after engines have written there."""
-    use_stamps(segment, serves_all=False)
-    use_stamps(segment, serves_all=False)
-    write(segment, 0, "x", counter=1)
-    assert inventory.take(segment) == []

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.process import logs
-from kvstore.process.logs import BURST, EACH, PER_S, JsonFormatter, LineFormatter, RateLimit
+from kvstore.process.json_logs import JsonFormatter
+from kvstore.process.log_lines import PIECE_BYTES_MAX, TEXT_MAX, LineFormatter
+from kvstore.process.logs import BURST, EACH, PER_S, RateLimit
 
 END_S = 20.0
 """For a program that ends at once, on a busy machine."""
@@ -291,7 +292,7 @@ def test_a_line_of_json_is_one_line_whatever_is_in_it() -> None:
         del error
     line = JsonFormatter().format(made)
     assert line.isprintable()
-    assert len(line) < logs.PIECE_BYTES_MAX
+    assert len(line) < PIECE_BYTES_MAX
     told = json.loads(line)
     assert told["a"] == FORGED
     assert told["exception"].startswith("Traceback")
@@ -317,4 +318,4 @@ print(logs.form_in_use())
 
 
 def test_a_long_text_is_cut() -> None:
-    assert len(LineFormatter().format(record("%s", "x" * 1_000_000))) < logs.TEXT_MAX + 100
+    assert len(LineFormatter().format(record("%s", "x" * 1_000_000))) < TEXT_MAX + 100

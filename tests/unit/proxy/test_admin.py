@@ -13,14 +13,10 @@ from aiohttp.test_utils import make_mocked_request
 from multidict import CIMultiDict
 
 from kvstore.proxy.admin import Admin
-from kvstore.proxy.instances import Instances, Rules
+from kvstore.proxy.instances import Instances
 from kvstore.web.server import guesses
 
 TOKEN = {"Authorization": "Bearer secret"}
-RULES = Rules(
-    breaker_failures=5, breaker_open_ms=5_000, prefix_affinity=False, affinity_slack=4,
-    affinity_blocks_max=100,
-)  # fmt: skip
 
 
 def status(peer: str, headers: dict[str, str], token: str) -> int:
@@ -28,7 +24,7 @@ def status(peer: str, headers: dict[str, str], token: str) -> int:
     transport = mock.Mock()
     transport.get_extra_info = lambda name: (peer, 1) if name == "peername" else None
     application = web.Application()
-    Admin(Instances(RULES), mock.Mock(), token=token).add_routes(application.router)
+    Admin(Instances(), mock.Mock(), token=token).add_routes(application.router)
     given = CIMultiDict({"Host": "127.0.0.1:8000", **headers})
     request = make_mocked_request("GET", "/admin/instances", given, transport=transport)
 

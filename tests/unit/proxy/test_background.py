@@ -11,7 +11,7 @@ from kvstore.config import ProxyConfig
 from kvstore.process.background import EXIT_BROKEN
 from kvstore.proxy import app
 from kvstore.proxy.health import HealthChecks
-from kvstore.proxy.instances import Instances, Rules
+from kvstore.proxy.instances import Instances
 from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics
 
@@ -23,7 +23,8 @@ def test_the_proxy_ends_with_a_status_of_its_own_when_its_health_checks_die(
         raise RuntimeError("a bug")
 
     monkeypatch.setattr(HealthChecks, "run", dies)
-    assert app.run(ProxyConfig(port=0, grace_ms=0)) == EXIT_BROKEN
+    monkeypatch.setattr(app, "GRACE_S", 0.0)
+    assert app.run(ProxyConfig(port=0)) == EXIT_BROKEN
     assert "background_died name=health checks error=RuntimeError('a bug')" in caplog.text
 
 
@@ -42,7 +43,7 @@ def test_the_fleets_records_are_read_on_after_an_error(
         third.set()
 
     async def scenario() -> None:
-        lookup = StoreLookup("127.0.0.1:1", timeout_ms=1, metrics=Metrics(Instances(Rules())))
+        lookup = StoreLookup("127.0.0.1:1", metrics=Metrics(Instances()))
         lookup.start()
         await third.wait()
         await asyncio.sleep(0)

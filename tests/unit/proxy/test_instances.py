@@ -6,22 +6,25 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvstore.proxy import instances as module
 from kvstore.proxy.affinity import BLOCK_TOKENS, fingerprints
-from kvstore.proxy.instances import Instance, Instances, Rules, Turn
+from kvstore.proxy.instances import Instance, Instances, Turn
 
 PRINTS = fingerprints(range(2 * BLOCK_TOKENS), blocks_max=9)
 
 
-def healthy(rules: Rules, *addresses: str) -> Instances:
-    instances = Instances(rules)
+def healthy(*addresses: str, prefix_affinity: bool = False) -> Instances:
+    instances = Instances(prefix_affinity=prefix_affinity)
     for address in addresses:
         instances.add("decode", address)[0].note_well()
     return instances
 
 
 @pytest.fixture
-def three() -> Iterator[Instances]:
-    instances = healthy(Rules(breaker_failures=2, breaker_open_ms=100), "a", "b", "c")
+def three(monkeypatch: pytest.MonkeyPatch) -> Iterator[Instances]:
+    monkeypatch.setattr(module, "BREAKER_FAILURES", 2)
+    monkeypatch.setattr(module, "BREAKER_OPEN_MS", 100)
+    instances = healthy("a", "b", "c")
     yield instances
     instances.check_invariants()
 
@@ -131,7 +134,7 @@ def test_several_in_a_row_do(three: Instances) -> None:
 
 
 def test_nobody_is_asked_before_it_was_checked_where_another_one_is_well() -> None:
-    instances = healthy(Rules(), "b")
+    instances = healthy("b")
     instances.add("decode", "a")
     assert {choose(instances).instance.address for _ in range(4)} == {"b"}
 
@@ -161,7 +164,7 @@ def test_the_last_resort_has_its_breakers_and_drains(three: Instances) -> None:
 
 
 def test_a_prefiller_is_no_last_resort() -> None:
-    instances = Instances(Rules())
+    instances = Instances()
     instances.add("prefill", "p")
     assert instances.choose("prefill", 0) is None
 
@@ -214,9 +217,11 @@ def test_a_removed_one_that_comes_back_is_another(three: Instances) -> None:
     assert again.in_flight == 0
 
 
-def test_affinity_prefers_who_had_the_prefix_within_its_slack() -> None:
-    rules = Rules(prefix_affinity=True, affinity_slack=1)
-    instances = healthy(rules, "a", "b")
+def test_affinity_prefers_who_had_the_prefix_within_its_slack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "AFFINITY_SLACK", 1)
+    instances = healthy("a", "b", prefix_affinity=True)
     turns = [choose(instances, prints=PRINTS) for _ in range(4)]
     # a has it; at two more than b it is too many, and then b has had it last.
     assert [turn.instance.address for turn in turns] == ["a", "a", "b", "b"]

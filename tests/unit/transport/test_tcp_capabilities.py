@@ -22,7 +22,6 @@ from kvstore.network.tcp_protocol import (
     NONCE_BYTES,
     PROOF_BYTES,
     RANGES_MAX,
-    WITH_CAPABILITIES,
     Extent,
     Hello,
     Op,
@@ -87,7 +86,7 @@ def server(
     served: ServedSegment = segment
     if request.param == "ranges":
         served = cast(ServedSegment, InRanges(segment))
-    server = DataServer([served], "127.0.0.1", stall_s=1.0, capabilities="require")
+    server = DataServer([served], "127.0.0.1", stall_s=1.0, capabilities=True)
     server.start()
     yield server
     server.check_invariants()
@@ -114,7 +113,7 @@ def greeted(
 
 def hello_of(segment: NodeSegment, holder: int = HOLDER, connection: int = 0) -> bytes:
     place = segment.uuid, b"", segment.generation
-    return protocol.pack_hello(Hello(*place, 5, connection, WITH_CAPABILITIES, holder))
+    return protocol.pack_hello(Hello(*place, 5, connection, holder))
 
 
 def key_of(segment: NodeSegment, holder: int = HOLDER) -> bytes:
@@ -395,7 +394,7 @@ def test_half_a_proof_is_cut(server: DataServer, segment: NodeSegment) -> None:
 
 
 def test_one_holder_has_half_of_the_connections(segment: NodeSegment) -> None:
-    server = DataServer([segment], "127.0.0.1", connections_max=8, capabilities="require")
+    server = DataServer([segment], "127.0.0.1", connections_max=8, capabilities=True)
     server.start()
     for _ in range(2):  # what it leaves can be had again
         with contextlib.ExitStack() as stack:
@@ -433,7 +432,7 @@ def test_a_token_is_not_enough(server: DataServer, segment: NodeSegment) -> None
         sock.sendall(protocol.pack_hello(hello))
         assert status(sock) is TransferStatus.DENIED
         assert is_closed(sock)
-    assert server.data_protocol == WITH_CAPABILITIES
+    assert server.takes_capabilities
 
 
 def test_what_follows_the_holder_is_nothing(server: DataServer, segment: NodeSegment) -> None:
@@ -461,19 +460,5 @@ def test_without_capabilities_there_is_one_protocol(segment: NodeSegment) -> Non
     with connected(server) as sock:
         sock.sendall(hello_of(segment))
         assert status(sock) is TransferStatus.BAD_REQUEST
-    assert server.data_protocol == protocol.PLAIN
-    server.stop()
-
-
-def test_a_server_that_prefers_them_takes_tokens_too(segment: NodeSegment) -> None:
-    server = DataServer([segment], "127.0.0.1", capabilities="prefer")
-    server.start()
-    assert_serves(server, segment)
-    with connected(server) as sock:
-        hello = Hello(segment.uuid, segment.token, segment.generation)
-        sock.sendall(protocol.pack_hello(hello))
-        assert status(sock) is TransferStatus.OK
-        sock.sendall(protocol.pack_request(Op.READ, [(MIB, 4)]))
-        assert status(sock) is TransferStatus.OK
-    assert server.data_protocol == WITH_CAPABILITIES
+    assert not server.takes_capabilities
     server.stop()

@@ -109,26 +109,6 @@ def wait_until(condition: str, server: DataServer, wanted: int) -> None:
         time.sleep(0.001)
 
 
-def test_tokens_are_served_as_long_as_they_are_to_be(segment: NodeSegment) -> None:
-    """A node of a client, in a cluster that is switched on while it runs."""
-    server = DataServer([segment], "127.0.0.1", stall_s=STALL_S, capabilities="prefer")
-    server.start()
-    try:
-        with greeted(server, segment) as sock:
-            server.serve_tokens(True)
-            assert_serves(server, segment)
-            server.serve_tokens(False)
-            assert is_closed(sock)
-        with connected(server) as sock:
-            sock.sendall(hello(segment))
-            assert status(sock) is TransferStatus.DENIED
-        server.serve_tokens(True)
-        assert_serves(server, segment)
-    finally:
-        server.stop()
-    assert server.connections == 0
-
-
 def assert_serves(server: DataServer, segment: NodeSegment) -> None:
     """Another client is served as if nothing had happened."""
     with greeted(server, segment) as sock:

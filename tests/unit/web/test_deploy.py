@@ -10,7 +10,6 @@ import ast
 import functools
 import json
 import re
-import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,8 +19,9 @@ from typing import Any, Final
 import pytest
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from kvstore.diagnosis.rows import RECORDS, ROWS
 from kvstore.metrics.families import CLIENT, MASTER, NODE, STORE
-from kvstore.proxy.instances import Instances, Rules
+from kvstore.proxy.instances import Instances
 from kvstore.proxy.metrics import Metrics
 from tests.support.programs import need_program
 
@@ -29,7 +29,6 @@ ROOT: Final = Path(__file__).parents[3]
 ALERTS: Final = ROOT / "deploy/prometheus/alerts.yml"
 CASES: Final = ROOT / "deploy/prometheus/alerts_test.yml"
 DASHBOARD: Final = ROOT / "deploy/grafana/kvstore.json"
-RUNBOOK: Final = ROOT / "docs/runbook.md"
 
 OF_PROMETHEUS: Final = {"job", "instance", "exported_instance", "le", "alertname", "alertstate"}
 """Labels that Prometheus itself gives."""
@@ -52,7 +51,7 @@ def served() -> dict[str, set[str]]:
         known.update(with_suffixes(family.name, family.kind, family.labels))
     process = CollectorRegistry()
     ProcessCollector(registry=process)
-    for metrics in (process, Metrics(Instances(Rules())).registry):
+    for metrics in (process, Metrics(Instances()).registry):
         for metric in metrics.collect():
             name = metric.name + ("_total" if metric.type == "counter" else "")
             known.update(with_suffixes(name, metric.type, ()))
@@ -93,23 +92,8 @@ def grouped_by(query: str) -> set[str]:
     return {label.strip() for group in groups for label in group.split(",")} - {""}
 
 
-def rules() -> list[dict[str, str]]:
-    """The rules of alerts.yml: name, expr and runbook_url of each."""
-    found: list[dict[str, str]] = []
-    for text in re.split(r"(?m)^      - (?=alert:|record:)", ALERTS.read_text())[1:]:
-        kind, name = re.match(r"(alert|record): (\S+)", text).groups()  # type: ignore[union-attr]
-        expr = re.search(r"(?m)^ {8}expr: (?:>-\n((?: {10}.*\n)+)|(.*))", text)
-        assert expr is not None, name
-        url = re.search(r"runbook_url: '(.+)'", text)
-        found.append(
-            {
-                "kind": kind,
-                "name": name,
-                "expr": " ".join((expr[1] or expr[2]).split()),
-                "runbook_url": "" if url is None else url[1],
-            }
-        )
-    return found
+ALL_RULES: Final = {**RECORDS, **{row.name: row.alert.expr for row in ROWS if row.alert}}
+"""Expressions, by name."""
 
 
 def dashboard() -> dict[str, Any]:
@@ -128,17 +112,13 @@ def panel_queries() -> list[tuple[str, str]]:
     return queries + [(each["name"], each["expr"]) for each in dashboard()["annotations"]["list"]]
 
 
-def recorded() -> set[str]:
-    return {rule["name"] for rule in rules() if rule["kind"] == "record"}
-
-
 def check(name: str, query: str) -> None:
     known = served()
     series = series_in(query)
     assert series, f"{name}: no metric found in {query}"
     labels = set(OF_PROMETHEUS)
     for metric, selected_by in series:
-        if metric in recorded():
+        if metric in RECORDS:
             continue
         assert metric in known, f"{name}: nothing serves {metric}"
         allowed = known[metric] | OF_PROMETHEUS
@@ -158,9 +138,9 @@ def test_names_are_found_in_queries() -> None:
     assert grouped_by(query) == {"job", "le"}
 
 
-@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule["name"])
-def test_alerts_name_what_is_served(rule: dict[str, str]) -> None:
-    check(rule["name"], rule["expr"])
+@pytest.mark.parametrize("name", ALL_RULES)
+def test_alerts_name_what_is_served(name: str) -> None:
+    check(name, ALL_RULES[name])
 
 
 def test_panels_name_what_is_served() -> None:
@@ -175,22 +155,6 @@ def test_a_name_that_nothing_serves_is_found() -> None:
         check("x", 'kvstore_nodes{node="a"}')
     with pytest.raises(AssertionError, match="nothing has"):
         check("x", "sum by (node) (kvstore_nodes)")
-
-
-def test_each_alert_links_to_its_section_of_the_runbook() -> None:
-    alerts = {rule["name"]: rule["runbook_url"] for rule in rules() if rule["kind"] == "alert"}
-    text = RUNBOOK.read_text()
-    sections = dict(re.findall(r"(?ms)^## (\S+)\n(.*?)(?=^## |\Z)", text))
-    assert {name for name in sections if name.startswith("Kvstore")} == alerts.keys()
-    for name, url in alerts.items():
-        assert url == f"{generator()['SERVED']}#{name.lower()}"
-    for name in sections:
-        for part in ("**Means**", "**Look at**", "**Do**"):
-            assert part in sections[name], (name, part)
-
-
-def generator() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "deploy/generate.py"))
 
 
 def generate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -211,21 +175,20 @@ def test_a_runbook_of_ones_own(tmp_path: Path) -> None:
     assert generate("--runbook", url, "--to", str(tmp_path), "--check").returncode == 0
     for name in ("alerts.yml", "prometheusrule.yaml"):
         urls = re.findall(r"runbook_url: '(.*)'", (tmp_path / name).read_text())
-        assert len(urls) == sum(rule["kind"] == "alert" for rule in rules())
+        assert len(urls) == sum(row.alert is not None for row in ROWS)
         assert all(each.startswith(f"{url}#kvstore") for each in urls)
 
 
 def test_metrics_of_the_runbook_are_served() -> None:
-    named = set(re.findall(r"`(kvstore_\w+)`", RUNBOOK.read_text()))
+    text = " ".join(part for row in ROWS for _, part in row.parts)
+    named = set(re.findall(r"`(kvstore_\w+)`", text))
     known = {family.name for family in (*MASTER, *STORE, *NODE, *CLIENT)}
     assert named <= known
 
 
 def test_each_alert_has_a_test_in_which_it_fires() -> None:
     cases = CASES.read_text()
-    for rule in rules():
-        if rule["kind"] == "alert":
-            assert rule["name"] in cases, rule["name"]
+    assert not [row.name for row in ROWS if row.alert and row.name not in cases]
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ def put_start(**fields: Any) -> client_pb2.PutStartRequest:
 LONG, SIZE_MAX, WAIT_MAX, TTL_MAX = Key(b"k" * 256), 1 << 48, 3_600_000, 604_800_000
 AVOIDED = (bytes(16),) * 64
 AT_THEIR_BOUNDS: tuple[calls.Request, ...] = (
-    calls.Join("c" * 255, "h" * 255, 2**32 - 1, 2**32 - 1, "n" * 255, 2**64 - 1),
+    calls.Join("c" * 255, "h" * 255, 2**32 - 1, "n" * 255, 2**64 - 1),
     calls.MatchPrefix(
         [Namespace("n" * 128)] * 256, [LONG] * BATCH_KEYS_MAX, True, [Namespace("s" * 128)] * 256,
         2**64 - 1, [2**64 - 1] * 256,
@@ -193,7 +193,7 @@ AT_THEIR_BOUNDS: tuple[calls.Request, ...] = (
     ),
     calls.PutEnd(2**64 - 1, [2**64 - 1] * BATCH_KEYS_MAX),
     calls.PutRevoke(1, [2] * BATCH_KEYS_MAX, False, [3] * 64),
-    calls.Allocate(SIZE_MAX, WAIT_MAX, "h", AVOIDED, True, 1),
+    calls.Allocate(NAMESPACE, SIZE_MAX, WAIT_MAX, "h", AVOIDED, True, 1),
     calls.Commit(1, 2, NAMESPACE, LONG, LONG, SIZE_MAX, True, TTL_MAX),
     calls.Pin(NAMESPACE, [LONG] * 512, 86_400_000),
     calls.Chains("", [LONG] * 128, 128),
@@ -261,7 +261,7 @@ REFUSED = {
     "places of other keys": (calls.Renew,
         client_pb2.RenewRequest(namespace="n", keys=Keys(data=b"k", size=1),
             epochs=Column(repeats=1), counters=Column(repeats=1), uuids=[bytes(16)]),
-        ProtocolError),
+        InvalidArgumentError),
     "clearing nothing": (calls.Clear, client_pb2.ClearRequest(), InvalidArgumentError),
     "a page too long": (calls.ListObjects,
         admin_pb2.ListObjectsRequest(limit=BATCH_KEYS_MAX + 1), InvalidArgumentError),
@@ -358,7 +358,7 @@ def test_a_reply_that_contradicts_itself_is_a_protocol_error(
         calls.PutEnd(1, [2**64]),
         calls.PutEnd(-1, []),
         calls.Clear(NAMESPACE, -1),
-        calls.Allocate(2**64, 0, "h"),
+        calls.Allocate(NAMESPACE, 2**64, 0, "h"),
         calls.Exists(NAMESPACE, ["text"]),  # type: ignore[list-item]  # what users do
     ],
     ids=repr,

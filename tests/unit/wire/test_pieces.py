@@ -87,7 +87,9 @@ def report(service: MasterService) -> calls.Request:
 
 
 def renewal(service: MasterService) -> calls.Request:
-    return calls.Renew(SPACE, KEYS, *versions(service), 7, list(range(MANY)))
+    return calls.Renew(
+        SPACE, KEYS, *versions(service), 7, list(range(MANY)), [b"u" * 16] * MANY, [0] * MANY
+    )
 
 
 def revocation(_: MasterService) -> calls.Request:
