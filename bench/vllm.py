@@ -28,10 +28,8 @@ from kvstore.bench.timing import require
 PROMPT_TOKENS: Final = 1_500
 BLOCKS: Final = fleet.full_blocks(PROMPT_TOKENS)
 PROMPT_BYTES: Final = BLOCKS * BLOCK_TOKENS * kv_bytes_per_token(HIDDEN, LAYERS)
-STORE_PARTS: Final = 4
-"""Memory of a store, relative to what the sessions fill, so that it keeps what is read."""
 OPTIONS: Final = ("--num-gpu-blocks-override", "60")
-"""The engine's own cache: five prompts."""
+"""The engine's own cache: five prompts, fewer than a session reads in turn."""
 BUFFER_MIB: Final = 512
 """Mooncake's transfer buffer; its default of 4 GiB is more than a small machine can spare."""
 NOTE: Final = (
@@ -103,21 +101,20 @@ class Driver:
 @contextlib.contextmanager
 def _engine(kind: str, pool_bytes: int) -> Iterator[Servers]:
     """Start an engine and its store."""
-    memory = STORE_PARTS * pool_bytes
     with Children(fleet.environment()) as children:
         model = fleet.make_model(children, seed=0, hidden=HIDDEN, layers=LAYERS)
         store = Servers({}, {})
         transfer: dict[str, Any] | None = None
         environ = {}
         if kind in ("shm", "tcp"):
-            store = start_store(children, memory)
+            store = start_store(children, pool_bytes)
             transports = ["tcp"] if kind == "tcp" else ["shm", "tcp"]
             transfer = fleet.transfer_config(store.address(), "kv_both", transports=transports)
         elif kind == "mooncake":
-            store = mooncake.start(children, memory)
+            store = mooncake.start(children, pool_bytes)
             # The first touch of a page costs ten times a copy: write all of the memory once.
             driver = "bench.mooncake:MooncakeDriver"
-            touch = Settings(driver, {}, "tcp", store.address(), memory, WARM_PIECE)
+            touch = Settings(driver, {}, "tcp", store.address(), pool_bytes, WARM_PIECE)
             ClientProcess(children, "touch", touch).close()
             config = children.directory / "mooncake.json"
             config.write_text(json.dumps({
