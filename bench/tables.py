@@ -63,15 +63,11 @@ PIPELINED = (
 )
 
 
-def _pair(
-    mode: str, size: int, batch: int, goals: tuple[float, float], *, memcpy_goal: float = 0.0
-) -> tuple[Row, Row]:
+def _pair(mode: str, size: int, batch: int, goals: tuple[float, float]) -> tuple[Row, Row]:
     return (
-        Row(op=PUT, mode=mode, size=size, batch=batch, goal=goals[0], memcpy_goal=memcpy_goal,
-            notes=(VERIFIED,)),
-        Row(op=GET, mode=mode, size=size, batch=batch, goal=goals[1], memcpy_goal=memcpy_goal,
-            notes=(VERIFIED,)),
-    )  # fmt: skip
+        Row(op=PUT, mode=mode, size=size, batch=batch, goal=goals[0], notes=(VERIFIED,)),
+        Row(op=GET, mode=mode, size=size, batch=batch, goal=goals[1], notes=(VERIFIED,)),
+    )
 
 
 ROWS: Final[tuple[Row, ...]] = (
@@ -87,7 +83,7 @@ ROWS: Final[tuple[Row, ...]] = (
     *_pair(SHM, MIB, 1, (1.8, 1.8)),
     *_pair(TCP, MIB, 1, (1.8, 1.5)),
     *_pair(SHM, 64 * KIB, 64, (1.3, 1.3)),
-    *_pair(SHM, MIB, 64, (1.1, 1.1), memcpy_goal=0.8),
+    *_pair(SHM, MIB, 64, (1.1, 1.1)),
     Row(op=GET_VIEW, mode=SHM, size=MIB, batch=64, goal=15, peer_op=GET, notes=(NOT_COPIED,)),
     *_pair(TCP, MIB, 64, (2, 2)),
     *_pair(TCP, 4 * MIB, 64, (2, 2)),
@@ -130,16 +126,6 @@ REDIS_ROWS: Final = tuple(
         *((op, size, 1, NOT_VERIFIED)
           for size in (512, 4 * KIB, 64 * KIB, MIB, 16 * MIB) for op in (PUT, GET)),
         *((op, size, 64, NOT_VERIFIED) for size in (4 * KIB, MIB) for op in (PUT, GET)),
-    )
-)  # fmt: skip
-
-BUSY_ROWS: Final = tuple(
-    Row(op=op, mode=mode, size=size, loops=loops, notes=notes)
-    for loops in (2, 8)
-    for op, mode, size, notes in (
-        (EXIST, TCP, 0, (ASKED,)),
-        *((op, mode, size, (VERIFIED,))
-          for mode in MODES for size in (4 * KIB, MIB) for op in (PUT, GET)),
     )
 )  # fmt: skip
 
@@ -208,11 +194,6 @@ TABLES: Final = {
         Table(
             name="clients", title="Several clients at once, beside Mooncake Store",
             rows=CLIENTS_ROWS, systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
-            missing=mooncake.missing,
-        ),
-        Table(
-            name="busy", title="Both stores next to busy loops", rows=BUSY_ROWS,
-            systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
             missing=mooncake.missing,
         ),
         Table(

@@ -9,7 +9,6 @@ begins from row to row and from round to round. While one system is measured, th
 from __future__ import annotations
 
 import contextlib
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,12 +18,8 @@ from kvstore.bench.client import ClientProcess, Settings
 from kvstore.bench.page import Advance, Found, ResultsPage, ResultsTable, microseconds, verdict
 from kvstore.bench.processes import Children
 from kvstore.bench.rows import Row, Table, memory_needed
-from kvstore.bench.session import GET_VIEW, MEMCPY
+from kvstore.bench.session import GET_VIEW
 from kvstore.bench.timing import Spread, median_us, percentile
-from kvstore.process import interpreter
-
-MEMCPY_TIME: Final = "memcpy"
-"""The name under which a round keeps the time of a memcpy of the same bytes."""
 
 
 class Plan(NamedTuple):
@@ -68,15 +63,12 @@ class Result:
 
     @property
     def peers(self) -> list[str]:
-        return [name for name in self.samples if name != MEMCPY_TIME][1:]
+        return list(self.samples)[1:]
 
     @property
     def met(self) -> bool:
-        """Whether the median ratio reaches the goal, and the memcpy goal, if the row has one."""
-        of = _time
-        return self.ratio(self.peers[0], of).median >= self.row.goal and (
-            not self.row.memcpy_goal or self.ratio(MEMCPY_TIME, of).median >= self.row.memcpy_goal
-        )
+        """Whether the median ratio reaches the goal."""
+        return self.ratio(self.peers[0], _time).median >= self.row.goal
 
     def as_json(self) -> Found:
         systems = {name: [asdict(each) for each in some] for name, some in self.samples.items()}
@@ -135,12 +127,11 @@ def measure(
                 with _clients(table, servers, [each.row for each in some], plan) as clients:
                     for index, result in enumerate(some):
                         progress(f"{what}: {result.row.title}, {mode}", 1)
-                        with _busy_loops(result.row.loops):
-                            for name, sample in _measure(
-                                result.row, clients, plan.seconds / 2, number + index
-                            ):
-                                result.samples.setdefault(name, []).append(sample)
-                                on_sample(result.row, name, sample)
+                        for name, sample in _measure(
+                            result.row, clients, plan.seconds / 2, number + index
+                        ):
+                            result.samples[name].append(sample)
+                            on_sample(result.row, name, sample)
     return results
 
 
@@ -176,7 +167,6 @@ def _measure(
     order = names[turn:] + names[:turn]
     times: dict[str, list[float]] = {name: [] for name in names}
     processor: dict[str, Counter[str]] = {name: Counter() for name in names}
-    copies: list[float] = []
     for name in (*order, *reversed(order)) if peers else order * 2:
         some = clients[name][: row.clients]
         op = row.op if name == ours else row.peers_op
@@ -189,12 +179,8 @@ def _measure(
             used = client.processor
             # The servers work for all clients: their time counts once.
             processor[name].update(used if not number else {"client": used.get("client", 0.0)})
-        if name == ours and row.memcpy_goal:
-            copies += clients[ours][0].measure(MEMCPY, row.size, row.batch, seconds)
     for name, each in times.items():
         yield name, _sample(each, row.clients, processor[name])
-    if copies:
-        yield MEMCPY_TIME, _sample(copies, 1, {})
 
 
 def _sample(times: Sequence[float], clients: int, processor: Mapping[str, float]) -> Sample:
@@ -203,18 +189,6 @@ def _sample(times: Sequence[float], clients: int, processor: Mapping[str, float]
         percentile(times, 0.99) * 1e6,
         {name: 1e6 * seconds / len(times) for name, seconds in processor.items()},
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _busy_loops(count: int) -> Iterator[None]:
-    """Run processes of the same priority that always want a core."""
-    loops = [subprocess.Popen(interpreter.command("-c", "while True: pass")) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
 
 
 # --- the page ----------------------------------------------------------------------------------
@@ -261,27 +235,23 @@ def page_of(table: Table, results: Sequence[Result], plan: Plan) -> ResultsPage:
 def _cells(result: Result, notes: Sequence[str]) -> tuple[str, ...]:
     row = result.row
     marks = "".join(f" [{notes.index(note) + 1}]" for note in row.notes)
-    met = verdict(result.met)
-    if row.memcpy_goal:
-        part = result.ratio(MEMCPY_TIME, _time)
-        met += f", {part.median:.0%} of memcpy (goal {row.memcpy_goal:.0%})"
     times = [
         f"{_median(some, _time)} / {_median(some, lambda each: each.p99_us)}"
-        for name, some in result.samples.items() if name != MEMCPY_TIME
-    ]  # fmt: skip
-    return (row.title + marks, row.mode, *times, *_ratios(result, _time), f"{row.goal:g}", met)
+        for some in result.samples.values()
+    ]
+    ends = (f"{row.goal:g}", verdict(result.met))
+    return (row.title + marks, row.mode, *times, *_ratios(result, _time), *ends)
 
 
 def _processor_cells(result: Result) -> tuple[str, ...]:
     goal = result.row.processor_goal
     met = result.ratio(result.peers[0], _processor).median >= goal
     shares = []
-    for name, some in result.samples.items():
-        if name != MEMCPY_TIME:
-            parts = [Spread.of([each.processor_us[x] for each in some]).median
-                     for x in some[0].processor_us]  # fmt: skip
-            sums = " + ".join(f"{part:,.0f}" for part in parts)
-            shares.append(f"{_median(some, _processor)} = {sums}")
+    for some in result.samples.values():
+        parts = [Spread.of([each.processor_us[x] for each in some]).median
+                 for x in some[0].processor_us]  # fmt: skip
+        sums = " + ".join(f"{part:,.0f}" for part in parts)
+        shares.append(f"{_median(some, _processor)} = {sums}")
     ratios = _ratios(result, _processor)
     return (result.row.title, result.row.mode, *shares, *ratios, f"{goal:g}", verdict(met))
 

@@ -54,9 +54,9 @@ def test_without_the_server_of_redis(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_system_that_is_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mooncake, "missing", lambda: None)
-    result = CliRunner().invoke(main, ["--systems", "kvstore,Redis", "--table", "busy"])
+    result = CliRunner().invoke(main, ["--systems", "kvstore,Redis", "--table", "clients"])
     assert result.exit_code in (1, 2)
-    assert "'Redis' is no system of busy: kvstore, Mooncake" in result.output
+    assert "'Redis' is no system of clients: kvstore, Mooncake" in result.output
 
 
 def test_rows_that_do_not_exist_are_an_error_that_names_those_that_do() -> None:

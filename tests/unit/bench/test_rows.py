@@ -47,13 +47,6 @@ def test_every_goal_has_its_row_and_no_other() -> None:
     assert {(row.op, row.mode, row.size, row.batch): row.goal for row in ROWS} == GOALS
 
 
-def test_a_copied_batch_is_compared_with_one_memcpy() -> None:
-    assert {(row.op, row.mode, row.size, row.batch): row.memcpy_goal
-            for row in ROWS if row.memcpy_goal} == {
-        (PUT, "shm", MIB, 64): 0.8, (GET, "shm", MIB, 64): 0.8,
-    }  # fmt: skip
-
-
 def test_ids_are_unique_and_paths_known() -> None:
     assert len({row.id for row in ROWS}) == len(ROWS)
     assert len({(row.title, row.mode) for row in ROWS}) == len(ROWS)
