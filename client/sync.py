@@ -57,6 +57,10 @@ P = ParamSpec("P")
 LIST_PAGE = 1_000
 """Objects of one page of ``list_objects``."""
 
+PUT_WAIT_MS = 1_000
+"""How long a put waits for space when everything is leased, unless the call says so: most reads end
+sooner. At most half of the call's time."""
+
 GIVE_UP_S = 0.5
 """How long a call that is cancelled may take to give up a put under way."""
 
@@ -211,8 +215,8 @@ class Client:
             overwrite: write a new version even if the key exists, and retire the old version. After
                 the call no get of any client finds the old one; during it, one client may find the
                 new one and another still the old.
-            wait_ms: how long to wait for leases to end when there is no room; None: as
-                configured.
+            wait_ms: how long to wait for leases to end when there is no room; None: 1 s,
+                or half of the call's time if that is less.
             ttl: seconds, a ``timedelta``, or a text with a unit (``"90s"``, ``"5min"``, ``"1h"``)
                 after which the object is gone, counted from the end of this call, up to a week
                 (rounded up to 64 ms); None: it stays until it is evicted or removed. From
@@ -993,10 +997,10 @@ class Client:
         )
 
     def _wait_ms(self, wait_ms: int | None, timeout_ms: int | None) -> int:
-        wanted = self.config.put_wait_ms
-        if wait_ms is not None:
-            wanted = arguments.whole("wait_ms", wait_ms, 0, arguments.SIZE_MAX, "milliseconds")
         longest = self.config.timeout_ms if timeout_ms is None else _timeout_ms(timeout_ms)
+        if wait_ms is None:
+            return min(PUT_WAIT_MS, longest // 2)
+        wanted = arguments.whole("wait_ms", wait_ms, 0, arguments.SIZE_MAX, "milliseconds")
         # The master must answer before the call's own time-out, so that its error can say why.
         return min(wanted, longest * 9 // 10)
 

@@ -193,8 +193,8 @@ class DeadlineExceededError(UnavailableError):
 
 
 class BusyError(UnavailableError):
-    """A peer has reached a bound: connections, pending puts. Do: try again; raise
-    ``--connections-max`` or ``--pending-puts-max``."""
+    """A peer has reached a bound: connections, pending puts. Do: try again, or use fewer
+    clients."""
 
     code = "busy"
 

@@ -23,7 +23,7 @@ from kvstore.errors import ClusterMismatchError, KVStoreError, StartupError
 from kvstore.etcd.client import Etcd
 from kvstore.histograms import Histogram
 from kvstore.limits import highest_believed
-from kvstore.master import web
+from kvstore.master import grpc_server, times, web
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
 from kvstore.master.gate import Gate
@@ -97,7 +97,7 @@ def run(
     keep_freed_memory()
     with (
         watching(),
-        asyncio.Runner(loop_factory=lambda: new_event_loop(config.lane_spin_us)) as runner,
+        asyncio.Runner(loop_factory=new_event_loop) as runner,
     ):
         return runner.run(_serve(config, parent, temporary))
 
@@ -156,7 +156,7 @@ async def _serve(config: MasterConfig, parent: ParentLink, temporary: Temporary 
             log.info("master_started epoch=%d version=%s", master.epoch, __version__)
         else:
             address = _advertised(config, endpoints.port, etcd.place)
-            election = Election(etcd, address, config.etcd_lease_ms, master, cluster=config.cluster)
+            election = Election(etcd, address, master, cluster=config.cluster)
             master.lead_as(address, election)
             tasks.append(
                 start_task("election", election.run(), died=broken, expected=ClusterMismatchError)
@@ -247,25 +247,16 @@ class _Serving:
         self._config = config
         self._rules = MasterRules(
             lease_ms=config.lease_ms,
-            put_deadline_ms=config.put_deadline_ms,
-            quarantine_ms=config.quarantine_ms,
-            put_wait_max_ms=config.put_wait_max_ms,
+            put_deadline_ms=times.PUT_DEADLINE_MS,
+            quarantine_ms=config.dead_ms + times.LATE_WRITE_MS,
             pinned_max=config.pinned_max,
-            pinned_all_max=config.pinned_all_max,
-            gather_ms=config.gather_ms,
-            pending_puts_max=config.pending_puts_max,
-            waiting_puts_max=config.waiting_puts_max,
-            beat_ms=config.beat_ms,
-            liveness=LivenessRules(suspect_ms=config.suspect_ms, dead_ms=config.dead_ms),
-            repair=RepairRules(
-                after_ms=config.repair_after_ms,
-                copies_max=config.repair_copies_max,
-                bytes_max=config.repair_bytes_max,
-                bytes_per_s=config.repair_bytes_per_s,
-            ),
+            gather_ms=times.GATHER_MS,
+            beat_ms=config.dead_ms // times.BEATS_UNTIL_DEAD,
+            liveness=LivenessRules(suspect_ms=config.dead_ms // 3, dead_ms=config.dead_ms),
+            repair=RepairRules(after_ms=times.REPAIR_AFTER_MS),
         )
         self._standby = Standby()
-        each = _connections_each(config.connections_max)
+        each = _connections_each(grpc_server.CONNECTIONS_MAX)
         self.gate = Gate(config) if config.auth else None
         self.carriers = Carriers(
             self._standby,
@@ -406,7 +397,7 @@ class _Serving:
                 is_full = True
                 log.warning(
                     "grpc_port_full connections=%d max=%d: further clients and nodes are refused; "
-                    "idle ones are cut within a minute, or raise connections_max",
+                    "idle ones are cut within a minute",
                     taken,
                     self._grpc_max,
                 )

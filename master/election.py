@@ -11,6 +11,7 @@ from kvstore.clocks import uptime
 from kvstore.errors import ClusterMismatchError, KVStoreError
 from kvstore.etcd.client import Etcd, Leader
 from kvstore.limits import EPOCH_AHEAD_MAX, highest_believed
+from kvstore.master import times
 from kvstore.master.role import (
     Action,
     Campaign,
@@ -56,9 +57,7 @@ class Terms(Protocol):
 class Election:
     """Takes part in the election while ``run`` runs; ``resign`` leaves it."""
 
-    def __init__(
-        self, etcd: Etcd, address: str, lease_ms: int, terms: Terms, *, cluster: str = ""
-    ) -> None:
+    def __init__(self, etcd: Etcd, address: str, terms: Terms, *, cluster: str = "") -> None:
         """``address``: this master's own, for clients and nodes. ``cluster``: its cluster; empty:
         the one that etcd names."""
         self.cluster = cluster
@@ -67,7 +66,7 @@ class Election:
         """Set once a leader, this master or another one, has been seen."""
         self._etcd = etcd
         self._address = address
-        self._ttl_s = -(-lease_ms // 1000)
+        self._ttl_s = times.ETCD_LEASE_S
         self._terms = terms
         self._role = Role()
         self._named: str | None = None
@@ -168,8 +167,8 @@ class Election:
             raise ClusterMismatchError(
                 f"the masters of the cluster {named} use {self._etcd.place.shown}, and this "
                 f"one belongs to the cluster {self.cluster}",
-                advice="Give each cluster its own --etcd-prefix; or, if it is the same one, all "
-                "masters the same --cluster. The name is in the etcd, under "
+                advice="Give each cluster its own prefix (--etcd etcd://HOST/PREFIX); or, if it is "
+                "the same one, all masters the same --cluster. The name is in the etcd, under "
                 f"{self._etcd.place.cluster_key.decode()}.",
                 cluster=named,
                 wanted=self.cluster,

@@ -37,6 +37,7 @@ from kvstore.calls import (
 from kvstore.config import MasterConfig
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.limits import REFUSED_HOLDERS_MAX
+from kvstore.master import times
 from kvstore.master.state.puts import Pending
 from kvstore.master.state.traffic import Caller
 from kvstore.network.tcp_protocol import LOWER_HALF
@@ -76,7 +77,7 @@ class Gate:
         self.credentials.check_serves(MASTER_NAME)
         self.refused = 0
         """Connections and calls that were refused since the start."""
-        longest_ms = max(config.lease_ms, config.put_deadline_ms)
+        longest_ms = max(config.lease_ms, times.PUT_DEADLINE_MS)
         self._revoked = Revoked(config.auth_revoked, kept_s=2 * longest_ms / 1000)
         self._key = secrets.token_bytes(32)
         self._identities: OrderedDict[bytes, Identity] = OrderedDict()

@@ -284,7 +284,7 @@ class _LaneClient(asyncio.BufferedProtocol):
                 BusyError(
                     f"{server.settings.connections_max} connections are open on the "
                     f"lane, the limit",
-                    advice="Raise connections_max of the master, or use fewer clients.",
+                    advice="Use fewer clients.",
                 )
             )
             return

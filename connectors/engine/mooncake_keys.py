@@ -43,7 +43,7 @@ IGNORED: Final = {
     "tenant_id": "blocks are apart by model and weights; the setting tenant (KVSTORE_TENANT) keeps "
     "teams apart",
     "local_buffer_size": "a transfer engine's buffer has 64 MiB",
-    "transfer_timeout": "transfer_timeout_ms (vLLM) or timeout_ms bounds a transfer",
+    "transfer_timeout": "5 s (vLLM) or timeout_ms bounds a transfer",
     "enable_offload": _IN_MEMORY,
     "enable_ssd_offload": _IN_MEMORY,
     "enable_ssd_prefetch": _IN_MEMORY,

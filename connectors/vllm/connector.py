@@ -37,7 +37,7 @@ from kvstore.connectors.vllm.metrics import StorePromMetrics, StoreStats
 from kvstore.connectors.vllm.parts import Parts
 from kvstore.connectors.vllm.scheduler import Scheduler
 from kvstore.connectors.vllm.weights import Adapters, LiveWeights, draft_layers, identify
-from kvstore.connectors.vllm.worker import WorkerSide, client_config
+from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
 from kvstore.errors import ConfigError, KVStoreError
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler_side.reported(report)
 
     def has_pending_push_work(self) -> bool:
-        return self._decisions.wants_steps(self._config.transfer_timeout_ms / 1000)
+        return self._decisions.wants_steps(TRANSFER_TIMEOUT_MS / 1000)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -186,7 +186,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         is_producer = self._kv_transfer_config.is_kv_producer
         saves = (is_producer or self._config.save_decode) and rank % replicas == 0
         with ExitStack() as failing:
-            config = client_config(self._config, self._config.transfer_timeout_ms)
+            config = client_config(self._config, TRANSFER_TIMEOUT_MS)
             client = failing.enter_context(Client(config=config))
             parts = Parts(
                 kv_caches, self._split.parts(stage, rank // replicas), self._vllm_config,

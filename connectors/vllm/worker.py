@@ -71,6 +71,11 @@ UNDRAFTED_MAX = 1 << 16
 CONTRIBUTE_PAUSE_S = 2.0
 """Pause between two attempts to contribute memory while there is no master."""
 
+TRANSFER_TIMEOUT_MS = 5_000
+"""The longest that loading the blocks of one request, waiting included, or saving those of one
+step, may take: several times what the largest prompt needs. The engine computes what is not loaded
+by then."""
+
 
 class _Order(NamedTuple):
     what: Load | Save
@@ -251,7 +256,7 @@ class WorkerSide:
 
         if not self._ended.wait_for(idle, DRAIN_S):
             self._give_up = True
-            self._ended.wait_for(idle, 2 * DRAIN_S + self._config.transfer_timeout_ms / 1000)
+            self._ended.wait_for(idle, 2 * DRAIN_S + TRANSFER_TIMEOUT_MS / 1000)
             self._give_up = False
 
     def forget_failures(self) -> None:
@@ -341,7 +346,7 @@ class WorkerSide:
                 else:
                     log.warning("%s_failed error=%s", doing, error)
                 return False
-            is_short = left_ms < self._config.transfer_timeout_ms / 2
+            is_short = left_ms < TRANSFER_TIMEOUT_MS / 2
             if is_short and isinstance(error, DeadlineExceededError):
                 return False
             with self._lock:
@@ -359,7 +364,7 @@ class WorkerSide:
 
     def _load(self, load: Load, order: _Order) -> None:
         # The time-out covers the whole load, including its wait behind other loads.
-        deadline = order.at + self._config.transfer_timeout_ms / 1000
+        deadline = order.at + TRANSFER_TIMEOUT_MS / 1000
         bad: set[int] = set()
         good_tokens: int | None = None
         blocks = size = 0
@@ -459,7 +464,7 @@ class WorkerSide:
         started = time.monotonic()
         late = started - order.at > self._config.pin_timeout_ms / 1000
         stored = not late and not self._drops
-        deadline = started + self._config.transfer_timeout_ms / 1000
+        deadline = started + TRANSFER_TIMEOUT_MS / 1000
         blocks = size = 0
         for run in self._ours(save.runs) if stored else ():
             for piece in _pieces(run):
@@ -565,7 +570,7 @@ def client_config(config: ConnectorConfig, timeout_ms: int, *, memory: int = 0) 
     """The settings of the connector's clients."""
     shared = {name: getattr(config, name) for name in StoreSettings.model_fields}
     own = {
-        "timeout_ms": timeout_ms, "put_wait_ms": min(1_000, timeout_ms // 2), "placements_max": 0,
+        "timeout_ms": timeout_ms, "placements_max": 0,
         "memory": memory,
     }  # fmt: skip
     return ClientConfig(**shared | own)

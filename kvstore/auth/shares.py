@@ -61,7 +61,7 @@ class Shares:
         raise BusyError(
             f"{self.door}: {who} holds {held} of {self._places} places, and {free} are free",
             advice="An identity may hold as many as it leaves free. Give processes files of their "
-            "own, or raise --connections-max.",
+            "own.",
         )
 
     def leave(self, who: str) -> None:

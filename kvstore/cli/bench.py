@@ -111,7 +111,7 @@ def bench(
         config = load(ClientConfig, {})
         options = {
             "protocol": config.protocol or "tcp", "device_name": config.device_name,
-            "metadata_server": config.metadata_server, "put_wait_ms": 30_000,
+            "metadata_server": config.metadata_server,
         }  # fmt: skip
         node_flags = [f"--{name.replace('_', '-')}={options[name]}" for name in ENGINE_SETTINGS]
     if master is not None:

@@ -28,7 +28,7 @@ CONNECTION: Final = {
 """Settings that the help of every command with a client names, and what it says of them where the
 setting's own words are long."""
 
-OF_SOME: Final = ("memory", "namespace", "replicas", "put_wait_ms")
+OF_SOME: Final = ("memory", "namespace", "replicas")
 """Settings that are options only of the commands that use them."""
 
 EVERYWHERE: Final = tuple(

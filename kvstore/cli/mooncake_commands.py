@@ -96,8 +96,7 @@ def mooncake_master(arguments: Sequence[str]) -> None:
 
 def _shown(words: Sequence[str]) -> Iterator[str]:
     """The words without a password of etcd."""
-    for flag, word in zip(["", *words], words):
-        yield "..." if flag == "--etcd-password" else word.rpartition("@")[2]
+    return (word.rpartition("@")[2] for word in words)
 
 
 def mooncake_http_metadata_server(_arguments: Sequence[str]) -> None:

@@ -116,7 +116,7 @@ def content_of(descriptor: bytes) -> dict[str, Any]:
     epilog="\b\nExamples:\n  kvstore put greeting hello.txt\n  date | kvstore put now -",
     help="Store a file as one object. FILE may be - for standard input.",
 )
-@connects("replicas", "put_wait_ms", namespace="Namespace to store the object in.")
+@connects("replicas", namespace="Namespace to store the object in.")
 @click.argument("key")
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
 @click.option("--hex", "as_hex", is_flag=True, help="KEY is hexadecimal.")
@@ -151,7 +151,6 @@ def put(
                 parent=parent_key,
                 replicas=invocation.config.replicas,
                 overwrite=overwrite,
-                wait_ms=invocation.config.put_wait_ms,
                 ttl=ttl,
             )
     told = {

@@ -17,6 +17,7 @@ AUTH_VARIABLE = "KVSTORE_AUTH"
 TENANT_VARIABLE = "KVSTORE_TENANT"
 ENCRYPTION_VARIABLE = "KVSTORE_DATA_ENCRYPTION"
 HTTP_TOKEN_VARIABLE = "KVSTORE_HTTP_TOKEN"  # noqa: S105 - the name of a variable
+"""Not a setting: programs that ask a master over HTTP read it."""
 STRICT_VARIABLE = "KVSTORE_STRICT_CONFIG"
 """If it is not empty, unknown settings are refused; ``--strict-config`` sets it."""
 NATIVE_VARIABLE = "KVSTORE_NATIVE"
@@ -28,7 +29,6 @@ _SHARED = {
     "auth": AUTH_VARIABLE,
     "tenant": TENANT_VARIABLE,
     "data_encryption": ENCRYPTION_VARIABLE,
-    "http_token": HTTP_TOKEN_VARIABLE,
 }
 """Variables that several kinds of process read."""
 
@@ -59,7 +59,6 @@ class Setting(NamedTuple):
 
     key: str
     flag: str
-    """Empty: it cannot be given on a command line."""
     variables: tuple[str, ...]
     metavar: str
     """Empty for a switch."""
@@ -86,7 +85,7 @@ def settings(kind: type[Config]) -> list[Setting]:
         found.append(
             Setting(
                 key=key,
-                flag="--" + key.replace("_", "-") if shown.has_flag else "",
+                flag="--" + key.replace("_", "-"),
                 variables=variables_of(kind, key),
                 metavar=metavar,
                 default=_default_text(field.default, metavar),
@@ -118,16 +117,6 @@ def _default_text(default: object, metavar: str) -> str:
     if metavar == "SIZE" and isinstance(default, int):
         return format_size(default)
     return ",".join(default) if isinstance(default, tuple) else str(default)
-
-
-def at_least(config: Config, key: str, least: int, meaning: str, reason: str) -> None:
-    value = getattr(config, key)
-    if value < least:
-        raise RefusedValueError(
-            f"is {value}, and must be at least {meaning} ({least})",
-            f"The reason: {reason}.",
-            key=key,
-        )
 
 
 def config_error(kind: type[Config], error: ValidationError) -> ConfigError:

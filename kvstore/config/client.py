@@ -29,13 +29,6 @@ class ClientConfig(StoreSettings):
     namespace: NamespaceName = Field(
         default="default", description="The namespace of calls that name none."
     )
-    put_wait_ms: Milliseconds = Field(
-        default=1_000,
-        ge=0,
-        le=600_000,
-        description="How long a put waits for room when everything is leased; less than "
-        "--timeout-ms. 0 gives up at once.",
-    )
     placements_max: Count = Field(
         default=65_536,
         ge=0,
@@ -53,12 +46,6 @@ class ClientConfig(StoreSettings):
 
     @model_validator(mode="after")
     def _rules(self) -> ClientConfig:
-        if self.put_wait_ms >= self.timeout_ms and "put_wait_ms" in self.model_fields_set:
-            raise RefusedValueError(
-                f"is {self.put_wait_ms}, and must be less than timeout_ms ({self.timeout_ms})",
-                "Otherwise the put times out before the master can say how much space is missing.",
-                key="put_wait_ms",
-            )
         if self.transports == ("mooncake",) and not self.protocol:
             raise RefusedValueError(
                 "must be given when mooncake is the only transport", "Say tcp or rdma.",

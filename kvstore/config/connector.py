@@ -39,13 +39,6 @@ class ConnectorConfig(StoreSettings):
         description="How long a request waits to learn what the store has, before that counts as "
         "nothing. Other requests go on meanwhile.",
     )
-    transfer_timeout_ms: Milliseconds = Field(
-        default=5_000,
-        ge=10,
-        le=600_000,
-        description="The longest that loading the blocks of one request, waiting included, or "
-        "saving those of one step, may take; the engine computes what is not loaded by then.",
-    )
     pin_timeout_ms: Milliseconds = Field(
         default=60_000,
         ge=100,

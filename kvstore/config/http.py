@@ -6,14 +6,13 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from kvstore.config.base import HTTP_TOKEN_VARIABLE, Config
+from kvstore.config.base import Config
 from kvstore.config.values import (
     AuthFile,
     File,
     HttpCert,
     HttpKey,
     HttpReads,
-    HttpToken,
     RefusedValueError,
     check_https,
 )
@@ -29,16 +28,11 @@ class HttpConfig(Config):
         "writes. It is looked at once a second.",
     )
 
-    http_token: HttpToken = Field(
-        default="",
-        repr=False,
-        description="The token of --http-token-file itself; only as a variable, or in the file.",
-    )
     http_token_file: File = Field(
         default="",
         description="File with a token. Over HTTP, requests that change something or fetch bytes "
-        "need it (Authorization: Bearer TOKEN). Empty, and no KVSTORE_HTTP_TOKEN: such requests "
-        "are answered from loopback only.",
+        "need it (Authorization: Bearer TOKEN). Empty: such requests are answered from loopback "
+        "only.",
     )
     http_reads: HttpReads = Field(
         default="all",
@@ -50,15 +44,9 @@ class HttpConfig(Config):
 
     @model_validator(mode="after")
     def _http_rules(self) -> Self:
-        if self.http_token and self.http_token_file:
+        if self.http_reads == "token" and not self.http_token_file:
             raise RefusedValueError(
-                f"is given beside {HTTP_TOKEN_VARIABLE}", "Drop one of both.", key="http_token_file"
-            )
-        if self.http_reads == "token" and not (self.http_token or self.http_token_file):
-            raise RefusedValueError(
-                "is token, and there is none",
-                f"Give --http-token-file, or {HTTP_TOKEN_VARIABLE}.",
-                key="http_reads",
+                "is token, and there is none", "Give --http-token-file.", key="http_reads"
             )
         check_https(self.http_cert, self.http_key)
         return self

@@ -7,7 +7,6 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from kvstore.config.base import at_least
 from kvstore.config.http import HttpConfig
 from kvstore.config.values import (
     DEFAULT_PORT,
@@ -16,26 +15,19 @@ from kvstore.config.values import (
     As,
     Bytes,
     Cluster,
-    Count,
     DataEncryption,
     Etcd,
     File,
     Host,
-    Label,
-    Limit,
     LogFormat,
     LogLevel,
-    Microseconds,
     Milliseconds,
-    Name,
     Port,
     RefusedValueError,
-    Secret,
     Share,
     check_encryption,
 )
-from kvstore.errors import InvalidArgumentError
-from kvstore.network.addresses import ETCD_PREFIX, EtcdPlace, checked_etcd, parse_etcd
+from kvstore.network.addresses import EtcdPlace, parse_etcd
 
 _NAME_OF_A_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,252})")
 
@@ -95,94 +87,12 @@ class MasterConfig(HttpConfig):
         description="How long found objects keep their bytes if the client does not release them, "
         "1 s to 10 min. Clients release them after the read.",
     )
-    put_deadline_ms: Milliseconds = Field(
-        default=30_000,
-        ge=1_000,
-        le=600_000,
-        description="How long a writer has between put_start and put_end, 1 s to 10 min: enough "
-        "for gigabytes over a slow network. Memory of a writer that died is unused that long.",
-    )
-    quarantine_ms: Milliseconds = Field(
-        default=20_000,
-        ge=0,
-        le=600_000,
-        description="How long memory of an expired put stays unused after its deadline, because "
-        "a write may land late: what a socket may hold up for 10 s reaches a node that is stopped "
-        "for less than --dead-ms. At least --dead-ms.",
-    )
-    beat_ms: Milliseconds = Field(
-        default=500,
-        ge=10,
-        le=60_000,
-        description="How often nodes say that they are alive: two a second cost nothing.",
-    )
-    suspect_ms: Milliseconds = Field(
-        default=2_000,
-        ge=20,
-        le=600_000,
-        description="Silence after which a node is not chosen for new objects: four lost beats; "
-        "at least twice --beat-ms.",
-    )
     dead_ms: Milliseconds = Field(
         default=6_000,
-        ge=30,
+        ge=120,
         le=600_000,
         description="Silence after which a node's objects are gone from every answer: longer "
-        "than a stall of a busy host, more than --suspect-ms.",
-    )
-    waiting_puts_max: Count = Field(
-        default=256,
-        ge=0,
-        le=65_536,
-        description="Puts that may wait for room at the same time; further ones fail at once. Each "
-        "waits with its whole batch in memory.",
-    )
-    pending_puts_max: Count = Field(
-        default=65_536,
-        ge=1,
-        le=16_777_216,
-        description="Objects between put_start and put_end at once: four full batches, some "
-        "300 bytes of master memory each.",
-    )
-    gather_ms: Milliseconds = Field(
-        default=3_000,
-        ge=0,
-        le=60_000,
-        description="How long after a restart a get that would be a miss waits for nodes to report "
-        "what they hold; 4 GiB in 100,000 objects take about two seconds. 0: no waiting.",
-    )
-    repair_after_ms: Milliseconds = Field(
-        default=30_000,
-        ge=0,
-        le=86_400_000,
-        description="How long after a node's death an object that was put with several replicas "
-        "gets another one: a node that is only started again comes back with its own. At least "
-        "--lease-ms.",
-    )
-    repair_bytes_per_s: Limit = Field(
-        default=256 << 20,
-        ge=0,
-        le=1 << 40,
-        description="How much may be copied to restore replicas, in the whole cluster: a quarter "
-        "of a 10 Gbit/s network. 0: replicas are not restored.",
-    )
-    repair_bytes_max: Limit = Field(
-        default=256 << 20,
-        ge=1 << 20,
-        le=1 << 40,
-        description="How much of that may be under way at once, at least one object.",
-    )
-    repair_copies_max: Count = Field(
-        default=512,
-        ge=1,
-        le=65_536,
-        description="Objects that may be copied at once to restore replicas.",
-    )
-    put_wait_max_ms: Milliseconds = Field(
-        default=30_000,
-        ge=0,
-        le=600_000,
-        description="The longest that a put may ask to wait for room: three default leases.",
+        "than a stall of a busy host. After a third of it the node is not chosen for new objects.",
     )
     pinned_max: Share = Field(
         default=0.5,
@@ -191,67 +101,19 @@ class MasterConfig(HttpConfig):
         description="Share of the pool's memory that the pins of one namespace may hold: pinned "
         "objects are not evicted for puts. 0: pins are refused.",
     )
-    pinned_all_max: Share = Field(
-        default=0.75,
-        ge=0.0,
-        le=1.0,
-        description="Share of the pool's memory that the pins of all namespaces together may hold; "
-        "the rest stays for puts. No less than --pinned-max.",
-    )
     tenants: File = Field(
         default="",
         description="File (TOML) that divides the store among tenants, by patterns of namespaces: "
         "what each is guaranteed, and what it may have at most. It is read again when it changes. "
         "Empty: there are no tenants. docs/security.md has an example.",
     )
-    lane_spin_us: Microseconds = Field(
-        default=200,
-        ge=0,
-        le=10_000,
-        description="How long the loop polls after a hot call before it sleeps: saves a wake-up "
-        "between the calls of one engine step, at the cost of that much processor time.",
-    )
-    connections_max: Count = Field(
-        default=1_024,
-        ge=1,
-        le=65_536,
-        description="Connections on the lane at once, and as many on the gRPC port; the limit of "
-        "descriptors is raised for them as far as it can be. With identities one of them has at "
-        "most half of the lane's.",
-    )
     etcd: Etcd = Field(
         default="",
         description="Members of the etcd through which several masters elect the one that leads; "
-        "empty: this is the only master.",
-    )
-    etcd_prefix: Name = Field(
-        default="",
-        description="Under which key in the etcd the masters of this cluster meet; empty: "
-        f"{ETCD_PREFIX}. Each cluster needs its own.",
-    )
-    etcd_ca: File = Field(
-        default="",
-        description="File with the certificates (PEM) that etcd's own is checked against; empty: "
-        "no TLS.",
-    )
-    etcd_cert: File = Field(
-        default="", description="File with our certificate (PEM), where etcd asks for one."
-    )
-    etcd_key: File = Field(default="", description="File with its key (PEM).")
-    etcd_user: Label = Field(
-        default="", description="The user to log in to etcd as; empty: no log-in."
-    )
-    etcd_password: Secret = Field(
-        default="",
-        description="The password of --etcd-user. Better given as a variable: flags can be read by "
-        "every user of the host.",
-    )
-    etcd_lease_ms: Milliseconds = Field(
-        default=3_000,
-        ge=2_000,
-        le=60_000,
-        description="How long etcd waits for a leader that is silent before another one may lead; "
-        "whole seconds, 2 s to 1 min. Longer than any stall of a healthy host.",
+        "or, with all that it needs: etcd://USER:PASSWORD@HOST:2379,HOST:2379/PREFIX"
+        "?ca=FILE&cert=FILE&key=FILE (with a password better as a variable: flags can be read by "
+        "every user of the host). Each cluster needs a prefix of its own. Empty: this is the only "
+        "master.",
     )
     advertise: Advertise = Field(
         default="",
@@ -278,37 +140,10 @@ class MasterConfig(HttpConfig):
     @property
     def etcd_place(self) -> EtcdPlace | None:
         """Where the masters meet; None for a single one."""
-        if not self.etcd:
-            return None
-        place = parse_etcd(self.etcd)
-        return checked_etcd(
-            EtcdPlace(
-                place.endpoints,
-                prefix=self.etcd_prefix.strip("/") or place.prefix,
-                ca=self.etcd_ca or place.ca,
-                cert=self.etcd_cert or place.cert,
-                key=self.etcd_key or place.key,
-                user=self.etcd_user or place.user,
-                password=self.etcd_password or place.password,
-            )
-        )
+        return parse_etcd(self.etcd) if self.etcd else None
 
     @model_validator(mode="after")
     def _rules(self) -> MasterConfig:
-        try:
-            parse_etcd(str(self.etcd_place or "etcd://nobody"))
-        except InvalidArgumentError as error:
-            raise RefusedValueError(error.message, error.advice, key="etcd") from error
-        at_least(self, "suspect_ms", 2 * self.beat_ms, "2 * beat_ms", "one late beat is no sign")
-        at_least(self, "dead_ms", self.suspect_ms + 1, "suspect_ms + 1", "suspect comes first")
-        at_least(
-            self,
-            "quarantine_ms",
-            self.dead_ms,
-            "dead_ms",
-            "bytes on their way to a stopped node land before it counts as dead, "
-            "and must not land in memory that has been given to someone else",
-        )
         check_encryption(self.data_encryption, self.auth)
         if self.auth and self.events_at:
             raise RefusedValueError(

@@ -26,7 +26,6 @@ from kvstore.config.values import (
     EngineProtocol,
     Group,
     HugePages,
-    LockMemory,
     LogFormat,
     LogLevel,
     Master,
@@ -109,11 +108,6 @@ class NodeConfig(HttpConfig):
         description="Take the memory from this NUMA node and serve it by its processors; -1: the "
         "kernel chooses. One kvstore-node per NUMA node uses all of a host.",
     )
-    lock_memory: LockMemory = Field(
-        default="auto",
-        description="Keep the memory from being swapped out. auto: where the limit of locked "
-        "memory (ulimit -l) allows it; on: do not start where it does not; off: never.",
-    )
     shm_group: Group = Field(
         default="",
         description="Group whose members may map the memory, although they are other users: their "
@@ -142,13 +136,6 @@ class NodeConfig(HttpConfig):
         default=False,
         description="Throw away the memory that an earlier start of this node has left, instead of "
         "serving what it holds.",
-    )
-    connections_max: Count = Field(
-        default=256,
-        ge=1,
-        le=65_536,
-        description="Data connections at once: 64 clients with 4 streams each; more are refused. "
-        "With identities one of them has at most half.",
     )
     protocol: EngineProtocol = Field(
         default="",

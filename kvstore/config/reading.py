@@ -33,7 +33,7 @@ from kvstore.process.watched_files import read_file
 
 log = logging.getLogger("kvstore.config")
 
-_NO_SETTINGS = (CONFIG_VARIABLE, NATIVE_VARIABLE, STRICT_VARIABLE)
+_NO_SETTINGS = (CONFIG_VARIABLE, HTTP_TOKEN_VARIABLE, NATIVE_VARIABLE, STRICT_VARIABLE)
 
 # Kubernetes and Docker announce a service called "kvstore" to every container beside it in
 # variables of these forms (KVSTORE_MASTER_PORT=tcp://10.0.0.7:50001). The user made no mistake.

@@ -270,8 +270,6 @@ class As(NamedTuple):
     """Whether the flag may be given several times."""
     is_secret: bool = False
     """Whether errors hide the value."""
-    has_flag: bool = True
-    """Whether it may be given on a command line, which every user of the host can read."""
 
 
 Bytes = Annotated[int, As("SIZE"), BeforeValidator(_size), AfterValidator(_memory)]
@@ -279,14 +277,13 @@ Milliseconds = Annotated[int, As("MS"), BeforeValidator(_number)]
 Share = Annotated[float, As("SHARE")]
 Label = Annotated[str, As("NAME")]
 File = Annotated[str, As("FILE")]
-Microseconds = Annotated[int, As("US"), BeforeValidator(_number)]
 Count = Annotated[int, As("N"), BeforeValidator(_number)]
 Port = Annotated[int, As("PORT"), BeforeValidator(_number), Field(ge=0, le=65535)]
 Host = Annotated[str, As("HOST"), Field(min_length=1), AfterValidator(_host)]
 OptionalHost = Annotated[str, As("HOST"), AfterValidator(_host)]
 Master = Annotated[str, As("HOST:PORT,..."), AfterValidator(_master)]
 OptionalMaster = Annotated[str, As("HOST:PORT,..."), AfterValidator(_optional_master)]
-Etcd = Annotated[str, As("HOST:PORT,..."), AfterValidator(_etcd)]
+Etcd = Annotated[str, As("HOST:PORT,...", is_secret=True), AfterValidator(_etcd)]
 Addresses = Annotated[tuple[str, ...], As("HOST:PORT,...", many=True), BeforeValidator(_addresses)]
 Limit = Annotated[int, As("SIZE"), BeforeValidator(_size)]
 Advertise = Annotated[str, As("HOST[:PORT]"), AfterValidator(_advertise)]
@@ -329,14 +326,11 @@ OnOffAuto = Annotated[
 ]
 Verify = Annotated[Literal["header", "payload", "all"], BeforeValidator(_lower)]
 HugePages = Annotated[Literal["auto", "off", "transparent", "reserved"], BeforeValidator(_lower)]
-LockMemory = Annotated[Literal["auto", "off", "on"], BeforeValidator(_lower)]
 ShmClients = Annotated[Literal["members", "all-namespaces"], BeforeValidator(_lower)]
 Group = Annotated[str, As("GROUP")]
 Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
-Secret = Annotated[str, As("SECRET", is_secret=True)]
 HeaderName = Annotated[str, As("HEADER"), AfterValidator(_header)]
 _Token = Annotated[str, AfterValidator(lambda value: check_token(value) if value else value)]
-HttpToken = Annotated[_Token, As("TOKEN", is_secret=True, has_flag=False)]
 AdminToken = Annotated[_Token, As("TOKEN", is_secret=True)]
 HttpCert = Annotated[
     File,

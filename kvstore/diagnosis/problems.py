@@ -331,7 +331,7 @@ OF_COUNTERS: Final[Sequence[tuple[str, str, str, str, str]]] = (
     *(("bad", "KvstorePutsRefused", f"refused_{cause}", "put", f"found no room {{when}}: {why}.")
       for cause, (_, _, why) in CAUSES.items()),
     ("warning", "KvstoreMemoryPinned", "refused_pins", "pin",
-     "refused {when}: pins hold all that they may (--pinned-max, --pinned-all-max)."),
+     "refused {when}: pins hold all that they may (--pinned-max)."),
     ("bad", "KvstoreCorruptMemory", "corrupt_objects", "object",
      "had no replica with good bytes: look at the memory of its nodes (see Events), {when}."),
     ("bad", "KvstoreCorruptMemory", "corrupt_replicas", "replica", "had bad bytes, {when}."),

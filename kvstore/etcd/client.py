@@ -183,7 +183,7 @@ class Etcd:
                     f"{key.decode()} in the etcd at {self.place.shown} holds {value[:40]!r}, "
                     "not an epoch",
                     advice="Another program may use this prefix. Give each cluster its "
-                    "own --etcd-prefix.",
+                    "own: --etcd etcd://HOST/PREFIX.",
                 )
             last = int(value)
             if last > believed:

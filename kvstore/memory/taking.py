@@ -38,8 +38,6 @@ class MemoryOptions:
     reserved: those of a hugetlbfs, or an error."""
     numa_node: int = -1
     """Allocate all memory from this NUMA node; -1: the kernel chooses."""
-    lock: Literal["auto", "off", "on"] = "off"
-    """Lock the memory against swapping; auto: if the limit of locked memory allows it."""
     threads: int = 0
     """Threads that clear pages; 0: one per processor, at most ``RESERVE_THREADS_MAX``."""
     group: str = ""
@@ -147,7 +145,7 @@ def take_pages(
     size = len(mapped)
     if options.numa_node >= 0:
         _bind(mapped, options.numa_node)
-    locked = options.huge_pages == "reserved" or _lock(mapped, options.lock)
+    locked = options.huge_pages == "reserved" or _lock(mapped)
     if options.huge_pages in ("auto", "transparent"):
         pages.prefer_huge(mapped)
 
@@ -248,20 +246,10 @@ def _bind(mapped: mmap.mmap, numa_node: int) -> None:
         ) from error
 
 
-def _lock(mapped: mmap.mmap, wish: Literal["auto", "off", "on"]) -> bool:
-    if wish == "off":
-        return False
+def _lock(mapped: mmap.mmap) -> bool:
+    """Locks the memory against swapping, if the limit of locked memory allows it."""
     try:
         pages.lock_on_fault(mapped)
-    except OSError as error:
-        if wish == "auto":
-            return False
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        raise StartupError(
-            f"{len(mapped) >> 20} MiB cannot be locked: {error.strerror}; the limit of locked "
-            f"memory is {limit >> 10} KiB",
-            advice="Raise it: ulimit -l unlimited, LimitMEMLOCK=infinity in a systemd unit, "
-            "docker run --ulimit memlock=-1; or leave out --lock-memory on.",
-            key="lock_memory",
-        ) from error
+    except OSError:
+        return False
     return True

@@ -66,6 +66,7 @@ from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.children import NO_PARENT, ParentLink
 from kvstore.process.watched_files import watching
 from kvstore.texts import size_text
+from kvstore.transport import tcp_server
 from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
@@ -124,7 +125,7 @@ def run(
             kind = _StartedAs(is_child, keep_orphaned)
             config = config.model_copy(update={"host": _listens_on(config)})
             parent.tell_step(f"reserves {config.memory >> 20} MiB of memory")
-            descriptors.allow(config.connections_max + descriptors.RESERVE)
+            descriptors.allow(tcp_server.CONNECTIONS_MAX + descriptors.RESERVE)
             listener = None
             if config.http_port and not is_child:
                 is_given = "http_port" in config.model_fields_set
@@ -318,7 +319,6 @@ def _named(
     options = MemoryOptions(
         huge_pages=config.huge_pages,
         numa_node=config.numa_node,
-        lock=config.lock_memory,
         group="" if config.hands_over else config.shm_group,
     )
     owner = _owner(config, kind)
@@ -471,7 +471,7 @@ def _start_server(config: NodeConfig, segment: NodeSegment, tls: NodeEnd | None)
             [segment],
             config.host,
             port,
-            connections_max=config.connections_max,
+            connections_max=tcp_server.CONNECTIONS_MAX,
             capabilities=bool(config.auth),
             tls=tls,
         )

@@ -32,7 +32,8 @@ from kvstore.transport.tcp_connection import (
 )
 
 CONNECTIONS_MAX: Final = 1024
-"""One thread and one descriptor each; a client keeps at most a few per segment."""
+"""One thread and one descriptor each: 256 clients with 4 streams each. With identities one of them
+has at most half."""
 
 STALL_S: Final = 10.0
 """How long a peer may take over one piece within a request, or over its hello."""

@@ -98,9 +98,9 @@ class Keeping:
             self._check_tenant(owner, wanted)
         rules, (_, own) = self._common.rules, self._pins.held(request.namespace)
         who = f"namespace {request.namespace} has"
-        self._check_share(who, own, wanted, rules.pinned_max, "--pinned-max")
+        self._check_share(who, own, wanted, rules.pinned_max)
         share = max(rules.pinned_max, rules.pinned_all_max)
-        self._check_share("all have", self._pins.size, wanted, share, "--pinned-all-max")
+        self._check_share("all have", self._pins.size, wanted, share)
 
     def _check_tenant(self, owner: Tenant, wanted: int) -> None:
         """Raises NoSpaceError."""
@@ -121,7 +121,7 @@ class Keeping:
                 quota=PINNED,
             )
 
-    def _check_share(self, who: str, before: int, wanted: int, share: float, flag: str) -> None:
+    def _check_share(self, who: str, before: int, wanted: int, share: float) -> None:
         """Raises NoSpaceError."""
         capacity = sum(segment.capacity for segment in self._pool.segments.values())
         bound = int(capacity * share)
@@ -130,8 +130,8 @@ class Keeping:
             raise NoSpaceError(
                 f"not pinned: {who} {shown(before)} pinned, and {shown(wanted)} more are over the "
                 f"bound, {shown(bound)} of the pool's {shown(capacity)}",
-                advice=f"Unpin others or let their pins end, add a node, or raise the master's "
-                f"{flag}.",
+                advice="Unpin others or let their pins end, add a node, or raise the master's "
+                "--pinned-max.",
                 cause="pins",
                 missing_bytes=before + wanted - bound,
                 pinned_bytes=before,

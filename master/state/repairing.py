@@ -58,16 +58,17 @@ PAUSE_MIN_MS: Final = 1_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairRules:
-    """The bounds of repair; ``kvstore.config.MasterConfig`` gives the reasons."""
+    """The bounds of repair."""
 
     after_ms: int = 30_000
     """A replica counts as gone so long after its node died; one lease at least."""
     copies_max: int = 512
-    """Objects that are copied at the same time."""
+    """Objects that are copied at the same time: enough small ones for ``bytes_max`` of 512 KiB."""
     bytes_max: int = 256 << 20
     """Payload bytes that are copied at the same time; a larger object is copied alone."""
     bytes_per_s: int = 256 << 20
-    """Bytes that are copied per second; 0: nothing is repaired."""
+    """Bytes that are copied per second, in the whole cluster: a quarter of a 10 Gbit/s network; 0:
+    nothing is repaired."""
     pause_max_ms: int = 60_000
     """The longest pause between two passes while no copy is finished."""
 

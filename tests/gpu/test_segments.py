@@ -114,9 +114,7 @@ def test_a_tensor_over_the_memory_of_a_node(gpu: GPU, cluster: Cluster) -> None:
 def test_nodes_are_killed_while_clients_copy(gpu: GPU, cluster: Cluster, transport: str) -> None:
     """No call returns wrong bytes, and none hangs."""
     [node] = cluster.nodes
-    reads, writes = (
-        cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200) for _ in "rw"
-    )
+    reads, writes = (cluster.client(transports=(transport,), timeout_ms=3_000) for _ in "rw")
     kill_while_used(
         reads, writes, KEYS, node, lambda name: node_on(cluster, name=name), longest_s=8
     )

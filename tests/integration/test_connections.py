@@ -20,8 +20,8 @@ BOUND = 20
 
 @contextmanager
 def started(port: int, log: Path) -> Iterator[Server]:
-    flags = ["--port", str(port), "--connections-max", str(BOUND)]
-    server = Server(MASTER, flags, log=log)
+    constants = {"kvstore.master.grpc_server:CONNECTIONS_MAX": BOUND}
+    server = Server(MASTER, ["--port", str(port)], log=log, constants=constants)
     try:
         yield server
     finally:

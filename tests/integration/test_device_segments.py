@@ -156,10 +156,10 @@ def test_bad_bytes_are_no_value(cluster: Cluster, fake: FakeDriver) -> None:
 @TRANSPORTS
 def test_the_oldest_objects_make_room(cluster: Cluster, transport: str) -> None:
     start(cluster, memory="8MiB")
-    client = cluster.client(transports=(transport,), put_wait_ms=5_000)
+    client = cluster.client(transports=(transport,))
     values = {f"key-{number}": content(f"key-{number}") * 40 for number in range(60)}
     for key, value in values.items():
-        assert client.put(key, value) is STORED
+        assert client.put(key, value, wait_ms=5_000) is STORED
     found = client.get_many(list(values))
     assert found[0] is None
     kept = [index for index, each in enumerate(found) if each is not None]
@@ -191,8 +191,8 @@ def test_a_killed_node_takes_its_objects_along(cluster: Cluster, transport: str)
 def test_a_node_is_killed_while_it_is_used(cluster: Cluster, transport: str) -> None:
     """No call returns wrong bytes, none hangs, and a new node of that name serves at once."""
     node = start(cluster, memory="64MiB")
-    client = cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200)
-    writes = cluster.client(transports=(transport,), timeout_ms=3_000, put_wait_ms=200)
+    client = cluster.client(transports=(transport,), timeout_ms=3_000)
+    writes = cluster.client(transports=(transport,), timeout_ms=3_000)
     counts = kill_while_used(
         client, writes, KEYS, node,
         lambda name: cluster.node(device=POOLED, name=name, memory="64MiB"), longest_s=4,
@@ -267,7 +267,7 @@ def test_objects_move_off_a_draining_node(cluster: Cluster) -> None:
 
 def test_an_allocation_is_memory_of_a_host(cluster: Cluster) -> None:
     start(cluster)
-    client = cluster.client(put_wait_ms=0)
+    client = cluster.client()
     with pytest.raises(NoSpaceError) as caught:
         client.allocate(1_000)
     assert caught.value.fields["cause"] == "on_device"
@@ -337,12 +337,13 @@ def test_a_tensor_is_used_where_it_is(cluster: Cluster) -> None:
 def test_a_lent_tensor_keeps_its_bytes(cluster: Cluster) -> None:
     """As long as the view lives, its lease is renewed, and nothing takes its memory."""
     start(cluster, memory="4MiB")
-    client = cluster.client(put_wait_ms=0)
+    client = cluster.client()
     value = torch.arange(200_000)
     assert client.put("kept", value) is STORED
     view = lent(client, "kept")
     for number in range(30):
-        assert client.put(f"{number}", os.urandom(1 << 20)) in (STORED, PutOutcome.NO_SPACE)
+        outcome = client.put(f"{number}", os.urandom(1 << 20), wait_ms=0)
+        assert outcome in (STORED, PutOutcome.NO_SPACE)
         assert held(client, view)
         time.sleep(0.1)  # three leases pass
     assert torch.equal(view, value)

@@ -18,6 +18,7 @@ from kvstore.clocks import uptime
 from kvstore.errors import EtcdUnreachableError, KVStoreError
 from kvstore.etcd.client import Etcd
 from kvstore.etcd.finding import MemberSeen, find_leader, look_at
+from kvstore.master import times
 from kvstore.network.addresses import EtcdPlace
 from tests.support.cluster import MASTER, Cluster
 from tests.support.etcd import START_S, EtcdServer
@@ -25,7 +26,7 @@ from tests.support.processes import KVSTORE, Server, children_of, free_port, run
 from tests.support.programs import need_program
 from tests.support.waiting import until
 
-LEASE_S = 3.0
+LEASE_S = times.ETCD_LEASE_S
 HANGS_S = 2.5 * LEASE_S
 
 
@@ -120,9 +121,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def lead(cluster: Cluster, place: EtcdPlace, prefix: str) -> tuple[Server, str]:
     """A master that leads, and its address."""
     settings = cluster.settings | {
-        "etcd": ",".join(place.endpoints),
-        "etcd_prefix": prefix,
-        "etcd_lease_ms": int(LEASE_S * 1000),
+        "etcd": str(place._replace(prefix=prefix)),
     }
     server = cluster.launch(MASTER, settings)
     port = server.line(r"listening on \S*?:(\d+) \(gRPC\)")[1]
@@ -275,16 +274,14 @@ def test_the_doctor_says_when_no_etcd_answers() -> None:
 
 def test_no_command_line_of_a_child_holds_the_password(tmp_path: Path) -> None:
     etcd = EtcdServer(tmp_path / "etcd")
-    cluster = Cluster(tmp_path, prefix=["env", "KVSTORE_MASTER_ETCD_PASSWORD=s3cret"])
+    variable = f"KVSTORE_MASTER_ETCD=etcd://root:s3cret@127.0.0.1:{etcd.port}"
+    cluster = Cluster(tmp_path, prefix=["env", variable])
     try:
         etcd.start()
         etcd.control("user", "add", "root", "--new-user-password", "s3cret")
         etcd.control("user", "grant-role", "root", "root")
         etcd.control("auth", "enable")
-        settings = cluster.settings | {
-            "etcd": f"127.0.0.1:{etcd.port}", "etcd_user": "root", "memory": "32MiB",
-        }  # fmt: skip
-        server = cluster.launch(MASTER, settings)
+        server = cluster.launch(MASTER, cluster.settings | {"memory": "32MiB"})
         port = server.line(r"listening on \S*?:(\d+) \(gRPC\)")[1]
         with Client(f"127.0.0.1:{port}") as client:
             until(lambda: client.status().nodes)

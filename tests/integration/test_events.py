@@ -191,7 +191,7 @@ def test_the_child_is_killed(cluster_with_events: Cluster) -> None:
 def test_a_node_is_killed(cluster: Cluster) -> None:
     cluster.settings |= {
         "http_port": free_port(), "events": "on",
-        "beat_ms": 50, "suspect_ms": 300, "dead_ms": 1_000, "quarantine_ms": 1_000,
+        "dead_ms": 1_000, "late_write_ms": 0,
     }  # fmt: skip
     cluster.start(2)
     with cluster.client() as client, reading(cluster) as reader:

@@ -48,8 +48,7 @@ def test_descendants_of_what_died_are_whole_again_once_it_is_put_again(cluster: 
 @pytest.fixture
 def two_nodes(island: Island, tmp_path: Path) -> Iterator[Cluster]:
     """Nodes that this process reaches at different addresses."""
-    times: dict[str, Any] = {"suspect_ms": 4_000, "dead_ms": 12_000, "quarantine_ms": 12_000}
-    with island.cluster(tmp_path, **times) as cluster:
+    with island.cluster(tmp_path, dead_ms=12_000) as cluster:
         cluster.master()
         master = f"{OF_MASTER}.1:{cluster.settings['port']}"
         for subnet in (OF_NODE, OF_MASTER):

@@ -21,7 +21,7 @@ from tests.support.traffic import content
 from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
-SLOW: dict[str, Any] = {"suspect_ms": 20_000, "dead_ms": 60_000, "quarantine_ms": 60_000}
+SLOW: dict[str, Any] = {"dead_ms": 60_000}
 """Of a master that does not find out for itself in time."""
 
 STALL_S = 0.5
@@ -115,7 +115,7 @@ def test_the_only_node_hangs(slow: Cluster) -> None:
 def test_a_client_behind_a_firewall_troubles_nobody_else(island: Island, tmp_path: Path) -> None:
     # Long enough that no node is suspected because the machine is busy: what is asked here is
     # whether the reports of the clients behind the wall make it so.
-    cluster = island.cluster(tmp_path, suspect_ms=5_000, dead_ms=15_000, quarantine_ms=15_000)
+    cluster = island.cluster(tmp_path, dead_ms=15_000)
     stop = threading.Event()
     outcomes: list[object] = []
     workers: list[threading.Thread] = []

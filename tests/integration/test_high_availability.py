@@ -21,6 +21,7 @@ from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, NotLeaderError, UnavailableError
 from kvstore.etcd.finding import find_leader
 from kvstore.limits import DEFAULT_NAMESPACE, PROTOCOL_VERSION, Key
+from kvstore.master import times
 from kvstore.master.carriers import Endpoints
 from kvstore.network.addresses import EtcdPlace
 from kvstore.wire import frames
@@ -36,7 +37,7 @@ from tests.support.traffic import Worker, at_work, content, getter, putter
 from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
-LEASE_S = 3.0
+LEASE_S = times.ETCD_LEASE_S
 OBJECTS = 200
 KEYS = [f"key-{number}" for number in range(OBJECTS)]
 TAKE_OVER_S = 5.0
@@ -107,8 +108,7 @@ class HaCluster(Cluster):
 
     def __init__(self, directory: Path, etcd: EtcdServer, *, by: str = "etcd") -> None:
         """``by``: whether nodes and clients are told the "etcd" or a "list" of masters."""
-        settings = SHORT | {"etcd_lease_ms": int(LEASE_S * 1000)}
-        super().__init__(directory, settings=settings)
+        super().__init__(directory, settings=SHORT)
         self.etcd = etcd
         self.by = by
         self.masters: dict[str, Server] = {}
@@ -123,10 +123,7 @@ class HaCluster(Cluster):
         """Its address."""
         relay = Relay(self.etcd.port)
         place: EtcdPlace = self.etcd.place(port=relay.port)
-        settings = self.settings | {"etcd": ",".join(place.endpoints)} | more
-        for name in ("ca", "cert", "key"):
-            if getattr(place, name):
-                settings[f"etcd_{name}"] = getattr(place, name)
+        settings = self.settings | {"etcd": str(place)} | more
         server = self.launch(MASTER, settings)
         port = server.line(r"listening on \S*?:(\d+) \(gRPC\)")[1]
         address = f"127.0.0.1:{port}"
@@ -463,7 +460,7 @@ def test_a_leader_that_is_cut_off_from_etcd_stops_in_time(ha: HaCluster) -> None
 
 def test_the_leader_goes_on_while_etcd_is_restarted(ha: HaCluster) -> None:
     lease_s = 3 * LEASE_S  # an etcd takes seconds to come back where the machine is busy
-    ha.settings["etcd_lease_ms"] = int(lease_s * 1000)
+    ha.settings["etcd_lease_s"] = lease_s
     first, _second = ha.pair()
     ha.node()
     ha.fill()

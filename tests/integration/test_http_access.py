@@ -83,11 +83,9 @@ def test_pages_of_other_sites_change_nothing(started: Started) -> None:
 # --- the token ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by", ["file", "variable"])
-def test_a_token_is_needed_and_is_seen_nowhere(started: Started, tmp_path: Path, by: str) -> None:
-    given = {"http_token_file": of_token(tmp_path)} if by == "file" else {}
-    prefix = [] if by == "file" else ["env", f"KVSTORE_HTTP_TOKEN={TOKEN}"]
-    cluster, port = started(prefix=prefix, memory="32MiB", log_level="debug", **given)
+def test_a_token_is_needed_and_is_seen_nowhere(started: Started, tmp_path: Path) -> None:
+    given = {"http_token_file": of_token(tmp_path)}
+    cluster, port = started(memory="32MiB", log_level="debug", **given)
     for write in WRITES:
         refused = request(port, "POST", write, KEYS)
         assert refused.status == 401

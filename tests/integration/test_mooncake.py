@@ -135,8 +135,8 @@ def test_a_node_is_killed_while_it_is_read(cluster: Cluster) -> None:
 
 def test_a_node_is_killed_while_it_is_written(cluster: Cluster) -> None:
     cluster.start(memory="64MiB", protocol="tcp")
-    client = cluster.client(**ENGINE, timeout_ms=3_000, put_wait_ms=200)
-    with at_work(putter(client, "new"), longest_s=4) as writer:
+    client = cluster.client(**ENGINE, timeout_ms=3_000)
+    with at_work(putter(client, "new", wait_ms=200), longest_s=4) as writer:
         writer.wait_for("stored", more=20)
         cluster.nodes[0].kill()
         writer.wait_for("no_space", more=2)
@@ -146,14 +146,14 @@ def test_a_node_is_killed_while_it_is_written(cluster: Cluster) -> None:
 
 def test_a_transfer_under_way_when_its_node_dies_ends_by_the_deadline(cluster: Cluster) -> None:
     cluster.start(memory="512MiB", protocol="tcp")
-    client = cluster.client(**ENGINE, timeout_ms=3_000, put_wait_ms=0)
+    client = cluster.client(**ENGINE, timeout_ms=3_000)
     value = np.zeros(200 << 20, np.uint8)
     ended = threading.Event()
     outcome: list[object] = []
 
     def put() -> None:
         try:
-            outcome.append(client.put("large", value))
+            outcome.append(client.put("large", value, wait_ms=0))
         except KVStoreError as error:
             outcome.append(error)
         ended.set()

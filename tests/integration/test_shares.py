@@ -48,9 +48,9 @@ def node_port() -> int:
 
 @pytest.fixture
 def cluster(tmp_path: Path, identities: Identities, port: int, node_port: int) -> Iterator[Cluster]:
-    settings = {"connections_max": BOUND, "http_port": port, "events": "on"}
+    settings = {"master_connections_max": BOUND, "http_port": port, "events": "on"}
     with Cluster(tmp_path, settings=settings, identities=identities) as cluster:
-        cluster.start(connections_max=BOUND, http_port=node_port)
+        cluster.start(node_connections_max=BOUND, http_port=node_port)
         yield cluster
 
 

@@ -23,8 +23,7 @@ TYPED = {
     "kvstore status --clus": "kvstore status --cluster",
     "kvstore auth issue --role mast": "kvstore auth issue --role master",
     "kvstore put k greet": "kvstore put k greeting.txt",
-    "kvstore-node --lock-memory au": "kvstore-node --lock-memory auto",
-    "kvstore-master --etcd-ce": "kvstore-master --etcd-cert",
+    "kvstore-master --http-re": "kvstore-master --http-reads",
     "kvstore-proxy --prefill-ti": "kvstore-proxy --prefill-timeout-ms",
 }
 """What a TAB makes of what was typed."""

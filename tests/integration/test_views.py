@@ -247,7 +247,7 @@ def test_an_allocation_outlives_the_put_deadline(verbs: Any, store: Cluster) -> 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_dropped_allocation_gives_its_memory_back(kind: str, tmp_path: Path) -> None:
     """The deadline neither ends it, on a machine that is slow, nor gives back what was dropped."""
-    lasting = SHORT | dict.fromkeys(("put_deadline_ms", "quarantine_ms", "dead_ms"), 60_000)
+    lasting = SHORT | dict.fromkeys(("put_deadline_ms", "dead_ms"), 60_000)
     with Cluster(tmp_path, settings=lasting) as store:
         store.start()
         with either_client(kind, store.address) as client:

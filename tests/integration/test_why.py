@@ -137,9 +137,9 @@ def test_other_keys_and_other_namespaces_are_told_apart(cluster: Cluster) -> Non
 
 def test_what_was_evicted_before_it_was_asked_for(cluster: Cluster) -> None:
     cluster.start(memory="8MiB")
-    client = cluster.client(name="one", put_wait_ms=5_000)
+    client = cluster.client(name="one")
     for number in range(40):
-        client.put(f"k{number}", bytes(1 << 20), namespace="n")
+        client.put(f"k{number}", bytes(1 << 20), namespace="n", wait_ms=5_000)
     assert client.get("k0", namespace="n") is None
     shown = why(cluster, "n")
     assert "of n evicted" in shown
@@ -149,10 +149,10 @@ def test_what_was_evicted_before_it_was_asked_for(cluster: Cluster) -> None:
 def test_a_pool_that_is_too_small_is_named_while_other_objects_are_left(cluster: Cluster) -> None:
     """Some chains were evicted, others are there: the pool is too small, no key differs."""
     cluster.start(memory="16MiB")
-    writer = cluster.client(name="engine-a", put_wait_ms=5_000)
+    writer = cluster.client(name="engine-a")
     chains = [[b"%2d/%d" % (chain, at) + b"." * 28 for at in range(4)] for chain in range(12)]
     for chain in chains:
-        writer.put_chain(chain, [bytes(640 << 10)] * 4, namespace="agents")
+        writer.put_chain(chain, [bytes(640 << 10)] * 4, namespace="agents", wait_ms=5_000)
     asker = cluster.client(name="engine-b")
     for chain in chains[:4]:
         assert asker.match_prefix(chain, namespace="agents") == 0

@@ -386,7 +386,6 @@ class SimulatedCluster:
         process = self._process(name, self.random.choice(("host-a", "host-b")))
         config: dict[str, Any] = {
             "timeout_ms": self.random.choice((2_000, 2_000, 6_000)),
-            "put_wait_ms": 1_000,
             "placements_max": self.random.choice((0, 4, 1000)),
             "transports": self.random.choice((("shm", "tcp"), ("shm", "tcp"), ("tcp",))),
         }

@@ -16,14 +16,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from tests.support.with_constants import arguments_of
+
 ROOT: Final = Path.cwd()
 """Of the checkout whose store is soaked."""
 
-MASTER_FLAGS: Final = (
-    "--lease-ms", "1500", "--put-deadline-ms", "2000", "--quarantine-ms", "8000",
-    "--beat-ms", "100", "--suspect-ms", "600", "--dead-ms", "2000", "--gather-ms", "2000",
-    "--etcd-lease-ms", "2000",
-)  # fmt: skip
+MASTER_FLAGS: Final = ("--lease-ms", "1500", "--dead-ms", "2000")
+MASTER_CONSTANTS: Final = {
+    "kvstore.master.times:PUT_DEADLINE_MS": 2_000,
+    "kvstore.master.times:LATE_WRITE_MS": 6_000,
+    "kvstore.master.times:GATHER_MS": 2_000,
+    "kvstore.master.times:ETCD_LEASE_S": 2,
+}
 """Short promises: what takes half a minute by default happens every few seconds."""
 
 
@@ -264,9 +268,9 @@ class SoakedCluster:
             port, lane = ports.pop(), ports.pop()
             http_port = 0 if number else ports.pop()
             command = [
-                sys.executable, "-m", "kvstore.cli.master", "--port", str(port),
-                "--lane-port", str(lane), "--http-port", str(http_port),
-                *MASTER_FLAGS[: None if masters > 1 else -2], *flags,
+                sys.executable, "-m", *arguments_of(MASTER_CONSTANTS, "kvstore.cli.master"),
+                "--port", str(port), "--lane-port", str(lane), "--http-port", str(http_port),
+                *MASTER_FLAGS, *flags,
             ]  # fmt: skip
             log = directory / f"master-{number}.log"
             master = Master(f"master-{number}", command, log, environ=environ)

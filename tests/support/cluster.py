@@ -26,12 +26,20 @@ from tests.support.processes import Server, flags_of, let_others_leave
 SHORT: Final = {
     "lease_ms": 1_000,
     "put_deadline_ms": 1_000,
-    "quarantine_ms": 1_500,
-    "beat_ms": 50,
-    "suspect_ms": 500,
+    "late_write_ms": 0,
     "dead_ms": 1_500,
 }
 """Of a master, for tests that wait until a promise ends."""
+
+CONSTANTS: Final = {
+    "put_deadline_ms": "kvstore.master.times:PUT_DEADLINE_MS",
+    "late_write_ms": "kvstore.master.times:LATE_WRITE_MS",
+    "repair_after_ms": "kvstore.master.times:REPAIR_AFTER_MS",
+    "etcd_lease_s": "kvstore.master.times:ETCD_LEASE_S",
+    "master_connections_max": "kvstore.master.grpc_server:CONNECTIONS_MAX",
+    "node_connections_max": "kvstore.transport.tcp_server:CONNECTIONS_MAX",
+}
+"""What is no setting, but may stand among the settings of a process here."""
 
 MASTER: Final = "kvstore.cli.master"
 NODE: Final = "kvstore.cli.node"
@@ -47,6 +55,11 @@ _numbers = itertools.count(1)
 def unique_name() -> str:
     """Of a node; no other run on this machine uses it."""
     return f"it-{os.getpid()}-{next(_numbers)}"
+
+
+def constants_of(given: dict[str, Any]) -> dict[str, object]:
+    """Takes what is no setting out of ``given``."""
+    return {CONSTANTS[key]: given.pop(key) for key in list(given) if key in CONSTANTS}
 
 
 def entry(node: str) -> Path:
@@ -176,7 +189,11 @@ class Cluster:
         keep = "--keep" if given.pop("keep", False) else "--no-keep"
         is_fake = str(given.get("device", "")).startswith("fake:")
         module = FAKE_NODE if is_fake and self.node_module == NODE else self.node_module
-        node = Node(module, [*flags_of(given), keep], log=self._new_log("node"), prefix=self.prefix)
+        constants = constants_of(given)
+        node = Node(
+            module, [*flags_of(given), keep], log=self._new_log("node"), prefix=self.prefix,
+            constants=constants,
+        )  # fmt: skip
         node.name = given["name"]
         self._servers.append(node)
         self.nodes.append(node)
@@ -188,7 +205,9 @@ class Cluster:
 
     def launch(self, module: str, settings: dict[str, Any]) -> Server:
         log = self._new_log(module.rpartition(".")[2])
-        server = Server(module, flags_of(settings), log=log, prefix=self.prefix)
+        given = dict(settings)
+        constants = constants_of(given)
+        server = Server(module, flags_of(given), log=log, prefix=self.prefix, constants=constants)
         self._servers.append(server)
         return server
 

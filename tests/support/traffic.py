@@ -127,7 +127,7 @@ def kill_while_used(
     assert set(writes.put_many(everything)) == {PutOutcome.STORED}
     with (
         at_work(getter(reads, keys), longest_s=longest_s) as reader,
-        at_work(putter(writes, "new"), longest_s=longest_s) as writer,
+        at_work(putter(writes, "new", wait_ms=200), longest_s=longest_s) as writer,
     ):
         for _ in range(3):
             reader.wait_for("right", more=30)

@@ -75,7 +75,7 @@ def token_of(config: HttpConfig) -> str:
     Raises:
         ConfigError: the file cannot be read, or holds no token. The error does not show it.
     """
-    return read_token(config.http_token_file) if config.http_token_file else config.http_token
+    return read_token(config.http_token_file) if config.http_token_file else ""
 
 
 class Secured(NamedTuple):

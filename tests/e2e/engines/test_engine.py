@@ -291,7 +291,7 @@ def test_blocks_that_cannot_be_loaded_are_computed_and_not_tried_for_ever(
     store: Cluster, llama: Path, engine: StartEngine
 ) -> None:
     """The node is stopped, and the master does not know yet: it still says where the blocks are."""
-    settings: dict[str, Any] = {"transports": ["tcp"], "transfer_timeout_ms": 500}
+    settings: dict[str, Any] = {"transports": ["tcp"]}
     settings["lookup_deadline_ms"] = 10_000  # a late answer would be a miss, with nothing to load
     one = engine(llama, transfer_config(store.address, **settings))
     first = one.generate([prompt(1)])

@@ -72,7 +72,7 @@ def test_a_master_that_stops_or_dies_does_not_hold_up_a_running_stream(
 def test_a_node_that_dies_between_lookup_and_load(
     store: Cluster, llama: Path, engine: StartEngine, policy: str
 ) -> None:
-    settings: dict[str, Any] = {"transports": ["tcp"], "transfer_timeout_ms": 2_000}
+    settings: dict[str, Any] = {"transports": ["tcp"]}
     one = engine(llama, transfer_config(store.address, policy=policy, **settings))
     first = one.generate([prompt(1)])
     one.saved()

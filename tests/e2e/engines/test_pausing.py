@@ -54,7 +54,7 @@ def test_an_engine_is_paused_while_a_load_hangs(
 ) -> None:
     """The node does not answer, so that the load is under way for as long as it may be. What is
     kept begins anew."""
-    settings: dict[str, Any] = {"transports": ["tcp"], "transfer_timeout_ms": 2_000}
+    settings: dict[str, Any] = {"transports": ["tcp"]}
     one = engine(llama, transfer_config(store.address, **settings))
     (first,) = one.generate([prompt(1)])
     one.saved()

@@ -207,7 +207,7 @@ def test_an_engine_that_keeps_few_states_says_what_to_type(pair: tuple[Engine, E
 def test_a_node_that_dies_between_lookup_and_load(
     store: Cluster, recurrent: Path, engine: StartEngine
 ) -> None:
-    settings: dict[str, Any] = {"transports": ["tcp"], "transfer_timeout_ms": 2_000}
+    settings: dict[str, Any] = {"transports": ["tcp"]}
     one = engine(recurrent, transfer_config(store.address, **settings), dtype="bfloat16")
     asked = [prompt(1, 1500)]
     first = one.generate(asked)

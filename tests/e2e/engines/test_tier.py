@@ -427,7 +427,7 @@ def test_what_another_engine_has_stored_is_found_and_not_written(start: Start) -
 
 
 def test_a_full_pool_keeps_what_there_is_room_for(start: Start, store: Cluster) -> None:
-    direct = Direct(start(pool=600, more={"put_wait_ms": 0}))
+    direct = Direct(start(pool=600))
     size = direct.tier.block_size_bytes
     client = store.client()
     room = 256 << 20

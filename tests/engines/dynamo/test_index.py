@@ -90,7 +90,7 @@ def test_the_index_follows_puts_evictions_removals_deaths_gaps_and_restarts(
 ) -> None:
     cluster.settings |= {
         "http_port": free_port(), "events": addresses(),
-        "lease_ms": 1_000, "put_deadline_ms": 1_000, "quarantine_ms": 6_000,
+        "lease_ms": 1_000, "put_deadline_ms": 1_000, "late_write_ms": 0,
     }  # fmt: skip
     cluster.start(2)
     index = Index()

@@ -407,12 +407,13 @@ def test_nothing_is_left_of_many_adapters(store: Cluster) -> None:
 # --- a store that is full, dead or hangs ---------------------------------------------------------
 
 
-def test_a_full_pool_takes_the_first_ones(tmp_path: Path) -> None:
+def test_a_full_pool_takes_the_first_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.client.sync.PUT_WAIT_MS", 0)
     cluster = Cluster(tmp_path, settings={"lease_ms": 60_000})
     adapter: Adapter | None = None
     try:
         cluster.start(memory="8MiB")
-        adapter = Adapter({"master": cluster.address, "put_wait_ms": 0})
+        adapter = Adapter({"master": cluster.address})
         keys = [key(number) for number in range(384)]
         assert adapter.store(keys[:128], [chunk(1)] * 128).is_successful()
         assert len(adapter.look_up(keys[:128])) == 128, "and leased: they stay"

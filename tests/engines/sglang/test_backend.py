@@ -591,11 +591,12 @@ class TestFailures:
             assert time.monotonic() - start < DEADLINE_S + BUSY_S
 
     def test_a_full_pool_takes_the_first_pages(
-        self, cluster: Cluster, backend: MakeBackend
+        self, cluster: Cluster, backend: MakeBackend, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr("kvstore.client.sync.PUT_WAIT_MS", 0)
         cluster.start(memory="1MiB")
         pool = host_pool(filled=1)
-        one = backend(pool, put_wait_ms=0)
+        one = backend(pool)
         keys = [f"{number:064x}" for number in range(512)]
         stored: list[bool] = []
         for at in range(0, len(keys), 32):

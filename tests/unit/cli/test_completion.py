@@ -88,8 +88,8 @@ def completed(words: str, *, program: str = "kvstore") -> list[str]:
         ("kvstore put k ", ["file,"]),
         ("kvstore status --config ", ["file,"]),
         ("kvstore auth issue --role m", ["master"]),
-        ("kvstore-node --lock-memory ", ["auto", "off", "on"]),
-        ("kvstore-master --etcd-c", ["--etcd-ca", "--etcd-cert"]),
+        ("kvstore-node --shm-clients ", ["members", "all-namespaces"]),
+        ("kvstore-master --http-r", ["--http-reads"]),
         ("kvstore-proxy --aff", ["--affinity"]),
     ],
 )

@@ -215,10 +215,10 @@ def test_put_says_what_it_was(kv: KV, store: FakeClient, tmp_path: Path) -> None
 
 def test_put_hands_its_options_on(kv: KV, store: FakeClient, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"x")
-    words = "--hex --parent 00ff --replicas 2 --put-wait-ms 5 --overwrite --ttl 1.5 --namespace ns"
+    words = "--hex --parent 00ff --replicas 2 --overwrite --ttl 1.5 --namespace ns"
     assert kv("put", "0a", str(tmp_path / "in"), *words.split()).code == 0
     assert store.objects == {("ns", b"\n"): b"x"}
-    options = {"parent": b"\x00\xff", "replicas": 2, "overwrite": True, "wait_ms": 5, "ttl": 1.5}
+    options = {"parent": b"\x00\xff", "replicas": 2, "overwrite": True, "ttl": 1.5}
     assert store.puts == [options]
 
 
@@ -526,7 +526,7 @@ def test_an_identity_behind_the_command(
 
 @pytest.mark.parametrize(
     ("command", "flag"),
-    [("status", "--namespace"), ("get", "--replicas"), ("ls", "--put-wait-ms"), ("rm", "--memory")],
+    [("status", "--namespace"), ("get", "--replicas"), ("ls", "--replicas"), ("rm", "--memory")],
 )
 def test_an_option_without_effect_is_refused(kv: KV, command: str, flag: str) -> None:
     result = kv(command, flag, "1")

@@ -92,7 +92,7 @@ def test_what_is_started_is_told() -> None:
 
 
 def test_no_password_is_told() -> None:
-    typed = "--enable_ha --etcd_endpoints=me:secret1@10.0.1.1:2379 --etcd-password secret2 --port x"
+    typed = "--enable_ha --etcd_endpoints=me:secret1@10.0.1.1:2379 --port x"
     done = run_python(*KVSTORE, "as-mooncake", "--", "mooncake_master", *typed.split())
     assert done.returncode == 2
     assert "--etcd 10.0.1.1:2379" in done.stderr

@@ -134,7 +134,7 @@ def test_an_error_at_start_is_one_line(served: Served, capsys: pytest.CaptureFix
     [
         (["--memory", "2G"], "Write 2GiB or 2GB"),
         (["--memroy", "2GiB"], "--memory"),
-        (["--quarantine-ms", "1"], "before it counts as dead"),
+        (["--lane-port", "50001"], "a port of its own"),
         (["--config", "/nowhere.toml"], "No such file"),
         (["extra"], "extra"),
     ],

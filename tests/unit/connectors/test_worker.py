@@ -26,7 +26,7 @@ from kvstore.connectors.vllm.messages import (
     namespace,
 )
 from kvstore.connectors.vllm.pages import CPUPages, Mark, Pages, survey
-from kvstore.connectors.vllm.worker import WorkerSide, client_config
+from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
 from kvstore.errors import DeadlineExceededError, NoSpaceError
 from tests.support.waiting import until
 from tests.unit.connectors.test_pages import Config, Group
@@ -93,12 +93,16 @@ Start = Callable[..., WorkerSide]
 
 
 @pytest.fixture
-def start(pool: kvstore.Client) -> Iterator[Start]:
+def start(pool: kvstore.Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     started: list[WorkerSide] = []
 
-    def start(pages: Pages, *, master: str = "", saves: bool = True, **settings: Any) -> WorkerSide:
+    def start(
+        pages: Pages, *, master: str = "", saves: bool = True,
+        timeout_ms: int = TRANSFER_TIMEOUT_MS, **settings: Any,
+    ) -> WorkerSide:  # fmt: skip
+        monkeypatch.setattr(module, "TRANSFER_TIMEOUT_MS", timeout_ms)
         config = ConnectorConfig(master=master or pool.config.master, **settings)
-        client = kvstore.Client(config=client_config(config, config.transfer_timeout_ms))
+        client = kvstore.Client(config=client_config(config, timeout_ms))
         started.append(WorkerSide(config, GROUPS, client, {"p0t0": pages}, saves=saves))
         return started[-1]
 
@@ -440,7 +444,7 @@ def test_a_store_that_is_full_is_asked_again(
 
 
 def test_without_a_master_every_order_is_reported(start: Start) -> None:
-    worker = start(Cache(1).pages, master=NOWHERE, transfer_timeout_ms=50)
+    worker = start(Cache(1).pages, master=NOWHERE, timeout_ms=50)
     orders = Orders("f", [], [])
     orders.loads = [Load(f"r{index}", [run(0, [index + 1])]) for index in range(8)]
     orders.saves = [Save(index, [run(0, [index + 1])]) for index in range(8)]
@@ -471,7 +475,7 @@ def test_without_a_master_every_order_is_reported(start: Start) -> None:
 
 def test_a_master_that_goes_is_survived(start: Start) -> None:
     client = kvstore.Client.embedded("8MiB")
-    worker = start(Cache(1).pages, master=client.config.master, transfer_timeout_ms=1_000)
+    worker = start(Cache(1).pages, master=client.config.master, timeout_ms=1_000)
     assert save(worker, run(0, [1]))
     client.close()
     assert not save(worker, run(0, [2], first=1))
@@ -604,7 +608,7 @@ def test_what_does_not_end_is_told_to_whoever_drains(
 ) -> None:
     monkeypatch.setattr(module, "DRAIN_S", 0.01)
     pages = Held(Cache(1), group=1)
-    worker = start(pages, transfer_timeout_ms=50)
+    worker = start(pages, timeout_ms=50)
     worker.begin(Orders("f", [Load("r", [run(1, [2])])], []))
     assert worker.drain() == StillUnderWay(None, set(), {"r"})
     pages.go_on.set()
@@ -615,7 +619,7 @@ def test_a_load_as_a_whole_has_one_time_out(
     start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RUN_BLOCKS_MAX", 1)
-    worker = start(Cache(1).pages, transfer_timeout_ms=2_400)
+    worker = start(Cache(1).pages, timeout_ms=2_400)
     given: list[int] = []
 
     def slow(*_: object, timeout_ms: int, **__: object) -> list[int]:
@@ -638,7 +642,7 @@ def test_a_save_as_a_whole_has_one_time_out(
     start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RUN_BLOCKS_MAX", 1)
-    worker = start(Cache(1).pages, transfer_timeout_ms=2_400)
+    worker = start(Cache(1).pages, timeout_ms=2_400)
     given: list[int] = []
 
     def slow(*_: object, timeout_ms: int, **__: object) -> list[PutOutcome]:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import kvstore
 from kvstore.config import ConnectorConfig
+from kvstore.connectors.vllm import worker as module
 from kvstore.connectors.vllm.groups import Groups
 from kvstore.connectors.vllm.messages import (
     Load,
@@ -27,7 +28,7 @@ from kvstore.connectors.vllm.messages import (
     namespace,
 )
 from kvstore.connectors.vllm.pages import CUDAPages, Mark, survey
-from kvstore.connectors.vllm.worker import WorkerSide, client_config
+from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
 from kvstore.device import device as device_module
 from kvstore.device.device import Device
 from kvstore.device.driver import Way
@@ -63,7 +64,7 @@ class Engine:
             block_tokens=dict.fromkeys(range(len(self.layers)), tokens),
         )  # fmt: skip
         connector = ConnectorConfig(master=master, **settings)
-        client = kvstore.Client(config=client_config(connector, connector.transfer_timeout_ms))
+        client = kvstore.Client(config=client_config(connector, module.TRANSFER_TIMEOUT_MS))
         self.device = client.device(NAME)
         self.pages = CUDAPages(geometry, self.device)
         self.worker = WorkerSide(connector, groups, client, {"p0t0": self.pages}, saves=True)
@@ -156,10 +157,13 @@ Start = Callable[..., Engine]
 
 
 @pytest.fixture
-def start(pool: kvstore.Client) -> Iterator[Start]:
+def start(pool: kvstore.Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     started: list[Engine] = []
 
-    def start(model: Model = PLAIN, seed: int = 1, **settings: Any) -> Engine:
+    def start(
+        model: Model = PLAIN, seed: int = 1, timeout_ms: int = TRANSFER_TIMEOUT_MS, **settings: Any
+    ) -> Engine:
+        monkeypatch.setattr(module, "TRANSFER_TIMEOUT_MS", timeout_ms)
         started.append(Engine(pool.config.master, model, seed, **settings))
         return started[-1]
 
@@ -244,7 +248,7 @@ def test_engines_with_other_orders_of_layers_and_blocks_share(
 
 
 def test_a_load_does_not_wait_for_the_step_that_begins(start: Start) -> None:
-    engine = start(transfer_timeout_ms=2_000)
+    engine = start(timeout_ms=2_000)
     content = [engine.kernel(0, block) for block in FROM]
     engine.step(saves=[Save(1, runs(FROM))])
     assert engine.is_stored()
@@ -294,7 +298,7 @@ def test_what_is_missing_is_not_written(start: Start, pool: kvstore.Client) -> N
 
 
 def test_a_load_whose_time_is_over_writes_nothing_later(start: Start) -> None:
-    engine = start(transfer_timeout_ms=300)
+    engine = start(timeout_ms=300)
     for block in range(BLOCKS):
         engine.kernel(0, block)
     engine.step(saves=[Save(1, runs(FROM))])
@@ -309,7 +313,7 @@ def test_a_load_whose_time_is_over_writes_nothing_later(start: Start) -> None:
 
 
 def test_a_save_whose_time_is_over_stores_nothing(start: Start, pool: kvstore.Client) -> None:
-    engine = start(transfer_timeout_ms=300)
+    engine = start(timeout_ms=300)
     engine.fake.held = {COMPUTE}
     engine.kernel(0, FROM[0])
     engine.step(saves=[Save(1, runs(FROM))])
@@ -318,7 +322,7 @@ def test_a_save_whose_time_is_over_stores_nothing(start: Start, pool: kvstore.Cl
 
 
 def test_a_worker_that_is_closed_ends_loads_that_wait_for_the_gpu(start: Start) -> None:
-    engine = start(transfer_timeout_ms=60_000)
+    engine = start(timeout_ms=60_000)
     engine.kernel(0, FROM[0])
     engine.step(saves=[Save(1, runs(FROM))])
     assert engine.is_stored()
@@ -355,7 +359,7 @@ def test_copies_that_do_not_end_end_the_engine(
 ) -> None:
     """Their blocks are never reported, and so never used for another request."""
     monkeypatch.setattr(device_module, "SETTLE_S", 0.5)
-    engine = start(transfer_timeout_ms=300)
+    engine = start(timeout_ms=300)
     engine.kernel(0, FROM[0])
     engine.step(saves=[Save(1, runs(FROM))])
     assert engine.is_stored()

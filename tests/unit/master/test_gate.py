@@ -124,10 +124,11 @@ def test_who_was_revoked_lately_is_told_to_nodes(
     identities: Identities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identities.revoked_file.write_text("1\n")
+    monkeypatch.setattr("kvstore.master.times.PUT_DEADLINE_MS", 1_000)
     gate = Gate(
         MasterConfig(
             auth=identities.file("master"), auth_revoked=str(identities.revoked_file),
-            lease_ms=1_000, put_deadline_ms=1_000,
+            lease_ms=1_000,
         )
     )  # fmt: skip
     now = 100.0

@@ -260,7 +260,7 @@ def test_pins_of_all_namespaces_leave_room_for_puts(new_cluster: NewCluster) -> 
     request = calls.Pin(others[6], keys_of("6"), MINUTE_MS)
     with pytest.raises(NoSpaceError, match="all have 24 KiB pinned") as error:
         cluster.state.keeping.pin(cluster.now_ms, request)
-    assert "--pinned-all-max" in error.value.advice
+    assert "--pinned-max" in error.value.advice
     cluster.after(LEASE_MS)
     cluster.put("xy")
 
