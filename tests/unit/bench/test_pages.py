@@ -18,7 +18,8 @@ TABLE = TABLES["mooncake"]
 
 
 def samples(*times_us: float, processor_us: tuple[float, ...] = (8.0, 2.0, 0.0)) -> list[Sample]:
-    shares = dict(zip(("client", "master", "storage"), processor_us, strict=True))
+    client, master, storage = processor_us
+    shares = {"client": client, "master": master, "storage": storage}
     return [Sample(100, 1e6 / us, us, 2 * us, shares) for us in times_us]
 
 
