@@ -125,7 +125,7 @@ class Carriers:
 
     def shares_refused(self) -> dict[str, dict[str, int]]:
         """By door, how often each identity was refused a place of it."""
-        return {each.door: each.refused() for each in (self._lane.shares, self._grpc.shares)}
+        return {each.name: each.refusals() for each in (self._lane.connections, self._grpc.limiter)}
 
     def counters(self) -> dict[str, int]:
         """Counters for the status: calls and errors by name, and those of the lane."""

@@ -15,7 +15,6 @@ import grpc
 import grpc.aio
 
 from kvstore.auth.holders import holder_of
-from kvstore.auth.shares import Shares
 from kvstore.calls import NodeMessage
 from kvstore.errors import (
     AddressInUseError,
@@ -32,7 +31,7 @@ from kvstore.master.gate import Gate
 from kvstore.master.state.traffic import Caller
 from kvstore.master.turns import Turns
 from kvstore.network.addresses import join_address
-from kvstore.network.waits import CrowdedOutError, Waits
+from kvstore.network.limiter import Limiter, WaitPreemptedError
 from kvstore.ports import what_answers
 from kvstore.process.background import start_task
 from kvstore.process.descriptors import sockets
@@ -106,7 +105,7 @@ class GrpcServer:
             turns: in which calls are answered; not None with authentication.
         """
         self.token = token
-        self.shares = Shares("grpc", calls_max)
+        self.limiter = Limiter[object]("grpc", calls_max)
         self._turns = turns
         self._gate = gate
         self._dispatcher = dispatcher
@@ -114,8 +113,8 @@ class GrpcServer:
         self._connections_max = connections_max
         self._server: grpc.aio.Server | None = None
         self._started = False
-        self._arriving = Waits(ARRIVING_BYTES_MAX)
-        self._unread = Waits(UNREAD_BYTES_MAX)
+        self._arriving = Limiter[asyncio.Timeout]("arriving requests", ARRIVING_BYTES_MAX)
+        self._unread = Limiter[asyncio.TimerHandle]("unread replies", UNREAD_BYTES_MAX)
         self._ending: set[str] = set()
         """The peers whose connections are being ended."""
         self.port = 0
@@ -172,8 +171,9 @@ class GrpcServer:
                 name = ""
                 if caller is not None and caller.identity is not None:
                     name = caller.identity.name
-                    self.shares.enter(name)
-                    _when_done(context, functools.partial(self.shares.leave, name))
+                    slot = object()
+                    self.limiter.acquire(slot, name)
+                    _when_done(context, functools.partial(self.limiter.release, slot))
                 data = await self._request(context)
                 for key, value in context.invocation_metadata() or ():
                     if key == traces.METADATA_KEY and isinstance(value, str):
@@ -198,9 +198,9 @@ class GrpcServer:
             ProtocolError: the peer has sent none.
         """
         try:
-            async with self._arriving.wait(REQUEST_S, REQUEST_BYTES_MAX):
+            async with self._arriving.waiting(REQUEST_S, REQUEST_BYTES_MAX):
                 data = await context.read()
-        except (TimeoutError, CrowdedOutError):
+        except (TimeoutError, WaitPreemptedError):
             raise BusyError("the request did not arrive in time", advice="Try again.") from None
         if isinstance(data, bytes):
             return data
@@ -211,11 +211,11 @@ class GrpcServer:
         peer's connection ends: gRPC cannot take a reply back."""
         end = functools.partial(self._end, context.peer())
         timer = asyncio.get_running_loop().call_later(READ_S, end)
-        self._unread.begin(timer, len(reply), end)
+        self._unread.wait(timer, end, len(reply))
 
         def read() -> None:
             timer.cancel()
-            self._unread.end(timer)
+            self._unread.release(timer)
 
         return read
 

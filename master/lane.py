@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from kvstore.auth.shares import Shares
 from kvstore.errors import (
     BusyError,
     KVStoreError,
@@ -32,9 +31,9 @@ from kvstore.master.carrier_base import Dispatcher, logger
 from kvstore.master.gate import Gate
 from kvstore.master.state.traffic import Caller
 from kvstore.master.turns import Turns
+from kvstore.network.limiter import Limiter
 from kvstore.network.listening import listen
 from kvstore.network.tls_stream import TlsError
-from kvstore.network.waits import Waits
 from kvstore.process.background import start_task
 from kvstore.wire import frames
 from kvstore.wire.frames import CALL, ERROR, REPLY, FrameReader, frame
@@ -118,22 +117,19 @@ class LaneServer:
         """TCP port; 0: not bound."""
         self.unix = ""
         """Name in the abstract namespace; empty: none."""
-        self.connections: set[_LaneClient] = set()
-        self.silent: dict[_LaneClient, None] = {}
-        """Connections that have sent no good HELLO so far, oldest first."""
         self.gate = gate
         self.turns = turns
-        self.shares = Shares("lane", self.settings.connections_max)
-        self.arriving = Waits(ARRIVING_BYTES_MAX)
-        self.unread = Waits(UNREAD_BYTES_MAX)
+        self.connections = Limiter[_LaneClient]("lane", self.settings.connections_max)
+        """Those that have sent no good HELLO so far wait."""
+        self.arriving = Limiter[_LaneClient]("arriving frames", ARRIVING_BYTES_MAX)
+        self.unread = Limiter[_LaneClient]("unread replies", UNREAD_BYTES_MAX)
         self._dispatcher = dispatcher
         self._servers: list[asyncio.Server] = []
         self._listener: socket.socket | None = None
         """Of connections by TCP, with authentication."""
         self._accepting: asyncio.Task[None] | None = None
         self._tls: ssl.SSLContext | None = None
-        self._handshakes: dict[asyncio.Task[None], None] = {}
-        """Connections within their handshake, oldest first."""
+        self._handshakes = Limiter[asyncio.Task[None]]("handshakes", HANDSHAKES_MAX)
 
     async def bind(self, host: str, port: int, *, unix: bool = True) -> None:
         """Listens on ``host:port`` (0: any) and, where ``unix``, on a fresh abstract Unix socket.
@@ -183,20 +179,9 @@ class LaneServer:
         self._servers.clear()
         self.port, self.unix = 0, ""
 
-    def make_room(self) -> bool:
-        """Cuts the oldest connection that has not said HELLO; False: there is none."""
-        if not self.silent:
-            return False
-        oldest = next(iter(self.silent))
-        del self.silent[oldest]
-        self.connections.discard(oldest)
-        self.stats.refused += 1
-        oldest.cut()
-        return True
-
     def cut(self) -> None:
         """Cuts every connection, and goes on listening."""
-        for connection in list(self.connections):
+        for connection in self.connections:
             connection.cut()
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -208,13 +193,9 @@ class LaneServer:
             except OSError:  # most likely no descriptors are left
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
-            if len(self._handshakes) >= HANDSHAKES_MAX:
-                oldest = next(iter(self._handshakes))
-                del self._handshakes[oldest]
-                oldest.cancel()
             task = loop.create_task(self._handshake(sock))
-            self._handshakes[task] = None
-            task.add_done_callback(lambda done: self._handshakes.pop(done, None))
+            self._handshakes.wait(task, task.cancel)
+            task.add_done_callback(self._handshakes.release)
             await asyncio.sleep(0)  # accepting does not wait while there is a queue
 
     async def _handshake(self, sock: socket.socket) -> None:
@@ -258,7 +239,6 @@ class _LaneClient(asyncio.BufferedProtocol):
         """In which its calls are answered; None: as they come."""
         self._who = ""
         """The name of its identity; empty: it has none."""
-        self._has_share = False
         self._in_line = False
         """Whether it waits for its identity's turn."""
         self._is_partial = False
@@ -278,18 +258,11 @@ class _LaneClient(asyncio.BufferedProtocol):
             peer = transport.get_extra_info("peername")
             self._address = peer[0] if peer else ""  # None: it has gone
         server = self._server
-        if len(server.connections) >= server.settings.connections_max and not server.make_room():
-            server.connections.add(self)
-            self._refuse(
-                BusyError(
-                    f"{server.settings.connections_max} connections are open on the "
-                    f"lane, the limit",
-                    advice="Use fewer clients.",
-                )
-            )
+        try:
+            server.connections.wait(self, self._preempted)
+        except BusyError as error:
+            self._refuse(error)
             return
-        server.connections.add(self)
-        server.silent[self] = None
         server.stats.accepted += 1
         self._set_timer(server.settings.hello_timeout_s, self._silent)
 
@@ -311,23 +284,19 @@ class _LaneClient(asyncio.BufferedProtocol):
         self._expect_rest(has_begun=False)
         self._set_timer(self._server.settings.stall_timeout_s, self._stalled)
         unread = self._transport.get_write_buffer_size()
-        self._server.unread.begin(self, unread, self._stalled)
+        self._server.unread.wait(self, self._stalled, unread)
 
     def resume_writing(self) -> None:
         self._congested = False
         self._set_timer(0.0, None)
-        self._server.unread.end(self)
+        self._server.unread.release(self)
         self._continue()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._server.connections.discard(self)
-        self._server.silent.pop(self, None)
-        if self._has_share:
-            self._has_share = False
-            self._server.shares.leave(self._who)
+        self._server.connections.release(self)
         self._set_timer(0.0, None)
-        self._server.arriving.end(self)
-        self._server.unread.end(self)
+        self._server.arriving.release(self)
+        self._server.unread.release(self)
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             waiting.cancel()
@@ -390,13 +359,13 @@ class _LaneClient(asyncio.BufferedProtocol):
         is_partial = self._reader.held > 0 and not self._held
         if self._is_partial and (has_begun or not is_partial):
             self._set_timer(0.0, None)
-            self._server.arriving.end(self)
+            self._server.arriving.release(self)
             self._is_partial = False
         if is_partial and not self._is_partial:
             self._set_timer(self._server.settings.frame_timeout_s, self._late)
             self._is_partial = True
         if is_partial and self._reader.size > frames.BUFFER_BYTES:
-            self._server.arriving.begin(self, self._reader.size, self._late)
+            self._server.arriving.wait(self, self._late, self._reader.size)
 
     def _greet(self, received: frames.Frame) -> bytes:
         token, server = frames.read_hello(received), self._server
@@ -412,12 +381,10 @@ class _LaneClient(asyncio.BufferedProtocol):
             )
         if caller.identity is not None:
             self._who = caller.identity.name
-            server.shares.enter(self._who)
-            self._has_share = True
+        server.connections.keep(self, self._who)
         self._turns = server.turns
         self._caller = caller
         self._greeted = True
-        self._server.silent.pop(self, None)
         self._reader.length_max = REQUEST_BYTES_MAX + frames.FRAMING_BYTES_MAX
         self._set_timer(0.0, None)
         return frame(received[0], REPLY, b"", b"")
@@ -493,6 +460,10 @@ class _LaneClient(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if action is None else self._loop.call_later(after_s, action)
+
+    def _preempted(self) -> None:
+        self._server.stats.refused += 1
+        self.cut()
 
     def _silent(self) -> None:
         self._refuse(ProtocolError("the client sent no HELLO in time"))

@@ -6,11 +6,11 @@ the epochs: see ``kvstore.limits.EPOCH_AHEAD_MAX``.
 
 from __future__ import annotations
 
-import math
 from random import Random
 from typing import Final
 
 from kvstore.limits import highest_believed
+from kvstore.token_buckets import TokenBuckets
 
 EPOCH_STEP_MAX: Final = 1 << 20
 """The next epoch is above the reported one by a random number up to this. Another node may have
@@ -27,16 +27,12 @@ class Outruns:
 
     def __init__(self, random: Random, *, every_s: float = OUTRUN_S) -> None:
         self._random = random
-        self._every_s = every_s
-        self._not_before = -math.inf
+        self._ends = TokenBuckets(1, 1 / every_s, keys_max=1)
 
     def ends_term(self, own: int, epoch: int, now_s: float) -> bool:
         """Called when a node reports ``epoch`` to the master of the epoch ``own``. Returns whether
         the term ends now."""
-        if epoch <= own or now_s < self._not_before:
-            return False  # several nodes may report the same epoch
-        self._not_before = now_s + self._every_s
-        return True
+        return epoch > own and self._ends.take("", now_s) is not None
 
     def next_epoch(self, epoch: int, wall_clock_ms: int) -> int:
         """The epoch of a term above the reported ``epoch``: one that the next master believes."""

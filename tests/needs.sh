@@ -20,9 +20,8 @@ need prometheus prometheus
 # Opens the dashboard.
 need chromium chromium
 need chromedriver chromium-driver
-# The soak filters ports and steps clocks.
+# The soak filters ports.
 need iptables iptables
-[[ -e /usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1 ]] || missing+=(libfaketime)
 command -v cc >/dev/null || missing+=(gcc libc6-dev)
 
 # Mooncake's package, which is measured against and tested with, brings all but these.

@@ -26,7 +26,6 @@ from rich.progress import (
 from kvstore.auth.credentials import Credentials
 from kvstore.auth.data_port import NodeEnd
 from kvstore.auth.revoked import Revoked
-from kvstore.auth.shares import Shares
 from kvstore.calls import MasterAccepted
 from kvstore.clocks import uptime
 from kvstore.config import DATA_PORTS, NodeConfig
@@ -71,7 +70,7 @@ from kvstore.transport.mooncake.engine import EngineSettings
 from kvstore.transport.mooncake.server import EngineServer
 from kvstore.transport.tcp_server import DataServer
 from kvstore.web.server.access import Access, Secured, secured_by
-from kvstore.web.server.serving import bind, requests_max, serving
+from kvstore.web.server.serving import bind, request_limiter, serving
 
 log = logging.getLogger("kvstore.node")
 
@@ -134,9 +133,8 @@ def run(
                 at = join_address(config.host, listener.getsockname()[1])
                 log.info("http_served address=%s://%s", secured.scheme, at)
             access = Access(
-                None, token=secured.token, reads=secured.reads, identities=secured.identities(),
-                shares=Shares("http", requests_max()),
-            )  # fmt: skip
+                None, token=secured.token, reads=secured.reads, identities=secured.identities()
+            )
             starting = Starting(config.memory)
             with starting_served(starting, listener, access, secured):
                 segment = _mount(config, kind, starting)
@@ -258,8 +256,11 @@ async def _serve(
     try:
         async with contextlib.AsyncExitStack() as stack:
             if listener is not None:
-                answers = answers_of(agent, segment, server, handover, credentials, access.shares)
-                serves = serving(listener, answers, access=access, secured=secured)
+                requests = request_limiter()
+                answers = answers_of(agent, segment, server, handover, credentials, requests)
+                serves = serving(
+                    listener, answers, access=access, secured=secured, requests=requests
+                )
                 await stack.enter_async_context(serves)
             if handover is not None:
                 await stack.enter_async_context(handover.serving())

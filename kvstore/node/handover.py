@@ -23,6 +23,7 @@ from kvstore.memory.entries import SHM_DIRECTORY, socket_name, unlink_entry, unl
 from kvstore.memory.lending import Lent
 from kvstore.network import handover as protocol
 from kvstore.network.handover import HandoverStatus
+from kvstore.network.limiter import Limiter
 
 log = logging.getLogger("kvstore.node")
 
@@ -80,8 +81,7 @@ class HandoverServer:
         self._segment = segment
         self._group = group
         self._needs_all = needs_all
-        self._peers: dict[asyncio.Task[None], None] = {}
-        """Oldest first."""
+        self._peers = Limiter[asyncio.Task[None]]("handover", PEERS_MAX)
         self._again: asyncio.TimerHandle | None = None
         self._refused: set[int] = set()
         """Holders that were revoked since the mount ``_refused_in``, whose keys end with it."""
@@ -142,16 +142,12 @@ class HandoverServer:
             )
             return
         sock.setblocking(False)
-        if len(self._peers) >= PEERS_MAX:
-            oldest = next(iter(self._peers))
-            del self._peers[oldest]
-            oldest.cancel()
         peer = loop.create_task(self._serve(sock))
-        self._peers[peer] = None
+        self._peers.wait(peer, peer.cancel)
         peer.add_done_callback(functools.partial(self._served, sock))
 
     def _served(self, sock: socket.socket, peer: asyncio.Task[None]) -> None:
-        self._peers.pop(peer, None)
+        self._peers.release(peer)
         sock.close()  # a task that is cancelled before its first step has not done so
 
     async def _serve(self, sock: socket.socket) -> None:

@@ -6,11 +6,11 @@ import os
 
 from kvstore._version import __version__
 from kvstore.auth.credentials import Credentials
-from kvstore.auth.shares import Shares
 from kvstore.memory.segment import NodeSegment
 from kvstore.metrics import exposition
 from kvstore.metrics.exposition import Rows
 from kvstore.metrics.families import NODE
+from kvstore.network.limiter import Limiter
 from kvstore.node.agent import NodeAgent
 from kvstore.node.handover import HandoverServer
 from kvstore.process.watched_files import refused_files
@@ -24,13 +24,13 @@ def answers_of(
     server: DataServer,
     handover: HandoverServer | None,
     credentials: Credentials | None,
-    shares: Shares | None = None,
+    requests: Limiter[object] | None = None,
 ) -> Answers:
     """
     Args:
         handover: hands out descriptors of the memory; None: nothing does.
         credentials: the node's identity; None: no authentication.
-        shares: those of the port for HTTP; None: it has none.
+        requests: that of the port for HTTP; None: it has none.
     """
 
     async def readiness() -> Readiness:
@@ -42,7 +42,7 @@ def answers_of(
         until = None if credentials is None else credentials.validity().until
         values = _values(agent, segment, server, handover)
         values |= exposition.of_identity("node", until)
-        refused = {} if shares is None else {shares.door: shares.refused()}
+        refused = {} if requests is None else {requests.name: requests.refusals()}
         values |= exposition.of_shares("node", {"data": server.shares_refused(), **refused})
         return exposition.page(NODE, values, pid=os.getpid())
 

@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from typing import IO, Any, Final, TextIO, cast
 
 from kvstore.process.log_lines import PIECE_BYTES_MAX, LineFormatter
+from kvstore.token_buckets import TokenBuckets
 
 PIECES_MAX: Final = 2_000
 """Lines that wait to be written; a traceback counts as one."""
@@ -95,39 +96,18 @@ class RateLimit(logging.Filter):
         self.left_out = 0
         """Lines since the start."""
         self._clock = clock
-        self._kinds: dict[tuple[str, str, str], _Rate] = {}
+        self._buckets = TokenBuckets(BURST, PER_S, KINDS_MAX)
 
     def filter(self, record: logging.LogRecord) -> bool:
         """As ``logging.Filter``: whether to write it. Never blocks."""
         if record.levelno <= logging.DEBUG or getattr(record, "each", False):
             return True
-        if len(self._kinds) > KINDS_MAX:
-            self._kinds.clear()
-        now = self._clock()
         kind = record.name, str(record.msg), getattr(record, "whose", "")
-        rate = self._kinds.setdefault(kind, _Rate(now))
-        if not rate.allows(now):
+        left_out = self._buckets.take(kind, self._clock())
+        if left_out is None:
             self.left_out += 1
             return False
-        record.left_out, rate.left_out = rate.left_out, 0
-        return True
-
-
-class _Rate:
-    """A token bucket."""
-
-    def __init__(self, now: float) -> None:
-        self.left_out = 0
-        self._tokens = float(BURST)
-        self._at = now
-
-    def allows(self, now: float) -> bool:
-        self._tokens = min(BURST, self._tokens + (now - self._at) * PER_S)
-        self._at = now
-        if self._tokens < 1:
-            self.left_out += 1
-            return False
-        self._tokens -= 1
+        record.left_out = left_out
         return True
 
 

@@ -17,7 +17,7 @@ from kvstore._version import __version__
 from kvstore.config import ProxyConfig
 from kvstore.errors import AddressInUseError, StartupError
 from kvstore.network.addresses import join_address, shown_place
-from kvstore.network.waits import Waits
+from kvstore.network.limiter import Limiter
 from kvstore.process import background
 from kvstore.process.background import EXIT_BROKEN, start_task
 from kvstore.process.watched_files import watching
@@ -77,9 +77,9 @@ async def _serve(config: ProxyConfig) -> int:
         loop.add_signal_handler(number, stopped.set)
     async with contextlib.AsyncExitStack() as stack:
         clients_max = connections_max(serving.INFLIGHT_MAX)
-        # Fewer bodies than connections, so that idle connections can always make room.
-        bodies_max = max(1, min(serving.INFLIGHT_MAX, clients_max // 2))
-        parts = await _parts(config, stack, bodies_max=bodies_max)
+        # Fewer requests than connections, so that there is always an idle one.
+        requests_max = max(1, min(serving.INFLIGHT_MAX, clients_max // 3))
+        parts = await _parts(config, stack, requests_max=requests_max)
         health = HealthChecks(parts.instances, parts.engines)
         await health.round()
         checking = start_task("health checks", health.run(), died=broken)
@@ -108,7 +108,7 @@ async def _serve(config: ProxyConfig) -> int:
 
 
 async def _parts(
-    config: ProxyConfig, stack: contextlib.AsyncExitStack, *, bodies_max: int
+    config: ProxyConfig, stack: contextlib.AsyncExitStack, *, requests_max: int
 ) -> ProxyParts:
     instances = Instances(prefix_affinity=config.affinity == "prefix")
     for role, addresses in zip(ROLES, (config.prefill, config.decode)):
@@ -128,8 +128,9 @@ async def _parts(
         )
         stack.push_async_callback(lookup.close)
         lookup.start()
+    bodies = Limiter[asyncio.Timeout]("arriving bodies", requests_max)
     parts = ProxyParts(
-        config, instances, engines, numbers, lookup, salts_by(config), Waits(bodies_max)
+        config, instances, engines, numbers, lookup, salts_by(config), bodies, requests_max
     )
     parts.idle.set()
     return parts

@@ -14,7 +14,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvstore.config import ProxyConfig
-from kvstore.network.waits import Waits
+from kvstore.network.limiter import Limiter
 from kvstore.proxy.affinity import Prints
 from kvstore.proxy.bodies import Body, EngineRoute
 from kvstore.proxy.engine import Engines
@@ -57,8 +57,9 @@ class ProxyParts:
     metrics: Metrics
     lookup: StoreLookup | None
     salts: Salts | None
-    bodies: Waits
+    bodies: Limiter[asyncio.Timeout]
     """Bodies of requests that are arriving."""
+    inflight_max: int
     in_flight: int = 0
     """Requests whose body has arrived. Only these take a slot."""
     under_way: int = 0

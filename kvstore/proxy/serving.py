@@ -10,7 +10,7 @@ import logging
 from aiohttp import web
 
 from kvstore.errors import InvalidArgumentError
-from kvstore.network.waits import CrowdedOutError
+from kvstore.network.limiter import WaitPreemptedError
 from kvstore.process.logs import EACH
 from kvstore.proxy import bodies
 from kvstore.proxy.affinity import fingerprints
@@ -101,13 +101,13 @@ async def _take(
     if salts is not None and (caller := salts.caller(request.headers)) is None:
         raise not_taken(401, f"this needs one header {salts.header}", "authentication_error")
     try:
-        async with parts.bodies.wait(BODY_TIMEOUT_S):
+        async with parts.bodies.waiting(BODY_TIMEOUT_S):
             raw = await request.read()
         body = bodies.parse(raw)
     except web.HTTPRequestEntityTooLarge:
         message = f"the body is larger than {BODY_BYTES_MAX} bytes"
         raise not_taken(413, message, "invalid_request_error") from None
-    except CrowdedOutError:
+    except WaitPreemptedError:
         message = "too many requests whose body has not arrived"
         raise not_taken(503, message, "overloaded") from None
     except TimeoutError:
@@ -115,7 +115,7 @@ async def _take(
         raise not_taken(408, message, "timeout") from None
     except InvalidArgumentError as error:
         raise not_taken(400, str(error), "invalid_request_error") from None
-    if parts.in_flight >= INFLIGHT_MAX:
+    if parts.in_flight >= parts.inflight_max:
         raise not_taken(503, "too many requests at once", "overloaded")
     if salts is not None and caller is not None:
         body = salts.salted(caller, body)

@@ -13,13 +13,12 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from kvstore.auth.data_port import NodeEnd
 from kvstore.auth.holders import shown
-from kvstore.auth.shares import Shares
 from kvstore.clocks import uptime
 from kvstore.errors import BusyError
 from kvstore.memory.segment import RangeAccess
@@ -27,6 +26,7 @@ from kvstore.native import steps
 from kvstore.native.kinds import ASKED_BYTES, ORDERS_BYTES, REFUSED, TIMED_OUT
 from kvstore.native.slow import Sealed, serve_ranges
 from kvstore.network import tcp_protocol as protocol
+from kvstore.network.limiter import Limiter
 from kvstore.network.stream import StalledError, Stream
 from kvstore.network.tcp_protocol import Hello, RefusedTransferError, TransferStatus
 from kvstore.network.tls_stream import TlsError
@@ -93,6 +93,8 @@ class ServerContext:
     """By uuid; does not change."""
     stall_s: float
     idle_s: float
+    limiter: Limiter[Connection]
+    """All connections; those that have not greeted wait."""
     capabilities: bool = False
     tls: NodeEnd | None = None
     """None: connections are not encrypted."""
@@ -100,8 +102,6 @@ class ServerContext:
     """By uuid, as of ``Steps.call_back``; empty without capabilities. Other ones after a fence."""
     refused_holders: frozenset[int] = frozenset()
     """Whose proofs are refused."""
-    shares: Shares = field(default_factory=lambda: Shares("data", 1))
-    """What holders have of the connections."""
     moved: bytearray = field(default_factory=lambda: bytearray(32))
     """As ``counts`` of ``Steps.serve``."""
     _counters: DataServerCounters = field(default_factory=DataServerCounters)
@@ -134,12 +134,8 @@ class ServerContext:
 class Connection:
     """Serves one connected stream in its own thread. Any other may ``cut`` and ``join`` it."""
 
-    def __init__(
-        self, stream: Stream, context: ServerContext, *, ended: Callable[[Connection], None]
-    ) -> None:
-        """Takes over ``stream``. ``ended`` is called last, in this connection's thread."""
-        self.is_greeted = False
-        """Whether the peer has shown the token of a segment, or proven to be a holder."""
+    def __init__(self, stream: Stream, context: ServerContext) -> None:
+        """Takes over ``stream``."""
         self.client = self.number = 0
         """The peer's number as a client, and its number for this connection, once it is greeted."""
         self.holder = 0
@@ -148,10 +144,8 @@ class Connection:
         """Of its segment, once it is greeted."""
         self._stream = stream
         self._context = context
-        self._ended = ended
         self._cut = bytearray(1)  # not 0: end it
         self._asked = memoryview(b"")
-        self._has_share = False
         self._thread = threading.Thread(target=self._run, name="kvstore-data", daemon=True)
 
     def start(self) -> None:
@@ -187,9 +181,7 @@ class Connection:
             pass  # the peer left, or we were cut
         finally:
             self._stream.close()
-            if self._has_share:
-                self._context.shares.leave(shown(self.holder))
-            self._ended(self)
+            self._context.limiter.release(self)
 
     def _serve(self) -> None:
         try:
@@ -203,7 +195,6 @@ class Connection:
                 reason, peer = error.strerror, self._stream.peer
                 _log.warning("event=data_refused what=tls reason=%s peer=%s", reason, peer)
             return
-        self.is_greeted = True
         self._reply(TransferStatus.OK)
         try:
             self._serve_requests(segment, sealed)
@@ -264,6 +255,10 @@ class Connection:
         if hello.generation != segment.generation:
             raise RefusedTransferError(TransferStatus.GONE)
         self.client, self.number, self.uuid = hello.client, hello.connection, hello.uuid
+        try:
+            self._context.limiter.keep(self, shown(hello.holder) if hello.holder else "")
+        except BusyError:
+            raise RefusedTransferError(BUSY) from None
         nothing = memoryview(bytearray())
         if not hello.holder:
             return segment, Sealed(b"", hello.generation, 0, steps.siphash, nothing, nothing)
@@ -277,8 +272,7 @@ class Connection:
         """Has the peer prove that it is the holder whose number it has said.
 
         Raises:
-            RefusedTransferError: it has not the holder's key, the holder is refused, or has too
-                many connections.
+            RefusedTransferError: it has not the holder's key, or the holder is refused.
         """
         self.holder = hello.holder  # before the look: who refuses a holder looks here afterwards
         key = protocol.holder_key(segment.token, segment.uuid, hello.generation, hello.holder)
@@ -289,11 +283,6 @@ class Connection:
         is_proven = hmac.compare_digest(said, protocol.prove(key, nonce, raw))
         if not is_proven or hello.holder in self._context.refused_holders:
             raise RefusedTransferError(TransferStatus.DENIED)
-        try:
-            self._context.shares.enter(shown(hello.holder))
-        except BusyError:
-            raise RefusedTransferError(BUSY) from None
-        self._has_share = True
 
     def _reply(self, status: TransferStatus) -> None:
         self._stream.send([protocol.pack_status(status)], self._soon())

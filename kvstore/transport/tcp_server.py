@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from kvstore.auth.data_port import NodeEnd
-from kvstore.auth.shares import Shares
 from kvstore.clocks import uptime
-from kvstore.errors import AddressInUseError, InternalError, StartupError
+from kvstore.errors import AddressInUseError, BusyError, InternalError, StartupError
 from kvstore.native import steps
 from kvstore.network.addresses import join_address
+from kvstore.network.limiter import Limiter
 from kvstore.network.listening import listen
 from kvstore.network.stream import Stream
 from kvstore.network.tcp_protocol import LOWER_HALF, TransferStatus, pack_status
@@ -75,19 +75,16 @@ class DataServer:
             tls: encrypts all connections, and says who may have one; None: without encryption.
         """
         self._address = (host, port)
-        self._connections_max = connections_max
+        self._connections = Limiter[Connection]("data", connections_max)
         self._context = ServerContext(
             segments={segment.uuid: segment for segment in segments},
             stall_s=stall_s,
             idle_s=idle_s,
             capabilities=capabilities,
             tls=tls,
-            shares=Shares("data", connections_max),
+            limiter=self._connections,
         )
         self._context.begin_orders()
-        self._connections: dict[Connection, None] = {}
-        """In the order of their arrival."""
-        self._changing = threading.Lock()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -133,8 +130,7 @@ class DataServer:
     @property
     def connections(self) -> int:
         """Connections that are open now."""
-        with self._changing:
-            return len(self._connections)
+        return len(self._connections)
 
     def counters(self) -> DataServerCounters:
         """A copy of what has been counted since the server was made."""
@@ -142,7 +138,7 @@ class DataServer:
 
     def shares_refused(self) -> dict[str, int]:
         """How often each holder was refused a connection, since it had as many as were free."""
-        return self._context.shares.refused()
+        return self._connections.refusals()
 
     def fence(self) -> None:
         """Close all present connections; returns when none of them can touch a segment any more.
@@ -154,9 +150,7 @@ class DataServer:
             InternalError: a thread did not end; the node must not join.
         """
         self._context.begin_orders()
-        with self._changing:
-            present = list(self._connections)
-        _end(present)
+        _end(list(self._connections))
 
     def call_back(self, uuid: bytes, offsets: Sequence[int], order: int) -> int:
         """Ends the right to write to these extents that older capabilities give, and the writes
@@ -179,12 +173,11 @@ class DataServer:
             return 0
         steps.call_back(orders, offsets, order)
         wanted = frozenset(offsets)
-        with self._changing:
-            chosen = [
-                connection
-                for connection in self._connections
-                if connection.uuid == uuid and connection.writes_to(wanted)
-            ]
+        chosen = [
+            connection
+            for connection in self._connections
+            if connection.uuid == uuid and connection.writes_to(wanted)
+        ]
         _end(chosen)
         return len(chosen)
 
@@ -195,8 +188,7 @@ class DataServer:
         if refused == self._context.refused_holders:
             return 0
         self._context.refused_holders = refused
-        with self._changing:
-            chosen = [each for each in self._connections if each.holder in refused]
+        chosen = [each for each in self._connections if each.holder in refused]
         for connection in chosen:
             connection.cut()
         return len(chosen)
@@ -217,18 +209,17 @@ class DataServer:
             InternalError: a thread did not end.
         """
         wanted = {(client & LOWER_HALF, number) for client, number in writers}
-        with self._changing:
-            chosen = [
-                connection
-                for connection in self._connections
-                if not wanted.isdisjoint(
-                    (
-                        (connection.client & LOWER_HALF, connection.number),
-                        (connection.client & LOWER_HALF, 0),
-                        (0, 0),
-                    )
+        chosen = [
+            connection
+            for connection in self._connections
+            if not wanted.isdisjoint(
+                (
+                    (connection.client & LOWER_HALF, connection.number),
+                    (connection.client & LOWER_HALF, 0),
+                    (0, 0),
                 )
-            ]
+            )
+        ]
         for connection in chosen:
             connection.cut(gently=True)
         give_up = uptime() + CUT_S
@@ -251,8 +242,7 @@ class DataServer:
 
     def check_invariants(self) -> None:
         """Raises AssertionError: a bug of ours."""
-        assert self.connections <= self._connections_max
-        self._context.shares.check_invariants()
+        self._connections.check_invariants()
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._stopping.is_set():
@@ -266,38 +256,27 @@ class DataServer:
     def _admit(self, sock: socket.socket) -> None:
         tls = self._context.tls
         stream = Stream(sock) if tls is None else tls.stream(sock)
-        connection = Connection(stream, self._context, ended=self._forget)
-        with self._changing:
-            is_full = len(self._connections) >= self._connections_max
-            if not is_full:
-                self._connections[connection] = None
-        self._context.count(connections=1, refused_busy=int(is_full))
-        if is_full:
+        connection = Connection(stream, self._context)
+        self._context.count(connections=1)
+        try:
+            self._connections.wait(connection, connection.cut)
+        except BusyError:
+            self._context.count(refused_busy=1)
             self._refuse(stream)
             return
         try:
             connection.start()
         except BaseException:
-            self._forget(connection)
+            self._connections.release(connection)
             stream.close()
             raise
 
     def _refuse(self, stream: Stream) -> None:
-        """Refuses with BUSY, and ends the oldest connection that is not greeted, so that strangers
-        cannot use up all connections."""
         with contextlib.suppress(OSError):
             # Fits the send buffer of a new connection, so this does not wait. A handshake would.
             busy = pack_status(TransferStatus.BUSY) if stream.is_plain else BUSY
             Stream.send(stream, [busy], uptime() + 0.1)
         stream.close()
-        with self._changing:
-            stranger = next((c for c in self._connections if not c.is_greeted), None)
-        if stranger is not None:
-            stranger.cut()
-
-    def _forget(self, connection: Connection) -> None:
-        with self._changing:
-            self._connections.pop(connection, None)
 
 
 def _end(connections: Sequence[Connection]) -> None:

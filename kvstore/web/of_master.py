@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.auth.credentials import MASTER_NAME
-from kvstore.auth.shares import Shares
 from kvstore.process import background
 from kvstore.process.background import start_task
 from kvstore.process.children import ParentLink
@@ -25,7 +24,7 @@ from kvstore.web.events.journal import Journal
 from kvstore.web.events.paths import EventsAPI, not_asked_for
 from kvstore.web.server.access import NOT_SECURED, Access, Hosts, Secured
 from kvstore.web.server.endpoints import Document, endpoints_of
-from kvstore.web.server.serving import Answers, Route, requests_max, serving
+from kvstore.web.server.serving import Answers, Route, request_limiter, serving
 
 if TYPE_CHECKING:
     from kvstore.web.events.publisher import Publisher
@@ -72,10 +71,10 @@ async def serve(served: Served) -> None:
     channel = ChildEnd(served.channel, journal.took)
     reading = start_task("channel", channel.run())
     secured = served.secured
-    shares = Shares("http", requests_max())
+    requests = request_limiter()
     master = ParentMaster(
         served.master, cluster=served.cluster, pid=served.pid, channel=channel,
-        scheme=secured.scheme, auth=served.auth, shares=shares,
+        scheme=secured.scheme, auth=served.auth, requests=requests,
         demands_encryption=served.demands_encryption,
     )  # fmt: skip
     answers = Answers(master.readiness, master.metrics)
@@ -89,10 +88,12 @@ async def serve(served: Served) -> None:
             publisher = _publisher(served, events, master)
         access = Access(
             Hosts([*served.names, MASTER_NAME]), token=secured.token, reads=secured.reads,
-            identities=secured.identities(), shares=shares,
+            identities=secured.identities(),
         )  # fmt: skip
         routes = _routes(access, master, dashboard, events, nodes)
-        async with serving(served.listener, answers, routes, access=access, secured=secured):
+        async with serving(
+            served.listener, answers, routes, access=access, secured=secured, requests=requests
+        ):
             served.parent.tell(ready=1)
             await stopped.wait()
     finally:

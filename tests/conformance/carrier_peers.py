@@ -41,8 +41,6 @@ PLACES = calls.Placements([4096, 10], [7, 7], [1, 2], [1, 2], [3, 3, 4], [0, 819
 SEGMENT = calls.SegmentInfo(
     3, "node", "host", 1 << 30, b"u" * 16, "kvstore-x", "h:1", b"t" * 16, 5, 2
 )
-ROW = calls.ObjectRow(N, KEYS[0], 4096, 1, 0, 100, "complete")
-
 STATUS = calls.ClusterStatus(
     7, "0.1", 5,
     [calls.NodeStatus("n", "h", "alive", "", 3, [calls.SegmentStatus(3, 9, 5, 4, "")])],
@@ -50,19 +48,6 @@ STATUS = calls.ClusterStatus(
     gone=[calls.GoneNode("m", "h", "left", 9, 3, 0, False)],
     tenants=[calls.TenantStatus("t", 9, 5, 20, 3, 0, 2, 1, 4, 6, ["t/*"])],
 )  # fmt: skip
-TRAFFIC = calls.NamespaceTraffic(
-    N, 2, 4106,
-    [calls.ClientTraffic("p", "10.0.0.8", 9, 1, 4, 1, 3, b"k")],
-    [calls.ClientTraffic("d", "local", 9, 1, 4, 1, 0, b"")],
-    [calls.MissedKey(KEYS[0], "d", "local", 1, 0, 2, present=True, evicted=True)],
-    2, 1, 1, 3, 8, 600,
-)  # fmt: skip
-BRANCH = calls.Branch(
-    N, 0, KEYS[0], KEYS[0], 1, 0, 0, 9, 0, 2, 3, 1, 60, 5, 4, 1, True, [3], [1]
-)  # fmt: skip
-BLOCK = calls.Block(KEYS[0], "complete", b"p", 2, 1, 9, 5, 4, 3, [3, 4])
-PLACE = calls.Placements([4096], [7], [1], [1], [3], [0])
-
 SAMPLES: dict[type, tuple[Any, Any]] = {
     type(request): (request, reply)
     for request, reply in (
@@ -89,19 +74,10 @@ SAMPLES: dict[type, tuple[Any, Any]] = {
         (calls.ReportFailure([3]), calls.Reported(1)),
         (calls.ReportCorrupt(N, KEYS, [7, 7], [1, 2], [bytes(16)] * 2), calls.Dropped(1)),
         (calls.Status(), STATUS),
-        (calls.ListObjects(N, b"", 0, 10), calls.Listed([ROW], 0)),
-        (calls.StatObject(N, KEYS[0]),
-         calls.ObjectDetail(ROW, b"", 1, calls.Version(7, 1), 5, PLACE, 8)),
-        (calls.Traffic(N, 3), calls.TrafficReport(7, 5, [TRAFFIC], 4)),
-        (calls.Chains(N, KEYS[:1], 5), calls.ChainsFound(7, 5, [BRANCH], True)),
-        (calls.Blocks(N, KEYS, 2), calls.BlocksFound([BLOCK])),
         (calls.Drain("n", calls.DrainStep.BEGIN), calls.Drained(7, 4096, 1)),
-        (calls.StartMoves("n", 0, 10, 1 << 20),
-         calls.MovesStarted(5, 1, 2, 9, 3, [N], KEYS[:1], PLACE,
-                            calls.Grants(7, 30_000, b"\x01", 1, [11], [4], [8192]))),
     )
 }  # fmt: skip
-"""One request and its reply for every call but Join."""
+"""A request and its reply for each call of an engine, and for two of operators."""
 
 
 class ScriptedService:
@@ -265,10 +241,6 @@ class Server:
 
         self.run(do)
 
-    def release_soon(self, reply: Reply | Exception) -> threading.Thread:
-        """``release`` as soon as a call waits; join the thread that is returned."""
-        return self.when_waiting(lambda: self.release(reply))
-
     def when_waiting(self, action: Callable[[], object]) -> threading.Thread:
         """``action()`` in a thread, as soon as a call waits; join it."""
 
@@ -358,11 +330,6 @@ class RawLane:
                 return None
             self.reader.received(count)
         return received
-
-    def reset(self) -> None:
-        """Closes with a RST."""
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.sock.close()
 
 
 class RawGrpc:

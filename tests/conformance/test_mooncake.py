@@ -4,11 +4,8 @@ over its tcp protocol."""
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,21 +15,17 @@ import pytest
 from kvstore.clocks import uptime
 from kvstore.config import P2P
 from kvstore.errors import (
-    BusyError,
     DeadlineExceededError,
     MemoryQuarantinedError,
-    NodeUnreachableError,
-    TransferEngineError,
 )
 from kvstore.memory.raw import address_of
 from kvstore.transport.base import Move
-from kvstore.transport.mooncake import engine as engines
 from kvstore.transport.mooncake import server, transport
 from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
 from kvstore.transport.mooncake.station import Buffer
 from kvstore.transport.mooncake.transport import MooncakeTransport
 from tests.conformance.peer import Peer
-from tests.conformance.test_transports import At, empty, noise, soon
+from tests.conformance.test_transports import empty, noise, soon
 from tests.support.metadata_servers import metadata_server
 from tests.support.processes import run_python
 from tests.support.programs import need_engine
@@ -97,64 +90,6 @@ assert read == written
 mover.close()
 print("met")
 """
-
-
-def test_this_build_does_not_know_redis(tmp_path: Path) -> None:
-    """Asked all the same it aborts the process; so it is looked at before."""
-    with metadata_server("redis", tmp_path) as url:
-        code = (
-            "from mooncake.engine import TransferEngine\n"
-            f"TransferEngine().initialize('127.0.0.1:12345', {url!r}, 'tcp', '')"
-        )
-        bare = run_python("-c", code)
-        assert bare.returncode == -6, "SIGABRT; if it knows redis now, test it as the others"
-        assert "Unable to find metadata storage plugin redis" in bare.stderr
-        with pytest.raises(TransferEngineError, match="does not support redis") as caught:
-            TransferEngine(EngineSettings("tcp", metadata_server=url), "127.0.0.1")
-        assert "etcd://" in caught.value.advice
-
-
-@pytest.mark.parametrize("kind", ["etcd", "http"])
-def test_a_metadata_server_that_is_not_there_is_told_at_once(kind: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        place = f"127.0.0.1:{listener.getsockname()[1]}"
-    start = uptime()
-    with pytest.raises(TransferEngineError, match="cannot be reached"):
-        TransferEngine(EngineSettings("tcp", metadata_server=f"{kind}://{place}"), "127.0.0.1")
-    assert uptime() - start < 2
-
-
-def test_other_settings_are_not_reached(peer: Peer, mover: MooncakeTransport) -> None:
-    info = peer.info
-    assert info.engine is not None
-    assert mover.reaches(info)
-    assert not mover.reaches(info._replace(engine=None))
-    for other in (
-        info.engine._replace(protocol="rdma"),
-        info.engine._replace(metadata_server="etcd://10.0.0.1:2379"),
-    ):
-        assert not mover.reaches(info._replace(engine=other))
-
-
-def test_an_engine_that_cannot_be_reached_is_left_to_tcp_for_a_while(
-    peer: Peer, mover: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its port is closed, and the node answers on the other."""
-    monkeypatch.setattr(transport, "UNREACHED_S", 2.0)
-    info = peer.info
-    assert info.engine is not None
-    closed = info._replace(engine=info.engine._replace(name="127.0.0.1:9"))
-    assert mover.reaches(closed)
-    with pytest.raises(NodeUnreachableError, match="which answers") as caught:
-        mover.read(closed, [Move(MIB, empty(16))], soon())
-    assert caught.value.fields["settled"] == 1
-    assert not mover.reaches(closed)
-    assert mover.reaches(info), "others are"
-    mover.read(info, [Move(MIB, empty(16))], soon())
-    deadline = soon(10)
-    while not mover.reaches(closed):
-        assert uptime() < deadline
-        time.sleep(0.01)
 
 
 # --- fencing --------------------------------------------------------------------------------------
@@ -277,19 +212,6 @@ def test_registered_memory_is_moved_as_it_is(peer: Peer, mover: MooncakeTranspor
     assert read == written
 
 
-def test_memory_is_registered_once(mover: MooncakeTransport) -> None:
-    memory = empty(MIB)
-    mover.register(memory)
-    mover.start()
-    for overlapping in (memory, memory[4096:8192]):
-        with pytest.raises(TransferEngineError, match="already"):
-            mover.register(overlapping)
-    mover.unregister(memory)
-    mover.unregister(memory)
-    mover.register(memory[4096:8192])
-    mover.unregister(memory[4096:])
-
-
 def test_a_read_that_was_given_up_keeps_its_memory_in_quarantine(
     peer: Peer, mover: MooncakeTransport
 ) -> None:
@@ -315,35 +237,6 @@ def test_a_read_that_was_given_up_keeps_its_memory_in_quarantine(
     assert read == before
     mover.read(peer.info, [Move(MIB, inside)], soon())
     assert inside == elsewhere
-
-
-def test_a_read_that_failed_gives_its_memory_back_at_once(
-    peer: Peer, mover: MooncakeTransport
-) -> None:
-    """So that it can be read from another replica."""
-    read = empty(48 * MIB)
-    mover.register(read)
-    with pytest.raises(NodeUnreachableError):
-        mover.read(peer.info, [Move(MIB, read, At(peer.kill))], soon())
-    mover.unregister(read)
-
-
-def test_too_many_that_were_given_up_are_refused(
-    peer: Peer, mover: MooncakeTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each keeps its buffer until its end: so there is a bound."""
-    monkeypatch.setattr(transport, "RETIRED_MAX", 1)
-    other = Peer(f"other-{os.getpid()}", SEGMENT_BYTES, engine=P2P)
-    try:
-        moves = [Move(MIB, empty(48 * MIB), At(peer.stop))]
-        with pytest.raises(DeadlineExceededError):
-            mover.read(peer.info, moves, uptime() + 1)
-        with pytest.raises(BusyError):
-            mover.read(other.info, [Move(MIB, empty(16))], soon())
-        mover._retired[0].ended.wait(10)  # its time-out
-        mover.read(other.info, [Move(MIB, empty(16))], soon())
-    finally:
-        other.close()
 
 
 # --- threads --------------------------------------------------------------------------------------
@@ -378,37 +271,6 @@ def test_one_engine_in_many_threads(peer: Peer) -> None:
     one.close()
 
 
-def test_others_go_on_while_a_transfer_waits(peer: Peer) -> None:
-    """The interpreter's lock is given back: a thread that only counts is never held up for long."""
-    address = peer.info.engine
-    assert address is not None
-    memory = noise(8 * MIB)
-    one = TransferEngine(TCP, "127.0.0.1")
-    one.register(address_of(memory), len(memory))
-    ours = address_of(memory)
-    assert one.transfer(address.name, [ours], [address.base + MIB], [16], is_write=True)
-    longest, ended = [0.0], threading.Event()
-
-    def count() -> None:
-        last = uptime()
-        while not ended.wait(0.002):
-            now = uptime()
-            longest[0] = max(longest[0], now - last)
-            last = now
-
-    counting = threading.Thread(target=count)
-    counting.start()
-    peer.stop()
-    start = uptime()
-    assert not one.transfer(address.name, [ours], [address.base + MIB], [8 * MIB], is_write=True)
-    took = uptime() - start
-    one.close()
-    ended.set()
-    counting.join()
-    assert 4 < took < 12, "its own time-out, which cannot be less"
-    assert longest[0] < 3
-
-
 # --- without it -----------------------------------------------------------------------------------
 
 
@@ -435,54 +297,9 @@ def test_without_the_package_the_message_names_it() -> None:
     assert "what='package', ok=False" in said.stdout
 
 
-def test_without_a_system_library_the_message_names_its_package(tmp_path: Path) -> None:
-    """The real library, which looks for another version of libibverbs than there is."""
-    found = engines.find_package()
-    assert found is not None
-    package = tmp_path / "mooncake"
-    shutil.copytree(found.parent, package, ignore=lambda _, names: [
-        name for name in names if not name.endswith((".py", "engine.so", "libasio.so"))
-    ])  # fmt: skip
-    for libraries in found.parent.parent.glob("mooncake_*.libs"):
-        (tmp_path / libraries.name).symlink_to(libraries)
-    library = package / "engine.so"
-    library.write_bytes(found.read_bytes().replace(b"libibverbs.so.1\0", b"libibverbs.so.0\0"))
-    said = run(TRY, PYTHONPATH=str(tmp_path))
-    assert "needs libibverbs.so.0" in said.stdout, said
-    assert engines.DEBIAN_PACKAGES["libibverbs.so.1"] == "libibverbs1"
-    assert "what='libraries', ok=False" in said.stdout
-
-
 def test_writes_that_nobody_acknowledges_are_refused() -> None:
     said = run(TRY, MC_TCP_PROTO="1")
     assert "reports a write as complete too early" in said.stdout, said
-
-
-def test_nothing_is_imported_before_it_is_used() -> None:
-    said = run(
-        "import sys, kvstore.client.sync, kvstore.node.app, kvstore.transport.mooncake.transport\n"
-        "print([name for name in sys.modules if name.split('.')[0] == 'mooncake'])"
-    )
-    assert said.stdout.strip() == "[]", said
-
-
-def test_the_engine_keeps_quiet(peer: Peer) -> None:
-    assert peer.info.engine is not None
-    code = """
-from kvstore.transport.mooncake.engine import EngineSettings, TransferEngine
-one = TransferEngine(EngineSettings("tcp"), "127.0.0.1")
-assert not one.transfer("127.0.0.1:9", [1], [1], [1], is_write=False)
-one.close()
-"""
-    said = run(code)
-    assert (said.returncode, said.stdout, said.stderr) == (0, "", ""), said
-    assert "Connection refused" in run(code, MC_LOG_LEVEL="INFO").stderr
-
-
-def test_two_protocols_in_one_process_are_refused() -> None:
-    TransferEngine(TCP, "127.0.0.1").close()
-    with pytest.raises(TransferEngineError, match="already"):
-        TransferEngine(EngineSettings("rdma"), "127.0.0.1")
 
 
 def test_rdma_without_a_card_is_told() -> None:

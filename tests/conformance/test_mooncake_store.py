@@ -12,9 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,9 +27,8 @@ from kvstore.connectors.mooncake import (
     MooncakeHostMemAllocator,
 )
 from kvstore.connectors.mooncake.names import Code, code_of
-from kvstore.connectors.mooncake.objects import slices
 from kvstore.connectors.mooncake.sessions import PutSessions
-from kvstore.connectors.mooncake.store import _replica, _size
+from kvstore.connectors.mooncake.store import _size
 from kvstore.errors import (
     ClosedError,
     CorruptObjectError,
@@ -42,12 +39,11 @@ from kvstore.errors import (
     PutRefusedError,
     UnavailableError,
 )
-from kvstore.limits import BATCH_KEYS_MAX
 from kvstore.process.children import start_master
 from tests.support import leaks
 from tests.support.cluster import Cluster
 from tests.support.issuing import Identities
-from tests.support.processes import KVSTORE, run_python
+from tests.support.processes import run_python
 from tests.support.programs import need_engine
 
 MIB = 1 << 20
@@ -576,12 +572,6 @@ def test_numbers_of_replicas(place: Place) -> None:
     assert place.store.put("none", b"1", config) == INVALID
 
 
-def test_copies_that_were_to_be_elsewhere_are_one_in_memory(ours: Place) -> None:
-    config = ours.config(replica_num=0, nof_replica_num=2)
-    assert ours.store.put("elsewhere", b"1", config) == 0
-    assert len(ours.store.get_replica_desc("elsewhere")) == 1
-
-
 def test_unregistering(place: Place) -> None:
     other = np.zeros(MIB, np.uint8)
     address = int(other.ctypes.data)
@@ -605,28 +595,6 @@ def test_memory_that_is_not_registered_is_refused(ours: Place) -> None:
     assert ours.store.batch_put_from(["f", "g"], pointers, [100, 100]) == [INVALID, 0]
     assert ours.store.batch_get_into(["g", "g"], pointers, [100, 100]) == [INVALID, 100]
     assert ours.store.register_buffer(16, 10) == INVALID  # Mooncake's takes it, and crashes later
-
-
-def test_a_number_keeps_its_shape(ours: Place) -> None:
-    """Mooncake's makes a list of it."""
-    torch = pytest.importorskip("torch")
-    assert ours.store.put_tensor("number", torch.tensor(5.0)) == 0
-    assert ours.store.get_tensor("number").shape == ()
-
-
-@pytest.mark.parametrize("at", range(0, 56, 4))  # 16 and 20 are the layout of a slice
-def test_a_broken_header_is_no_tensor(ours: Place, at: int) -> None:
-    torch = pytest.importorskip("torch")
-    for value in (b"\xff" * 4, b"\xff\xff\xff\x7f", bytes(4)):
-        for key in ("whole", "broken"):
-            ours.store.remove(key)
-        assert ours.store.put_tensor("whole", torch.ones(2, 3)) == 0
-        data = bytearray(ours.store.get("whole"))
-        is_same = data[at : at + 4] == value
-        data[at : at + 4] = value
-        assert ours.store.put("broken", data) == 0
-        got = ours.store.get_tensor("broken")
-        assert got is None or at in (16, 20) or (is_same and torch.equal(got, torch.ones(2, 3)))
 
 
 def test_a_shape_of_negative_lengths_is_no_tensor(ours: Place) -> None:
@@ -664,23 +632,6 @@ def test_replicas_are_cleared_by_node(ours: Place) -> None:
     node = replica.get_memory_descriptor().buffer_descriptor.transport_endpoint
     assert store.batch_replica_clear(["a"], "another node") == []
     assert store.batch_replica_clear(["a"], node) == ["a"]
-
-
-def test_an_object_with_a_copy_elsewhere_stays(
-    ours: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert ours.store.put("twice", b"1") == 0
-    copies = [_replica(1, "one"), _replica(1, "two")]
-    monkeypatch.setattr(ours.store, "batch_get_replica_desc", lambda keys: {keys[0]: copies})
-    assert ours.store.batch_replica_clear(["twice"], "one") == []
-    assert ours.store.is_exist("twice") == 1
-
-
-def test_a_pattern_may_match_anywhere_in_a_key(ours: Place) -> None:
-    assert ours.store.put_batch(["a/1", "b/1", "b/2"], [b"1"] * 3) == 0
-    assert ours.store.remove_by_regex("/1") == 2
-    assert ours.store.remove_by_regex("^/") == 0
-    assert ours.store.batch_is_exist(["a/1", "b/1", "b/2"]) == [0, 0, 1]
 
 
 def test_a_full_pool_stores_what_fits(ours: Place) -> None:
@@ -765,28 +716,6 @@ def test_asking_without_a_lease(ours: Place) -> None:
     assert store.batch_probe_key([]) == []
 
 
-def test_a_probe_leases_nothing_and_the_last_hit_is_leased(
-    ours: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    leased: list[list[bytes]] = []
-    client = ours.store._objects.client()
-    exists_many = type(client).exists_many
-
-    def spied(self: Any, keys: Any, *, lease: bool = False, **given: Any) -> Any:
-        if lease:
-            leased.append(list(keys))
-        return exists_many(self, keys, lease=lease, **given)
-
-    monkeypatch.setattr(type(client), "exists_many", spied)
-    for key in "abc":
-        assert ours.store.put(key, b"x") == 0
-    ours.store.probe_key("a")
-    ours.store.batch_probe_key(["a", "b"])
-    assert leased == []
-    assert ours.store.batch_probe_key(["a", "b", "b", "c"], "LastHitOnly", 2) == [0, 0, 1, 1]
-    assert leased == [[b"b", b"c"]]
-
-
 @pytest.mark.parametrize(
     ("keys", "size", "mask"),
     [
@@ -804,15 +733,6 @@ def test_the_last_complete_candidate(
     for key in "abc":
         assert ours.store.put(key, b"x") == 0
     assert ours.store.batch_probe_key(keys, "LastHitOnly", size) == mask
-
-
-def test_a_candidate_that_goes_before_it_is_leased_is_none(
-    ours: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = iter([[True, True], [False], [True]])
-    objects = ours.store._objects
-    monkeypatch.setattr(objects, "are_stored", lambda keys, **given: next(answers))
-    assert ours.store.batch_probe_key(["a", "b"], "LastHitOnly", 1) == [1, 0]
 
 
 def test_wrong_candidates_are_refused(ours: Place) -> None:
@@ -844,14 +764,6 @@ def test_ranges_of_a_snapshot(ours: Place) -> None:
     assert uneven == [[[INVALID]]]
 
 
-def test_a_put_may_name_sessions(ours: Place) -> None:
-    config = ours.config()
-    assert hasattr(config, "session_ids"), "engines look for it"
-    config.session_ids = ["talk", "talk"]
-    assert ours.store.batch_put_from(["s1", "s2"], [ours.start] * 2, [8, 8], config) == [0, 0]
-    assert ours.bytes_at(0, 8) == ours.store.get("s2")
-
-
 @pytest.mark.parametrize("how", ["argument", "dictionary", "variable"])
 def test_a_master_of_its_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, other = MooncakeDistributedStore(), MooncakeDistributedStore()
@@ -881,40 +793,6 @@ def test_setup_takes_a_dictionary_of_strings(ours: Place) -> None:
     assert ours.store.is_exist("a") == 0  # tenants are namespaces
     assert store.remove_all() == 1
     store.close()
-
-
-def test_a_host_name_stays_if_the_dictionary_has_none(
-    ours: Place, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    store = MooncakeDistributedStore()
-    config = {"master_server_address": ours.address, "rdma_devices": "mlx5_0", "tenantid": "x"}
-    assert store.setup("here", config=config) == 0
-    assert store.get_hostname() == "here"
-    assert "no effect here: rdma_devices" in caplog.text
-    assert "key=tenantid reason=unknown did_you_mean=tenant_id" in caplog.text
-    store.close()
-
-
-def test_the_callers_master_wins_over_the_environments(
-    ours: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    settings = {"local_hostname": "here", "master_server_address": ours.address}
-    monkeypatch.setenv("KVSTORE_MASTER", "127.0.0.1:9")
-    store = MooncakeDistributedStore()
-    assert store.setup(settings) == 0
-    assert "KVSTORE_MASTER names another master" in caplog.text
-    store.close()
-    monkeypatch.setenv("KVSTORE_MASTER", ours.address)
-    assert store.setup("here") == 0
-    store.close()
-
-
-def test_setup_contributes_memory(ours: Place) -> None:
-    store = MooncakeDistributedStore()
-    assert store.setup("here", "P2PHANDSHAKE", 16 * MIB, 0, "tcp", "", ours.address) == 0
-    assert store.put("a", b"1") == 0
-    assert store.close() == 0
 
 
 @pytest.mark.parametrize("text", ["16MB", "16 mb", " 16M ", str(16 * MIB), "16MiB"])
@@ -952,12 +830,6 @@ def test_memory_of_the_store_is_registered_like_any_other(ours: Place) -> None:
     assert ours.store.alloc_from_mem_pool(0) == 0
 
 
-def test_an_unusable_setting_is_a_code(ours: Place, caplog: pytest.LogCaptureFixture) -> None:
-    store = MooncakeDistributedStore()
-    assert store.setup("here", "", 0, 0, "tcp", "", "no address at all:x") == INVALID
-    assert "setup failed" in caplog.text
-
-
 # --- parts ----------------------------------------------------------------------------------------
 
 
@@ -983,12 +855,6 @@ def test_sessions_are_bounded() -> None:
 )  # fmt: skip
 def test_each_error_has_the_code_of_mooncake(error: type[KVStoreError], code: int) -> None:
     assert code_of(error("said")) == code
-
-
-def test_calls_carry_a_bounded_number_of_keys() -> None:
-    keys = list(range(2 * BATCH_KEYS_MAX + 1))
-    assert [len(some) for some in slices(keys)] == [BATCH_KEYS_MAX, BATCH_KEYS_MAX, 1]
-    assert [key for some in slices(keys) for key in some] == keys
 
 
 def test_allocator() -> None:
@@ -1036,41 +902,6 @@ def test_with_an_identity_it_has_the_namespace_of_its_tenant(
             store.close()
     names = {each.name for each in required.status().namespaces}
     assert names == {"default", "ours"}
-
-
-def test_of_another_tenant_every_call_fails_and_one_line_says_why(
-    required: Cluster,
-    identities: Identities,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    auth = identities.file("other", "engine", reads=["other"], writes=["other"])
-    monkeypatch.setenv("KVSTORE_AUTH", auth)
-    code, store = as_engine(required, tenant_id="theirs")
-    assert code == 0
-    started = time.monotonic()
-    for _ in range(20):
-        assert store.put("a", b"v") < 0
-        assert store.get("a") == b""
-        assert store.is_exist("a") == 0
-    assert time.monotonic() - started < 5
-    store.close()
-    told = [each for each in caplog.messages if "refused_by_the_store" in each]
-    assert len({each.split(":")[1] for each in told}) == len(told) <= 3
-    assert all("namespace 'theirs'" in each for each in told)
-
-
-def test_without_an_identity_setup_fails_and_says_what_is_missing(
-    required: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.delenv("KVSTORE_AUTH", raising=False)
-    started = time.monotonic()
-    code, store = as_engine(required)
-    assert code == DOWN
-    assert time.monotonic() - started < 10
-    assert "KVSTORE_AUTH=FILE" in caplog.text
-    assert store.get("a") == b""
-    store.close()
 
 
 # --- which mooncake.store is found ----------------------------------------------------------------
@@ -1123,22 +954,3 @@ def test_install_comes_first() -> None:
     done = python(late)
     assert "UsageError" in done.stderr
     assert "before anything imports" in done.stderr
-
-
-@pytest.mark.slow
-def test_install_after_another_module_of_a_mooncake(tmp_path: Path) -> None:
-    """The one of today imports its store with any module; not every release does."""
-    (tmp_path / "mooncake").mkdir()
-    (tmp_path / "mooncake" / "__init__.py").touch()
-    (tmp_path / "mooncake" / "other.py").touch()
-    code = f"import mooncake.other, kvstore.mooncake; kvstore.mooncake.install(); {WHOSE}"
-    done = python(code, PYTHONPATH=str(tmp_path))
-    assert done.stdout.strip() == "kvstore.connectors.mooncake.store", done.stderr
-
-
-@pytest.mark.slow
-def test_a_command_that_is_not_there() -> None:
-    done = run_python(*KVSTORE, "as-mooncake", "--", "no-such-program")
-    assert done.returncode == 2
-    assert "no-such-program cannot be started" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -20,12 +20,10 @@ from kvstore import calls
 from kvstore.calls import MasterMessage, NodeMessage
 from kvstore.errors import (
     InternalError,
-    InvalidArgumentError,
     KVStoreError,
     MasterUnreachableError,
     NodeNameTakenError,
     ProtocolError,
-    UsageError,
 )
 from kvstore.node.stream import NodeStream
 from kvstore.wire.node_messages import SESSION_PATH
@@ -91,20 +89,6 @@ def test_messages_go_both_ways(server: Server) -> None:
     run(server, scenario)
 
 
-def test_every_message_of_the_master_arrives(server: Server) -> None:
-    place = b"u" * 16, [0, 8192], [7, 7], [1, 2]
-    wipe = calls.MasterWipe(3, *place, calls.Version(7, 1), [5, 0], [9, 0])
-    wipe = wipe._replace(lengths=[64, 1 << 33])
-    scripted(server, ACCEPTED, calls.MasterBeat(2**63, refused_holders=[]), wipe)
-
-    async def scenario(stream: NodeStream) -> None:
-        assert await stream.receive() == ACCEPTED
-        assert await stream.receive() == calls.MasterBeat(2**63, refused_holders=[])
-        assert await stream.receive() == wipe
-
-    run(server, scenario)
-
-
 def test_a_session_that_the_master_ends(server: Server) -> None:
     async def scenario(stream: NodeStream) -> None:
         await stream.send(calls.NodeLeave())
@@ -131,15 +115,6 @@ def test_an_error_of_the_master_arrives_typed(server: Server) -> None:
     run(server, scenario)
 
 
-def test_an_error_in_answer_to_a_message(server: Server) -> None:
-    async def scenario(stream: NodeStream) -> None:
-        await stream.send(calls.NodeWiped(5))
-        with pytest.raises(InvalidArgumentError, match="no such order"):
-            await stream.receive()
-
-    run(server, scenario)
-
-
 def test_a_bug_of_the_master_is_an_internal_error(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,18 +127,6 @@ def test_a_bug_of_the_master_is_an_internal_error(
     run(server, scenario)
     assert any(record.exc_info for record in caplog.records)
     caplog.clear()
-
-
-@pytest.mark.parametrize("code", ["UNAVAILABLE", "CANCELLED", "INTERNAL"])
-def test_a_failure_of_grpc_itself_is_worth_another_try(code: str) -> None:
-    """Also INTERNAL: a master that resigns ended the stream while it was being opened."""
-    nothing = grpc.aio.Metadata()
-    error = grpc.aio.AioRpcError(
-        grpc.StatusCode[code], nothing, nothing, "Internal error from Core"
-    )
-    found = asyncio.run(NodeStream("127.0.0.1:1")._why(error))
-    assert isinstance(found, MasterUnreachableError)
-    assert "internal error from core" in found.message
 
 
 def test_a_malformed_message_ends_the_session(server: Server) -> None:
@@ -179,53 +142,6 @@ def test_a_malformed_message_ends_the_session(server: Server) -> None:
                 with pytest.raises(grpc.aio.AioRpcError):
                     await call.read()
                 assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-
-    run(server, scenario)
-
-
-def test_what_cannot_be_sent_is_a_usage_error(server: Server) -> None:
-    async def scenario(stream: NodeStream) -> None:
-        with pytest.raises(UsageError):
-            await stream.send(calls.NodeBeat(-1))
-        await stream.send(calls.NodeBeat(1))
-        assert await stream.receive() == calls.MasterBeat(1, refused_holders=[])
-
-    run(server, scenario)
-
-
-def test_receiving_may_be_cancelled(server: Server) -> None:
-    async def scenario(stream: NodeStream) -> None:
-        for number in range(3):
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.01):
-                    await stream.receive()
-            await stream.send(calls.NodeBeat(number))
-            assert await stream.receive() == calls.MasterBeat(number, refused_holders=[])
-
-    run(server, scenario)
-
-
-def test_leaving_ends_the_session_at_the_master(server: Server) -> None:
-    async def scenario(stream: NodeStream) -> None:
-        await stream.send(JOIN)
-        await stream.receive()
-
-    run(server, scenario)
-
-
-def test_leaving_while_the_master_is_about_to_speak(server: Server) -> None:
-    """The generator is suspended where it yields, not where it reads."""
-    speaking = asyncio.Event()
-
-    async def script(incoming: AsyncIterator[NodeMessage]) -> AsyncIterator[MasterMessage]:
-        for number in range(1_000_000):
-            yield calls.MasterBeat(number, refused_holders=[])
-            speaking.set()
-
-    server.service.script = script
-
-    async def scenario(stream: NodeStream) -> None:
-        await speaking.wait()
 
     run(server, scenario)
 

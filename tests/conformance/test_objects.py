@@ -37,7 +37,7 @@ from kvstore.errors import (
     UnavailableError,
 )
 from kvstore.limits import Key, Namespace
-from kvstore.memory.header import HEADER_BYTES, extent_bytes, unpack
+from kvstore.memory.header import HEADER_BYTES, extent_bytes
 from kvstore.memory.raw import address_of
 from kvstore.native import slow
 from kvstore.native.kinds import CAPABILITY_BYTES, CORRUPT, STALE, Steps
@@ -191,7 +191,6 @@ WAYS: dict[str, dict[str, Callable[[], Way]]] = {
 with capabilities, and the node encrypts."""
 EVERY = [(memory, way) for memory, ways in WAYS.items() for way in ways]
 HOST = [each for each in EVERY if each[0] == "host"]
-DEVICE = [each for each in EVERY if each[0] == "device"]
 
 
 def by(ways: list[tuple[str, str]]) -> pytest.MarkDecorator:
@@ -303,28 +302,6 @@ def reads(
         transfer.add(placed, offset, Target(Key(b"k%d" % index), views))
         offset += extent_bytes(len(target))
     return transfer, targets
-
-
-@by(EVERY)
-def test_a_stamp_is_behind_the_header(shared_peer: Peer, memory: str, way: Way) -> None:
-    segment, some = shared_peer.info, values([100, 0])
-    transfer = writes(segment, some)
-    stamps = [bytes([number]) * 16 for number in (1, 2)]
-    transfer.rows = [
-        (*row[:-1], bytes(CAPABILITY_BYTES) + stamp)
-        for row, stamp in zip(transfer.rows, stamps, strict=True)
-    ]
-    rows = transfer.rows
-    way.carry(transfer)
-    with memory_of(shared_peer) as bytes_there:
-        for row, stamp in zip(rows, stamps, strict=True):
-            end = row[0] + 64 + sum(map(len, (SPACE, row[4], row[6], row[7])))
-            assert bytes_there[end : end + 16] == stamp
-            head = bytes_there[row[0] : row[0] + HEADER_BYTES]
-            assert unpack(head, segment.seed, row[0]) is not None
-    got, targets = reads(segment, [100, 0])
-    way.carry(got)
-    assert [bytes(target) for target in targets] == some
 
 
 SIZES: dict[str, dict[str, tuple[list[int], int]]] = {
@@ -482,44 +459,3 @@ def test_a_node_that_dies_or_freezes(peer: Peer, way: Way, verb: str, how: str) 
     if how == "stop":
         peer.resume()
         way.carry(writes(segment, some))
-
-
-@by([("host", "tcp-compiled"), ("host", "tcp-slow")])
-def test_a_connection_that_ended_meanwhile_is_made_anew(peer: Peer, way: Way) -> None:
-    way.carry(writes(peer.info, values([100])))
-    peer.ask("restart")
-    transfer, targets = reads(peer.info, [100])
-    way.carry(transfer)
-    assert targets == values([100])
-    assert peer.counters()["connections"] == 1  # of the new server
-
-
-@by(DEVICE)
-def test_a_dead_node_gives_no_bytes_of_a_device(peer: Peer, way: Way) -> None:
-    segment = peer.info
-    way.carry(writes(segment, values([100])))
-    peer.kill()
-    for transfer in (writes(segment, values([100])), reads(segment, [100])[0]):
-        with pytest.raises(UnavailableError):
-            way.carry(transfer)
-    assert peer.entry.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("memory", ["device"])
-def test_a_fake_that_is_not_eager(peer: Peer) -> None:
-    """Copies run late and in a random order, so each missing wait is a wrong byte."""
-    sizes = [100, 70_000, 3, 2 * MIB, 8_000]
-    for seed in range(5):
-        fake = FakeDriver(POOLED, seed=seed)
-        drivers.use(POOLED, fake)
-        transport = DeviceTransport(MIB)
-        host = Way(transport)
-        host.carry(writes(peer.info, values(sizes), parts=3, version=seed + 1))
-        assert fake.is_idle
-        transfer, targets = reads(peer.info, sizes, parts=3, version=seed + 1)
-        host.carry(transfer)
-        assert fake.is_idle
-        assert targets == values(sizes)
-        transport.close()
-        drivers.use(POOLED, None)

@@ -1,4 +1,4 @@
-"""What containers bring: little /dev/shm, a limit of memory, users, networks with rules."""
+"""What containers bring: little /dev/shm of their own, and a limit of memory."""
 
 from __future__ import annotations
 
@@ -35,30 +35,15 @@ with Client(master) as client:
 SIZE = 100_000
 
 
-def put(at: Container, master: str, key: str, user: str = "0") -> dict[str, object]:
-    return dict(at.python(PUT, master, key, str(SIZE), user=user))
+def put(at: Container, master: str, key: str) -> dict[str, object]:
+    return dict(at.python(PUT, master, key, str(SIZE)))
 
 
-def get(at: Container, master: str, key: str, user: str = "0") -> list[str]:
+def get(at: Container, master: str, key: str) -> list[str]:
     """By which transports the right bytes came."""
-    found = at.python(GET, master, key, str(SIZE), user=user)
+    found = at.python(GET, master, key, str(SIZE))
     assert found["right"]
     return list(found["by"])
-
-
-def until_all_are_gone(at: Container, master: str) -> None:
-    """All nodes that have ever joined."""
-    program = f"""
-import json, time
-from kvstore import Client
-with Client({master!r}) as client:
-    deadline = time.monotonic() + 60
-    while any(node.state != "dead" for node in client.status().nodes):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-print(json.dumps(True))
-"""
-    assert at.python(program)
 
 
 def of(container: Container) -> str:
@@ -93,15 +78,6 @@ def test_the_shared_memory_that_docker_gives_is_too_little(docker: Docker) -> No
     assert get(master, of(master), "key") == ["tcp"]
 
 
-def test_memory_beside_a_master_is_reached_from_other_containers(docker: Docker) -> None:
-    """It listens on every interface, and says the address by which others reach it."""
-    master = docker.kvstore("master", *MASTER, "--memory", "32MiB")
-    master.says("listening on")
-    other = docker.idle()
-    assert put(other, of(master), "key")["said"] == "STORED"
-    assert get(other, of(master), "key") == ["tcp"]
-
-
 def test_containers_with_and_without_common_shared_memory(docker: Docker) -> None:
     master = docker.kvstore("master", *MASTER)
     master.says("listening on")
@@ -116,51 +92,3 @@ def test_containers_with_and_without_common_shared_memory(docker: Docker) -> Non
     for key in ("from-beside", "from-apart"):
         assert get(beside, of(master), key) == ["shm"]
         assert get(apart, of(master), key) == ["tcp"]
-
-
-def test_other_users_read_by_tcp_unless_their_group_may_map(docker: Docker) -> None:
-    master = docker.kvstore("master", *MASTER, options=["--user", "1001"])
-    master.says("listening on")
-    shareable = ["--user", "1001", "--group-add", "1003", "--ipc", "shareable"]
-    for group, by in (([], "tcp"), (["--shm-group", "kv"], "shm")):
-        node = docker.kvstore(
-            "node", "--master", of(master), "--memory", "32MiB", *group, options=shareable
-        )
-        node.says("serves")
-        assert put(node, of(master), f"for-{by}", user="1001")["said"] == "STORED"
-        assert get(node, of(master), f"for-{by}", user="1001") == ["shm"]
-        assert get(node, of(master), f"for-{by}", user="1002:1003") == [by]
-        node.kill()
-        until_all_are_gone(master, of(master))
-
-
-def test_closed_ports_of_one_container_are_its_own_trouble(docker: Docker) -> None:
-    master = docker.kvstore("master", *MASTER)
-    master.says("listening on")
-    nodes = [docker.kvstore("node", "--master", of(master), "--memory", "32MiB") for _ in range(2)]
-    for node in nodes:
-        node.says("serves")
-    walled, other = docker.idle(["--cap-add", "NET_ADMIN"]), docker.idle()
-    for node in nodes:
-        walled.run("iptables", "-A", "OUTPUT", "-d", node.address, "-j", "DROP")
-    for number in range(4):
-        outcome = put(walled, of(master), f"walled-{number}")
-        said = str(outcome["said"])
-        assert any(f"({node.address}:" in said for node in nodes), said
-        assert float(str(outcome["seconds"])) < 10
-        assert put(other, of(master), f"other-{number}")["said"] == "STORED"
-        assert get(other, of(master), f"other-{number}") == ["tcp"]
-
-
-def test_a_container_that_is_killed_costs_its_objects_and_no_more(docker: Docker) -> None:
-    master = docker.kvstore("master", *MASTER)
-    master.says("listening on")
-    first = docker.kvstore("node", "--master", of(master), "--memory", "32MiB")
-    first.says("serves")
-    assert put(master, of(master), "lost")["said"] == "STORED"
-    first.kill()
-    until_all_are_gone(master, of(master))
-    second = docker.kvstore("node", "--master", of(master), "--memory", "32MiB")
-    second.says("serves")
-    assert put(master, of(master), "new")["said"] == "STORED"
-    assert get(master, of(master), "new") == ["tcp"]

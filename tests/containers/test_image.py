@@ -123,46 +123,6 @@ def test_a_store_of_one_container_is_healthy_compiled_and_stops_cleanly(docker: 
     assert store.stop() == 0
 
 
-def test_engines_copy_nothing_with_the_shared_memory_of_the_host_and_use_tcp_without(
-    docker: Docker,
-) -> None:
-    master = docker.run(*MASTER, options=READ_ONLY, image="kvstore")
-    master.says("listening on")
-    at = f"{master.address}:50001"
-    command = ["kvstore-node", "--master", at, "--host", "0.0.0.0", "--name", "image-1",
-               "--memory", "32MiB"]  # fmt: skip
-    node = docker.run(*command, options=[*READ_ONLY, *SHARED, "--memory", "256m"], image="kvstore")
-    node.says("serves")
-    until(lambda: node.health == "healthy", within_s=60)
-    beside = docker.run("sleep", "infinity", options=[*READ_ONLY, *SHARED], image="kvstore")
-    apart = docker.run("sleep", "infinity", options=READ_ONLY, image="kvstore")
-    for client in (beside, apart):
-        put(client, at, f"of-{client.name}")
-    for client in (beside, apart):
-        assert get(beside, at, f"of-{client.name}") == ["shm"]
-        assert get(apart, at, f"of-{client.name}") == ["tcp"]
-
-    assert node.stop() == 0
-    assert Path("/dev/shm/kvstore.image-1").exists()
-    node.start()
-    until(lambda: node.health == "healthy", within_s=60)
-    for client in (beside, apart):
-        assert get(beside, at, f"of-{client.name}") == ["shm"]
-
-
-def test_too_little_shared_memory_and_too_low_a_limit_are_said(docker: Docker) -> None:
-    for options, words in (
-        ((), "/dev/shm has"),  # Docker's 64 MiB
-        (("--shm-size", "4g", "--memory", "300m", "--memory-swap", "300m"), "memory limit"),
-    ):
-        refused = docker.run(
-            *MASTER, "--memory", "1GiB", options=[*READ_ONLY, *options], image="kvstore"
-        )
-        assert refused.ended() == 1
-        assert words in refused.said()
-        assert not refused.killed_for_memory
-
-
 def test_a_store_with_authentication_is_healthy_on_another_port(
     docker: Docker, tmp_path: Path
 ) -> None:

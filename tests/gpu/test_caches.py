@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -126,21 +125,3 @@ def test_a_call_waits_for_the_stream_on_which_its_thread_computes(gpu: GPU, clie
     get(client, cache, 0, targets)
     gpu.finish()
     assert cache.holds(targets, sources, SAVED)
-
-
-def test_eight_threads_at_once(gpu: GPU, client: Client) -> None:
-    cache = Cache(gpu, Case("llama-8b-tp8-bf16", 32, 8192, SPLIT))
-    every = list(range(cache.blocks))
-    cache.fill(every, SAVED)
-    lists = distinct(cache, 8, min(cache.saved, cache.blocks // 16))
-    gpu.finish()
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda group: put(client, cache, group, lists[group]), range(8)))
-        gpu.finish()
-        cache.fill(every, OLD)
-        gpu.finish()
-        back = [lists[(group + 1) % 8] for group in range(8)]
-        list(threads.map(lambda group: get(client, cache, group, back[group]), range(8)))
-    gpu.finish()
-    for source, target in zip(lists, back, strict=True):
-        assert cache.holds(target, source, SAVED)

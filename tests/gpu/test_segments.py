@@ -18,7 +18,6 @@ from tests.gpu.machine import GIB, GPU, IS_REAL, MIB, NAME, tensor
 from tests.gpu.test_caches import blocks_come_back_into_others
 from tests.gpu.test_values import same, values
 from tests.support.cluster import SHORT, Cluster, Node
-from tests.support.traffic import kill_while_used
 from tests.support.waiting import until
 
 POOLED = NAME if IS_REAL else "fake:0"
@@ -89,35 +88,6 @@ def test_a_node_is_killed_while_its_memory_is_open(
     node_on(cluster, name=node.name)
     assert until(lambda: client.put("new", gpu.tensor(value)) is STORED)
     assert same(gpu.read(tensor(client.get("new", device=NAME))), value)
-
-
-def test_a_tensor_over_the_memory_of_a_node(gpu: GPU, cluster: Cluster) -> None:
-    """Leased, right while the node lives, and known to be lost when it has been killed."""
-    [node] = cluster.nodes
-    client = cluster.client(timeout_ms=30_000)
-    value = values()
-    assert client.put("k", gpu.tensor(value)) is STORED
-    view = tensor(client.get("k", device=POOLED, copy=False))
-    lease = client.lease(view)
-    assert lease is not None
-    assert lease.held
-    assert same(gpu.read(view), value)
-    part = view[1:]
-    del view
-    assert client.put("other", gpu.tensor(values(seed=1))) is STORED
-    assert lease.held, "a part keeps the lease"
-    assert same(gpu.read(part), value[1:])
-    node.kill()
-    assert not lease.held
-
-
-def test_nodes_are_killed_while_clients_copy(gpu: GPU, cluster: Cluster, transport: str) -> None:
-    """No call returns wrong bytes, and none hangs."""
-    [node] = cluster.nodes
-    reads, writes = (cluster.client(transports=(transport,), timeout_ms=3_000) for _ in "rw")
-    kill_while_used(
-        reads, writes, KEYS, node, lambda name: node_on(cluster, name=name), longest_s=8
-    )
 
 
 def test_a_node_stops_in_order_while_a_client_has_its_memory_open(

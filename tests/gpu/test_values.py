@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -53,19 +52,6 @@ def test_every_dtype(gpu: GPU, client: Client, dtype: torch.dtype) -> None:
     assert same(gpu.read(room), value)
 
 
-def test_what_was_put_from_the_host_is_got_into_the_gpu(gpu: GPU, client: Client) -> None:
-    value = values()
-    client.put("torch", value)
-    client.put("numpy", np.arange(1000, dtype=np.float32))
-    client.put("bytes", b"0123456789")
-    *found, nothing = client.get_many(["torch", "numpy", "bytes", "missing"], device=NAME)
-    assert nothing is None
-    one, array, flat = map(tensor, found)
-    assert same(gpu.read(one), value)
-    assert torch.equal(gpu.read(array), torch.arange(1000, dtype=torch.float32))
-    assert gpu.read(flat).numpy().tobytes() == b"0123456789"
-
-
 def test_a_value_that_is_larger_than_a_slot_of_the_ring(gpu: GPU, client: Client) -> None:
     value = values(torch.uint8, (300 if IS_REAL else 9) * MIB + 3)
     assert client.put("k", gpu.tensor(value)) == STORED
@@ -93,17 +79,6 @@ def test_tensors_to_fill_must_be_contiguous_and_of_the_dtype(gpu: GPU, client: C
         client.get_into("k", gpu.tensor(values(torch.float32, 8, 8)))
     with pytest.raises(BufferMismatchError):
         client.get_into("k", gpu.tensor(values(torch.bfloat16, 8, 7)))
-
-
-def test_empty_tensors(gpu: GPU, client: Client) -> None:
-    empty = gpu.tensor(torch.empty(0, 5, dtype=torch.float16))
-    full = gpu.tensor(values(torch.float16, 5))
-    assert client.put_many([("empty", empty), ("full", full)]) == [STORED, STORED]
-    assert client.put("alone", empty) == STORED
-    for name in ("empty", "alone"):
-        back = tensor(client.get(name, device=NAME))
-        assert (back.shape, back.dtype) == ((0, 5), torch.float16)
-    assert client.get_into(["empty", "full"], [empty, full]) == [0, 10]
 
 
 def test_a_batch_of_values_in_several_memories(gpu: GPU, client: Client) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import re
 import socket
 import ssl
@@ -24,10 +23,8 @@ import pytest
 from kvstore import Client, calls
 from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import MASTER_NAME, Credentials, channel_options
-from kvstore.calls import Clear, Join, Joined
+from kvstore.calls import Clear, Join
 from kvstore.client.calling import lane
-from kvstore.client.calling.retries import TokenRefusedError
-from kvstore.clocks import uptime
 from kvstore.errors import KVStoreError, MasterUnreachableError, PermissionDeniedError
 from kvstore.limits import Key, Namespace
 from kvstore.web.events.following import follow
@@ -35,7 +32,7 @@ from kvstore.wire.messages import CALLS, encode_request
 from tests.support.cluster import Cluster
 from tests.support.http import request
 from tests.support.issuing import Identities, utc_now
-from tests.support.processes import KVSTORE, free_port, run_python
+from tests.support.processes import KVSTORE, children_of, free_port, run_python
 from tests.support.traffic import content
 from tests.support.waiting import until
 
@@ -93,27 +90,6 @@ def test_an_engine_has_its_namespaces_and_no_others(
     assert admin.get("k", namespace=THEIRS) == content("theirs")
     assert client.remove(b"b1")
     assert any(client._stub._connections) == carrier["lane"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("roles", "nodes", "says"),
-    [
-        (("engine", "observer"), ["*"], "engine\\+observer n may not join as node"),
-        (("node",), ["others-*"], "node n may not join as node"),
-    ],
-)
-def test_who_is_no_node_does_not_join_as_one(
-    cluster: Cluster, identities: Identities, roles: tuple[str, ...], nodes: list[str], says: str
-) -> None:
-    cluster.master()
-    spaces = ["*"] if "engine" in roles else []
-    auth = identities.file("n", *roles, reads=spaces, writes=spaces, nodes=nodes)
-    node = cluster.launch_node(auth=auth)
-    assert node.wait() == 1
-    assert re.search(says, node.errors)
-    assert cluster.state_of(node) == "gone"
-    assert "refused count=" in cluster.master_server.errors
 
 
 # --- who does not get in -------------------------------------------------------------------------
@@ -186,68 +162,6 @@ def test_without_tls_nothing_is_served(cluster: Cluster) -> None:
         request(cluster.settings["http_port"], "GET", "/metrics")
 
 
-def test_silent_and_noisy_strangers_do_not_keep_others_out(
-    cluster: Cluster, identities: Identities, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cluster.start()
-    monkeypatch.setattr(lane, "_connect_unix", lambda *_: None)
-    with contextlib.ExitStack() as stack:
-        for index in range(1_500):
-            place = ("127.0.0.1", cluster.lane_port)
-            sock = stack.enter_context(socket.create_connection(place, timeout=5))
-            if index % 3:
-                sock.sendall(b"\x16\x03\x01" if index % 3 == 1 else os.urandom(300))
-        client = cluster.client(auth=engine(identities), namespace=OURS)
-        assert client.put("k", content("k"))
-        assert any(client._stub._connections), "the lane lets it in"
-
-
-@pytest.mark.parametrize("door", ["lane", "gRPC", "HTTP"])
-def test_a_member_that_sends_noise_is_cut(
-    cluster: Cluster, identities: Identities, door: str
-) -> None:
-    """It has a certificate, and says after the handshake what no member says."""
-    cluster.start()
-    ports = {
-        "lane": cluster.lane_port,
-        "gRPC": cluster.settings["port"],
-        "HTTP": cluster.settings["http_port"],
-    }
-    tls = Credentials(engine(identities)).client()
-    if door == "gRPC":
-        tls.set_alpn_protocols(["h2"])
-    noise = random.Random(door)
-    for size in (1, 16, 300, 70_000):
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(("127.0.0.1", ports[door]), timeout=8) as raw,
-            tls.wrap_socket(raw, server_hostname=MASTER_NAME) as sock,
-        ):
-            sock.sendall(noise.randbytes(size) + b"\r\n\r\n" * (door == "HTTP"))
-            while sock.recv(1 << 16):
-                pass
-    client = cluster.client(auth=engine(identities), namespace=OURS)
-    assert client.put("k", content("k"))
-
-
-def test_a_token_of_another_identity_is_of_no_use(cluster: Cluster, identities: Identities) -> None:
-    """The thief has an identity of its own, and the token of an admin's join."""
-    cluster.start()
-    admin = cluster.client()
-    admin.put("k", b"v", namespace=THEIRS)
-    joined = admin._stub.joined
-    assert joined is not None
-    thief = Credentials(engine(identities))
-    by_tcp = joined._replace(lane_unix="")
-    connection = lane.connect(by_tcp, "127.0.0.1", time.monotonic() + 5, 0, 0, thief)
-    with pytest.raises(TokenRefusedError):
-        connection.greet(by_tcp, time.monotonic() + 5)
-    forged = _altered(joined)
-    local = lane.connect(forged, "127.0.0.1", time.monotonic() + 5, 0, 0, thief)
-    with pytest.raises(TokenRefusedError):
-        local.greet(forged, time.monotonic() + 5)
-
-
 def test_what_is_made_for_a_join_needs_its_token(cluster: Cluster, identities: Identities) -> None:
     """Without it a member would get what a client without identity gets: the keys of segments."""
     cluster.start()
@@ -274,54 +188,6 @@ def test_the_lanes_socket_of_another_user_is_not_believed(
         assert lane._is_trusted(ours)
         monkeypatch.setattr(os, "geteuid", lambda: 4711)
         assert lane._is_trusted(ours) == (os.getuid() == 0), "root's is"
-
-
-def test_a_put_belongs_to_the_client_that_began_it(
-    cluster: Cluster, identities: Identities
-) -> None:
-    """Both may write in the namespace; tokens are counters, so one guesses those of the other."""
-    cluster.start()
-    writer, thief = (
-        cluster.client(auth=engine(identities, name), namespace=OURS) for name in ("w", "t")
-    )
-    deadline = uptime() + 10
-    begun = writer._stub.call(
-        calls.PutStart(Namespace(OURS), [Key(b"k")], [10], None, True, 1, False, 0, ""), deadline
-    )
-    assert isinstance(begun, calls.Grants)
-    for ending in (
-        calls.PutEnd(begun.epoch, begun.tokens),
-        calls.PutRevoke(begun.epoch, begun.tokens, True),
-        calls.Renew(Namespace(OURS), [], [], [], begun.epoch, begun.tokens, [], []),
-        calls.Commit(begun.epoch, begun.tokens[0], Namespace(OURS), Key(b"x"), None, 10, False),
-    ):
-        with pytest.raises(PermissionDeniedError, match="a put of another client"):
-            thief._stub.call(ending, deadline)
-    ended = writer._stub.call(calls.PutRevoke(begun.epoch, begun.tokens, True), deadline)
-    assert ended == calls.Revoked(1)
-
-
-@pytest.mark.slow
-def test_a_node_is_drained_and_a_replica_restored(cluster: Cluster, identities: Identities) -> None:
-    cluster.start(nodes=2)
-    client = cluster.client(auth=engine(identities), namespace=OURS)
-    client.put_many([(f"k{n}", content(f"k{n}")) for n in range(20)], replicas=2)
-    leaving = cluster.nodes[0].name
-    said = run_python(
-        "-m", "kvstore.cli.main", "drain", leaving, "--evict", "--master", cluster.address,
-        variables={"KVSTORE_AUTH": identities.file("admin")},
-    )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    fresh = cluster.node()
-    until(lambda: fresh.name in {each.name for each in cluster.status().nodes})
-    values = client.get_many([f"k{n}" for n in range(20)])
-    assert values == [content(f"k{n}") for n in range(20)]
-
-
-def _altered(joined: Joined) -> Joined:
-    token = bytearray(joined.lane_token)
-    token[20] ^= 1
-    return joined._replace(lane_token=bytes(token))
 
 
 # --- changes while all runs ----------------------------------------------------------------------
@@ -441,21 +307,6 @@ def test_http_acts_with_the_rights_of_the_request(cluster: Cluster, identities: 
         assert request(port, "GET", path, tls=without).status == 401, path
 
 
-@pytest.mark.slow
-def test_events_of_namespaces_that_one_may_read(cluster: Cluster, identities: Identities) -> None:
-    cluster.start()
-    cluster.client(namespace=OURS).put("k", b"v")
-    at = [f"127.0.0.1:{cluster.settings['http_port']}"]
-    auth = engine(identities)
-    found = cluster.client(auth=auth).http()  # its own namespace, default, is not ours
-    assert (found.address, found.has_events) == (at[0], True)
-    told = follow(at, namespace=OURS, auth=auth, patience_s=10)
-    assert next(each.data["key"] for each in told if each.name == "stored") == b"k".hex()
-    for namespace, under in ((THEIRS, ""), ("", "our"), ("", "")):
-        with pytest.raises(PermissionDeniedError, match="may not read events"):
-            next(follow(at, namespace=namespace, under=under, auth=auth, patience_s=10))
-
-
 # --- secrets -------------------------------------------------------------------------------------
 
 
@@ -474,11 +325,6 @@ def test_no_key_is_seen_in_processes_and_logs(cluster: Cluster, identities: Iden
         assert len(body) > 40
         assert body not in seen
     assert "PRIVATE KEY" not in seen
-
-
-def children_of(pid: int) -> list[int]:
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(each) for each in file.read().split()]
 
 
 def test_the_doctor_says_who_one_is(cluster: Cluster, identities: Identities) -> None:
@@ -521,23 +367,6 @@ def test_the_doctor_says_why_an_identity_is_refused(
         assert why in row["found"], row
         assert advice in row["advice"], row
         assert "firewall" not in row["advice"], row
-
-
-def test_the_doctor_is_refused_nothing(cluster: Cluster, identities: Identities) -> None:
-    """Its look at a node's data port is no call that the node refuses, logs and counts."""
-    cluster.master()
-    node_port = free_port()
-    node = cluster.node(http_port=node_port)
-    admin = identities.file("admin")
-    done = run_python(
-        *KVSTORE, "doctor", "--master", cluster.address, variables={"KVSTORE_AUTH": admin}
-    )
-    assert "data port 127.0.0.1" in done.stdout
-    tls = Credentials(admin).client()
-    tls.check_hostname = False
-    text = request(node_port, "GET", "/metrics", tls=tls).text
-    assert re.search(r"(?m)^kvstore_node_refused_capabilities_total 0", text), text
-    assert "data_refused" not in node.errors
 
 
 def test_a_certificate_that_ends_soon_is_told_before(

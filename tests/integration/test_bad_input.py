@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,29 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import Client, PutOutcome
+from kvstore import PutOutcome
 from kvstore.errors import (
     BatchTooLargeError,
     BufferMismatchError,
-    ClosedError,
-    ConfigError,
-    DuplicateKeyError,
     InvalidArgumentError,
     InvalidKeyError,
-    InvalidRangeError,
     KVStoreError,
     MasterUnreachableError,
-    PermissionDeniedError,
     ValueTooLargeError,
 )
-from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX, MATCH_KEYS_MAX
-from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.transport.base import Move
-from kvstore.transport.tcp import TcpTransport
+from kvstore.limits import BATCH_KEYS_MAX, MATCH_KEYS_MAX
 from tests.integration.conftest import either_client
 from tests.support.cluster import MASTER, NODE, Cluster, entry, unique_name
 from tests.support.hosts import need_own_shm, own_shm
-from tests.support.processes import free_port, run_python
+from tests.support.processes import free_port
 
 STORED = PutOutcome.STORED
 
@@ -84,15 +74,6 @@ def test_what_is_no_key(verbs: Any, key: Any) -> None:
     assert not verbs.exists("fine")
 
 
-def test_the_longest_key_and_namespace_are_fine(verbs: Any) -> None:
-    key, namespace = b"\xff" * KEY_BYTES_MAX, "ö" * 64
-    assert verbs.put(key, b"x", namespace=namespace, parent=key[:-1] + b"p") is STORED
-    assert verbs.get(key, namespace=namespace) == b"x"
-    for wrong in ("", "ö" * 65, "\ud800"):
-        with pytest.raises(InvalidArgumentError):
-            verbs.get(key, namespace=wrong)
-
-
 def test_a_value_larger_than_any_segment(verbs: Any) -> None:
     segment = verbs.status().nodes[0].segments[0]
     value = np.zeros(segment.size, np.uint8)
@@ -130,21 +111,6 @@ def test_a_batch_over_the_bound(verbs: Any) -> None:
     assert verbs.exists_many(keys[:-1]) == [False] * BATCH_KEYS_MAX
 
 
-def test_duplicate_keys_in_a_batch(verbs: Any) -> None:
-    attempts: list[Callable[[], object]] = [
-        lambda: verbs.put_many([("a", b"1"), ("b", b"2"), ("a", b"3")]),
-        lambda: verbs.put_chain(["a", "b", b"a"], [b""] * 3),
-    ]
-    for attempt in attempts:
-        with pytest.raises(DuplicateKeyError) as caught:
-            attempt()
-        told(caught.value, key=b"a".hex())
-    assert verbs.exists_many(["a", "b"]) == [False, False]
-    verbs.put("a", b"1")
-    assert verbs.get_many(["a", "a"]) == [b"1", b"1"]
-    assert verbs.remove_many(["a", "a"]) in ([True, False], [True, True])
-
-
 def test_chains_that_are_none(verbs: Any) -> None:
     with pytest.raises(InvalidArgumentError):
         verbs.put_chain(["a", "b"], [b""])
@@ -156,12 +122,6 @@ def test_chains_that_are_none(verbs: Any) -> None:
         verbs.put("a", b"", parent="c")
     assert verbs.put("a", b"") is STORED
     assert verbs.match_prefix(["a", "b", "c"]) == 3
-
-
-@pytest.mark.parametrize("replicas", [0, -1, 9])
-def test_replicas_out_of_range(verbs: Any, replicas: int) -> None:
-    with pytest.raises(InvalidArgumentError):
-        verbs.put("k", b"x", replicas=replicas)
 
 
 # --- buffers -----------------------------------------------------------------------------------
@@ -180,57 +140,8 @@ def test_buffers_that_do_not_fit(verbs: Any) -> None:
     told(caught.value, stored="float32", expected="int32")
     with pytest.raises(BufferMismatchError):
         verbs.get_into(["k"], [[np.zeros(4, np.float32), np.zeros(4, np.int32)]])
-    readonly = np.zeros(8, np.float32)
-    readonly.flags.writeable = False
-    wrong: list[Any] = [
-        readonly,
-        np.zeros(16, np.float32)[::2],
-        b"read-only",
-        memoryview(b"read-only"),
-        "text",
-        7,
-        None,
-    ]
-    with contextlib.suppress(ImportError):
-        import torch
-
-        wrong += [torch.zeros(16)[::2], torch.zeros(8, device="meta"), torch.eye(3).to_sparse()]
-    for buffer in wrong:
-        with pytest.raises(BufferMismatchError):
-            verbs.get_into("k", buffer)
-    for buffers in ([], [bytearray(32)] * 2):
-        with pytest.raises(InvalidArgumentError):
-            verbs.get_into(["k"], buffers)
     assert verbs.get_into("k", np.zeros(8, np.float32)) == [32]
     assert verbs.get_into("none", np.zeros(1, np.int8)) == [None]
-
-
-# --- ranges ------------------------------------------------------------------------------------
-
-
-def test_ranges_outside_their_segment(store: Cluster) -> None:
-    """Asked of the node's data server as somebody would who knows its token."""
-    client = store.client()
-    client.put("k", b"x" * 100)
-    stat = client.stat("k")
-    assert stat is not None
-    segments = client._state.context.segments.of(client.stats().epoch)
-    segment = segments[stat.detail.placements.segments[0]]
-    liar = segment._replace(size=segment.size * 4)  # so that our own end lets it pass
-    tcp = TcpTransport()
-    memory = memoryview(bytearray(4096))
-    deadline = time.monotonic() + 5
-    for offset in (0, SUPERBLOCK_BYTES - 1, segment.size - 4095, segment.size, segment.size * 3):
-        for verb in (tcp.read, tcp.write):
-            with pytest.raises(InvalidRangeError):
-                verb(liar, [Move(offset, memory)], deadline)
-            with pytest.raises(InvalidRangeError):
-                verb(segment, [Move(offset, memory)], deadline)
-    with pytest.raises(PermissionDeniedError):
-        tcp.read(segment._replace(token=bytes(16)), [Move(SUPERBLOCK_BYTES, memory)], deadline)
-    tcp.close()
-    assert client.get("k") == b"x" * 100
-    assert store.client(transports=("tcp",)).get("k") == b"x" * 100
 
 
 # --- a master that is not there ----------------------------------------------------------------
@@ -254,31 +165,6 @@ def test_a_master_that_is_not_there(kind: str) -> None:
             told(caught.value, addresses=address)
             assert address in str(caught.value)
             assert "kvstore-master" in caught.value.advice
-
-
-def test_a_master_that_never_answers() -> None:
-    """Somebody else's port: it takes connections and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-        for kind in ("sync", "async"):
-            with either_client(kind, address, timeout_ms=500) as client:
-                started = time.monotonic()
-                with pytest.raises(KVStoreError) as caught:
-                    client.get("k")
-                assert time.monotonic() - started < 2
-                assert caught.value.retriable
-                assert caught.value.advice
-                assert address in str(caught.value)
-
-
-def test_a_closed_client_says_so(store: Cluster) -> None:
-    for kind in ("sync", "async"):
-        with either_client(kind, store.address) as client:
-            client.put("k", b"x", overwrite=True)
-            client.close()
-            with pytest.raises(ClosedError):
-                client.get("k")
-            client.close()
 
 
 # --- processes that cannot start ---------------------------------------------------------------
@@ -319,41 +205,11 @@ def test_shared_memory_that_is_too_small(store: Cluster) -> None:
     refused(store, MASTER, {"port": 0, "memory": "60TiB"}, "/dev/shm", "MiB left")
 
 
-def test_shared_memory_that_looks_large_enough_and_is_not(store: Cluster, tmp_path: Path) -> None:
-    """A container's: a file system of its own, of 24 MiB."""
-    need_own_shm()
-    settings = {"master": store.address, "name": unique_name(), "memory": "32MiB"}
-    inner = own_shm("size=24m")
-    server = Cluster(tmp_path, prefix=inner).launch(NODE, settings)
-    try:
-        assert server.wait() == 1
-        assert "has 24 MiB left, the segment needs 32 MiB" in server.errors
-    finally:
-        server.close()
-
-
 def test_a_second_node_of_the_same_name(store: Cluster) -> None:
     name = store.nodes[0].name
     again = {"master": store.address, "name": name, "memory": "8MiB"}
     refused(store, NODE, again, name, "belongs to a running process", "another node name")
     assert store.state_of(store.nodes[0]) == "alive"
-
-
-def test_a_second_node_of_the_same_name_on_another_host(store: Cluster, tmp_path: Path) -> None:
-    """As the master sees it: with shared memory of its own."""
-    need_own_shm()
-    name = store.nodes[0].name
-    elsewhere = Cluster(tmp_path, prefix=own_shm("size=64m"))
-    settings = {"master": store.address, "name": name, "memory": "8MiB"}
-    server = elsewhere.launch(NODE, settings)
-    try:
-        assert server.wait() == 1
-        assert f"a node named {name} is alive on" in server.errors
-        assert "another --name" in server.errors
-    finally:
-        server.close()
-    assert store.state_of(store.nodes[0]) == "alive"
-    assert store.nodes[0].entry.exists()
 
 
 def test_shared_memory_of_another_host_is_not_mistaken_for_ours(
@@ -378,42 +234,3 @@ def test_shared_memory_of_another_host_is_not_mistaken_for_ours(
     finally:
         assert server.terminate() == 0
         server.close()
-
-
-# --- configuration -----------------------------------------------------------------------------
-
-
-def test_configuration_that_is_unreadable_or_misspelt(store: Cluster, tmp_path: Path) -> None:
-    file = tmp_path / "kvstore.toml"
-    for module, text, says in (
-        (MASTER, "[master]\nleas_ms = 5\n", "Did you mean lease_ms?"),
-        (NODE, "[master]\nleas_ms = 5\n", "Did you mean lease_ms?"),
-        (NODE, "[mastr]\nlease_ms = 5\n", "Did you mean [master]?"),
-        (MASTER, "[master\n", "not valid TOML"),
-        (MASTER, "[master]\nlease_ms = 5\n", "at least 1000"),
-    ):
-        file.write_text(text)
-        done = run(module, "--config", str(file), "--strict-config")
-        assert done.returncode == 2
-        assert says in done.stderr
-        assert str(file) in done.stderr
-    assert "No such file" in run(MASTER, "--config", str(tmp_path / "none.toml")).stderr
-    done = run(NODE, "--memroy", "2GiB")
-    assert done.returncode == 2
-    assert "--memory" in done.stderr
-    done = run(MASTER, "--strict-config", environ={"KVSTORE_MASTER_LEAS_MS": "5"})
-    assert done.returncode == 2
-    assert "KVSTORE_MASTER_LEASE_MS" in done.stderr
-    with pytest.raises(ConfigError) as caught:
-        Client(store.address, timeout=5)
-    told(caught.value, key="timeout", nearest="timeout_ms")
-    with pytest.raises(ConfigError):
-        Client(store.address, transports=("smh",))
-    with pytest.raises(ConfigError):
-        Client("not an address")
-
-
-def run(
-    module: str, *arguments: str, environ: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", module, *arguments, within_s=30, variables=environ)

@@ -12,24 +12,6 @@ from kvstore.process.background import EXIT_BROKEN
 from tests.support.cluster import entry, unique_name
 from tests.support.processes import ROOT, run_python
 
-MASTER = """
-import sys
-from kvstore.master import app, service
-def tick(self):
-    raise MemoryError("no more")
-app._start_node.__globals__["start_node"] = (
-    lambda start: lambda **kw: start(**{**kw, "name": sys.argv[1]})
-)(app.start_node)
-whole = app._watch
-async def watch(child):
-    service.MasterService._carry_out = tick
-    await whole(child)
-app._watch = watch
-from kvstore.process import logs
-logs.configure("info")
-sys.exit(app.run(app.MasterConfig(port=0, memory=16 << 20)))
-"""
-
 NODE = """
 import sys
 from kvstore.node import app, agent
@@ -51,18 +33,6 @@ def run(program: str, *arguments: str) -> tuple[int, str]:
 def memory() -> tuple[str, Path]:
     name = unique_name()
     return name, entry(name)
-
-
-def test_a_master_whose_clock_dies_ends_and_its_memory_stays(memory: tuple[str, Path]) -> None:
-    name, left = memory
-    try:
-        status, errors = run(MASTER, name)
-        assert status == EXIT_BROKEN
-        assert errors.count("Traceback") == 1
-        assert "master_broken" in errors
-        assert left.exists()
-    finally:
-        left.unlink(missing_ok=True)
 
 
 def test_a_node_whose_beat_dies_ends_and_its_memory_stays(memory: tuple[str, Path]) -> None:

@@ -3,9 +3,6 @@ with them, and who has none gets nothing."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +20,7 @@ from kvstore.errors import (
     PermissionDeniedError,
 )
 from kvstore.limits import Key, Namespace
-from kvstore.network import tcp_protocol as protocol
-from kvstore.network.tcp_protocol import Extent, Op
+from kvstore.network.tcp_protocol import Extent
 from kvstore.transport.base import Move
 from kvstore.transport.tcp import TcpTransport
 from tests.integration.test_drain import drain
@@ -124,46 +120,6 @@ def test_objects_are_moved_and_copied(store: Cluster, monkeypatch: pytest.Monkey
     assert client.get_many(keys) == [content(key, SIZE) for key in keys]
 
 
-def test_who_has_no_capability_gets_nothing(store: Cluster) -> None:
-    store.node()
-    client = store.client(transports=TCP)
-    assert store._identities is not None
-    theirs_auth = store._identities.engine("other", "default")
-    other = store.client(transports=TCP, name="other", auth=theirs_auth)
-    client.put_many([("a", content("a", SIZE)), ("b", content("b", SIZE))])
-    segment, at, capability = segment_of(client, "a")
-    theirs = segment_of(other, "b")
-    transport = TcpTransport()
-    read = bytearray(SIZE)
-
-    def move(who: SegmentInfo, extent: Extent | None, *, write: bool = False) -> None:
-        action = transport.write if write else transport.read
-        action(who, [Move(at + 1024, memoryview(read), extent=extent)], uptime() + 5)
-
-    good = Extent(at, SIZE + 1024, capability)
-    move(segment, good)
-    assert read == content("a", SIZE)
-    for extent in (None, good._replace(capability=theirs[2]), good._replace(length=SIZE + 1025)):
-        with pytest.raises(CapabilityRefusedError):
-            move(segment, extent)
-    with pytest.raises(CapabilityRefusedError):
-        move(segment, good, write=True)
-    with pytest.raises(CapabilityRefusedError):
-        move(theirs[0], good)
-    for stranger in (
-        segment._replace(holder=theirs[0].holder),
-        segment._replace(token=os.urandom(16)),
-        segment._replace(holder=0),
-    ):
-        with pytest.raises(PermissionDeniedError):
-            move(stranger, good)
-    time.sleep(2.2)  # the lease and the slack
-    with pytest.raises(CapabilityRefusedError):
-        move(segment, good)
-    transport.close()
-    assert client.get("a") == content("a", SIZE)
-
-
 def test_a_capability_that_ended_is_asked_for_again(store: Cluster) -> None:
     """The client believes in a lease for longer than the node, whose clock another one sets."""
     store.node()
@@ -188,21 +144,6 @@ def test_another_master_knows_the_holders_anew(store: Cluster) -> None:
     until(lambda: client.get("a") == content("a", SIZE))
     assert client.put("b", b"b") is STORED
     assert client.get("b") == b"b"
-
-
-def test_a_stranger_on_the_data_port_is_denied(store: Cluster) -> None:
-    store.node()
-    client = store.client(transports=TCP)
-    client.put("a", b"secret")
-    segment = segment_of(client, "a")[0]
-    host, port = segment.address.rsplit(":", 1)
-    with socket.create_connection((host, int(port))) as sock:
-        hello = protocol.Hello(segment.uuid, segment.token, segment.generation)
-        sock.sendall(protocol.pack_hello(hello) + protocol.pack_request(Op.READ, [(4096, 100)]))
-        said = sock.recv(protocol.STATUS_BYTES, socket.MSG_WAITALL)
-        assert protocol.unpack_status(said) is protocol.TransferStatus.DENIED
-        with contextlib.suppress(ConnectionResetError):
-            assert sock.recv(1) == b""
 
 
 @pytest.mark.parametrize("gives_up", [True, False])

@@ -1,150 +1,38 @@
-"""Child processes in a parent whose world is unusual: its folder, signals, descriptors, flags."""
+"""Child processes of a program: under any flags of Python, and when it is killed."""
 
 from __future__ import annotations
 
-import json
 import os
 import select
-import socket
 import subprocess
 import sys
-import textwrap
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from kvstore import Client
-from kvstore.errors import ConfigError, DeadlineExceededError, StartupError
-from kvstore.process.children import Child
-from tests.support.cluster import NODE
+from kvstore.errors import ConfigError
 from tests.support.processes import ROOT
 
-EMBEDDED = """
-import os, signal, sys, time
-sys.path.insert(0, {root!r})
+EMBEDDED = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
 from kvstore import Client
-{before}
 with Client.embedded("16MiB", timeout_ms=8_000) as client:
     client.put("key", b"value" * 10_000)
-{within}
     assert client.get("key") == b"value" * 10_000
-    print("fine", flush=True)
+    print(client._state.children[0].pid, flush=True)
+    time.sleep(float(sys.argv[1]))
 """
-
-TRAPS = ("click", "rich", "aiohttp", "numpy", "pydantic", "grpc", "token", "kvstore_plugin")
-
-
-def program(*, before: str = "", within: str = "") -> str:
-    inner = textwrap.indent(textwrap.dedent(within), "    ")
-    return EMBEDDED.format(root=str(ROOT), before=textwrap.dedent(before), within=inner)
-
-
-def run(
-    flags: Sequence[str] = ("-c",), *, text: str, folder: Path = ROOT, prefix: Sequence[str] = ()
-) -> tuple[str, str]:
-    done = subprocess.run(
-        [*prefix, sys.executable, *flags, text],
-        cwd=folder, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    return done.stdout, done.stderr
-
-
-def trapped(folder: Path) -> Path:
-    """A file that any module of ``TRAPS`` in ``folder`` writes to when it is imported."""
-    mark = folder / "executed"
-    for name in TRAPS:
-        text = f"open({str(mark)!r}, 'a').write({name!r} + ' ')\nraise ImportError('not mine')\n"
-        (folder / f"{name}.py").write_text(text)
-    return mark
-
-
-def test_an_embedded_store_executes_nothing_of_the_working_folder(tmp_path: Path) -> None:
-    mark = trapped(tmp_path)
-    out, err = run(("-P", "-c"), text=program(), folder=tmp_path)
-    assert out == "fine\n", err
-    assert not mark.exists(), mark.read_text()
-
-
-def test_nor_does_a_master_with_http_and_memory(tmp_path: Path) -> None:
-    mark = trapped(tmp_path)
-    command = [
-        sys.executable, "-P", "-m", "kvstore.cli.master", "--config", "", "--port", "0",
-        "--http-port", "0", "--memory", "16MiB", "--no-keep",
-    ]  # fmt: skip
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True
-    ) as master:
-        try:
-            assert master.stdout is not None
-            assert any("owns 16 MiB" in line for line in master.stdout)
-        finally:
-            master.terminate()
-    assert not mark.exists(), mark.read_text()
-
-
-def test_an_interrupt_of_the_terminal_leaves_an_embedded_store_to_its_program() -> None:
-    text = program(
-        before="signal.signal(signal.SIGINT, lambda *_: print('heard'))",
-        within="os.killpg(0, signal.SIGINT); time.sleep(0.5)",
-    )
-    out, err = run(text=text, prefix=("setsid", "--wait"))
-    assert out.split() == ["heard", "fine"], err
-
-
-def test_a_child_hears_its_end_whatever_its_parent_blocks() -> None:
-    """The signal mask, and ignored signals, come from the thread that starts a child."""
-    text = program(
-        before="""
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-            os.umask(0o777)
-        """,
-        within="""
-            child, end = client._state.children[0], time.monotonic() + 8
-            os.kill(child.pid, signal.SIGTERM)
-            while os.path.exists(f"/proc/{child.pid}") and time.monotonic() < end:
-                time.sleep(0.02)
-            print("deaf" if os.path.exists(f"/proc/{child.pid}") else "gone", flush=True)
-            os._exit(0)
-        """,
-    )
-    out, err = run(text=text)
-    assert out == "gone\n", err
-
-
-def test_a_web_proxy_in_the_environment_is_not_asked() -> None:
-    """Masters and nodes are on the local network, which a proxy may not reach."""
-    proxied = [f"{name}_proxy=http://127.0.0.1:9" for name in ("http", "https", "grpc", "all")]
-    out, err = run(text=program(), prefix=("env", *proxied))
-    assert out == "fine\n", err
-
-
-CLOSED = ("bash", "-c", 'exec "$@" <&- >&- 2>&-', "-")
-
-
-def test_a_program_without_standard_streams_has_a_store(tmp_path: Path) -> None:
-    said = tmp_path / "said"
-    within = f"""
-        pids = ("self", client._state.children[0].pid)
-        links = {{os.readlink(f"/proc/{{pid}}/fd/{{n}}") for pid in pids for n in range(3)}}
-        open({str(said)!r}, "w").write(repr(links))
-    """
-    run(text=program(within=within), prefix=CLOSED)
-    assert said.read_text() == "{'/dev/null'}", "no socket took their numbers"
-
-
-def test_a_command_without_standard_streams_ends_well() -> None:
-    command = [*CLOSED, sys.executable, "-m", "kvstore.cli.main", "--help"]
-    assert subprocess.run(command, cwd=ROOT, check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("flags", [("-OO",), ("-W", "error"), ("-X", "dev"), ("-I",)])
 def test_a_store_serves_under_any_flags_of_python(flags: tuple[str, ...]) -> None:
-    out, err = run((*flags, "-c"), text=program())
-    assert out == "fine\n", err
-    assert "Warning" not in err
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", EMBEDDED, "0"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_the_error_of_a_childs_settings_reaches_the_caller(
@@ -155,58 +43,10 @@ def test_the_error_of_a_childs_settings_reaches_the_caller(
     assert capfd.readouterr().err == "", "it is told once"
 
 
-def test_a_child_that_ends_without_a_word_says_how() -> None:
-    with pytest.raises(StartupError, match=r"status 0 .* did not say why") as raised:
-        Child.start("this")
-    assert "--help" in raised.value.advice
-
-
-SLOW = """
-import sys, time
-from kvstore.process.children import ParentLink
-parent = ParentLink(int(sys.argv[sys.argv.index("--parent-fd") + 1]))
-parent.tell_step("counts to a thousand")
-time.sleep(60)
-"""
-
-
-def test_a_child_that_is_late_says_what_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "slow_child.py").write_text(SLOW)
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(DeadlineExceededError, match="it still counts to a thousand"):
-        Child.start("slow_child", timeout_s=6)
-
-
-def test_a_node_tells_its_parent_that_it_waits_for_a_master() -> None:
-    ours, theirs = socket.socketpair()
-    command = [
-        sys.executable, "-m", NODE, "--config", "", "--parent-fd", str(theirs.fileno()),
-        "--memory", "16MiB", "--master", "127.0.0.1:9", "--host", "127.0.0.1", "--no-keep",
-    ]  # fmt: skip
-    fds = [theirs.fileno()]
-    with ours, subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stderr=subprocess.DEVNULL) as node:
-        theirs.close()
-        ours.settimeout(60)
-        with ours.makefile("rb") as lines:
-            steps = [json.loads(lines.readline())["step"] for _ in range(2)]
-        node.terminate()
-    assert steps[0] == "reserves 16 MiB of memory"
-    assert steps[1].startswith("waits for its master: ")
-    assert "connection refused" in steps[1]
-
-
-def test_a_program_that_cannot_start_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    with pytest.raises(StartupError, match="No such file"):
-        Client.embedded("16MiB")
-
-
 def test_a_parent_that_is_killed_ends_its_children() -> None:
     """They are in groups of their own: nothing but the end of the link reaches them."""
-    text = program(within="print(client._state.children[0].pid, flush=True); time.sleep(60)")
-    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) as parent:
+    command = [sys.executable, "-c", EMBEDDED, "60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         fd = os.pidfd_open(int(parent.stdout.readline()))
         try:

@@ -18,8 +18,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from kvstore import Client
-from kvstore.client import values
 from kvstore.process.children import start_master
 
 GIB = 1 << 30
@@ -102,19 +100,6 @@ def test_arrays(kv: KV, tmp_path: Path) -> None:
     assert found["content"] == {"kind": "numpy", "dtype": "float16", "shape": [3, 4]}
 
 
-def test_an_object_that_says_nothing_true_of_itself(
-    kv: KV, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(values, "_describe", lambda *_: b"\xff[")
-    with Client(address) as client:
-        client.put("lie", b"content")
-    assert kv("get", "lie") == (0, b"content", "")
-    assert json.loads(kv("stat", "lie", "--json").out)["content"] == {"kind": "unreadable"}
-    refused = kv("get", "lie", "--npy")
-    assert "no value can be made of lie" in refused.err
-    assert "Traceback" not in refused.err
-
-
 def test_a_life_in_a_namespace(kv: KV) -> None:
     here = ("--namespace", "life")
     assert kv("put", "a", "-", *here, stdin=b"1").code == 0
@@ -133,71 +118,6 @@ def test_a_life_in_a_namespace(kv: KV) -> None:
     assert kv("ls", *here).out == b""
 
 
-def test_status(kv: KV) -> None:
-    found = json.loads(kv("status", "--json").out)
-    [node] = found["nodes"]
-    assert node["state"] == "alive"
-    assert sum(segment["size"] for segment in node["segments"]) == MEMORY
-    assert node["name"].encode() in kv("status").out
-
-
-def test_top(kv: KV) -> None:
-    assert kv("put", "on top", "-", stdin=b"1").code == 0
-    lines = kv("top", "--interval-s", "0.2", "--count", "2", "--json").out.splitlines()
-    first, second = map(json.loads, lines)
-    assert first["per_second"] == {}
-    assert second["per_second"]["stored_objects"] == 0
-    assert second["status"]["nodes"][0]["state"] == "alive"
-    shown = kv("top", "--interval-s", "0.2", "--count", "2").out.decode()
-    assert "objects stored" in shown
-    assert first["status"]["nodes"][0]["name"] in shown
-
-
-def test_prefixes(kv: KV) -> None:
-    here = ("--namespace", "prefixes")
-    assert kv("put", "root", "-", *here, stdin=b"1").code == 0
-    assert kv("put", "tip", "-", "--parent", "root", *here, stdin=b"12").code == 0
-    [row] = json.loads(kv("prefixes", "--json", *here).out)["branches"]
-    assert (row["first"], row["last"], row["blocks"], row["size"]) == ("root", "tip", 2, 3)
-    assert list(row["nodes"].values()) == [2]
-    assert b"root \xe2\x80\xa6 tip  2 blocks" in kv("prefixes", *here).out
-    assert kv("prefixes", "--namespace", "empty").out == b"No chain is stored.\n"
-
-
-@pytest.mark.parametrize("name", ["a[/b][red]:smile:", "bell\a escape\x1b[2J", "to the left\u202e"])
-def test_names_are_shown_as_they_are_and_command_no_terminal(kv: KV, name: str) -> None:
-    here = ("--namespace", name)
-    assert kv("put", name, "-", *here, stdin=b"1").code == 0
-    shown = name if name.isprintable() else ascii(name)
-    for command in (("ls",), ("status",), ("stat", name, *here)):
-        result = kv(*command)
-        assert result.code == 0, result.err
-        assert shown in result.out.decode()
-        assert result.out.decode().replace("\n", "").replace("\t", "").isprintable()
-    assert kv("clear", "--yes", *here).code == 0
-
-
-def test_a_value_larger_than_the_pool(kv: KV, tmp_path: Path) -> None:
-    with (tmp_path / "huge").open("wb") as file:
-        file.truncate(MEMORY + 1)
-    result = kv("put", "huge", str(tmp_path / "huge"), "--json")
-    assert result.code == 2
-    error = json.loads(result.err)["error"]
-    assert error["code"] == "value_too_large"
-    assert error["advice"]
-
-
-def test_no_master_is_told_in_time() -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # taken, and nobody listens
-        where = f"127.0.0.1:{nobody.getsockname()[1]}"
-        result = kvstore("status", "--master", where, "--timeout-ms", "300")
-    assert result.code == 1
-    assert where in result.err
-    assert "kvstore-master" in result.err, "advice"
-    assert result.err.count("\n") == 1
-
-
 def test_a_command_that_waits_for_a_master_says_so() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -210,26 +130,6 @@ def test_a_command_that_waits_for_a_master_says_so() -> None:
     )
     assert "no master could be reached" in last
     assert json.loads(silent.err)["error"]["code"] == "master_unreachable"
-
-
-def test_a_command_that_runs_on_does_not_wait_for_a_master(kv: KV) -> None:
-    assert kv("top", "--interval-s", "1.2", "--count", "2").err == ""
-
-
-def test_a_reader_that_goes_away_is_no_error_message(kv: KV, address: str) -> None:
-    kv("put", "long", "-", stdin=bytes(4 << 20))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvstore.cli.main", "--master", address, "get", "long"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.read(10)
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -281,23 +181,3 @@ def bench(*options: str) -> list[dict[str, object]]:
     for row in rows:
         assert {name: type(value) for name, value in row.items()} == BENCH_FIELDS
     return rows
-
-
-@pytest.mark.parametrize(
-    "world",
-    [
-        {"PYTHONIOENCODING": "ascii"},
-        {"PYTHONIOENCODING": "latin-1"},
-        {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-    ],
-)
-def test_a_terminal_that_is_not_utf8_shows_all_it_can(
-    kv: KV, address: str, world: dict[str, str]
-) -> None:
-    kv("put", "schlüssel-日本", "-", stdin=b"1")
-    for command in (["status"], ["ls"], ["--json", "ls"], ["stat", "schlüssel-日本"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "kvstore.cli.main", "--master", address, *command],
-            capture_output=True, timeout=60, check=False, env=os.environ | world,
-        )  # fmt: skip
-        assert (done.returncode, done.stderr) == (0, b"")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvstore import Client
 from tests.support.cluster import MASTER
-from tests.support.processes import ROOT, Server, free_port
+from tests.support.processes import ROOT, Server
 from tests.support.waiting import until
 
 BOUND = 20
@@ -75,15 +75,6 @@ def test_connections_that_say_nothing_are_bounded_logged_and_cut(tmp_path: Path)
                 counters = until(lambda: dict(client.status().counters))
             assert counters["grpc_connections"] <= 2 * BOUND
         until(lambda: "grpc_port_free" in master.errors)
-
-
-def test_connections_that_wait_for_the_master_to_start_count(tmp_path: Path) -> None:
-    """Clients and nodes whose master has restarted are there before it has said a word."""
-    port = free_port()
-    with started(port, tmp_path / "master.log") as master, ExitStack() as stack:
-        silent = Silent(stack, port)
-        until(silent.connect, every_s=0.0005)
-        silent.fill(master)
 
 
 def test_a_low_limit_of_descriptors_is_raised_or_kept() -> None:

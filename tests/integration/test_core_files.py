@@ -14,7 +14,7 @@ from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import NodeSegment
 from tests.support.cluster import Cluster
 from tests.support.issuing import Identities
-from tests.support.processes import KVSTORE, free_port, run_python
+from tests.support.processes import children_of, free_port, run_python
 from tests.support.programs import skip
 from tests.support.waiting import until
 
@@ -57,12 +57,6 @@ def can_look_into(pid: int) -> bool:
     return done.returncode == 0
 
 
-def children_of(pid: int) -> list[int]:
-    """Those that any of its threads has started."""
-    found = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(each) for path in found for each in path.read_text().split()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("has_identities", [False, True])
 def test_servers_with_identities_are_hidden(tmp_path: Path, has_identities: bool) -> None:
@@ -79,39 +73,6 @@ def test_servers_with_identities_are_hidden(tmp_path: Path, has_identities: bool
         client = cluster.client()
         client.put("k", b"v")
         assert client.get("k", kind="bytes") == b"v"
-
-
-def test_a_command_with_an_identity_is_hidden(tmp_path: Path) -> None:
-    """While it waits for a master that does not answer."""
-    files = Identities(tmp_path)
-    for auth, hidden in (("", False), (files.file("admin"), True)):
-        environ = {**os.environ, "KVSTORE_AUTH": auth}
-        place = f"127.0.0.1:{free_port()}"
-        command = [*WITHOUT_TRACING, sys.executable, *KVSTORE, "--master", place, "status"]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
-            try:
-                assert process.stderr is not None
-                assert "waiting for a master" in process.stderr.readline()
-                assert can_look_into(process.pid) is not hidden
-            finally:
-                process.kill()
-
-
-def test_a_program_with_a_client_is_not_hidden(tmp_path: Path) -> None:
-    """Its core files are its own."""
-    auth = Identities(tmp_path).file("admin")
-    code = (
-        "from kvstore import Client; import sys\n"
-        f"client = Client('127.0.0.1:{free_port()}', auth={auth!r})\n"
-        "print('there', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [*WITHOUT_TRACING, sys.executable, "-c", code],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stdout.readline() == "there\n"
-        assert can_look_into(process.pid)
 
 
 def test_blocks_are_not_dumped() -> None:

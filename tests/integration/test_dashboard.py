@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import signal
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from functools import partial
 from pathlib import Path
@@ -26,12 +23,11 @@ from kvstore.fleet import Record
 from kvstore.limits import FLEET_NAMESPACE
 from kvstore.web.dashboard.paths import FILES, NAMESPACES_SHOWN
 from tests.integration.test_high_availability import HaCluster
-from tests.integration.test_http import child_of
 from tests.support.accessibility import barriers
 from tests.support.browser import DESK, PHONE, TABLET, Browser, browsing
-from tests.support.cluster import MASTER, Cluster
+from tests.support.cluster import Cluster
 from tests.support.etcd import running
-from tests.support.http import get, request
+from tests.support.http import request
 from tests.support.issuing import Identities
 from tests.support.processes import free_port
 from tests.support.waiting import until
@@ -128,12 +124,6 @@ def test_only_known_names_and_only_reading(cluster: Cluster, port: int, path: st
         assert asked(port, open_path, host="evil.example").status == 200
 
 
-def test_names_are_checked_when_the_master_starts(cluster: Cluster) -> None:
-    refused = cluster.launch(MASTER, {"port": 0, "http_names": "kv.example.com:80"})
-    assert refused.wait() != 0
-    assert "no name of a host" in refused.errors
-
-
 def test_the_status_is_that_of_the_client_and_bounded(cluster: Cluster, port: int) -> None:
     with cluster.client() as client:
         for number in range(NAMESPACES_SHOWN + 20):
@@ -154,49 +144,6 @@ def test_the_status_is_that_of_the_client_and_bounded(cluster: Cluster, port: in
     assert (others["namespaces"], others["objects"]) == (20, 20)
     assert others["size"] == sum(100 + number for number in range(20))
     assert found["problems"] == [] or "slow" in found["problems"][0]["text"]
-
-
-def test_the_history_fills_also_when_no_page_is_open(cluster: Cluster, port: int) -> None:
-    with cluster.client() as client:
-        client.put_chain(["a", "b"], [b"x", b"y"])
-        # The first point comes after two samples.
-        until(lambda: client.match_prefix(["a", "c"]) and told(port, "/api/v1/history")["at_ms"],
-              within_s=40, every_s=0.5)  # fmt: skip
-    found = told(port, "/api/v1/history")
-    assert found["calls_per_s"][0] > 0
-    assert found["matched_per_s"][0] > 0
-    assert found["size_bytes"][0] == 64 << 20
-    assert 0 < found["call_p50_s"][0] < 1
-
-
-def test_events_survive_the_child_and_a_history_begins_anew(cluster: Cluster, port: int) -> None:
-    assert events(port) == ["leads", "node_joined", "node_joined"]
-    before = told(port, "/api/v1/notices")
-    os.kill(child_of(cluster.master_server), signal.SIGKILL)
-    after = json.loads(get(port, "/api/v1/notices", timeout_s=60).text)
-    assert after == before
-    cluster.nodes[0].terminate()
-    until(lambda: events(port)[-1] == "node_left")
-    last = told(port, f"/api/v1/notices?after={before['last']}")
-    assert last["notices"][0][3]["node"] == cluster.nodes[0].name
-    for bad in ("-1", "x", "1e3", "9" * 100, "%D9%A1"):
-        assert asked(port, f"/api/v1/notices?after={bad}").status == 400
-
-
-def test_a_master_that_hangs_makes_no_queue_of_readers(cluster: Cluster, port: int) -> None:
-    assert asked(port, "/api/v1/status").status == 200
-    cluster.master_server.freeze()
-    try:
-        started = time.monotonic()
-        with ThreadPoolExecutor(30) as threads:
-            replies = list(threads.map(lambda _: asked(port, "/api/v1/status"), range(30)))
-        assert time.monotonic() - started < 8.0
-        assert {reply.status for reply in replies} <= {200, 503}
-        until(lambda: "does not answer" in asked(port, "/api/v1/status").text)
-        assert "does not answer" in asked(port, "/api/v1/notices").text
-    finally:
-        cluster.master_server.resume()
-    until(lambda: asked(port, "/api/v1/status").status == 200)
 
 
 def test_a_master_that_stands_by_says_who_leads(tmp_path: Path) -> None:
@@ -267,36 +214,6 @@ def test_a_browser_shows_a_cluster_and_asks_nobody_else(
     assert browser.complaints() == []
 
 
-def test_a_page_opened_at_a_view_has_the_models_within_three_seconds(
-    cluster: Cluster, port: int, browser: Browser
-) -> None:
-    with cluster.client(namespace="vllm/ab/p0") as client:
-        described: dict[str, Any] = {"dtype": "bfloat16"}
-        record = Record("vllm", ("/models/m",), "ab", ("vllm/ab/p0",), described)
-        FleetRecords(client, logging.getLogger("test")).announce(record)
-        client.put_chain(["a", "b"], [b"x", b"y"])
-    until(lambda: told(port, "/api/v1/fleet")["models"], within_s=20)
-    browser.open(port, "namespaces")
-    until(lambda: "vllm, m" in browser.text("#namespace-rows"), within_s=3)
-    browser.driver.get("about:blank")
-    browser.open(port, "prefixes")
-    until(lambda: "vllm, m" in "".join(browser.texts("#chains-of option")), within_s=3)
-
-
-def test_a_store_without_a_node_says_how_to_start_one(tmp_path: Path, browser: Browser) -> None:
-    port = free_port()
-    with Cluster(tmp_path, settings={"http_port": port}) as cluster:
-        cluster.start(0)
-        line = f"kvstore-node --master {cluster.address} --memory 2GiB"
-        browser.open(port)
-        until(lambda: browser.text("#view-overview .command") == line)
-        assert "No node has joined" in browser.text("#problems")
-        browser.view("nodes")
-        until(lambda: browser.text("#view-nodes .command") == line)
-        cluster.node()
-        until(lambda: browser.texts(".node h3") and not browser.text("#view-nodes .command"))
-
-
 def test_nothing_stands_in_the_way_of_a_keyboard_a_screen_reader_or_weak_eyes(
     cluster: Cluster, port: int, browser: Browser
 ) -> None:
@@ -339,82 +256,6 @@ def test_nothing_stands_in_the_way_of_a_keyboard_a_screen_reader_or_weak_eyes(
             browser.driver.get(f"http://127.0.0.1:{port}/runbook")
             look(theme, size, "runbook")
     assert {where: what for where, what in found.items() if what} == {}
-    browser.theme("light")
-    for broken, rule in (
-        ("document.querySelector('nav a').style.color = '#c4c4c4'", "color-contrast"),
-        ("document.querySelector('h1').outerHTML = '<h3>x</h3>'", "page-has-heading-one"),
-        ("document.body.append(document.createElement('button'))", "button-name"),
-        ("document.body.id = 'blocks'", "two have id"),
-    ):
-        browser.open(port, "events")
-        browser.run(broken)
-        assert [each for each in barriers(browser) if each.startswith(rule)], rule
-        browser.driver.refresh()
-
-
-def test_a_chart_is_read_with_the_keyboard_and_as_a_table(
-    cluster: Cluster, port: int, browser: Browser
-) -> None:
-    with cluster.client() as client:
-        client.put_chain(["a", "b"], [b"x", b"y"])
-        until(lambda: client.match_prefix(["a", "c"])
-              and len(told(port, "/api/v1/history")["at_ms"]) > 1,
-              within_s=60, every_s=0.5)  # fmt: skip
-    browser.open(port)
-    until(lambda: "50 %" in browser.text(".chart .reading"))
-    times = browser.texts(".chart:first-child time")
-    assert len(times) == 3
-    assert times == sorted(times)
-    browser.run("document.querySelector('.plot').focus()")
-
-    def said() -> str:
-        return str(browser.run("return document.activeElement.getAttribute('aria-valuetext')"))
-
-    last = said()
-    assert "found 50 %" in last
-    browser.press("\ue012")  # arrow to the left
-    before = said()
-    assert before < last, "the time of the point before"
-    assert before[:8] in browser.text(".chart .reading")
-    browser.press("\ue014")
-    assert said() == last
-    browser.press("\ue011")  # Home
-    assert said() <= before
-    browser.run("document.querySelectorAll('.chart summary')[3].click()")
-    until(lambda: browser.text(".chart:nth-child(4) tbody"))
-    assert browser.texts(".chart:nth-child(4) th") == ["time", "p50", "p99"]
-    (time_, p50, p99) = browser.texts(".chart:nth-child(4) tbody tr:first-child td")
-    assert time_ == last[:8]
-    assert p50.endswith("µs")
-    assert p99.endswith("s")
-    until(lambda: "MatchPrefix" in browser.text("#call-rows"))
-
-
-def test_what_nodes_move_is_shown_and_what_is_not_counted(
-    cluster: Cluster, port: int, browser: Browser
-) -> None:
-    with cluster.client() as here, cluster.client(transports=("tcp",)) as away:
-        here.put("k", b"x" * (1 << 20))
-
-        def moved() -> list[tuple[int, int, int]]:
-            nodes = told(port, "/api/v1/status")["nodes"]
-            of_each = [
-                (each["stored_bytes"], each["written_bytes"], each["read_bytes"]) for each in nodes
-            ]
-            return sorted(of_each)
-
-        until(lambda: moved() == [(0, 0, 0), (1 << 20, 0, 0)])
-        assert here.get("k") == b"x" * (1 << 20)
-        browser.open(port, "nodes")
-        until(lambda: len(browser.texts("#moved-rows tr")) == 2)
-        assert away.get("k") == b"x" * (1 << 20)
-        until(lambda: moved()[-1][2])
-        stored, written, read = moved()[-1]
-        assert (stored, written) == (1 << 20, 0)
-        assert 1 << 20 <= read < (1 << 20) + 4096, "the reader over TCP alone"
-        until(lambda: any(" MiB (" in row for row in browser.texts("#moved-rows td:last-child")))
-    assert any("1.00 MiB" in cell for cell in browser.texts("#moved-rows td:nth-child(2)"))
-    assert browser.complaints() == []
 
 
 def test_blocks_are_followed_as_sentences(tmp_path: Path, browser: Browser) -> None:
@@ -440,15 +281,6 @@ def test_blocks_are_followed_as_sentences(tmp_path: Path, browser: Browser) -> N
         browser.view("nodes")
         until(lambda: not browser.run("return document.querySelector('#blocks').checked"))
         assert browser.complaints() == []
-
-
-def test_without_events_blocks_are_not_followed(
-    cluster: Cluster, port: int, browser: Browser
-) -> None:
-    browser.open(port, "events")
-    browser.run("document.querySelector('#blocks').click()")
-    until(lambda: "start it with --events" in browser.text("#blocks-note"))
-    assert not browser.run("return document.querySelector('#blocks').checked")
 
 
 def test_tenants_are_shown_with_their_quotas(tmp_path: Path, browser: Browser) -> None:

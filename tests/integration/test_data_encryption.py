@@ -1,4 +1,4 @@
-"""A store whose nodes encrypt their data ports: what travels, what breaks, what is replaced."""
+"""A store whose nodes encrypt their data ports: what travels, and who demands it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstore import PutOutcome
-from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import NODE_NAME, Credentials
 from kvstore.errors import PutRefusedError
 from kvstore.network.addresses import split_address
 from tests.integration.test_drain import drain
 from tests.integration.test_repairing import nodes_of
-from tests.integration.test_strangers import noises, shout
 from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster
 from tests.support.issuing import Identities
 from tests.support.processes import free_port, run_python
-from tests.support.traffic import at_work, content, getter, putter
+from tests.support.traffic import content
 from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
@@ -44,11 +41,10 @@ def store(tmp_path: Path, identities: Identities) -> Iterator[Cluster]:
 
 
 class Wire:
-    """A port before a node's data port. Sees what passes, and changes what it is told to."""
+    """A port before a node's data port. Sees what passes."""
 
     def __init__(self) -> None:
         self.seen = bytearray()
-        self.change: Callable[[bytes], bytes] = bytes
         self.to = 0
         self._sockets = [socket.create_server(("127.0.0.1", 0))]
         self.address = f"127.0.0.1:{self._sockets[0].getsockname()[1]}"
@@ -71,7 +67,7 @@ class Wire:
         with contextlib.suppress(OSError):
             while some := one.recv(1 << 20):
                 self.seen += some
-                other.sendall(self.change(some))
+                other.sendall(some)
         for sock in (one, other):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -157,16 +153,6 @@ def test_the_memory_of_a_master_is_encrypted_as_it_says(
             assert secured.version() == "TLSv1.3"
 
 
-@pytest.mark.slow
-def test_the_doctor_tries_the_port(store: Cluster, identities: Identities) -> None:
-    store.node(**TLS)
-    said = run_python(
-        "-m", "kvstore.cli.main", "doctor", "--master", store.address,
-        variables={"KVSTORE_AUTH": identities.engine("engine", "*")},
-    ).stdout  # fmt: skip
-    assert re.search(r"ok +node \S+ +data port \S+ answers", said), said
-
-
 @pytest.mark.slow  # two commands
 def test_a_client_that_demands_encryption_uses_no_plain_node_over_tcp(
     store: Cluster, identities: Identities
@@ -198,90 +184,3 @@ def test_a_client_that_demands_encryption_uses_no_plain_node_over_tcp(
             },
         ).stdout  # fmt: skip
         assert re.search(rf"node {plain.name} .*{says}", " ".join(said.split())), said
-
-
-# --- who does not get in -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("role", ["engine", "master"])
-def test_who_is_no_node_does_not_start(store: Cluster, identities: Identities, role: str) -> None:
-    auth = identities.engine("engine", "*") if role == "engine" else identities.file("master")
-    node = store.launch_node(auth=auth, **TLS)
-    assert node.wait() != 0
-    assert "not one that clients accept from node.kvstore" in node.errors
-    assert "--role node" in node.errors
-
-
-def test_noise_while_a_client_works(store: Cluster) -> None:
-    store.node(**TLS)
-    keys = [f"key-{number}" for number in range(10)]
-    client = store.client(transports=TCP)
-    client.put_many([(key, content(key)) for key in keys])
-    port = split_address(store.status().nodes[0].address)[1]
-    with (
-        at_work(getter(store.client(transports=TCP), keys), longest_s=3) as reader,
-        ThreadPoolExecutor(8) as strangers,
-    ):
-        for heard in [strangers.submit(shout, port, noise) for noise in noises()]:
-            assert heard.result(30)[:1] in (b"", b"\x15", b"K")
-        reader.wait_for("right", more=5)
-    assert set(reader.counts) == {"right"}
-
-
-def test_changed_bytes_are_misses_and_never_wrong(store: Cluster, wire: Wire) -> None:
-    """Somebody between client and node flips a bit in each large piece, for a while."""
-    behind(store, wire, **TLS)
-    keys = [f"k{number}" for number in range(5)]
-    client = store.client(transports=TCP)
-    client.put_many([(key, content(key)) for key in keys])
-    wire.change = lambda some: (
-        some[:-9] + bytes([some[-9] ^ 1]) + some[-8:] if len(some) > 9_000 else some
-    )
-    readers = [store.client(transports=TCP, name=f"r{number}") for number in range(3)]
-    for reader in readers:
-        for key in keys:
-            assert reader.get(key) in (None, content(key))
-    assert any("failed_transfers" in reader.stats().counters for reader in readers)
-    wire.change = bytes
-    until(lambda: readers[0].get_many(keys) == [content(key) for key in keys], within_s=20)
-
-
-# --- what is replaced, and what dies -------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_files_are_replaced_under_traffic(store: Cluster, identities: Identities) -> None:
-    node = store.node(**TLS)
-    engine = Path(identities.engine("engine", "default"))
-    keys = [f"key-{number}" for number in range(10)]
-    client = store.client(transports=TCP, auth=str(engine))
-    client.put_many([(key, content(key)) for key in keys])
-    with (
-        at_work(getter(client, keys), longest_s=5) as reader,
-        at_work(putter(client, "new", overwrite=True), longest_s=5) as writer,
-    ):
-        for _ in range(3):
-            identities.replace(Path(identities.file("node")), Wanted("node", ("node",)))
-            spaces = ("default",)
-            identities.replace(engine, Wanted("engine", ("engine",), spaces, spaces))
-            late = store.client(transports=TCP, auth=str(engine))
-            assert late.get(keys[0]) == content(keys[0])
-            reader.wait_for("right", more=5)
-            writer.wait_for("stored", more=5)
-    until(lambda: "file_loaded setting=auth" in node.errors)
-    assert set(reader.counts) == {"right"}
-
-
-@pytest.mark.slow
-def test_a_node_that_is_killed_under_traffic_comes_back(store: Cluster) -> None:
-    node, _ = store.node(**TLS), store.node(**TLS)
-    keys = [f"key-{number}" for number in range(20)]
-    client = store.client(transports=TCP)
-    client.put_many([(key, content(key)) for key in keys], replicas=2)
-    with at_work(getter(client, keys), longest_s=5) as reader:
-        reader.wait_for("right", more=5)
-        node.kill()
-        reader.wait_for("right", more=20)
-        store.node(name=node.name, **TLS)
-        reader.wait_for("right", more=20)
-    assert set(reader.counts) <= {"right", "miss"}

@@ -16,7 +16,6 @@ import inspect
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -77,9 +76,6 @@ CALLS: dict[str, Verb] = {
     "drain": lambda c: c.drain("nobody"),
     "move_some": lambda c: c.move_some("nobody"),
 }
-PER_CALL = {"timeout_ms": TIMEOUT_MS}
-"""What every public call can be given."""
-
 NO_CALLS = {
     "close", "config", "device", "embedded", "lease", "memory_at", "payload_at", "register",
     "release", "release_match", "stats", "unregister",
@@ -158,11 +154,9 @@ class Took:
 class Clients:
     """One client per way, each connected and warm or new; ``run`` makes every call of each."""
 
-    def __init__(self, kind: type, address: str, *, per_call: bool = False) -> None:
-        """``per_call``: clients that have more time by themselves are told with each call."""
+    def __init__(self, kind: type, address: str) -> None:
         self._kind = kind
         self._address = address
-        self._per_call = per_call
         self._clients: list[tuple[str, Any]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="aio", daemon=True)
@@ -172,8 +166,7 @@ class Clients:
         for transport in ("shm", "tcp"):
             for lane in (True, False):
                 name = f"{transport} {'lane' if lane else 'grpc'} {age}"
-                longest_ms = 60_000 if self._per_call else TIMEOUT_MS
-                settings: dict[str, Any] = {"timeout_ms": longest_ms, "lane": lane}
+                settings: dict[str, Any] = {"timeout_ms": TIMEOUT_MS, "lane": lane}
                 client = self._kind(self._address, transports=(transport,), **settings)
                 self._clients.append((name, client))
 
@@ -193,8 +186,6 @@ class Clients:
         ended: list[Any] = []
         for name, client in self._clients:
             for what, verb in CALLS.items():
-                if self._per_call:
-                    verb = partial(_within, verb)
                 took = Took(f"{name}: {what}")
                 all_took.append(took)
                 if isinstance(client, AsyncClient):
@@ -267,25 +258,9 @@ async def _drive(verb: Verb, client: AsyncClient) -> Any:
     return await outcome if inspect.isawaitable(outcome) else outcome
 
 
-class _Within:
-    """A client each of whose calls is given its own time-out."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        return partial(getattr(self._client, name), **PER_CALL)
-
-
-def _within(verb: Verb, client: Any) -> Any:
-    return verb(_Within(client))
-
-
-def check(
-    cluster: Cluster, kind: type, fault: Callable[[], object], *, per_call: bool = False
-) -> None:
+def check(cluster: Cluster, kind: type, fault: Callable[[], object]) -> None:
     """No call of old and new clients takes longer than it may, after ``fault``."""
-    clients = Clients(kind, cluster.address, per_call=per_call)
+    clients = Clients(kind, cluster.address)
     try:
         clients.add("old")
         clients.warm()
@@ -318,8 +293,7 @@ def test_after_a_signal(cluster: Cluster, who: str, fault: str, kind: type) -> N
 
 
 @either
-@pytest.mark.parametrize("per_call", [False, True], ids=["of clients", "of calls"])
-def test_both_stop(cluster: Cluster, per_call: bool, kind: type) -> None:
+def test_both_stop(cluster: Cluster, kind: type) -> None:
     """What clients hold and know is of no use then, and costs them no second deadline."""
     cluster.start(2, memory="256MiB")
     servers = (cluster.master_server, *cluster.nodes)
@@ -329,7 +303,7 @@ def test_both_stop(cluster: Cluster, per_call: bool, kind: type) -> None:
             server.freeze()
 
     try:
-        check(cluster, kind, freeze, per_call=per_call)
+        check(cluster, kind, freeze)
     finally:
         for server in servers:
             server.resume()

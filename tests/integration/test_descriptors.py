@@ -15,7 +15,7 @@ import pytest
 from tests.integration.test_http import child_of
 from tests.support.cluster import Cluster
 from tests.support.http import get
-from tests.support.processes import Server, free_port, run_python
+from tests.support.processes import Server, free_port
 from tests.support.waiting import until
 
 
@@ -63,70 +63,3 @@ def _answers(port: int) -> bool:
     with contextlib.suppress(OSError):
         return get(port, "/healthz")[0] == 200
     return False
-
-
-PROGRAM = """
-import contextlib, os, resource, sys
-from kvstore import Client, KVStoreError
-address, transport = sys.argv[1:]
-
-@contextlib.contextmanager
-def only(free):
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = set(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(used) + 20, hard))
-    held = []
-    with contextlib.suppress(OSError):
-        while True:
-            held.append(os.open(os.devnull, os.O_RDONLY))
-    for _ in range(free):
-        os.close(held.pop())
-    try:
-        yield
-    finally:
-        for each in held:
-            os.close(each)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-def tried(call):
-    try:
-        return call()
-    except KVStoreError as error:
-        assert str(error).isprintable(), repr(str(error))
-        return error
-
-with contextlib.ExitStack() as stack:
-    def client():
-        return stack.enter_context(Client(address, transports=[transport], timeout_ms=700))
-    works, joined = client(), client()
-    works.put("key", b"value")
-    assert works.get("key") == b"value"
-    joined.exists("key")
-    good = 0
-    for free in range(12):
-        fresh = client()
-        with only(free):
-            assert works.get("key") == b"value"
-            assert works.exists("key")
-            for each in (joined, fresh):
-                tried(each.status)
-                assert tried(lambda: each.get("key", copy=False)) is not False
-                tried(lambda: each.put(f"put {free}", b"value", overwrite=True))
-            made = tried(lambda: Client(address, transports=[transport], timeout_ms=700))
-            if isinstance(made, Client):
-                good += tried(lambda: made.get("key")) == b"value"
-                made.close()
-    assert good, "with 11 free descriptors it works"
-    assert fresh.get("key") == b"value"
-    assert fresh.put("later", b"value").name == "STORED"
-"""
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_client_without_descriptors_raises_errors_of_ours(
-    cluster: Cluster, transport: str
-) -> None:
-    """With none, and with each number that lasts for a part of what it opens."""
-    cluster.start()
-    done = run_python("-c", PROGRAM, cluster.address, transport, within_s=110)
-    assert done.returncode == 0, done.stderr

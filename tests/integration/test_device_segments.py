@@ -6,7 +6,6 @@ wait is a wrong byte.
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -17,14 +16,11 @@ import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome
-from kvstore.client import movers
 from kvstore.device import drivers
 from kvstore.device.device import Device
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import NoSpaceError
 from kvstore.memory.header import SUPERBLOCK_BYTES
-from kvstore.transport.device import DeviceTransport
-from tests.integration.test_forks import fork, join
 from tests.support.cluster import Cluster, Node
 from tests.support.fake_device import FakeDriver
 from tests.support.traffic import content, kill_while_used
@@ -77,17 +73,6 @@ def memory_of(node: Node) -> Path:
     raise AssertionError("the node has none")
 
 
-def flip(node: Node, needle: bytes) -> None:
-    """Changes a byte of the only place that holds ``needle``."""
-    path = memory_of(node)
-    memory = path.read_bytes()
-    assert memory.count(needle) == 1
-    at = memory.index(needle)
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(bytes([needle[0] ^ 1]))
-
-
 def used_transports(client: Client) -> set[str]:
     return set(client.stats().transports)
 
@@ -136,37 +121,6 @@ def test_values_of_a_device_come_back(cluster: Cluster, transport: str, fake: Fa
         fake.finish()
 
 
-def test_bad_bytes_are_no_value(cluster: Cluster, fake: FakeDriver) -> None:
-    node = start(cluster)
-    client = cluster.client(timeout_ms=3_000)
-    data = os.urandom(50_000)
-    for key in ("host", "device"):
-        assert client.put(key, data) is STORED
-        flip(node, data)
-        if key == "host":
-            assert client.get(key) is None
-        else:
-            [target] = rows_on(fake, client.device(fake.name), [bytes(len(data))])
-            assert client.get_into([key], [target]) == [None]
-            fake.finish()
-        assert client.remove(key) is False, "the master has removed it"
-    assert dict(cluster.status().counters)["corrupt_objects"] == 2
-
-
-@TRANSPORTS
-def test_the_oldest_objects_make_room(cluster: Cluster, transport: str) -> None:
-    start(cluster, memory="8MiB")
-    client = cluster.client(transports=(transport,))
-    values = {f"key-{number}": content(f"key-{number}") * 40 for number in range(60)}
-    for key, value in values.items():
-        assert client.put(key, value, wait_ms=5_000) is STORED
-    found = client.get_many(list(values))
-    assert found[0] is None
-    kept = [index for index, each in enumerate(found) if each is not None]
-    assert kept == list(range(kept[0], 60))
-    assert [found[index] for index in kept] == list(values.values())[kept[0] :]
-
-
 @TRANSPORTS
 def test_a_killed_node_takes_its_objects_along(cluster: Cluster, transport: str) -> None:
     node = start(cluster)
@@ -200,45 +154,6 @@ def test_a_node_is_killed_while_it_is_used(cluster: Cluster, transport: str) -> 
     assert sum(counts.values()) > 100
 
 
-def test_a_stopped_node_is_not_needed_on_its_host(cluster: Cluster) -> None:
-    node = start(cluster)
-    client = cluster.client()
-    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
-    assert client.get(KEYS[0]) == content(KEYS[0])
-    node.freeze()
-    assert client.get_many(KEYS) == [content(key) for key in KEYS]
-    node.resume()
-
-
-def test_a_child_of_a_fork_opens_the_memory_anew(cluster: Cluster) -> None:
-    start(cluster)
-    client = cluster.client()
-    assert client.put("key", b"value") is STORED
-    assert client.get("key") == b"value"
-
-    def in_child() -> None:
-        assert client.get("key") == b"value"
-        assert client.put("child", b"1") is STORED
-        assert used_transports(client) == {"device"}
-
-    join(fork(in_child))
-    assert client.get("key") == b"value"
-    assert client.get("child") == b"1"
-
-
-def test_a_replica_in_memory_of_a_host_survives(cluster: Cluster) -> None:
-    node = start(cluster)
-    cluster.node()
-    client = cluster.client(timeout_ms=3_000)
-    assert set(client.put_many([(key, content(key)) for key in KEYS], replicas=2)) == {STORED}
-    node.kill()
-    assert client.get_many(KEYS) == [content(key) for key in KEYS]
-    assert {segment.device for each in cluster.status().nodes for segment in each.segments} <= {
-        "",
-        POOLED,
-    }
-
-
 def test_a_master_that_is_started_again_learns_the_objects(cluster: Cluster) -> None:
     start(cluster)
     client = cluster.client()
@@ -247,22 +162,6 @@ def test_a_master_that_is_started_again_learns_the_objects(cluster: Cluster) -> 
     cluster.master_server.kill()
     cluster.master()
     assert client.get_many(KEYS) == [None, *(content(key) for key in KEYS[1:])]
-
-
-def test_objects_move_off_a_draining_node(cluster: Cluster) -> None:
-    node = start(cluster)
-    client = cluster.client()
-    assert set(client.put_many([(key, content(key)) for key in KEYS])) == {STORED}
-    cluster.node()
-    client.drain(node.name)
-    cursor = 0
-    while True:
-        moved = client.move_some(node.name, cursor)
-        assert not moved.corrupt
-        cursor = moved.next_cursor
-        if not cursor:
-            break
-    assert client.get_many(KEYS) == [content(key) for key in KEYS]
 
 
 def test_an_allocation_is_memory_of_a_host(cluster: Cluster) -> None:
@@ -367,39 +266,6 @@ def test_a_lease_ends_with_the_owner_of_the_memory(cluster: Cluster, how: str) -
     assert lent(client, "k") is None
 
 
-def test_memory_stays_open_while_it_is_lent(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also after the client has dropped the segment. The first sweep after that closes it."""
-    monkeypatch.setattr(movers, "SWEEP_S", 0.05)
-    sweeps = itertools.count()
-    sweep = DeviceTransport.sweep
-
-    def counted(transport: DeviceTransport) -> None:
-        sweep(transport)
-        next(sweeps)
-
-    monkeypatch.setattr(DeviceTransport, "sweep", counted)
-    node = start(cluster)
-    client = cluster.client(timeout_ms=3_000)
-    fake = drivers.driver_of(POOLED)
-    assert isinstance(fake, FakeDriver)
-    before = set(fake.memory)
-    value = torch.arange(100_000)
-    assert client.put("k", value) is STORED
-    view = lent(client, "k")
-    part = view[10:20]
-    node.kill()
-    assert client.get("k") is None  # drops the segment
-    del view
-    enough = next(sweeps) + 3
-    assert until(lambda: next(sweeps) > enough)
-    assert torch.equal(part, value[10:20]), "the fake's memory outlives its owner"
-    assert len(set(fake.memory) - before) == 1
-    del part
-    assert until(lambda: set(fake.memory) == before)
-
-
 def test_what_cannot_be_lent_is_copied(cluster: Cluster, fake: FakeDriver) -> None:
     """Objects of a host, of another device, and all of them over tcp."""
     start(cluster)
@@ -413,38 +279,6 @@ def test_what_cannot_be_lent_is_copied(cluster: Cluster, fake: FakeDriver) -> No
         assert torch.equal(copied, value)
         is_lent = each is client and fake.name == POOLED
         assert (each.lease(copied) is not None) == is_lent
-
-
-def test_bad_bytes_are_not_lent_where_views_are_verified(cluster: Cluster) -> None:
-    node = start(cluster)
-    client = cluster.client(timeout_ms=3_000, verify="all")
-    data = os.urandom(50_000)
-    assert client.put("k", data) is STORED
-    assert held(client, lent(client, "k"))
-    flip(node, data)
-    assert lent(client, "k") is None
-    assert dict(cluster.status().counters)["corrupt_objects"] == 1
-
-
-def test_status_names_the_device(cluster: Cluster) -> None:
-    node = start(cluster)
-    [shown] = cluster.status().nodes
-    [segment] = shown.segments
-    assert (segment.device, segment.shm_name) == (POOLED, "")
-    assert cluster.state_of(node) == "alive"
-
-
-def test_memory_that_a_node_left_is_not_thrown_away(cluster: Cluster) -> None:
-    cluster.start()
-    client = cluster.client()
-    assert client.put("key", b"value") is STORED
-    [node] = cluster.nodes
-    node.kill()
-    refused = cluster.launch_node(device=POOLED, name=node.name)
-    assert refused.wait() != 0
-    assert "memory of a device was asked for" in refused.errors
-    cluster.node(name=node.name)
-    assert until(lambda: client.get("key") == b"value")
 
 
 @pytest.mark.parametrize(

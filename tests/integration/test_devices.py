@@ -3,7 +3,6 @@ copies run late and in any order, so that a missing wait is a wrong byte."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,22 +13,13 @@ import torch
 from numpy.typing import NDArray
 
 from kvstore.calls import PutOutcome
-from kvstore.client.aio import AsyncClient
-from kvstore.client.flows import devices, getting, putting
 from kvstore.client.sync import Client
-from kvstore.device import device as device_module
 from kvstore.device import ring
 from kvstore.device.device import Device
-from kvstore.device.driver import Way
 from kvstore.device.drivers import use
 from kvstore.device.memory import DeviceMemory
 from kvstore.errors import (
-    BufferMismatchError,
     DeadlineExceededError,
-    DeviceError,
-    InvalidArgumentError,
-    KVStoreError,
-    UnsupportedValueError,
 )
 from tests.support.fake_device import FakeDriver
 
@@ -119,10 +109,10 @@ def on(make: Any) -> OnDevice:
 SIZES = [1, 100, 4_096, 65_537, MIB, 3 * MIB + 5]
 
 
-def save_and_load(on: OnDevice, *, marks: bool = False, sizes: Sequence[int] = SIZES) -> None:
+def save_and_load(on: OnDevice, *, marks: bool) -> None:
     """Blocks are written by kernels, saved, overwritten by kernels; loaded into blocks that kernels
     have written to before and write to afterwards."""
-    blocks = [[on.fake.array(size // 3 + 1), on.fake.array(size)] for size in sizes]
+    blocks = [[on.fake.array(size // 3 + 1), on.fake.array(size)] for size in SIZES]
     contents = [[on.bytes(len(run)) for run in block] for block in blocks]
     stream = 5 if marks else 0  # of which only a mark tells
     for block, content in zip(blocks, contents, strict=True):
@@ -139,12 +129,12 @@ def save_and_load(on: OnDevice, *, marks: bool = False, sizes: Sequence[int] = S
     for key, content in zip(keys, contents, strict=True):
         assert on.client.get(key) == b"".join(each.tobytes() for each in content)
 
-    others = [[on.fake.array(each) for each in (size, size // 3 + 1, 9)] for size in sizes]
+    others = [[on.fake.array(each) for each in (size, size // 3 + 1, 9)] for size in SIZES]
     for run in (run for block in others for run in block):
         on.later(run, on.bytes(len(run)), stream)
     after = [on.fake.mark(stream)] if marks else []
     found = on.client.get_into(keys, [on.memory(block, *after) for block in others])
-    assert found == [size + size // 3 + 1 for size in sizes]
+    assert found == [size + size // 3 + 1 for size in SIZES]
     for content, block in zip(contents, others, strict=True):
         whole = b"".join(each.tobytes() for each in content)
         read = b"".join(each.tobytes() for each in block)
@@ -177,78 +167,6 @@ def test_memory_that_names_its_moments_waits_for_nothing_else(on: OnDevice) -> N
     on.check()
 
 
-def without_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "wait", lambda self, events, deadline: None)
-
-
-def without_settle(monkeypatch: pytest.MonkeyPatch, way: Way) -> None:
-    copy, settle = FakeDriver.copy, Device.settle
-    forgotten: list[Any] = []
-
-    def copies(self: FakeDriver, its_way: Way, *arrays: Any) -> Any:
-        event = copy(self, its_way, *arrays)
-        if its_way is way:
-            forgotten.append(event)
-        return event
-
-    def settles(self: Device, event: Any, deadline: float) -> None:
-        if not any(event is each for each in forgotten):
-            settle(self, event, deadline)
-
-    monkeypatch.setattr(FakeDriver, "copy", copies)
-    monkeypatch.setattr(Device, "settle", settles)
-
-
-def without_the_end_of_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_settle(monkeypatch, Way.SAVE)
-
-
-def without_the_end_of_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_settle(monkeypatch, Way.LOAD)
-
-
-def without_marks_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    for flow in (getting, putting):
-        monkeypatch.setattr(
-            flow, "ready", lambda device, _, stream: devices.ready(device, [], stream)
-        )
-
-
-def without_mark_of_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_dropped(*args: Any) -> Any:
-        step = devices.ready(*args)
-        return step._replace(events=step.events[1:])
-
-    for flow in (getting, putting):
-        monkeypatch.setattr(flow, "ready", first_dropped)
-
-
-@pytest.mark.parametrize(
-    ("mutant", "marks"),
-    [
-        (without_wait, False),
-        (without_wait, True),
-        (without_the_end_of_saves, False),
-        (without_the_end_of_loads, False),
-        (without_marks_of_memory, True),
-        (without_mark_of_stream, False),
-    ],
-)
-def test_a_missing_wait_is_found(
-    make: Any, mutant: Any, marks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    with pytest.raises((AssertionError, KVStoreError)):  # noqa: PT012 - any of some orders
-        for seed in range(5):
-            on = make(seed)
-            try:
-                # Small enough for the ring: a late copy must not hit memory that was freed.
-                save_and_load(on, marks=marks, sizes=SIZES[:4])
-            finally:
-                on.fake.forget()
-    monkeypatch.undo()
-
-
 def test_tensors_of_a_device_come_back_there(on: OnDevice) -> None:
     values = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     on.client.put("k", values)
@@ -279,133 +197,6 @@ def test_memory_of_a_host_is_copied_to_a_device(on: OnDevice) -> None:
     assert on.client.lease(copied) is None
 
 
-def test_what_a_device_cannot_return_is_refused(on: OnDevice) -> None:
-    on.client.put("k", b"abc")
-    with pytest.raises(InvalidArgumentError):
-        on.client.get("k", device=NAME, kind="numpy")
-    with pytest.raises(DeviceError):
-        on.client.get("k", device="cuda:99")
-    assert on.client.get("k", device="cpu") == b"abc"
-
-
-def test_buffers_of_a_device_that_do_not_fit(on: OnDevice) -> None:
-    on.client.put("k", b"x" * 100)
-    small = on.fake.array(99)
-    with pytest.raises(BufferMismatchError, match="has 100 bytes, the buffer 99"):
-        on.client.get_into("k", on.memory([small]))
-    assert not small.any()
-    with pytest.raises(BufferMismatchError, match="different memories"):
-        on.client.get_into(["k", "k"], [on.memory([on.fake.array(100)]), bytearray(100)])
-    large = on.fake.array(200)
-    assert on.client.get_into("k", on.memory([large[:50], large[60:160]])) == [100]
-    assert large[:50].tobytes() + large[60:110].tobytes() == b"x" * 100
-    assert not large[50:60].any()
-    assert not large[110:].any()
-    assert on.client.get_into("missing", on.memory([large])) == [None]
-
-
-def test_memory_of_a_device_does_not_go_with_other_values(on: OnDevice) -> None:
-    with pytest.raises(UnsupportedValueError, match="mixes"):
-        on.client.put_many([("a", on.memory([on.fake.array(5)])), ("b", b"abc")])
-    with pytest.raises(UnsupportedValueError, match="mixes"):
-        on.client.put("a", [on.memory([on.fake.array(5)]), b"abc"])
-    one, two = on.fake.array(5), on.fake.array(3)
-    one[:], two[:] = 1, 2
-    on.client.put("both", [on.memory([one]), on.memory([two])])
-    assert on.client.get("both") == bytes([1] * 5 + [2] * 3)
-
-
-def test_a_value_larger_than_the_ring(on: OnDevice) -> None:
-    block = on.fake.array(5 * RING // 4)
-    block[:] = on.bytes(len(block))
-    assert on.client.put("k", on.memory([block])) is PutOutcome.STORED
-    other = on.fake.array(len(block))
-    assert on.client.get_into("k", on.memory([other])) == [len(block)]
-    assert np.array_equal(block, other)
-    on.check()
-
-
-def test_another_object_in_the_place_is_a_miss(on: OnDevice) -> None:
-    """The memory is not touched, or filled as a whole."""
-    block = on.fake.array(1_000)
-    with Client(on.client.config.master, placements_max=100) as remembers:
-        on.client.put("k", b"x" * 1_000)
-        assert remembers.get("k") == b"x" * 1_000  # knows its place now
-        on.client.put("k", b"y" * 1_000, overwrite=True)
-        there = DeviceMemory(
-            remembers.device(NAME), np.array([block.ctypes.data]), np.array([1_000])
-        )
-        assert remembers.get_into("k", there) == [1_000]
-        assert set(block.tolist()) <= {ord("x"), ord("y")}
-        assert len(set(block.tolist())) == 1
-
-
-def damage(view: Any, at: int) -> None:
-    """Writes to the file whose memory the view shows; the view itself is read-only."""
-    address = np.frombuffer(view, np.uint8).ctypes.data + at
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            span, _, _, _, _, *path = line.split()
-            start, stop = (int(each, 16) for each in span.split("-"))
-            if start <= address < stop:
-                with open(path[0], "r+b") as file:  # from its beginning
-                    file.seek(address - start)
-                    file.write(b"\0")
-                return
-    raise AssertionError("it is not mapped")
-
-
-def test_damaged_bytes_do_not_count(on: OnDevice) -> None:
-    on.client.put("k", b"x" * 100_000)
-    with Client(on.client.config.master) as other:
-        damage(other.get("k", copy=False), 50_000)
-    block = on.fake.array(100_000)
-    assert on.client.get_into("k", on.memory([block])) == [None]
-    assert on.client.stats().counters["checksum_mismatches"] >= 1
-    assert not on.client.exists("k")  # reported, and removed
-    on.check()
-
-
-def test_work_that_does_not_end_fails_the_call_and_no_node(on: OnDevice) -> None:
-    block = on.fake.array(100)
-    on.client.put("k", b"x" * 100)
-    on.fake.is_stuck = True
-    with pytest.raises(DeadlineExceededError, match="work before the copy"):
-        on.client.put("other", on.memory([block]), timeout_ms=100)
-    with pytest.raises(DeadlineExceededError, match="work before the copy"):
-        on.client.get_into("k", on.memory([block]), timeout_ms=100)
-    on.fake.is_stuck = False
-    assert on.client.stats().counters.get("failed_transfers", 0) == 0
-    assert on.client.put("other", on.memory([block])) is PutOutcome.STORED
-    assert on.client.get_into("k", on.memory([block])) == [100]
-
-
-def test_copies_that_do_not_end_fail_the_device(
-    on: OnDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_module, "SETTLE_S", 0.01)
-    on.client.put("k", b"x" * 100)
-    block = on.fake.array(100)
-    memory = on.memory([block])
-    wait = on.device.wait
-
-    def stuck_after_wait(events: Any, deadline: float) -> None:
-        wait(events, deadline)
-        on.fake.is_stuck = True
-
-    monkeypatch.setattr(on.device, "wait", stuck_after_wait)
-    with pytest.raises(DeviceError, match="did not finish copies"):
-        on.client.get_into("k", memory, timeout_ms=200)
-    with pytest.raises(DeviceError, match="did not finish copies"):
-        on.client.put("other", memory, timeout_ms=200)
-    assert on.client.get("k") == b"x" * 100  # the host's memory is not concerned
-    on.fake.is_stuck = False
-    on.fake.finish()
-    on.device._failed = False  # so that the fixture can release everything
-    on.device.locks._is_kept = False
-    on.device.ring.taken = 0
-
-
 def test_many_threads_at_once(make: Any) -> None:
     on = make(3)
     errors: list[BaseException] = []
@@ -432,27 +223,3 @@ def test_many_threads_at_once(make: Any) -> None:
         thread.join(120)
     assert not errors
     on.check()
-
-
-def test_an_asyncio_call_that_is_cancelled_leaves_the_memory_alone(on: OnDevice) -> None:
-    on.client.put("k", b"x" * MIB)
-    block = on.fake.array(MIB)
-
-    async def main() -> None:
-        async with AsyncClient(config=on.client.config) as client:
-            memory = DeviceMemory(
-                client.device(NAME), np.array([block.ctypes.data]), np.array([MIB])
-            )
-            assert await client.get_into("k", memory) == [MIB]
-            block[:] = 0
-            on.fake.is_stuck = True
-            call = asyncio.create_task(client.get_into("k", memory))
-            await asyncio.sleep(0.05)
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            on.fake.is_stuck = False
-            on.fake.finish()
-            assert not block.any()
-
-    asyncio.run(main())

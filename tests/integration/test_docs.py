@@ -14,7 +14,6 @@ import itertools
 import json
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -266,19 +265,12 @@ def test_enough_commands_are_found_to_trust_this_test() -> None:
     "line",
     [
         "kvstore statsu",
-        "kvstore status --all",
-        "kvstore drain",
-        "kvstore auth isue x",
         "kvstore auth issue x --rle node",
-        "kvstore-master --lease 5",
-        "kvstore-node --memory 2G",
         "kvstore-master --lease-ms 1",
         "make tset",
         "python -m kvstore.none",
-        "date | kvstore put now",
-        "KVSTORE_MASTER=a:1 kvstore statsu",
+        "date | KVSTORE_MASTER=a:1 kvstore put now",
         'eval "$(kvstore as-mooncaek --env)"',
-        "vllm serve --kv-transfer-config '{\"kv_connector\": }'",
         'vllm serve -k \'{"kv_connector": "KVStoreConnector",\n'
         '"kv_connector_extra_config": {"mater": "a:1"}}\'',
     ],
@@ -345,28 +337,6 @@ def test_the_page_of_errors_leaves_none_out() -> None:
     text = (ROOT / "docs/errors.md").read_text()
     kinds = [kind for kind in errors.BY_CODE.values() if kind is not errors.KVStoreError]
     assert [kind for kind in kinds if f"| `{kind.code}` | `{kind.__name__}` |" not in text] == []
-
-
-@pytest.mark.parametrize(
-    ("page", "there", "instead"),
-    [
-        ("errors.md", "| `no_space` | `NoSpaceError` | yes", "| `no_space` | `NoSpaceError` | no"),
-        ("limits.md", "| `KEY_BYTES_MAX` | 256 |", "| `KEY_BYTES_MAX` | 128 |"),
-        ("metrics.md", "| `kvstore_nodes` | gauge |", "| `kvstore_nodes` | counter |"),
-        ("settings.md", "`--prefill-threshold N`", "`--prefil-threshold N`"),
-        ("settings.md", "reference.py: settings", "reference.py: limits"),
-    ],
-)
-def test_another_table_is_found(tmp_path: Path, page: str, there: str, instead: str) -> None:
-    shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    copy = tmp_path / "docs" / page
-    text = copy.read_text()
-    assert there in text
-    copy.write_text(text.replace(there, instead))
-    command = [sys.executable, str(tmp_path / "docs/site/reference.py"), "--check"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1
-    assert page in done.stderr or "table settings: 0 times" in done.stderr
 
 
 # --- files and Python -------------------------------------------------------------------------

@@ -93,16 +93,6 @@ def test_no_master_and_no_node(store: Cluster) -> None:
     assert found.code == 1
 
 
-def test_a_node_that_is_stopped_holds_nobody_up(store: Cluster) -> None:
-    """Its port still takes connections, and nobody is behind it."""
-    stopped, well = store.node(), store.node()
-    stopped.freeze()
-    found = doctor("--master", store.address, "--timeout-ms", "2000")
-    assert found.one(f"node {stopped.name}", "data port")["state"] == "problem"
-    assert found.one(f"node {well.name}", "data port")["state"] == "ok"
-    stopped.resume()
-
-
 def test_a_killed_node_is_named_by_status_and_doctor(store: Cluster) -> None:
     node, _ = store.node(), store.node()
     with store.client() as client:
@@ -127,17 +117,6 @@ def test_what_a_killed_node_left(store: Cluster) -> None:
     assert "kvstore clean" in row["advice"]
     assert row["advice"].startswith("Start the node again"), "what loses objects comes last"
     assert node.entry.exists(), "the doctor changes nothing"
-
-
-def test_ports_that_are_taken(store: Cluster) -> None:
-    port = str(store.settings["port"])
-    found = doctor(KVSTORE_MASTER_PORT=port, KVSTORE_MASTER_LANE_PORT=str(store.lane_port))
-    assert all("a master answers here" in row["found"] for row in found.of("ports"))
-    store.node()  # it listens, and is no master
-    where = next(iter(store.status().nodes)).address.rpartition(":")[2]
-    found = doctor(KVSTORE_MASTER_PORT=where, KVSTORE_MASTER_LANE_PORT=str(free_port()))
-    row = found.one("ports", f"{where} (gRPC) is taken by a process that is not a master")
-    assert f"sport = :{where}" in row["advice"]
 
 
 def test_a_container_with_little_shared_memory_of_its_own(store: Cluster) -> None:
@@ -182,22 +161,3 @@ def test_a_package_that_is_broken(tmp_path: Path, package: str) -> None:
     assert "pip install" in row["advice"]
     assert found.of("transfer engine"), "the other checks go on"
     assert package != "grpc" or found.of("shared memory")[0]["state"] == "ok"
-
-
-def test_an_engine_whose_libraries_are_missing(tmp_path: Path) -> None:
-    """As where its package is installed and Debian's RDMA libraries are not."""
-    package = tmp_path / "mooncake"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    missing = "libibverbs.so.1: cannot open shared object file"
-    (package / "engine.py").write_text(f"raise ImportError('{missing}')")
-    info = tmp_path / "mooncake_transfer_engine_non_cuda-9.9.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: mooncake-transfer-engine-non-cuda\nVersion: 9.9\n"
-    )
-    row = doctor(PYTHONPATH=str(tmp_path)).one("transfer engine", missing)
-    assert row["state"] == "warning"
-    assert "apt-get install libibverbs1" in row["advice"]
-    asked_for = doctor("--transfer-engine", PYTHONPATH=str(tmp_path))
-    assert asked_for.one("transfer engine", missing)["state"] == "problem"

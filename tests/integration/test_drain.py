@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from kvstore import Client
 from kvstore.calls import PutOutcome
-from kvstore.client.flows.steps import Transfer
-from kvstore.errors import KVStoreError
-from tests.support.cluster import NODE, SHORT, Cluster, Node
+from tests.support.cluster import SHORT, Cluster, Node
 from tests.support.processes import KVSTORE, ROOT, run_python
 from tests.support.traffic import content
 from tests.support.waiting import until
@@ -135,7 +130,7 @@ class Reader(threading.Thread):
 
 
 def test_nobody_who_reads_notices(store: Cluster) -> None:
-    old = store.node(memory="64MiB")
+    old = store.node(memory="64MiB", keep=True)
     keys = fill(store)
     store.node(memory="64MiB")
     store.node(memory="64MiB")
@@ -151,22 +146,6 @@ def test_nobody_who_reads_notices(store: Cluster) -> None:
     assert (done.told["left"], done.told["corrupt"], done.told["has_left"]) == (0, 0, True)
     assert store.state_of(old) == "gone"
     all_right(store, keys)
-
-
-def test_a_node_that_keeps_its_memory_leaves_none_when_it_was_drained(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, settings=SETTINGS)
-    cluster.master()
-    command = ["--keep", "--memory", "16MiB", "--name", f"keeps-{os.getpid()}"]
-    node = Node(NODE, [*command, "--master", cluster.address], log=tmp_path / "node.log")
-    node.name = command[-1]
-    try:
-        node.line("serves")
-        assert drain(cluster, node).code == 0
-        has_left(node)
-    finally:
-        node.close()
-        node.entry.unlink(missing_ok=True)
-        cluster.close()
 
 
 def test_what_is_put_meanwhile_goes_elsewhere_and_what_is_removed_stays_removed(
@@ -189,45 +168,6 @@ def test_what_is_put_meanwhile_goes_elsewhere_and_what_is_removed_stays_removed(
     kept = [key for key in keys if key not in removed]
     for key in (*kept, *added):
         assert client.get(key) == content(key, 0 if key == "empty" else SIZE), key
-
-
-def test_a_copy_that_lands_after_a_removal_is_not_found_by_the_next_master(
-    store: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mover writes through shared memory, which nobody can cut, when the object that it copies
-    is gone already; and the master dies before it hears of it."""
-    old = store.node(memory="64MiB")
-    client = store.client()
-    client.put("removed", content("removed", SIZE))
-    new = store.node(memory="64MiB")
-    mover = store.client(transports=("shm",), timeout_ms=60_000)
-    arrived, goes_on, landed = (threading.Event() for _ in range(3))
-    movers = mover._state.movers
-    move = movers.move
-
-    def held_up(transfers: Sequence[Transfer], *rest: Any) -> list[KVStoreError | None]:
-        if not transfers[0].write:
-            return move(transfers, *rest)
-        arrived.set()
-        assert goes_on.wait(60)
-        errors = move(transfers, *rest)
-        landed.set()
-        return errors
-
-    monkeypatch.setattr(movers, "move", held_up)
-    mover.drain(old.name)
-    with ThreadPoolExecutor(1) as pool:
-        moved = pool.submit(mover.move_some, old.name)
-        assert arrived.wait(60)
-        assert client.remove("removed")
-        store.master_server.kill()
-        goes_on.set()
-        assert landed.wait(60)
-        master = store.master()
-        until(lambda: master.errors.count("inventory_done") == 2)
-        assert moved.result(60).objects == 0
-    assert "late_headers_wiped" in new.errors, "the copy did not land"
-    assert client.get("removed") is None
 
 
 def test_a_view_keeps_its_bytes_and_is_told(store: Cluster) -> None:
@@ -264,28 +204,6 @@ def test_taken_back_it_is_used_again(store: Cluster) -> None:
     all_right(store, keys)
 
 
-def test_with_what_finds_no_room_it_stays_until_it_is_told_to_go(store: Cluster) -> None:
-    old = store.node(memory="64MiB")
-    keys = fill(store)
-    store.node(memory="9MiB")
-    client = store.client()
-    client.drain(old.name)
-    newer = [f"newer-{number}" for number in range(20)]  # 4 MiB, and put after all others
-    for key in newer:
-        assert client.put(key, content(key, SIZE)) is PutOutcome.STORED
-    done = drain(store, old, "--evict")
-    assert done.code == 1
-    assert done.told["moved"] > 0
-    assert done.told["left"] > 0
-    assert store.state_of(old) == "draining"
-    assert sum(client.exists(key) for key in keys) == len(keys) - done.told["evicted"]
-    done = drain(store, old, "--discard")
-    assert done.code == 0
-    has_left(old)
-    assert all(client.get(key) == content(key, SIZE) for key in newer)
-    assert not all(client.get(key) for key in keys)
-
-
 def test_more_than_fits_is_not_begun(store: Cluster) -> None:
     """Otherwise objects that have just moved make room for the next ones, and are lost."""
     old = store.node(memory="64MiB")
@@ -313,26 +231,6 @@ def test_more_than_fits_is_not_begun(store: Cluster) -> None:
     assert sum(client.get(key) == content(key, MIB) for key in keys) == 50 - done.told["left"]
 
 
-def test_what_nobody_used_for_longer_makes_room(store: Cluster) -> None:
-    old = store.node(memory="64MiB")
-    small = store.node(memory="9MiB")
-    client = store.client()
-    client.drain(old.name)
-    for number in range(35):
-        client.put(f"older-{number}", content("x", SIZE))
-    client.drain(old.name, undo=True)
-    client.drain(small.name)
-    keys = [f"key-{number}" for number in range(30)]
-    client.put_chain(keys, [content(key, SIZE) for key in keys])
-    client.drain(small.name, undo=True)
-    until(lambda: all(row.leased_ms == 0 for row in client.list_objects()))
-    done = drain(store, old, "--evict")
-    assert (done.code, done.told["moved"], done.told["left"]) == (0, 30, 0)
-    assert 0 < done.told["evicted"] < 35
-    has_left(old)
-    assert client.match_prefix(keys) == len(keys)
-
-
 def test_a_mover_that_is_killed_and_started_again(store: Cluster) -> None:
     old = store.node(memory="200MiB")
     keys = fill(store, 500)
@@ -349,39 +247,6 @@ def test_a_mover_that_is_killed_and_started_again(store: Cluster) -> None:
     assert drain(store, old).code == 0
     has_left(old)
     all_right(store, keys)
-
-
-def test_a_byte_that_was_flipped_is_not_moved(store: Cluster) -> None:
-    old = store.node(memory="64MiB")
-    keys = fill(store)
-    store.node(memory="64MiB")
-    stat = store.client().stat("key-3")
-    assert stat is not None
-    with old.entry.open("r+b") as memory:
-        memory.seek(stat.detail.placements.offsets[0] + 5_000)
-        byte = memory.read(1)[0]
-        memory.seek(-1, os.SEEK_CUR)
-        memory.write(bytes([byte ^ 1]))
-    done = drain(store, old)
-    assert (done.code, done.told["corrupt"], done.told["moved"]) == (0, 1, len(keys) - 1)
-    has_left(old)
-    assert store.client().get("key-3") is None
-
-
-def test_memory_that_somebody_writes_to_is_waited_for(store: Cluster) -> None:
-    old = store.node(memory="64MiB")
-    client = store.client()
-    tensor = client.allocate(1 * MIB, kind="numpy")
-    store.node(memory="64MiB")
-    done = drain(store, old, "--wait-s", "0.5")
-    assert (done.code, done.told["unfinished"]) == (1, 1)
-    process = launch(store, old)
-    tensor[:] = 7  # type: ignore[index]
-    assert client.put("allocated", tensor) is PutOutcome.STORED
-    del tensor
-    assert result_of(process).code == 0
-    has_left(old)
-    assert store.client(transports=("tcp",)).get("allocated", kind="bytes") == b"\7" * MIB
 
 
 def test_the_target_dies_meanwhile(store: Cluster) -> None:
@@ -401,16 +266,3 @@ def test_the_target_dies_meanwhile(store: Cluster) -> None:
     has_left(old)
     for key in kept:
         assert client.get(key) == content(key, 0 if key == "empty" else SIZE), key
-
-
-def test_asked_wrongly(store: Cluster) -> None:
-    store.node()
-    command = [sys.executable, "-m", "kvstore.cli.main", "drain", "nobody"]
-    done = subprocess.run(
-        [*command, "--master", store.address], capture_output=True, text=True, timeout=60,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "there is no node nobody" in done.stderr
-    with Client(store.address) as client, pytest.raises(Exception, match="exclude each other"):
-        client.drain("x", undo=True, leave=True)

@@ -14,13 +14,12 @@ from kvstore.errors import (
     EtcdUnreachableError,
     NotLeaderError,
     PermissionDeniedError,
-    ProtocolError,
     StartupError,
 )
 from kvstore.etcd.client import Etcd
 from kvstore.etcd.finding import find_leader
 from kvstore.network.addresses import EtcdPlace
-from tests.support.etcd import EtcdServer, Relay, running
+from tests.support.etcd import EtcdServer, running
 from tests.support.processes import free_port
 
 
@@ -80,17 +79,6 @@ def test_one_of_two_is_elected_and_its_end_is_told(etcd: EtcdServer) -> None:
     use(place, body)
 
 
-def test_an_end_between_looking_and_watching_is_not_missed(etcd: EtcdServer) -> None:
-    async def body(client: Etcd) -> None:
-        lease = await client.grant(5, soon())
-        await client.campaign(lease.lease_id, "a:1", soon())
-        sight = await client.look(soon())
-        await client.revoke(lease.lease_id, soon())
-        assert await client.watch_for_end(sight.revision, soon())
-
-    use(etcd.place("between"), body)
-
-
 def test_a_lease_that_nobody_keeps_ends(etcd: EtcdServer) -> None:
     async def body(client: Etcd) -> None:
         lease = await client.grant(1, soon())
@@ -134,34 +122,6 @@ def test_nobody_there_is_said_in_time() -> None:
     with pytest.raises(EtcdUnreachableError, match="refused"):
         find_leader(place, soon(1.0))
     assert uptime() - started < 3.0
-
-
-def test_another_member_answers_for_a_dead_or_a_silent_one(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
-        relay = Relay(server.port)
-        try:
-            relay.cut()
-            members = (
-                f"127.0.0.1:{free_port()}",
-                f"127.0.0.1:{relay.port}",
-                f"127.0.0.1:{server.port}",
-            )
-            place = EtcdPlace(members)
-
-            async def body(client: Etcd) -> None:
-                lease = await client.grant(5, soon())
-                await client.campaign(lease.lease_id, "a:1", soon())
-                took_s = []
-                for _ in range(3):
-                    started = uptime()
-                    assert (await client.look(soon())).leader is not None
-                    took_s.append(uptime() - started)
-                assert min(took_s) < 0.5, "it remembers who answered"
-
-            use(place, body)
-            assert find_leader(place, soon()) == "a:1"
-        finally:
-            relay.close()
 
 
 def test_an_etcd_that_comes_back_is_found_again(tmp_path: Path) -> None:
@@ -211,19 +171,3 @@ def test_without_our_certificate_there_is_no_answer(tmp_path: Path) -> None:
                 find_leader(wrong, soon(2))
         with pytest.raises(StartupError, match="nowhere"):
             find_leader(place._replace(ca="/nowhere.pem"), soon())
-
-
-def test_a_prefix_that_somebody_else_uses(tmp_path: Path) -> None:
-    with running(tmp_path) as server:
-
-        async def body(client: Etcd) -> None:
-            lease = await client.grant(5, soon())
-            leader = await client.campaign(lease.lease_id, "a:1", soon())
-            for other in ("hello", "9" * 4_300):
-                server.control("put", "kvstore/epoch", other)
-                with pytest.raises(ProtocolError, match=f"holds b'{other[:5]}"):
-                    await client.new_epoch(leader, 1, 1 << 40, soon())
-            server.control("put", "kvstore/epoch", str(1 << 62))
-            assert await client.new_epoch(leader, 7, 1 << 40, soon()) == 7, "as if there were none"
-
-        use(server.place(), body)

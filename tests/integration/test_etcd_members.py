@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import signal
 import subprocess
@@ -15,8 +13,7 @@ import pytest
 
 from kvstore import Client
 from kvstore.clocks import uptime
-from kvstore.errors import EtcdUnreachableError, KVStoreError
-from kvstore.etcd.client import Etcd
+from kvstore.errors import KVStoreError
 from kvstore.etcd.finding import MemberSeen, find_leader, look_at
 from kvstore.master import times
 from kvstore.network.addresses import EtcdPlace
@@ -158,55 +155,6 @@ def test_a_member_that_hangs_costs_the_leader_nothing(
     assert dict(after.counters)["leads_lost"] == 0, server.errors
 
 
-def test_a_call_and_a_watch_go_on_to_the_next_member(members: Members) -> None:
-    hung = members.follower()
-    place = members.place(hung)._replace(prefix="next member")
-
-    async def scenario() -> None:
-        etcd, other = (
-            Etcd(place),
-            Etcd(members.place(members.leader())._replace(prefix=place.prefix)),
-        )
-        try:
-            lease = await etcd.grant(10, uptime() + 5.0)
-            await etcd.campaign(lease.lease_id, "a:1", uptime() + 5.0)
-            sight = await other.look(uptime() + 5.0)
-            hung.signal(signal.SIGSTOP)
-            # The time that a master with a lease of 3 s gives it.
-            assert await etcd.keep_alive(lease.lease_id, uptime() + 1.0) > 0
-            await etcd.close()
-            await other.revoke(lease.lease_id, uptime() + 5.0)
-            fresh = Etcd(place)
-            try:
-                assert await fresh.watch_for_end(sight.revision, uptime() + 3.0)
-            finally:
-                await fresh.close()
-        finally:
-            hung.signal(signal.SIGCONT)
-            await etcd.close()
-            await other.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_member_without_a_majority_is_told(tmp_path: Path) -> None:
-    members = Members(tmp_path / "etcd")
-    try:
-        members.start()
-        one, *others = members.all
-        for each in others:
-            each.close()
-
-        def said() -> str:
-            with pytest.raises(EtcdUnreachableError) as caught:
-                members.look(one)
-            return caught.value.message
-
-        until(lambda: "has no quorum" in said())
-    finally:
-        members.close()
-
-
 # --- doctor ------------------------------------------------------------------------------------
 
 
@@ -262,13 +210,6 @@ def test_the_doctor_looks_at_an_etcd_and_at_who_leads_by_it(
     assert about(rows, f"master {leader}")[0]["state"] == "ok"
 
 
-def test_the_doctor_says_when_no_etcd_answers() -> None:
-    nobody = f"etcd://127.0.0.1:{free_port()},127.0.0.1:{free_port()}"
-    code, rows = doctor("--master", nobody, "--timeout-ms", "2000")
-    assert code == 1
-    assert [row["state"] for row in about(rows, "etcd ")] == ["problem"] * 2
-
-
 # --- passwords ---------------------------------------------------------------------------------
 
 
@@ -293,29 +234,4 @@ def test_no_command_line_of_a_child_holds_the_password(tmp_path: Path) -> None:
         assert "s3cret" not in server.errors
     finally:
         cluster.close()
-        etcd.stop()
-
-
-def test_an_etcd_that_is_full_is_named_by_masters_and_by_the_doctor(tmp_path: Path) -> None:
-    """It answers all questions and takes no writes: no other master can be elected."""
-    etcd = EtcdServer(tmp_path / "etcd", flags=["--quota-backend-bytes", str(4 << 20)])
-    etcd.start()
-    try:
-        with contextlib.suppress(subprocess.CalledProcessError):  # its database space is exceeded
-            for number in range(200):
-                etcd.control("put", f"fill{number}", "x" * 60_000)
-        with Cluster(tmp_path) as cluster:
-            place = etcd.place()
-            master = cluster.launch(MASTER, cluster.settings | {"etcd": place.endpoints[0]})
-            until(lambda: "database space exceeded" in master.errors)
-            [line] = [each for each in master.errors.splitlines() if "space exceeded" in each]
-            assert "no etcd answers" not in line
-            assert "etcdctl alarm disarm" in line
-            code, rows = doctor("--master", str(place), "--timeout-ms", "5000")
-            assert code == 1
-            [row] = about(rows, "etcd ")
-            assert row["state"] == "problem"
-            assert "NOSPACE" in row["found"]
-            assert "etcdctl alarm disarm" in row["advice"]
-    finally:
         etcd.stop()

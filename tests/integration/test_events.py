@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client, KVStoreError
-from kvstore.client.state import MasterHTTP
 from kvstore.web.events.following import follow
 from tests.integration.test_high_availability import HaCluster
 from tests.integration.test_http import child_of
@@ -40,9 +38,6 @@ class Reader:
         self.place: str = "" if after is None else after.place
         self.seen: list[str] = []
         self.is_whole = False
-        self.gate = threading.Event()
-        """Cleared: it reads nothing."""
-        self.gate.set()
         self._stopped = False
         self._addresses = [f"127.0.0.1:{port}" for port in ports]
         self._namespace = namespace
@@ -54,7 +49,6 @@ class Reader:
             for told in follow(
                 self._addresses, namespace=self._namespace, since=self.place, patience_s=60
             ):
-                self.gate.wait()
                 if self._stopped:
                     return
                 if told.name in ("stored", "removed"):
@@ -73,7 +67,6 @@ class Reader:
     def stop(self, client: Client) -> None:
         """It ends with the next event."""
         self._stopped = True
-        self.gate.set()
         for number in itertools.count():
             client.put(b"the end of a reader %d %d" % (id(self), number), b"")
             self._thread.join(0.2)
@@ -175,36 +168,6 @@ def test_a_reader_that_comes_back_resumes_where_it_was(
         again.stop(client)
 
 
-def test_the_child_is_killed(cluster_with_events: Cluster) -> None:
-    cluster = cluster_with_events
-    with cluster.client() as client, reading(cluster) as reader:
-        client.put(b"a", b"1")
-        agree(reader, client)
-        os.kill(child_of(cluster.master_server), signal.SIGKILL)
-        client.put(b"b", b"2")
-        client.remove(b"a")
-        agree(reader, client)
-        client.put(b"c", b"2")
-        agree(reader, client)
-
-
-def test_a_node_is_killed(cluster: Cluster) -> None:
-    cluster.settings |= {
-        "http_port": free_port(), "events": "on",
-        "dead_ms": 1_000, "late_write_ms": 0,
-    }  # fmt: skip
-    cluster.start(2)
-    with cluster.client() as client, reading(cluster) as reader:
-        for number in range(500):
-            with contextlib.suppress(KVStoreError):
-                client.put(b"%d" % number, b"x" * 30_000)
-        agree(reader, client)
-        before = len(reader.objects)
-        cluster.nodes[0].kill()
-        until(lambda: 0 < len(listed(client)) < before)
-        agree(reader, client)
-
-
 def test_the_master_is_killed_and_learns_again(cluster_with_events: Cluster) -> None:
     cluster = cluster_with_events
     with cluster.client() as client, reading(cluster) as reader:
@@ -221,37 +184,6 @@ def test_the_master_is_killed_and_learns_again(cluster_with_events: Cluster) -> 
             agree(reader, client)
             assert reader.objects == before
         assert reader.seen.count("cleared") >= 3
-
-
-def test_a_reader_that_is_slow_gets_the_whole_set_again(cluster_with_events: Cluster) -> None:
-    """It stops reading until the journal has lost what it would have read next."""
-    cluster = cluster_with_events
-    with cluster.client() as client, reading(cluster) as slow, reading(cluster) as quick:
-        until(lambda: slow.is_whole and quick.is_whole)
-        slow.gate.clear()
-        names = [b"%0200d" % number for number in range(5_000)]
-        for _ in range(45):  # a journal holds some 250,000 of these
-            client.put_many([(name, b"") for name in names])
-            client.remove_many(names)
-        client.put(b"last", b"")
-        agree(quick, client, within_s=60)
-        assert quick.seen == ["cleared", "whole"]
-        slow.gate.set()
-        agree(slow, client, within_s=60)
-        assert slow.seen.count("cleared") > 1
-
-
-def test_subscribers_that_read_nothing_hold_up_nobody(
-    cluster_with_events: Cluster, port: int
-) -> None:
-    with contextlib.ExitStack() as stack, cluster_with_events.client() as client:
-        for _ in range(70):
-            idle = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            idle.sendall(b"GET /api/v1/events?snapshot=1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        for number in range(200):
-            client.put(b"%d" % number, b"")
-        until(lambda: get(port, "/api/v1/events/snapshot").status == 503)
-        assert get(port, "/healthz").status == 200
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
@@ -297,53 +229,6 @@ def test_another_master_leads(tmp_path: Path, how: str) -> None:
         cluster.finish()
 
 
-def test_only_events_of_namespaces_that_begin_so(cluster_with_events: Cluster, port: int) -> None:
-    with cluster_with_events.client(namespace="a/1") as client:
-        client.put(b"before", b"")
-        client.put(b"before", b"", namespace="b/1")
-        told: list[str] = []
-        for each in follow([f"127.0.0.1:{port}"], under="a/"):
-            if each.name == "whole":
-                client.put(b"other", b"", namespace="b/1")
-                client.put(b"after", b"", namespace="a/2")
-            if each.name in ("cleared", "whole"):
-                continue
-            told.append(f"{each.data['namespace']} {bytes.fromhex(each.data['key']).decode()}")
-            if each.data["namespace"] == "a/2":
-                break
-        assert told == ["a/1 before", "a/2 after"]
-
-
-def test_a_client_knows_where_its_master_serves_events(tmp_path: Path, cluster: Cluster) -> None:
-    cluster.master()
-    port = free_port()
-    with cluster.client() as client:
-        assert client.http() == MasterHTTP("127.0.0.1", "", has_events=False)
-        cluster.master_server.kill()
-        cluster.settings |= {"http_port": port}
-        cluster.master()
-        assert client.http() == MasterHTTP("127.0.0.1", f"127.0.0.1:{port}", has_events=False)
-        cluster.master_server.kill()
-        cluster.settings |= {"events": "on"}
-        cluster.master()
-        assert client.http().has_events
-    with contextlib.ExitStack() as stack:
-        directory = tmp_path / "several"
-        directory.mkdir()
-        several = HaCluster(directory, stack.enter_context(running(tmp_path / "etcd")))
-        stack.callback(several.close)
-        ports = [free_port(), free_port()]
-        first = several.add_master(http_port=ports[0], events="on")
-        until(lambda: several.leader() == first)
-        several.add_master(http_port=ports[1], events="on")
-        client = several.client()
-        assert client.http().address == f"127.0.0.1:{ports[0]}"
-        several.masters[first].kill()
-        several.another_leads(first)
-        assert client.http().address == f"127.0.0.1:{ports[1]}"
-        several.finish()
-
-
 def test_the_command_follows(cluster_with_events: Cluster) -> None:
     cluster = cluster_with_events
     settings = {"master": cluster.address}  # which says where its HTTP is
@@ -377,19 +262,6 @@ def test_the_command_follows(cluster_with_events: Cluster) -> None:
         finally:
             command.close()
             as_json.close()
-
-
-def test_the_command_says_why_it_hears_nothing(cluster: Cluster) -> None:
-    nobody = f"127.0.0.1:{free_port()}"
-    command = Server(
-        "kvstore.cli.main", ["events", "--http", nobody], log=cluster.directory / "events"
-    )
-    try:
-        until(lambda: "--http names other ports" in command.errors)
-        assert f"kvstore: {nobody}: [Errno 111] Connection refused; trying again" in command.errors
-        assert command.errors.count("trying again") == 1
-    finally:
-        command.close()
 
 
 def test_without_events_the_answer_says_how_to_get_them(cluster: Cluster) -> None:

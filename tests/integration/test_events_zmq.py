@@ -15,7 +15,7 @@ import zmq
 
 from kvstore.limits import FLEET_NAMESPACE
 from tests.integration.test_http import child_of
-from tests.support.cluster import MASTER, Cluster
+from tests.support.cluster import Cluster
 from tests.support.processes import free_port
 from tests.support.waiting import until
 
@@ -171,10 +171,3 @@ def test_a_subscriber_stays_right_when_the_child_or_the_master_is_killed(
     until(lambda: len(list(client.list_objects())) == 300)
     until(agrees)
     assert subscriber.cleared > cleared
-
-
-def test_an_address_that_is_none_is_an_error(cluster: Cluster) -> None:
-    for given, why in (("5557", "one or two addresses"), ("tcp://a,tcp://b,tcp://c", "one or two")):
-        refused = cluster.launch(MASTER, {"port": 0, "http_port": free_port(), "events": given})
-        assert refused.wait() != 0
-        assert why in refused.errors

@@ -149,11 +149,3 @@ def test_a_client_that_is_sent_elsewhere_arrives_as_a_new_one(store: Cluster) ->
             assert await there.get("key") == b"value"
 
     asyncio.run(main())
-
-
-def test_a_client_that_arrives_elsewhere_contributes_nothing(store: Cluster) -> None:
-    with Client(store.address, memory="8MiB") as client:
-        assert len(store.status().nodes) == 2
-        with pickle.loads(pickle.dumps(client)) as there:
-            assert there.config.memory == 0
-            assert len(store.status().nodes) == 2

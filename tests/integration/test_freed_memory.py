@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvstore import Client, PutOutcome, calls
@@ -18,7 +17,7 @@ from kvstore.memory.header import HEADER_BYTES
 from kvstore.network.tcp_protocol import Extent
 from kvstore.transport.base import Move
 from kvstore.transport.tcp import TcpTransport
-from tests.integration.test_capabilities import asked_of, granted_to
+from tests.integration.test_capabilities import asked_of
 from tests.support.cluster import OVER_TCP_NODE, SHORT, Cluster
 from tests.support.issuing import Identities
 from tests.support.waiting import until
@@ -83,34 +82,6 @@ def test_of_an_object_that_is_gone(store: Cluster, how: str, device: str) -> Non
     elif how == "replaced":
         assert owner.put("secret", b"", overwrite=True) is PutOutcome.STORED
     assert not any(found_by(thief_of(store), SIZE - 100_000))
-
-
-def test_of_a_put_that_came_to_nothing(store: Cluster) -> None:
-    """Given up, and its memory in quarantine until its writer has stopped."""
-    store.node(memory="2MiB")
-    owner = store.client(transports=TCP)
-    grants, segment = granted_to(owner, b"s", SIZE)
-    (at,) = grants.offsets
-    transport = TcpTransport()
-    extent = Extent(at, SIZE + HEADER_BYTES, grants.capabilities)
-    secret = Move(at + HEADER_BYTES, memoryview(SECRET), extent=extent)
-    transport.write(segment, [secret], uptime() + 5)
-    transport.close()
-    assert not any(found_by(thief_of(store)))
-
-
-@pytest.mark.slow
-def test_of_the_part_of_an_allocation_that_its_object_does_not_need(tmp_path: Path) -> None:
-    with Cluster(tmp_path, settings=SHORT, identities=Identities(tmp_path)) as store:
-        store.start(memory="4MiB")
-        owner = store.client(transports=("tcp", "shm"))
-        memory = owner.allocate(3_000_000, kind="numpy")
-        assert isinstance(memory, np.ndarray)
-        memory[:] = 0xA5
-        assert owner.put("small", memory[:100_000]) is PutOutcome.STORED
-        data = found_by(thief_of(store), 2_500_000)
-        assert owner.get("small", kind="bytes") == b"\xa5" * 100_000, "what the object needs stays"
-        assert not any(data)
 
 
 def test_of_memory_that_a_node_of_before_has_left(store: Cluster) -> None:

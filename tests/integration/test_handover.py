@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +17,10 @@ from tests.support.cluster import SHORT, Cluster
 from tests.support.issuing import Identities
 from tests.support.processes import KVSTORE, run_python
 from tests.support.traffic import content
-from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
-OURS, THEIRS = "ours", "theirs"
+OURS = "ours"
 SIZE = 70_001
-GROUP = 65_532
 
 
 @pytest.fixture
@@ -109,64 +105,3 @@ def _doctor(cluster: Cluster, auth: str) -> str:
         variables={"KVSTORE_AUTH": auth}, within_s=120,
     ).stdout  # fmt: skip
     return " ".join(said.split())
-
-
-@pytest.mark.slow  # a node that ends twice, and a command
-def test_a_killed_node_finds_its_memory_and_its_clients_map_it_again(
-    cluster: Cluster, identities: Identities
-) -> None:
-    node = cluster.node(keep=True)
-    client = client_of(cluster, identities.engine("engine", OURS))
-    keys = [f"k{number}" for number in range(10)]
-    client.put_many([(key, content(key, SIZE)) for key in keys])
-    node.process.send_signal(signal.SIGKILL)
-    node.wait()
-    again = cluster.node(name=node.name)
-    assert "memory_attached" in again.errors
-    until(lambda: all(client.get_many(keys)), within_s=20)
-    moved(client)
-    assert client.get_many(keys, kind="bytes") == [content(key, SIZE) for key in keys]
-    assert client.put("after", b"x", wait_ms=5_000) is STORED
-    newcomer = client_of(cluster, identities.engine("engine", OURS))
-    assert newcomer.get_many(keys, kind="bytes") == [content(key, SIZE) for key in keys]
-    assert moved(client) == moved(newcomer) == {"shm"}
-    again.process.send_signal(signal.SIGKILL)
-    again.wait()
-    assert again.entry.exists()
-    assert again.socket.is_socket()
-    run_python(*KVSTORE, "clean", node.name, "--yes", check=True)
-    assert not again.entry.exists()
-    assert not again.socket.exists()
-    assert not again.key.exists()
-
-
-OTHER = """
-import os, sys
-from kvstore import Client
-with Client(sys.argv[1], auth=sys.argv[2], namespace="ours") as client:
-    assert client.get("none") is None
-    os.setgroups([int(each) for each in sys.argv[3:]])
-    os.setgid(65533)
-    os.setuid(65533)
-    assert client.get("k", kind="bytes") == b"from root"
-    client.put("other", b"from another user")
-    print(*client.stats().transports, client.stats().not_mapped)
-"""
-"""The interpreter and the identity are for root to read, so it becomes another user before it maps
-the memory."""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
-def test_another_user_of_the_group_is_handed_the_memory_whose_name_it_cannot_open(
-    cluster: Cluster, identities: Identities
-) -> None:
-    node = cluster.node(shm_group=str(GROUP))
-    assert node.entry.stat().st_mode & 0o777 == 0o600
-    ours = client_of(cluster, identities.engine("engine", OURS))
-    ours.put("k", b"from root")
-    auth = identities.engine("other", OURS)
-    for groups, begin, end in (([str(GROUP)], "shm {", "}"), ([], "tcp {", "lets a group in'}")):
-        said = run_python("-c", OTHER, cluster.address, auth, *groups)
-        assert said.stdout.startswith(begin), said
-        assert said.stdout.endswith(f"{end}\n"), said
-        assert ours.remove("other"), said

@@ -28,12 +28,11 @@ from kvstore.wire import frames
 from kvstore.wire.messages import CALLS, decode_reply, encode_request
 from kvstore.wire.status import decode_error, detail_of
 from tests.conformance.carrier_peers import RawLane
-from tests.integration.conftest import either_client
 from tests.support.cluster import MASTER, SHORT, Cluster
 from tests.support.etcd import EtcdServer, Relay, running
 from tests.support.http import get, http_port_of, metric
 from tests.support.processes import KVSTORE, Server, free_port, run_python
-from tests.support.traffic import Worker, at_work, content, getter, putter
+from tests.support.traffic import at_work, content, getter
 from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
@@ -246,29 +245,6 @@ def test_a_standby_takes_over_from_a_leader_that_is_killed(
             ha.close()
 
 
-def test_reading_and_writing_go_on_over_two_take_overs(ha: HaCluster) -> None:
-    first, second = ha.pair()
-    ha.node(memory="64MiB")
-    ha.node(memory="64MiB")
-    known = [f"new-{number}" for number in range(1, 50)]
-    with (
-        at_work(getter(fresh_client(ha), known)) as reader,
-        at_work(
-            lambda number: putter(ha.client(), "new", wait_ms=4_000)(number % 50), longest_s=15
-        ) as writer,
-    ):
-        writer.wait_for("stored", more=10)
-        for killed in ((first,), (first, second)):
-            reader.wait_for("right", more=20)
-            ha.masters[killed[-1]].kill()
-            ha.add_master()
-            ha.another_leads(*killed)
-            reader.wait_for("right", more=20)
-            writer.wait_for("found", more=10)
-    assert set(reader.counts) <= {"right", "miss", "master_unreachable", "deadline_exceeded"}
-    assert ha.leader() not in (first, second)
-
-
 # --- the leader is stopped ---------------------------------------------------------------------
 
 
@@ -325,39 +301,6 @@ def test_a_leader_that_was_stopped_refuses_before_it_does_anything(ha: HaCluster
     ha.served_again(client)
     assert client.status().leader == first
     ha.check_nothing_is_lost(client)
-
-
-@pytest.mark.parametrize("by", ["etcd", "list"])
-def test_calls_under_way_leave_a_stopped_leader(tmp_path: Path, etcd: EtcdServer, by: str) -> None:
-    """Within their deadline: reads and writes, blocking and awaited, on the lane and on gRPC."""
-    ha = HaCluster(tmp_path, etcd, by=by)
-    settings = {"placements_max": 0, "timeout_ms": 15_000}
-    try:
-        first, _second = ha.pair()
-        ha.node()
-        ha.fill()
-        waited_for: list[tuple[Worker, str]] = []
-        with contextlib.ExitStack() as stack:
-            clients = [
-                stack.enter_context(either_client(kind, ha.address, lane=lane, **settings))
-                for kind in ("sync", "async", "sync", "async")
-                for lane in (True, False)
-            ]
-            for client in clients:
-                assert client.get(KEYS[0]) is not None
-            ha.masters[first].freeze()
-            for number, client in enumerate(clients):
-                reads, what = number < len(clients) // 2, "stored"
-                verb = putter(client, f"new-{number}", wait_ms=4_000)
-                if reads:
-                    verb, what = getter(client, KEYS[:10]), "right"
-                waited_for.append((stack.enter_context(at_work(verb, longest_s=15.5)), what))
-            for worker, what in waited_for:
-                worker.wait_for(what)
-        ha.masters[first].resume()
-        ha.finish()
-    finally:
-        ha.close()
 
 
 # --- what was acknowledged ---------------------------------------------------------------------
@@ -435,26 +378,6 @@ def test_what_was_acknowledged_holds_over_take_overs(ha: HaCluster, fault: str) 
         assert not any(client.exists_many(list(ledger.removed))), "removed means removed"
 
 
-# --- the leader is cut off from etcd -----------------------------------------------------------
-
-
-def test_a_leader_that_is_cut_off_from_etcd_stops_in_time(ha: HaCluster) -> None:
-    first, second = ha.pair()
-    ha.node()
-    ha.fill()
-    client = fresh_client(ha)
-    with at_work(getter(client, KEYS), longest_s=12) as reader:
-        reader.wait_for("right", more=5)
-        ha.relays[first].cut()
-        until(lambda: ha.leader() == second)
-        assert "stepped_down" in ha.masters[first].errors, "before another one could lead"
-        reader.wait_for("right", more=20)
-    assert "wrong" not in str(reader.counts)
-    ha.relays[first].mend()
-    until(lambda: f"standing_by leader={second}" in ha.masters[first].errors)
-    ha.check_nothing_is_lost(client)
-
-
 # --- etcd is restarted -------------------------------------------------------------------------
 
 
@@ -514,17 +437,6 @@ def test_a_leader_that_is_told_to_stop_hands_over_at_once(ha: HaCluster) -> None
     assert client.status().leader == second
     ha.check_nothing_is_lost(client)
     assert "resigned" in ha.masters[first].errors
-
-
-def test_a_leader_whose_key_was_deleted_by_hand_steps_down(ha: HaCluster) -> None:
-    first, _second = ha.pair()
-    epoch = ha.client().status().epoch
-    ha.observer.check()  # two may act for a second here: no lease protects from an operator
-    ha.observer = Observer()
-    ha.etcd.control("del", "kvstore/leader")
-    until(lambda: "removed_from_etcd" in ha.masters[first].errors)
-    until(ha.leader)
-    assert ha.client().status().epoch > epoch
 
 
 def test_masters_of_one_cluster_meet_under_a_prefix(ha: HaCluster) -> None:
@@ -587,9 +499,6 @@ def test_a_standby_is_ready_and_says_who_leads(tmp_path: Path, etcd: EtcdServer)
         cluster.finish()
     finally:
         cluster.close()
-
-
-# --- from a single master to several, and back -------------------------------------------------
 
 
 def test_epochs_grow_from_a_single_master_to_an_elected_one_and_back(

@@ -6,14 +6,13 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import MASTER, NODE, Cluster
+from tests.support.cluster import NODE, Cluster
 from tests.support.http import get, http_port_of, metric
 from tests.support.processes import Server, children_of, free_port, is_running
 from tests.support.programs import need_program
@@ -102,15 +101,6 @@ def test_a_child_that_is_killed_comes_back_and_nobody_is_refused_meanwhile(
         client.put("k", b"v")
 
 
-def test_a_master_that_is_stopped_while_its_child_starts_leaves_none(cluster: Cluster) -> None:
-    """The child takes a second to import what it needs."""
-    server = cluster.launch(MASTER, cluster.settings | {"http_port": free_port()})
-    until(lambda: bool(children_of(server.pid)))
-    children = children_of(server.pid)
-    assert server.terminate() == 0
-    assert not any(map(is_running, children))
-
-
 def test_a_child_that_hangs_is_named_and_replaced(served: tuple[Cluster, int]) -> None:
     cluster, port = served
     server = cluster.master_server
@@ -122,23 +112,6 @@ def test_a_child_that_hangs_is_named_and_replaced(served: tuple[Cluster, int]) -
     assert get(port, "/healthz", timeout_s=60).status == 200
 
 
-def test_a_master_that_is_killed_while_its_children_are_stopped_starts_again(
-    cluster: Cluster,
-) -> None:
-    cluster.settings |= {"http_port": free_port(), "memory": "32MiB"}
-    server = cluster.master()
-    assert get(cluster.settings["http_port"], "/healthz", timeout_s=60).status == 200
-    until(lambda: [node.state for node in cluster.status().nodes] == ["alive"])
-    children = children_of(server.pid)
-    assert len(children) == 2
-    for each in children:
-        os.kill(each, signal.SIGSTOP)
-    server.kill()
-    until(lambda: not any(is_running(each) for each in children))
-    cluster.master()
-    assert get(cluster.settings["http_port"], "/healthz", timeout_s=60).status == 200
-
-
 def test_nothing_is_left_of_a_master_that_is_killed(served: tuple[Cluster, int]) -> None:
     cluster, port = served
     child = child_of(cluster.master_server)
@@ -148,49 +121,6 @@ def test_nothing_is_left_of_a_master_that_is_killed(served: tuple[Cluster, int])
     again = cluster.master()
     assert http_port_of(again) == port
     assert get(port, "/readyz").status == 200
-
-
-def test_a_port_that_is_taken_is_an_error_only_if_it_was_asked_for(cluster: Cluster) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        refused = cluster.launch(MASTER, {"port": 0, "http_port": port})
-        assert refused.wait() == 1
-        assert f"port {port} for HTTP is taken" in refused.errors
-        assert "--http-port" in refused.errors
-
-
-def test_two_masters_of_one_host_take_two_ports(tmp_path: Path) -> None:
-    ports = set()
-    with contextlib.ExitStack() as stack:
-        for number in range(2):
-            directory = tmp_path / str(number)
-            directory.mkdir()
-            cluster = Cluster(directory)
-            stack.callback(cluster.close)
-            del cluster.settings["http_port"]
-            port = http_port_of(cluster.master())
-            assert get(port, "/healthz").status == 200
-            ports.add(port)
-    assert len(ports) == 2
-
-
-def test_without_a_port_there_is_no_child(cluster: Cluster) -> None:
-    server = cluster.master()
-    with cluster.client() as client:
-        client.exists("k")
-    assert children_of(server.pid) == []
-
-
-def test_readers_that_send_and_read_nothing_hold_up_nobody(served: tuple[Cluster, int]) -> None:
-    cluster, port = served
-    with contextlib.ExitStack() as stack:
-        for _ in range(200):
-            idle = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            idle.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n")
-        assert get(port, "/healthz").status == 200
-        assert metric(port, "kvstore_master_leads") == 1
-        with cluster.client(timeout_ms=5_000) as client:
-            client.put("k", b"v")
 
 
 def test_a_node_says_how_it_is_and_what_it_moved(served: tuple[Cluster, int]) -> None:

@@ -1,12 +1,11 @@
-"""Who may read and write over HTTP: real masters, from loopback and from elsewhere, with a token,
-forged by pages of other sites, and over TLS."""
+"""Who may read and write over HTTP: real masters, from loopback and from elsewhere, with a token
+and over TLS."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import socket
 import ssl
 import subprocess
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from kvstore.web.events.following import follow
 from tests.integration.conftest import OF_MASTER
 from tests.integration.test_http import child_of
 from tests.support.browser import browsing
-from tests.support.cluster import MASTER, NODE, SHORT, Cluster
+from tests.support.cluster import SHORT, Cluster
 from tests.support.hosts import Island
 from tests.support.http import Reply, certificate, request
 from tests.support.processes import children_of, free_port
@@ -54,30 +53,6 @@ def of_token(tmp_path: Path) -> str:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     return str(file)
-
-
-# --- pages of other sites -------------------------------------------------------------------------
-
-
-def test_pages_of_other_sites_change_nothing(started: Started) -> None:
-    cluster, port = started()
-    with cluster.client() as client:
-        client.put(b"\0", b"x")
-    evil = "http://evil.example"
-    forged: list[dict[str, str]] = [
-        {"Origin": evil}, {"Origin": "null"}, {"Origin": "http://127.0.0.1:1"},
-        {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"},
-    ]  # fmt: skip
-    for headers in forged:
-        assert request(port, "POST", REMOVE_PATH, KEYS, headers=headers).status == 403
-    rebound = {"Host": "evil.example", "Origin": evil, "Sec-Fetch-Site": "same-origin"}
-    for path in WRITES:
-        assert request(port, "POST", path, KEYS, headers=rebound).status == 421
-    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        body, headers = b'{"keys": ["00"]}', {"Content-Type": kind}
-        assert request(port, "POST", REMOVE_PATH, body, headers=headers).status == 400
-    with cluster.client() as client:
-        assert client.exists(b"\0")
 
 
 # --- the token ------------------------------------------------------------------------------------
@@ -148,28 +123,6 @@ def test_the_dashboard_asks_for_the_token(started: Started, tmp_path: Path) -> N
         )
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"http_reads": "token"}, "http_reads"),
-        ({"http_token_file": "/nowhere/token"}, "cannot be read: No such file"),
-        ({"http_token_file": os.devnull}, "is no regular file"),
-        ({"http_cert": os.devnull}, "http_key is missing"),
-        ({"http_key": os.devnull}, "http_cert is missing"),
-        ({"http_cert": "/nowhere/c", "http_key": "/nowhere/k"}, "http_key /nowhere/k cannot be"),
-        ({"http_cert": os.devnull, "http_key": os.devnull}, "is no regular file"),
-    ],
-)
-def test_settings_that_are_no_use_are_an_error_at_the_start(
-    cluster: Cluster, settings: dict[str, Any], why: str
-) -> None:
-    for module, more in ((MASTER, {"port": 0}), (NODE, {"memory": "32MiB", "name": "x"})):
-        refused = cluster.launch(module, {**more, "http_port": free_port(), **settings})
-        assert refused.wait() == 2, refused.errors
-        assert why in refused.errors
-        assert "Traceback" not in refused.errors
-
-
 # --- from elsewhere -------------------------------------------------------------------------------
 
 
@@ -233,17 +186,6 @@ def test_over_tls_with_a_certificate_that_is_renewed(started: Started, tmp_path:
         request(port, "GET", "/readyz", tls=first)
 
 
-def test_a_key_of_another_certificate_is_an_error_at_the_start(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    cert, _ = certificate(tmp_path, "first")
-    _, key = certificate(tmp_path, "second")
-    given = {"port": 0, "http_port": free_port(), "http_cert": cert, "http_key": key}
-    refused = cluster.launch(MASTER, given)
-    assert refused.wait() == 2
-    assert "do not belong together" in refused.errors
-
-
 def test_a_node_over_tls_with_a_token(cluster: Cluster, tmp_path: Path) -> None:
     cert, key = certificate(tmp_path, "node")
     cluster.master()
@@ -256,14 +198,3 @@ def test_a_node_over_tls_with_a_token(cluster: Cluster, tmp_path: Path) -> None:
     assert request(port, "GET", "/readyz", tls=tls).text == "joined\n"
     assert request(port, "GET", "/metrics", tls=tls).status == 401
     assert "kvstore_node_info" in request(port, "GET", "/metrics", tls=tls, token=TOKEN).text
-
-
-def test_connections_without_a_handshake_hold_up_nobody(started: Started, tmp_path: Path) -> None:
-    cert, key = certificate(tmp_path, "first")
-    _, port = started(http_cert=cert, http_key=key)
-    tls = ssl.create_default_context(cafile=cert)
-    with contextlib.ExitStack() as stack:
-        for number in range(200):
-            idle = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            idle.sendall(b"\x16\x03\x01" if number % 2 else b"GET / HTTP/1.1\r\n\r\n")
-        assert request(port, "GET", "/readyz", tls=tls).status == 200

@@ -1,5 +1,5 @@
 """Every command in the hands of somebody in a hurry: no terminal, a closed pipe, a narrow terminal,
-a full disk, a folder full of traps. ``ROWS`` has a row for every command."""
+a full disk. ``ROWS`` has a row for every command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import pytest
@@ -179,27 +178,3 @@ def test_every_command_is_whole_and_says_what_is_wrong(
         }
         wrong += [f"{name}: {what}: {result}" for what, is_wrong in told.items() if is_wrong]
     assert not wrong, "\n".join(wrong)
-
-
-TRAPS: Final = ("click", "rich", "json", "numpy", "kvstore", "logging", "signal", "resource")
-
-
-@pytest.mark.parametrize(
-    ("program", "arguments"),
-    [("kvstore", ["status"]), ("kvstore", ["doctor"]), ("kvstore-master", ["--version"])],
-)
-def test_the_working_folder_is_no_part_of_a_command(
-    store: Cluster, tmp_path: Path, program: str, arguments: list[str]
-) -> None:
-    """Nor of the processes that it starts."""
-    sprung = tmp_path / "sprung"
-    for name in TRAPS:
-        (tmp_path / f"{name}.py").write_text(f"open({str(sprung)!r}, 'a').write(__name__)")
-    done = subprocess.run(
-        [Path(sys.executable).with_name(program), *arguments], cwd=tmp_path, capture_output=True,
-        text=True, timeout=120, check=False,
-        env={**os.environ, "KVSTORE_MASTER": store.address, "KVSTORE_CONFIG": ""},
-    )  # fmt: skip
-    assert not sprung.exists(), sprung.read_text()
-    assert done.returncode in (0, 1), done.stderr
-    assert "Traceback" not in done.stderr

@@ -38,59 +38,38 @@ def clusters(tmp_path: Path) -> Iterator[list[Cluster]]:
         each.finish()
 
 
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """Removes what nodes without a name leave."""
-    before = {left.path for left in left_overs()}
-    yield
-    for left in left_overs():
-        if left.path not in before:
-            os.unlink(left.path)
-
-
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python(*KVSTORE, *arguments)
-
-
-def unnamed(cluster: Cluster, number: int) -> Server:
-    settings = {"master": cluster.address, "memory": MEMORY}
-    log = cluster.directory / f"unnamed-{number}.log"
-    node = Server(NODE, flags_of(settings), log=log)
-    node.line("serves")
-    return node
-
-
-def keys(cluster: Cluster) -> list[str]:
-    with Client(cluster.address) as client:
-        return sorted(row.key.decode() for row in client.list_objects())
-
-
-def holds(cluster: Cluster, *wanted: str) -> bool:
-    return keys(cluster) == list(wanted)
 
 
 # --- clusters beside each other ----------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("nothing_left")
+def unnamed(cluster: Cluster) -> Server:
+    settings = {"master": cluster.address, "memory": MEMORY}
+    log = cluster.directory / f"unnamed-{len(list(cluster.directory.iterdir()))}.log"
+    node = Server(NODE, flags_of(settings), log=log)
+    node.line("serves")
+    return node
+
+
 def test_two_clusters_without_names_on_one_host_do_not_mix(clusters: list[Cluster]) -> None:
-    nodes = []
+    before = {left.path for left in left_overs()}
     for number, cluster in enumerate(clusters):
         cluster.master()
-        nodes.append(unnamed(cluster, number))
-        with Client(cluster.address) as client:
-            client.put(f"of {number}", b"x" * 1000)
-    for node in nodes:
+        node = unnamed(cluster)
+        cluster.client().put(f"of {number}", b"x" * 1000)
         node.kill()
         node.close()
-
-    for number, cluster in reversed(list(enumerate(clusters))):
-        nodes[number] = unnamed(cluster, 2 + number)
+    nodes = [unnamed(cluster) for cluster in reversed(clusters)]
     for number, cluster in enumerate(clusters):
-        until(partial(holds, cluster, f"of {number}"))
+        until(partial(cluster.client().exists, f"of {number}"))
     for node in nodes:
         assert node.terminate() == 0
         node.close()
+    for left in left_overs():
+        if left.path not in before:
+            os.unlink(left.path)
 
 
 def test_memory_of_another_cluster_is_refused_and_left_alone(clusters: list[Cluster]) -> None:
@@ -256,7 +235,7 @@ def test_the_memory_of_a_master_is_kept_where_that_is_asked_for(tmp_path: Path) 
         assert bool(list(path.glob(f"kvstore.*-{port}"))) is keep
 
 
-# --- ports -------------------------------------------------------------------------------------
+# --- ports ---------------------------------------------------------------------------------------
 
 
 def test_nodes_of_a_host_take_the_data_ports_one_after_the_other(cluster: Cluster) -> None:
@@ -269,17 +248,3 @@ def test_nodes_of_a_host_take_the_data_ports_one_after_the_other(cluster: Cluste
     for node, port in zip(nodes, found, strict=True):  # other tests may have the first port
         said = "data_port_taken wanted=50003" in node.errors
         assert said == (port != 50_003)
-
-
-def test_the_status_says_that_a_node_cannot_be_reached_where_it_says(cluster: Cluster) -> None:
-    """A wrong --advertise, a firewall: the node looks alive by the stream that it has opened."""
-    cluster.start(nodes=1)
-    refuses = cluster.node(advertise="127.0.0.1:9")
-
-    def reasons() -> dict[str, str]:
-        return {node.name: node.unreachable for node in cluster.status().nodes}
-
-    until(lambda: any(reasons().values()))
-    assert "refused the tcp connection" in reasons().pop(refuses.name)
-    shown = json.loads(run("status", "--json", "--master", cluster.address).stdout)
-    assert any(node["unreachable"] for node in shown["nodes"])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from functools import partial
 
-import numpy as np
 import pytest
 
 from kvstore.client import sync
@@ -61,16 +59,3 @@ def test_pages_of_a_device_go_there_and_back(
     assert (pages[0] == 2).all()
     assert store.unregister_buffer(one) == Code.OK
     assert store.get_into("single", one, SIZE) == Code.INVALID_PARAMS
-
-
-def test_other_calls_refuse_memory_of_a_device(
-    store: MooncakeDistributedStore, fake: FakeDriver
-) -> None:
-    page, host = fake.array(SIZE), np.zeros(SIZE, np.uint8)
-    for each in (page, host):
-        assert store.register_buffer(each.ctypes.data, SIZE) == Code.OK
-    assert store.put_from("k", host.ctypes.data, SIZE) == Code.OK
-    pointers, sizes = [[host.ctypes.data, page.ctypes.data]], [[10, 10]]
-    assert store.batch_put_from_multi_buffers(["both"], pointers, sizes) == [Code.INVALID_PARAMS]
-    assert store.batch_get_into_multi_buffers(["k"], pointers, sizes) == [Code.INVALID_PARAMS]
-    assert not ctypes.string_at(page.ctypes.data, SIZE).strip(b"\0")

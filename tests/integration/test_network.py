@@ -176,42 +176,6 @@ def test_everything_crosses_the_wire(net: Net, near: Cluster, far: Remote) -> No
     assert far.ask("client._stub.joined.lane_port") == near.lane_port
 
 
-def test_the_data_link_is_cut_and_mended(net: Net, near: Cluster, far: Remote) -> None:
-    assert put(far, "k", LARGE) == "STORED"
-    assert get(far, "k", LARGE) == "right"
-    work(far, ["k"])
-    until(lambda: far.ask("workers['reader'].counts").get("right", 0) > 3)
-    net.cut("data")
-    assert get(far, "k", LARGE) != "right"
-    assert far.ask("client.exists('k')"), "the master is there"
-    with pytest.raises(RemoteError) as caught:
-        put(far, "l", 100_000, wait_ms=500)
-    assert caught.value.code in BOUNDED
-    assert caught.value.took_s < LONGEST_S
-    net.mend("data")
-    until(lambda: get(far, "k", LARGE) == "right", within_s=20)
-    until(lambda: put(far, "m", 100_000, wait_ms=1_000) == "STORED")
-    assert set(worked(far)) <= {"right", "miss", *BOUNDED}
-    assert near.state_of(near.nodes[0]) == "alive"
-
-
-def test_the_control_link_is_cut_and_mended(net: Net, near: Cluster, far: Remote) -> None:
-    assert put(far, "k", 100_000) == "STORED"
-    for _ in range(2):  # what is read twice within a second stays leased
-        assert get(far, "k", 100_000) == "right"
-    net.cut("control")
-    assert get(far, "k", 100_000) == "right"  # leased: nobody is asked
-    for expression in ("client.exists('k')", "client.put('l', b'x').name", "client.get('none')"):
-        with pytest.raises(RemoteError) as caught:
-            far.ask(expression)
-        assert caught.value.code in ("master_unreachable", "deadline_exceeded")
-        assert caught.value.took_s < LONGEST_S
-    net.mend("control")
-    until(lambda: get(far, "k", 100_000) == "right", within_s=20)
-    until(lambda: put(far, "m", 1_000) in ("STORED", "FOUND"))
-    assert near.status().nodes
-
-
 def test_with_two_replicas_a_cut_costs_time_and_no_error(
     net: Net, near: Cluster, far: Remote
 ) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from kvstore.process.logs import BURST
 from tests.integration.test_http import child_of
 from tests.support.cluster import Cluster
 from tests.support.http import get, http_port_of, metric
-from tests.support.processes import Server, free_port
+from tests.support.processes import free_port
 from tests.support.waiting import until
 
 STRANGERS = 3 * BURST
@@ -55,35 +54,6 @@ def call_lane(cluster: Cluster) -> bytes:
         return b""
 
 
-def restart_master(cluster: Cluster) -> Server:
-    cluster.master_server.kill()
-    return cluster.master()
-
-
-@pytest.mark.parametrize("where", ["/dev/full", "a pipe"])
-def test_a_node_that_cannot_write_joins_another_master(
-    cluster: Cluster, tmp_path: Path, where: str
-) -> None:
-    cluster.master()
-    port = free_port()
-    with unread_pipe(tmp_path / "pipe") as pipe:
-        writes_errors_to(cluster, pipe if where == "a pipe" else Path(where))
-        node = cluster.node(http_port=port)
-        cluster.prefix = []
-        assert node.process.stdout is not None
-        node.process.stdout.close()  # as ``| head -1`` does
-        with cluster.client() as client:
-            client.put("key", b"kept")
-        for _ in range(2):
-            restart_master(cluster)
-            until(lambda: cluster.state_of(node) == "alive")
-        with cluster.client() as client:
-            assert until(lambda: client.get("key")) == b"kept"
-        # Its reader is gone. On standard error, the queue holds what a pipe does not take.
-        assert (metric(port, "kvstore_node_log_lines_dropped_total") or 0) >= 2
-        assert node.process.poll() is None
-
-
 def test_a_master_whose_output_is_not_read_serves(cluster: Cluster, tmp_path: Path) -> None:
     cluster.settings["http_port"] = port = free_port()
     with unread_pipe(tmp_path / "pipe") as pipe:
@@ -107,20 +77,6 @@ def _answers(port: int) -> bool:
     return False
 
 
-def test_lines_about_strangers_are_limited_in_rate(cluster: Cluster) -> None:
-    master = cluster.master()
-    began = time.monotonic()
-    for _ in range(STRANGERS):
-        call_lane(cluster)
-    took_s = time.monotonic() - began
-    lines = [line for line in master.errors.splitlines() if "lane connection refused" in line]
-    assert BURST <= len(lines) <= BURST + took_s + 1
-    time.sleep(1.1)
-    call_lane(cluster)
-    until(lambda: "left_out=" in master.errors)
-    assert dict(cluster.status().counters)["log_lines_left_out"] >= STRANGERS - BURST - took_s - 1
-
-
 MALFORMED = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",
@@ -133,16 +89,12 @@ MALFORMED = (
 )
 
 
-@pytest.mark.parametrize("of", ["master", "node"])
-def test_a_malformed_request_is_one_line(cluster: Cluster, of: str) -> None:
+def test_a_malformed_request_is_one_line(cluster: Cluster) -> None:
     """Also a client of gRPC that has been given this port."""
     port = free_port()
-    cluster.settings["http_port"] = port if of == "master" else 0
-    server: Server = cluster.master()
-    if of == "master":
-        http_port_of(server)
-    else:
-        server = cluster.node(http_port=port)
+    cluster.settings["http_port"] = port
+    server = cluster.master()
+    http_port_of(server)
     for request in MALFORMED:
         with socket.create_connection(("127.0.0.1", port), 5) as stranger:
             stranger.settimeout(5)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 import pytest
 
-from kvstore import AsyncClient, Client
+from kvstore import Client
 from kvstore.errors import NoSpaceError
 
 VALUE = bytes(64 << 10)
@@ -45,13 +44,3 @@ def test_an_object_is_gone_after_its_time_to_live() -> None:
             time.sleep(0.01)
         assert client.get("brief") is None
         assert client.get("lasting") == b"x"
-
-
-def test_an_async_client_pins() -> None:
-    async def pins() -> None:
-        async with await AsyncClient.embedded("8MiB") as client:
-            await client.put("a", b"x", ttl=600)
-            assert await client.pin(["a"], 60) == [True]
-            assert await client.unpin(["a", "b"]) == [True, False]
-
-    asyncio.run(pins())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -82,59 +81,3 @@ def test_a_second_one_takes_other_ports_and_says_so(quickstart: Callable[..., Qu
         with Client(f"127.0.0.1:{store.port}") as client:
             client.put("who", str(store.port).encode())
             assert client.get("who") == str(store.port).encode()
-
-
-def test_a_port_that_was_asked_for_and_is_taken_is_an_error(
-    quickstart: Callable[..., Quickstart],
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        store = quickstart("--port", str(port), "--memory", "16MiB")
-        assert store.process.wait(STOP_S) == 1
-    # The next one is the lane's, and may be another test's.
-    assert re.search(rf"127\.0\.0\.1:({port}|{port + 1}), for .*, is in use", store.text)
-    assert "choose another --port" in store.text
-    assert "Traceback" not in store.text
-
-
-def test_the_port_of_another_quickstart_is_named_as_it_was_asked_for(
-    quickstart: Callable[..., Quickstart],
-) -> None:
-    first = quickstart("--memory", "16MiB")
-    first.ready()
-    second = quickstart("--port", str(first.port), "--memory", "16MiB")
-    assert second.process.wait(STOP_S) == 1
-    assert f"127.0.0.1:{first.port}, for gRPC, is in use" in second.text
-    assert "--lane-port" not in second.text
-
-
-def test_a_taken_port_of_the_lane_is_mended_by_an_option_that_there_is(
-    quickstart: Callable[..., Quickstart],
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        store = quickstart("--port", str(port - 1), "--memory", "16MiB")
-        assert store.process.wait(STOP_S) == 1
-    assert f"127.0.0.1:{port}, for the lane, is in use" in store.text
-    assert f"choose another --port than {port - 1}: the next one is the lane's" in store.text
-    assert "--lane-port" not in store.text
-
-
-def test_more_memory_than_there_is_is_an_error(quickstart: Callable[..., Quickstart]) -> None:
-    store = quickstart("--memory", "60TiB")
-    assert store.process.wait(STOP_S) == 1
-    assert "/dev/shm has" in store.text
-    assert "Ask for less memory" in store.text
-    assert "Traceback" not in store.text
-
-
-def test_two_that_begin_at_the_same_time(quickstart: Callable[..., Quickstart]) -> None:
-    """Both find the same port free, and one of them takes it."""
-    for _ in range(3):
-        both = [quickstart("--memory", "16MiB") for _ in range(2)]
-        for store in both:
-            store.ready()
-        assert len({store.port for store in both}) == 2
-        for store in both:
-            ENDS["ctrl-c"](store)
-            assert store.process.wait(STOP_S) == 0, store.text

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from kvstore import PutOutcome
 from kvstore.memory import header as layout
 from kvstore.transport import tcp_client
 from tests.support.cluster import NODE, SHORT, Cluster, Node
-from tests.support.processes import Server, children_of, flags_of, is_running
+from tests.support.processes import Server, flags_of
 from tests.support.traffic import at_work, content, getter, putter
 from tests.support.waiting import until
 
@@ -80,36 +78,6 @@ def test_a_killed_master_knows_everything_again(cluster: Cluster) -> None:
     assert client.put("new", b"x", wait_ms=SHORT["lease_ms"] + 500) is STORED
 
 
-def test_replicas_are_replicas_again(cluster: Cluster) -> None:
-    cluster.start(2)
-    fill(cluster, replicas=2)
-    kill_master(cluster)
-    cluster.master()
-    until(lambda: counter(cluster, "claimed_objects") == 2 * len(KEYS) + len(CHAIN))
-    stat = cluster.client().stat(KEYS[0])
-    assert stat is not None
-    assert stat.detail.placements.replicas == [2]
-    assert stat.header is not None, "its memory has not been read"
-    assert stat.header.epoch < stat.detail.epoch
-
-
-def test_a_full_cache_comes_back_and_is_evicted_in_its_order(cluster: Cluster) -> None:
-    """What was evicted is not there, what was not is."""
-    cluster.start(memory="4MiB")
-    client = cluster.client()
-    keys = [f"k{number}" for number in range(400)]
-    for key in keys:
-        client.put(key, content(key, SIZE), wait_ms=5_000)
-    kept = objects(cluster)
-    assert kept < 400
-    kill_master(cluster)
-    cluster.master()
-    until(lambda: objects(cluster) == kept)
-    values = cluster.client().get_many(keys)
-    assert sum(value is not None for value in values) == kept
-    assert all(v in (None, content(k, SIZE)) for k, v in zip(keys, values, strict=True))
-
-
 def test_clients_at_work_over_a_restart_lose_nothing(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,53 +99,6 @@ def test_clients_at_work_over_a_restart_lose_nothing(
     check(cluster)
 
 
-def test_removed_means_removed_and_replaced_means_replaced(cluster: Cluster) -> None:
-    cluster.start()
-    fill(cluster)
-    client = cluster.client()
-    for key in KEYS[:50]:
-        client.remove(key)
-    client.put(KEYS[60], b"another", overwrite=True)
-    client.put(KEYS[61], b"another", overwrite=True)
-    client.remove(KEYS[61])
-    for kill_node_too in (False, True):
-        kill_master(cluster)
-        if kill_node_too:
-            cluster.nodes[-1].kill()
-        cluster.master()
-        if kill_node_too:
-            restarted(cluster, cluster.nodes[-1])
-        asking = cluster.client()
-        values = asking.get_many(KEYS)
-        assert [i for i in range(50) if values[i] is not None] == []
-        assert values[60] == b"another"
-        assert values[61] is None
-        assert values[62:] == [content(key, SIZE) for key in KEYS[62:]]
-
-
-def test_a_hundred_thousand_objects_are_served_again_within_seconds(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, settings=SHORT)
-    count, batch = 100_000, 2_000
-    keys = [f"{number:032}" for number in range(count)]
-    try:
-        cluster.start(memory="512MiB")
-        client = cluster.client(timeout_ms=30_000)
-        for at in range(0, count, batch):
-            client.put_many([(key, key.encode() * 3) for key in keys[at : at + batch]])
-        kill_master(cluster)
-        cluster.master()
-        started = time.monotonic()
-        until(lambda: objects(cluster) == count, within_s=30)
-        took_s = time.monotonic() - started
-        for at in range(0, count, batch):
-            values = client.get_many(keys[at : at + batch])
-            assert values == [key.encode() * 3 for key in keys[at : at + batch]]
-        assert took_s < 15, "on a machine that others use; 3 s on one that nobody uses"
-        cluster.finish()
-    finally:
-        cluster.close()
-
-
 # --- nodes -------------------------------------------------------------------------------------
 
 
@@ -191,16 +112,6 @@ def test_a_killed_node_serves_what_it_held(cluster: Cluster) -> None:
     check(cluster)
     assert again.terminate() == 0
     assert not node.entry.exists()
-
-
-def test_a_node_that_was_away_for_long_serves_what_it_held(cluster: Cluster) -> None:
-    cluster.start()
-    fill(cluster)
-    node = cluster.nodes[0]
-    node.kill()
-    until(lambda: cluster.state_of(node) == "gone")
-    restarted(cluster, node)
-    check(cluster)
 
 
 def test_what_was_removed_while_its_node_was_away_stays_removed(cluster: Cluster) -> None:
@@ -286,90 +197,3 @@ def test_memory_that_is_no_use_is_refused_or_discarded(cluster: Cluster, damage:
         assert server.terminate() == 0
     finally:
         server.close()
-
-
-# --- everything --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ["master first", "nodes first"])
-def test_everything_is_killed_and_started_again(cluster: Cluster, order: str) -> None:
-    cluster.start(2)
-    fill(cluster)
-    nodes = cluster.nodes[:2]
-    for server in (*nodes, cluster.master_server):
-        assert server is not None
-        server.kill()
-    if order == "nodes first":
-        started = [cluster.launch_node(name=node.name) for node in nodes]
-        for node in started:
-            says(node, "waiting_for_master")
-        cluster.master()
-    else:
-        cluster.master()
-        started = [cluster.launch_node(name=node.name) for node in nodes]
-    for node in started:
-        says(node, "inventory_told")
-    check(cluster)
-
-
-def test_a_rolling_upgrade_loses_nothing(tmp_path: Path) -> None:
-    """Each process is stopped cleanly and started again, one after the other, while all is read."""
-    cluster = Cluster(tmp_path, settings=SHORT)
-    servers: list[Node] = []
-
-    def start(name: str) -> Node:
-        settings = {"master": cluster.address, "name": name, "memory": "32MiB"}
-        log = tmp_path / f"rolling-{len(servers)}.log"
-        server = Node(NODE, [*flags_of(settings), "--keep"], log=log)
-        server.name = name
-        servers.append(server)
-        cluster.ready(server)
-        says(server, "resumed=False")
-        return server
-
-    names = [f"rolling-{os.getpid()}-{number}" for number in range(2)]
-    try:
-        cluster.master()
-        nodes = [start(name) for name in names]
-        fill(cluster)
-        for index, name in enumerate(names):
-            assert nodes[index].terminate() == 0
-            assert nodes[index].entry.exists()
-            nodes[index] = start(name)
-            says(nodes[index], "inventory_told")
-            check(cluster)
-        assert cluster.master_server.terminate() == 0
-        cluster.master()
-        check(cluster)
-        cluster.check()
-        for node in nodes:
-            assert node.terminate() == 0
-    finally:
-        for server in servers:
-            server.close()
-            server.entry.unlink(missing_ok=True)
-        cluster.close()
-
-
-def test_a_killed_master_leaves_the_memory_of_its_own_node(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, settings=SHORT | {"memory": "32MiB"})
-    entry = None
-    try:
-        cluster.master()
-        master = cluster.master_server
-        entry = Path("/dev/shm/kvstore." + master.line("owns 32 MiB as node (.+)")[1])
-        fill(cluster)
-        children = children_of(master.pid)
-        master.kill()
-        until(lambda: not any(map(is_running, children)))
-        assert entry.exists()
-        cluster.master()
-        cluster.master_server.line("owns 32 MiB as node")
-        until(lambda: objects(cluster) == len(KEYS) + len(CHAIN))
-        check(cluster)
-        cluster.finish()
-        assert not entry.exists(), "a clean stop removes it"
-    finally:
-        cluster.close()
-        if entry is not None:
-            entry.unlink(missing_ok=True)

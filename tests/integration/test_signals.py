@@ -6,12 +6,9 @@ SIGALRM, ``sys.exit`` on SIGTERM. Afterwards the client works, and gives everyth
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,16 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore import AsyncClient, Client
-from kvstore.calls import PutOutcome
+from kvstore import Client
 from kvstore.client.calling import lane as lane_module
-from kvstore.client.flows.steps import Transfer
-from kvstore.errors import ClosedError, KVStoreError
 from kvstore.native import slow
-from kvstore.process.stopping import current
 from kvstore.transport import shm, tcp_client
 from tests.support.cluster import Cluster
-from tests.support.cuts import Cut, cut
+from tests.support.cuts import cut
 from tests.support.leaks import leaked, snapshot
 from tests.support.waiting import until
 
@@ -196,72 +189,3 @@ def test_close_may_be_cut_anywhere(stored: Cluster) -> None:
     else:
         raise AssertionError("close has more places than that")
     assert not leaked(before)
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_real_alarms(stored: Cluster, transport: str) -> None:
-    """As above, by a timer: also within calls of C, which ``cut`` cannot see."""
-    before = snapshot()
-    calls: list[Callable[[], object]] = []
-    armed = False
-
-    def ring(*_: object) -> None:
-        if armed:
-            raise Cut
-
-    client = Client(stored.address, transports=(transport,), timeout_ms=10_000)
-    check(client)
-    earlier = signal.signal(signal.SIGALRM, ring)
-    try:
-        calls = [call for name, call in calls_of(client).items() if name != "allocate"]
-        ends = time.monotonic() + 4
-        rings = 0
-        while time.monotonic() < ends:
-            for number, call in enumerate(calls):
-                try:
-                    armed = True
-                    signal.setitimer(signal.ITIMER_REAL, (0.00003, 0.0002, 0.001)[number % 3])
-                    call()
-                    armed = False
-                except Cut:
-                    armed = False
-                    rings += 1
-        assert rings > 20
-    finally:
-        armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)
-    in_time(lambda: check(client), "calls after alarms")
-    in_time(client.close, "close after alarms")
-    calls.clear()
-    gc.collect()
-    assert not leaked(before)
-
-
-def test_the_key_of_a_cancelled_put_can_be_put_again(
-    stored: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began = threading.Event()
-
-    def move(transfers: list[Transfer], deadline: float) -> list[KVStoreError]:
-        """Until the call is stopped."""
-        stop = current()
-        assert stop is not None
-        began.set()
-        until(lambda: stop.is_set)
-        return [ClosedError("the call was cancelled", settled=1) for _ in transfers]
-
-    async def main() -> PutOutcome:
-        async with AsyncClient(stored.address) as client:
-            await client.put("before", value(1))
-            movers = client._client._state.movers
-            with monkeypatch.context() as patch:
-                patch.setattr(movers, "move", move)
-                put = asyncio.ensure_future(client.put("cancelled", value(1)))
-                await asyncio.to_thread(began.wait, 10)
-                put.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await put
-            return await client.put("cancelled", value(2))
-
-    assert asyncio.run(main()) is PutOutcome.STORED

@@ -13,7 +13,6 @@ import pytest
 
 from kvstore.errors import NoSpaceError
 from tests.support.cluster import Cluster
-from tests.support.issuing import Identities
 
 VALUE = bytes(63 << 10)
 TEXT = """
@@ -86,25 +85,3 @@ def test_tenants_keep_their_quotas_and_a_changed_file_is_followed(tmp_path: Path
         assert rows.keys() == {"", "acme", "small"}
         assert rows["acme"]["guaranteed"] == 4 << 20
         assert rows["acme"]["refused"] == rows["small"]["refused"] == 1
-
-
-def test_a_wrong_file_ends_the_start(tmp_path: Path) -> None:
-    path = tmp_path / "tenants.toml"
-    path.write_text(TEXT.format(at_most="1MiB"))
-    command = [sys.executable, "-m", "kvstore.cli.master", "--port", "0", "--http-port", "0"]
-    found = subprocess.run(
-        [*command, "--tenants", str(path)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert found.returncode == 2
-    assert "'acme': guaranteed (4194304) is above at_most (1048576)" in found.stderr
-
-
-def test_an_engine_sees_no_other_tenant(tmp_path: Path) -> None:
-    path = tmp_path / "tenants.toml"
-    path.write_text(TEXT.format(at_most="6MiB"))
-    identities = Identities(tmp_path)
-    with Cluster(tmp_path, settings={"tenants": path}, identities=identities) as cluster:
-        cluster.start()
-        own = identities.file("engine", reads=["small"], writes=["small"])
-        rows = cluster.client(auth=own).status().tenants
-        assert [row.name for row in rows] == ["small"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -12,10 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from kvstore import AsyncClient, Client
-from kvstore.client.tracing import tracing
+from kvstore import Client
 from kvstore.errors import NoSpaceError, ValueTooLargeError
-from kvstore.wire.traces import MARK
 from tests.support.cluster import Cluster
 from tests.support.waiting import until
 
@@ -53,24 +50,6 @@ def test_a_call_is_a_span_below_that_of_its_caller(
     assert failed.events[0].name == "exception"
 
 
-def test_calls_of_an_event_loop_are_spans_below_that_of_their_task(
-    cluster: Cluster, spans: InMemorySpanExporter
-) -> None:
-    cluster.master()
-    cluster.node()
-    spans.clear()  # those of the client that waited for the cluster
-
-    async def run() -> None:
-        async with AsyncClient(cluster.address) as client:
-            with trace.get_tracer("program").start_as_current_span("request"):
-                await client.put("key", b"value")
-
-    asyncio.run(run())
-    put, request = spans.get_finished_spans()
-    assert (put.name, request.name) == ("kvstore.put", "request")
-    assert _parent(put) == _number(request)
-
-
 @pytest.mark.parametrize("carrier", ["lane", "gRPC"])
 def test_lines_of_the_master_name_the_trace_of_the_call(
     cluster: Cluster, spans: InMemorySpanExporter, carrier: str
@@ -96,11 +75,6 @@ def test_lines_of_the_master_name_the_trace_of_the_call(
         del view_of
 
 
-def test_without_a_provider_there_are_no_spans() -> None:
-    assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
-    assert tracing("127.0.0.1:50001") is None
-
-
 def _parent(span: ReadableSpan) -> int | None:
     return None if span.parent is None else span.parent.span_id
 
@@ -109,17 +83,3 @@ def _number(span: ReadableSpan) -> int:
     context = span.get_span_context()
     assert context is not None
     return context.span_id
-
-
-@pytest.mark.parametrize("lane", [True, False])
-def test_a_key_that_ends_like_a_trace_context_is_a_key(cluster: Cluster, lane: bool) -> None:
-    """It ends the request, where a trace context would be."""
-    cluster.master()
-    cluster.node()
-    key = b"k" + MARK + b"00-" + b"4b" * 16 + b"-" + b"a1" * 8 + b"-01"
-    with Client(cluster.address, lane=lane) as client:
-        client.put(key, b"value")
-        assert client.exists_many([key]) == [True]
-        assert client.lookup([key]) == [5]
-        assert client.stat(key) is not None
-        assert client.remove_many([key]) == [True]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -18,13 +17,10 @@ import pytest
 from kvstore import PutOutcome
 from kvstore.errors import (
     KVStoreError,
-    MasterUnreachableError,
-    NodeUnreachableError,
-    ReservationLostError,
 )
 from tests.integration.conftest import either_client
 from tests.support.cluster import SHORT, Cluster, entry
-from tests.support.processes import ROOT, children_of, free_port, is_running
+from tests.support.processes import children_of, is_running
 from tests.support.waiting import until
 
 STORED = PutOutcome.STORED
@@ -110,17 +106,6 @@ print("has written")
         assert torch.equal(client.get("a", copy=False), allocated)
 
 
-def test_only_the_pools_memory_has_a_lease(verbs: Any) -> None:
-    verbs.put("k", np.zeros(1000))
-    view = verbs.get("k", copy=False)
-    assert verbs.lease(view).held
-    assert verbs.lease(view[500:]) is verbs.lease(view)
-    assert verbs.lease(verbs.get("k")) is None
-    elsewhere = [np.zeros(1000) for _ in range(20)] + [np.zeros(10_000_000)]
-    assert all(verbs.lease(each) is None for each in elsewhere)
-    assert verbs.lease(memoryview(b"abc")) is None
-
-
 def test_a_lease_is_renewed_for_as_long_as_anything_of_the_view_lives(verbs: Any) -> None:
     verbs.put("k", np.arange(100))
     piece = verbs.get("k", copy=False).reshape(10, 10)[3:5, 2]
@@ -128,17 +113,6 @@ def test_a_lease_is_renewed_for_as_long_as_anything_of_the_view_lives(verbs: Any
     assert held_for(lease, 1.7 * LEASE_S)
     assert piece.tolist() == [32, 42]
     assert verbs.stats().views == 1
-    del piece
-    gc.collect()
-    until(lambda: verbs.stats().views == 0)  # a thread of AsyncClient may still return it
-
-
-def test_a_lease_follows_torch_tensors_too(verbs: Any) -> None:
-    torch = pytest.importorskip("torch")
-    verbs.put("k", torch.arange(100, dtype=torch.bfloat16))
-    piece = verbs.get("k", copy=False).view(10, 10).t()[2:, 1:]
-    assert verbs.stats().views == 1
-    assert verbs.lease(piece).held
     del piece
     gc.collect()
     until(lambda: verbs.stats().views == 0)  # a thread of AsyncClient may still return it
@@ -181,36 +155,6 @@ def test_without_a_master_a_promise_ends_and_says_so(cluster: Cluster) -> None:
     cluster.master()
     until(lambda: cluster.status().nodes)
     assert not lease.held
-
-
-def test_a_view_can_be_read_after_its_client_is_closed(store: Cluster) -> None:
-    client = store.client()
-    client.put("k", np.arange(10))
-    view = client.get("k", copy=False)
-    assert isinstance(view, np.ndarray)
-    client.close()
-    assert view.tolist() == list(range(10))
-
-
-def test_a_view_of_a_node_that_has_left_is_a_miss(cluster: Cluster) -> None:
-    cluster.start()
-    client = cluster.client()
-    client.put("k", np.arange(10))
-    view = client.get("k", copy=False)
-    assert cluster.nodes[0].terminate() == 0
-    assert client.get("k", copy=False) is None
-    assert client.get("k") is None
-    assert isinstance(view, np.ndarray)
-    assert view.tolist() == list(range(10))
-
-
-def test_over_tcp_a_view_is_a_copy(store: Cluster) -> None:
-    client = store.client(transports=("tcp",))
-    client.put("k", np.arange(10))
-    view = client.get("k", copy=False)
-    assert isinstance(view, np.ndarray)
-    assert view.tolist() == list(range(10))
-    assert client.lease(view) is None
 
 
 # --- allocations -------------------------------------------------------------------------------
@@ -264,51 +208,6 @@ def test_a_dropped_allocation_gives_its_memory_back(kind: str, tmp_path: Path) -
             until(lambda: store.used_bytes() <= before)
 
 
-def test_allocations_that_come_too_late_or_are_smaller_or_empty(verbs: Any) -> None:
-    verbs.put("there", b"first")
-    array = verbs.allocate(100, kind="numpy")
-    array[:] = 1
-    assert verbs.put("there", array) is PutOutcome.FOUND
-    assert (array == 1).all()
-    part = verbs.allocate(4096, kind="numpy")
-    part[:] = 2
-    assert verbs.put("part", part[:100]) is STORED
-    assert verbs.get("part").tolist() == [2] * 100
-    assert verbs.put("empty", verbs.allocate(0, kind="numpy")) is STORED
-    assert verbs.get("empty").size == 0
-    part = verbs.allocate((4, 4), "int16", kind="numpy")
-    part[:] = np.arange(16).reshape(4, 4)
-    assert verbs.put("transposed", part.T) is STORED  # by copying it
-    assert verbs.get("transposed").tolist() == part.T.tolist()
-    assert verbs.put_many([("in a batch", part)]) == [STORED]  # by copying it
-    assert verbs.get("in a batch").tolist() == part.tolist()
-
-
-def test_an_allocation_of_a_master_that_is_gone_is_lost(cluster: Cluster) -> None:
-    cluster.start()
-    client = cluster.client()
-    array = client.allocate(100, kind="numpy")
-    assert isinstance(array, np.ndarray)
-    array[:] = 1
-    cluster.master_server.kill()
-    cluster.master()
-    with pytest.raises(ReservationLostError) as caught:
-        client.put("k", array)
-    assert caught.value.advice
-    until(lambda: cluster.status().nodes)
-    fresh = np.ones(100)
-    assert client.put("k", fresh, wait_ms=5_000) is STORED
-
-
-def test_without_a_segment_of_this_host_nothing_can_be_computed_into(store: Cluster) -> None:
-    client = store.client(transports=("tcp",))
-    until(lambda: not store.used_bytes())  # what was removed before
-    with pytest.raises(NodeUnreachableError, match="not mapped here to write") as caught:
-        client.allocate(1000, kind="numpy")
-    assert caught.value.advice
-    assert not store.used_bytes()
-
-
 # --- contributing memory -----------------------------------------------------------------------
 
 
@@ -324,42 +223,6 @@ def test_a_client_contributes_a_segment(cluster: Cluster) -> None:
     assert not is_running(child)
     assert not entry(node.name).exists()
     assert not cluster.status().nodes
-
-
-def test_what_a_killed_client_contributed_goes_with_it(cluster: Cluster) -> None:
-    cluster.master()
-    program = (
-        "import sys, time; from kvstore import Client\n"
-        "client = Client(sys.argv[1], memory='32MiB')\n"
-        "client.put('k', b'x'); view = client.get('k', copy=False)\n"
-        "print('ready', flush=True); time.sleep(600)\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, cluster.address], stdout=subprocess.PIPE, cwd=ROOT
-    )
-    assert process.stdout is not None
-    with process.stdout as said:
-        assert said.readline() == b"ready\n"
-        (node,) = cluster.status().nodes
-        children = children_of(process.pid)
-        assert children
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    until(lambda: not any(map(is_running, children)))
-    until(lambda: not entry(node.name).exists())
-    until(lambda: not cluster.status().nodes)
-
-
-def test_contributing_to_a_master_that_is_not_there_ends_in_time() -> None:
-    from kvstore import AsyncClient, Client
-
-    address = f"127.0.0.1:{free_port()}"
-    for kind in (Client, AsyncClient):
-        started = time.monotonic()
-        with pytest.raises(MasterUnreachableError) as caught:
-            kind(address, memory="32MiB", timeout_ms=500)
-        assert time.monotonic() - started < 5
-        assert caught.value.fields["addresses"] == address
 
 
 def test_an_embedded_store() -> None:
@@ -386,25 +249,3 @@ def test_an_embedded_store() -> None:
         Client.embedded("60TiB")
     assert caught.value.code == "shared_memory_too_small"
     assert caught.value.advice
-
-
-def deleted_mappings() -> list[str]:
-    with open("/proc/self/maps") as maps:
-        return [line for line in maps if "/kvstore." in line and "(deleted)" in line]
-
-
-def test_memory_of_nodes_that_restarted_is_given_back_without_a_call(cluster: Cluster) -> None:
-    """A client of before would keep it from the next node, where /dev/shm has no more."""
-    cluster.start()
-    client = cluster.client()
-    views = []
-    for number in range(3):
-        client.put(f"k{number}", np.arange(1_000), overwrite=True)
-        views = [client.get(f"k{number}", copy=False)]
-        node = cluster.nodes.pop()
-        node.terminate()
-        cluster.node()
-    until(lambda: len(deleted_mappings()) <= 1, within_s=10)
-    assert (np.asarray(views[0]) == np.arange(1_000)).all(), "it holds its own"
-    views.clear()
-    until(lambda: not deleted_mappings(), within_s=10)

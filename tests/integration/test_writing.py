@@ -57,37 +57,6 @@ def store(running: Store) -> Iterator[Store]:
     running.cluster.clear()
 
 
-def test_pins_and_removal(store: Store) -> None:
-    store.put(b"a", b"1")
-    asked = {"keys": [b"a".hex(), b"none".hex()]}
-    assert store.ask("POST", PIN_PATH, asked | {"seconds": 60}).json == {"pinned": [True, False]}
-    assert sum(each.pinned_objects for each in store.cluster.status().namespaces) == 1
-    assert store.ask("POST", UNPIN_PATH, asked).json == {"unpinned": [True, False]}
-    assert store.ask("POST", REMOVE_PATH, asked).json == {"removed": [True, False]}
-    assert store.ask("POST", EXISTS_PATH, asked).json == {"exists": [False, False]}
-
-
-# --- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "body", "why"),
-    [
-        ("POST", REMOVE_PATH, {"keys": ["xy"]}, "keys.0"),
-        ("POST", REMOVE_PATH, {"keys": []} | {"more": 1}, "more"),
-        ("POST", PIN_PATH, {"keys": ["00"], "seconds": -1}, "seconds"),
-        ("POST", DRAIN_PATH, {"node": "none"}, "node"),
-        ("POST", UNDRAIN_PATH, {"node": "none"}, "node"),
-    ],
-)
-def test_a_wrong_request_is_told_what_is_wrong(
-    store: Store, method: str, path: str, body: Any, why: str
-) -> None:
-    reply = store.ask(method, path, body)
-    assert (reply.status, why in reply.text) == (400, True), reply
-    assert len(reply.text) < 500
-
-
 # --- nodes ----------------------------------------------------------------------------------------
 
 
@@ -205,18 +174,3 @@ def assert_described(document: dict[str, Any], method: str, path: str, reply: Re
     if "$ref" in content[kind]["schema"]:
         schema = content[kind]["schema"] | {"components": document["components"]}
         jsonschema.Draft202012Validator(schema).validate(reply.json)
-
-
-def test_there_is_no_other_way_in(store: Store) -> None:
-    for path in (
-        "/api/v1",
-        f"{PIN_PATH}/",
-        "/api/v1//pin",
-        "/api/v2/pin",
-        "/api/v1/objects?key=00",
-    ):
-        assert store.ask("PUT", path, b"x").status in (404, 405)
-    asked = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
-    reply = store.ask("OPTIONS", PIN_PATH, headers=asked)
-    assert reply.status == 405
-    assert not [name for name in reply.headers if name.lower().startswith("access-control")]

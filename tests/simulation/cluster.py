@@ -11,17 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from random import Random
-from typing import Any, TypeVar
+from typing import Any
 
-from kvstore.auth.identity import Identity
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError
 from kvstore.limits import Key, highest_believed
 from kvstore.master.outruns import Outruns
-from kvstore.master.state.eviction import LRU
 from kvstore.master.state.liveness import LivenessRules
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.records import EvictionPolicy
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
 from tests.simulation import inside
@@ -29,8 +26,6 @@ from tests.simulation.candidate import Candidate
 from tests.simulation.client import Client
 from tests.simulation.etcd import Etcd, EtcdStub, Store
 from tests.simulation.faults import KINDS, Faults
-from tests.simulation.known import KNOWN_ISSUES
-from tests.simulation.liars import LyingClient
 from tests.simulation.master import Master
 from tests.simulation.memory import Memory
 from tests.simulation.network import Network, Weather
@@ -38,8 +33,6 @@ from tests.simulation.node import Node
 from tests.simulation.oracle import Oracle
 from tests.simulation.scheduler import SECOND, Process, Scheduler
 from tests.simulation.workload import NAMESPACES, Mix, Worker
-
-ClientT = TypeVar("ClientT", bound=Client)
 
 RULES = MasterRules(
     lease_ms=2_000,
@@ -88,16 +81,10 @@ class Options:
     nodes: int = 3
     clients: int = 4
     workers: int = 2
-    waived: frozenset[str] = frozenset(KNOWN_ISSUES)
-    """Rules of the oracle whose violations are only counted: issues that are known."""
     mix: Mix | None = None
     """Of the work; None: the seed decides."""
-    stamps: bool = False
-    """Whether nodes believe only headers that have a stamp."""
     new_state: Callable[..., MasterState] = MasterState
-    policy: Callable[[], EvictionPolicy] = LRU
     new_node: Callable[..., Node] = Node
-    new_client: Callable[..., Client] = Client
 
 
 class SimulatedCluster:
@@ -108,7 +95,7 @@ class SimulatedCluster:
         self.scheduler = Scheduler(options.seed)
         self.random = random = self.scheduler.random
         self._memories: dict[bytes, Memory] = {}
-        self.oracle = Oracle(self.scheduler, self._memories.get, waived=options.waived)
+        self.oracle = Oracle(self.scheduler, self._memories.get)
         weather = Weather(
             slow=random.choice((0.0, 0.02)),
             very_slow=random.choice((0.0, 0.003)),
@@ -138,8 +125,6 @@ class SimulatedCluster:
         """How far the clock that a single master takes its epoch from is ahead of ours."""
         self._client_numbers = count(1)
         self._call_ids = count(1)
-        self.callers: dict[str, tuple[Identity, int]] = {}
-        """As ``Master.callers``."""
         self._start_masters()
         for number in range(options.nodes):
             self.nodes.append(self._new_node(f"node{number}"))
@@ -345,13 +330,11 @@ class SimulatedCluster:
 
         def new_state(started_ms: int) -> MasterState:
             return self.options.new_state(
-                epoch=epoch, epoch_max=epoch_max, rules=self.rules, policy=self.options.policy,
+                epoch=epoch, epoch_max=epoch_max, rules=self.rules,
                 started_ms=started_ms, events=True,
             )  # fmt: skip
 
-        master = Master(process, self.oracle, new_state, clock, self.random.randbytes(16))
-        master.callers = self.callers
-        return master
+        return Master(process, self.oracle, new_state, clock, self.random.randbytes(16))
 
     def _outruns(self) -> Outruns:
         return Outruns(self.random, every_s=OUTRUN_S)
@@ -369,8 +352,6 @@ class SimulatedCluster:
         """``left``: memory of the process of before."""
         process = self._process(name, self._host_of(name))
         memory = left or Memory(name, process.host, self.segment_bytes, self.random)
-        if self.options.stamps:
-            memory.use_stamps()
         self._memories[memory.uuid] = memory
         self.oracle.note(f"{name} starts attached={left is not None}")
         node = self.options.new_node(
@@ -397,19 +378,7 @@ class SimulatedCluster:
             process.spawn("work", worker.work())
 
     def _client_in(self, process: Process, config: ClientConfig) -> Client:
-        return self._client_of(self.options.new_client, process, config)
-
-    def memory(self, uuid: bytes) -> Memory | None:
-        return self._memories.get(uuid)
-
-    def new_liar(self, process: Process) -> LyingClient:
-        """Not one of ``clients``: nothing is promised to it."""
-        return self._client_of(LyingClient, process, ClientConfig())
-
-    def _client_of(
-        self, new_client: Callable[..., ClientT], process: Process, config: ClientConfig
-    ) -> ClientT:
-        return new_client(
+        return Client(
             process, self.network, self.oracle,
             memories=self._memories.get, piece_bytes=self.piece_bytes, piece_us=self.piece_us,
             rate=self._rate(), config=config, call_ids=self._call_ids,

@@ -3,39 +3,23 @@ faults of one kind only and others a few of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from random import Random
 from typing import TYPE_CHECKING
 
-from tests.simulation import inside
-from tests.simulation.liars import Liars
 from tests.simulation.node import LEAVE_US
 from tests.simulation.scheduler import MS, SECOND
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import SimulatedCluster
 
-FAILURES = (
+KINDS = (
     "break_stream", "cut_one_way", "cut_both_ways", "stall_node", "stall_node_long",
     "stall_client", "stall_master", "kill_node", "leave_node", "kill_client",
     "kill_client_mid_put", "restart_master", "isolate_node", "die_at_step", "stall_leader",
     "cut_etcd", "restart_etcd", "put_clock_back", "hold_back",
-    "hold_back_a_put", "restart_amid_copies",
 )  # fmt: skip
-
-LIES = ("client_lies", "node_lies", "client_attacks")
-KINDS = FAILURES + LIES
 
 QUICK_US = (5, 200)
 """Between two pieces of a transfer, where nothing is slow."""
-
-
-SEEK_US = 5 * MS
-"""How often a fault that waits for its moment looks for it."""
-
-
-GRANTS_AGAIN_US = 3 * SECOND
-"""After a master was killed: until then its successor keeps all free memory in quarantine."""
 
 
 class Faults:
@@ -46,24 +30,17 @@ class Faults:
         self._random = random = cluster.scheduler.random
         chosen = list(allowed)
         if allowed == KINDS:
-            chosen = [kind for kind in FAILURES if random.random() < 0.6]
+            chosen = [kind for kind in KINDS if random.random() < 0.6]
         self._weights = {kind: random.choice((0.3, 1, 3)) for kind in chosen}
-        if allowed == KINDS:
-            lying = Random(repr(self._weights))  # a seed without lies stays what it was
-            self._weights |= {kind: lying.choice((1, 3)) for kind in LIES if lying.random() < 0.3}
         if "break_stream" in self._weights:
             self._weights["break_stream"] *= 4
         self._pause_us = random.choice((150 * MS, 400 * MS, 1_000 * MS))
         self._stopped = False
-        self._liars = Liars(cluster)
-        self._seeks_from_us = 0
-        """The next restart that waits for its moment may be planned then."""
         if self._weights and allowed:
             self._again()
 
     def stop(self) -> None:
         self._stopped = True
-        self._liars.stop()
         cluster = self._cluster
         cluster.network.heal()
         cluster.network.weather.very_slow = cluster.network.weather.twice = 0.0
@@ -189,15 +166,6 @@ class Faults:
             cluster.wall_clock_us = -cluster.scheduler.now_us + self._random.randint(1, 1_000)
             self._restart_master()
 
-    def _client_lies(self) -> None:
-        self._liars.client()
-
-    def _client_attacks(self) -> None:
-        self._liars.attacker()
-
-    def _node_lies(self) -> None:
-        self._liars.node()
-
     def _die_at_step(self) -> None:
         """Whoever comes to it next; each step that has a name is as likely as any other."""
         seen = sorted(self._cluster.steps_seen)
@@ -232,55 +200,6 @@ class Faults:
         duration_us = self._random.randint(SECOND, 8 * SECOND)
         self._note(f"hold back {client}->{node} for {duration_us // MS} ms")
         cluster.network.hold_back(client, node, cluster.scheduler.now_us + duration_us)
-
-    def _hold_back_a_put(self) -> None:
-        """The rest of one that has begun; soon after that has landed, the master dies. So it may
-        not have wiped what it gave up meanwhile."""
-        self._seek(self._hold_back_one_of_the_puts)
-
-    def _hold_back_one_of_the_puts(self) -> bool:
-        cluster = self._cluster
-        puts = self._puts()
-        if not puts:
-            return False
-        client, node = self._random.choice(puts)
-        duration_us = self._random.randint(SECOND // 2, 3 * SECOND)
-        self._note(f"hold back {client}->{node} for {duration_us // MS} ms, with a put")
-        cluster.oracle.count("puts_held_back")
-        cluster.network.hold_back(client, node, cluster.scheduler.now_us + duration_us)
-        self._restart_in(duration_us + self._random.randint(50, 500) * MS)
-        return True
-
-    def _restart_amid_copies(self) -> None:
-        """While objects are copied from node to node, or soon after: copies that were given up
-        because their objects were removed land before their places are wiped again."""
-        self._seek(self._restart_if_there_are_copies)
-
-    def _restart_if_there_are_copies(self) -> bool:
-        master = self._cluster.master
-        if master is None or not inside.copies(master.state):
-            return False
-        self._note(f"restarts amid {inside.copies(master.state)} copies")
-        self._restart_in(self._random.randint(100 * MS, 3 * SECOND))
-        return True
-
-    def _seek(self, found: Callable[[], bool]) -> None:
-        """Do this as soon as it can be done, within a second."""
-        now_us = self._cluster.scheduler.now_us
-        if now_us < self._seeks_from_us:
-            return
-        self._seeks_from_us = now_us + SECOND
-
-        def look() -> None:
-            cluster = self._cluster
-            if not self._stopped and not found() and cluster.scheduler.now_us < now_us + SECOND:
-                cluster.later(SEEK_US, look)
-
-        look()
-
-    def _restart_in(self, delay_us: int) -> None:
-        self._cluster.later(delay_us, self._restart_master)
-        self._seeks_from_us = self._cluster.scheduler.now_us + delay_us + GRANTS_AGAIN_US
 
     # --- helpers ------------------------------------------------------------------------------
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvstore.calls import NO_VERSION, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import repairing
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.puts import GrantedAllocation, GrantedCopy, GrantedObject, GrantedPut
+from kvstore.master.state.puts import GrantedCopy, GrantedObject, GrantedPut
 from kvstore.master.state.records import MountedSegment, ObjectRecord
 from kvstore.memory.header import extent_bytes
-from kvstore.tenants import UNBOUNDED
 
 Name = tuple[Namespace, Key]
 
@@ -22,20 +21,6 @@ def complete_objects(state: MasterState) -> dict[Name, Version]:
         for record in state.forest.records()
         if record.complete
     }
-
-
-def claims_of(state: MasterState) -> list[tuple[Name, Key | None, int, Version]]:
-    """What a node would claim of each complete object: name, parent, size and version."""
-    return [
-        (
-            (record.namespace, record.key),
-            None if record.parent is None else record.parent.key,
-            record.size,
-            Version(record.epoch, record.counter),
-        )
-        for record in state.forest.records()
-        if record.complete
-    ]
 
 
 def extents_of(state: MasterState, name: Name) -> list[tuple[MountedSegment, int]]:
@@ -67,37 +52,6 @@ def pending_extents(state: MasterState) -> Iterator[tuple[int, MountedSegment, i
             yield put.token, segment, offset, put.length
 
 
-def held(state: MasterState) -> Iterator[tuple[int, Namespace, int]]:
-    """(token, namespace, bytes of live segments) of each put and allocation under way, and of each
-    object, whose token is 0."""
-    for put in state.pending:
-        of = put.namespace if isinstance(put, GrantedAllocation) else None
-        if isinstance(put, GrantedPut):
-            of = put.record.namespace
-        if of is not None:
-            yield put.token, Namespace(of), put.length * sum(s.alive for s, _ in put.extents)
-    for record in state.forest.records():
-        size = extent_bytes(record.size) * sum(s.alive for s, _ in record.extents())
-        yield 0, record.namespace, size
-
-
-def bound_of(state: MasterState, namespace: Namespace) -> tuple[str, int]:
-    """The name of the namespace's tenant, and the bytes that it may hold."""
-    owner = state.pool.tenant_of(namespace)
-    return ("", UNBOUNDED) if owner is None else (owner.name, owner.at_most)
-
-
-def zeroed(state: MasterState, tokens: Sequence[int]) -> Iterator[tuple[bytes, int, int]]:
-    """(uuid, offset, length) of what these puts were granted on nodes that zero memory."""
-    for token in tokens:
-        put = state.pending.get(token)
-        if put is None:
-            continue
-        for segment, offset in put.extents:
-            if segment.zeroes and segment.alive:
-                yield segment.offer.uuid, offset, put.length
-
-
 def repairs(state: MasterState) -> Iterator[GrantedCopy]:
     """Copies under way that are to be further replicas."""
     return (put for put in state.pending if isinstance(put, GrantedCopy) and put.repairs)
@@ -111,11 +65,6 @@ def is_repair(state: MasterState, token: int) -> bool:
 def is_copy(state: MasterState, token: int) -> bool:
     """Of an object that is there: for a repair, or because its node is drained."""
     return isinstance(state.pending.get(token), GrantedCopy)
-
-
-def copies(state: MasterState) -> int:
-    """That are under way, of all objects."""
-    return sum(map(len, state.granting.copies.values()))
 
 
 def moved_to(state: MasterState, name: Name) -> list[Version]:
@@ -146,15 +95,6 @@ def could_be_repaired(state: MasterState, now_ms: int) -> list[ObjectRecord]:
 def is_pending(state: MasterState, version: Version) -> bool:
     """Whether the put of that version can still end."""
     return version.epoch == state.epoch and state.pending.get(version.counter) is not None
-
-
-def ttl_of(state: MasterState, token: int) -> int | None:
-    """Milliseconds that the object of this put may live, 0 for ever; None: it is a copy, which
-    changes nothing."""
-    put = state.pending.get(token)
-    if isinstance(put, GrantedPut):
-        return put.ttl_ms
-    return None if isinstance(put, GrantedCopy) else 0
 
 
 def replaced_by(state: MasterState, token: int) -> Name | None:
@@ -223,9 +163,5 @@ def leftovers(state: MasterState) -> dict[str, int]:
         "waiting_puts": len(state.common.waiting),
         "not_free_yet": sum(1 for _ in (*state.pending.ranges(), *state.reclaim.ranges())),
         "sweeps": len(state.sweeping),
-        "pinned_objects": state.pool.pins.objects,
-        "pinned_bytes": state.pool.pins.size,
-        "pins": len(state.pool.pins.ends),
-        "lifetimes": len(state.pool.lifetimes),
         "lost_bytes": used - objects,
     }

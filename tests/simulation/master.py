@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from kvstore import calls
-from kvstore.auth import rights
-from kvstore.auth.identity import Identity
 from kvstore.errors import (
     KVStoreError,
     NotLeaderError,
     PermissionDeniedError,
     ProtocolError,
 )
-from kvstore.master.gate import names_anothers, numbered
-from kvstore.master.stamping import Stamping
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.traffic import Caller
 from kvstore.wire.messages import BY_WIRE_NAME, decode_request, encode_reply
 from kvstore.wire.node_messages import decode_node_message, encode_master_message
 from kvstore.wire.status import encode_error
@@ -47,13 +42,9 @@ class Master:
         self.lane_token = lane_token
         self.leads_until = math.inf
         self.outrun: Callable[[int], None] = lambda epoch: None
-        self.callers: Mapping[str, tuple[Identity, int]] = {}
-        """Identity and client number of the processes that have one, by name. Of the others all is
-        believed, as where identities are only preferred."""
         self._clock = clock
         self._over = False
         self.state = new_state(self.now_ms)
-        self._stamping = Stamping(self.state.common)
         self._answers: dict[int, Future[Any]] = {}
         self._sessions: dict[int, End] = {}
         self._next_session = 0
@@ -115,7 +106,7 @@ class Master:
         await self.process.reached(f"master: before {call.name}")
         try:
             self._check_time()
-            request = self._allowed(decode_request(call, payload), end)
+            request = decode_request(call, payload)
             reply = self._answer_to(call_id, request, end)
             self._check_time()
             await self.process.reached(f"master: after {call.name}")
@@ -128,22 +119,7 @@ class Master:
         except KVStoreError as error:
             self._send(end, ("error", encode_error(error)))
         else:
-            reply = self._stamping.stamp(request, reply)
             self._send(end, ("reply", encode_reply(call, reply)))
-
-    def _allowed(self, request: calls.Request, end: End) -> calls.Request:
-        """As ``Gate.check`` and ``Gate.own``. Raises PermissionDeniedError."""
-        name, traffic = end.peer.process.name, self.state.traffic
-        known = self.callers.get(name)
-        if known is None:
-            traffic.caller = traffic.unknown
-            return request
-        who, number = known
-        traffic.caller = Caller(f"{name} {end.peer.process.host}", who, number=number)
-        rights.check(who, request)
-        if names_anothers(request, number, self.state.common.pending):
-            raise rights.refused(who, request, "names a put of another client")
-        return numbered(request, number)
 
     def _answer_to(self, call_id: int, request: calls.Request, end: End) -> Any:
         if isinstance(request, calls.Join):
@@ -245,7 +221,7 @@ class Master:
             case Answer(ticket, result):
                 answer = self._answers.pop(ticket, None)
                 if answer is not None:
-                    self.oracle.answered(self.state, self.now_ms, result)
+                    self.oracle.answered(result)
                     answer.set(result)
                 elif isinstance(result, calls.Grants) and result.tokens:
                     revoke = calls.PutRevoke(result.epoch, result.tokens, True)

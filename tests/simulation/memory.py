@@ -13,8 +13,6 @@ from typing import Any, cast
 from kvstore.calls import NO_VERSION
 from kvstore.memory.header import GENERATION_OFFSET, Header, Superblock, pack_superblock
 from kvstore.memory.segment import NodeSegment
-from kvstore.native.siphash import siphash
-from kvstore.node.stamps import Stamps
 
 
 class Memory:
@@ -27,8 +25,8 @@ class Memory:
         self.uuid = random.randbytes(16)
         self.seed = random.getrandbits(64)
         self.token = random.randbytes(16)
-        self.stamp_key = b""
-        self.believed: Stamps | None = None
+        self.believed = None
+        """Any header, as where nodes have no key of stamps."""
         self.shm_name = f"kvstore.{node}"
         self.mark = NO_VERSION
         self.epoch = 0
@@ -39,11 +37,6 @@ class Memory:
         packed = pack_superblock(Superblock(self.uuid, node, size, self.seed, 1))
         self.memory[: len(packed)] = packed
         self._generation = self.memory[GENERATION_OFFSET : GENERATION_OFFSET + 8].cast("Q")
-
-    def use_stamps(self) -> None:
-        """As ``kvstore.node.stamps.use_stamps``, with a key that costs no random number."""
-        self.stamp_key = siphash(self.token, b"stamps")
-        self.believed = Stamps(self.stamp_key)
 
     @property
     def generation(self) -> int:
@@ -68,6 +61,3 @@ class Memory:
     def wipe(self, offsets: Sequence[int], epochs: Sequence[int], counters: Sequence[int]) -> None:
         """The production rule, which needs nothing of the system."""
         NodeSegment.wipe(cast(Any, self), offsets, epochs, counters)
-
-    def zero(self, offset: int, length: int) -> None:
-        self.memory[offset : offset + length] = bytes(length)

@@ -19,7 +19,6 @@ from kvstore.calls import (
 from kvstore.client.flows import moving
 from kvstore.errors import KVStoreError, SegmentGoneError, UnavailableError
 from kvstore.limits import CLAIMS_UNANSWERED_MAX, PROTOCOL_VERSION
-from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.node import inventory
 from kvstore.wire.node_messages import decode_master_message, encode_node_message
 from kvstore.wire.status import decode_error
@@ -46,17 +45,10 @@ class Node:
     the one that is left."""
 
     fences = True
-    leaves_fenced = True
-    """Ends what clients read and write before it leaves its master."""
     verifies = True
     """What it finds in memory that was left."""
-    wipes = True
-    zeroes = False
-    """Takes capabilities, and so zeroes what it is told to. Its new memory is zero."""
     cuts = True
     """Ends the connections that may still carry what it is to wipe."""
-    remembers = True
-    """What was given up, and wipes it once more before it tells the next master."""
 
     def __init__(
         self, process: Process, network: Network, oracle: Oracle, memory: Memory, piece_bytes: int,
@@ -89,8 +81,6 @@ class Node:
         self._copying: Task[None] | None = None
         if attached:
             self._fence()
-        elif self.zeroes:
-            memory.zero(SUPERBLOCK_BYTES, memory.size - SUPERBLOCK_BYTES)
         process.spawn("agent", self._run())
 
     def accept(self, port: str, end: End) -> None:
@@ -103,8 +93,7 @@ class Node:
     def leave(self) -> None:
         """The first part of a clean stop; ``end`` is the other one, ``LEAVE_US`` later."""
         self._leaving = True
-        if self.leaves_fenced:
-            self._fence()
+        self._fence()
         if self._link is not None:
             try:
                 self._link.send(encode_node_message(NodeLeave()))
@@ -163,7 +152,6 @@ class Node:
                 size=memory.size, uuid=memory.uuid, shm_name=memory.shm_name,
                 address=f"{self.name}:1", token=memory.token, seed=memory.seed,
                 generation=memory.generation, fresh=self._fresh, mark=memory.mark,
-                stamp_key=memory.stamp_key, takes_capabilities=self.zeroes,
             )  # fmt: skip
             join = NodeJoin(
                 self.name, self.process.host, PROTOCOL_VERSION, self._epoch, [offer],
@@ -224,7 +212,7 @@ class Node:
                 return
 
     def _wipe(self, message: MasterWipe) -> None:
-        if message.uuid == self.memory.uuid and self.wipes:
+        if message.uuid == self.memory.uuid:
             if self.cuts:
                 self._cut(set(zip(message.cut_clients, message.cut_connections, strict=True)))
             attempts = set(zip(message.offsets, message.epochs, message.counters, strict=True))
@@ -233,9 +221,6 @@ class Node:
             else:
                 self._given_up -= attempts
             self.memory.wipe(message.offsets, message.epochs, message.counters)
-            if message.lengths:
-                for offset, length in zip(message.offsets, message.lengths, strict=True):
-                    self.memory.zero(offset, length)
             self.memory.mark = max(self.memory.mark, message.mark)
             self._oracle.wiped(self.memory, message, self._epoch)
 
@@ -256,7 +241,7 @@ class Node:
         segment = cast(Any, self.memory)
         random = self.process.scheduler.random
         await self.process.sleep(random.randint(*SCAN_US))
-        found = inventory.take(segment, self._given_up if self.remembers else ())
+        found = inventory.take(segment, self._given_up)
         self._given_up = set()
         sent = 0
         first = True

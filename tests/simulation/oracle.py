@@ -6,12 +6,7 @@ clock. Its rules, each with the place where it is checked:
 
 * ``MasterState.check_invariants`` holds, and no object vanishes from the master without a reason:
   removed, replaced, evicted (and counted) or on a dead segment (``master_stepped``).
-* Nothing is evicted while a lease on it lives, or while it is pinned (``master_stepped``).
-* An object whose time to live is over is in no answer of a master that knows that time
-  (``_promises``), a get that begins one lease later does not return it (``read``), and it does not
-  come back (``_compare``).
-* After a grant the tenant of the namespace that was asked for is within its bound, allocations
-  included (``_within_bound``).
+* Nothing is evicted while a lease on it lives (``master_stepped``).
 * No extent is granted over bytes that some client still believes to be leased (``_granted``).
 * A write lands only in what its own put was granted, or in quarantine (``write``).
 * Bytes under a view that is held do not change (``check_views``).
@@ -34,14 +29,12 @@ from typing import NamedTuple, Protocol, cast
 from xxhash import xxh3_64_intdigest
 
 from kvstore import calls
-from kvstore.calls import NO_VERSION, STAMP_BYTES, MasterWipe, Presence, PutOutcome, Version
+from kvstore.calls import NO_VERSION, MasterWipe, Presence, PutOutcome, Version
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
-from kvstore.master.state.ends import STEP_MS
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.records import MountedSegment
 from kvstore.memory.header import HEADER_BYTES, Header, scan, unpack
-from kvstore.tenants import UNBOUNDED
 from tests.simulation import inside
 from tests.simulation.follower import Follower
 from tests.simulation.inside import Name
@@ -97,20 +90,12 @@ class _Call:
 
 
 class Oracle:
-    """See the module. ``waived``: rules whose violations are counted instead of raised."""
+    """See the module."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        memories: Callable[[bytes], Memory | None],
-        *,
-        waived: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, memories: Callable[[bytes], Memory | None]) -> None:
         """``memories``: the segment of that uuid."""
         self._memories = memories
         self.clients: dict[str, Watched] = {}
-        self.waived = waived
-        self.waivers: dict[str, int] = {}
         self.counts: dict[str, int] = {}
         self._scheduler = scheduler
         self._contents: dict[tuple[Namespace, Key, int], bytes] = {}
@@ -147,20 +132,6 @@ class Oracle:
         """Of a single master: it may begin with a lower epoch than the one before it."""
         self._earlier_leases_end_us = 0
         """Those of the master before this one."""
-        self._pinned: dict[Name, int] = {}
-        """Until when this master has promised to keep an object from eviction (its own ms)."""
-        self._ttls: dict[int, int | None] = {}
-        """Of the puts that the present step ends, by token (``inside.ttl_of``)."""
-        self._may_end: dict[Version, int] = {}
-        """When the time to live is over that this master was told (its own ms)."""
-        self._must_end: dict[Version, tuple[int, int]] = {}
-        """The same, and by when no get returns the version (true us). Not of versions that were
-        lost with a node and came back: those may stay."""
-        self._over: set[Version] = set()
-        """Versions that this master has taken back after their time to live."""
-        self._expired = 0
-        self._allocated: dict[Version, Namespace] = {}
-        """The namespaces that allocations were asked for."""
         self._evicted = 0
         self._claimed = 0
         self._repaired = 0
@@ -176,11 +147,9 @@ class Oracle:
         self.counts[what] = self.counts.get(what, 0) + number
 
     def broken(self, rule: str, message: str, *about: object) -> None:
-        """A rule was broken, which ends the run, unless that is a known issue."""
+        """A rule was broken, which ends the run."""
         self.note(f"BROKEN [{rule}] {message}")
-        if rule not in self.waived:
-            raise SimulationError(rule, message, about)
-        self.waivers[rule] = self.waivers.get(rule, 0) + 1
+        raise SimulationError(rule, message, about)
 
     # --- the master ---------------------------------------------------------------------------
 
@@ -197,21 +166,9 @@ class Oracle:
         self._now_ms = now_ms
         self._now_complete = {}
         self._promised = {}
-        self._pinned, self._ttls, self._may_end, self._must_end = {}, {}, {}, {}
-        self._over = set()
         self._removals = {}
-        self._expired = 0
         self._evicted = self._claimed = self._repaired = self._last_token = 0
         self._calls = {}
-
-    @property
-    def newest_epoch(self) -> int:
-        """Of the last master."""
-        return self._epoch
-
-    def may_end(self, version: Version) -> bool:
-        """Whether it has a time to live, which this master knows."""
-        return version in self._may_end
 
     def outrun(self, epoch: int) -> None:
         """A master ends its term, because it was told of this epoch."""
@@ -230,11 +187,7 @@ class Oracle:
         del now_ms
         names: list[Name | None] = []
         copies: set[int] = set()
-        self._ttls = {}
         match request:
-            case calls.Unpin(namespace, keys):
-                for key in keys:
-                    self._pinned.pop((namespace, key), None)
             case calls.Clear(namespace):
                 for name, versions in self._history.items():
                     if not namespace or name[0] == namespace:
@@ -250,10 +203,8 @@ class Oracle:
                 # Who replaces what it found has asked to: only an overwriting put gets a grant.
                 names = [inside.replaced_by(state, token) for token in tokens]
                 copies = {row for row, each in enumerate(tokens) if inside.is_copy(state, each)}
-                self._ttls = {token: inside.ttl_of(state, token) for token in tokens}
             case calls.Commit():
                 names = [(request.namespace, request.key)] if request.overwrite else []
-                self._ttls = {request.token: request.ttl_ms}
             case _:
                 pass
         doomed = [[] if name is None else self._versions_of(name, state) for name in names]
@@ -346,30 +297,14 @@ class Oracle:
                 for name, version in complete.items():
                     self._is_whole(state, name, version)
         self._evicted = state.counters["evicted_objects"]
-        self._expired = state.counters["expired_objects"]
-        if isinstance(request, calls.PutStart | calls.Allocate) and isinstance(reply, calls.Grants):
-            self._within_bound(state, request, reply)
         if reply is not None and not isinstance(reply, Later):
             self._promises(state, now_ms, request, reply)
-            self._grants_nothing_of_others(state, reply)
         self._granted(state)
 
-    def answered(self, state: MasterState, now_ms: int, result: object) -> None:
+    def answered(self, result: object) -> None:
         """A reply that had to wait is sent now."""
-        del now_ms
-        self._grants_nothing_of_others(state, result)
         if isinstance(result, calls.Grants):
             self.count("waited_grants")
-
-    def _grants_nothing_of_others(self, state: MasterState, reply: object) -> None:
-        """Where nodes take capabilities, memory is zero when its writer hears of it."""
-        grants = reply.grants if isinstance(reply, calls.MovesStarted) else reply
-        if not isinstance(grants, calls.Grants):
-            return
-        for uuid, offset, length in inside.zeroed(state, grants.tokens):
-            memory = self._memories(uuid)
-            if memory is not None and any(memory.memory[offset : offset + length]):
-                self.broken("not_zeroed", f"granted with bytes of before: {memory.node} {offset}")
 
     def _compare(
         self,
@@ -379,42 +314,22 @@ class Oracle:
         complete: dict[Name, Version],
     ) -> None:
         evicted: list[tuple[Name, Version]] = []
-        over_and_replaced = 0
         for name, version in self._now_complete.items():
             new = complete.get(name)
             if new == version:
                 continue
             if new is not None:
-                over_and_replaced += self._may_end.get(version, now_ms + 1) <= now_ms
                 # A put that overwrites, or memory that holds a newer version.
                 if not isinstance(request, calls.PutEnd | calls.Commit) and new < version:
                     self.broken("vanished", f"{name} {version} became {new}", name[1].decode())
             elif _removes(request, name):
-                self._pinned.pop(name, None)
                 self.note(f"removed {_show(name)} {_v(version)}")
             elif not any(segment.alive for segment, _ in self._places[version]):
-                self._pinned.pop(name, None)
                 self.note(f"lost {_show(name)} {_v(version)}")
                 self.count("lost")
             else:
                 evicted.append((name, version))
-        expired = [
-            (name, version)
-            for name, version in evicted
-            if self._may_end.get(version, now_ms + 1) <= now_ms
-        ]
-        for name, version in expired:
-            self.note(f"over {_show(name)} {_v(version)}")
-            evicted.remove((name, version))
-            self._pinned.pop(name, None)
         for name, version in evicted:
-            pinned_until_ms = self._pinned.pop(name, 0)
-            if pinned_until_ms > now_ms:
-                self.broken(
-                    "evicted_pinned",
-                    f"{_show(name)} {_v(version)} is pinned for {pinned_until_ms - now_ms} ms more",
-                    name[1].decode(),
-                )
             until_ms = max(self._promised.get(version, {0: 0}).values(), default=0)
             self.note(f"evicted {_show(name)} {_v(version)}")
             if until_ms > now_ms:
@@ -424,31 +339,12 @@ class Oracle:
                     name[1].decode(),
                 )
         counted = state.counters["evicted_objects"] - self._evicted
-        over = state.counters["expired_objects"] - self._expired
-        gone = len(evicted) + len(expired)
-        if counted < len(evicted) or not gone <= counted + over <= gone + over_and_replaced:
-            self.broken(
-                "vanished",
-                f"{counted} evictions, and {over} are over; but there vanished {evicted}, and of "
-                f"those that may be over {expired}",
-            )
-        if counted == len(evicted):
-            self._over.update(version for _, version in expired)
+        if counted != len(evicted):
+            self.broken("vanished", f"{counted} evictions, but there vanished {evicted}")
         self.count("evicted", len(evicted))
-        self.count("expired", len(expired))
-        self._ended.update(version for _, version in (*evicted, *expired))
+        self._ended.update(version for _, version in evicted)
         for name, version in complete.items():
             if self._now_complete.get(name) != version:
-                if version in self._over:
-                    self.broken(
-                        "over_again",
-                        f"{_show(name)} {_v(version)} was over, and is complete again",
-                        name[1].decode(), _v(version),
-                    )  # fmt: skip
-                if version in self._stored:  # it was lost, and is back without its end
-                    self._must_end.pop(version, None)
-                else:
-                    self._lives(state, now_ms, version, self._now_complete.get(name))
                 self._ended.update(v for v in self._history.get(name, ()) if v < version)
                 if version in self._stored:
                     self.count("claimed")
@@ -461,24 +357,6 @@ class Oracle:
                 self._places[version] = inside.extents_of(state, name)
                 self.note(f"complete {_show(name)} {_v(version)}")
         self._now_complete = complete
-
-    def _lives(
-        self, state: MasterState, now_ms: int, version: Version, before: Version | None
-    ) -> None:
-        """Notes the end of a version that is complete now; ``before``: the one that it replaces."""
-        ttl_ms: int | None = 0
-        if version.epoch == state.epoch:
-            ttl_ms = self._ttls.get(version.counter, 0)
-        if ttl_ms is None:  # moved
-            if before is not None and before in self._may_end:
-                self._may_end[version] = self._may_end[before]
-            if before is not None and before in self._must_end:
-                self._must_end[version] = self._must_end[before]
-        elif ttl_ms:
-            end_ms = -(-(now_ms + ttl_ms) // STEP_MS) * STEP_MS
-            last_ms = (end_ms - now_ms + state.rules.lease_ms) * 1.02  # clocks differ
-            self._may_end[version] = end_ms
-            self._must_end[version] = end_ms, self._scheduler.now_us + int(last_ms * MS)
 
     def _is_whole(self, state: MasterState, name: Name, version: Version) -> None:
         """What memory is believed to hold again, it holds."""
@@ -531,18 +409,9 @@ class Oracle:
                 for namespace, match in zip(namespaces, reply.matches, strict=True):
                     names += [(namespace, key) for key in keys[: match.matched]]
                     self.count("matched", match.matched)
-            case calls.Pin(namespace, keys, hold_ms), calls.Pinned():
-                until_ms = -(-(now_ms + hold_ms) // STEP_MS) * STEP_MS
-                for key, is_pinned in zip(keys, reply.pinned, strict=True):
-                    if is_pinned:
-                        name = namespace, key
-                        self._pinned[name] = max(self._pinned.get(name, 0), until_ms)
-                return
             case calls.Exists(namespace, keys, lease), calls.Existing():
                 found = zip(keys, reply.presence, strict=True)
                 stored = [(namespace, key) for key, each in found if each == Presence.COMPLETE]
-                for name in stored:
-                    self._is_not_over(name, now_ms)
                 names = stored if lease else []
             case calls.Renew(namespace, keys), calls.Renewed():
                 held = zip(keys, reply.keys_held, strict=True)
@@ -558,44 +427,8 @@ class Oracle:
                     f"{_show(name)} is promised and not complete", name[1].decode(),
                 )  # fmt: skip
             else:
-                self._is_not_over(name, now_ms)
                 ends = self._promised.setdefault(version, {})
                 ends[getattr(request, "lease", 0)] = now_ms + state.rules.lease_ms
-
-    def _is_not_over(self, name: Name, now_ms: int) -> None:
-        version = self._now_complete.get(name)
-        if (
-            version is not None
-            and version in self._must_end
-            and self._must_end[version][0] <= now_ms
-        ):
-            late_ms = now_ms - self._must_end[version][0]
-            self.broken(
-                "answered_over",
-                f"{_show(name)} {_v(version)} is in an answer {late_ms} ms after its time to live",
-                name[1].decode(),
-            )
-
-    def _within_bound(
-        self, state: MasterState, request: calls.PutStart | calls.Allocate, grants: calls.Grants
-    ) -> None:
-        """Counts what is under way by the namespaces that clients have asked for, as far as they
-        did not have to wait."""
-        name, bound = inside.bound_of(state, Namespace(request.namespace))
-        if isinstance(request, calls.Allocate):
-            version = Version(grants.epoch, grants.tokens[0])
-            self._allocated[version] = Namespace(request.namespace)
-        if bound == UNBOUNDED or not grants.tokens:
-            return
-        size = sum(
-            length
-            for token, namespace, length in inside.held(state)
-            if inside.bound_of(
-                state, self._allocated.get(Version(state.epoch, token), namespace)
-            )[0] == name
-        )  # fmt: skip
-        if size > bound:
-            self.broken("quota", f"tenant {name} holds {size} bytes of {bound} after {request!r}")
 
     def _granted(self, state: MasterState) -> None:
         """New grants must not lie on what somebody believes to be leased."""
@@ -674,32 +507,25 @@ class Oracle:
         *, by_hand: bool = False,
     ) -> None:  # fmt: skip
         """Bytes land in a segment. ``by_hand``: a program computes into its allocation."""
-        if self._may_land(memory, offset, len(data), version, by_hand):
-            memory.memory[offset : offset + len(data)] = data
-            self.check_views(memory)
+        self._check_owner(memory, offset, len(data), version, by_hand)
+        memory.memory[offset : offset + len(data)] = data
+        self.check_views(memory)
 
-    def _may_land(
+    def _check_owner(
         self, memory: Memory, offset: int, length: int, version: Version, by_hand: bool
-    ) -> bool:
-        """Where the violation is waived the bytes are left out, so that nothing follows from it."""
+    ) -> None:
         state = self._state
         segment = None if state is None else inside.mounted(state, memory.uuid)
         if state is None or segment is None:
-            return True
+            return
         owner = inside.owner_of(state, segment, offset, length, version)
         if owner == "quarantine":
             self.count("landed_in_quarantine")
         if owner in ("writer", "quarantine"):
-            return True
+            return
         if owner == "free" and by_hand and not segment.usable(self._now_ms()):
             self.count("written_before_usable")  # nobody is harmed, yet
-            return True
-        is_its = owner == "removed" or owner.endswith(f" {version.epoch}.{version.counter}")
-        if is_its and length == STAMP_BYTES and version in self._stored:
-            # The answer to a commit brings the stamp. Until the deadline of the allocation the
-            # object is leased, and its memory is no other's if it is removed.
-            self.count("stamped_commits")
-            return True
+            return
         rule = "late_write"
         if by_hand:
             rule = "allocation_outlived"
@@ -713,7 +539,6 @@ class Oracle:
             f"[{offset}, {offset + length}), which is: {owner}",
             _v(version), owner,
         )  # fmt: skip
-        return False
 
     def wiped(self, memory: Memory, order: MasterWipe, epoch: int) -> None:
         """``epoch``: of the master that gave the order, which may have died since."""
@@ -799,14 +624,6 @@ class Oracle:
             self.broken(
                 "wrong_bytes",
                 f"{client} got other bytes for {_show(name)} {_v(version)}",
-                name[1].decode(),
-            )
-        _, last_us = self._must_end.get(version, (0, started_us))
-        if last_us < started_us:
-            self.broken(
-                "over_read",
-                f"{client} got {_show(name)} {_v(version)} at a get that began "
-                f"{started_us - last_us} us after the last lease on it",
                 name[1].decode(),
             )
         gone_us, rule = self._gone.get(version, (started_us, ""))

@@ -21,14 +21,13 @@ from dataclasses import dataclass, replace
 
 from tests.simulation.cluster import Options, SimulatedCluster
 from tests.simulation.faults import KINDS
-from tests.simulation.known import KNOWN_ISSUES
 from tests.simulation.oracle import SimulationError
 
 TELLING = ("FAULT", "fenced", "joined", "master ", "leads", "steps down", "BROKEN", "dies",
            "starts", "---")  # fmt: skip
 
 LINE_S = 15.0
-"""Between two lines of progress where no terminal shows it in place."""
+"""Between two lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,6 @@ class Result:
     steps: int
     digest: str
     seconds: float
-    waivers: dict[str, int]
     counts: dict[str, int]
     failure: str = ""
     """What to print; empty: it went well."""
@@ -68,7 +66,6 @@ def run_seed(options: Options, steps: int | None = None, lines: int = 60) -> Res
         steps=cluster.scheduler.steps,
         digest=cluster.scheduler.digest,
         seconds=time.perf_counter() - started,
-        waivers=cluster.oracle.waivers,
         counts=cluster.oracle.counts,
         failure="" if error is None else told(cluster, error, lines),
         rule="" if error is None else rule,
@@ -109,19 +106,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="of faults, virtual")
     parser.add_argument("--masters", type=int, default=0, help="how many; 0: the seed decides")
     parser.add_argument("--faults", default=",".join(KINDS), help="kinds, separated by commas")
-    parser.add_argument("--waive", default="", help="further rules that are only counted")
-    parser.add_argument("--strict", action="store_true", help="raise known issues, too")
     parser.add_argument("--lines", type=int, default=60, help="of the story of a failure")
     given = parser.parse_args(arguments)
-    waived = frozenset(filter(None, given.waive.split(",")))
-    if not given.strict:
-        waived |= frozenset(KNOWN_ISSUES)
     options = Options(
         seed=0,
         fault_seconds=given.seconds,
         masters=given.masters,
         faults=tuple(filter(None, given.faults.split(","))),
-        waived=waived,
     )
     if given.seed is not None:
         result = run_seed(replace(options, seed=given.seed), given.steps, given.lines)
@@ -133,63 +124,30 @@ def main(arguments: list[str] | None = None) -> int:
         seeds: Iterable[int] = itertools.count(1)
     else:
         seeds = range(int(first) if colon else 1, int(behind) + (not colon))
-    progress = Progress()
+    findings: dict[str, list[int]] = {}
+    started = shown = time.monotonic()
+    steps = 0
     try:
-        for result in run_many(options, seeds, given.jobs):
-            progress.add(result)
+        for number, result in enumerate(run_many(options, seeds, given.jobs), 1):
+            steps += result.steps
+            if result.failure:
+                findings.setdefault(result.rule, []).append(result.seed)
+                print(line_of(result), result.failure, sep="\n", flush=True)
+            now = time.monotonic()
+            if now - shown >= LINE_S:
+                shown = now
+                speed = steps / (now - started)
+                print(f"{number:,} seeds  {steps:,} steps  {speed:,.0f} steps/s", flush=True)
     except KeyboardInterrupt:
         pass
-    progress.end()
-    return bool(progress.findings)
-
-
-class Progress:
-    """One line that says how far it is; failures stand above it."""
-
-    def __init__(self) -> None:
-        self.findings: dict[str, list[int]] = {}
-        """Seeds by the rule that was broken."""
-        self._seeds = self._steps = 0
-        self._waived: dict[str, int] = {}
-        self._started = self._shown = time.monotonic()
-        self._in_place = sys.stdout.isatty()
-
-    def add(self, result: Result) -> None:
-        self._seeds += 1
-        self._steps += result.steps
-        for rule, number in result.waivers.items():
-            self._waived[rule] = self._waived.get(rule, 0) + number
-        if result.failure:
-            self.findings.setdefault(result.rule, []).append(result.seed)
-            print(f"\r\033[K{line_of(result)}" if self._in_place else line_of(result))
-            print(result.failure, flush=True)
-        now = time.monotonic()
-        if self._in_place:
-            print(f"\r\033[K{self}", end="", flush=True)
-        elif now - self._shown >= LINE_S:
-            self._shown = now
-            print(self, flush=True)
-
-    def end(self) -> None:
-        print(f"\r\033[K{self}" if self._in_place else str(self))
-        if self.findings:
-            print(f"found: {self.findings}")
-
-    def __str__(self) -> str:
-        took_s = max(time.monotonic() - self._started, 1e-3)
-        found = sum(map(len, self.findings.values()))
-        known = f"  known issues {sum(self._waived.values())}" if self._waived else ""
-        return (
-            f"{self._seeds:,} seeds  {self._steps:,} steps  {self._steps / took_s:,.0f} steps/s"
-            f"  findings {found}{known}"
-        )
+    print(f"{steps:,} steps, found: {findings or 'nothing'}")
+    return bool(findings)
 
 
 def line_of(result: Result) -> str:
     return (
         f"seed {result.seed}: {'FAILED' if result.failure else 'ok'} steps={result.steps} "
-        f"digest={result.digest} {result.steps / result.seconds:,.0f} steps/s "
-        f"waived={result.waivers}"
+        f"digest={result.digest} {result.steps / result.seconds:,.0f} steps/s"
     )
 
 
@@ -221,7 +179,6 @@ def told(cluster: SimulatedCluster, error: Exception, lines: int) -> str:
 def again(options: Options) -> str:
     """The command that does the same."""
     words = [f"python -m tests.simulation --seed {options.seed} --seconds {options.fault_seconds}"]
-    words.append(f"--strict --waive={','.join(sorted(options.waived))}")
     if options.masters:
         words.append(f"--masters {options.masters}")
     if options.faults != KINDS:

@@ -25,10 +25,6 @@ CHAIN_KEYS = 8
 SHARED_KEYS = 3
 """Of the keys of two chains: their common prefix."""
 
-PIN_S_MAX = 8.0
-TTL_S_MAX = 4.0
-"""Both are over when the phase without faults begins."""
-
 
 @dataclass(kw_only=True)
 class Mix:
@@ -40,8 +36,6 @@ class Mix:
     overwrite: float
     replicas: float
     hold_s: float
-    ttl: float = 0.0
-    """Share of puts with a time to live."""
 
     @classmethod
     def draw(cls, random: Random, size_bytes_max: int) -> Mix:
@@ -55,9 +49,6 @@ class Mix:
         }
         weights["put"] = max(weights["put"], 1.0)
         weights["get"] = max(weights["get"], 1.0)
-        keeping = Random(repr(weights))  # the other draws stay what they were
-        for name, weight in (("pin", 1.0), ("unpin", 0.3)):
-            weights[name] = weight * keeping.choice((0, 0.3, 1, 3))
         return cls(
             weights=weights,
             size_bytes_max=size_bytes_max,
@@ -65,7 +56,6 @@ class Mix:
             overwrite=random.choice((0.0, 0.2, 0.5)),
             replicas=random.choice((0.0, 0.3, 0.8)),
             hold_s=random.choice((0.1, 1.0, 5.0)),
-            ttl=keeping.choice((0.0, 0.1, 0.5)),
         )
 
 
@@ -112,7 +102,7 @@ class Worker:
         self._note(f"put {_names(keys)} overwrite={overwrite} replicas={replicas}")
         options = PutOptions(
             namespace=namespace, parent=parent, replicas=replicas, overwrite=overwrite,
-            wait_ms=self._wait_ms(), ttl_ms=self._ttl_ms(),
+            wait_ms=self._wait_ms(),
         )  # fmt: skip
         outcomes = await self._put_many(keys, values, options)
         self._note(f"put {_names(keys)}: {_outcomes(outcomes)}")
@@ -126,9 +116,8 @@ class Worker:
         values = [self._payload(namespace, key) for key in keys]
         self._note(f"put_chain {_names(keys)} parent={parent!r}")
         options = PutOptions(
-            namespace=namespace, parent=parent, chain=True,
-            wait_ms=self._wait_ms(), ttl_ms=self._ttl_ms(),
-        )  # fmt: skip
+            namespace=namespace, parent=parent, chain=True, wait_ms=self._wait_ms()
+        )
         outcomes = await self._put_many(keys, values, options)
         self._note(f"put_chain {_names(keys)}: {_outcomes(outcomes)}")
 
@@ -222,21 +211,6 @@ class Worker:
         namespace = self.random.choice(NAMESPACES)
         await self.client.run(asking.clear_some(self.client.context, namespace))
 
-    async def _pin(self) -> None:
-        namespace = self.random.choice(NAMESPACES)
-        keys = [self._a_key()] if self.random.random() < 0.6 else self._chain()
-        seconds = self.random.choice((0.1, 1.0, PIN_S_MAX))
-        pinned = await self.client.run(asking.pin(namespace, keys, int(seconds * 1000)))
-        self._note(f"pin {namespace} {_names(keys)} {seconds} s: {pinned}")
-        self.client.oracle.count("pinned", sum(pinned))
-
-    async def _unpin(self) -> None:
-        namespace = self.random.choice(NAMESPACES)
-        keys = [self._a_key()] if self.random.random() < 0.6 else self._chain()
-        unpinned = await self.client.run(asking.unpin(namespace, keys))
-        self._note(f"unpin {namespace} {_names(keys)}: {unpinned}")
-        self.client.oracle.count("unpinned", sum(unpinned))
-
     async def _look(self) -> None:
         await self.client.run(asking.status())
         await self.client.run(ask(calls.ListObjects("", b"", 0, 1_000), calls.Listed))
@@ -303,10 +277,8 @@ class Worker:
             for _ in range(self.random.choice((1, 1, 3))):
                 try:
                     outcome = await self._put_one(
-                        key, array, PutOptions(
-                            namespace=namespace, overwrite=overwrite, ttl_ms=self._ttl_ms()
-                        ),
-                    )  # fmt: skip
+                        key, array, PutOptions(namespace=namespace, overwrite=overwrite)
+                    )
                 except KVStoreError as error:
                     failed = error
                     self._note(f"commit {key.decode()}: {error.code}")
@@ -392,11 +364,6 @@ class Worker:
         self, keys: list[Key], values: list[bytes], options: PutOptions
     ) -> list[PutOutcome]:
         return await self.client.run(putting.put_many(self.client.context, keys, values, options))
-
-    def _ttl_ms(self) -> int:
-        if not self.mix.ttl or self.random.random() >= self.mix.ttl:
-            return 0
-        return int(self.random.choice((0.1, 1.0, TTL_S_MAX)) * 1000)
 
     def _wait_ms(self) -> int:
         return self.random.choice((0, 200, 1_500))

@@ -28,7 +28,6 @@ BETWEEN_S: Final = 3.5
 """Faults begin so far apart on average; many overlap."""
 
 SHM: Final = Path("/dev/shm")
-PAGE_BYTES: Final = 4_096
 
 
 class Fault(NamedTuple):
@@ -60,14 +59,7 @@ KINDS: Final[dict[str, tuple[float, float, float]]] = {
     "refuse connections to a data port": (1, 0.3, 8),
     "hold bytes back and kill leader": (5, 1.5, 4.5),
     "flip bytes": (2, 0.1, 0.2),
-    "truncate a segment": (0.25, 0.1, 1),
     "fill /dev/shm": (1, 1, 6),
-    "step the clock": (1.5, 0.1, 6),
-    "stop the reader of a log": (1.5, 2, 20),
-    "kill the reader of a log": (0.5, 1, 1),
-    "fill the disk of logs": (1.5, 2, 20),
-    "stop the child for HTTP": (1, 1, 30),
-    "silence the name server": (1.5, 2, 20),
 }
 
 
@@ -96,15 +88,11 @@ class Nemesis:
 
     def __init__(
         self, faults: list[Fault], cluster: SoakedCluster, workers: list[Process],
-        stoppable: Callable[[Process], bool], checker: Checker, clock: Path | None,
-        small_disk: Path | None,
+        stoppable: Callable[[Process], bool], checker: Checker,
     ) -> None:  # fmt: skip
         self.done: Counter[str] = Counter()
         self.filled = 0
         """How many times /dev/shm is full now."""
-        self.logs_full = 0
-        """How many times the disk of the nodes' logs is full now."""
-        self.truncated_at: list[float] = []
         self.story: list[str] = []
         self._todo = list(faults)
         self._later: list[tuple[float, Callable[[], None]]] = []
@@ -112,8 +100,6 @@ class Nemesis:
         self._workers = workers
         self._stoppable = stoppable
         self._checker = checker
-        self._clock = clock
-        self._small_disk = small_disk
         self._began = time.monotonic()
 
     def act(self) -> None:
@@ -210,29 +196,10 @@ class Nemesis:
                 self._in(length_s + fault.after_s, self._kill_leader)
             case "flip bytes":
                 self._flip(node, random.Random(fault.target))
-            case "truncate a segment":
-                self._truncate(node)
             case "fill /dev/shm":
                 self._fill(length_s)
                 self._away(node, now, length_s)
                 node.end(signal.SIGTERM, down_s=length_s / 2)
-            case "step the clock":
-                self._step(fault)
-            case "stop the reader of a log" | "kill the reader of a log":
-                master = masters[fault.target % len(masters)]
-                if fault.kind == "kill the reader of a log":
-                    master.kill_reader()
-                else:
-                    master.stop_reader()
-                    self._in(length_s, master.resume_reader)
-            case "fill the disk of logs":
-                self._fill_logs(length_s)
-            case "stop the child for HTTP":
-                masters[0].send_http_child(signal.SIGSTOP)
-                self._in(length_s, lambda: masters[0].send_http_child(signal.SIGCONT))
-            case "silence the name server":
-                assert self._cluster.names is not None
-                self._cluster.names.stop_for(length_s)
 
     def _kill_leader(self) -> None:
         if leader := self._leader():
@@ -279,30 +246,6 @@ class Nemesis:
                 file.seek(at)
                 file.write(bytes([byte[0] ^ 0xFF]))
 
-    def _truncate(self, node: Node) -> None:
-        self.truncated_at.append(time.monotonic())
-        self._away(node, time.monotonic(), 5)
-        with contextlib.suppress(OSError):
-            os.truncate(node.entry, 1 << 20)
-
-    def _fill_logs(self, length_s: float) -> None:
-        assert self._small_disk is not None
-        path = self._small_disk / "filler"
-        for log in self._small_disk.glob("*.log"):
-            with contextlib.suppress(OSError), log.open("ab") as file:  # its last page is full, too
-                file.write(b"\n" * (-log.stat().st_size % PAGE_BYTES))
-        fill(path)
-        self.logs_full += 1
-
-        def undo() -> None:
-            path.unlink(missing_ok=True)
-            self._in(2, self._logs_not_full)  # what a node said meanwhile is not there
-
-        self._in(length_s, undo)
-
-    def _logs_not_full(self) -> None:
-        self.logs_full -= 1
-
     def _fill(self, length_s: float) -> None:
         path = SHM / "soak-filler"
         fill(path)
@@ -317,12 +260,6 @@ class Nemesis:
     def _no_longer_filled(self) -> None:
         self.filled -= 1
 
-    def _step(self, fault: Fault) -> None:
-        assert self._clock is not None
-        by_s = (fault.target % 2 * 2 - 1) * (fault.target % 7_200)
-        set_clock(self._clock, by_s)
-        self.tell(f"the servers' clock is {by_s:+d} s off")
-
     def _in(self, seconds: float, undo: Callable[[], None]) -> None:
         self._later.append((time.monotonic() + seconds, undo))
 
@@ -333,13 +270,6 @@ def fill(path: Path) -> None:
         with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
             while file.write(bytes(step)):
                 pass
-
-
-def set_clock(path: Path, by_s: int) -> None:
-    """Read by every process under libfaketime within a second."""
-    new = path.with_suffix(".new")
-    new.write_text(f"{by_s:+d}\n")
-    new.replace(path)
 
 
 def iptables(*words: str) -> bool:

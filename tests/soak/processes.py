@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -14,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 from tests.support.with_constants import arguments_of
 
@@ -30,9 +28,6 @@ MASTER_CONSTANTS: Final = {
 }
 """Short promises: what takes half a minute by default happens every few seconds."""
 
-
-PIPE_BYTES: Final = 4_096
-"""The least that a pipe holds: one that is not read is full within seconds."""
 
 ETCD_PREFIX: Final = "kvstore"
 """Under which the masters meet, by default."""
@@ -55,14 +50,11 @@ class Process:
 
     def start(self, *more: str) -> None:
         self.expected_end = False
-        with self._output() as output:
+        with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [*self.command, *more], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 cwd=ROOT, env=os.environ | self._environ,
             )  # fmt: skip
-
-    def _output(self) -> BinaryIO:
-        return self.log.open("ab")
 
     @property
     def pid(self) -> int:
@@ -172,54 +164,15 @@ class Forked(Process):
 
 
 class Master(Process):
-    """A ``kvstore-master``. Its output goes to its log through a small pipe and a reader."""
+    """A ``kvstore-master``."""
 
     http_port = 0
-    _reader: subprocess.Popen[bytes] | None = None
-
-    def _output(self) -> BinaryIO:
-        self.resume_reader()  # that of the process before, which ends with its pipe
-        reading, writing = os.pipe()
-        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        with self.log.open("ab") as log, open(reading, "rb") as pipe:
-            self._reader = subprocess.Popen(["cat"], stdin=pipe, stdout=log)
-        return open(writing, "wb")
-
-    def kill_reader(self) -> None:
-        """What reads its output is gone."""
-        self._send_reader(signal.SIGKILL)
-
-    def stop_reader(self) -> None:
-        """Its output is not read, and its pipe is full."""
-        self._send_reader(signal.SIGSTOP)
-        assert self._reader is not None
-        with contextlib.suppress(OSError):  # it has ended, or the pipe is full
-            pipe = os.open(f"/proc/{self._reader.pid}/fd/0", os.O_WRONLY | os.O_NONBLOCK)
-            with open(pipe, "wb", buffering=0) as file:
-                while file.write(b"\n"):
-                    pass
-
-    def resume_reader(self) -> None:
-        self._send_reader(signal.SIGCONT)
-
-    def _send_reader(self, number: int) -> None:
-        if self._reader is not None and self._reader.poll() is None:
-            self._reader.send_signal(number)
-
-    def send_http_child(self, number: int) -> None:
-        """A signal to its child that serves HTTP, if there is one now."""
-        with contextlib.suppress(OSError):
-            for task in Path(f"/proc/{self.pid}/task").iterdir():
-                for child in map(int, (task / "children").read_text().split()):
-                    if b"kvstore.cli.web" in Path(f"/proc/{child}/cmdline").read_bytes():
-                        os.kill(child, number)
 
 
 class Node(Process):
     """A ``kvstore-node``."""
 
     port = 0
-    number = 0
 
     @property
     def entry(self) -> Path:
@@ -229,25 +182,9 @@ class Node(Process):
 class SoakedCluster:
     """All servers. Nothing waits for them: who cannot reach what, tries again."""
 
-    def __init__(self, directory: Path, *, masters: int, nodes: int, memory: str,
-                 clock: Path | None, has_names: bool, small_disk: Path | None
-                 ) -> None:  # fmt: skip
-        """
-        Args:
-            small_disk: where nodes log to; None: to the directory, as all others.
-            clock: a file that says how wrong the servers' wall clock is; None: it is right.
-            has_names: whether names of ``tests/support/name_server.py`` are resolved here.
-        """
+    def __init__(self, directory: Path, *, masters: int, nodes: int, memory: str) -> None:
         self.directory = directory
-        self.names: Process | None = None
-        host = "127.0.0.1"
-        if has_names:
-            host = "kv.test"
-            command = [sys.executable, "tests/support/name_server.py"]
-            self.names = Process("names", command, directory / "names.log", environ={})
         environ = {"KVSTORE_CONFIG": ""}
-        if clock is not None:
-            environ |= faked(clock)
         self.etcd: Process | None = None
         flags: list[str] = []
         places: list[str] = []
@@ -280,8 +217,6 @@ class SoakedCluster:
         self.master = "etcd://" + flags[1] if flags else places[0]
         self.places = places
         """The masters, as they announce themselves."""
-        self.named = [f"{host}:{place.rpartition(':')[2]}" for place in places]
-        """The masters, for those that find them by name."""
         self.nodes: list[Node] = []
         for number in range(nodes):
             name = f"soak-{os.getpid()}-{number}"
@@ -289,19 +224,15 @@ class SoakedCluster:
             command = [
                 sys.executable, "-m", "kvstore.cli.node", "--master", self.master, "--name", name,
                 "--port", str(port), "--memory", memory, "--keep" if number % 2 else "--no-keep",
-                *(["--advertise", f"kv-{number}.test"] if has_names and number % 2 else []),
             ]  # fmt: skip
             log = directory / f"node-{number}.log"
-            if small_disk is not None:
-                log.symlink_to(small_disk / log.name)
             node = Node(name, command, log, environ=environ)
-            node.port, node.number = port, number
+            node.port = port
             self.nodes.append(node)
 
     @property
     def servers(self) -> list[Process]:
-        others = [each for each in (self.names, self.etcd) if each]
-        return [*others, *self.masters, *self.nodes]
+        return [*([self.etcd] if self.etcd else []), *self.masters, *self.nodes]
 
     def start(self) -> None:
         for server in self.servers:
@@ -341,10 +272,7 @@ class SoakedCluster:
         stuck: list[str] = []
         for server in reversed(self.servers):
             server.resume()
-        for master in self.masters:
-            master.resume_reader()
-        others = [each for each in (self.etcd, self.names) if each]
-        for group in (self.nodes, self.masters, others):
+        for group in (self.nodes, self.masters, [self.etcd] if self.etcd else []):
             for server in group:
                 server.end(signal.SIGTERM)
             stuck += [f"{server.name} does not end" for server in group if not server.wait(20)]
@@ -374,28 +302,6 @@ def free_ports(count: int) -> list[int]:
                 continue
         found.append(port)
     return found
-
-
-FAKETIME: Final = "/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1"
-
-
-def clock_reason() -> str:
-    """Why the clock cannot be stepped here; empty: it can."""
-    if not os.path.exists(FAKETIME):
-        return "there is no libfaketime (Debian's libfaketime)"
-    return "" if need("cc") else "there is no C compiler (Debian's gcc and libc6-dev)"
-
-
-def faked(clock: Path) -> dict[str, str]:
-    """Environment of a process whose wall clock, and only that, is off by what the file ``clock``
-    says. Compiles a library beside it."""
-    sleep = clock.with_name("sleep.so")
-    source = Path(__file__).with_name("sleep.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", sleep, source], check=True)
-    return {
-        "LD_PRELOAD": f"{sleep} {FAKETIME}", "FAKETIME_TIMESTAMP_FILE": str(clock),
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_CACHE_DURATION": "1",
-    }  # fmt: skip
 
 
 def need(program: str) -> bool:

@@ -28,7 +28,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
@@ -38,16 +37,14 @@ from kvstore.errors import KVStoreError
 from tests.soak.checker import Checker, Violation
 from tests.soak.hands import Settings
 from tests.soak.journal import Reader
-from tests.soak.nemesis import KINDS, Nemesis, filter_reason, schedule, set_clock
-from tests.soak.processes import Forked, Process, SoakedCluster, clock_reason, need
+from tests.soak.nemesis import KINDS, Nemesis, filter_reason, schedule
+from tests.soak.processes import Forked, Process, SoakedCluster, need
 from tests.soak.roles import ROLES
 from tests.soak.worker import work
-from tests.support.issuing import Identities, utc_now
-from tests.support.name_server import ADDRESS
+from tests.support.issuing import Identities
 
 INSIDE: Final = "SOAK_INSIDE"
 SHM_SIZE: Final = "800m"
-LOGS_SIZE: Final = "16m"
 """Four times what the nodes have: views may keep what is gone for a while."""
 MEMORY: Final = "48MiB"
 NODES: Final = 4
@@ -97,11 +94,7 @@ def outside(options: argparse.Namespace) -> int:
                    "--mount-proc", "--kill-child=SIGKILL"]  # fmt: skip
         inner = (
             f"mount -t tmpfs -o size={SHM_SIZE} none /dev/shm && chmod 1777 /dev/shm && "
-            "mount -t tmpfs none /run && ip link set lo up && "
-            f"{{ printf 'nameserver {ADDRESS}\\noptions timeout:20\\n' > /run/names && "
-            "mount --bind /run/names /etc/resolv.conf && export SOAK_NAMES=1; : ; } && "
-            f"mkdir /run/logs && mount -t tmpfs -o size={LOGS_SIZE} none /run/logs && "
-            'export SOAK_LOGS=/run/logs && exec "$@"'
+            'mount -t tmpfs none /run && ip link set lo up && exec "$@"'
         )
         command = [*unshare, "sh", "-c", inner, "soak"]
         try:
@@ -120,21 +113,13 @@ class Soak:
         self.options = options
         self.directory = Path(tempfile.mkdtemp(prefix="soak-"))
         if options.auth:
-            # Clocks are stepped back by hours: the certificates are older than that.
-            identities = Identities(self.directory, lambda: utc_now() - timedelta(days=30))
+            identities = Identities(self.directory)
             os.environ[AUTH_VARIABLE] = identities.file("soak", "master", "node", "admin")
         self.checker = Checker()
         self.left_out = self._left_out()
-        self.clock: Path | None = None
-        if "step the clock" not in self.left_out:
-            self.clock = self.directory / "clock"
-            set_clock(self.clock, 0)
-        logs = os.environ.get("SOAK_LOGS")
-        self.small_disk = Path(logs) if logs else None
         self.cluster = SoakedCluster(
-            self.directory, masters=options.masters, nodes=NODES, memory=MEMORY, clock=self.clock,
-            has_names="SOAK_NAMES" in os.environ, small_disk=self.small_disk,
-        )  # fmt: skip
+            self.directory, masters=options.masters, nodes=NODES, memory=MEMORY
+        )
         self.workers: list[Process] = []
         self.reader = Reader(self.directory)
         self.numbers = 0
@@ -161,9 +146,7 @@ class Soak:
                 worker.end()
                 worker.wait(5)
             self.cluster.kill()
-        left = sorted(
-            name for name in set(os.listdir("/dev/shm")) - before if "faketime" not in name
-        )
+        left = sorted(set(os.listdir("/dev/shm")) - before)
         if left:
             self._broken("left_behind", f"in /dev/shm: {left}")
         self.checker.finish()
@@ -177,10 +160,7 @@ class Soak:
         for name in names:
             self.workers.append(self._worker(name))
         faults = schedule(options.seed, options.seconds, frozenset(self.left_out))
-        self.nemesis = Nemesis(
-            faults, self.cluster, self.workers, self._may_stop, self.checker, self.clock,
-            self.small_disk,
-        )  # fmt: skip
+        self.nemesis = Nemesis(faults, self.cluster, self.workers, self._may_stop, self.checker)
         self.began = began = time.monotonic()
         line = began
         while (now := time.monotonic()) < began + options.seconds:
@@ -250,7 +230,7 @@ class Soak:
     def _worker(self, role: str) -> Process:
         self.numbers += 1
         number = self.numbers * 10_000
-        master = self.cluster.master if number % 3 else ",".join(self.cluster.named)
+        master = self.cluster.master if number % 3 else ",".join(self.cluster.places)
         settings = Settings(role, master, number, self.options.seed, self.directory, TIMEOUT_MS)
         log = self.directory / f"worker-{role}.log"
         worker: Process = Forked(role, lambda: work(settings), log)
@@ -273,22 +253,13 @@ class Soak:
             if worker.running:
                 continue
             if not worker.expected_end:
-                status = worker.status
-                if status == -signal.SIGBUS and self.nemesis.truncated_at:
-                    self.checker.notes["a worker died of SIGBUS after a truncation"] += 1
-                else:
-                    self._broken("worker_died", f"{worker.name} ended with status {status}")
+                self._broken("worker_died", f"{worker.name} ended with status {worker.status}")
             self.workers[number] = self._worker(worker.name)
 
     def _ended(self, server: Process, what: str) -> None:
-        if server.status == -signal.SIGBUS and self.nemesis.truncated_at:
-            self.checker.notes["a node died of SIGBUS after a truncation"] += 1
-        elif self.nemesis.filled and ("/dev/shm has" in tail(server.log) or self.nemesis.logs_full):
+        if self.nemesis.filled and "/dev/shm has" in tail(server.log):
             self.checker.notes["a node found /dev/shm full, and was started again"] += 1
             server.down_until = time.monotonic() + 0.5
-        elif "--discard" in tail(server.log) and self.nemesis.truncated_at:
-            self.checker.notes["a node would not start on truncated memory, and was told to"] += 1
-            server.start("--discard")
         else:
             self._broken("server_died", f"{what}: {tail(server.log)[-500:]}")
 
@@ -298,7 +269,7 @@ class Soak:
             # gRPC's own: the client that it answered had given up.
             text = GAVE_UP.sub("", text)
             for word in ("Traceback", "never retrieved", "Fatal Python error"):
-                if word in text and not (word == "Fatal Python error" and "Bus error" in text):
+                if word in text:
                     at = text.index(word)
                     self._broken("traceback", f"{path.name}: {text[max(0, at - 300) : at + 1500]}")
                     break
@@ -322,14 +293,6 @@ class Soak:
                 found[kind] = why
         if not inside:
             found["fill /dev/shm"] = "the host's own /dev/shm"
-        if "SOAK_NAMES" not in os.environ:
-            found["silence the name server"] = (
-                "no namespaces, or /etc/resolv.conf cannot be replaced"
-            )
-        if "SOAK_LOGS" not in os.environ:
-            found["fill the disk of logs"] = "no namespaces"
-        if reason := clock_reason():
-            found["step the clock"] = reason
         if self.options.masters > 1 and not need("etcd"):
             raise SystemExit(
                 "soak: there is no etcd (Debian's etcd-server); --masters 1 needs none"
@@ -362,9 +325,6 @@ class Soak:
                     f"{v.at:.3f} {v.rule} worker {v.worker}\n{v.detail}" for v in violations
                 )
             )
-            for link in self.directory.glob("*.log"):  # the small disk goes with its namespace
-                if link.is_symlink() and link.exists():
-                    shutil.copy(link.resolve(), self.directory / f"{link.stem}.copy.log")
             (self.directory / "story.txt").write_text("\n".join(self.nemesis.story) + "\n")
             print(f"soak: logs, journals, violations.txt and story.txt: {self.directory}")
             print(f"soak: again: make soak SECONDS={self.options.seconds:.0f} "

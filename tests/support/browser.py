@@ -37,11 +37,6 @@ class Browser:
         feature = {"name": "prefers-color-scheme", "value": name}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
 
-    def press(self, *keys: str) -> None:
-        """Keys as on the keyboard (``selenium.webdriver.Keys``), to what has the focus."""
-        for key in keys:
-            self.driver.switch_to.active_element.send_keys(key)
-
     def view(self, name: str) -> None:
         self.run(f"location.hash = '{name}'")
 

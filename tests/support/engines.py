@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -147,10 +147,7 @@ class Engine:
         self.calls: list[Call] = []
         self.renders: list[Call] = []
         self.render_status = 200
-        self.render_error: dict[str, Any] = {"detail": "Not Found"}
         self.health_status = 200
-        self.health_takes_s = 0.0
-        self.health_asked = asyncio.Event()
         self.address = ""
         self._runner: web.AppRunner | None = None
 
@@ -183,15 +180,13 @@ class Engine:
         call = await _call(request)
         self.renders.append(call)
         if self.render_status != 200:
-            return web.json_response(self.render_error, status=self.render_status)
+            return web.json_response({"detail": "Not Found"}, status=self.render_status)
         if "messages" in call.body:
             text = " ".join(message["content"] for message in call.body["messages"])
             return web.json_response({"token_ids": tokens_of(text), "features": None})
         return web.json_response([{"token_ids": tokens_of(call.body["prompt"])}])
 
     async def _health(self, _request: web.Request) -> web.StreamResponse:
-        self.health_asked.set()
-        await asyncio.sleep(self.health_takes_s)
         return web.Response(status=self.health_status)
 
     async def _models(self, _request: web.Request) -> web.StreamResponse:
@@ -231,7 +226,6 @@ class World:
         prefill: int,
         decode: int,
         settings: dict[str, Any],
-        prefix: Sequence[str],
         constants: Mapping[str, object],
     ) -> None:
         self._session = aiohttp.ClientSession()
@@ -241,7 +235,7 @@ class World:
         for role, engines in (("prefill", self.prefillers), ("decode", self.decoders)):
             given.setdefault(role, ",".join(engine.address for engine in engines))
         self._server = Server(
-            PROXY, flags_of(given), log=self._directory / "proxy.log", prefix=prefix,
+            PROXY, flags_of(given), log=self._directory / "proxy.log",
             constants={**QUICK_CONSTANTS, **constants},
         )  # fmt: skip
         # In a thread: the engines are asked for their health meanwhile.
@@ -370,14 +364,12 @@ def play(
     *,
     prefill: int = 1,
     decode: int = 1,
-    prefix: Sequence[str] = (),
     constants: Mapping[str, object] = MappingProxyType({}),
     **settings: Any,
 ) -> None:
     """Run it; whatever happens, nothing of it is left.
 
     Args:
-        prefix: the proxy's command line begins with it.
         constants: of modules of the proxy, by ``module:NAME`` below ``kvstore.proxy``.
     """
     named = {f"kvstore.proxy.{name}": value for name, value in constants.items()}
@@ -385,7 +377,7 @@ def play(
     async def run() -> None:
         world = World(directory)
         try:
-            await world.start(prefill, decode, settings, prefix, named)
+            await world.start(prefill, decode, settings, named)
             async with asyncio.timeout(SCENARIO_S):
                 await scenario(world)
         except BaseException:

@@ -23,7 +23,6 @@ from kvstore.limits import (
     Key,
     Namespace,
 )
-from kvstore.memory.header import SUPERBLOCK_BYTES
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 NUMBERS = (0, 1, 2, U32, U32 + 1, 1 << 62, (1 << 63) - 1, 1 << 63, U64)
@@ -217,35 +216,3 @@ def true_messages(put: calls.Version = FIRST) -> list[calls.NodeMessage]:
         counters=[put.counter], offsets=[4096],
     )  # fmt: skip
     return [calls.NodeBeat(1), calls.NodeWiped(1), claims, calls.NodeLeave()]
-
-
-def true_order(segment: bytes, size: int) -> calls.MasterWipe:
-    """An order of a master to wipe two extents of a segment of ``size`` bytes and to zero them,
-    after a connection was cut."""
-    middle = size // 2
-    return calls.MasterWipe(
-        order=1, uuid=segment, offsets=[middle, middle + 8192], epochs=[FIRST.epoch] * 2,
-        counters=[1, 2], mark=FIRST, cut_clients=[7], cut_connections=[1], lengths=[4096, 8192],
-    )  # fmt: skip
-
-
-def false_ranges(order: calls.MasterWipe, size: int) -> Iterator[Lie]:
-    """Lies about what to zero that no single number shows: about the end and the beginning of the
-    segment, about its neighbours, and columns of other lengths."""
-    first, second = order.offsets
-    for offset, lengths in (
-        (first, [size - first + 1, 0]),
-        (first, [size, size]),
-        (first, [U64 - first + 1, U64 - second + 1]),  # the end is 0 in 64 bits
-        (first, [U64, U64]),  # -1 in 64 bits
-        (first, [second - first + 1, 1]),  # the ranges overlap
-        (size, [1, 0]),
-        (size - 1, [2, 0]),
-        (U64, [1, 2]),
-        (0, [size, 0]),
-        (SUPERBLOCK_BYTES - 1, [2, 0]),
-    ):
-        message = order._replace(offsets=[offset, second], lengths=lengths)
-        yield Lie(message, "lengths", (offset, lengths))
-    for lengths in ([1], [1, 1, 1], [4096] * 1_000):
-        yield Lie(order._replace(lengths=lengths), "lengths", lengths)

@@ -23,8 +23,8 @@ from kvstore.client.aio import AsyncClient
 from kvstore.errors import InvalidArgumentError, InvalidKeyError
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, Namespace, check_key
 from kvstore.texts import HEX, key_from_text, key_text
+from kvstore.web.api.query_throttle import QueryThrottle
 from kvstore.web.api.questions import TIMEOUT_MS, NodesOf
-from kvstore.web.api.turns import Turns
 from kvstore.web.server.endpoints import HexKey, Question, endpoint
 
 CHAINS_PATH: Final = "/api/v1/chains"
@@ -162,7 +162,7 @@ class Prefixes:
     def __init__(self, client: AsyncClient, nodes_of: NodesOf) -> None:
         self._client = client
         self._nodes_of = nodes_of
-        self._turns = Turns()
+        self._throttle = QueryThrottle()
         self._kept: dict[tuple[str | None, int], tuple[float, calls.ChainsFound]] = {}
         """Answers by namespace and count, each with the time until which it is reused."""
 
@@ -182,11 +182,11 @@ class Prefixes:
     ) -> calls.ChainsFound:
         """Asks the master for chains: one call at a time, then a pause, however many pages ask."""
         check_acting(calls.Chains(Namespace(namespace or "")))
-        async with self._turns:
+        async with self._throttle.lock:
             until, answer = self._kept.get((namespace, count), (0.0, None))
             if answer is not None and not keys and time.monotonic() < until:
                 return answer
-            found = await self._turns.ask(
+            found = await self._throttle.ask(
                 lambda: self._client.chains(
                     namespace, keys=keys, count=count, timeout_ms=TIMEOUT_MS
                 )

@@ -19,8 +19,8 @@ from kvstore.diagnosis.why import Cause, Party
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import is_fleet
 from kvstore.texts import key_text
+from kvstore.web.api.query_throttle import QueryThrottle
 from kvstore.web.api.questions import TIMEOUT_MS
-from kvstore.web.api.turns import Turns
 from kvstore.web.server.endpoints import Question, RefusedRequestError, endpoint
 
 WHY_PATH: Final = "/api/v1/why"
@@ -139,15 +139,15 @@ class Reasons:
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
-        self._turns = Turns()
+        self._throttle = QueryThrottle()
 
     @endpoint("GET", WHY_PATH, {200: "The causes.", 404: "No such namespace or model."})
     async def _why(self, asked: WhyQuestion) -> WhyAnswer:
         """Why lookups find nothing."""
         if asked.namespace and asked.model:
             raise InvalidArgumentError("give a namespace or a model, not both")
-        async with self._turns:
-            found = await self._turns.ask(
+        async with self._throttle.lock:
+            found = await self._throttle.ask(
                 lambda: self._client._carry_out(_explained, asked.namespace, asked.model)
             )
         if not found.parties and (asked.namespace or asked.model):
@@ -163,8 +163,8 @@ class Reasons:
     @endpoint("GET", TRAFFIC_PATH, {200: "By engine and by namespace."})
     async def _traffic(self, asked: TrafficQuestion) -> TrafficAnswer:
         """Who puts and asks, and what was evicted."""
-        async with self._turns:
-            report = await self._turns.ask(
+        async with self._throttle.lock:
+            report = await self._throttle.ask(
                 lambda: self._client.traffic(asked.namespace or None, timeout_ms=TIMEOUT_MS)
             )
         spaces = [row for row in report.namespaces if not is_fleet(row.name)]

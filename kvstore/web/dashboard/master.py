@@ -10,13 +10,13 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from kvstore.auth.acting import acting_for, check_acting
-from kvstore.auth.shares import Shares
 from kvstore.calls import ClusterStatus
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
 from kvstore.errors import KVStoreError, UnavailableError
 from kvstore.fleet import Record
 from kvstore.metrics import exposition
+from kvstore.network.limiter import Limiter
 from kvstore.process import logs
 from kvstore.process.background import start_task
 from kvstore.process.watched_files import refused_files
@@ -34,8 +34,7 @@ SEGMENTS_MS: Final = 2_000
 """Timeouts of calls to the store: in general, and of the one in ``nodes_of``, which is shorter."""
 
 SHARE: Final = 0.05
-"""The share of time that may go into asking for the status: after each call, the status is reused
-for 1 / ``SHARE`` times the call's duration, whatever the number of scrapes."""
+"""The share of time that may go into asking for the status, whatever the number of scrapes."""
 
 
 FRESH_S: Final = 1.0
@@ -72,14 +71,17 @@ class Noticed(NamedTuple):
 
 class Shared(Generic[ValueT]):
     """A question that is asked once for all callers who want its answer meanwhile, or within
-    ``fresh_s`` after it came. Those who wait share an error, too; the next caller asks again."""
+    ``fresh_s`` after it came, or until asking has taken ``share`` of the time. Those who wait share
+    an error, too; the next caller asks again."""
 
     def __init__(
-        self, name: str, ask: Callable[[], Coroutine[Any, Any, ValueT]], fresh_s: float
-    ) -> None:
+        self, name: str, ask: Callable[[], Coroutine[Any, Any, ValueT]], fresh_s: float = 0.0,
+        *, share: float = 1.0,
+    ) -> None:  # fmt: skip
         self._name = name
         self._ask = ask
         self._fresh_s = fresh_s
+        self._share = share
         self._fresh_until = 0.0
         self._task: asyncio.Task[ValueT] | None = None
 
@@ -94,10 +96,11 @@ class Shared(Generic[ValueT]):
             self._task.cancel()
 
     async def _answer(self) -> ValueT:
-        self._fresh_until = 0.0
+        started, self._fresh_until = time.monotonic(), 0.0
         with acting_for(None):  # the answer is for all who ask
             answer = await self._ask()
-        self._fresh_until = time.monotonic() + self._fresh_s
+        ended = time.monotonic()
+        self._fresh_until = ended + max(self._fresh_s, (ended - started) * (1 / self._share - 1))
         return answer
 
 
@@ -113,13 +116,13 @@ class ParentMaster:
         channel: ChildEnd,
         scheme: str,
         auth: str = "",
-        shares: Shares | None = None,
+        requests: Limiter[object] | None = None,
         demands_encryption: bool = False,
     ) -> None:
         """
         Args:
             scheme: of the port of this process: http or https.
-            shares: those of the port of this process; None: it has none.
+            requests: that of the port of this process; None: it has none.
             demands_encryption: of clients of ``connect``, as ``data_encryption`` of a client.
         """
         self.address = address
@@ -128,7 +131,7 @@ class ParentMaster:
         self._auth = auth
         self._pid = pid
         self._scheme = scheme
-        self._shares = shares
+        self._requests = requests
         self._data_encryption: Final = "tls" if demands_encryption else "off"
         self._channel = channel
         self._lives = start_task("lives", channel.ask_forever("role", ANSWER_S))
@@ -138,8 +141,7 @@ class ParentMaster:
             placements_max=0 if auth else None,
         )  # fmt: skip
         self.client._check_calls(check_acting)
-        self._status: ClusterStatus | None = None
-        self._fresh_until = 0.0
+        self._status = Shared("status", self._store_status, share=SHARE)
         self._noticed = Noticed(0, 0, deque(maxlen=NOTICES_MAX))
         self.seen = Shared("look", self._look, FRESH_S)
         """The master's measurements, and its status if it leads."""
@@ -150,7 +152,7 @@ class ParentMaster:
         """The status of the cluster, whichever master leads."""
 
     async def close(self) -> None:
-        for shared in (self.seen, self.notices, self.fleet_records, self.nodes):
+        for shared in (self.seen, self._status, self.notices, self.fleet_records, self.nodes):
             shared.close()
         self._lives.cancel()
         await self.client.close()
@@ -174,7 +176,7 @@ class ParentMaster:
     async def _look(self) -> MasterSeen:
         measured, leader, status = await self._ask("measures"), "", None
         if measured["leads"]:
-            status = await self._store_status()
+            status = await self._status()
         else:
             leader = (await self._ask("role"))["leader"]
         return MasterSeen(measured, status, leader, time.time_ns() // 1_000_000)
@@ -197,8 +199,8 @@ class ParentMaster:
             name: own + measured["counters"].get(name, 0) for name, own in logs.counters().items()
         }
         refused = measured["shares_refused"]
-        if self._shares is not None:
-            refused = refused | {self._shares.door: self._shares.refused()}
+        if self._requests is not None:
+            refused = refused | {self._requests.name: self._requests.refusals()}
         files = measured["files_refused"]
         files = files | {name: own | files.get(name, 0) for name, own in refused_files().items()}
         measured = measured | {
@@ -239,13 +241,8 @@ class ParentMaster:
             raise UnavailableError(f"the master does not answer: {error.message}") from None
 
     async def _store_status(self) -> ClusterStatus | None:
-        started = time.monotonic()
-        if started >= self._fresh_until:
-            try:
-                self._status = await self.client.status()
-            except KVStoreError as error:
-                log.warning("status_unknown reason=%s", error)
-                self._status = None
-            ended = time.monotonic()
-            self._fresh_until = ended + (ended - started) / SHARE
-        return self._status
+        try:
+            return await self.client.status()
+        except KVStoreError as error:
+            log.warning("status_unknown reason=%s", error)
+            return None

@@ -14,9 +14,9 @@ from kvstore.auth.acting import acting
 from kvstore.auth.rights import check_events
 from kvstore.errors import UnavailableError
 from kvstore.limits import check_namespace
+from kvstore.network.limiter import Limiter
 from kvstore.web.channel import ChildEnd
 from kvstore.web.events.journal import EventPosition, Journal, Streams
-from kvstore.web.events.subscribers import Subscribers
 from kvstore.web.server.access import is_still_known
 from kvstore.web.server.endpoints import (
     Endpoint,
@@ -31,7 +31,7 @@ PATH: Final = "/api/v1/events"
 SNAPSHOT_PATH: Final = "/api/v1/events/snapshot"
 
 SUBSCRIBERS_MAX: Final = 64
-"""Streams and snapshots at once; one more takes the place of an older one (``Subscribers``)."""
+"""Streams and snapshots at once; of one identity, or else of one address, as many as it leaves."""
 
 STALLED_S: Final = 30.0
 """A subscriber that reads nothing for so long is cut; it may resume."""
@@ -82,7 +82,7 @@ class EventsAPI:
         self._readiness = readiness
         self.journal = journal
         self.streams = Streams(journal, channel, self._lives)
-        self._subscribers = Subscribers(SUBSCRIBERS_MAX)
+        self._subscribers = Limiter[object]("events", SUBSCRIBERS_MAX)
 
     async def _lives(self) -> bool:
         try:
@@ -133,17 +133,12 @@ class EventsAPI:
 
     @contextlib.contextmanager
     def _subscriber(self, request: web.Request) -> Iterator[None]:
-        transport = request.transport
-        assert transport is not None, "the doors let it in"
-        who = acting()
-        crowd = (request.remote or "") if who is None else who.name
-        number = self._subscribers.enter(crowd, transport.abort)
-        if number is None:
-            raise UnavailableError(f"there are {SUBSCRIBERS_MAX} subscribers already")
+        slot, who = object(), acting()
+        self._subscribers.acquire(slot, (request.remote or "?") if who is None else who.name)
         try:
             yield
         finally:
-            self._subscribers.leave(number)
+            self._subscribers.release(slot)
 
 
 def _check(*namespaces: str) -> None:

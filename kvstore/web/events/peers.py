@@ -18,11 +18,13 @@ from typing import Final
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from kvstore.web.events.subscribers import Subscribers
+from kvstore.errors import BusyError
+from kvstore.network.limiter import Limiter
 
 log = logging.getLogger("kvstore.web")
 
 HANDSHAKE_MS: Final = 5_000
+KEEPALIVE_S: Final = 60
 
 SEND_BYTES: Final = 256 << 10
 """The kernel's buffer for one peer."""
@@ -39,10 +41,12 @@ class Peers:
         sock.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         sock.set(zmq.MAXMSGSIZE, SAID_BYTES_MAX)
         sock.set(zmq.SNDBUF, SEND_BYTES)
+        sock.set(zmq.TCP_KEEPALIVE, 1)  # a host that vanished gives its slot back
+        sock.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
         self._monitor = sock.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._subscribers = Subscribers(most)
-        self._connected: dict[int, tuple[socket.socket, int | None]] = {}
-        """By libzmq's descriptor: our own descriptor of the same connection, and its place."""
+        self._slots = Limiter[int]("events by ZeroMQ", most)
+        self._connected: dict[int, socket.socket] = {}
+        """By libzmq's descriptor: our own descriptor of the same connection."""
 
     def __len__(self) -> int:
         return len(self._connected)
@@ -67,7 +71,7 @@ class Peers:
     def cut_those_behind(self, bytes_min: int) -> int:
         """Cuts each peer for which the kernel still holds ``bytes_min`` or more; returns how many
         were cut. They may connect again."""
-        behind = [sock for sock, _ in self._connected.values() if _unsent(sock) >= bytes_min]
+        behind = [sock for sock in self._connected.values() if _unsent(sock) >= bytes_min]
         for each in behind:
             _cut(each)
         return len(behind)
@@ -78,18 +82,16 @@ class Peers:
             peer = sock.getpeername()
         except OSError:
             return  # the peer has left already, and libzmq has closed the descriptor
-        address = str(peer[0]) if isinstance(peer, tuple) else ""
-        number = self._subscribers.enter(address, lambda: _cut(sock))
-        self._connected[fd] = sock, number
-        if number is None:
+        self._connected[fd] = sock
+        try:
+            self._slots.acquire(fd, str(peer[0]) if isinstance(peer, tuple) else "?")
+        except BusyError:
             _cut(sock)
 
     def _gone(self, fd: int) -> None:
-        sock, number = self._connected.pop(fd, (None, None))
-        if number is not None:
-            self._subscribers.leave(number)
-        if sock is not None:
-            sock.close()
+        self._slots.release(fd)
+        if fd in self._connected:
+            self._connected.pop(fd).close()
 
 
 def _cut(sock: socket.socket) -> None:

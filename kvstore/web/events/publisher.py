@@ -31,7 +31,7 @@ from kvstore.web.events.peers import Peers
 log = logging.getLogger("kvstore.web")
 
 PEERS_MAX: Final = 256
-"""Peers of each socket; one more takes the place of an older one (``Subscribers``)."""
+"""Peers of each socket; of one address as many as it leaves to others."""
 
 BATCHES_WAITING_MAX: Final = 500
 """Batches that wait for one subscriber, some 400 KiB each at most; further ones are dropped for it,

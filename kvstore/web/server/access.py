@@ -13,11 +13,13 @@ There are no CORS headers, so no other site may send what browsers ask permissio
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import ipaddress
+import logging
 import ssl
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -29,13 +31,31 @@ from kvstore.auth.credentials import Credentials, alternative_names
 from kvstore.auth.identity import ADMIN, Identity, identity, identity_of
 from kvstore.auth.revoked import Revoked
 from kvstore.auth.rights import check_numbers
-from kvstore.auth.shares import Shares
+from kvstore.clocks import uptime
 from kvstore.config import HttpConfig, read_token
 from kvstore.errors import InvalidArgumentError, PermissionDeniedError
 from kvstore.network.addresses import is_address, split_address
+from kvstore.network.limiter import Limiter, WaitPreemptedError
+from kvstore.token_buckets import TokenBuckets
 from kvstore.web.server.certificates import tls_of
 from kvstore.web.server.doors import Handler
-from kvstore.web.server.guesses import Guesses
+
+log = logging.getLogger("kvstore.web")
+
+WRONG_TOKENS_FREE: Final = 10
+"""Wrong tokens of one address in ``WRONG_TOKENS_S`` that are answered at once: of a person who
+pastes, of a script with an old token. Answers to further ones come ``DELAY_S`` late, which keeps
+those who try tokens from filling the port. A right token never waits, also from that address, which
+may be that of a network behind NAT."""
+
+WRONG_TOKENS_S: Final = 60.0
+DELAY_S: Final = 1.0
+
+DELAYED_MAX: Final = 16
+"""Answers that wait at once. They take slots of requests: one more ends the longest wait."""
+
+ADDRESSES_MAX: Final = 1_024
+"""Addresses whose wrong tokens are counted."""
 
 HEADERS: Final = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -198,7 +218,6 @@ class Access:
         reads: str = "all",
         advice: Advice = OF_MASTER,
         identities: Identities | None = None,
-        shares: Shares | None = None,
     ) -> None:
         """
         Args:
@@ -208,32 +227,21 @@ class Access:
             reads: who may read: ``all``, or those who have the ``token``.
             advice: advice for those who are refused.
             identities: who sends a request; None: without authentication.
-            shares: how many requests each identity may have under way; None: as many as all.
         """
         self._identities = identities
-        self.shares = shares
         self._hosts = hosts
         self._token = token.encode()
-        self._guesses = Guesses()
+        self._wrong_tokens = TokenBuckets(
+            WRONG_TOKENS_FREE, WRONG_TOKENS_FREE / WRONG_TOKENS_S, ADDRESSES_MAX
+        )
+        self._delayed = Limiter[asyncio.Timeout]("delayed answers", DELAYED_MAX)
         self._reads_need_token = reads == "token"
         self._advice = advice
 
-    @contextlib.contextmanager
-    def place(self, request: web.Request) -> Iterator[None]:
-        """The block is about one request, which is under way for its identity.
-
-        Raises:
-            BusyError: its identity has too many under way.
-        """
+    def name_of(self, request: web.Request) -> str:
+        """The name of the identity that sends the request; empty: it has none."""
         who = None if self._identities is None else self._who(request)
-        if self.shares is None or who is None:
-            yield
-            return
-        self.shares.enter(who.name)
-        try:
-            yield
-        finally:
-            self.shares.leave(who.name)
+        return "" if who is None else who.name
 
     def named(self, handler: Handler) -> Handler:
         """Guards what is no secret, such as the page: any request that comes by a known name."""
@@ -272,11 +280,16 @@ class Access:
         return guarded
 
     async def slow_down(self, request: web.Request) -> None:
-        """Called before a refusal is sent: delays it if the request has one wrong token of many
-        (``Guesses``)."""
+        """Called before a refusal is sent: delays it if the request has one wrong token of many."""
         has_one = "Authorization" in request.headers
-        if self._token and has_one and not self._has_token(request):
-            await self._guesses.wrong(request)
+        if not self._token or not has_one or self._has_token(request):
+            return
+        address = _network(request.remote or "?")
+        if self._wrong_tokens.take(address, uptime()) is None:
+            log.warning("wrong_tokens peer=%s: answers to it are delayed", address)
+            with contextlib.suppress(WaitPreemptedError, TimeoutError):
+                async with self._delayed.waiting(DELAY_S):
+                    await asyncio.Event().wait()
 
     def _acting(self, handler: Handler) -> Handler:
         if self._identities is None:
@@ -345,6 +358,14 @@ class Access:
         scheme, _, token = given[0].partition(" ")
         sent = token.strip().encode("utf-8", "surrogateescape")
         return scheme.lower() == "bearer" and hmac.compare_digest(sent, self._token)
+
+
+def _network(address: str) -> str:
+    """The address; of IPv6 the 64 bits of the network, in which a host chooses its own address."""
+    address = address.removeprefix("::ffff:")
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.IPv6Network((address.partition("%")[0], 64), strict=False))
+    return address
 
 
 def is_loopback(request: web.Request) -> bool:

@@ -1,9 +1,9 @@
-"""Limits the number of clients' connections to a port: idle ones make room for new ones.
+"""Limits the number of clients' connections to a port: a new one ends the longest idle one.
 
 A connection is *idle* while it has no request under way: before its first request, between two
 requests, while the headers of a request arrive, and while it closes. A request is under way while
-its body arrives, and while its client reads the answer; ``kvstore.network.waits`` bounds how many
-of these may wait for their clients, so that clients that do nothing cannot keep others out.
+its body arrives, and while its client reads the answer. The server bounds these to half of the
+connections, so that clients that do nothing cannot keep others out.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
+from kvstore.errors import BusyError
 from kvstore.network import listening
+from kvstore.network.limiter import Limiter
+from kvstore.process import descriptors
 
 log = logging.getLogger("kvstore.web")
 
@@ -47,9 +50,8 @@ AT_ONCE: Final = 32
 BACKLOG: Final = 1_024
 """Connections that wait in the kernel to be accepted."""
 
-FILES_PER_CONNECTION: Final = 3
-"""One for the client, one for an engine (in the proxy), and a spare one: if no connection is idle,
-half as many more are accepted."""
+FILES_PER_CONNECTION: Final = 2
+"""One for the client, and one for an engine (in the proxy)."""
 
 SAID_MAX: Final = 200
 """Characters of the reason of a malformed request that are logged."""
@@ -71,13 +73,8 @@ _FULL: Final = (
 def connections_max(inflight_max: int) -> int:
     """How many clients may be connected: four per request in flight, if the limit of open files
     allows it. Raises that limit as far as this process may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FILES_WANTED if hard == resource.RLIM_INFINITY else min(hard, FILES_WANTED)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        soft = wanted
-    files = FILES_WANTED if soft == resource.RLIM_INFINITY else soft
-    return max(1, min(4 * inflight_max, (files - FILES_OTHERWISE) // FILES_PER_CONNECTION))
+    files = descriptors.allow(FILES_WANTED)
+    return max(2, min(4 * inflight_max, (files - FILES_OTHERWISE) // FILES_PER_CONNECTION))
 
 
 @contextlib.asynccontextmanager
@@ -157,37 +154,37 @@ class Doors:
     """Makes the protocol of each new connection of a server, for ``loop.create_server``."""
 
     def __init__(self, connections_max: int) -> None:
+        self._limiter = Limiter[web.RequestHandler]("connections", connections_max)
+        """Idle connections wait."""
         self._connections_max = connections_max
         self._server: web.Server | None = None
-        self._idle: dict[web.RequestHandler, asyncio.Transport | None] = {}
-        """Ordered, longest idle first, each with the transport of its last request. May hold
-        connections that have ended."""
-        self._is_full = False
 
     def open(self, server: web.Server) -> None:
         self._server = server
+        forget = server.connection_lost
+
+        def connection_lost(handler: web.RequestHandler, exc: BaseException | None = None) -> None:
+            self._limiter.release(handler)
+            forget(handler, exc)
+
+        server.connection_lost = connection_lost  # type: ignore[method-assign]
 
     def __call__(self) -> asyncio.Protocol:
         assert self._server is not None, "open comes first"
-        connections = set(self._server.connections)
-        if len(self._idle) > 2 * len(connections) + 16:
-            self._idle = {each: at for each, at in self._idle.items() if each in connections}
-        if len(connections) >= self._connections_max:
-            made_room = self._make_room(connections)
-            if not made_room and len(connections) >= 1.5 * self._connections_max:
-                return _Refusal()
-        if self._is_full and len(connections) < self._connections_max // 2:
-            self._is_full = False
         handler = self._server()
-        self._idle[handler] = None
+        try:
+            self._limiter.wait(handler, partial(self._preempt, handler, None))
+        except BusyError:
+            return _Refusal()
         return handler
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Keeps a connection out of the idle ones while its request is answered."""
-        self._idle.pop(request.protocol, None)
-        transport = request.transport
-        if transport is None:  # the connection was closed before the request was handled
+        """Keeps a connection while its request is answered."""
+        transport, protocol = request.transport, request.protocol
+        try:
+            self._limiter.keep(protocol)
+        except BusyError:  # the connection was closed before the request was handled
             return web.Response(status=CLIENT_LEFT)
         try:
             encodings = request.headers.getall("Content-Encoding", [])
@@ -195,22 +192,15 @@ class Doors:
                 return web.Response(status=415, text=_ENCODED)
             return await handler(request)
         finally:
-            self._idle[request.protocol] = transport
+            self._limiter.release(protocol)
+            if request.transport is not None:
+                self._limiter.wait(protocol, partial(self._preempt, protocol, transport))
 
-    def _make_room(self, connections: Collection[web.RequestHandler]) -> bool:
-        if not self._is_full:
-            self._is_full = True
-            log.warning("connections_full limit=%d", self._connections_max)
-        while self._idle:
-            longest = next(iter(self._idle))
-            transport = self._idle.pop(longest)
-            if longest not in connections:
-                continue
-            longest.force_close()
-            if transport is not None:  # if it is closing, it may still wait for its client to read
-                transport.abort()
-            return True
-        return False
+    def _preempt(self, handler: web.RequestHandler, transport: asyncio.Transport | None) -> None:
+        log.warning("connections_full limit=%d", self._connections_max)
+        handler.force_close()
+        if transport is not None:  # if it is closing, it may still wait for its client to read
+            transport.abort()
 
 
 class _Refusal(asyncio.Protocol):

@@ -26,8 +26,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kvstore.errors import AddressInUseError, BusyError, StartupError, UnavailableError
 from kvstore.limits import BATCH_KEYS_MAX, KEY_BYTES_MAX
 from kvstore.network.addresses import join_address
+from kvstore.network.limiter import Limiter, WaitPreemptedError
 from kvstore.network.listening import listen
-from kvstore.network.waits import CrowdedOutError, Waits
 from kvstore.ports import what_answers
 from kvstore.web.server.access import HEADERS, NOT_SECURED, Access, Secured
 from kvstore.web.server.doors import (
@@ -48,7 +48,7 @@ AT_WORK_MAX: Final = 8
 """Requests that are worked on at once: more of them would only slow each other, and health, down.
 """
 
-_BODIES: Final = web.AppKey("bodies", Waits)
+_BODIES: Final = web.AppKey("bodies", Limiter[asyncio.Timeout])
 _WORK: Final = web.AppKey("work", asyncio.Semaphore)
 
 PORTS: Final = 16
@@ -144,12 +144,14 @@ async def serving(
     *,
     access: Access,
     secured: Secured = NOT_SECURED,
+    requests: Limiter[object] | None = None,
 ) -> AsyncIterator[None]:
     """Serves health, readiness, metrics and ``routes`` inside the block. Closes ``listener``.
 
     Args:
         access: who may read the metrics.
         secured: whether the port speaks TLS.
+        requests: ``request_limiter()``, if its refusals are for metrics.
 
     Raises:
         ConfigError: as ``Secured.tls``.
@@ -157,8 +159,9 @@ async def serving(
     tls = secured.tls()
     connections = connections_max(REQUESTS_MAX)
     doors = Doors(connections)
-    requests = Requests(requests_max(), access)
-    application = _application(answers, [doors.middleware, requests.middleware], routes, access)
+    limiter = request_limiter() if requests is None else requests
+    bounded = Requests(limiter, access).middleware
+    application = _application(answers, [doors.middleware, bounded], routes, access)
     async with answering(
         application, doors, idle_s=IDLE_CONNECTION_S, line_bytes_max=LINE_BYTES_MAX, log=log
     ):
@@ -169,20 +172,19 @@ async def serving(
             server.close()
 
 
-def requests_max() -> int:
-    """Requests under way at once on one port. Fewer than connections: there are always idle ones
-    that can make room."""
-    return max(1, min(REQUESTS_MAX, connections_max(REQUESTS_MAX) // 2))
+def request_limiter() -> Limiter[object]:
+    """For the requests under way at once on one port. Fewer than connections: there are always
+    idle ones that can make room."""
+    return Limiter("http", max(1, min(REQUESTS_MAX, connections_max(REQUESTS_MAX) // 2)))
 
 
 class Requests:
     """The requests under way on one port. Use it in one event loop."""
 
-    def __init__(self, most: int, access: Access) -> None:
-        self._most = most
+    def __init__(self, limiter: Limiter[object], access: Access) -> None:
+        self._limiter = limiter
         self._access = access
-        self._count = 0
-        self._unread = Waits(UNREAD_BYTES)
+        self._unread = Limiter[asyncio.Timeout]("unread answers", UNREAD_BYTES)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -191,36 +193,28 @@ class Requests:
         takes too long."""
         if request.path in HEALTH:
             return await handler(request)
-        if self._count >= self._most:
-            return _too_many("too many requests at once")
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(self._access.place(request))
-            except BusyError as error:
-                return _too_many(error.message)
-            self._count += 1
-            stack.callback(self._ended)
+        slot = object()
+        try:
+            self._limiter.acquire(slot, self._access.name_of(request))
+        except BusyError as error:
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            return web.Response(status=503, text=f"{error.message}\n", headers=headers)
+        try:
             response = await handler(request)
             if isinstance(response, web.Response):
                 await self._send(request, response)
             return response
-
-    def _ended(self) -> None:
-        self._count -= 1
+        finally:
+            self._limiter.release(slot)
 
     async def _send(self, request: web.Request, response: web.Response) -> None:
         size = response.content_length or 0
         if size < BUFFER_BYTES:
             return  # and aiohttp sends it
         with writing(request):
-            async with self._unread.wait(READ_S + size / READ_BYTES_PER_S_MIN, size):
+            async with self._unread.waiting(READ_S + size / READ_BYTES_PER_S_MIN, size):
                 await response.prepare(request)
                 await response.write_eof()
-
-
-def _too_many(why: str) -> web.Response:
-    headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return web.Response(status=503, text=f"{why}\n", headers=headers)
 
 
 @contextlib.contextmanager
@@ -229,7 +223,7 @@ def writing(request: web.Request) -> Iterator[None]:
     does not come, its connection is cut; if the client has left, the block just ends."""
     try:
         yield
-    except (TimeoutError, CrowdedOutError, UnavailableError):
+    except (TimeoutError, WaitPreemptedError, UnavailableError):
         if request.transport is not None:
             request.transport.abort()
     except ConnectionError:
@@ -246,10 +240,10 @@ async def read_body(request: web.Request) -> bytes:
     size = request.content_length
     weight = BODY_BYTES_MAX if size is None else min(size, BODY_BYTES_MAX)
     try:
-        async with request.app[_BODIES].wait(BODY_S, max(weight, BUFFER_BYTES)):
+        async with request.app[_BODIES].waiting(BODY_S, max(weight, BUFFER_BYTES)):
             return await request.read()
-    except CrowdedOutError:
-        raise BusyError("the body did not come, and others needed its place") from None
+    except WaitPreemptedError:
+        raise BusyError("request body timed out: its slot was given to another request") from None
     except TimeoutError:
         raise BusyError(f"the body did not come within {BODY_S:g} s") from None
 
@@ -300,7 +294,7 @@ def _application(
     application = web.Application(
         middlewares=[*middlewares, answered], client_max_size=BODY_BYTES_MAX
     )
-    application[_BODIES] = Waits(BODIES_BYTES)
+    application[_BODIES] = Limiter("arriving bodies", BODIES_BYTES)
     application[_WORK] = asyncio.Semaphore(AT_WORK_MAX)
     application.on_response_prepare.append(_protect)
     own = {"/healthz": healthz, "/readyz": readyz, "/metrics": access.measuring(metrics)}

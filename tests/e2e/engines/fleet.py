@@ -140,19 +140,6 @@ class Fleet:
         answer: dict[str, Any] = json.loads(text)
         return list(answer["choices"][0]["token_ids"])
 
-    def chat(self, text: str, tokens: int) -> str:
-        """The answer to one message, from the proxy, as a stream that is put together again."""
-        body = {
-            "model": MODEL, "messages": [{"role": "user", "content": text}], "stream": True,
-            "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-        }  # fmt: skip
-        status, events = ask(self.proxy.address, "POST", "/v1/chat/completions", body)
-        assert status == 200, (status, events)
-        lines = [line[6:] for line in events.splitlines() if line.startswith("data: ")]
-        assert lines[-1] == "[DONE]", lines[-3:]
-        chunks = [json.loads(line)["choices"] for line in lines[:-1]]
-        return "".join(each[0]["delta"].get("content") or "" for each in chunks if each)
-
     def close(self) -> None:
         processes = [*self.engines, *([self.proxy] if hasattr(self, "proxy") else [])]
         for each in processes:

@@ -124,8 +124,6 @@ class Engine:
         self._late: dict[int, Any] = {}
         self.loaded_blocks = 0
         self._chunk_blocks = int(str(extra.get("blocks_per_chunk", 1)))
-        self.figures: list[str] = []
-        """vLLM's metrics of the connector, a line a step."""
         self._make(caches)
         manager = self.connector.connector_scheduler.manager
         self.manager: Any = manager
@@ -207,7 +205,7 @@ class Engine:
         for request in ran:
             self._compute(request, known.get(request.request_id, 0) // BLOCK_TOKENS)
         worker = OffloadingWorkerMetadata(completed_jobs=done) if done else None
-        answers = self.scheduler.update_from_output(
+        self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=[each.request_id for each in ran],
@@ -221,8 +219,6 @@ class Engine:
                 ),
             ),
         )
-        told = [each.scheduler_stats for each in answers.values() if each.scheduler_stats]
-        self.figures += [repr(each.kv_connector_stats) for each in told]
         if not (ran or done):
             time.sleep(0.001)  # a step without work: the model's time
 

@@ -16,7 +16,7 @@ from examples.tiny import BLOCK_TOKENS
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import FLEET_NAMESPACE
 from tests.e2e.engines.conftest import StartEngine, prompt
-from tests.e2e.engines.engine import Engine, transfer_config
+from tests.e2e.engines.engine import transfer_config
 from tests.e2e.engines.offloading import BLOCK_TOKENS as CHUNK_TOKENS
 from tests.e2e.engines.offloading import Engine as Offloading
 from tests.support.cluster import Cluster
@@ -84,10 +84,6 @@ def test_the_connector_needs_its_own_namespaces_and_the_fleets(
     assert not [line for line in one.log if REFUSED in line or "not_announced" in line]
 
 
-def hears(engine: Engine) -> bool:
-    return any("events_heard" in line for line in engine.log)
-
-
 def test_engines_of_two_tenants_with_equal_weights_do_not_meet(
     store: Cluster, identities: Identities, llama: Path, engine: StartEngine
 ) -> None:
@@ -95,14 +91,10 @@ def test_engines_of_two_tenants_with_equal_weights_do_not_meet(
     spaces = {}
     for tenant, other in (("acme", "globex"), ("globex", "acme")):
         auth = identities.engine(tenant, f"{tenant}/*")
-        with engine(
-            llama, transfer_config(store.address, tenant=tenant, auth=auth),
-            kv_events_config={"enable_kv_cache_events": True, "publisher": "null"},
-        ) as one:  # fmt: skip
+        with engine(llama, transfer_config(store.address, tenant=tenant, auth=auth)) as one:
             (first,) = one.generate([prompt(1)])
             assert first.cached == 0, "what the other tenant stored"
             one.saved()
-            until(partial(hears, one), within_s=60)
             assert one.reset()
             (again,) = one.generate([prompt(1)])
             assert (again.cached, again.tokens) == (WHOLE, first.tokens)
@@ -157,30 +149,21 @@ def start(store: Cluster, llama: Path) -> Iterator[Start]:
         each.close()
 
 
-def test_offloading_needs_its_own_namespaces_and_the_fleets(
-    store: Cluster, identities: Identities, start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokens = prompt(1)
-    auth = identities.engine("engine", *OF_OFFLOADING)
-    assert start(auth=auth).run(tokens) == 0
-    full = len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS
-    assert start(auth=auth).run(tokens) == full  # and checks every byte
-    until(store.fleet_records)
-    assert store.spaces() == [FLEET_NAMESPACE, "vllm-offloading"]
-    assert REFUSED not in caplog.text
-
-
-def test_offloading_of_two_tenants_does_not_meet(
-    store: Cluster, identities: Identities, start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("tenants", [("",), ("acme", "globex")], ids=["no tenant", "tenants"])
+def test_offloading_of_tenants_does_not_meet_and_needs_its_own_namespaces_alone(
+    store: Cluster, identities: Identities, start: Start, tenants: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     tokens = prompt(1)
     full = len(tokens) // CHUNK_TOKENS * CHUNK_TOKENS
-    for tenant in ("acme", "globex"):
-        mine = {"tenant": tenant, "auth": identities.engine(tenant, f"{tenant}/*")}
+    for tenant in tenants:
+        spaces = (f"{tenant}/*",) if tenant else OF_OFFLOADING
+        mine = {"tenant": tenant, "auth": identities.engine(tenant or "engine", *spaces)}
         assert start(**mine).run(tokens) == 0
-        assert start(**mine).run(tokens) == full
+        assert start(**mine).run(tokens) == full  # and checks every byte
         until(partial(store.fleet_records, tenant))
-    assert store.spaces() == ["acme", "globex"]
+    own = [FLEET_NAMESPACE, "vllm-offloading"]
+    assert store.spaces() == (own if tenants == ("",) else list(tenants))
     assert REFUSED not in caplog.text
 
 

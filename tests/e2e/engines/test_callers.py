@@ -7,7 +7,6 @@ import re
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,17 +62,11 @@ def proxy(fleet: Fleet, preloaded: Preloaded, shared: Cluster, tmp_path: Path) -
         each.close()
 
 
-def cached(proxy: Process, caller: str, seed: str, *, is_chat: bool = False, **more: Any) -> int:
+def cached(proxy: Process, caller: str, seed: str) -> int:
     """Tokens of the prompt that the decoder did not compute."""
-    body: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "ignore_eos": True, **more}
-    if is_chat:
-        content = ((seed + " what is a cache? ") * 100)[:600]
-        body["messages"] = [{"role": "user", "content": content}]
-    else:
-        body["prompt"] = prompt(seed)
-    path = "/v1/chat/completions" if is_chat else "/v1/completions"
+    body = {"model": MODEL, "max_tokens": 1, "ignore_eos": True, "prompt": prompt(seed)}
     headers = {"Authorization": f"Bearer {caller}"}
-    status, text = ask(proxy.address, "POST", path, body, headers)
+    status, text = ask(proxy.address, "POST", "/v1/completions", body, headers)
     assert status == 200, text
     details = json.loads(text)["usage"]["prompt_tokens_details"] or {}
     return int(details.get("cached_tokens") or 0)
@@ -82,29 +75,6 @@ def cached(proxy: Process, caller: str, seed: str, *, is_chat: bool = False, **m
 def outcomes(proxy: Process) -> list[str]:
     """What the proxy's log says of the first hop of each request."""
     return re.findall(r" prefill=(skipped:\w+|\w+)", proxy.log.read_text())
-
-
-@pytest.mark.parametrize("is_chat", [False, True], ids=["completions", "chat"])
-@pytest.mark.parametrize("which", [0, 1], ids=["prefiller", "decoder"])
-def test_two_callers_share_nothing_in_an_engine(
-    fleet: Fleet, proxy: Proxy, which: int, is_chat: bool
-) -> None:
-    """Both engines: each answers for a proxy of its own."""
-    seed = f"an engine {which}"
-
-    def finds(name: str, **more: Any) -> int:
-        return cached(front, name, seed, is_chat=is_chat, **more)
-
-    front = proxy([], [fleet.engines[which]])
-    assert finds("alice") == 0
-    assert finds("alice") == WHOLE
-    assert finds("bob") == 0
-    assert finds("bob") == WHOLE
-    assert finds("alice", cache_salt="mine") == 0
-    assert finds("alice", cache_salt="mine") == WHOLE
-    assert finds("bob", cache_salt="mine") == 0
-    status, text = ask(front.address, "POST", "/v1/completions", {"prompt": "x"})
-    assert status == 401, text
 
 
 def test_a_caller_finds_its_own_in_the_store_and_no_other_does(fleet: Fleet, proxy: Proxy) -> None:

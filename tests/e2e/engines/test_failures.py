@@ -92,22 +92,6 @@ def test_a_node_that_dies_between_lookup_and_load(
     assert one.generate([prompt(2)])[0].reason == "length"
 
 
-def test_two_engines_on_one_host_never_meet_but_in_the_store(
-    store: Cluster, llama: Path, engine: StartEngine
-) -> None:
-    """Nothing but the master's address is configured; one is killed."""
-    one, other = (engine(llama, transfer_config(store.address)) for _ in range(2))
-    first = one.generate([prompt(1)])
-    one.saved()
-    one.kill()
-    (found,) = other.generate([prompt(1)])
-    assert found.cached == WHOLE
-    assert found.tokens == first[0].tokens
-    other.saved()
-    other.reset()
-    assert other.generate([prompt(1)])[0].cached == WHOLE
-
-
 @pytest.mark.parametrize(
     ("what", "told"),
     [

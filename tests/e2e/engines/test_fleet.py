@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,32 +26,6 @@ def fleet(preloaded: Preloaded, store: Cluster, llama: Path, tmp_path: Path) -> 
     fleet = Fleet(preloaded, llama, store.address, tmp_path)
     yield fleet
     fleet.close()
-
-
-@pytest.mark.timeout(600)
-def test_forty_requests_are_right_and_all_of_them_hit(fleet: Fleet, plain: Engine) -> None:
-    """8 at a time, over one prefiller and one decoder that meet only in the store."""
-    prompts = [prompt(seed) for seed in range(40)]
-    producer, consumer = fleet.engine("kv_producer"), fleet.engine("kv_consumer")
-    fleet.start_proxy([producer], [consumer])
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda ids: fleet.complete(ids, TOKENS), prompts))
-
-    hits = until(
-        lambda: consumer.counters().get("loaded_requests", 0) >= 40 and consumer.counters()
-    )
-    assert isinstance(hits, dict)
-    assert hits["hit_tokens"] == 40 * WHOLE
-    assert hits["load_failures"] == 0
-
-    # As text: rendered once, handed on as token ids, streamed.
-    said = [fleet.chat("What is a cache? " * 40, TOKENS) for _ in range(2)]
-    assert said[0] == said[1]
-    assert re.search(r"route=chat .*tokens=[1-9]\d+ prefill=127", fleet.proxy.log.read_text())
-    until(lambda: consumer.counters()["loaded_requests"] > 40)
-    fleet.close()
-    assert answers == [each.tokens for each in plain.generate(prompts, tokens=TOKENS)]
 
 
 @pytest.mark.timeout(900)

@@ -10,18 +10,9 @@ import pytest
 
 from examples.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
-from tests.e2e.engines.engine import Engine, Result, transfer_config
+from tests.e2e.engines.engine import Engine, transfer_config
+from tests.e2e.engines.test_engine import WHOLE, cached, tokens
 from tests.support.cluster import Cluster
-
-WHOLE = 4 * BLOCK_TOKENS
-
-
-def tokens(results: list[Result]) -> list[list[int]]:
-    return [each.tokens for each in results]
-
-
-def cached(results: list[Result]) -> list[int]:
-    return [each.cached for each in results]
 
 
 def objects(store: Cluster) -> dict[str, int]:
@@ -95,29 +86,6 @@ def test_weights_that_are_replaced_in_place_have_blocks_of_their_own(
     assert tokens(back) == old
 
 
-@pytest.mark.timeout(400)
-def test_a_release_that_is_copied_over_a_running_engines_files_is_not_its_own(
-    store: Cluster, llama: Path, trained: Path, engine: StartEngine, tmp_path: Path
-) -> None:
-    """With shards, weights are told by the files that were loaded."""
-    model = shutil.copytree(llama, tmp_path / "llama")
-    one = engine(model, transfer_config(store.address, tp_shards=2))
-    shutil.copytree(trained, model, dirs_exist_ok=True)
-    one.run("llm.collective_rpc(lambda worker: None)")  # may have replaced its weights
-    old = one.generate([prompt(1)])
-    one.saved()
-
-    two = engine(model, transfer_config(store.address, tp_shards=2))
-    new = two.generate([prompt(1)])
-    two.saved()
-    assert cached(new) == [0]
-    assert tokens(new) != tokens(old)
-    assert len(objects(store)) == 2
-    copied = engine(llama, transfer_config(store.address, tp_shards=2))
-    found = copied.generate([prompt(1)])
-    assert (cached(found), tokens(found)) == ([WHOLE], tokens(old))
-
-
 EVERY_PARAMETER = """
     import random, torch
     from safetensors.torch import load_file
@@ -164,44 +132,6 @@ def test_one_bit_of_any_parameter_gives_another_identity(
     options = ["--sliding"] if kind == "sliding" else ["--kind", kind]
     one = engine(make_model(*options), transfer_config(store.address), dtype=dtype)
     assert one.run(EVERY_PARAMETER) == []
-
-
-def test_pausing_straight_after_traffic_works_and_leaves_the_store_alone(
-    store: Cluster, llama: Path, engine: StartEngine
-) -> None:
-    one = engine(llama, transfer_config(store.address))
-    one.generate([prompt(1)])
-    one.saved()
-    paused = one.run(
-        """
-        from vllm import SamplingParams
-        import random
-        result = []
-        for seed in range(5):
-            ids = [random.Random(seed).randrange(2, 258) for _ in range(1500)]
-            sampling = SamplingParams(temperature=0, max_tokens=1)
-            llm.generate([{"prompt_token_ids": ids}], sampling, use_tqdm=False)
-            pinned = connector._scheduler.decisions.has_pinned
-            core.pause_scheduler("abort", clear_cache=True)
-            result.append((pinned, connector._scheduler.decisions.has_pinned))
-            core.resume_scheduler()
-        """
-    )
-    assert [after for _, after in paused] == [False] * 5
-    assert any(before for before, _ in paused), "there was something to wait for"
-    assert cached(one.generate([prompt(1)])) == [WHOLE]
-
-
-def test_factors_that_depend_on_the_longest_prompt_keep_engines_apart(
-    store: Cluster, make_model: MakeModel, engine: StartEngine
-) -> None:
-    model = make_model("--kind", "longrope")
-    short = engine(model, transfer_config(store.address), max_model_len=1024)
-    short.generate([prompt(1)])
-    short.saved()
-    short.close()
-    long = engine(model, transfer_config(store.address), max_model_len=2048)
-    assert cached(long.generate([prompt(1)])) == [0]
 
 
 def test_where_vllm_has_switched_prefix_caching_off_nothing_is_loaded_or_saved(
@@ -335,25 +265,6 @@ def test_adapters_for_which_a_worker_has_no_room_are_found_again(
     assert last[1][1] != first[1][1]
 
 
-def test_an_engine_that_guesses_tokens_without_weights_shares_with_one_that_does_not(
-    store: Cluster, llama: Path, engine: StartEngine
-) -> None:
-    one = engine(llama, transfer_config(store.address), dtype="bfloat16")
-    one.generate([prompt(1)])
-    one.saved()
-    guess = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    other = engine(
-        llama, transfer_config(store.address), dtype="bfloat16", kv_cache_dtype="bfloat16",
-        speculative_config=guess,
-    )  # fmt: skip
-    found = other.generate([prompt(1)])
-    assert cached(found) == [WHOLE]
-    other.reset()
-    right = other.generate([prompt(1)], params={"no_load": True, "no_store": True})
-    assert cached(right) == [0]
-    assert tokens(found) == tokens(right)
-
-
 def make_adapter(directory: Path, seed: int) -> None:
     """Of the query and value projections of ``tiny``'s Llama."""
     import json
@@ -405,24 +316,3 @@ def test_weights_that_change_without_a_call_are_found_after_a_reset(
     stored = objects(store)
     assert stored.pop(first) == len(prompt(1)) // BLOCK_TOKENS, "nothing of the new weights"
     assert stored, "the new weights have blocks of their own"
-
-
-def test_a_reset_alone_costs_no_hit_and_no_reading_of_all_weights(
-    store: Cluster, llama: Path, engine: StartEngine
-) -> None:
-    one = engine(llama, transfer_config(store.address))
-    (before,) = one.generate([prompt(1)])
-    one.saved()
-    assert one.reset()
-    asked = "result = core.scheduler.connector._scheduler_side._identity"
-    (again,) = one.generate([prompt(1)])
-    assert (again.cached, again.tokens) == (WHOLE, before.tokens)
-    one.saved()
-    assert one.reset()
-    one.generate([prompt(2)], tokens=1)
-    assert one.reset(), "which waits for what waits to be saved"
-    assert cached(one.generate([prompt(2)])) == [WHOLE]
-    one.saved()
-    assert one.run(f"{asked}.is_certain")
-    assert sum(objects(store).values()) == 2 * (len(prompt(1)) // BLOCK_TOKENS)
-    assert len(objects(store)) == 1

@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvstore import Client
-from kvstore.fleet import parse
-from kvstore.limits import FLEET_NAMESPACE
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
-from tests.e2e.engines.engine import Engine, Result, transfer_config
+from tests.e2e.engines.engine import Engine, transfer_config
 from tests.e2e.engines.preloaded import Preloaded
+from tests.e2e.engines.test_engine import cached, tokens
 from tests.support.cluster import Cluster
-from tests.support.waiting import until
 
 BLOCK = 256
 """Tokens of a block of this model, which vLLM chooses so that a state fills no more than one."""
@@ -48,14 +45,6 @@ def right(engine: Engine, asked: list[list[int]]) -> list[list[int]]:
     return [each.tokens for each in found]
 
 
-def tokens(results: list[Result]) -> list[list[int]]:
-    return [each.tokens for each in results]
-
-
-def cached(results: list[Result]) -> list[int]:
-    return [each.cached for each in results]
-
-
 def test_an_engine_goes_on_from_the_states_of_another(pair: tuple[Engine, Engine]) -> None:
     one, other = pair
     asked = [prompt(1, 1500), prompt(2, 900)]
@@ -73,35 +62,6 @@ def test_an_engine_goes_on_from_the_states_of_another(pair: tuple[Engine, Engine
     assert tokens(again) == right(one, asked)
 
 
-def test_the_record_of_the_engines_says_which_objects_are_states(
-    pair: tuple[Engine, Engine], shared: Cluster
-) -> None:
-    del pair
-    with Client(shared.address) as client:
-        [row] = until(lambda: list(client.list_objects(namespace=FLEET_NAMESPACE)))
-        record = parse(client.get(row.key, namespace=FLEET_NAMESPACE, kind="bytes"))  # type: ignore[arg-type]
-    assert record is not None
-    assert 0 < len(record.states) < len(record.namespaces)
-    groups = [group["kind"] for group in record.description["groups"]]
-    assert [kind for kind in groups if "Mamba" in kind]
-    assert len(record.states) == sum("Mamba" in kind for kind in groups)
-
-
-def test_the_next_turn_goes_on_from_the_end_of_the_one_before(pair: tuple[Engine, Engine]) -> None:
-    one, other = pair
-    first = prompt(3, 1000)
-    second = [*first, *prompt(4, 700)]
-    third = [*second, *prompt(5, 300)]
-    one.generate([first])
-    one.saved()
-    found = other.generate([second])
-    assert cached(found) == [768]
-    other.saved()
-    assert one.reset()
-    assert cached(one.generate([third])) == [1536]
-    assert tokens(found) == right(other, [second])
-
-
 def test_of_a_shared_beginning_as_much_is_found_as_there_is_a_state_for(
     pair: tuple[Engine, Engine],
 ) -> None:
@@ -117,42 +77,6 @@ def test_of_a_shared_beginning_as_much_is_found_as_there_is_a_state_for(
     found = one.generate([[*common[:700], *prompt(8, 500)]])
     assert cached(found) == [512]
     assert tokens(found) == right(one, [[*common[:700], *prompt(8, 500)]])
-
-
-def test_a_prompt_of_whole_blocks_loads_the_state_before_its_last_one(
-    pair: tuple[Engine, Engine],
-) -> None:
-    """vLLM computes at least one token, so a state at the end of the prompt is beyond its limit."""
-    one, other = pair
-    whole = prompt(9, 4 * BLOCK)
-    one.generate([[*whole, *prompt(10, 100)]])  # leaves a state at the end of ``whole``
-    one.saved()
-    assert cached(other.generate([whole])) == [0]
-    other.saved()
-    assert one.reset()
-    found = one.generate([whole])
-    assert cached(found) == [3 * BLOCK]
-    assert tokens(found) == right(one, [whole])
-
-
-def test_a_state_that_is_gone_is_not_found_and_computed_again(
-    pair: tuple[Engine, Engine], shared: Cluster
-) -> None:
-    one, other = pair
-    asked = [prompt(11, 1100)]
-    one.generate(asked)
-    one.saved()
-    with Client(shared.address) as client:
-        for space in client.status().namespaces:
-            if space.name.startswith("vllm/") and "/g0/" in space.name:
-                client.clear(space.name)
-    found = other.generate(asked)
-    assert cached(found) == [0]
-    assert tokens(found) == right(other, asked)
-    other.generate(asked)
-    other.saved()
-    assert one.reset()
-    assert cached(one.generate(asked)) == [1024], "it was stored again"
 
 
 @pytest.mark.timeout(400)
@@ -177,52 +101,6 @@ def test_engines_of_other_tensor_parallel_sizes_go_on_from_shards_of_states(
 
 
 @pytest.mark.timeout(400)
-def test_an_engine_that_hashes_smaller_parts_shares_nothing_and_says_so(
-    pair: tuple[Engine, Engine], shared: Cluster, recurrent: Path, engine: StartEngine
-) -> None:
-    one, _ = pair
-    one.generate([prompt(9, 900)])
-    one.saved()
-    other: Engine = engine(
-        recurrent, transfer_config(shared.address), dtype="bfloat16", prefix_match_unit=BLOCK // 2
-    )
-    assert cached(other.generate([prompt(9, 900)])) == [0]
-    told = f"must be equal: hash_tokens: {BLOCK // 2} here, None there"
-    until(lambda: any("FLEET" in line and told in line for line in other.log))
-
-
-def test_an_engine_that_keeps_few_states_says_what_to_type(pair: tuple[Engine, Engine]) -> None:
-    """As vLLM for CPUs does in processes of its own: it forgets that it has lengthened blocks."""
-    one, _ = pair
-    forget = "cache = core.vllm_config.cache_config; cache.block_size = {}"
-    one.run(forget.format(BLOCK // 2))
-    for seed in (12, 13):
-        one.generate([prompt(seed, 700)])
-    one.saved()
-    one.run(forget.format(BLOCK))
-    told = [line for line in one.log if f"Start vLLM with --block-size {BLOCK}" in line]
-    assert len(told) == 1
-
-
-def test_a_node_that_dies_between_lookup_and_load(
-    store: Cluster, recurrent: Path, engine: StartEngine
-) -> None:
-    settings: dict[str, Any] = {"transports": ["tcp"]}
-    one = engine(recurrent, transfer_config(store.address, **settings), dtype="bfloat16")
-    asked = [prompt(1, 1500)]
-    first = one.generate(asked)
-    one.saved()
-    assert one.reset()
-    one.kill_before_load(store.nodes[0].pid)
-    again = one.generate(asked)
-    store.nodes[0].process.wait()
-    assert again[0].reason == "length"
-    assert tokens(again) == tokens(first)
-    metrics = one.metrics()
-    assert metrics["load_failures"] == metrics["loaded_requests"] == 1
-
-
-@pytest.mark.timeout(400)
 def test_requests_that_are_preempted_save_and_load_what_is_right(
     store: Cluster, recurrent: Path, engine: StartEngine
 ) -> None:
@@ -240,19 +118,3 @@ def test_requests_that_are_preempted_save_and_load_what_is_right(
     assert cached(found) == [tokens - tokens % BLOCK for tokens in map(len, asked)]
     assert tokens(found) == right(other, asked)
     assert [each.reason for each in (*first, *again)] == ["length"] * 24
-
-
-@pytest.mark.timeout(400)
-def test_ranks_that_each_hold_a_part_of_every_state(
-    store: Cluster, recurrent: Path, engine: StartEngine
-) -> None:
-    transfer = transfer_config(store.address)
-    one = engine(recurrent, transfer, dtype="bfloat16", tensor_parallel_size=2)
-    asked = [prompt(1, 1500), prompt(2, 900)]
-    first = one.generate(asked)
-    assert cached(first) == [0, 0]
-    one.saved()
-    assert one.reset()
-    again = one.generate(asked)
-    assert cached(again) == [1280, 768]
-    assert tokens(again) == tokens(first)

@@ -30,11 +30,10 @@ from kvstore.connectors.vllm import weights as live
 from kvstore.connectors.vllm_plugin import register
 from kvstore.connectors.vllm_tier import KVStoreTier, identity
 from kvstore.connectors.vllm_tier.identity import ENGINE
-from kvstore.connectors.vllm_tier.runs import ChunkRun, runs_of
 from kvstore.connectors.vllm_tier.tier import LOOKUP_TIMEOUT_MS
 from kvstore.errors import ConfigError
 from tests.e2e.engines.conftest import prompt
-from tests.e2e.engines.offloading import BLOCK_TOKENS, TIER, Engine, weights
+from tests.e2e.engines.offloading import BLOCK_TOKENS, TIER, Engine
 from tests.support.cluster import Cluster
 from tests.support.waiting import until
 
@@ -136,22 +135,6 @@ def test_a_second_engine_loads_what_the_first_has_computed(start: Start, store: 
     assert len(stored(store)) == 1
 
 
-def test_chunks_outlive_their_engine(start: Start) -> None:
-    tokens = prompt(2)
-    start().run(tokens)
-    engine = start(more={"transports": ["tcp"]})
-    assert engine.run(tokens[:320] + prompt(3, 100)) == 320
-
-
-def test_more_than_the_pool_of_an_engine_can_hold(start: Start) -> None:
-    prompts = [prompt(seed, 20 * BLOCK_TOKENS) for seed in range(10, 16)]
-    small = start(pool=32)
-    for tokens in prompts:
-        small.run(tokens)
-    other = start(pool=32)
-    assert [other.run(tokens) for tokens in prompts] == [20 * BLOCK_TOKENS] * 6
-
-
 def test_a_chain_has_parents(start: Start, store: Cluster) -> None:
     tokens = prompt(4)
     engine = start()
@@ -191,16 +174,6 @@ def test_chunks_of_several_blocks(start: Start) -> None:
     assert start(blocks_per_chunk=4).run(tokens) == len(tokens) // chunk * chunk
 
 
-def test_the_store_is_named_in_vllms_figures(start: Start) -> None:
-    tokens = prompt(7)
-    start().run(tokens)
-    engine = start()
-    engine.run(tokens)
-    text = "".join(engine.figures)
-    assert "KVStoreTier" in text, text
-    assert "tiering_read_bytes" in text, text
-
-
 # --- which engines share -------------------------------------------------------------------------
 
 
@@ -213,32 +186,6 @@ def test_other_weights_miss_and_both_are_told(
         assert start(seed=1).run(tokens) == 0
         until(lambda: "FLEET: another engine" in caplog.text)
     assert "weights" in caplog.text
-
-
-@pytest.mark.parametrize("change", ["dtype", "hash"])
-def test_other_bytes_or_hashes_miss(
-    start: Start, change: str, monkeypatch: pytest.MonkeyPatch, store: Cluster
-) -> None:
-    tokens = prompt(21)
-    start().run(tokens)
-    if change == "hash":
-        monkeypatch.setenv("PYTHONHASHSEED", "7")
-        assert start().run(tokens) == 0
-    else:
-        monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "HND")
-        assert start().run(tokens) == 0
-    assert len(stored(store)) == 2
-
-
-def test_weights_replaced_after_a_reset(start: Start, store: Cluster) -> None:
-    tokens = prompt(22)
-    engine = start()
-    engine.run(tokens)
-    assert engine.reset()
-    engine.reload(seed=1)
-    assert engine.run(tokens) == 0
-    assert len(stored(store)) == 2
-    assert start(seed=1).run(tokens) == 600 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_weights_replaced_without_a_reset_are_not_mixed(
@@ -258,57 +205,6 @@ def test_weights_replaced_without_a_reset_are_not_mixed(
     assert engine.reset()
     engine.run(prompt(26))
     assert start().run(prompt(26)) > 0
-
-
-def test_a_call_to_the_workers_that_changes_nothing(start: Start, store: Cluster) -> None:
-    engine = start()
-    engine.run(prompt(27))
-    engine.reload(seed=0)
-    engine.run(prompt(28))
-    assert start().run(prompt(28)) > 0
-    assert len(stored(store)) == 1
-
-
-def test_without_an_engine_core_only_a_name_identifies_weights(
-    start: Start, store: Cluster, caplog: pytest.LogCaptureFixture
-) -> None:
-    spec = start().connector.connector_scheduler.manager  # only for its pool's shape
-    engine = start()
-    tier_spec = engine.tier._offloading_spec
-    view = engine.manager.primary_tier.get_kv_memoryview()
-    del spec
-    settings: dict[str, Any] = {"master": store.address}
-    with caplog.at_level(logging.WARNING, "vllm.kvstore"):
-        tier = SecondaryTierFactory.create_secondary_tier(TIER | settings, view, tier_spec)
-    try:
-        assert "cannot ask the workers" in caplog.text
-        assert tier.lookup(make_offload_key(b"k" * 32, 0), ReqContext("r")) is LookupResult.MISS
-        direct = Direct(engine)
-        direct.tier = tier
-        assert not direct.store([direct.key(0)], [0]).success
-    finally:
-        tier.shutdown()
-    named = TIER | settings | {"model_id": "llama-1"}
-    tier = SecondaryTierFactory.create_secondary_tier(named, view, tier_spec)
-    try:
-        direct.tier = tier
-        assert direct.store([direct.key(0)], [0]).success
-        assert direct.lookup(direct.key(0)) == [LookupResult.HIT]
-    finally:
-        tier.shutdown()
-
-
-def test_a_name_is_that_of_the_first_weights(start: Start, store: Cluster) -> None:
-    tokens = prompt(29)
-    engine = start(more={"model_id": "llama-1"})
-    engine.run(tokens)
-    assert engine.reset()
-    engine.reload(seed=1)
-    assert engine.run(tokens) == 0
-    assert len(stored(store)) == 2
-    assert engine.reset()
-    engine.reload(seed=0)
-    assert engine.run(tokens) > 0, "and checks every byte"
 
 
 @pytest.mark.parametrize(
@@ -332,45 +228,6 @@ def test_workers_that_cannot_be_identified_or_reached_share_nothing(
         assert [start().run(tokens), start().run(tokens)] == [0, 0]
     assert told in caplog.text
     assert stored(store) == []
-
-
-# --- the order of chunks -------------------------------------------------------------------------
-
-
-class Placed:
-    """A request of one cache group whose chunks, in order, are of 16 tokens."""
-
-    def __init__(self, count: int) -> None:
-        self.request = ReqContext("placed")
-        self.keys = [make_offload_key(b"%032d" % index, 0) for index in range(count)]
-        for index, key in enumerate(self.keys):
-            self.request.set_offload_key_position(key, (index + 1) * BLOCK_TOKENS)
-
-    def runs(self, *indices: int) -> list[ChunkRun]:
-        keys = [self.keys[index] for index in indices]
-        return runs_of(keys, indices, self.request, {0: BLOCK_TOKENS})
-
-
-def test_a_gap_in_a_chain_begins_another_one() -> None:
-    placed = Placed(6)
-    keys = placed.keys
-    assert placed.runs(4, 1, 0, 5) == [
-        ChunkRun(keys[:2], [0, 1], None, is_chain=True),
-        ChunkRun(keys[4:], [4, 5], keys[3], is_chain=True),
-    ]
-
-
-def test_pieces_of_a_chain_go_on_where_the_one_before_ends() -> None:
-    placed = Placed(6)
-    keys = placed.keys
-    (run,) = placed.runs(1, 2, 3, 4, 5)
-    assert list(run.pieces(2)) == [
-        ChunkRun(keys[1:3], [1, 2], keys[0], is_chain=True),
-        ChunkRun(keys[3:5], [3, 4], keys[2], is_chain=True),
-        ChunkRun(keys[5:], [5], keys[4], is_chain=True),
-    ]
-    loose = run._replace(parent=None, is_chain=False)
-    assert [piece.parent for piece in loose.pieces(2)] == [None] * 3
 
 
 # --- jobs ----------------------------------------------------------------------------------------
@@ -417,34 +274,6 @@ def test_a_chunk_of_another_size_is_a_miss(start: Start, store: Cluster) -> None
     assert direct.lookup(*keys) == [LookupResult.HIT, LookupResult.HIT, LookupResult.MISS]
 
 
-def test_what_another_engine_has_stored_is_found_and_not_written(start: Start) -> None:
-    first, second = Direct(start()), Direct(start())
-    keys = [first.key(index) for index in range(4)]
-    assert first.store(keys, [0, 1, 2, 3]).transfer_bytes
-    again = second.store([second.key(index) for index in range(4)], [0, 1, 2, 3])
-    assert again.success
-    assert again.transfer_bytes == 0
-
-
-def test_a_full_pool_keeps_what_there_is_room_for(start: Start, store: Cluster) -> None:
-    direct = Direct(start(pool=600))
-    size = direct.tier.block_size_bytes
-    client = store.client()
-    room = 256 << 20
-    fill = [b"x" * (4 << 20)] * 63
-    client.put_many([(f"pinned{i}", each) for i, each in enumerate(fill)])
-    # Readers lease all but a little.
-    held = [client.get(f"pinned{index}", copy=False) for index in range(63)]
-    keys = [direct.key(index) for index in range(600)]
-    result = direct.store(keys, list(range(600)))
-    assert not result.success
-    kept = direct.lookup(*keys).count(LookupResult.HIT)
-    assert 0 < kept < 600
-    assert kept * size < room
-    del held
-    until(lambda: direct.store(keys, list(range(600))).success)
-
-
 def test_a_store_and_a_load_under_way_while_caches_are_reset(start: Start) -> None:
     direct = Direct(start(pool=64))
     keys = [direct.key(index) for index in range(40)]
@@ -475,13 +304,6 @@ def test_events_tell_what_was_stored(start: Start, store: Cluster) -> None:
 
 
 # --- a store that fails --------------------------------------------------------------------------
-
-
-def test_no_store_at_all(start: Start, caplog: pytest.LogCaptureFixture) -> None:
-    engine = start(more={"master": "127.0.0.1:1"})
-    began = time.monotonic()
-    assert engine.run(prompt(40)) == 0
-    assert time.monotonic() - began < 3 * DEADLINE_MS / 1000
 
 
 def test_the_store_is_killed_in_the_middle_and_comes_back(start: Start, store: Cluster) -> None:
@@ -606,23 +428,3 @@ def test_wrong_settings_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         start(more=wrong)
-
-
-def test_the_fleet_has_a_record(start: Start, store: Cluster) -> None:
-    engine = start()
-    engine.run(prompt(61))
-    (record,) = until(store.fleet_records)
-    assert b'"engine": "vllm-offloading"' in record
-    assert engine.tier._identity.namespace.encode() in record
-
-
-def test_the_worker_side_of_vllms_offloading_refuses_a_cpu(start: Start) -> None:
-    """Why ``Engine`` has a worker of its own. If vLLM ever supports it, use vLLM's."""
-    spec = start().tier._offloading_spec
-    with pytest.raises(Exception, match="only supported on CUDA-alike"):
-        spec.get_worker(None)
-
-
-def test_weights_follow_from_their_seed() -> None:
-    assert weights(1).state_dict()["weight"].equal(weights(1).state_dict()["weight"])
-    assert not weights(1).state_dict()["weight"].equal(weights(2).state_dict()["weight"])

@@ -6,11 +6,9 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +29,10 @@ from lmcache.v1.distributed.config import (
 from lmcache.v1.distributed.l2_adapters.config import L2AdaptersConfig
 from lmcache.v1.distributed.storage_manager import StorageManager
 
-from kvstore.calls import PutOutcome
-from kvstore.connectors.engine import guard
-from kvstore.connectors.lmcache import identity, locks
+from kvstore.connectors.lmcache import locks
 from kvstore.errors import ConfigError
 from kvstore.limits import BATCH_KEYS_MAX
 from tests.engines.lmcache.tasks import (
-    DEADLINE_S,
     DTYPE,
     MODEL,
     SHAPE,
@@ -56,11 +51,6 @@ from tests.support.waiting import until
 StartAdapter = Callable[..., Adapter]
 
 CHUNK_BYTES = chunk(None).get_size()
-
-
-def eventfds() -> int:
-    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
-    return sum("eventfd" in os.readlink(link) for link in links if os.path.islink(link))
 
 
 # --- what it is for ------------------------------------------------------------------------------
@@ -82,15 +72,6 @@ def test_a_chunk_comes_back_byte_for_byte_also_in_another_daemon(adapter: StartA
         each.it.submit_unlock(keys)
 
 
-def test_storing_again_writes_nothing(adapter: StartAdapter) -> None:
-    first = adapter()
-    assert first.store([key(1)], [chunk(1)]).bytes_transferred() == CHUNK_BYTES
-    again = first.store([key(1), key(1)], [chunk(1), chunk(1)])
-    assert again.is_successful()
-    assert again.bytes_transferred() == 0
-    assert first.it.get_usage().total_bytes_used == CHUNK_BYTES
-
-
 def test_a_task_of_more_objects_than_a_call_may_have(adapter: StartAdapter) -> None:
     first = adapter()
     shape = (2, 1, 1, 8)
@@ -104,24 +85,6 @@ def test_a_task_of_more_objects_than_a_call_may_have(adapter: StartAdapter) -> N
     loaded = [chunk(None, shape) for _ in keys]
     assert len(first.load(keys, loaded)) == len(keys)
     assert all(same(loaded[number], chunks[number]) for number in some)
-
-
-@pytest.mark.parametrize("full", [True, False])
-def test_a_full_pool_ends_a_store_that_takes_several_calls(
-    adapter: StartAdapter, monkeypatch: pytest.MonkeyPatch, full: bool
-) -> None:
-    first, sizes = adapter(), list[int]()
-    outcome = PutOutcome.NO_SPACE if full else PutOutcome.FOUND
-
-    def put_many(items: list[Any], **_: Any) -> list[PutOutcome]:
-        sizes.append(len(items))
-        return [outcome] * len(items)
-
-    monkeypatch.setattr(guard, "BATCH_KEYS_MAX", 4)
-    monkeypatch.setattr(first.it._client, "put_many", put_many)
-    stored = first.store([key(number) for number in range(10)], [chunk(1)] * 10)
-    assert stored.is_successful() is not full
-    assert sizes == ([4] if full else [4, 4, 2])
 
 
 def test_ranks_groups_and_salts_are_apart(adapter: StartAdapter) -> None:
@@ -179,26 +142,6 @@ def test_another_model_under_the_same_path_is_a_miss(
     assert adapter().look_up([wanted]) == []
 
 
-def test_the_files_of_a_model_are_read_once_for_all_layouts(
-    adapter: StartAdapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A hybrid model has a layout for each group, and where no cache can be written nothing else
-    keeps its files from being read for each."""
-    read: list[str] = []
-
-    def weights_of(model: str) -> str:
-        read.append(model)
-        return "weights"
-
-    monkeypatch.setattr(identity, "weights_of", weights_of)
-    first = adapter()
-    for model in (MODEL, "tests/other"):
-        for shape in (SHAPE, (2, 4, 16, 64)):
-            wanted = key(len(read), model_name=model)
-            assert first.store([wanted], [chunk(1, shape)]).is_successful()
-    assert read == [MODEL, "tests/other"]
-
-
 @pytest.mark.parametrize("unreadable", ["weights.npz/", "config.json"])
 def test_a_model_that_cannot_be_read_is_never_shared(
     adapter: StartAdapter, tmp_path: Path, caplog: pytest.LogCaptureFixture, unreadable: str
@@ -210,16 +153,6 @@ def test_a_model_that_cannot_be_read_is_never_shared(
     assert not first.store([wanted], [chunk(1)]).is_successful()
     assert first.look_up([wanted]) == []
     assert "weights cannot be read" in caplog.text
-
-
-def test_the_fleet_record_says_who_this_is(adapter: StartAdapter, store: Cluster) -> None:
-    adapter().store([key(1)], [chunk(1)])
-    record = json.loads(*until(store.fleet_records))
-    assert (record["engine"], record["models"]) == ("lmcache", [MODEL])
-    [namespace] = record["namespaces"]
-    assert record["fingerprint"] in namespace
-    assert [each.key for each in store.client().list_objects(namespace=namespace)]
-    assert record["description"]["objects"] == [[list(SHAPE), "torch.bfloat16"]]
 
 
 def test_two_daemons_that_differ_are_told(
@@ -280,27 +213,6 @@ def test_locks_are_counted_and_end_by_themselves(
 # --- the rest of the interface -------------------------------------------------------------------
 
 
-def test_three_descriptors_and_they_are_distinct(adapter: StartAdapter) -> None:
-    fds = [
-        ask()
-        for each in (adapter().it, adapter().it)
-        for ask in (
-            each.get_store_event_fd,
-            each.get_lookup_and_lock_event_fd,
-            each.get_load_event_fd,
-        )
-    ]
-    assert len(set(fds)) == 6
-
-
-def test_results_are_given_once(adapter: StartAdapter) -> None:
-    it = adapter().it
-    task = it.submit_load_task([key(1)], [chunk(None)])
-    until(lambda: it.query_load_result(task) is not None)
-    assert it.query_load_result(task) is None
-    assert it.query_lookup_and_lock_result(task) is None
-
-
 def test_delete_and_usage_by_salt(adapter: StartAdapter) -> None:
     first = adapter()
     keys = [key(number, cache_salt=salt) for number in range(3) for salt in ("", "tenant")]
@@ -352,31 +264,6 @@ def test_keys_are_listed_page_by_page(adapter: StartAdapter) -> None:
             first.it.list_l2_keys(**wrong)
 
 
-def test_a_page_does_not_list_again_what_the_page_before_has_told(
-    adapter: StartAdapter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = adapter()
-    first.store([key(number) for number in range(5)], [chunk(1)] * 5)
-    client = first.it._client
-    listed: list[Any] = []
-    list_page = client.list_page
-
-    def counted(*arguments: Any, **more: Any) -> Any:
-        listed.append(arguments)
-        return list_page(*arguments, **more)
-
-    monkeypatch.setattr(client, "list_page", counted)
-    pages = [first.it.list_l2_keys(page_size=1)]
-    while pages[-1].next_page_token is not None:
-        pages.append(first.it.list_l2_keys(page_size=1, cursor=pages[-1].next_page_token))
-    told = [entry.key for page in pages for entry in page.entries]
-    assert len(listed) == 1
-    assert len(told) == len(set(told)) == 5
-    again = first.it.list_l2_keys(page_size=1, cursor=pages[2].next_page_token)
-    assert again.entries == pages[3].entries, "a page that is asked for again"
-    assert len(listed) == 2
-
-
 @pytest.mark.parametrize("settings", [{"no_such": 1}, {"timeout_ms": "soon"}])
 def test_wrong_settings_are_refused_at_the_start(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
@@ -387,21 +274,6 @@ def test_keys_of_the_adapter_for_mooncake_count(store: Cluster) -> None:
     adapter = Adapter({"master_server_addr": store.address, "rdma_devices": "mlx5_0"})
     assert adapter.store([key(1)], [chunk(1)]).is_successful()
     adapter.close()
-
-
-def test_nothing_is_left_of_many_adapters(store: Cluster) -> None:
-    def one() -> None:
-        adapter = Adapter({"master": store.address})
-        adapter.store([key(1)], [chunk(1)])
-        adapter.look_up([key(1)])
-        adapter.close()
-        adapter.close()
-
-    one()
-    before = eventfds(), threading.active_count()
-    for _ in range(5):
-        one()
-    until(lambda: (eventfds(), threading.active_count()) <= before)
 
 
 # --- a store that is full, dead or hangs ---------------------------------------------------------
@@ -430,13 +302,6 @@ def test_a_full_pool_takes_the_first_ones(tmp_path: Path, monkeypatch: pytest.Mo
         cluster.close()
 
 
-def test_a_chunk_that_no_node_can_hold_is_a_failed_task(adapter: StartAdapter) -> None:
-    first = adapter()
-    large = (2, 4, 16, 128 << 11)
-    assert not first.store([key(1)], [chunk(None, large)]).is_successful()
-    assert first.store([key(2)], [chunk(2)]).is_successful()
-
-
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_a_master_that_is_gone_makes_misses_in_time_and_comes_back(
     adapter: StartAdapter, store: Cluster, how: str
@@ -458,121 +323,6 @@ def test_a_master_that_is_gone_makes_misses_in_time_and_comes_back(
     memory = chunk(None)
     until(lambda: first.load([key(1)], [memory]) == [0], within_s=40)
     assert same(memory, chunk(1))
-
-
-def test_a_node_that_is_killed_makes_misses(adapter: StartAdapter, store: Cluster) -> None:
-    first = adapter(transports="tcp")
-    first.store([key(1)], [chunk(1)])
-    assert first.look_up([key(1)]) == [0]
-    [node] = store.nodes
-    node.kill()
-    assert timed(lambda: first.load([key(1)], [chunk(None)])) == []
-    node.entry.unlink()
-    store.node(memory="64MiB")
-    until(lambda: first.store([key(2)], [chunk(2)]).is_successful())
-    assert first.look_up([key(2)]) == [0]
-
-
-def test_a_node_that_hangs_makes_misses_in_time(adapter: StartAdapter, store: Cluster) -> None:
-    first = adapter(transports="tcp")
-    first.store([key(1)], [chunk(1)])
-    assert first.look_up([key(1)]) == [0]
-    [node] = store.nodes
-    node.freeze()
-    try:
-        assert timed(lambda: first.load([key(1)], [chunk(None)])) == []
-    finally:
-        node.resume()
-    memory = chunk(None)
-    until(lambda: first.load([key(1)], [memory]) == [0], within_s=40)
-    assert same(memory, chunk(1))
-
-
-class Work:
-    """Stores, finds and loads again and again in a thread, and compares every byte."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-        self._stopped = threading.Event()
-        self.hits = self.misses = 0
-        self.longest_s = 0.0
-
-    def run(self) -> None:
-        number = 0
-        while not self._stopped.is_set():
-            keys = [key(each) for each in range(number, number + 8)]
-            chunks = [chunk(each) for each in range(number, number + 8)]
-            loaded = [chunk(None) for _ in keys]
-            number = (number + 8) % 256
-            self._timed(self._adapter.store, keys, chunks)
-            found = self._timed(self._adapter.look_up, keys)
-            hits = self._timed(self._adapter.load, keys, loaded)
-            self._adapter.it.submit_unlock([keys[index] for index in found])
-            assert all(same(loaded[index], chunks[index]) for index in hits), "other bytes"
-            self.hits += len(hits)
-            self.misses += len(keys) - len(hits)
-
-    def _timed(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        began = time.monotonic()
-        result = call(*arguments)
-        self.longest_s = max(self.longest_s, time.monotonic() - began)
-        return result
-
-    def wait(self, what: str) -> None:
-        """For another hit or miss."""
-        before = getattr(self, what)
-        until(lambda: getattr(self, what) > before, within_s=60)
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_the_store_dies_and_hangs_in_the_middle_of_the_work(
-    adapter: StartAdapter, store: Cluster, transport: str
-) -> None:
-    work = Work(adapter(transports=transport))
-    with ThreadPoolExecutor(1) as pool:
-        working = pool.submit(work.run)
-        try:
-            work.wait("hits")
-            [node] = store.nodes
-            node.kill()
-            node.entry.unlink()
-            store.node(memory="64MiB")
-            work.wait("hits")
-            for server in (store.nodes[-1], store.master_server):
-                assert server is not None
-                server.freeze()
-                work.wait("hits" if transport == "shm" and server is not store.master_server
-                          else "misses")  # fmt: skip
-                server.resume()
-                work.wait("hits")
-            store.master_server.kill()
-            work.wait("misses")
-            store.master()
-            work.wait("hits")
-        finally:
-            work.stop()
-        working.result()
-    assert work.longest_s < DEADLINE_S
-
-
-def test_a_daemon_starts_without_a_store_and_finds_it_later(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path)
-    adapter: Adapter | None = None
-    try:
-        cluster.start(memory="32MiB")
-        master = cluster.master_server
-        master.kill()
-        adapter = Adapter({"master": cluster.address})
-        assert timed(lambda: adapter.look_up([key(1)])) == []
-        cluster.master()
-        until(lambda: adapter.store([key(1)], [chunk(1)]).is_successful(), within_s=40)
-    finally:
-        if adapter is not None:
-            adapter.close()
-        cluster.close()
 
 
 def test_close_ends_tasks_under_way_before_their_memory_is_given_back(
@@ -650,38 +400,6 @@ def test_lmcaches_daemon_starts_with_it_and_ends(store: Cluster, tmp_path: Path)
         process.kill()
         process.wait()
     assert "Application shutdown complete" in (tmp_path / "daemon.log").read_text()
-
-
-def test_lmcaches_daemon_does_not_start_with_a_wrong_setting(
-    store: Cluster, tmp_path: Path
-) -> None:
-    process = daemon(tmp_path, free_port(), spec(master=store.address, no_such=1))
-    try:
-        assert process.wait(60) != 0
-    finally:
-        process.kill()
-        process.wait()
-    assert "no_such" in (tmp_path / "daemon.log").read_text()
-
-
-def test_lmcaches_bench_verifies_every_byte(store: Cluster) -> None:
-    done = subprocess.run(
-        [
-            LMCACHE, "bench", "l2", "--no-skip-verify",
-            "--format", "json", "--l2-adapter", spec(master=store.address), "--num-keys", "16",
-            "--in-flight", "2", "--rounds", "3", "--data-size-kb", "64",
-            "--lookup-max-hit-rate", "0.5",
-        ],
-        cwd=ROOT, capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "All 32 keys data verified OK" in done.stdout
-    metrics = json.loads(done.stdout[done.stdout.index("{\n") :].rpartition("}")[0] + "}")
-    operations = {
-        each["operation"]: each for each in metrics["metrics"].values() if "operation" in each
-    }
-    assert operations["Store"]["total_success"] == operations["Load"]["total_success"] == 96
-    assert operations["Lookup"]["total_success"] == 48
 
 
 def test_lmcaches_storage_manager_stores_and_prefetches_through_it(store: Cluster) -> None:

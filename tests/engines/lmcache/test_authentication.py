@@ -36,48 +36,29 @@ def store(tmp_path: Path, identities: Identities) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.mark.parametrize("by", ["setting", "variable"])
-def test_it_needs_its_own_namespaces_and_the_fleets(
+@pytest.mark.parametrize("tenants", [("",), ("acme", "globex")], ids=["no tenant", "tenants"])
+def test_tenants_do_not_meet_and_need_their_own_namespaces_alone(
     store: Cluster,
     identities: Identities,
     adapter: StartAdapter,
-    by: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    given = {"auth": identities.engine("engine", *OF_LMCACHE)}
-    if by == "variable":
-        monkeypatch.setenv("KVSTORE_AUTH", given.pop("auth"))
-    first, second = adapter(**given), adapter(**given)
-    chunks = [chunk(number) for number in range(8)]
-    assert first.store(KEYS, chunks).is_successful()
-    loaded = [chunk(None) for _ in KEYS]
-    assert second.look_up(KEYS) == list(range(8))
-    assert second.load(KEYS, loaded) == list(range(8))
-    assert all(map(same, chunks, loaded))
-    second.it.submit_unlock(KEYS)
-    assert len(first.it.list_l2_keys().entries) == 8
-    until(store.fleet_records)
-    assert store.spaces() == ["lmcache", FLEET_NAMESPACE]
-    assert "refused_by_the_store" not in caplog.text
-
-
-def test_two_tenants_do_not_meet(
-    store: Cluster,
-    identities: Identities,
-    adapter: StartAdapter,
+    tenants: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     chunks = [chunk(number) for number in range(8)]
-    for tenant in ("acme", "globex"):
-        mine = {"tenant": tenant, "auth": identities.engine(tenant, f"{tenant}/*")}
+    for tenant in tenants:
+        spaces = (f"{tenant}/*",) if tenant else OF_LMCACHE
+        mine = {"tenant": tenant, "auth": identities.engine(tenant or "engine", *spaces)}
         first, second = adapter(**mine), adapter(**mine)
         assert first.look_up(KEYS) == []
         assert first.store(KEYS, chunks).is_successful()
+        loaded = [chunk(None) for _ in KEYS]
         assert second.look_up(KEYS) == list(range(8))
+        assert second.load(KEYS, loaded) == list(range(8))
+        assert all(map(same, chunks, loaded))
         second.it.submit_unlock(KEYS)
+        assert len(first.it.list_l2_keys().entries) == 8
         until(partial(store.fleet_records, tenant))
-    assert store.spaces() == ["acme", "globex"]
+    assert store.spaces() == (["lmcache", FLEET_NAMESPACE] if tenants == ("",) else list(tenants))
     assert "refused_by_the_store" not in caplog.text
 
 

@@ -50,54 +50,32 @@ def backend(store: Cluster, model: Path) -> Iterator[Callable[..., Any]]:
         each.close()
 
 
-@pytest.mark.parametrize("by", ["setting", "variable"])
-def test_it_needs_its_own_namespaces_and_the_fleets(
+@pytest.mark.parametrize("tenants", [("",), ("acme", "globex")], ids=["no tenant", "tenants"])
+def test_tenants_do_not_meet_and_need_their_own_namespaces_alone(
     store: Cluster,
     identities: Identities,
     backend: Callable[..., Any],
-    by: str,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    auth = identities.engine("engine", *OF_SGLANG)
-    if by == "variable":
-        monkeypatch.setenv("KVSTORE_AUTH", auth)
-        auth = ""
-    pool, other_pool = host_pool(filled=1), host_pool()
-    one, other = backend(pool, auth), backend(other_pool, auth)
-    assert one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8
-    assert other.batch_exists(KEYS) == 8
-    assert other.batch_get_v1(KEYS, indices(*range(8))) == [True] * 8
-    assert [bytes_at(other_pool, page) for page in range(8)] == [
-        bytes_at(pool, page) for page in range(8)
-    ]
-    until(store.fleet_records)
-    assert store.spaces() == ["sglang", FLEET_NAMESPACE]
-    one.clear()
-    assert other.batch_exists(KEYS) == 0
-    assert "refused_by_the_store" not in caplog.text
-
-
-def test_two_tenants_do_not_meet(
-    store: Cluster,
-    identities: Identities,
-    backend: Callable[..., Any],
+    tenants: tuple[str, ...],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    readers = {}
-    for tenant in ("acme", "globex"):
-        auth = identities.engine(tenant, f"{tenant}/*")
-        one = backend(host_pool(filled=1), auth, tenant=tenant)
-        other = readers[tenant] = backend(host_pool(), auth, tenant=tenant)
+    readers = []
+    for tenant in tenants:
+        spaces = (f"{tenant}/*",) if tenant else OF_SGLANG
+        auth = identities.engine(tenant or "engine", *spaces)
+        pool, other_pool = host_pool(filled=1), host_pool()
+        one = backend(pool, auth, tenant=tenant)
+        readers.append(other := backend(other_pool, auth, tenant=tenant))
         assert other.batch_exists(KEYS) == 0
         assert one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8
         assert other.batch_exists(KEYS) == 8
+        assert other.batch_get_v1(KEYS, indices(*range(8))) == [True] * 8
+        assert [bytes_at(other_pool, page) for page in range(8)] == [
+            bytes_at(pool, page) for page in range(8)
+        ]
         until(partial(store.fleet_records, tenant))
-    assert store.spaces() == ["acme", "globex"]
-    readers["globex"].clear()
-    assert {name: each.batch_exists(KEYS) for name, each in readers.items()} == {
-        "acme": 8, "globex": 0,
-    }  # fmt: skip
+    assert store.spaces() == (["sglang", FLEET_NAMESPACE] if tenants == ("",) else list(tenants))
+    readers[-1].clear()
+    assert [each.batch_exists(KEYS) for each in readers] == [8, 0][-len(tenants) :]
     assert "refused_by_the_store" not in caplog.text
 
 

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import logging
-import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +20,6 @@ from sglang.srt.runtime_context import get_context
 from kvstore.connectors.sglang import KVStoreHiCache, identity
 from kvstore.connectors.sglang.pools import bytes_of
 from kvstore.errors import ConfigError
-from kvstore.limits import PUT_KEYS_MAX
 from tests.engines.sglang.conftest import MakeBackend, make_model
 from tests.engines.sglang.hicache import (
     PAGE_TOKENS,
@@ -90,18 +85,6 @@ def test_latent_pages_are_of_all_ranks(store: Cluster, backend: MakeBackend, lay
     assert len(namespaces(store)) == 1
 
 
-def test_ranks_have_pages_of_their_own(store: Cluster, backend: MakeBackend) -> None:
-    pools = [host_pool(filled=rank) for rank in range(2)]
-    ranks = [backend(pool, rank=rank, ranks=2) for rank, pool in enumerate(pools)]
-
-    saved(ranks[0], pools[0])
-    assert ranks[1].batch_exists(KEYS) == 0
-    saved(ranks[1], pools[1])
-    for rank, pool in zip(ranks, pools):
-        assert read_back(rank, pool) == [bytes_at(pool, page) for page in range(len(KEYS))]
-    assert len(namespaces(store)) == 2
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pages_as_tensors(store: Cluster, backend: MakeBackend, layout: str) -> None:
     """SGLang's generic interface, without ``interface_v1``."""
@@ -150,24 +133,6 @@ class TestSideCaches:
             assert one.batch_get_v2([wanted]) == {"mamba": [True, False]}
             assert bytes_at(states, 7, tokens=1) == bytes_at(states, 0, tokens=1)
 
-    def test_a_window(self, store: Cluster, backend: MakeBackend) -> None:
-        pool, window = host_pool(filled=1), host_pool(filled=2)
-        one = backend(pool, sides={PoolName.SWA: window})
-        saved(one, pool)
-
-        def of(pages: list[int], keys: list[str]) -> PoolTransfer:
-            return PoolTransfer(
-                PoolName.SWA, indices(*pages), keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES
-            )
-
-        assert one.batch_set_v2([of([0, 1], KEYS[2:4])])["swa"] == [True, True]
-        found = one.batch_exists_v2(KEYS, [of([0, 1], KEYS[-2:])])
-        assert found.restorable_prefix_pages == [4]
-        assert one.batch_get_v2([of([20, 21], KEYS[2:4])])["swa"] == [True, True]
-        assert [bytes_at(window, 20), bytes_at(window, 21)] == [
-            bytes_at(window, 0), bytes_at(window, 1)
-        ]  # fmt: skip
-
     def test_what_every_page_needs(self, store: Cluster, backend: MakeBackend) -> None:
         pool, index = host_pool("mla", filled=1), host_pool("mla", filled=2)
         one = backend(pool, is_mla=True, sides={PoolName.INDEXER: index})
@@ -193,41 +158,6 @@ class TestSideCaches:
         assert ranks[0].batch_set_v2([state])["mamba"] == [True]
         assert ranks[1].batch_exists_v2(KEYS, [state]).kv_hit_pages == 0
         assert ranks[1].batch_get_v2([state])["mamba"] == [False]
-
-    def test_heads_are_of_one_rank_also_beside_latent_pages(
-        self, store: Cluster, backend: MakeBackend
-    ) -> None:
-        pool = host_pool("mla", filled=1)
-        ranks = [
-            backend(pool, is_mla=True, rank=rank, ranks=2,
-                    sides={PoolName.SWA: host_pool(filled=rank)})
-            for rank in range(2)
-        ]  # fmt: skip
-        saved(ranks[0], pool)
-        some = PoolTransfer(PoolName.SWA, indices(0), keys=KEYS[:1])
-        assert ranks[0].batch_set_v2([some])["swa"] == [True]
-        assert ranks[1].batch_get_v2([some])["swa"] == [False]
-
-    def test_two_of_them(self, store: Cluster, backend: MakeBackend) -> None:
-        pool, sides = host_pool(filled=1), [host_pool(filled=2), host_pool(filled=3)]
-        one = backend(pool, sides={PoolName.SWA: sides[0], PoolName.INDEXER: sides[1]})
-        saved(one, pool)
-        long = PoolTransfer(PoolName.SWA, indices(*range(5)), keys=KEYS[:5])
-        short = PoolTransfer(PoolName.INDEXER, indices(0, 1), keys=KEYS[:2])
-        assert all(map(all, one.batch_set_v2([long, short], after()).values()))
-        found = one.batch_exists_v2(KEYS, [long, short])
-        assert found.extra_pool_hit_pages == {"kv": len(KEYS), "swa": 5, "indexer": 2}
-        assert found.kv_hit_pages == 2
-
-    def test_another_order_of_their_bytes_misses(
-        self, store: Cluster, backend: MakeBackend
-    ) -> None:
-        pool, some = host_pool(filled=1), PoolTransfer(PoolName.SWA, indices(0), keys=KEYS[:1])
-        one = backend(pool, sides={PoolName.SWA: host_pool(filled=2)})
-        other = backend(pool, sides={PoolName.SWA: host_pool(layout="layer_first")})
-        assert one.batch_set_v2([some])["swa"] == [True]
-        assert one.batch_get_v2([some])["swa"] == [True]
-        assert other.batch_get_v2([some])["swa"] == [False]
 
     def test_an_anchor_without_bytes(self, store: Cluster, backend: MakeBackend) -> None:
         from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
@@ -270,18 +200,6 @@ def test_pages_behind_a_hole_do_not_count(store: Cluster, backend: MakeBackend) 
     assert one.batch_exists(KEYS) == 2
 
 
-def test_more_pages_than_one_call_moves_are_one_chain(store: Cluster, backend: MakeBackend) -> None:
-    one = backend(host_pool(filled=1))
-    keys = [f"{number:064x}" for number in range(PUT_KEYS_MAX + 2)]
-    saved_at = indices(*[page % 8 for page in range(len(keys))])
-    assert all(one.batch_set_v1(keys, saved_at))
-    [namespace] = namespaces(store)
-    found = store.client().stat(keys[PUT_KEYS_MAX], namespace=namespace)
-    assert found is not None
-    assert found.detail.parent == keys[PUT_KEYS_MAX - 1].encode()
-    assert one.batch_exists(keys) == len(keys)
-
-
 def test_what_exists_is_leased(cluster: Cluster, backend: MakeBackend) -> None:
     """A pool so full that the next pages evict: not what exists has just named."""
     cluster.start(memory="1MiB")
@@ -301,22 +219,28 @@ class TestIdentity:
     def pool(self) -> Any:
         return host_pool(filled=1)
 
-    def test_another_model_misses(
-        self, store: Cluster, backend: MakeBackend, pool: Any, tmp_path: Path
+    @pytest.mark.parametrize(
+        "other",
+        ["weights", "configuration", "ranks", "dtype", "page_first_direct", "layer_first"],
+    )
+    def test_what_means_something_else_misses(
+        self, store: Cluster, backend: MakeBackend, pool: Any, model: Path, other: str
     ) -> None:
-        saved(backend(pool), pool)
-        other = backend(pool, model=make_model(tmp_path / "other", 2))
-        assert other.batch_exists(KEYS) == 0
-        assert other.batch_get_v1(KEYS, indices(*range(8))) == [False] * 8
+        from tests.engines.sglang.hicache import device_pool
 
-    def test_other_weights_at_the_same_path_miss(
-        self, store: Cluster, backend: MakeBackend, pool: Any, model: Path
-    ) -> None:
         saved(backend(pool), pool)
-        make_model(model, 2)
-        assert backend(pool).batch_exists(KEYS) == 0
-        make_model(model, 1)
-        assert backend(pool).batch_exists(KEYS) == len(KEYS)
+        match other:
+            case "weights":
+                make_model(model, 2)
+            case "configuration":
+                (model / "config.json").write_text('{"rope_theta": 500000.0}')
+            case "dtype":
+                pool = host_pool(of=device_pool(dtype=torch.float16))
+            case layout if layout != "ranks":
+                pool = host_pool(layout=layout)
+        one = backend(pool, ranks=2 if other == "ranks" else 1)
+        assert one.batch_exists(KEYS) == 0
+        assert one.batch_get_v1(KEYS, indices(*range(8))) == [False] * 8
 
     def test_the_same_weights_at_another_path_hit(
         self, store: Cluster, backend: MakeBackend, pool: Any, model: Path
@@ -324,32 +248,6 @@ class TestIdentity:
         saved(backend(pool), pool)
         copied = shutil.copytree(model, model.with_name("copied"))
         assert backend(pool, model=copied).batch_exists(KEYS) == len(KEYS)
-
-    def test_another_configuration_of_the_same_weights_misses(
-        self, store: Cluster, backend: MakeBackend, pool: Any, model: Path
-    ) -> None:
-        saved(backend(pool), pool)
-        (model / "config.json").write_text('{"rope_theta": 500000.0}')
-        assert backend(pool).batch_exists(KEYS) == 0
-
-    @pytest.mark.parametrize(
-        "other",
-        [{"layout": "page_first_direct"}, {"layout": "layer_first"}, {"dtype": torch.float16}],
-    )
-    def test_another_order_of_bytes_misses(
-        self, store: Cluster, backend: MakeBackend, pool: Any, other: dict[str, Any]
-    ) -> None:
-        from tests.engines.sglang.hicache import device_pool
-
-        saved(backend(pool), pool)
-        dtype = other.pop("dtype", torch.bfloat16)
-        assert backend(host_pool(of=device_pool(dtype=dtype), **other)).batch_exists(KEYS) == 0
-
-    def test_other_sizes_of_the_cluster_miss(
-        self, store: Cluster, backend: MakeBackend, pool: Any
-    ) -> None:
-        saved(backend(pool), pool)
-        assert backend(pool, rank=0, ranks=2).batch_exists(KEYS) == 0
 
     def test_another_draft_model_misses(
         self, store: Cluster, backend: MakeBackend, pool: Any, tmp_path: Path,
@@ -360,13 +258,6 @@ class TestIdentity:
         saved(backend(pool), pool)
         assert backend(pool).batch_exists(KEYS) == len(KEYS)
         make_model(draft, 4)
-        assert backend(pool).batch_exists(KEYS) == 0
-
-    def test_another_packing_misses(
-        self, store: Cluster, backend: MakeBackend, pool: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        saved(backend(pool), pool)
-        monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
         assert backend(pool).batch_exists(KEYS) == 0
 
     def test_each_rank_has_a_place_of_its_own(
@@ -454,13 +345,6 @@ class TestIdentity:
             context.override("scheduler.weight_version", weight_version="3")
             assert found() == 0
 
-    def test_the_ranks_of_an_engine_agree_on_its_job(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        names: dict[int, str] = {}
-        group = SimpleNamespace(broadcast_object=lambda name: names.setdefault(0, name))
-        assert identity.job_name() != identity.job_name()
-        monkeypatch.setattr(identity, "get_parallel", lambda: SimpleNamespace(tp_group=group))
-        assert identity.job_name() == identity.job_name()
-
     @pytest.mark.parametrize("missing", ["files", "format"])
     def test_weights_that_nothing_tells_are_refused(
         self, store: Cluster, backend: MakeBackend, pool: Any, model: Path, missing: str
@@ -475,45 +359,8 @@ class TestIdentity:
                 backend(pool)
             backend(pool, model_id="ours")
 
-    def test_the_fleet_knows(
-        self, store: Cluster, backend: MakeBackend, pool: Any, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        backend(pool)
-        backend(pool, rank=1, ranks=2)  # only the first rank tells
-        until(store.fleet_records)
-        backend(host_pool(layout="layer_first"))
-        until(lambda: len(store.fleet_records()) == 2)
-        until(lambda: "page_first" in caplog.text and "shares no block" in caplog.text)
-
 
 class TestFailures:
-    def test_a_store_that_is_not_there(
-        self, backend: MakeBackend, cluster: Cluster, tmp_path: Path
-    ) -> None:
-        """The engine starts, and has hits once the store is there."""
-        cluster.start()
-        master = cluster.master_server
-        master.kill()
-        pool = host_pool(filled=1)
-        one = backend(pool)
-        self._are_misses(one)
-        cluster.master()
-        until(lambda: one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8, within_s=60)
-        assert one.batch_exists(KEYS) == len(KEYS)
-
-    def test_master_and_node_are_killed(self, store: Cluster, backend: MakeBackend) -> None:
-        pool = host_pool(filled=1)
-        one = backend(pool)
-        saved(one, pool)
-        before = [bytes_at(pool, page) for page in range(len(KEYS))]
-        store.master_server.kill()
-        store.nodes[0].kill()
-        self._are_misses(one)
-        store.master()
-        store.node()
-        until(lambda: one.batch_set_v1(KEYS, indices(*range(8))) == [True] * 8, within_s=60)
-        assert read_back(one, pool) == before
-
     @pytest.mark.parametrize("transport", ["shm", "tcp"])
     def test_the_store_is_killed_during_reads(
         self, store: Cluster, backend: MakeBackend, transport: str
@@ -625,30 +472,6 @@ class TestFailures:
         assert one.batch_get(KEYS, [none] * 8) == [None] * 8
         assert one.set(KEYS[0]) is False
 
-    def test_after_close(self, store: Cluster, backend: MakeBackend) -> None:
-        pool = host_pool(filled=1)
-        one = backend(pool)
-        saved(one, pool)
-        one.close()
-        one.close()
-        assert one.batch_exists(KEYS) == 0
-        assert one.batch_get_v1(KEYS, indices(*range(8))) == [False] * 8
-        assert one.batch_set_v1(KEYS, indices(*range(8))) == [False] * 8
-
-    def test_the_child_of_a_fork(self, store: Cluster, backend: MakeBackend) -> None:
-        pool = host_pool(filled=1)
-        one = backend(pool)
-        saved(one, pool)
-        before = [bytes_at(pool, page) for page in range(len(KEYS))]
-        child = os.fork()
-        if not child:
-            try:
-                os._exit(0 if read_back(one, pool) == before else 3)
-            finally:
-                os._exit(4)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert read_back(one, pool) == before
-
 
 def test_clear_is_of_this_model(store: Cluster, backend: MakeBackend, tmp_path: Path) -> None:
     pool = host_pool(filled=1)
@@ -684,17 +507,6 @@ class TestSettings:
         pool = host_pool(filled=1)
         saved(backend(pool, **extra | {"master": store.address}), pool)
 
-    def test_what_others_read_there_stops_nothing(
-        self, store: Cluster, backend: MakeBackend, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        caplog.set_level(logging.INFO, "kvstore.sglang")
-        others = {"allocator": "shm", "extra_backend_tag": "x", "replica": 2}
-        one: KVStoreHiCache = backend(host_pool(), **others)
-        assert one._guard.client.config.replicas == 1
-        assert "key=extra_backend_tag" in caplog.text
-        assert "key=replica reason=unknown did_you_mean=replicas" in caplog.text
-        assert "allocator" not in caplog.text
-
     def test_mooncakes_keys_are_understood(
         self, store: Cluster, model: Path, backend: MakeBackend
     ) -> None:
@@ -703,24 +515,8 @@ class TestSettings:
         settings = one._guard.client.config
         assert (settings.master, settings.replicas) == (store.address, 2)
 
-    def test_a_wrong_one_is_refused(self, cluster: Cluster, model: Path) -> None:
-        with pytest.raises(ConfigError, match="replicas"):
-            attach(host_pool(), "127.0.0.1:1", model=model, replicas=99)
-
-    def test_those_of_a_client(self, store: Cluster, backend: MakeBackend) -> None:
-        one: KVStoreHiCache = backend(host_pool(), replicas=2, transports=["tcp"])
-        settings = one._guard.client.config
-        assert (settings.replicas, settings.transports) == (2, ("tcp",))
-        assert settings.timeout_ms == 2_000
-
     def test_a_layout_that_cannot_be_stored_is_refused(self, store: Cluster, model: Path) -> None:
         pool = host_pool()
         pool.layout = "page_unified"
         with pytest.raises(ConfigError, match="page_unified"):
             attach(pool, store.address, model=model)
-
-
-def test_signals_are_not_touched(store: Cluster, backend: MakeBackend) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    backend(host_pool())
-    assert signal.getsignal(signal.SIGTERM) is before

@@ -7,7 +7,6 @@ filled by the test, and its scheduler gives pages of the host pool to what a que
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -151,34 +150,6 @@ def test_a_round_trip_through_the_threads(engines: Any) -> None:
     assert other.pages(found.host_indices) == one.pages(written)
 
 
-def test_pages_that_are_split_by_heads(engines: Any, store: Cluster) -> None:
-    """SGLang takes ``tp_lcm_size`` out of the line that a user types."""
-    split: dict[str, Any] = {"layout": "page_head", "tp_lcm_size": 2}
-    one, other = engines(filled=1, **split), engines(filled=None, **split)
-    written, _ = one.back_up()
-    found = other.prefetch("warm")
-    assert found.storage_hit_count == len(TOKEN_IDS)
-    other.transferred(found)
-    assert other.pages(found.host_indices) == one.pages(written)
-    spaces = [each for each in store.status().namespaces if each.name.startswith("sglang/")]
-    assert [each.objects for each in spaces] == [PAGES, PAGES]
-
-
-def test_the_store_dies_between_the_query_and_the_read(engines: Any, store: Cluster) -> None:
-    # Over TCP: memory that is shared can be read until the lease ends, also after its node.
-    one, other = engines(filled=1), engines(filled=None, transports=["tcp"])
-    one.back_up()
-    found = other.prefetch("warm")
-    store.master_server.kill()
-    store.nodes[0].kill()
-    assert [ack.completed_tokens for ack in other.transferred(found)[:-1]] == [0]
-    store.master()
-    store.node()
-    assert other.prefetch("cold").storage_hit_count == 0  # the threads are alive
-    with pytest.raises(queue.Empty):
-        other.controller.prefetch_hit_queue.get(timeout=0.01)
-
-
 def test_states_of_mamba_layers_through_the_threads(engines: Any) -> None:
     one = engines(states=hicache.mamba_pool(filled=2), filled=1)
     other = engines(states=hicache.mamba_pool(), filled=None)
@@ -199,13 +170,3 @@ def test_states_of_mamba_layers_through_the_threads(engines: Any) -> None:
     assert [ack.pool_hits["mamba"] for ack in said if ack.pool_hits is not None] == [1]
     assert other.pages(found.host_indices) == one.pages(written)
     assert hicache.bytes_at(other.states, 5, tokens=1) == hicache.bytes_at(one.states, 3, tokens=1)
-
-
-def test_a_reset_starts_new_threads(engines: Any) -> None:
-    """As a flush of the caches does; what is stored stays."""
-    one = engines(filled=1)
-    one.back_up()
-    before = one.controller.backup_thread
-    one.controller.reset()
-    assert one.controller.backup_thread is not before
-    assert one.prefetch("again").storage_hit_count == len(TOKEN_IDS)

@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-from kvstore.calls import PutOutcome
 from kvstore.errors import ConfigError
-from kvstore.fleet import parse
 from tests.engines.sglang import hicache
 from tests.engines.sglang.conftest import MakeBackend
-from tests.engines.sglang.hicache import after, attach, bytes_at, indices, mamba_pool
+from tests.engines.sglang.hicache import after, attach, bytes_at, indices
 from tests.support.cluster import Cluster
-from tests.support.waiting import until
 
 KEYS = [f"{number:064x}" for number in range(4)]
 HEADS = 4
@@ -85,44 +81,6 @@ def test_a_page_is_there_if_all_of_its_pieces_are(
     assert whole.batch_exists(KEYS) == len(KEYS)
 
 
-@pytest.mark.parametrize("incomplete", [0, 1])
-def test_a_page_of_a_window_is_there_if_all_of_its_pieces_are(
-    store: Cluster, backend: MakeBackend, incomplete: int
-) -> None:
-    def window(*pages: int) -> PoolTransfer:
-        return PoolTransfer(
-            PoolName.SWA, indices(*pages), keys=[KEYS[page] for page in pages],
-            hit_policy=PoolHitPolicy.TRAILING_PAGES,
-        )  # fmt: skip
-
-    ranks = engine(backend, 2, filled=True, sides={PoolName.SWA: ranks_pool(0, 2, filled=True)})
-    for number, rank in enumerate(ranks):
-        save(rank)
-        pages = (2,) if number == incomplete else (2, 3)
-        assert rank.batch_set_v2([window(*pages)])["swa"] == [True] * len(pages)
-    side = ranks_pool(filled=False)
-    [reader] = engine(backend, 1, filled=False, sides={PoolName.SWA: side})
-    assert reader.batch_exists_v2(KEYS, [window(3)]).restorable_prefix_pages == [3]
-    assert reader.batch_get_v2([window(2, 3)])["swa"] == [True, False]
-
-
-@pytest.mark.parametrize("full", [0, 1])
-def test_a_page_is_stored_if_all_of_its_pieces_are(
-    store: Cluster, backend: MakeBackend, monkeypatch: pytest.MonkeyPatch, full: int
-) -> None:
-    """The store may be full for the last page of one piece."""
-    one, _ = engine(backend, 2, filled=True)
-    namespace = one._namespace(one._pools[PoolName.KV].parts[full])
-    put_chain = one._guard.client.put_chain
-
-    def refusing(*arguments: Any, **more: Any) -> list[PutOutcome]:
-        outcomes: list[PutOutcome] = put_chain(*arguments, **more)
-        return [*outcomes[:-1], PutOutcome.NO_SPACE] if more["namespace"] == namespace else outcomes
-
-    monkeypatch.setattr(one._guard.client, "put_chain", refusing)
-    assert one.batch_set_v1(KEYS, indices(*PAGES)) == [True, True, True, False]
-
-
 def test_pieces_are_chains(store: Cluster, backend: MakeBackend) -> None:
     [one] = engine(backend, 1, filled=True)
     assert one.batch_set_v1(KEYS[:2], indices(0, 1)) == [True] * 2
@@ -132,26 +90,6 @@ def test_pieces_are_chains(store: Cluster, backend: MakeBackend) -> None:
         rows = client.list_objects(namespace=one._namespace(part))
         depths = {row.key.decode(): row.depth for row in rows}
         assert [depths[key] - depths[KEYS[0]] for key in KEYS] == [0, 1, 2, 3]
-
-
-def test_pages_are_counted_and_not_their_pieces(store: Cluster, backend: MakeBackend) -> None:
-    [one] = engine(backend, 1, filled=True, metrics=True)
-    save(one)
-    one.batch_get_v1(KEYS, indices(*PAGES))
-    stats = one.get_stats()
-    assert (stats.backup_pgs, stats.prefetch_pgs) == ([len(KEYS)], [len(KEYS)])
-
-
-@pytest.mark.parametrize("lcm", [None, 2 * HEADS])
-def test_engines_that_split_otherwise_are_apart(
-    store: Cluster, backend: MakeBackend, lcm: int | None
-) -> None:
-    """A rank of four holds one head, whatever it is called."""
-    [one] = engine(backend, 1, filled=True)
-    save(one)
-    pool = ranks_pool(0, 4, filled=False)
-    assert backend(pool, ranks=4, tp_lcm_size=HEADS).batch_exists(KEYS) == len(KEYS)
-    assert backend(pool, ranks=lcm or 4, tp_lcm_size=lcm).batch_exists(KEYS) == 0
 
 
 def test_a_window_is_split_as_well(store: Cluster, backend: MakeBackend) -> None:
@@ -168,23 +106,6 @@ def test_a_window_is_split_as_well(store: Cluster, backend: MakeBackend) -> None
         assert other.batch_get_v2([window])["swa"] == [True, True]
         own = ranks_pool(rank, 2, filled=True)
         assert [bytes_at(side, page) for page in (2, 3)] == [bytes_at(own, p) for p in (2, 3)]
-
-
-def test_states_of_mamba_layers_are_of_one_rank_of_so_many(
-    store: Cluster, backend: MakeBackend
-) -> None:
-    """They have no heads to split by, and may be of one size for any number of ranks."""
-    states = PoolTransfer(
-        PoolName.MAMBA, torch.tensor([0]), keys=KEYS[-1:], hit_policy=PoolHitPolicy.TRAILING_PAGES
-    )
-    [one] = engine(backend, 1, filled=True, sides={PoolName.MAMBA: mamba_pool(filled=1)})
-    save(one)
-    assert one.batch_set_v2([states])["mamba"] == [True]
-    assert one.batch_exists_v2(KEYS, [states]).kv_hit_pages == len(KEYS)
-    [first, _] = engine(backend, 2, filled=False, sides={PoolName.MAMBA: mamba_pool(filled=2)})
-    assert first.batch_exists(KEYS) == len(KEYS)
-    assert first.batch_exists_v2(KEYS, [states]).kv_hit_pages == 0
-    assert first.batch_get_v2([states])["mamba"] == [False]
 
 
 def test_latent_pages_are_of_all_ranks_of_any_number(store: Cluster, backend: MakeBackend) -> None:
@@ -213,27 +134,3 @@ def test_what_cannot_be_split_is_refused_by_name(
     pool = ranks_pool(0, given["ranks"], given.pop("layout"), filled=False)
     with pytest.raises(ConfigError, match=why):
         attach(pool, store.address, model=model, **given)
-
-
-def test_a_pool_that_refuses_to_split_is_not_stored_as_copies(
-    store: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise NotImplementedError("no pieces")
-
-    pool = ranks_pool(filled=False)
-    monkeypatch.setattr(pool, "get_split_heads_page_buffer_meta", refuse)
-    with pytest.raises(ConfigError, match="no pieces"):
-        attach(pool, store.address, model=model, tp_lcm_size=HEADS)
-
-
-def test_all_engines_of_one_fingerprint_put_one_fleet_record(
-    store: Cluster, backend: MakeBackend
-) -> None:
-    """With equal namespaces, so that none of them replaces what another one has told."""
-    first_ranks = [engine(backend, ranks, filled=False)[0] for ranks in (1, 2, 4)]
-    told = {each._namespace(each._pools[PoolName.KV].parts[0]) for each in first_ranks}
-    assert len(told) == 1
-    record = parse(*until(store.fleet_records))
-    assert record is not None
-    assert set(record.namespaces) == told

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -21,7 +17,6 @@ from kvstore.device.drivers import driver_of
 from tests.gpu.machine import BUSY_CYCLES, GPU, MIB, NAME
 from tests.gpu.test_values import same, values
 from tests.support.cluster import Cluster
-from tests.support.processes import ROOT
 
 
 def cuda_driver() -> CUDADriver:
@@ -41,21 +36,6 @@ def test_the_current_stream_of_torch_is_waited_for(gpu: GPU, client: Client) -> 
     back = client.get("k")
     assert isinstance(back, torch.Tensor)
     assert same(back, new)
-
-
-def test_a_tensor_that_is_not_contiguous_is_made_so_after_its_stream(
-    gpu: GPU, client: Client
-) -> None:
-    source = gpu.tensor(values(torch.float32, 512, 1024, seed=1))
-    new = values(torch.float32, 512, 1024, seed=2)
-    on_gpu = gpu.tensor(new)
-    gpu.finish()
-    stream = gpu.stream()
-    gpu.launch(lambda: source.copy_(on_gpu), stream)
-    client.put("k", source.T, stream=stream)
-    back = client.get("k")
-    assert isinstance(back, torch.Tensor)
-    assert same(back, new.T.contiguous())
 
 
 def test_an_async_call_is_after_the_stream_of_its_caller(
@@ -142,14 +122,6 @@ def test_the_driver_knows_its_memory(gpu: GPU) -> None:
         driver.release(locked)
 
 
-def test_a_device_without_a_number_is_the_current_one(gpu: GPU, client: Client) -> None:
-    assert client.put("k", gpu.tensor(values())) is not None
-    back = client.get("k", device="cuda")
-    assert isinstance(back, torch.Tensor)
-    assert back.device == torch.device(NAME)
-    assert client.device("cuda") is client.device(NAME)
-
-
 def test_copies_of_many_runs_one_by_one_and_as_a_batch(gpu: GPU) -> None:
     """The call of CUDA 12.8 and the one that older drivers have do the same."""
     driver = cuda_driver()
@@ -204,22 +176,6 @@ def test_a_kernel_copies_pages_of_all_sizes(gpu: GPU) -> None:
             assert (host[start + size : start + 16_384] == 7).all()
     finally:
         driver.release(memory)
-
-
-def test_the_driver_has_the_batch_call() -> None:
-    """The numbers of docs/gpu.md are of drivers that have it."""
-    assert cuda_driver()._batch is not None
-
-
-def test_the_demonstration_uses_the_gpu() -> None:
-    command = [sys.executable, "-m", "examples.demo", "--json", "--no-stay"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, timeout=170, check=False,
-        env=os.environ,
-    )  # fmt: skip
-    report = json.loads(done.stdout)
-    assert report["ok"], report["summary"]
-    assert report["consumed"]["device"] == "cuda"
 
 
 def _wait(driver: CUDADriver, event: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import BlockRemoved
 
 from kvstore.connectors.vllm import events as events_module
 from kvstore.connectors.vllm.events import AUDIT_EVERY_S, AUDIT_SOON_S, BlockEvents, audit
@@ -89,14 +89,6 @@ def test_an_audit_without_an_answer_is_repeated(events: BlockEvents) -> None:
     assert events.to_audit(200.0, listening=True) == chosen
 
 
-def test_large_audits_are_paced(events: BlockEvents, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events_module, "AUDIT_KEYS", 2)
-    store(events, b"a", b"b", b"c")
-    assert keys(events.to_audit(100.0, listening=True)) == [b"a", b"b"]
-    assert events.to_audit(100.5, listening=True) == []
-    assert keys(events.to_audit(101.0, listening=True)) == [b"c"]
-
-
 def test_a_bounded_number_of_blocks_is_remembered(
     events: BlockEvents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,27 +99,6 @@ def test_a_bounded_number_of_blocks_is_remembered(
     events.cleared()
     assert sorted(removed(events)) == [b"b", b"c", b"d"]
     assert events.to_audit(200.0) == []
-
-
-def test_what_is_cleared_needs_no_audit_and_comes_after_what_was_stored(
-    events: BlockEvents,
-) -> None:
-    store(events, b"a")
-    events.to_audit(100.0)
-    store(events, b"b")
-    events.cleared()
-    kinds = [type(event) for event in events.take()]
-    assert kinds == [BlockStored, BlockStored, BlockRemoved]
-
-
-def test_a_block_is_there_when_every_worker_has_its_part() -> None:
-    parts = {"p0t0": {b"a", b"b"}, "p0t1": {b"b"}}
-    found = audit(
-        [(0, b"a"), (0, b"b")],
-        {0: ["p0t0", "p0t1"]},
-        lambda asked, name: [key in parts[name] for key in asked],
-    )
-    assert found == [(0, b"a")]
 
 
 @pytest.mark.parametrize("lacking", ["a", "b", "c"])

@@ -61,14 +61,6 @@ def test_the_engine_core_is_found_among_the_callers() -> None:
     assert core.is_paused
 
 
-def test_an_engine_runs_while_a_request_does() -> None:
-    engine, core = make()
-    assert not core.is_running
-    engine.scheduler.running = ["request"]
-    running: bool = core.is_running
-    assert running
-
-
 def test_without_an_engine_core_there_is_none() -> None:
     assert Core.above() is None
 
@@ -97,20 +89,6 @@ def test_calls_that_may_change_the_workers_are_noticed(
     assert seen == noticed
     core.ask(lambda worker: None)
     assert seen == noticed, "our own questions change nothing"
-
-
-def test_a_call_that_fails_is_noticed_too() -> None:
-    engine, core = make()
-
-    def fails(*_: object, **__: object) -> Any:
-        raise RuntimeError
-
-    engine.model_executor.collective_rpc = fails  # type: ignore[method-assign]
-    seen: list[str] = []
-    core.watch(weights=lambda: seen.append("weights"), adapters=lambda: None)
-    with pytest.raises(RuntimeError):
-        engine.collective_rpc("reload_weights")
-    assert seen == ["weights"]
 
 
 def test_what_is_prepared_comes_before_a_reset() -> None:

@@ -14,10 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvstore.config import ConnectorConfig
 from kvstore.connectors.vllm import decisions
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
-from kvstore.connectors.vllm.hashes import SmallerHashes
 from kvstore.connectors.vllm.messages import Load, Orders, Run, Save, SaveEnd, TransferReport
 from kvstore.limits import TTL_MS_MAX
-from tests.unit.connectors.engine import CUT, HYBRID, PLAIN, Engine, Request, saved
+from tests.unit.connectors.engine import CUT, HYBRID, Engine, Request, saved
 
 # --- offers ---------------------------------------------------------------------------------------
 
@@ -40,27 +39,11 @@ def test_one_token_is_left_to_compute() -> None:
     assert hybrid.matched(hybrid.add("hybrid", 16, there=16)) == 8
 
 
-def test_no_answer_yet_is_none() -> None:
-    engine = Engine()
-    request = engine.add("r", 21, there=None)
-    assert engine.side.matched_tokens(request, 0) == (None, False)
-    engine.asked.there["r"] = 8
-    assert engine.matched(request) == 8
-
-
-def test_the_lookup_starts_when_the_request_comes() -> None:
-    engine = Engine()
-    engine.add("r", 21, stored_tokens=16)
-    engine.add("short", 3)
-    assert engine.asked.wanted == [("r", 5, 16)]
-
-
 @pytest.mark.parametrize(
     ("params", "offered"),
     [
-        ({"max_load_tokens": 11}, 8), ({"max_load_tokens": 0}, 0), ({"max_load_tokens": -3}, 0),
-        ({"max_load_tokens": 1_000}, 16), ({"max_load_tokens": "4"}, 16), ({"no_load": True}, 0),
-        ({"no_load": False}, 16), ({"no_store": True}, 16), ({"stored_tokens": "many"}, 16),
+        ({"max_load_tokens": 11}, 8), ({"max_load_tokens": -3}, 0), ({"max_load_tokens": "4"}, 16),
+        ({"no_load": True}, 0), ({"no_load": False}, 16), ({"stored_tokens": "many"}, 16),
     ],
 )  # fmt: skip
 def test_a_request_may_limit_what_is_loaded(params: dict[str, Any], offered: int) -> None:
@@ -97,25 +80,6 @@ def test_a_load_names_the_blocks_after_those_that_are_here() -> None:
     assert engine.side.take_counters() == {"loaded_requests": 1, "hit_tokens": 16}
 
 
-def test_an_offer_that_is_not_taken_is_no_load() -> None:
-    engine = Engine()
-    request = engine.add("r", 21, there=16)
-    assert engine.matched(request) == 16
-    tables = engine.allocate(request, 21)
-    engine.side.allocated(request, tables, 0)
-    assert engine.step().loads == []
-
-
-def test_a_load_is_ordered_once_although_blocks_are_allocated_again_when_it_has_come() -> None:
-    engine = Engine()
-    request = engine.add("r", 21, there=16)
-    engine.load(request)
-    assert len(engine.step().loads) == 1
-    engine.fill(request, 16)
-    request.num_computed_tokens = 16
-    assert engine.step({"r": 5}).loads == []
-
-
 def test_orders_carry_the_fingerprint_and_the_draft_model() -> None:
     engine = Engine()
     engine.identity.fingerprint, engine.identity.draft = "abc", "def"
@@ -148,16 +112,6 @@ def test_a_save_names_blocks_keys_and_parent() -> None:
     assert save.runs == [Run(0, hashes[1:3], engine.tables["r"].tables[0][1:3], 1, hashes[0])]
 
 
-def test_what_was_loaded_is_not_saved() -> None:
-    engine = Engine()
-    request = engine.add("r", 20, there=12)
-    engine.load(request)
-    engine.step()
-    engine.fill(request, 12)
-    request.num_computed_tokens = 12
-    assert saved(engine.step({"r": 8})) == {0: [3, 4]}
-
-
 def test_what_is_here_and_in_the_store_is_not_saved_and_what_is_only_here_is() -> None:
     engine = Engine()
     request = engine.add("r", 20, there=8)
@@ -168,17 +122,6 @@ def test_what_is_here_and_in_the_store_is_not_saved_and_what_is_only_here_is() -
     assert saved(engine.step({"r": 8})) == {0: [2, 3, 4]}
 
 
-def test_null_blocks_are_not_saved() -> None:
-    engine = Engine()
-    request = engine.add("r", 16)
-    engine.step({"r": 2})
-    table = engine.allocate(request, 16).tables[0]
-    engine.pool.free_blocks([engine.pool.blocks[table[1]]])
-    table[1] = NULL_BLOCK
-    assert saved(engine.step({"r": 14})) == {0: [0, 2, 3]}
-    engine.report_all()
-
-
 @pytest.mark.parametrize("save_decode", [False, True])
 def test_blocks_of_generated_tokens_are_saved_only_where_wanted(save_decode: bool) -> None:
     engine = Engine(config=ConnectorConfig(save_decode=save_decode))
@@ -186,14 +129,6 @@ def test_blocks_of_generated_tokens_are_saved_only_where_wanted(save_decode: boo
     blocks = [saved(engine.step({"r": tokens})).get(0, []) for tokens in (6, *[1] * 8)]
     expected = [[0], [], [1], [], [], [], [2], [], []]
     assert blocks == (expected if save_decode else [[0], *[[]] * 8])
-
-
-def test_tokens_that_are_only_guessed_are_not_saved() -> None:
-    engine = Engine(config=ConnectorConfig(save_decode=True))
-    request = engine.add("r", 6)
-    engine.step({"r": 6})
-    assert request.num_tokens == 7
-    assert saved(engine.step({"r": 4})) == {}
 
 
 def test_who_does_not_save_or_must_not_saves_nothing() -> None:
@@ -224,24 +159,6 @@ def test_blocks_are_pinned_until_every_worker_has_reported() -> None:
     assert engine.side.take_counters() == {}
 
 
-def test_reports_of_several_workers_may_come_as_one() -> None:
-    engine = Engine(workers=3)
-    engine.add("r", 12)
-    (save,) = engine.step({"r": 12}).saves
-    engine.report(save.number, workers=3)
-    assert engine.side.pinned_blocks == 0
-
-
-def test_a_save_that_one_worker_could_not_do_is_counted_and_told_to_nobody() -> None:
-    engine = Engine(workers=2, events_wanted=True)
-    engine.add("r", 12)
-    (save,) = engine.step({"r": 12}).saves
-    engine.report(save.number, stored=False)
-    engine.report(save.number)
-    assert engine.side.take_counters() == {"saves_failed": 1}
-    assert engine.events.take() == []
-
-
 def test_a_save_that_failed_is_made_again_with_what_comes_next_and_then_given_up() -> None:
     """A chain with a hole is found by nobody."""
     engine = Engine()
@@ -253,13 +170,6 @@ def test_a_save_that_failed_is_made_again_with_what_comes_next_and_then_given_up
     engine.report(again.number, stored=False)
     assert engine.step({"r": 8}).saves == []
     assert engine.finish(request) is None
-
-
-def test_what_the_store_has_is_not_saved_again_though_all_of_it_is_cached_here() -> None:
-    engine = Engine(loads=True)
-    request = engine.add("r", 17, there=16)
-    assert engine.side.matched_tokens(request, 16) == (0, False)
-    assert engine.step({"r": 17}).saves == []
 
 
 def test_a_save_is_told_when_the_last_worker_has_stored_it() -> None:
@@ -345,17 +255,6 @@ def test_what_is_gone_is_saved_anew() -> None:
     assert saved(engine.step({"r": 32})) == {0: [2, 3, 4, 5, 6, 7, 8, 9]}
 
 
-def test_a_failure_of_a_request_that_is_gone_is_only_counted() -> None:
-    engine = Engine()
-    request = engine.add("r", 40, there=32)
-    engine.load(request)
-    engine.step()
-    engine.finish(request)
-    engine.step()
-    engine.fail_load(request, 8)
-    assert engine.side._tracked == {}
-
-
 # --- the end --------------------------------------------------------------------------------------
 
 
@@ -375,11 +274,6 @@ def test_a_finished_request_says_how_much_of_it_is_stored_and_is_forgotten() -> 
     assert engine.pool.used == 0
 
 
-def test_a_request_of_which_nothing_is_stored_says_nothing() -> None:
-    engine = Engine()
-    assert engine.finish(engine.add("r", 30)) is None
-
-
 def test_a_reset_forgets_what_is_stored() -> None:
     engine = Engine()
     request = engine.add("r", 20, there=8)
@@ -392,14 +286,11 @@ def test_a_reset_forgets_what_is_stored() -> None:
     assert engine.asked.known == set()
 
 
-# --- all of it in any order -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("params", "ttl_ms"),
     [
-        ({"ttl_ms": 5_000}, 5_000), ({"ttl_ms": TTL_MS_MAX + 1}, TTL_MS_MAX), ({"ttl_ms": 0}, 0),
-        ({"ttl_ms": -1}, 0), ({"ttl_ms": "5"}, 0), ({"ttl_ms": True}, 0), ({}, 0),
+        ({"ttl_ms": 5_000}, 5_000), ({"ttl_ms": TTL_MS_MAX + 1}, TTL_MS_MAX), ({"ttl_ms": -1}, 0),
+        ({"ttl_ms": "5"}, 0), ({"ttl_ms": True}, 0), ({}, 0),
     ],
 )  # fmt: skip
 def test_a_request_may_say_how_long_its_blocks_are_kept_at_most(
@@ -617,24 +508,6 @@ def test_an_adapter_that_changes_under_a_request_is_neither_loaded_nor_saved() -
     assert engine.side.orders(engine.scheduled({"r": 20})).saves == []
 
 
-def test_a_session_that_replaces_its_last_tokens_has_the_keys_of_the_new_ones() -> None:
-    """vLLM drops the token that it sampled last when the next input of a stream arrives."""
-    engine = Engine()
-    engine.side.salt = lambda request: b"adapter"
-    request = engine.add("r", 20, lora=lora())
-    engine.allocate(request, 20)
-    engine.side.orders(engine.scheduled({"r": 18}))
-    request.num_computed_tokens = 18
-    request.all_token_ids[18:] = [7_000 + index for index in range(10)]
-    request.num_prompt_tokens = 28
-    engine.allocate(request, 28)
-    (save,) = engine.side.orders(engine.scheduled({"r": 10})).saves
-    expected = [sha256(b"adapter" + each).digest() for each in request.block_hashes]
-    assert save.runs[0].keys == expected[save.runs[0].first :]
-    del request.all_token_ids[9:]
-    assert list(engine.side._hashes(engine.side._tracked["r"]) or ()) == expected[:2]
-
-
 # --- requests whose hashes do not cover what they depend on ---------------------------------------
 
 
@@ -676,19 +549,13 @@ def test_what_the_hash_sees_is_shared(what: dict[str, Any]) -> None:
     assert saved(engine.step({"s": 20})) == {0: [0, 1, 2, 3, 4]}
 
 
-def test_without_marks_no_media_are_shared() -> None:
-    engine = Engine()
-    engine.side.are_names_marked = False
+@pytest.mark.parametrize(("says_so", "offered"), [(True, 16), (False, 0)])
+def test_named_media_are_shared_by_those_who_say_so(says_so: bool, offered: int) -> None:
+    engine = Engine(config=ConnectorConfig(shares_named_media=says_so))
+    engine.side.are_names_marked = says_so
     request = engine.add("r", 20, there=16)
-    vars(request).update(SHARED[1])
-    assert engine.matched(request) == 0
-
-
-def test_named_media_are_shared_by_those_who_say_so() -> None:
-    engine = Engine(config=ConnectorConfig(shares_named_media=True))
-    request = engine.add("r", 20, there=16)
-    vars(request).update(PRIVATE[1])
-    assert engine.matched(request) == 16
+    vars(request).update((PRIVATE if says_so else SHARED)[1])
+    assert engine.matched(request) == offered
 
 
 # --- recurrent layers -----------------------------------------------------------------------------
@@ -744,13 +611,6 @@ def test_a_state_is_saved_once_and_only_where_a_hit_may_end() -> None:
     assert states(computed(engine, 4, (1, 105, 16))[0]) == [], "one of two groups"
     assert states(computed(engine, 4, (1, 105, 16), (2, NULL_BLOCK, 16))[0]) == []
     assert computed(engine, 1, (1, 106, 24), (2, 107, 24)) == [], "beyond the prompt"
-
-
-def test_what_is_promised_ends_at_a_state() -> None:
-    engine = Engine(groups=STATES)
-    request = engine.add("r", 21)
-    computed(engine, 21)
-    assert engine.finish(request) is None
 
 
 def test_a_state_whose_save_failed_is_promised_to_nobody() -> None:
@@ -886,31 +746,6 @@ def test_half_a_block_is_saved_promised_and_told_but_not_loaded() -> None:
     assert (event.block_size, len(event.block_hashes)) == (4, 2)
     assert event.token_ids == request.all_token_ids[12:20]
     assert engine.finish(request) == {"stored_tokens": 20}
-
-
-def test_wishes_and_failures_are_rounded_to_whole_blocks() -> None:
-    engine = Engine(HALVES)
-    assert engine.matched(engine.add("few", 40, there=32, max_load_tokens=15)) == 8
-    request = engine.add("r", 40, there=32)
-    assert engine.load(request) == 32
-    engine.fail_load(request, 20)
-    assert engine.matched(request) == 16
-
-
-def test_hashes_of_small_blocks_are_salted_as_those_of_vllm() -> None:
-    engine = Engine(HALVES)
-
-    def smaller(request: Any) -> list[bytes]:
-        hashes: list[bytes] = engine.requests["r"].block_hashes[len(request.block_hashes) :]
-        return hashes
-
-    engine.side.hashes = SmallerHashes(4, 8, smaller)
-    engine.side.salt = lambda request: b"adapter"
-    request = engine.add("r", 22, lora=lora())
-    engine.allocate(request, 22)
-    (save,) = engine.side.orders(engine.scheduled({"r": 22})).saves
-    plain = request.block_hashes
-    assert save.runs[0].keys == [sha256(b"adapter" + each).digest() for each in plain]
 
 
 class Scheduling(RuleBasedStateMachine):
@@ -1068,8 +903,3 @@ class SchedulingOfCutBlocks(Scheduling):
 
 
 TestSchedulingOfCutBlocks = SchedulingOfCutBlocks.TestCase
-
-
-def test_the_groups_of_the_tests_are_as_the_connector_makes_them() -> None:
-    assert PLAIN.scheduler_block_tokens == PLAIN.hash_block_tokens
-    assert HYBRID.scheduler_block_tokens == max(HYBRID.block_tokens.values())

@@ -93,13 +93,6 @@ def test_what_vllm_itself_refuses() -> None:
             assert name in kv_transfer.KVTransferConfig.__dataclass_fields__
 
 
-def test_vllm_warns_of_the_variable_for_its_old_engine() -> None:
-    from vllm import envs
-
-    assert "VLLM_USE_V1" not in envs.environment_variables
-    assert "VLLM_USE_MODELSCOPE" in envs.environment_variables
-
-
 @pytest.mark.parametrize("name", FIRST_PROMPTS)
 def test_the_prompt_is_long_enough(name: str) -> None:
     text = (ROOT / name).read_text()

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from kvstore.connectors.vllm.groups import NULL_BLOCK, Groups
 from kvstore.connectors.vllm.messages import Run
 
-PLAIN = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
 HYBRID = Groups(hash_block_tokens=16, scheduler_block_tokens=96, block_tokens={0: 16, 2: 32, 3: 48})
 
 
@@ -42,43 +41,6 @@ def test_blocks_that_are_no_multiple_of_hash_blocks_are_refused() -> None:
         Groups(hash_block_tokens=16, scheduler_block_tokens=48, block_tokens={0: 16, 1: 24})
     with pytest.raises(AssertionError, match="group 0: 32"):
         Groups(hash_block_tokens=16, scheduler_block_tokens=48, block_tokens={0: 32})
-
-
-def test_a_prompt_is_one_run() -> None:
-    assert runs(PLAIN, [[5, 6, 7]], 48) == [Run(0, [b"h0", b"h1", b"h2"], [5, 6, 7], 0, None)]
-
-
-def test_a_block_that_is_not_full_is_in_no_run() -> None:
-    assert runs(PLAIN, [[5, 6, 7]], 47) == [Run(0, [b"h0", b"h1"], [5, 6], 0, None)]
-    assert runs(PLAIN, [[5]], 15) == []
-
-
-def test_a_run_that_starts_later_says_which_block_is_before_it() -> None:
-    assert runs(PLAIN, [[5, 6, 7]], 48, first={0: 2}) == [Run(0, [b"h2"], [7], 2, b"h1")]
-    assert runs(PLAIN, [[5, 6, 7]], 48, first={0: 3}) == []
-
-
-def test_null_blocks_part_runs() -> None:
-    table = [NULL_BLOCK, 4, NULL_BLOCK, NULL_BLOCK, 8, 9, NULL_BLOCK]
-    assert runs(PLAIN, [table], 7 * 16) == [
-        Run(0, [b"h1"], [4], 1, b"h0"),
-        Run(0, [b"h4", b"h5"], [8, 9], 4, b"h3"),
-    ]
-
-
-def test_a_table_or_hashes_that_are_short_end_the_run() -> None:
-    assert runs(PLAIN, [[5]], 48) == [Run(0, [b"h0"], [5], 0, None)]
-    assert runs(PLAIN, [[5, 6, 7]], 48, known=2) == [Run(0, [b"h0", b"h1"], [5, 6], 0, None)]
-    assert runs(PLAIN, [[]], 48) == []
-
-
-def test_each_group_has_its_own_table_and_keys() -> None:
-    tables = [[1, 2, 3, 4, 5, 6], [90], [11, 12, 13], [21, 22]]
-    assert runs(HYBRID, tables, 96, first={0: 4, 2: 2, 3: 1}) == [
-        Run(0, [b"h4", b"h5"], [5, 6], 4, b"h3"),
-        Run(2, [b"h5"], [13], 2, b"h3"),
-        Run(3, [b"h5"], [22], 1, b"h2"),
-    ]
 
 
 CUT = Groups(

@@ -102,12 +102,3 @@ def test_the_verdict_of_an_earlier_check_says_nothing(identity: Identity, worker
     assert not identity.is_certain
     identity.take_verdicts({0: (3, True), 1: (4, True)})
     assert identity.is_certain
-
-
-def test_what_is_not_known_or_off_is_not_doubted(identity: Identity) -> None:
-    identity.outdate()
-    identity.doubt()
-    assert not identity.is_doubted
-    identity.switch_off("for a reason")
-    identity.doubt()
-    assert not identity.is_doubted

@@ -71,11 +71,6 @@ def test_a_block_is_one_run_where_every_backend_can_do_it(gpu: Any) -> None:
     assert chosen(engine(), ["LBHNC", "BLHNC"]) == "BLHNC"
 
 
-def test_where_a_backend_cannot_do_it_vllm_takes_its_own(gpu: Any) -> None:
-    assert chosen(engine(), ["LBNHC"]) == "LBNHC"
-    assert chosen(engine(), ["LBHNC", "LHBNC"]) == "LBHNC"
-
-
 def test_the_operators_order_comes_first(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBHNC")
     assert chosen(engine(), ANY) == "LBHNC"
@@ -93,12 +88,6 @@ def test_nothing_is_asked_for_where_vllm_may_refuse_to_start_with_it(gpu: Any) -
     without_model = engine()
     without_model.model_config = None
     assert wish(without_model) is None
-
-
-def test_nothing_is_asked_for_on_other_devices(gpu: Any) -> None:
-    gpu.is_cuda = False
-    assert wish(engine()) is None
-    assert chosen(engine(), ["LBHNC"]) == "LBHNC"
 
 
 def test_parts_of_a_multi_connector_have_no_wish(gpu: Any) -> None:
@@ -123,10 +112,6 @@ def test_orders_have_equal_names_when_they_store_equal_bytes() -> None:
     for one, other in itertools.combinations(layouts, 2):
         is_equal = layouts[one] == layouts[other]
         assert is_equal == (stored_order(one) == stored_order(other)), (one, other)
-
-
-def test_the_order_of_a_cpu_and_unknown_ones_keep_their_names() -> None:
-    assert [stored_order(each) for each in ("LBHNC", "LBNHC", "None")] == ["LBHNC", "LBNHC", "None"]
 
 
 # --- shards for engines of other tensor-parallel sizes -------------------------------------------
@@ -154,12 +139,6 @@ def test_ranks_with_the_same_heads_hold_the_same_shards() -> None:
     assert [split.parts(0, rank // 4) for rank in (0, 3, 4, 7)] == [
         ["p0s0"], ["p0s0"], ["p0s1"], ["p0s1"],
     ]  # fmt: skip
-
-
-def test_the_shards_of_all_ranks_are_those_of_one() -> None:
-    whole = split_of(8, caches_of(FULL), 1)
-    halves = split_of(8, caches_of(FULL), 2)
-    assert whole.parts(1, 0) == [*halves.parts(1, 0), *halves.parts(1, 1)]
 
 
 def test_blocks_are_cut_into_equal_objects() -> None:

@@ -22,7 +22,6 @@ from kvstore.connectors.vllm.lookups import (
     PendingLookup,
 )
 from kvstore.errors import ClosedError, KVStoreError, MasterUnreachableError
-from kvstore.limits import BATCH_KEYS_MAX
 
 PLAIN = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16})
 HYBRID = Groups(hash_block_tokens=16, scheduler_block_tokens=32, block_tokens={0: 16, 1: 32})
@@ -144,14 +143,6 @@ def test_an_answer_is_in_tokens(start: Start, store: Store) -> None:
     assert lookups.take_counters() == {}
 
 
-def test_a_prompt_may_have_more_blocks_than_a_call_has_keys(start: Start, store: Store) -> None:
-    number = BATCH_KEYS_MAX + 2  # the client asks in several calls
-    store.answers = [[Match(number - 1, 0)]]
-    lookups = start()
-    assert answered(lookups, lookups.want("r", hashes(number))) == (number - 1) * 16
-    assert len(store.asked[0][0]) == number
-
-
 def test_what_a_worker_lacks_is_not_there(start: Start, store: Store) -> None:
     store.answers = [[Match(5, 0), Match(2, 0), Match(4, 0)]]
     lookups = start(namespaces={0: ["a", "b", "c"]})
@@ -164,21 +155,6 @@ def test_what_a_group_lacks_is_not_there_and_hits_are_aligned(start: Start, stor
     lookups = start(HYBRID)
     assert answered(lookups, lookups.want("r", hashes(5))) == 64
     assert store.asked == [(hashes(5), ["n0"]), ([b"h1", b"h3"], ["n1"])]
-
-
-def test_what_the_first_group_lacks_is_not_there(start: Start, store: Store) -> None:
-    """Three blocks of 16 tokens are one whole block of the scheduler."""
-    store.answers = [[Match(3, 0)], [Match(3, 0)]]
-    lookups = start(HYBRID)
-    assert answered(lookups, lookups.want("r", hashes(6))) == 32
-
-
-def test_groups_of_one_block_size_are_asked_about_at_once(start: Start, store: Store) -> None:
-    groups = Groups(hash_block_tokens=16, scheduler_block_tokens=16, block_tokens={0: 16, 2: 16})
-    store.answers = [[Match(2, 0), Match(1, 0)]]
-    lookups = start(groups, {0: ["a"], 2: ["b"]})
-    assert answered(lookups, lookups.want("r", hashes(2))) == 16
-    assert store.asked == [(hashes(2), ["a", "b"])]
 
 
 def test_chains_and_states_are_one_question_at_the_end_of_which_a_state_is(
@@ -239,13 +215,6 @@ def test_an_old_answer_is_asked_anew(start: Start, store: Store, clock: Clock) -
     assert len(store.asked) == 2
 
 
-def test_a_request_that_has_grown_is_asked_anew(start: Start, store: Store) -> None:
-    store.answers = [[Match(2, 0)], [Match(3, 0)]]
-    lookups = start()
-    assert answered(lookups, lookups.want("r", hashes(2))) == 32
-    assert answered(lookups, lookups.want("r", hashes(3))) == 48
-
-
 # --- deadlines ------------------------------------------------------------------------------------
 
 
@@ -280,24 +249,6 @@ def test_what_a_prefiller_says_it_stores_is_waited_for_before_the_first_answer(
     assert lookups.tokens(lookup) is None
     store.go_on.set()
     assert answered(lookups, lookup) == 32
-
-
-def test_a_question_that_was_never_asked_is_late_too(
-    start: Start, store: Store, clock: Clock
-) -> None:
-    store.hold()
-    store.answers = [[Match(2, 0)]]
-    lookups = start()
-    lookups.want("first", hashes(2))
-    store.wait_until_asked()
-    second = lookups.want("second", hashes(1))
-    assert lookups.tokens(second) is None
-    clock.now += DEADLINE_S
-    assert lookups.tokens(second) == 0
-    store.go_on.set()
-    lookups.errand(lambda: None).result(LONG_S)
-    lookups.errand(lambda: None).result(LONG_S)
-    assert len(store.asked) == 1
 
 
 def test_one_step_waits_only_so_long_for_all_its_requests(
@@ -359,19 +310,6 @@ def test_blocks_that_are_being_written_are_waited_for(
     assert lookups.take_counters() == {"lookups_waited_for_writers": 1}
 
 
-def test_the_deadline_is_longer_while_writers_are_waited_for(
-    start: Start, store: Store, clock: Clock
-) -> None:
-    store.answers = [[Match(1, 1)]]
-    lookups = start()
-    lookup = lookups.want("r", hashes(4))
-    store.wait_until_asked()
-    lookups.errand(lambda: None).result(LONG_S)  # so its answer is known
-    assert lookups.tokens(lookup) is None
-    clock.now += WRITERS_WAIT_S / 2
-    assert lookups.tokens(lookup) is None
-
-
 def test_writers_are_waited_for_only_so_long(start: Start, store: Store, clock: Clock) -> None:
     store.answers = [[Match(2, 1)]]
     lookups = start()
@@ -380,22 +318,6 @@ def test_writers_are_waited_for_only_so_long(start: Start, store: Store, clock: 
     assert WRITERS_WAIT_S - 0.01 < waited < 2 * WRITERS_WAIT_S
     assert answered(lookups, lookup) == 32
     assert 2 <= len(store.asked) <= WRITERS_WAIT_S / 0.002
-
-
-def test_a_store_that_stops_answering_meanwhile_leaves_what_was_found(
-    start: Start, store: Store, clock: Clock
-) -> None:
-    store.answers = [[Match(2, 1)]]
-    lookups = start()
-    lookup = lookups.want("r", hashes(4))
-    store.wait_until_asked()
-    lookups.errand(lambda: None).result(LONG_S)
-    store.hold()
-    clock.now += 0.125
-    store.wait_until_asked()
-    assert lookups.tokens(lookup) is None
-    clock.now += DEADLINE_S + WRITERS_WAIT_S
-    assert lookups.tokens(lookup) == 32
 
 
 def test_what_a_prefiller_has_announced_is_waited_for(
@@ -407,16 +329,6 @@ def test_what_a_prefiller_has_announced_is_waited_for(
     assert pass_time(clock, lookup.done, WRITERS_WAIT_S) < WRITERS_WAIT_S
     assert answered(lookups, lookup) == 48
     assert len(store.asked) == 3
-
-
-@pytest.mark.parametrize("announced", [0, 15, 16, 47, -5])
-def test_an_announcement_that_is_there_is_not_waited_for(
-    start: Start, store: Store, announced: int
-) -> None:
-    store.answers = [[Match(2, 0)]]
-    lookups = start()
-    assert answered(lookups, lookups.want("r", hashes(4), announced)) == 32
-    assert len(store.asked) == 1
 
 
 @pytest.mark.parametrize("being_written", [0, 1])
@@ -452,19 +364,6 @@ def test_a_store_that_does_not_answer_has_nothing_and_is_left_alone(
     assert lookups.want("at once", hashes(1)).done.is_set(), "no thread is asked"
     assert len(store.asked) == 3
     assert lookups.take_counters() == {"lookups_failed": 3, "breaker_opened": 1}
-
-
-def test_a_store_that_is_back_is_found_by_one_probe(
-    start: Start, store: Store, clock: Clock
-) -> None:
-    store.answers = [MasterUnreachableError("away")]
-    lookups = start()
-    failures(lookups, 3)
-    clock.now += 1.0
-    store.answers = [[Match(1, 0)]]
-    assert answered(lookups, lookups.want("probe", hashes(1))) == 16
-    assert not lookups.breaker.is_open(clock.now)
-    assert answered(lookups, lookups.want("next", hashes(1))) == 16
 
 
 def test_questions_that_wait_when_the_breaker_opens_are_not_asked(
@@ -509,38 +408,6 @@ def test_what_is_forgotten_is_not_asked(start: Start, store: Store) -> None:
     assert lookups.want("first", hashes(1)) is not first
 
 
-def test_what_is_forgotten_while_it_is_its_turn_is_not_asked(start: Start, store: Store) -> None:
-    store.answers = [[Match(1, 0)]]
-    lookups = start()
-    store.hold()
-    began = threading.Event()
-
-    def hold_the_thread(go_on: threading.Event = store.go_on) -> bool:
-        began.set()
-        return go_on.wait(LONG_S)
-
-    errand = lookups.errand(hold_the_thread)
-    assert began.wait(LONG_S)
-    for name in ("first", "second"):
-        lookups.want(name, hashes(1))
-    first_turn, store.go_on = store.go_on, threading.Event()
-    first_turn.set()
-    errand.result(LONG_S)
-    store.wait_until_asked()
-    lookups.forget("second")
-    store.go_on.set()
-    lookups.errand(lambda: None).result(LONG_S)
-    assert len(store.asked) == 1
-
-
-def test_clearing_forgets_all(start: Start, store: Store) -> None:
-    store.answers = [[Match(1, 0)], [Match(0, 0)]]
-    lookups = start()
-    assert answered(lookups, lookups.want("r", hashes(1))) == 16
-    lookups.clear()
-    assert answered(lookups, lookups.want("r", hashes(1))) == 0
-
-
 def test_closing_answers_what_waits_and_leaves_no_thread(start: Start, store: Store) -> None:
     store.hold()
     store.answers = [[Match(1, 1)]]
@@ -554,13 +421,6 @@ def test_closing_answers_what_waits_and_leaves_no_thread(start: Start, store: St
     assert not closing.is_alive()
     assert all(each.done.is_set() for each in wanted)
     lookups.close()
-
-
-def test_closing_what_never_started_is_nothing(store: Store) -> None:
-    lookups = Lookups(store, PLAIN, deadline_s=1, writers_wait_s=1)
-    lookups.want("r", hashes(1))
-    lookups.close()
-    assert store.asked == []
 
 
 # --- errands --------------------------------------------------------------------------------------
@@ -579,14 +439,6 @@ def test_an_errand_gives_its_result_or_its_error(start: Start) -> None:
     assert lookups.errand(lambda: 7).result(LONG_S) == 7
 
 
-def test_errands_and_questions_take_turns(start: Start, store: Store) -> None:
-    store.answers = [[Match(1, 0)]]
-    lookups = start()
-    done = [lookups.errand(lambda: None) for _ in range(10)]
-    assert answered(lookups, lookups.want("r", hashes(1))) == 16
-    assert all(each.done() for each in done)
-
-
 def test_errands_that_were_not_done_at_the_end_are_told(start: Start, store: Store) -> None:
     store.hold()
     store.answers = [[Match(1, 0)]]
@@ -601,13 +453,6 @@ def test_errands_that_were_not_done_at_the_end_are_told(start: Start, store: Sto
     assert waiting.done()
     late = lookups.errand(lambda: 7)
     assert isinstance(late.exception(LONG_S), ClosedError)
-
-
-def test_errands_of_what_never_started_end_with_it(store: Store) -> None:
-    lookups = Lookups(store, PLAIN, deadline_s=1, writers_wait_s=1)
-    waiting = lookups.errand(lambda: 7)
-    lookups.close()
-    assert isinstance(waiting.exception(LONG_S), ClosedError)
 
 
 def test_after_a_move_only_the_new_namespaces_are_asked(start: Start, store: Store) -> None:

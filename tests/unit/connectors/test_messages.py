@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-
 from kvstore.connectors.vllm.fingerprint import draft_of
 from kvstore.connectors.vllm.messages import (
     DraftIdentity,
-    Load,
-    Orders,
-    Run,
-    Save,
     SaveEnd,
     TransferReport,
     WorkerIdentity,
@@ -30,22 +24,6 @@ def test_reports_of_workers_add_up() -> None:
         {1: SaveEnd(1, 1), 2: SaveEnd(2, 1), 3: SaveEnd(2, 1)}, {"r": 48, "s": 32, "t": 0}
     )
     assert second.saves == {2: SaveEnd(1, 0), 3: SaveEnd(2, 1)}
-
-
-def test_a_report_with_nothing_changes_nothing() -> None:
-    report = TransferReport({1: SaveEnd(1, 0)}, {"r": 1})
-    assert report.aggregate(TransferReport()) == TransferReport({1: SaveEnd(1, 0)}, {"r": 1})
-    assert TransferReport().aggregate(report) == report
-
-
-def test_all_of_it_travels_between_processes() -> None:
-    run = Run(1, [b"k"], [7], 3, b"parent")
-    said = [
-        Orders("f", [Load("r", [run])], [Save(4, [run])]),
-        TransferReport({1: SaveEnd(1, 0)}, {"r": 5}),
-        WorkerIdentity("layout", [0, 1], ["p0t0"]),
-    ]
-    assert pickle.loads(pickle.dumps(said)) == said
 
 
 def test_namespaces_are_apart_and_allowed() -> None:

@@ -30,11 +30,6 @@ def test_a_dictionary_of_mooncakes_keys() -> None:
     }  # fmt: skip
 
 
-def test_own_settings_stay_what_they_are() -> None:
-    own = {"master": "m:1", "protocol": "tcp", "device_name": "x", "model_id": "y", "typo": 1}
-    assert in_own_words(own, log) == own
-
-
 def test_own_settings_count_more(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvstore.test")
     given = {"master": None, "master_server_address": "m:1", "memory": "1GiB", "mode": "embedded"}

@@ -79,43 +79,6 @@ def put_back(pages: CPUPages, group: int, block_ids: list[int], data: list[bytes
         assert at == len(of_block)
 
 
-def test_layers_with_memory_of_their_own_are_a_page_each() -> None:
-    geometry = survey(layer_by_layer(3), config(["l0", "l1", "l2"]))
-    assert geometry.pages == {0: [Page(index, 0, PAGE, PAGE) for index in range(3)]}
-    assert geometry.block_bytes == {0: 3 * PAGE}
-    assert [storage.numel() for storage in geometry.storages] == [BLOCKS * PAGE] * 3
-
-
-def test_layers_side_by_side_are_one_page() -> None:
-    geometry = survey(block_by_block(3), config(["l0", "l1", "l2"]))
-    assert geometry.pages == {0: [Page(0, 0, 3 * PAGE, 3 * PAGE)]}
-    assert len(geometry.storages) == 1
-
-
-def test_layers_that_are_not_side_by_side_stay_apart() -> None:
-    geometry = survey(block_by_block(3), config(["l0", "l2"], ["l1"]))
-    assert geometry.pages == {
-        0: [Page(0, 0, 3 * PAGE, PAGE), Page(0, 2 * PAGE, 3 * PAGE, PAGE)],
-        1: [Page(0, PAGE, 3 * PAGE, PAGE)],
-    }
-
-
-def test_the_last_layer_of_a_block_and_the_first_of_the_next_are_not_one() -> None:
-    geometry = survey(block_by_block(2), config(["l1", "l0"]))
-    assert geometry.pages[0] == [Page(0, PAGE, 2 * PAGE, PAGE), Page(0, 0, 2 * PAGE, PAGE)]
-
-
-def test_a_permuted_page_is_one_run_of_bytes() -> None:
-    geometry = survey(permuted(1), config(["l0"]))
-    assert geometry.pages == {0: [Page(0, 0, PAGE, PAGE)]}
-
-
-def test_kernel_blocks_are_parts_of_a_block() -> None:
-    cache = torch.zeros((BLOCKS * 3, HEADS, TOKENS, CONTENT), dtype=torch.float16)
-    geometry = survey({"l0": cache}, config(["l0"]))
-    assert geometry.pages == {0: [Page(0, 0, 3 * PAGE, 3 * PAGE)]}
-
-
 # --- shards ---------------------------------------------------------------------------------------
 
 
@@ -132,17 +95,6 @@ def test_a_shard_has_the_bytes_of_a_page_with_its_heads_alone() -> None:
             assert stored(CPUPages(ours), 0, [block]) == stored(CPUPages(theirs), 0, [block])
 
 
-def test_shards_of_kernel_blocks_are_those_of_each_part() -> None:
-    cache = torch.zeros((BLOCKS * 3, HEADS, TOKENS, CONTENT), dtype=torch.float16)
-    fill({"l0": cache}, 2)
-    alone = cache[:, 1:].contiguous()
-    ours = survey({"l0": cache}, config(["l0"]), 1, HEADS)
-    theirs = survey({"l0": alone}, config(["l0"]))
-    assert len(ours.pages[0]) == 3
-    assert ours.layout == theirs.layout
-    assert stored(CPUPages(ours), 0, [4]) == stored(CPUPages(theirs), 0, [4])
-
-
 @pytest.mark.parametrize(
     ("cache", "shards"),
     [(permuted(1)["l0"], 2), (layer_by_layer(1)["l0"], 3)],
@@ -153,31 +105,11 @@ def test_pages_that_have_no_such_shards_are_refused(cache: torch.Tensor, shards:
         survey({"l0": cache}, config(["l0"]), 0, shards)
 
 
-def test_groups_may_share_memory() -> None:
-    cache = layer_by_layer(1)["l0"]
-    other = cache.view(torch.uint8).view(BLOCKS, -1)
-    geometry = survey({"full": cache, "window": other}, config(["full"], ["window"]))
-    assert geometry.pages == {0: [Page(0, 0, PAGE, PAGE)], 1: [Page(0, 0, PAGE, PAGE)]}
-    assert len(geometry.storages) == 1
-
-
 def test_layers_that_share_their_cache_are_stored_once() -> None:
     caches = layer_by_layer(2)
     caches["again"] = caches["l0"]
     geometry = survey(caches, config(["l0", "again", "l1"]))
     assert geometry.block_bytes == {0: 2 * PAGE}
-
-
-def test_layers_of_other_workers_are_left_out() -> None:
-    geometry = survey(layer_by_layer(1), config(["l0", "elsewhere"], ["elsewhere too"]))
-    assert geometry.pages.keys() == {0}
-    assert geometry.block_bytes == {0: PAGE}
-
-
-def test_a_cache_that_starts_inside_its_memory_is_found() -> None:
-    memory = torch.zeros(100 + BLOCKS * 10, dtype=torch.float16)
-    cache = memory[100:].view(BLOCKS, 10)
-    assert survey({"l0": cache}, config(["l0"])).pages == {0: [Page(0, 200, 20, 20)]}
 
 
 @pytest.mark.parametrize(
@@ -236,35 +168,6 @@ def test_the_copying_device_is_the_one_that_has_the_cache() -> None:
 # --- bytes ----------------------------------------------------------------------------------------
 
 
-def test_buffers_are_the_cache_itself() -> None:
-    caches = layer_by_layer(2)
-    fill(caches, 1)
-    pages = CPUPages(survey(caches, config(["l0", "l1"])))
-    [[first, second]] = pages.blocks(0, [3], None)
-    assert bytes(first) == caches["l0"][3].numpy().tobytes()
-    assert bytes(second) == caches["l1"][3].numpy().tobytes()
-    [[first, second]] = pages.blocks(0, [2], None)
-    first[:] = bytes(PAGE)
-    second[:] = b"\x3c" * PAGE
-    assert not caches["l0"][2].any()
-    assert caches["l0"][1].all()
-    assert caches["l0"][3].all()
-    assert caches["l1"][2].view(torch.uint8).eq(0x3C).all()
-
-
-def test_a_block_of_a_permuted_cache_is_its_bytes_as_they_lie() -> None:
-    caches = permuted(1)
-    fill(caches, 1)
-    pages = CPUPages(survey(caches, config(["l0"])))
-    assert stored(pages, 0, [4]) == [caches["l0"][4].permute(1, 0, 2).numpy().tobytes()]
-
-
-def test_a_block_of_kernel_blocks_is_all_of_them() -> None:
-    cache = torch.arange(BLOCKS * 3 * 4, dtype=torch.int32).view(BLOCKS * 3, 4)
-    pages = CPUPages(survey({"l0": cache}, config(["l0"])))
-    assert stored(pages, 0, [2]) == [cache[6:9].numpy().tobytes()]
-
-
 def test_engines_that_place_their_layers_differently_understand_each_other() -> None:
     ours, theirs = layer_by_layer(3), block_by_block(3)
     fill(ours, 1)
@@ -295,39 +198,3 @@ def test_what_lies_differently_in_a_page_has_another_layout() -> None:
         "parts": survey(layer_by_layer(2), config(names, blocks=1)).layout,
     }
     assert len({plain, *others.values()}) == 1 + len(others)
-
-
-def test_how_many_blocks_there_are_is_no_part_of_the_layout() -> None:
-    few, many = (
-        survey({"l0": torch.zeros(blocks, 8)}, config(["l0"], blocks=blocks)).layout
-        for blocks in (5, 50)
-    )
-    assert few == many
-
-
-def test_the_stride_of_a_single_head_is_no_part_of_the_layout() -> None:
-    heads_first = torch.zeros(BLOCKS, 1, TOKENS, CONTENT)
-    tokens_first = torch.zeros(BLOCKS, TOKENS, 1, CONTENT).permute(0, 2, 1, 3)
-    assert heads_first.stride() != tokens_first.stride()
-    one, other = (
-        survey({"l0": cache}, config(["l0"])).layout for cache in (heads_first, tokens_first)
-    )
-    assert one == other
-
-
-def test_a_block_beyond_the_cache_is_no_memory() -> None:
-    pages = CPUPages(survey(layer_by_layer(1), config(["l0"])))
-    assert len(pages.blocks(0, [BLOCKS - 1], None)) == 1
-    with pytest.raises(AssertionError, match=f"block {BLOCKS}"):
-        pages.blocks(0, [0, BLOCKS], None)
-
-
-@pytest.mark.parametrize("caches", [layer_by_layer(3), block_by_block(3), permuted(3)])
-def test_zeros_are_written_to_these_blocks_alone(caches: dict[str, torch.Tensor]) -> None:
-    fill(caches, 1)
-    before = {name: cache.clone() for name, cache in caches.items()}
-    pages = CPUPages(survey({name: caches[name] for name in ("l0", "l2")}, config(["l0", "l2"])))
-    pages.zero(0, [1, 3], None, 0.0)
-    for name in ("l0", "l2"):
-        before[name][[1, 3]] = 0
-    assert all(torch.equal(cache, before[name]) for name, cache in caches.items())

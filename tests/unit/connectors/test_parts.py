@@ -68,21 +68,6 @@ def test_pages_of_the_model_that_a_draft_model_reads_are_not_the_draft_models(
     assert made.of_drafts == {}
 
 
-def test_equal_places_in_other_groups_are_other_blocks() -> None:
-    """Groups share memory, of which each block is one group's."""
-    caches = layer_by_layer(2)
-    caches["d"] = caches["l0"]
-    made = parts(caches, ["l0"], ["l1", "d"])
-    made.divide({"d"})
-    assert sizes(made.of_drafts) == {1: PAGE}
-
-
-def test_a_draft_model_without_layers_of_its_own_has_no_pages() -> None:
-    made = parts(layer_by_layer(2), ["l0", "l1"])
-    made.divide(set())
-    assert (made.draft_layers, made.of_drafts) == (frozenset(), {})
-
-
 def test_what_cannot_be_taken_apart_stays_together(monkeypatch: pytest.MonkeyPatch) -> None:
     made = parts(layer_by_layer(3), ["l0", "l1", "l2"])
 

@@ -172,15 +172,6 @@ def test_samples_show_at_once_that_weights_were_replaced(change: Any) -> None:
     weights.stop()
 
 
-def test_one_element_that_no_sample_shows_is_seen_in_the_background() -> None:
-    model = nn.Linear(100, 1_000)
-    weights = live(model)
-    weights.read()
-    model.weight.data[500, 3] += 1e-3
-    number = weights.seem_equal()
-    assert until(weights.take_verdict) == (number, False)
-
-
 def test_a_check_that_fails_or_ends_early_does_not_say_that_weights_are_equal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -267,24 +258,6 @@ def test_every_element_that_vllm_packs_counts(dtype: torch.dtype) -> None:
         assert packed(changed) != before, at
 
 
-def test_weights_are_not_read_while_they_are_packed_for_an_engine_without_a_connector(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    register()
-    method, layer = UnquantizedLinearMethod(), nn.Module()
-    config = SimpleNamespace(kv_transfer_config=None)
-    monkeypatch.setattr("vllm.config.vllm._current_vllm_config", config)
-    layer.weight = nn.Parameter(torch.ones(64, 96), requires_grad=False)
-    method.process_weights_after_loading(layer)
-    assert weights_of({"model": layer}, experts=True).unseen == ["model.weight"]
-
-
-def test_a_draft_counts() -> None:
-    model = nn.Linear(2, 2)
-    both = weights_of({"model": model, "draft": nn.Linear(3, 3)}, experts=True)
-    assert both.digest != digest(model)
-
-
 def test_the_models_dtype_is_that_of_its_cache_however_it_was_asked_for() -> None:
     def layer(name: str, dtype: torch.dtype) -> Any:
         backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
@@ -348,9 +321,3 @@ def test_adapters_are_known_by_what_is_loaded() -> None:
     assert adapters.digests() == first
     del manager.loaded[1]
     assert adapters.have_changed()
-
-
-def test_an_engine_without_adapters_has_none() -> None:
-    adapters = Adapters(SimpleNamespace(rank=0, model_runner=SimpleNamespace()))
-    assert adapters.digests() == {}
-    assert not adapters.have_changed()

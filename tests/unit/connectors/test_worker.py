@@ -172,20 +172,6 @@ def load(
 # --- there and back -------------------------------------------------------------------------------
 
 
-def test_where_the_pass_blocks_loads_begin_before_it_and_once(
-    start: Start, store: kvstore.Client
-) -> None:
-    cache = Cache(1)
-    worker = start(cache.pages)
-    assert save(worker, run(0, [1]))
-    orders = Orders("f", [Load("r", [run(0, [2])])], [])
-    worker.begin(orders)
-    until(lambda: worker.take_arrived()[0] == {"r"})
-    worker.load(orders)
-    worker.drain()
-    assert worker.take_arrived() == (set(), set())
-
-
 def test_what_one_engine_saves_another_loads_byte_by_byte(
     start: Start, store: kvstore.Client
 ) -> None:
@@ -274,28 +260,6 @@ def test_what_a_failed_load_did_not_fill_is_the_models_and_the_draft_models_to_c
     store.clear(name)
 
 
-def test_few_blocks_without_a_draft_models_pages_are_remembered(
-    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "UNDRAFTED_MAX", 2)
-    config: Any = Config([Group(["a"])], BLOCKS)
-    assert save(start(CPUPages(survey({"a": Cache(1).layers["a"]}, config))), run(0, [1, 2, 3]))
-    worker = drafted(start, Cache(2))
-    assert load(worker, run(0, [1, 2, 3])) == (None, set())
-    assert list(worker._undrafted) == [(0, b"k1"), (0, b"k2")]
-
-
-def test_a_prompt_may_be_saved_in_pieces_and_loaded_at_once(
-    start: Start, store: kvstore.Client
-) -> None:
-    ours, theirs = Cache(1), Cache(2)
-    worker = start(ours.pages)
-    assert save(worker, run(0, [1, 2]))
-    assert save(worker, run(0, [2, 3, 4], first=1))
-    assert load(start(theirs.pages), run(0, [1, 2, 3, 4])) == (None, set())
-    assert all(theirs.block(0, each) == ours.block(0, each) for each in (1, 2, 3, 4))
-
-
 def test_more_blocks_than_one_exchange_takes(start: Start, store: kvstore.Client) -> None:
     ours, theirs = Cache(1), Cache(2)
     number = 2 * module.RUN_BLOCKS_MAX + 3
@@ -308,16 +272,6 @@ def test_more_blocks_than_one_exchange_takes(start: Start, store: kvstore.Client
     name = namespace("f", 0, "p0t0")
     keys = [b"k%d" % index for index in range(number)]
     assert store.match_prefix(keys, namespace=name) == number
-
-
-def test_each_exchange_goes_on_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RUN_BLOCKS_MAX", 2)
-    whole = run(0, [1, 2, 3, 4, 5], first=7)
-    pieces = module._pieces(whole)
-    assert [each.parent for each in pieces] == [b"k6", b"k8", b"k10"]
-    assert [each.first for each in pieces] == [7, 9, 11]
-    assert [key for each in pieces for key in each.keys] == whole.keys
-    assert [block for each in pieces for block in each.block_ids] == whole.block_ids
 
 
 def test_other_fingerprints_and_parts_see_nothing(start: Start, store: kvstore.Client) -> None:
@@ -382,17 +336,6 @@ def test_without_half_of_a_block_the_whole_of_it_is_bad(
     ], "object i of block b is 2 * b + i"  # fmt: skip
 
 
-def test_good_tokens_count_from_the_start_of_the_request(
-    start: Start, store: kvstore.Client
-) -> None:
-    cache = Cache(1)
-    worker = start(cache.pages)
-    assert save(worker, run(0, [1, 2, 3, 4]))
-    report, bad = load(worker, run(0, [11, 12, 13], first=2))
-    assert report == TransferReport(failed_loads={"r": 4 * 4})
-    assert bad == {13}
-
-
 def test_the_worst_group_says_how_many_tokens_are_good(start: Start, store: kvstore.Client) -> None:
     cache = Cache(1)
     worker = start(cache.pages)
@@ -402,18 +345,6 @@ def test_the_worst_group_says_how_many_tokens_are_good(start: Start, store: kvst
         report, bad = load(worker, *ordered)
         assert report == TransferReport(failed_loads={"r": 8})
         assert bad == {14, 16}
-
-
-def test_blocks_after_an_exchange_that_failed_are_bad_too(
-    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "RUN_BLOCKS_MAX", 2)
-    worker = start(Cache(1).pages)
-    assert save(worker, run(0, [1, 2, 3, 4, 5, 6, 7]))
-    store.remove(b"k3", namespace=namespace("f", 0, "p0t0"))
-    report, bad = load(worker, run(0, [11, 12, 13, 14, 15, 16, 17]))
-    assert report == TransferReport(failed_loads={"r": 3 * 4})
-    assert bad == {14, 15, 16, 17}
 
 
 def test_groups_that_a_worker_holds_no_layers_of_are_others_business(
@@ -473,17 +404,6 @@ def test_without_a_master_every_order_is_reported(start: Start) -> None:
     assert stats.data["breaker_opened"] == 2  # that of loads, and that of saves
 
 
-def test_a_master_that_goes_is_survived(start: Start) -> None:
-    client = kvstore.Client.embedded("8MiB")
-    worker = start(Cache(1).pages, master=client.config.master, timeout_ms=1_000)
-    assert save(worker, run(0, [1]))
-    client.close()
-    assert not save(worker, run(0, [2], first=1))
-    report, bad = load(worker, run(0, [3]))
-    assert report == TransferReport(failed_loads={"r": 0})
-    assert bad == {3}
-
-
 # --- saves that are not done ----------------------------------------------------------------------
 
 
@@ -494,14 +414,6 @@ def test_a_rank_with_the_bytes_of_another_reports_at_once(
     worker.save(Orders("f", [], [Save(1, [run(0, [1])]), Save(2, [run(0, [2])])]))
     assert worker.take_report() == TransferReport({1: SaveEnd(1, 1), 2: SaveEnd(1, 1)})
     assert not store.exists(b"k0", namespace=namespace("f", 0, "p0t0"))
-
-
-def test_nothing_ordered_is_nothing_reported(start: Start) -> None:
-    worker = start(Cache(1).pages)
-    worker.begin(Orders("f"))
-    worker.save(Orders("f"))
-    assert worker.take_report() is None
-    assert worker.take_arrived() == (set(), set())
 
 
 def test_a_save_that_has_waited_too_long_is_dropped(
@@ -636,24 +548,6 @@ def test_a_load_as_a_whole_has_one_time_out(
     assert given[1] <= given[0] - 1_299 <= 1_101
     assert len(given) == 2
     assert not worker._breakers["load"]._failures, "the store had too little time"
-
-
-def test_a_save_as_a_whole_has_one_time_out(
-    start: Start, store: kvstore.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "RUN_BLOCKS_MAX", 1)
-    worker = start(Cache(1).pages, timeout_ms=2_400)
-    given: list[int] = []
-
-    def slow(*_: object, timeout_ms: int, **__: object) -> list[PutOutcome]:
-        given.append(timeout_ms)
-        threading.Event().wait(1.3)
-        return [PutOutcome.STORED]
-
-    monkeypatch.setattr(worker._client, "put_chain", slow)
-    assert not save(worker, run(0, [1, 2, 3, 4]))
-    assert given[1] <= given[0] - 1_299 <= 1_101
-    assert len(given) == 2
 
 
 def test_a_thread_survives_a_bug_and_reports_what_it_did_not_do(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,9 @@ from kvstore.connectors.vllm.messages import (
     TransferReport,
     namespace,
 )
-from kvstore.connectors.vllm.pages import CUDAPages, Mark, survey
+from kvstore.connectors.vllm.pages import CUDAPages, survey
 from kvstore.connectors.vllm.worker import TRANSFER_TIMEOUT_MS, WorkerSide, client_config
 from kvstore.device import device as device_module
-from kvstore.device.device import Device
 from kvstore.device.driver import Way
 from kvstore.device.drivers import use
 from kvstore.errors import DeadlineExceededError, DeviceError
@@ -263,24 +261,6 @@ def test_a_load_does_not_wait_for_the_step_that_begins(start: Start) -> None:
     assert [engine.block(0, block) for block in TO] == content
 
 
-def test_neither_loads_nor_saves_hold_up_the_thread_that_computes(start: Start) -> None:
-    """The GPU is at work for as long as the hooks take, and nothing of its stream waits."""
-    engine = start()
-    content = [engine.kernel(0, block) for block in FROM]
-    engine.fake.held = {COMPUTE}
-    engine.step(loads=[Load("r", runs(TO))], saves=[Save(1, runs(FROM))])
-    assert engine.worker.take_arrived() == (set(), set())
-    assert engine.worker.take_report() is None
-    engine.fake.held.clear()
-    assert engine.is_stored()
-    engine.worker.drain()
-    engine.worker.forget_failures()
-    engine.worker.take_arrived()
-    engine.step(loads=[Load("r", runs(TO))])
-    assert engine.arrival() == (None, set())
-    assert [engine.block(0, block) for block in TO] == content
-
-
 def test_what_is_missing_is_not_written(start: Start, pool: kvstore.Client) -> None:
     engine = start()
     for block in range(BLOCKS):
@@ -319,22 +299,6 @@ def test_a_save_whose_time_is_over_stores_nothing(start: Start, pool: kvstore.Cl
     engine.step(saves=[Save(1, runs(FROM))])
     assert not engine.is_stored()
     assert pool.match_prefix([b"k0"], namespace=namespace("f", 0, "p0t0")) == 0
-
-
-def test_a_worker_that_is_closed_ends_loads_that_wait_for_the_gpu(start: Start) -> None:
-    engine = start(timeout_ms=60_000)
-    engine.kernel(0, FROM[0])
-    engine.step(saves=[Save(1, runs(FROM))])
-    assert engine.is_stored()
-    engine.fake.held = {COMPUTE}
-    written = [engine.kernel(0, block) for block in TO]
-    engine.step(loads=[Load("r", runs(TO))])
-    started = time.monotonic()
-    engine.worker.close()
-    assert time.monotonic() - started < LONG_S
-    engine.fake.held.clear()
-    engine.fake.finish()
-    assert [engine.block(0, block) for block in TO] == written
 
 
 def test_a_worker_that_is_closed_waits_for_copies_under_way(start: Start) -> None:
@@ -393,107 +357,3 @@ def test_zeros_are_written_after_what_was_queued_and_to_these_pages_alone(start:
     assert engine.block(0, 2) == kept
     with pytest.raises(AssertionError, match="says nothing"):
         engine.pages.zero(0, [1], None, 0.0)
-
-
-def test_a_block_beyond_the_cache_is_a_bug(start: Start) -> None:
-    engine = start()
-    with pytest.raises(AssertionError, match=f"block {BLOCKS}"):
-        engine.pages.blocks(0, [1, BLOCKS], engine.pages.mark())
-    with pytest.raises(AssertionError, match="says nothing"):
-        engine.pages.blocks(0, [1], None)
-
-
-# --- each wait is needed --------------------------------------------------------------------------
-
-PASSED: Any = SimpleNamespace(is_done=True)
-
-
-def without_the_mark_of_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin(self: WorkerSide, orders: Orders) -> None:
-        self._begun = PASSED
-
-    monkeypatch.setattr(WorkerSide, "begin", begin)
-
-
-def without_the_mark_of_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    save = WorkerSide.save
-
-    def saved(self: WorkerSide, orders: Orders) -> None:
-        with monkeypatch.context() as patched:
-            patched.setattr(self._pages, "mark", lambda: PASSED)
-            save(self, orders)
-
-    monkeypatch.setattr(WorkerSide, "save", saved)
-
-
-def without_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Device, "wait", lambda self, events, deadline: None)
-
-
-def without_the_end_of(way: Way) -> Callable[[pytest.MonkeyPatch], None]:
-    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
-        copy = FakeDriver.copy
-
-        def copies(self: FakeDriver, its_way: Way, *arrays: Any) -> Any:
-            event = copy(self, its_way, *arrays)
-            return PASSED if its_way is way else event
-
-        monkeypatch.setattr(FakeDriver, "copy", copies)
-
-    return mutate
-
-
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        without_the_mark_of_loads,
-        without_the_mark_of_saves,
-        without_the_wait,
-        pytest.param(without_the_end_of(Way.LOAD), id="without_the_end_of_loads"),
-        pytest.param(without_the_end_of(Way.SAVE), id="without_the_end_of_saves"),
-    ],
-)
-def test_a_missing_wait_is_found(
-    start: Start, mutate: Callable[[pytest.MonkeyPatch], None], pool: kvstore.Client,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    mutate(monkeypatch)
-    with pytest.raises(AssertionError) as caught:  # noqa: PT012 - in one of some orders
-        for seed in range(0, 10, 2):
-            there_and_back(start, PLAIN, seed)
-            clear(pool)
-    monkeypatch.undo()
-    assert caught.traceback[-1].name == "there_and_back", "something else was found"
-
-
-def mark_after_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = WorkerSide.load
-
-    def loaded(self: WorkerSide, orders: Orders) -> None:
-        self._begun = self._pages.mark()
-        load(self, orders)
-
-    monkeypatch.setattr(WorkerSide, "load", loaded)
-
-
-def mark_of_the_thread_that_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = CUDAPages.blocks
-
-    def marked(self: CUDAPages, group: int, block_ids: Sequence[int], after: Mark) -> Any:
-        memories = blocks(self, group, block_ids, after)
-        for memory in memories:
-            memory.after = ()
-        return memories
-
-    monkeypatch.setattr(CUDAPages, "blocks", marked)
-
-
-@pytest.mark.parametrize("mutate", [mark_after_the_forward_pass, mark_of_the_thread_that_loads])
-def test_a_mark_at_the_wrong_moment_is_found(
-    start: Start, mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutate(monkeypatch)
-    with pytest.raises(AssertionError) as caught:
-        test_a_load_does_not_wait_for_the_step_that_begins(start)
-    monkeypatch.undo()
-    assert caught.traceback[-1].name == "test_a_load_does_not_wait_for_the_step_that_begins"

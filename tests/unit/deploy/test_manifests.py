@@ -6,9 +6,9 @@ rules below are all that is checked of its manifests.
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import importlib
-import json
 import os
 import re
 import shutil
@@ -24,12 +24,10 @@ import yaml
 
 from kvstore.auth.authority import REVOKED_NAME
 from kvstore.auth.certificates import inspect
-from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, SERVED, Credentials
-from kvstore.auth.identity import identity_of
+from kvstore.auth.credentials import Credentials
 from kvstore.cli import master, node
 from kvstore.config import MasterConfig, NodeConfig, load
 from kvstore.config.values import parse_size
-from kvstore.limits import FLEET_NAMESPACE
 from tests.support.issuing import Identities
 from tests.support.programs import need_program
 
@@ -97,51 +95,6 @@ def test_every_manifest_is_listed_or_optional() -> None:
     listed = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["resources"]
     there = {path.name for path in KUBERNETES.glob("*.yaml")}
     assert there - set(listed) == {"kustomization.yaml", *OPTIONAL}
-
-
-def optional(name: str) -> dict[str, Any]:
-    (document,) = yaml.safe_load_all((KUBERNETES / name).read_text())
-    assert document["metadata"]["namespace"] == "kvstore"
-    return dict(document)
-
-
-def test_the_rule_of_the_operator_is_the_file_of_prometheus(tmp_path: Path) -> None:
-    rule = optional("prometheusrule.yaml")
-    assert (rule["apiVersion"], rule["kind"]) == ("monitoring.coreos.com/v1", "PrometheusRule")
-    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())
-    file = tmp_path / "rules.yml"
-    file.write_text(yaml.safe_dump(rule["spec"]))
-    need_program("promtool", "prometheus")
-    done = subprocess.run(
-        ["promtool", "check", "rules", str(file)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_config_map_of_the_sidecar_is_the_dashboard() -> None:
-    import kubernetes_validate  # only make test-all installs it
-
-    found = optional("grafana.yaml")
-    kubernetes_validate.validate(found, KUBERNETES_VERSION, strict=True)
-    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
-    (board,) = found["data"].values()
-    assert json.loads(board) == json.loads((DEPLOY / "grafana/kvstore.json").read_text())
-    assert len(board) < 1 << 20, "the bound of a ConfigMap"
-
-
-def test_kustomize_builds_it_with_all_that_is_optional(tmp_path: Path) -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("missing: kubectl")
-    shutil.copytree(KUBERNETES, tmp_path / "all")
-    overlay = tmp_path / "all/kustomization.yaml"
-    given = yaml.safe_load(overlay.read_text())
-    overlay.write_text(yaml.safe_dump(given | {"resources": [*given["resources"], *OPTIONAL]}))
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(overlay.parent)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    kinds = {each["kind"] for each in yaml.safe_load_all(done.stdout)}
-    assert {"PodMonitor", "PrometheusRule", "ConfigMap"} <= kinds
 
 
 def test_kustomize_builds_it() -> None:
@@ -274,44 +227,6 @@ def test_a_pod_has_its_identity_and_is_probed_without_one(
     assert secret["secretName"] in certificates()
 
 
-def test_certificates_of_cert_manager_are_identities() -> None:
-    found = certificates()
-    authority = found.pop("kvstore-authority")
-    assert authority["isCA"]
-    roles = {}
-    for secret, spec in found.items():
-        who = identity_of(spec["uris"])
-        (role,) = who.roles
-        roles[secret] = role
-        names = spec.get("dnsNames", [])
-        assert (SERVED.get(role) in names) == (role in SERVED)
-        assert ("server auth" in spec["usages"]) == (role in SERVED)
-        assert "client auth" in spec["usages"]
-    assert roles == {f"kvstore-{each}": each for each in ("master", "node", "observer", "engine")}
-    engine = identity_of(found["kvstore-engine"]["uris"])
-    for may in (engine.may_read, engine.may_write):
-        assert may("vllm/0123/g0/p0t0")
-        assert may(FLEET_NAMESPACE)
-        assert not may("default")
-    assert engine.may_read_under("vllm/0123/"), "it hears events"
-
-
-def test_prometheus_shows_an_observer_and_looks_for_the_names_of_roles() -> None:
-    observer = certificates()["kvstore-observer"]["secretName"]
-    monitors = list(yaml.safe_load_all((WITH_AUTH / "podmonitors.yaml").read_text()))
-    names = {}
-    for each in monitors:
-        (endpoint,) = each["spec"]["podMetricsEndpoints"]
-        assert endpoint["scheme"] == "https"
-        tls = endpoint["tlsConfig"]
-        label = each["spec"]["selector"]["matchLabels"]["app.kubernetes.io/name"]
-        names[label] = tls["serverName"]
-        keys = [tls["ca"]["secret"], tls["cert"]["secret"], tls["keySecret"]]
-        assert [key["name"] for key in keys] == [observer] * 3
-        assert [key["key"] for key in keys] == ["ca.crt", "tls.crt", "tls.key"]
-    assert names == {"kvstore-master": MASTER_NAME, "kvstore-node": NODE_NAME}
-
-
 # --- Compose and Prometheus ----------------------------------------------------------------------
 
 
@@ -417,31 +332,6 @@ def test_compose_writes_an_identity_for_each_service(issued: Path) -> None:
     }  # fmt: skip
 
 
-def test_prometheus_of_compose_is_an_observer(issued: Path, tmp_path: Path) -> None:
-    need_program("promtool", "prometheus")
-    plain = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
-    text = (DEPLOY / "prometheus/prometheus-auth.yml").read_text()
-    hosts = set()
-    for job in yaml.safe_load(text)["scrape_configs"]:
-        tls = job["tls_config"]
-        folder = Path(tls["key_file"].replace("/identities", str(issued))).parent
-        assert inspect(str(folder))["roles"] == ["observer"]
-        for each in job["static_configs"]:
-            assert each["labels"] == {"job": plain["scrape_configs"][0]["job_name"]}
-            names = {target.partition("-")[0] for target in each["targets"]}
-            assert {f"{name}.kvstore" for name in names} == {tls["server_name"]}
-            hosts.update(each["targets"])
-    (job,) = plain["scrape_configs"]
-    assert hosts == {target for each in job["static_configs"] for target in each["targets"]}
-    shutil.copy(DEPLOY / "prometheus/alerts.yml", tmp_path)
-    file = tmp_path / "prometheus.yml"
-    file.write_text(text.replace("/identities", str(issued)))
-    done = subprocess.run(
-        ["promtool", "check", "config", str(file)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 # --- systemd -------------------------------------------------------------------------------------
 
 
@@ -504,18 +394,9 @@ def test_what_is_copied_into_the_image_is_not_ignored() -> None:
     assert needed | {"deploy/healthy.py"} <= kept
 
 
-@pytest.fixture(params=[200, 503])
-def status(request: pytest.FixtureRequest) -> int:
-    """By which the server answers."""
-    return int(request.param)
-
-
-@pytest.fixture
-def answering(
-    request: pytest.FixtureRequest, status: int, tmp_path: Path
-) -> Iterator[tuple[int, dict[str, str]]]:
+@contextlib.contextmanager
+def answering(status: int, folder: Path, *, has_tls: bool) -> Iterator[tuple[int, dict[str, str]]]:
     """The port of a server, and what a process that serves like it is started with."""
-    has_tls = bool(getattr(request, "param", False))
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -526,7 +407,7 @@ def answering(
             pass
 
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        auth = Identities(tmp_path).file("node") if has_tls else ""
+        auth = Identities(folder).file("node") if has_tls else ""
         if has_tls:
             tls = Credentials(auth).server(is_optional=True)
             server.socket = tls.wrap_socket(server.socket, server_side=True)
@@ -541,7 +422,7 @@ def checked(words: list[str], variables: dict[str, str]) -> int:
     """The status by which the health check ends in a container that runs this command."""
     program = (
         f"import sys; sys.path.insert(0, {str(DEPLOY)!r}); import healthy; "
-        f"healthy.servers = lambda: iter({[words] if words else []!r}); sys.exit(healthy.main())"
+        f"healthy.servers = lambda: iter({[words]!r}); sys.exit(healthy.main())"
     )
     # Docker's client puts its proxy into every container.
     proxied = {f"{name}_proxy": "http://127.0.0.1:9" for name in ("http", "HTTP", "all", "https")}
@@ -551,34 +432,16 @@ def checked(words: list[str], variables: dict[str, str]) -> int:
     return done.returncode
 
 
-@pytest.mark.parametrize("answering", [False, True], ids=["plain", "tls"], indirect=True)
+@pytest.mark.parametrize(("status", "has_tls"), [(200, False), (503, False), (200, True)])
 def test_the_health_check_asks_as_the_process_serves(
-    answering: tuple[int, dict[str, str]], status: int
+    tmp_path: Path, status: int, has_tls: bool
 ) -> None:
-    port, variables = answering
-    right = 0 if status == 200 else 1
-    command = ["kvstore-master", "--host", "::", f"--http-port={port}"]
-    assert checked(command, variables) == right
-    by_variable = variables | {"KVSTORE_NODE_HTTP_PORT": str(port)}
-    assert checked(["kvstore-node", "--master", "m:1"], by_variable) == right
-
-
-@pytest.mark.parametrize("answering", [False], ids=["plain"], indirect=True)
-def test_the_health_check_asks_a_proxy(
-    answering: tuple[int, dict[str, str]], status: int, tmp_path: Path
-) -> None:
-    port, _ = answering
-    file = tmp_path / "kvstore.toml"
-    file.write_text(f"[proxy]\nport = {port}\n")
-    right = 0 if status == 200 else 1
-    # A proxy's identity is for the store, and does not make it speak HTTPS to its clients.
-    variables = {"KVSTORE_CONFIG": str(file), "KVSTORE_AUTH": "/run/secrets/proxy.auth"}
-    assert checked(["kvstore-proxy", "--decode", "d:1", "--master", "m:1"], variables) == right
-
-
-def test_the_health_check_of_what_serves_no_http_and_of_nothing() -> None:
-    assert checked(["kvstore-node", "--master", "m:1", "--http-port", "0"], {}) == 0
-    assert checked([], {}) == 1
+    with answering(status, tmp_path, has_tls=has_tls) as (port, variables):
+        right = 0 if status == 200 else 1
+        command = ["kvstore-master", "--host", "::", f"--http-port={port}"]
+        assert checked(command, variables) == right
+        by_variable = variables | {"KVSTORE_NODE_HTTP_PORT": str(port)}
+        assert checked(["kvstore-node", "--master", "m:1"], by_variable) == right
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,6 @@ def test_copies_that_touch_on_both_sides_are_one() -> None:
     assert merged(apart) is apart
 
 
-def test_blocks_that_are_contiguous_on_the_device_are_one_copy_each() -> None:
-    block = [(1_000 + layer * 64, 64) for layer in range(32)]
-    copies = laid_out([memory(block), memory([(5_000, 7)])], [0, 90_000])
-    assert [each.tolist() for each in copies] == [[1_000, 5_000], [0, 90_000], [2_048, 7]]
-
-
 @given(runs, st.data())
 def test_the_first_bytes_of_a_memory(each: Runs, data: st.DataObject) -> None:
     whole = memory(each)
@@ -89,13 +83,6 @@ def test_the_first_bytes_of_a_memory(each: Runs, data: st.DataObject) -> None:
 def test_more_than_a_memory_has(size: int) -> None:
     with pytest.raises(InvalidArgumentError):
         memory([(0, 5)]).first(size)
-
-
-def test_joined() -> None:
-    left, right = memory([(0, 3), (9, 2)]), memory([(50, 4)])
-    both = DeviceMemory.joined([left, right])
-    assert (both.addresses.tolist(), both.sizes.tolist()) == ([0, 9, 50], [3, 2, 4])
-    assert DeviceMemory.joined([left]) is left
 
 
 def test_pages_for_a_kernel_are_many_and_small_and_of_whole_words() -> None:

@@ -4,7 +4,6 @@ host. What a GPU does with them is tested by ``make test-gpu``."""
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvstore.device import cuda
 from kvstore.device.cuda import CUDADriver, Probed, device_of, probe
@@ -208,17 +206,6 @@ def test_what_was_queued_before_a_refusal_has_ended(library: Recorded, function:
     assert "cuStreamSynchronize" in names[names.index(function) :]
 
 
-@pytest.mark.slow
-def test_events_are_used_again(library: Recorded) -> None:
-    driver = CUDADriver(0)
-    kept = driver.mark()
-    for _ in range(10):
-        driver.mark()
-        gc.collect()
-    assert library.count("cuEventCreate") == 2
-    del kept
-
-
 def test_memory_of_the_host(library: Recorded) -> None:
     driver = CUDADriver(0)
     memory = driver.locked_memory(4_096)
@@ -361,30 +348,6 @@ def test_without_a_kernel_it_is_said_once(
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == 1
     assert said[0].startswith("device_without_kernel device=cuda:0 ")
-
-
-def test_a_kernel_is_not_used_where_it_does_not_reach_the_hosts_memory(library: Recorded) -> None:
-    library.reaches_host_memory = 0
-    to, source, sizes = arrays(20, 32)
-    assert CUDADriver(0).copy_pages(Way.LOAD, addresses(to), addresses(source), sizes) is None
-
-
-def test_a_full_device_does_not_end_the_use_of_the_kernel(
-    library: Recorded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    full = [True, False]
-
-    def queue(*_: object) -> None:
-        if full.pop(0):
-            raise torch.OutOfMemoryError
-
-    stand_in = SimpleNamespace(queue=queue)
-    monkeypatch.setitem(sys.modules, KERNEL, stand_in)
-    monkeypatch.setattr("kvstore.device.kernel", stand_in, raising=False)
-    driver = CUDADriver(0)
-    to, source, sizes = arrays(20, 32)
-    assert driver.copy_pages(Way.LOAD, addresses(to), addresses(source), sizes) is None
-    assert driver.copy_pages(Way.LOAD, addresses(to), addresses(source), sizes) is not None
 
 
 def test_a_device_without_a_number_is_the_current_one(library: Recorded) -> None:

@@ -8,15 +8,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-import torch
 
 from kvstore.clocks import uptime
 from kvstore.device import device as module
 from kvstore.device.copies import Copies
 from kvstore.device.device import Device
 from kvstore.device.driver import Way
-from kvstore.device.drivers import driver_of, use
-from kvstore.device.memory import memory_of
+from kvstore.device.drivers import driver_of
 from kvstore.errors import ClosedError, DeadlineExceededError, DeviceError
 from kvstore.process.stopping import Stop
 from tests.support.fake_device import FakeDriver
@@ -32,15 +30,6 @@ def one_copy(driver: FakeDriver, device: Device) -> Copies:
     there[:] = 7
     here = np.frombuffer(device.ring.take(uptime()), np.uint8)
     return Copies(np.array([there.ctypes.data]), np.array([here.ctypes.data]), np.array([100]))
-
-
-def test_a_copy_has_ended_when_it_is_settled() -> None:
-    driver, device = made()
-    copies = one_copy(driver, device)
-    event = device.copy(Way.SAVE, copies)
-    assert driver.copied_bytes == 0  # it is only queued
-    device.settle(event, uptime() + 30)
-    assert driver.copied_bytes == 100
 
 
 def test_work_that_does_not_end_by_the_deadline() -> None:
@@ -81,24 +70,6 @@ def test_a_wait_ends_when_the_client_is_closed() -> None:
     with pytest.raises(ClosedError):
         device.wait([driver.mark()], uptime() + 60)
     closing.join()
-
-
-def test_a_device_whose_copies_do_not_end_is_not_used_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "SETTLE_S", 0.01)
-    driver, device = made()
-    copies = one_copy(driver, device)
-    event = device.copy(Way.SAVE, copies)
-    driver.is_stuck = True
-    with pytest.raises(DeviceError) as caught:
-        device.settle(event, uptime())
-    assert caught.value.fields["settled"] == 0
-    assert device.has_failed
-    with pytest.raises(DeviceError):
-        device.copy(Way.SAVE, copies)
-    device.close()
-    assert driver.locked_own_bytes  # kept: a copy may still write there
 
 
 def test_a_wait_is_for_all_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,21 +120,6 @@ def test_a_device_that_has_failed_is_used_for_nothing(monkeypatch: pytest.Monkey
             use_it()
     device.close()
     assert device.locks.locked_bytes == 4_000
-
-
-def test_a_tensor_of_nothing_has_no_memory() -> None:
-    _, device = made()
-    memory = memory_of(device, torch.empty(0, 3))
-    assert (memory.nbytes, len(memory.addresses), len(memory.sizes)) == (0, 0, 0)
-
-
-def test_the_driver_of_a_device() -> None:
-    fake = FakeDriver("cuda:5")
-    use("cuda:5", fake)
-    try:
-        assert driver_of("cuda:5") is fake
-    finally:
-        use("cuda:5", None)
 
 
 @pytest.mark.parametrize("name", ["", "cpu", "cuda:x", "xpu:0", "cuda:-1"])

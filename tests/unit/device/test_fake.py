@@ -29,31 +29,6 @@ def test_two_streams_run_in_any_order_and_one_in_its_own() -> None:
     assert seen == {(0, 1, 2), (1, 0, 2), (0, 2, 1)}
 
 
-def test_nothing_runs_before_somebody_looks() -> None:
-    driver = FakeDriver()
-    ran: list[int] = []
-    driver.launch(lambda: ran.append(1))
-    event = driver.mark()
-    assert not ran
-    while not driver.is_done(event):
-        pass
-    assert ran == [1]
-    assert driver.is_idle
-
-
-def test_a_stream_that_is_held_runs_no_step() -> None:
-    driver = FakeDriver()
-    ran: list[int] = []
-    driver.held = {5}
-    for stream in (5, 0, 5, 0):
-        driver.launch(partial(ran.append, stream), stream)
-    driver.finish()
-    assert ran == [0, 0]
-    driver.held.clear()
-    driver.finish()
-    assert ran == [0, 0, 5, 5]
-
-
 def test_memory_that_is_not_locked_is_refused() -> None:
     driver = FakeDriver()
     there = driver.array(64)

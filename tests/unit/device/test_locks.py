@@ -44,35 +44,6 @@ def test_windows_are_locked_when_they_are_used_first() -> None:
         assert not locks.lock(late, 0, 1)  # closed
 
 
-def test_memory_that_is_unlocked_while_it_is_asked_for_is_locked_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    driver = FakeDriver()
-    locks = Locks(driver, 1 << 40)
-    memory = segment(MIB)
-    with locks.of(memory, lambda: False) as locked:
-        assert locks.lock(locked, 0, 10)
-
-    class Sweeping:
-        """Another thread sweeps whenever this one lets the lock go."""
-
-        def __init__(self) -> None:
-            self.lock = locks._changing
-
-        def __enter__(self) -> None:
-            self.lock.acquire()
-
-        def __exit__(self, *_: object) -> None:
-            self.lock.release()
-            monkeypatch.setattr(locks, "_changing", self.lock)
-            locks.sweep()
-
-    monkeypatch.setattr(locks, "_changing", Sweeping())
-    with locks.of(memory, lambda: False) as again:
-        assert locks.lock(again, 0, 10)
-        assert driver.locked == {again.base: MIB}
-
-
 def test_no_more_than_the_bound() -> None:
     driver = FakeDriver()
     locks = Locks(driver, MIB)
@@ -116,17 +87,6 @@ def test_a_segment_in_use_stays_locked_though_it_is_gone() -> None:
         assert driver.locked
     locks.sweep()
     assert not driver.locked
-
-
-def test_a_segment_in_use_is_unlocked_after_the_end() -> None:
-    driver = FakeDriver()
-    locks = Locks(driver, 1 << 40)
-    memory = segment(MIB)
-    with locks.of(memory, lambda: True) as locked, locks.of(memory, lambda: True):
-        assert locks.lock(locked, 0, 10)
-        locks.close()
-        assert driver.locked
-    assert (driver.locked, locks.locked_bytes) == ({}, 0)
 
 
 def test_what_a_copy_may_use_for_ever_stays_locked() -> None:

@@ -8,6 +8,7 @@ node's memory is given in blocks, so that it is easy to see what fits. Time pass
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from kvstore import calls
 from kvstore.calls import NO_VERSION, PutOutcome, Version
@@ -21,6 +22,7 @@ from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
 from kvstore.tenants import TenantRule
 
 EPOCH = 5
+BEFORE = Version(EPOCH - 1, 1)
 HIGHEST = EPOCH + 1_000
 """The highest epoch that a node is believed."""
 EXTENT = 4096
@@ -53,6 +55,10 @@ def told(
         counters=[claim.version.counter for claim in claims],
         offsets=[claim.offset for claim in claims],
     )
+
+
+def claim_at(name: str, version: Version, offset: int = SUPERBLOCK_BYTES) -> Claim:
+    return Claim((NAMESPACE, Key(name.encode())), None, BLOCK, version, offset)
 
 
 class Cluster:
@@ -149,6 +155,11 @@ class Cluster:
         self.state.nodes.said(self.now_ms, self.sessions[name], message)
         self._settle()
 
+    def drain(self, name: str, step: calls.DrainStep = calls.DrainStep.BEGIN) -> calls.Drained:
+        drained = self.state.nodes.drain(self.now_ms, calls.Drain(name, step))
+        self._settle()
+        return drained
+
     def break_stream(self, name: str) -> None:
         self.silent.add(name)
         self.state.nodes.stream_broken(self.sessions[name])
@@ -199,68 +210,22 @@ class Cluster:
 
     # --- clients ------------------------------------------------------------------------------
 
-    def start(
-        self,
-        names: str | Iterable[str],
-        *,
-        parent: str | None = None,
-        chain: bool = True,
-        size: int = BLOCK,
-        replicas: int = 1,
-        overwrite: bool = False,
-        wait_ms: int = 0,
-        host: str = "",
-        namespace: Namespace = NAMESPACE,
-        client_number: int = 0,
-        ttl_ms: int = 0,
-    ) -> calls.Grants:
-        """``put_start``, answered at once."""
-        result = self.start_or_wait(
-            names,
-            parent=parent,
-            chain=chain,
-            size=size,
-            replicas=replicas,
-            overwrite=overwrite,
-            wait_ms=wait_ms,
-            host=host,
-            namespace=namespace,
-            client_number=client_number,
-            ttl_ms=ttl_ms,
-        )
+    def start(self, names: str | Iterable[str], **given: Any) -> calls.Grants:
+        """``put_start``, answered at once; ``given``: as of ``start_or_wait``."""
+        result = self.start_or_wait(names, **given)
         assert isinstance(result, calls.Grants), "it has to wait"
         return result
 
     def start_or_wait(
-        self,
-        names: str | Iterable[str],
-        *,
-        parent: str | None = None,
-        chain: bool = True,
-        size: int = BLOCK,
-        replicas: int = 1,
-        overwrite: bool = False,
-        wait_ms: int = 0,
-        host: str = "",
-        namespace: Namespace = NAMESPACE,
-        client_number: int = 0,
-        ttl_ms: int = 0,
-    ) -> calls.Grants | int:
-        """The grants, or the ticket of the answer."""
+        self, names: str | Iterable[str], *, parent: str | None = None, chain: bool = True,
+        size: int = BLOCK, namespace: Namespace = NAMESPACE, **given: Any,
+    ) -> calls.Grants | int:  # fmt: skip
+        """The grants, or the ticket of the answer; ``given``: further fields of the request."""
         keys = keys_of(names)
-        request = calls.PutStart(
-            namespace=namespace,
-            keys=keys,
-            sizes=[size] * len(keys),
-            parent=None if parent is None else Key(parent.encode()),
-            chain=chain,
-            replicas=replicas,
-            overwrite=overwrite,
-            wait_ms=wait_ms,
-            host=host,
-            client_number=client_number,
-            ttl_ms=ttl_ms,
-        )
+        above = None if parent is None else Key(parent.encode())
+        sizes = [size] * len(keys)
+        request = calls.PutStart(namespace, keys, sizes, above, chain, 1, False, 0, "")
+        request = request._replace(**given)
         result = self.state.putting.put_start(self.now_ms, request)
         self._settle()
         if not isinstance(result, Later):
@@ -271,15 +236,9 @@ class Cluster:
             return answer
         return result.ticket
 
-    def wait(
-        self,
-        names: str | Iterable[str],
-        *,
-        wait_ms: int = 20_000,
-        namespace: Namespace = NAMESPACE,
-    ) -> int:
+    def wait(self, names: str | Iterable[str], *, wait_ms: int = 20_000, **given: Any) -> int:
         """A ``put_start`` that has to wait; its ticket."""
-        result = self.start_or_wait(names, wait_ms=wait_ms, namespace=namespace)
+        result = self.start_or_wait(names, wait_ms=wait_ms, **given)
         assert isinstance(result, int), "it need not wait"
         self.work()
         return result
@@ -294,28 +253,9 @@ class Cluster:
         assert isinstance(reply, calls.PutEnded)
         return [PutOutcome(outcome) for outcome in reply.outcomes]
 
-    def put(
-        self,
-        names: str | Iterable[str],
-        *,
-        parent: str | None = None,
-        chain: bool = True,
-        replicas: int = 1,
-        overwrite: bool = False,
-        host: str = "",
-        namespace: Namespace = NAMESPACE,
-    ) -> None:
+    def put(self, names: str | Iterable[str], **given: Any) -> None:
         """Both phases; whatever is there already stays."""
-        grants = self.start(
-            names,
-            parent=parent,
-            chain=chain,
-            replicas=replicas,
-            overwrite=overwrite,
-            host=host,
-            namespace=namespace,
-        )
-        assert set(self.end(grants)) <= {PutOutcome.STORED}
+        assert set(self.end(self.start(names, **given))) <= {PutOutcome.STORED}
 
     def revoke(
         self, grants: calls.Grants, *, settled: bool, connections: Sequence[int] = ()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvstore import calls
 from kvstore.errors import BusyError
@@ -16,7 +12,6 @@ from kvstore.limits import CHAINS_MAX, Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.jobs import DRAW
 from kvstore.master.state.records import ONE_SHARD_RECORDS
-from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import TIPS_MAX, Tips
 from kvstore.master.state.views import chains
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
@@ -85,32 +80,6 @@ def test_two_conversations_that_share_their_beginning(new_cluster: NewCluster) -
     assert list(trunk.replicas) == [3]
 
 
-def test_a_chain_that_was_put_and_not_matched_is_there_without_a_count(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(one=20)
-    cluster.put("ab")
-    cluster.after(1_000)
-    cluster.put("cd")
-
-    answer = found(cluster)
-
-    assert rows(answer) == [("c", "d", 0), ("a", "b", 0)], "the last one first"
-    assert {(row.matched, row.counted_ms) for row in answer.branches} == {(0, 0)}
-    assert [row.idle_ms for row in answer.branches] == [0, 1_000]
-
-
-def test_a_branch_ends_where_counted_matches_ended(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=20)
-    cluster.put("abcd")
-    cluster.match("ab?")
-
-    answer = found(cluster)
-
-    assert rows(answer) == [("a", "b", 0), ("c", "d", 1)]
-    assert [row.ended for row in answer.branches] == [1, 0]
-
-
 def test_what_is_used_below_a_branch_uses_it(new_cluster: NewCluster) -> None:
     """A match uses, leases and counts the last block only."""
     cluster = new_cluster(one=20)
@@ -128,35 +97,6 @@ def test_what_is_used_below_a_branch_uses_it(new_cluster: NewCluster) -> None:
     assert (above.counted_ms, used.counted_ms) == (2_000, 2_000)
 
 
-def test_children_that_are_not_shown_are_counted(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=100)
-    cluster.put("ab")
-    cluster.put([f"k{number}" for number in range(30)], parent="b", chain=False)
-    cluster.match("ab")
-
-    answer = found(cluster, count=4)
-
-    assert answer.branches[0].children == 30
-    assert len(answer.branches) <= 5
-    assert {row.above for row in answer.branches[1:]} == {1}
-
-
-def test_half_are_those_matched_most_and_half_those_used_last(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=100)
-    for name in "abcdefgh":
-        cluster.put(name)
-    for name, times in (("a", 5), ("b", 4), ("c", 3)):
-        for _ in range(times):
-            cluster.match(name)
-    cluster.after(20)
-    for name in "gh":
-        cluster.lookup(name)
-
-    shown = [row[0] for row in rows(found(cluster, count=4))]
-    assert shown[:2] == ["a", "b"]
-    assert set(shown[2:]) == {"g", "h"}
-
-
 def test_missing_blocks_cut_a_chain_for_matches_and_are_shown(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=20)
     cluster.put("abcde")
@@ -172,27 +112,6 @@ def test_missing_blocks_cut_a_chain_for_matches_and_are_shown(new_cluster: NewCl
     assert block(cluster, "f").state == "being_written"
     assert block(cluster, "?").state == "absent"
     assert cluster.match("abc") == 1
-
-
-def test_what_is_over_counts_as_missing_before_it_is_taken_back(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=20)
-    cluster.put("a")
-    request = calls.PutStart(
-        NAMESPACE, keys_of("b"), [BLOCK], Key(b"a"), True, 1, False, 0, "", ttl_ms=640
-    )
-    grants = cluster.state.putting.put_start(cluster.now_ms, request)
-    assert isinstance(grants, calls.Grants)
-    cluster.end(grants)
-    cluster.put("cd", parent="b")
-    cluster.start("b", overwrite=True)
-    (row,) = found_at_once(cluster).branches
-    assert (row.blocks, row.missing, row.being_written, row.size) == (4, 0, 0, 4 * BLOCK)
-
-    cluster.now_ms += 640  # no tick
-
-    (row,) = found_at_once(cluster).branches
-    assert (row.blocks, row.missing, row.being_written) == (4, 0, 1)
-    assert (row.size, list(row.replicas)) == (3 * BLOCK, [3])
 
 
 def test_what_is_lost_counts_as_missing_before_it_is_swept(new_cluster: NewCluster) -> None:
@@ -232,25 +151,12 @@ def test_the_chains_of_chosen_blocks(new_cluster: NewCluster) -> None:
     assert found(cluster, namespace="unknown") == calls.ChainsFound(EPOCH, 0, [], True)
 
 
-def test_all_namespaces_or_one(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=30)
-    cluster.put("ab")
-    cluster.put("ac", namespace=OTHER)
-
-    assert {row.namespace for row in found(cluster, "").branches} == {NAMESPACE, OTHER}
-    assert rows(found(cluster, OTHER)) == [("a", "c", 0)]
-
-
 def test_replicas_pins_and_the_end_of_a_lifetime(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=20, two=20)
     cluster.put("ab", replicas=2)
     cluster.put("c", parent="b", host="host-one")
     cluster.state.keeping.pin(0, calls.Pin(NAMESPACE, keys_of("b"), 5_000))
-    lasting = calls.PutStart(NAMESPACE, keys_of("d"), [BLOCK], Key(b"c"), ttl_ms=1_000, chain=True,
-                             replicas=1, overwrite=False, wait_ms=0, host="host-one")  # fmt: skip
-    grants = cluster.state.putting.put_start(0, lasting)
-    assert isinstance(grants, calls.Grants)
-    cluster.end(grants)
+    cluster.put("d", parent="c", ttl_ms=1_000, host="host-one")
 
     (row,) = found(cluster).branches
     names = {cluster.segments[s]: n for s, n in zip(row.segments, row.replicas, strict=True)}
@@ -345,28 +251,6 @@ def test_a_block_that_was_evicted_or_removed_is_no_tip_any_more(new_cluster: New
 # --- bounds ---------------------------------------------------------------------------------------
 
 
-def test_a_long_chain_is_walked_in_slices(
-    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chains, "STEPS", 100)
-    cluster = new_cluster(one=1_100)
-    names = [f"k{number}" for number in range(1_000)]
-    cluster.put(names)
-    cluster.match(names)
-    later = cluster.state.chains.find(cluster.now_ms, calls.Chains(NAMESPACE))
-    slices = 0
-    while cluster.state.has_work:
-        cluster.state.work(cluster.now_ms)
-        slices += 1
-    cluster._settle()
-
-    answer = cluster.answers.pop(later.ticket)
-
-    assert isinstance(answer, calls.ChainsFound)
-    assert [(row.blocks, row.cut) for row in answer.branches] == [(1_000, False)]
-    assert slices >= 10
-
-
 def test_walks_end_after_so_many_records_and_say_so(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,29 +287,6 @@ def test_there_are_so_many_branches_at_most(
     assert [row for row in answer.branches if row.cut]
 
 
-def test_a_chain_that_is_removed_between_two_slices(
-    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chains, "STEPS", 10)
-    cluster = new_cluster(one=200)
-    names = [f"k{number}" for number in range(100)]
-    cluster.put(names)
-    cluster.match(names)
-    cluster.after(cluster.rules.lease_ms + 1)
-    later = cluster.state.chains.find(cluster.now_ms, calls.Chains(NAMESPACE))
-    for _ in range(6):
-        cluster.state.chains.walk_on(cluster.now_ms)
-    cluster.remove(reversed(names))
-    cluster.put("ab")
-    cluster.work()
-
-    answer = cluster.answers.pop(later.ticket)
-
-    assert isinstance(answer, calls.ChainsFound)
-    assert [row.last for row in answer.branches] == [b"k99"]
-    assert rows(found(cluster)) == [("a", "b", 0)]
-
-
 def test_a_tip_that_is_removed_before_it_is_walked_from_is_left_out(
     new_cluster: NewCluster,
 ) -> None:
@@ -444,38 +305,6 @@ def test_a_tip_that_is_removed_before_it_is_walked_from_is_left_out(
     assert rows(answer) == [("a", "c", 0)]
 
 
-def test_a_branch_that_leads_back_to_itself_is_left_out(
-    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was above the walked blocks is put below them before the walk goes on."""
-    monkeypatch.setattr(chains, "STEPS", 3)
-    cluster = new_cluster(one=50)
-    cluster.put("abcdefg")
-    cluster.put("x", parent="d")
-    later = cluster.state.chains.find(cluster.now_ms, calls.Chains(NAMESPACE, keys_of("f")))
-    for _ in range(2):  # chooses, and walks f and e
-        cluster.state.chains.walk_on(cluster.now_ms)
-    cluster.remove("fed")
-    cluster.put("f")
-    cluster.put("d", parent="g")
-    cluster.work()
-
-    assert cluster.answers.pop(later.ticket) == calls.ChainsFound(EPOCH, 0, [], True)
-
-
-def test_an_answer_leaves_no_cycle(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=20)
-    cluster.put("abc")
-    cluster.put("x", parent="b")
-    gc.collect()
-    gc.disable()
-    try:
-        assert len(found(cluster).branches) == 3
-        assert gc.collect() == 0
-    finally:
-        gc.enable()
-
-
 def test_so_many_questions_wait_and_can_be_given_up(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=20)
     cluster.put("ab")
@@ -490,71 +319,3 @@ def test_so_many_questions_wait_and_can_be_given_up(new_cluster: NewCluster) -> 
     assert waiting[0].ticket not in cluster.answers
     for later in waiting[1:]:
         assert isinstance(cluster.answers.pop(later.ticket), calls.ChainsFound)
-
-
-# --- against a tree that is made in another way --------------------------------------------------
-
-
-class Naive(NamedTuple):
-    """A branch, by its last block."""
-
-    first: str
-    above: str
-    blocks: int
-    missing: int
-    children: int
-
-
-def naive(parent: Mapping[str, str], gone: set[str], tips: set[str]) -> dict[str, Naive]:
-    """``parent``: of every record; empty: none."""
-    children: dict[str, set[str]] = {name: set() for name in parent}
-    for name, above in parent.items():
-        if above:
-            children[above].add(name)
-    wanted: set[str] = set()
-    for tip in tips:
-        at = tip
-        while at and at not in wanted:
-            wanted.add(at)
-            at = parent[at]
-    ends = {name for name in wanted if name in tips or len(children[name]) > 1}
-    made = {}
-    for end in ends:
-        run = [end]
-        while (above := parent[run[-1]]) and above not in ends:
-            run.append(above)
-        made[end] = Naive(run[-1], above, len(run), len(gone & set(run)), len(children[end]))
-    return made
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_the_branches_are_those_of_a_naive_tree(data: st.DataObject) -> None:
-    draw = data.draw
-    cluster = Cluster({"one": 60, "two": 60}, MasterRules())
-    parent: dict[str, str] = {}
-    for number in range(draw(st.integers(1, 30))):
-        name = f"k{number}"
-        parent[name] = draw(st.sampled_from(["", *parent]), label=f"parent of {name}")
-        cluster.put([name], parent=parent[name] or None)
-    tips = draw(st.sets(st.sampled_from(sorted(parent)), min_size=1))
-    inner = sorted(set(parent.values()) - {""} - tips)
-    gone = draw(st.sets(st.sampled_from(inner))) if inner else set()
-    if gone:
-        cluster.remove(sorted(gone))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chains, "STEPS", draw(st.integers(1, 7)))
-        answer = found(cluster, keys=sorted(tips))
-
-    told = {}
-    for number, row in enumerate(answer.branches, 1):
-        assert row.above < number
-        above = answer.branches[row.above - 1].last.decode() if row.above else ""
-        told[row.last.decode()] = Naive(
-            row.first.decode(), above, row.blocks, row.missing, row.children
-        )
-        assert row.size == BLOCK * (row.blocks - row.missing)
-        assert sum(row.replicas) == row.blocks - row.missing
-    assert told == naive(parent, gone, tips)
-    assert answer.whole
-    cluster.state.check_invariants()

@@ -73,12 +73,6 @@ def test_what_is_compiled_runs_unless_it_is_not_wanted() -> None:
     assert runs(KVSTORE_NATIVE="0") == ".py"
 
 
-def test_here_the_sources_run() -> None:
-    from kvstore.master.state import pool
-
-    assert Path(pool.__file__).suffix == ".py" or "STATE_COMPILED" in os.environ
-
-
 def test_what_was_compiled_of_other_sources_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.limits import Key
-from kvstore.master.state.inventory import Claim
-from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
+from tests.unit.master.cluster import EPOCH, NAMESPACE, Cluster, claim_at, keys_of
 from tests.unit.master.conftest import NewCluster
 
 
@@ -53,20 +51,6 @@ def test_a_bad_object_is_gone_wiped_counted_and_can_be_put_again(new_cluster: Ne
     assert cluster.present("a") == "a"
 
 
-def test_its_bytes_are_not_reused_while_a_lease_may_live(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=1)
-    counter = stored(cluster, "a")
-    nodes_of(cluster, "a")
-
-    report(cluster, "a", counter, "one")
-
-    ticket = cluster.wait("b")
-    cluster.after(cluster.rules.lease_ms - 1_000)
-    assert ticket not in cluster.answers
-    cluster.after(2_000)
-    assert ticket in cluster.answers
-
-
 @pytest.mark.parametrize(
     ("counter", "epoch", "node"), [(1, EPOCH, "one"), (0, EPOCH - 1, "one"), (0, EPOCH, "two")]
 )
@@ -110,33 +94,6 @@ def test_a_bad_replica_that_is_left_alone_is_the_object(new_cluster: NewCluster)
     assert report(cluster, "a", counter, first) == 1
 
 
-def test_a_demoted_candidate_is_evicted_like_any_other(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=2, two=2)
-    counter = stored(cluster, "a", replicas=2)
-    first, _ = nodes_of(cluster, "a")
-    report(cluster, "a", counter, first)
-    cluster.after(cluster.rules.lease_ms + 1_000)
-
-    cluster.put("bcd", chain=False)
-    cluster.put("e")
-
-    assert cluster.present("abcde") == "bcde"
-
-
-def test_a_block_of_a_chain_leaves_the_others_detached_until_it_is_back(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(one=4)
-    grants = cluster.start("abc")
-    cluster.end(grants)
-
-    assert report(cluster, "b", grants.tokens[1], "one") == 1
-
-    assert cluster.match("abc") == 1
-    cluster.put("b", parent="a")
-    assert cluster.match("abc") == 3
-
-
 @pytest.mark.parametrize("dies", ["before", "after"])
 def test_a_bad_object_does_not_come_back_with_a_node(new_cluster: NewCluster, dies: str) -> None:
     cluster = new_cluster(one=4, two=4)
@@ -151,7 +108,7 @@ def test_a_bad_object_does_not_come_back_with_a_node(new_cluster: NewCluster, di
     if dies == "after":
         cluster.break_stream("one")
     cluster.join("one", again=True, tells=False)
-    cluster.tell("one", Claim((NAMESPACE, Key(b"a")), None, BLOCK, version, offset))
+    cluster.tell("one", claim_at("a", version, offset))
     assert cluster.present("a") == ""
     assert not cluster.renew("a", version)
     cluster.wipes_at_once = True

@@ -21,12 +21,6 @@ def two(new_cluster: NewCluster) -> Cluster:
     return new_cluster(a=10, b=10)
 
 
-def drain(cluster: Cluster, node: str, step: DrainStep = DrainStep.BEGIN) -> calls.Drained:
-    drained = cluster.state.nodes.drain(cluster.now_ms, calls.Drain(node, step))
-    cluster._settle()
-    return drained
-
-
 def start(
     cluster: Cluster,
     node: str,
@@ -72,7 +66,7 @@ def state_of(cluster: Cluster, node: str) -> str:
 def test_nothing_new_goes_there_and_what_is_there_is_read(two: Cluster) -> None:
     two.put("abc", host="host-a")
     assert holds(two, "a") == "abc"
-    drain(two, "a")
+    two.drain("a")
     assert state_of(two, "a") == "draining"
     two.put("de", parent="c", host="host-a")  # neither the parent nor the host decides
     two.put("x", host="host-a")
@@ -82,8 +76,8 @@ def test_nothing_new_goes_there_and_what_is_there_is_read(two: Cluster) -> None:
 
 
 def test_undone_it_is_chosen_again(two: Cluster) -> None:
-    drain(two, "a")
-    drain(two, "a", DrainStep.UNDO)
+    two.drain("a")
+    two.drain("a", DrainStep.UNDO)
     assert state_of(two, "a") == "alive"
     two.put("a", host="host-a")
     assert holds(two, "a") == "a"
@@ -93,7 +87,7 @@ def test_all_that_it_holds_moves_as_a_chain(two: Cluster) -> None:
     two.put("abc", host="host-a")
     two.put("x", host="host-a")
     before = two.stat("b").version
-    drain(two, "a")
+    two.drain("a")
     assert move(two, "a") == [STORED] * 4
     assert holds(two, "b") == "abcx"
     assert two.match("abc") == 3
@@ -101,7 +95,7 @@ def test_all_that_it_holds_moves_as_a_chain(two: Cluster) -> None:
     assert two.stat("b").parent == b"a"
     assert move(two, "a") == []
     two.after(two.rules.lease_ms)
-    assert drain(two, "a").used == 0, "the old bytes are free one lease later"
+    assert two.drain("a").used == 0, "the old bytes are free one lease later"
 
 
 def test_a_chain_goes_to_one_node(new_cluster: NewCluster) -> None:
@@ -109,7 +103,7 @@ def test_a_chain_goes_to_one_node(new_cluster: NewCluster) -> None:
     names = [f"{number:02d}" for number in range(16)]
     cluster.put(names, host="host-a")
     cluster.put("x", host="host-b")  # so c has more room now
-    drain(cluster, "a")
+    cluster.drain("a")
     cursor = 0
     while True:  # three at a time: the later ones find their parents moved
         started = start(cluster, "a", cursor, limit=3)
@@ -122,7 +116,7 @@ def test_a_chain_goes_to_one_node(new_cluster: NewCluster) -> None:
 
 def test_the_bytes_and_objects_of_one_call_are_bounded(two: Cluster) -> None:
     two.put("abcdef", chain=False, host="host-a")
-    drain(two, "a")
+    two.drain("a")
     assert len(start(two, "a", limit=2).keys) == 2
     assert len(start(two, "a", bytes_max=3 * BLOCK).keys) == 3
     assert len(start(two, "a", bytes_max=0).keys) == 1, "one at least"
@@ -132,17 +126,17 @@ def test_an_old_view_is_told_that_its_bytes_are_not_kept(two: Cluster) -> None:
     two.put("a", host="host-a")
     old = two.stat("a").version
     assert two.lookup("a") == [["a"]]
-    drain(two, "a")
+    two.drain("a")
     move(two, "a")
     assert not two.renew("a", old)
     assert two.renew("a", two.stat("a").version)
     two.after(two.rules.lease_ms - 500)
-    assert drain(two, "a").used == EXTENT, "what was promised before is kept"
+    assert two.drain("a").used == EXTENT, "what was promised before is kept"
 
 
 def test_what_was_removed_meanwhile_stays_removed(two: Cluster) -> None:
     two.put("ab", host="host-a")
-    drain(two, "a")
+    two.drain("a")
     started = start(two, "a")
     assert two.remove("b") == [1]
     assert two.end(started.grants) == [STORED, REFUSED]
@@ -159,7 +153,7 @@ def test_a_copy_of_what_was_removed_is_wiped_again_when_its_writer_has_ended(
 ) -> None:
     """A writer through shared memory cannot be cut: its header may land behind the first wiping."""
     two.put("a", host="host-a")
-    drain(two, "a")
+    two.drain("a")
     grants = start(two, "a").grants
     two.remove("a")
     two.wipes_at_once = False
@@ -175,7 +169,7 @@ def test_a_copy_of_what_was_removed_is_wiped_again_when_its_writer_has_ended(
 
 def test_what_was_replaced_meanwhile_keeps_the_new_bytes(two: Cluster) -> None:
     two.put("a", host="host-a")
-    drain(two, "a")
+    two.drain("a")
     started = start(two, "a")
     two.put("a", overwrite=True)  # is not told that somebody else writes
     newer = two.stat("a").version
@@ -185,7 +179,7 @@ def test_what_was_replaced_meanwhile_keeps_the_new_bytes(two: Cluster) -> None:
 
 def test_a_replacement_that_began_first_ends_last(two: Cluster) -> None:
     two.put("a", host="host-a")
-    drain(two, "a")
+    two.drain("a")
     grants = two.start("a", overwrite=True)
     started = start(two, "a")
     assert (started.skipped, list(started.keys)) == (1, [])
@@ -193,20 +187,9 @@ def test_a_replacement_that_began_first_ends_last(two: Cluster) -> None:
     assert holds(two, "b") == "a"
 
 
-def test_a_replacement_that_begins_later_ends_after_the_move(two: Cluster) -> None:
-    two.put("a", host="host-a")
-    drain(two, "a")
-    started = start(two, "a")
-    grants = two.start("a", overwrite=True)
-    assert two.end(started.grants) == [STORED]
-    moved = two.stat("a").version
-    assert two.end(grants) == [STORED]
-    assert two.stat("a").version > moved
-
-
 def test_two_that_move_one_object(two: Cluster) -> None:
     two.put("a", host="host-a")
-    drain(two, "a")
+    two.drain("a")
     first, second = start(two, "a"), start(two, "a")
     assert two.end(second.grants) == [STORED]
     assert two.end(first.grants) == [REFUSED]
@@ -216,25 +199,12 @@ def test_two_that_move_one_object(two: Cluster) -> None:
 
 def test_a_mover_that_dies_costs_nothing(two: Cluster) -> None:
     two.put("abc", host="host-a")
-    drain(two, "a")
+    two.drain("a")
     started = start(two, "a")
     two.after(two.rules.put_deadline_ms + two.rules.quarantine_ms + 1_000)
     assert two.end(started.grants) == [REFUSED] * 3
     assert holds(two, "a") == "abc"
     assert move(two, "a") == [STORED] * 3
-
-
-def test_moving_is_no_use(new_cluster: NewCluster) -> None:
-    """What was moved is evicted in the order in which it was used."""
-    cluster = new_cluster(a=4, b=4)
-    cluster.put("x", host="host-a")
-    cluster.after(20_000)
-    cluster.put("y", host="host-b")
-    cluster.after(20_000)
-    drain(cluster, "a")
-    assert move(cluster, "a") == [STORED]
-    cluster.put("mno", chain=False)
-    assert cluster.present("xy") == "y", "x was used before y"
 
 
 def test_what_was_used_later_makes_room_for_itself(new_cluster: NewCluster) -> None:
@@ -245,7 +215,7 @@ def test_what_was_used_later_makes_room_for_itself(new_cluster: NewCluster) -> N
     cluster.after(20_000)
     cluster.put("n", host="host-a")  # newer
     cluster.after(20_000)
-    began = drain(cluster, "a").began
+    began = cluster.drain("a").began
     started = start(cluster, "a", evict_up_to=began)
     assert (list(started.keys), started.left, started.left_bytes) == (keys_of("n"), 1, BLOCK)
     assert cluster.end(started.grants) == [STORED]
@@ -256,7 +226,7 @@ def test_what_was_used_later_makes_room_for_itself(new_cluster: NewCluster) -> N
 def test_without_another_node_all_is_left(new_cluster: NewCluster) -> None:
     cluster = new_cluster(a=4)
     cluster.put("ab")
-    drain(cluster, "a")
+    cluster.drain("a")
     left = cursor = 0
     while True:  # one at a time, which the chain does not fit into
         started = start(cluster, "a", cursor, limit=1)
@@ -278,7 +248,7 @@ def test_a_chain_is_as_recent_as_its_tip(new_cluster: NewCluster) -> None:
     cluster.after(20_000)
     assert cluster.match("pqr") == 3
     cluster.after(20_000)
-    began = drain(cluster, "a").began
+    began = cluster.drain("a").began
     assert move(cluster, "a", began) == [STORED] * 3
     assert cluster.match("pqr") == 3
     assert len(cluster.present("wxyz")) == 1
@@ -292,7 +262,7 @@ def test_nothing_makes_room_unless_the_drain_says_so(new_cluster: NewCluster) ->
     cluster.after(60_000)
     cluster.put("mn", chain=False, host="host-a")
     cluster.after(20_000)
-    drain(cluster, "a")
+    cluster.drain("a")
     started = start(cluster, "a")
     assert (len(started.keys), started.left, started.evicted) == (1, 1, 0)
     cluster.end(started.grants)
@@ -309,27 +279,14 @@ def test_a_drain_evicts_nothing_that_it_has_moved(new_cluster: NewCluster, limit
     for name in "abcdefg":
         cluster.put(name, host="host-a")
         cluster.after(20_000)
-    began = drain(cluster, "a").began
+    began = cluster.drain("a").began
     assert move(cluster, "a", began, limit) == [STORED] * 3
     cluster.after(20_000)
-    assert drain(cluster, "a").began == began, "the drain is begun again"
+    assert cluster.drain("a").began == began, "the drain is begun again"
     assert move(cluster, "a", began, limit) == []
     assert cluster.present("abcdefg") == "abcdefg"
     assert (len(holds(cluster, "b")), len(holds(cluster, "a"))) == (3, 4)
     assert cluster.present("x") == "", "it was used before all of them"
-
-
-def test_what_was_moved_gives_way_to_puts_as_any_object(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(a=4, b=4)
-    cluster.put("x", host="host-b")
-    cluster.after(20_000)
-    cluster.put("mnop", chain=False, host="host-a")
-    cluster.after(20_000)
-    began = drain(cluster, "a").began
-    assert move(cluster, "a", began) == [STORED] * 4
-    cluster.after(20_000)
-    cluster.put("stuv", chain=False)
-    assert cluster.present("stuv") == "stuv"
 
 
 def test_memory_that_is_not_given_out_yet_is_waited_for(new_cluster: NewCluster) -> None:
@@ -337,7 +294,7 @@ def test_memory_that_is_not_given_out_yet_is_waited_for(new_cluster: NewCluster)
     cluster = new_cluster(a=4, b=4)
     cluster.put("a", host="host-a")
     cluster.join("b", again=True)
-    drain(cluster, "a")
+    cluster.drain("a")
     started = start(cluster, "a")
     assert (list(started.keys), started.left, started.skipped) == ([], 0, 1)
     cluster.after(cluster.rules.lease_ms + 1_000)
@@ -348,7 +305,7 @@ def test_replicas_stay_as_many_as_they_were(new_cluster: NewCluster) -> None:
     cluster = new_cluster(a=4, b=4, c=4, d=4)
     cluster.put("a", replicas=2, host="host-a")
     cluster.put("z", host="host-a")
-    drain(cluster, "a")
+    cluster.drain("a")
     for _ in range(2):
         move(cluster, "a")
     assert len(cluster.where("a")) == 2
@@ -359,8 +316,8 @@ def test_replicas_stay_as_many_as_they_were(new_cluster: NewCluster) -> None:
 def test_it_leaves_when_it_is_told_to_and_is_told_why(two: Cluster) -> None:
     two.put("a", host="host-a")
     with pytest.raises(InvalidArgumentError, match="not being drained"):
-        drain(two, "a", DrainStep.LEAVE)
-    drain(two, "a")
+        two.drain("a", DrainStep.LEAVE)
+    two.drain("a")
     move(two, "a")
     two.state.nodes.drain(two.now_ms, calls.Drain("a", DrainStep.LEAVE))
     hangups = [effect for effect in two.state.effects if isinstance(effect, Hangup)]
@@ -371,27 +328,17 @@ def test_it_leaves_when_it_is_told_to_and_is_told_why(two: Cluster) -> None:
     two.silent.add("a")
     assert [node.name for node in two.status().nodes] == ["b"]
     assert two.match("a") == 1
-    assert drain(two, "a", DrainStep.LEAVE).used == 0, "asked again, it has left"
+    assert two.drain("a", DrainStep.LEAVE).used == 0, "asked again, it has left"
     with pytest.raises(DrainedError):  # its stream broke before it heard
         two.join("a", resume=True)
     two.join("a", 10)  # started again, later
     assert state_of(two, "a") == "alive"
 
 
-def test_memory_that_has_joined_anew_was_not_told_to_leave(two: Cluster) -> None:
-    drain(two, "a")
-    two.state.nodes.drain(two.now_ms, calls.Drain("a", DrainStep.LEAVE))
-    two._settle()
-    two.join("a", again=True)  # it was killed before it heard, and restarted
-    two.break_stream("a")
-    two.join("a", resume=True)
-    assert state_of(two, "a") == "alive"
-
-
 def test_a_node_that_is_not_there(two: Cluster) -> None:
     for step in (DrainStep.BEGIN, DrainStep.UNDO):
         with pytest.raises(InvalidArgumentError, match="no node x"):
-            drain(two, "x", step)
+            two.drain("x", step)
     with pytest.raises(InvalidArgumentError, match="no node x"):
         start(two, "x")
     with pytest.raises(InvalidArgumentError, match="not being drained"):
@@ -399,7 +346,7 @@ def test_a_node_that_is_not_there(two: Cluster) -> None:
 
 
 def test_it_is_drained_still_after_it_resumed_or_joined_anew(two: Cluster) -> None:
-    drain(two, "a")
+    two.drain("a")
     two.break_stream("a")
     two.join("a", resume=True)
     assert state_of(two, "a") == "draining"
@@ -411,16 +358,7 @@ def test_it_is_drained_still_after_it_resumed_or_joined_anew(two: Cluster) -> No
 
 def test_puts_under_way_there_are_counted(two: Cluster) -> None:
     grants = two.start("ab", host="host-a")
-    assert drain(two, "a").pending == 2
+    assert two.drain("a").pending == 2
     assert two.end(grants) == [STORED] * 2
-    drained = drain(two, "a")
+    drained = two.drain("a")
     assert (drained.pending, drained.used) == (0, 2 * extent_bytes(BLOCK))
-
-
-def test_a_put_that_waits_is_granted_when_the_draining_is_undone(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(a=4)
-    drain(cluster, "a")
-    ticket = cluster.wait("x")
-    drain(cluster, "a", DrainStep.UNDO)
-    cluster.work()
-    assert isinstance(cluster.answers[ticket], calls.Grants)

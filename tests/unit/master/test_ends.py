@@ -46,16 +46,6 @@ def test_the_next_end_is_the_earliest() -> None:
     ends.check_invariants()
 
 
-def test_of_one_bucket_the_last_added_comes_first() -> None:
-    """It may be a child of the others."""
-    ends = Ends()
-    records = [record(name) for name in "abc"]
-    for each in records:
-        ends.set(each, STEP_MS)
-
-    assert [ends.pop_ended(STEP_MS) for _ in "abc"] == records[::-1]
-
-
 def test_a_record_has_one_end() -> None:
     ends, a, b = Ends(), record("a"), record("b")
     ends.set(b, STEP_MS)

@@ -32,12 +32,6 @@ def test_a_node_that_has_joined_a_later_master_waits_for_our_next_term() -> None
     assert state.report.status(0, calls.Status()).nodes == []
 
 
-def test_a_node_that_knows_our_own_epoch_or_an_earlier_one_joins() -> None:
-    for highest in (0, EPOCH - 1, EPOCH):
-        state = MasterState(epoch=EPOCH)
-        assert state.nodes.joined(0, 1, JOIN._replace(highest_epoch=highest)).epoch == EPOCH
-
-
 def outrun_by(state: MasterState) -> list[int]:
     return [each.epoch for each in state.take_effects() if isinstance(each, Outrun)]
 

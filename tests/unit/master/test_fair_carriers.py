@@ -141,17 +141,17 @@ def test_one_identity_has_half_of_the_lane_until_it_leaves(tmp_path: Path) -> No
             for _ in range(3):  # what is given back can be had again
                 socks = [lane.connect(FLOOD, 0) for _ in range(6)]
                 answers = [await heard(sock) for sock in socks]
-                assert sum(b"flood holds 4 of 8 places" in each for each in answers) == 2
+                assert sum(b"flood has reached its limit: 4 of 8" in each for each in answers) == 2
                 assert len(await heard(lane.connect(OTHER, 0))) > 0
                 for sock in socks:
                     sock.close()
                 while any(each._who != "other" for each in lane.server.connections):
                     await asyncio.sleep(0)
-                lane.server.shares.check_invariants()
+                lane.server.connections.check_invariants()
                 lane.server.cut()
                 while lane.server.connections:
                     await asyncio.sleep(0)
-            assert lane.server.shares.refused() == {"flood": 6}
+            assert lane.server.connections.refusals() == {"flood": 6}
             await lane.server.stop()
 
     run(main())
@@ -182,18 +182,18 @@ def test_calls_by_grpc_wait_for_their_turn_and_have_a_share(
         while len(service.asked) < 4:
             await asyncio.sleep(0)
         refused = [task for task in flood if task.done()]
-        assert [str(task.exception())[:17] for task in refused] == ["grpc: flood holds"] * 2
+        assert [str(task.exception())[:20] for task in refused] == ["grpc: identity flood"] * 2
         service.waits = False
         assert len(await ask(OTHER)) > 0
         for task in flood:
             task.cancel()
         await asyncio.wait(flood)
-        server.shares.check_invariants()
+        server.limiter.check_invariants()
         service.asked.clear()
         flood = [ask(FLOOD) for _ in range(4)]
         other = ask(OTHER)
         await asyncio.gather(*flood, other)
         assert service.asked.index("other") <= 2
-        assert server.shares.refused() == {"flood": 2}
+        assert server.limiter.refusals() == {"flood": 2}
 
     run(main())

@@ -21,7 +21,7 @@ from kvstore.master.gate import Gate, number_of
 from kvstore.master.sealing import MASTER
 from kvstore.master.service import MasterService
 from kvstore.master.state.master_state import MasterState
-from kvstore.master.state.puts import GrantedAllocation, Pending
+from kvstore.master.state.puts import Pending
 from kvstore.master.state.traffic import Caller
 from kvstore.process.logs import BURST, RateLimit
 from tests.support.issuing import Identities
@@ -174,28 +174,6 @@ def test_puts_get_the_number_of_their_caller(gate: Gate) -> None:
         assert gate.own(Caller("c"), request, Pending()) is request, "without an identity"
 
 
-@pytest.mark.parametrize(
-    "request_of",
-    [
-        lambda token: calls.PutEnd(1, [1, token]),
-        lambda token: calls.PutRevoke(1, [token], True),
-        lambda token: calls.Renew(SPACE, [], [], [], 1, [token], [], []),
-        lambda token: calls.Commit(1, token, SPACE, Key(b"k"), None, 1, False),
-    ],
-)
-def test_a_token_is_of_the_client_that_got_it(
-    gate: Gate, request_of: Callable[[int], calls.Request]
-) -> None:
-    pending = Pending()
-    pending.add(GrantedAllocation(5, [], 10, 1_000, 7, SPACE, None))
-    ending, unknown = request_of(5), request_of(6)
-    assert gate.own(Caller("c", ENGINE, number=7), ending, pending) is ending
-    theirs = Caller("c", OTHER, number=8)
-    assert gate.own(theirs, unknown, pending) is unknown, "it has ended before"
-    with pytest.raises(PermissionDeniedError, match="a put of another client"):
-        gate.own(theirs, ending, pending)
-
-
 def test_no_identity_hides_what_another_removes_or_is_refused(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -263,6 +241,7 @@ def test_what_is_refused_is_not_looked_up(
         lambda tokens: calls.PutEnd(7, tokens),
         lambda tokens: calls.PutRevoke(7, tokens, True),
         lambda tokens: calls.Renew(SPACE, [], [], [], 7, tokens, [], []),
+        lambda tokens: calls.Commit(7, tokens[-1], SPACE, Key(b"k"), None, 1, False),
     ],
 )
 def test_a_token_of_another_client_is_refused(

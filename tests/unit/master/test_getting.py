@@ -8,9 +8,7 @@ from kvstore import calls
 from kvstore.calls import NO_PLACEMENTS, PutOutcome
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state import asking as asking_module
-from kvstore.master.state.inventory import Claim
-from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, keys_of
+from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, claim_at, keys_of
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
@@ -63,18 +61,6 @@ def test_a_match_says_where_everything_is_when_asked(new_cluster: NewCluster) ->
     assert list(found.sizes) == [BLOCK] * 3
     assert list(found.counters) == list(grants.tokens)
     assert list(found.offsets) == list(grants.offsets)
-
-
-def test_a_match_asks_several_namespaces_at_once(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8)
-    other, unknown = Namespace("other"), Namespace("unknown")
-    cluster.put("abc")
-    cluster.put("ab", namespace=other)
-
-    request = calls.MatchPrefix([NAMESPACE, other, unknown], keys_of("abc"), False)
-    reply = cluster.state.asking.match_prefix(cluster.now_ms, request)
-
-    assert [match.matched for match in reply.matches] == [3, 2, 0]
 
 
 # --- states, of which the last one counts ---------------------------------------------------------
@@ -134,17 +120,6 @@ def test_a_state_that_is_being_written_or_died_is_none(new_cluster: NewCluster) 
     assert state_of(cluster, "ab", NAMESPACE) == (0, 0)
 
 
-def test_not_all_states_of_a_long_chain_are_looked_at(
-    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(asking_module, "STATE_PROBES_MAX", 3)
-    cluster = new_cluster(one=20)
-    for namespace in STATES:
-        cluster.put("a", namespace=namespace)
-    assert state_of(cluster, "ab") == (2, 1)
-    assert state_of(cluster, "abcd") == (4, 0)
-
-
 def test_blocks_behind_a_removed_one_are_not_matched_until_it_is_put_again(
     new_cluster: NewCluster,
 ) -> None:
@@ -157,23 +132,6 @@ def test_blocks_behind_a_removed_one_are_not_matched_until_it_is_put_again(
     cluster.put("b", parent="a")
 
     assert cluster.match("abcd") == 4
-
-
-def test_blocks_behind_a_block_that_died_are_not_matched_until_it_is_put_again(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(one=8, two=2)
-    cluster.put("a", host="host-two")
-    cluster.put("x", host="host-two")
-    cluster.match("ax")
-    cluster.put("bc", parent="a", host="host-one")
-    assert cluster.match("abc") == 3
-
-    cluster.kill("two")
-    assert cluster.match("abc") == 0
-
-    cluster.put("a")
-    assert cluster.match("abc") == 3
 
 
 def test_a_match_tells_how_many_blocks_are_being_written(new_cluster: NewCluster) -> None:
@@ -223,28 +181,6 @@ def test_a_gap_is_seen_though_depths_below_it_are_those_of_before(new_cluster: N
     assert cluster.match("abcdefgh") == 5
 
 
-def test_chains_whose_blocks_arrive_in_reverse_match(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8)
-    for above, name in reversed(list(zip("abcdef", "bcdefg", strict=True))):
-        cluster.put(name, parent=above)
-        assert cluster.match("abcdefg") == 0
-
-    cluster.put("a")
-
-    assert cluster.match("abcdefg") == 7
-    assert cluster.match("abcdefg") == 7
-
-
-def test_a_put_that_was_looked_for_too_early_is_found_later(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8)
-    grants = cluster.start("a")
-    assert cluster.match("a") == 0
-
-    cluster.end(grants)
-
-    assert cluster.match("a") == 1
-
-
 def test_a_lookup_leases_each_object(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=2)
     cluster.put("ab", chain=False)
@@ -253,18 +189,6 @@ def test_a_lookup_leases_each_object(new_cluster: NewCluster) -> None:
 
     with pytest.raises(NoSpaceError):
         cluster.put("x")
-
-
-def test_exists_tells_and_leases_nothing(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=2)
-    cluster.put("a")
-    cluster.start("b")
-
-    reply = cluster.state.asking.exists(cluster.now_ms, calls.Exists(NAMESPACE, keys_of("abc")))
-
-    assert list(reply.presence) == [1, 2, 0]
-    cluster.put("x")
-    assert cluster.present("a") == ""
 
 
 def test_a_renewed_lease_goes_on_for_that_version_only(new_cluster: NewCluster) -> None:
@@ -313,7 +237,7 @@ def test_a_lease_is_not_renewed_where_the_object_has_ended(new_cluster: NewClust
     cluster.work()
 
     cluster.join("one", again=True, tells=False)
-    cluster.tell("one", Claim((NAMESPACE, Key(b"a")), None, BLOCK, version, on_one[1]))
+    cluster.tell("one", claim_at("a", version, on_one[1]))
 
     assert cluster.present("a") == "a"
     assert cluster.renew("a", version, on_one)

@@ -157,17 +157,6 @@ def test_of_two_versions_the_newer_is_believed(new_cluster: NewCluster, order: s
     assert wiped(cluster) == ([0] if order == "older first" else [1])
 
 
-def test_what_was_put_meanwhile_is_newer(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8)
-    cluster.put("a")
-    cluster.wipes_at_once = False
-
-    back(cluster, "two", claim("a", 2))
-
-    assert cluster.where("a") == ["one"]
-    assert wiped(cluster) == [2]
-
-
 # --- nonsense ----------------------------------------------------------------------------------
 
 
@@ -238,19 +227,6 @@ def test_an_inventory_that_was_broken_off_begins_again(new_cluster: NewCluster) 
     assert cluster.present("ab") == "ab"
     assert cluster.state.counters["refused_claims"] == 0
     assert cluster.free_blocks() == 6
-
-
-def test_a_join_that_comes_late_is_no_reason_to_wait_for_ever(new_cluster: NewCluster) -> None:
-    """It was sent before the one that was accepted: who it mounted never tells anything."""
-    cluster = new_cluster(one=8)
-    cluster.kill("one")
-    cluster.join("one", again=True, tells=False)
-    cluster.tell("one", claim("a", 0))
-    cluster.join("one", again=True, tells=False)
-    cluster.break_stream("one")
-
-    with pytest.raises(SegmentGoneError):
-        cluster.join("one", resume=True)
 
 
 # --- what was removed stays removed ------------------------------------------------------------
@@ -329,20 +305,6 @@ def test_a_removal_waits_until_all_is_told(new_cluster: NewCluster) -> None:
 
     assert cluster.reply(result) == calls.Removed(bytes([0]))
     assert cluster.present("abc") == "bc"
-
-
-def test_a_removal_waits_for_readers_on_a_node_that_died(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8, two=8)
-    cluster.put("a", host="host-one")
-    cluster.put("b", host="host-two")
-    cluster.kill("one")
-
-    result = cluster.remove_later("a")
-    assert isinstance(result, Later)
-    assert result.ticket not in cluster.answers
-    cluster.after(LEASE_MS)
-
-    assert result.ticket in cluster.answers
 
 
 # --- over masters -------------------------------------------------------------------------------
@@ -493,15 +455,3 @@ def test_a_node_that_beats_and_wipes_nothing_must_join_anew(new_cluster: NewClus
     cluster.wipe()  # the mark on the other
     cluster.after(LEASE_MS)
     assert waits.ticket in cluster.answers
-
-
-def test_a_node_that_wipes_late_is_left_alone(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8)
-    for turn in range(10):
-        cluster.put("a")
-        cluster.wipes_at_once = False
-        cluster.remove_later("a")
-        cluster.after(cluster.rules.node_patience_ms // 2)
-        cluster.wipe()
-        cluster.wipes_at_once = True
-        assert set(cluster.states()) == {"one"}, turn

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from kvstore import calls
-from kvstore.calls import Presence, PutOutcome
+from kvstore.calls import Presence
 from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import keeping
-from kvstore.master.state.effects import Later
-from kvstore.master.state.ends import STEP_MS as ENDS_STEP_MS
-from kvstore.master.state.inventory import Claim
 from kvstore.master.state.rules import MasterRules
-from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, keys_of
+from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, claim_at, keys_of
 from tests.unit.master.conftest import NewCluster
 
 ALL = MasterRules(pinned_max=1.0)
@@ -31,23 +26,6 @@ def pin(cluster: Cluster, names: str, ms: int = MINUTE_MS) -> list[int]:
 def unpin(cluster: Cluster, names: str) -> list[int]:
     request = calls.Unpin(NAMESPACE, keys_of(names))
     return list(cluster.state.keeping.unpin(cluster.now_ms, request).unpinned)
-
-
-def put(
-    cluster: Cluster, names: str | list[str], ttl_ms: int, *, overwrite: bool = False,
-    replicas: int = 1,
-) -> None:  # fmt: skip
-    sizes = [BLOCK] * len(names)
-    request = calls.PutStart(
-        NAMESPACE, keys_of(names), sizes, None, True, replicas, overwrite, 0, "", ttl_ms=ttl_ms
-    )
-    grants = cluster.state.putting.put_start(cluster.now_ms, request)
-    cluster._settle()
-    if isinstance(grants, Later):  # what was over is wiped first
-        answer = cluster.answers.pop(grants.ticket)
-        assert isinstance(answer, calls.Grants)
-        grants = answer
-    cluster.end(grants)
 
 
 def pinned(cluster: Cluster) -> tuple[int, int]:
@@ -89,18 +67,6 @@ def test_a_pin_of_a_tip_keeps_its_chain_and_counts_it_once(new_cluster: NewClust
     assert pinned(cluster) == (0, 0)
 
 
-def test_a_pin_ends(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=2)
-    cluster.put("a")
-    pin(cluster, "a", 30_000)
-
-    cluster.after(30_000 + 250)
-
-    assert pinned(cluster) == (0, 0)
-    cluster.put("bc", chain=False)
-    assert cluster.present("abc") == "bc"
-
-
 def test_what_is_lost_is_not_pinned(new_cluster: NewCluster) -> None:
     cluster = new_cluster(rules=ALL, one=2)
     cluster.put("a")
@@ -127,22 +93,6 @@ def test_of_two_pins_the_later_end_holds(new_cluster: NewCluster) -> None:
     assert cluster.present("abc") == "bc"
 
 
-def test_what_was_passed_by_an_eviction_is_evicted_once_it_is_unpinned(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(rules=ALL, one=2)
-    cluster.put("ab", chain=False)
-    pin(cluster, "a")
-    cluster.after(LEASE_MS)
-    cluster.put("c")
-    assert cluster.present("abc") == "ac"
-
-    unpin(cluster, "a")
-    cluster.put("d")
-
-    assert cluster.present("abcd") == "cd"
-
-
 def test_a_removal_ends_a_pin(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=6)
     cluster.put("abc")
@@ -158,20 +108,6 @@ def test_a_removal_ends_a_pin(new_cluster: NewCluster) -> None:
     assert pinned(cluster) == (3, 3)
     cluster.remove("abc")
     cluster.work()
-    assert pinned(cluster) == (0, 0)
-
-
-def test_a_gap_in_a_pinned_chain_counts_once_it_is_put(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(rules=ALL, one=6)
-    cluster.put("abc")
-    cluster.remove("b")
-    cluster.work()
-    pin(cluster, "c")
-    assert pinned(cluster) == (2, 2)
-
-    cluster.put("b", parent="a")
-    assert pinned(cluster) == (3, 3)
-    unpin(cluster, "c")
     assert pinned(cluster) == (0, 0)
 
 
@@ -207,18 +143,6 @@ def test_an_ancestor_that_is_lost_counts_no_more_and_its_own_pin_ends(
     assert pinned(cluster) == (2, 2)
     assert unpin(cluster, "ab") == [0, 1]
     assert pinned(cluster) == (0, 0)
-
-
-def test_replicas_that_come_and_go_change_what_is_pinned(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(rules=ALL, one=4, two=4)
-    cluster.put("ab", replicas=2)
-    pin(cluster, "b")
-    assert pinned(cluster) == (2, 4)
-
-    cluster.kill("one")
-    cluster.work()
-
-    assert pinned(cluster) == (2, 2)
 
 
 def test_an_overwrite_keeps_the_pin(new_cluster: NewCluster) -> None:
@@ -283,36 +207,6 @@ def test_a_pin_that_would_count_too_many_ancestors_is_refused(
         pin(cluster, "z")
 
 
-def test_what_is_pinned_can_be_pinned_again_when_the_pool_has_shrunk(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(one=4, two=4)  # the half of it may be pinned
-    cluster.put("abcd", host="host-one")
-    pin(cluster, "d")
-    cluster.kill("two")
-
-    assert pin(cluster, "d") == [1]
-
-    assert pinned(cluster) == (4, 4)
-
-
-def test_many_pins_end_in_slices(new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "ENDED_PER_STEP", 2)
-    cluster = new_cluster(rules=ALL, one=5)
-    cluster.put("abcde", chain=False)
-    pin(cluster, "abcde", 640)
-    assert cluster.state.keeping.next_ms() == [640]
-    cluster.now_ms += 640
-    cluster.say("one", calls.NodeBeat(1))
-
-    cluster.state.tick(cluster.now_ms)
-
-    assert len(cluster.state.pool.pins.ends) == 3
-    cluster.work()
-    assert pinned(cluster) == (0, 0)
-    assert cluster.state.keeping.next_ms() == []
-
-
 def test_what_is_pinned_again_before_its_pin_is_taken_back_stays(
     new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,45 +240,6 @@ def test_a_pool_full_of_pins_says_so_and_lets_no_put_wait(new_cluster: NewCluste
     assert isinstance(cluster.start_or_wait("e", wait_ms=20_000), int), "a lease ends"
 
 
-def test_a_put_waits_for_a_pinned_object_whose_life_ends_in_time(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(rules=ALL, one=1)
-    put(cluster, "a", 1_000)
-    pin(cluster, "a")
-
-    ticket = cluster.wait("b", wait_ms=20_000)
-    cluster.after(2_000)
-
-    assert isinstance(cluster.answers.pop(ticket), calls.Grants)
-
-
-def test_a_put_waits_while_the_counts_of_ended_pins_are_taken_back(
-    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeping, "ENDED_PER_STEP", 1)
-    cluster = new_cluster(rules=ALL, one=3)
-    cluster.put("abc", chain=False)
-    pin(cluster, "abc")
-    cluster.lookup("abc")
-    request = calls.Unpin(NAMESPACE, keys_of("abc"))
-    cluster.state.keeping.unpin(cluster.now_ms, request)
-
-    waits = cluster.start_or_wait("de", chain=False, wait_ms=20_000)
-    assert isinstance(waits, int), "leases end"
-
-
-def test_a_put_waits_for_a_pin_that_ends_in_time(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(rules=ALL, one=1)
-    cluster.put("a")
-    pin(cluster, "a", 15_000)
-
-    ticket = cluster.wait("b", wait_ms=20_000)
-    cluster.after(14_000)
-    assert ticket not in cluster.answers
-    cluster.after(2_000)
-
-    assert isinstance(cluster.answers.pop(ticket), calls.Grants)
-
-
 def test_an_unpin_wakes_a_put_that_waits(new_cluster: NewCluster) -> None:
     cluster = new_cluster(rules=ALL, one=2)
     cluster.put("ab", chain=False)
@@ -398,28 +253,12 @@ def test_an_unpin_wakes_a_put_that_waits(new_cluster: NewCluster) -> None:
     assert isinstance(cluster.answers.pop(ticket), calls.Grants)
 
 
-def test_a_pinned_object_is_moved_off_a_draining_node(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(rules=ALL, one=2, two=2)
-    cluster.put("a", host="host-one")
-    pin(cluster, "a")
-    cluster.state.nodes.drain(cluster.now_ms, calls.Drain("one", calls.DrainStep.BEGIN))
-
-    moves = cluster.state.copying.start_moves(
-        cluster.now_ms, calls.StartMoves("one", 0, 100, 1 << 20)
-    )
-    assert isinstance(moves, calls.MovesStarted)
-    assert cluster.end(moves.grants) == [PutOutcome.STORED]
-
-    assert cluster.where("a") == ["two"]
-    assert pinned(cluster) == (1, 1)
-
-
 # --- lifetimes ---------------------------------------------------------------------------------
 
 
 def test_an_object_is_gone_after_its_time_to_live(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4)
-    put(cluster, "a", 5_000)
+    cluster.put("a", ttl_ms=5_000)
     cluster.put("b")
 
     cluster.after(4_750)
@@ -435,12 +274,7 @@ def test_an_object_is_gone_after_its_time_to_live(new_cluster: NewCluster) -> No
 def test_what_is_over_is_in_no_answer_before_it_is_taken_back(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=6)
     cluster.put("a")
-    request = calls.PutStart(
-        NAMESPACE, keys_of("bc"), [BLOCK] * 2, Key(b"a"), True, 1, False, 0, "", ttl_ms=640
-    )
-    grants = cluster.state.putting.put_start(cluster.now_ms, request)
-    assert isinstance(grants, calls.Grants)
-    cluster.end(grants)
+    cluster.put("bc", parent="a", ttl_ms=640)
     version = cluster.stat("b").version
     cluster.now_ms += 640  # no tick
 
@@ -457,8 +291,8 @@ def test_what_is_over_is_not_listed_and_its_successor_is_being_written(
     new_cluster: NewCluster,
 ) -> None:
     cluster = new_cluster(one=4)
-    put(cluster, "a", 640)
-    put(cluster, "b", 640)
+    cluster.put("a", ttl_ms=640)
+    cluster.put("b", ttl_ms=640)
     cluster.start("b", overwrite=True)
     cluster.now_ms += 640  # no tick
 
@@ -475,7 +309,7 @@ def test_what_is_over_is_not_listed_and_its_successor_is_being_written(
 def test_what_is_over_goes_before_anything_is_evicted(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=3)
     cluster.put("a")
-    put(cluster, "bc", 640)
+    cluster.put("bc", ttl_ms=640)
     cluster.now_ms += 640
 
     cluster.put("de", chain=False)
@@ -485,7 +319,7 @@ def test_what_is_over_goes_before_anything_is_evicted(new_cluster: NewCluster) -
 
 def test_a_reader_keeps_its_lease(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=2)
-    put(cluster, "ab", 1_000)
+    cluster.put("ab", ttl_ms=1_000)
     cluster.after(900)
     cluster.match("ab")
 
@@ -504,7 +338,7 @@ def test_what_is_over_does_not_come_back_with_a_node(
     """The node ends before the object does, or before it has wiped it. It does not yet count as
     dead when the object ends."""
     cluster = new_cluster(one=4, two=4)
-    put(cluster, "a", 20_480, replicas=2)
+    cluster.put("a", ttl_ms=20_480, replicas=2)
     version, at = cluster.stat("a").version, cluster.place("a", "two")
     _, offset = cluster.place("a", "one")
     cluster.wipes_at_once = False
@@ -519,7 +353,7 @@ def test_what_is_over_does_not_come_back_with_a_node(
         cluster.break_stream("one")
 
     cluster.join("one", again=True, tells=False)
-    cluster.tell("one", Claim((NAMESPACE, Key(b"a")), None, BLOCK, version, offset))
+    cluster.tell("one", claim_at("a", version, offset))
 
     assert cluster.present("a") == ""
     assert not cluster.renew("a", version, at)
@@ -533,7 +367,7 @@ def test_what_is_over_does_not_come_back_with_a_node(
 def test_a_lease_below_keeps_the_memory_of_what_is_over(new_cluster: NewCluster) -> None:
     """A match leases the last block only, and its reader may read all of them."""
     cluster = new_cluster(one=2)
-    put(cluster, "a", 2 * LEASE_MS)
+    cluster.put("a", ttl_ms=2 * LEASE_MS)
     cluster.put("b", parent="a")  # which leases the parent
     cluster.after(2 * LEASE_MS - 100)
     assert cluster.match("ab") == 2
@@ -550,58 +384,26 @@ def test_a_put_of_what_is_over_finds_nothing_however_much_ended_with_it(
 ) -> None:
     monkeypatch.setattr(keeping, "EXPIRED_PER_STEP", 1)
     cluster = new_cluster(one=8)
-    put(cluster, ["a", "b", "c", "d"], 640)
+    cluster.put(["a", "b", "c", "d"], ttl_ms=640)
     cluster.now_ms += 640
 
-    put(cluster, "b", 0)
+    cluster.put("b")
     cluster.work()
 
     assert cluster.present("abcd") == "b"
-
-
-def test_what_is_over_is_not_copied_on(new_cluster: NewCluster) -> None:
-    """The copy would be whole in memory, and nothing would have removed it."""
-    cluster = new_cluster(one=2, two=2)
-    put(cluster, "a", 1_000)
-    node = cluster.where("a")[0]
-    cluster.state.nodes.drain(cluster.now_ms, calls.Drain(node, calls.DrainStep.BEGIN))
-    request = calls.StartMoves(node, 0, 100, 1 << 20)
-    moves = cluster.state.copying.start_moves(cluster.now_ms, request)
-    assert isinstance(moves, calls.MovesStarted)
-    assert len(moves.grants.tokens) == 1
-    cluster.wipes_at_once = False
-
-    cluster.after(1_250)
-
-    wiped = {counter for _, order in cluster.orders for counter in order.counters}
-    assert moves.grants.tokens[0] in wiped
-    assert cluster.end(moves.grants) == [PutOutcome.REFUSED]
-    cluster.wipes_at_once = True
-    cluster.wipe()
-
-
-def test_descendants_of_what_is_over_are_not_matched(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
-    put(cluster, "a", 1_000)
-    cluster.put("bc", parent="a")
-
-    cluster.after(1_250)
-
-    assert cluster.match("abc") == 0
-    assert cluster.present("abc") == "bc"
 
 
 def test_a_put_of_what_is_there_changes_no_end_and_an_overwrite_does(
     new_cluster: NewCluster,
 ) -> None:
     cluster = new_cluster(one=6)
-    put(cluster, "a", 1_000)
-    put(cluster, "b", 1_000)
-    put(cluster, "c", 1_000)
+    cluster.put("a", ttl_ms=1_000)
+    cluster.put("b", ttl_ms=1_000)
+    cluster.put("c", ttl_ms=1_000)
 
-    put(cluster, "a", 60_000)
-    put(cluster, "b", 60_000, overwrite=True)
-    put(cluster, "c", 0, overwrite=True)
+    cluster.put("a", ttl_ms=60_000)
+    cluster.put("b", ttl_ms=60_000, overwrite=True)
+    cluster.put("c", overwrite=True)
     cluster.after(30_000)
     assert cluster.present("abc") == "bc"
     cluster.after(31_000)
@@ -611,24 +413,13 @@ def test_a_put_of_what_is_there_changes_no_end_and_an_overwrite_does(
 
 def test_a_pin_does_not_prolong_a_life(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4)
-    put(cluster, "a", 1_000)
+    cluster.put("a", ttl_ms=1_000)
     pin(cluster, "a")
 
     cluster.after(1_250)
 
     assert cluster.present("a") == ""
     assert cluster.state.pool.pins.objects == 0
-
-
-def test_a_key_is_put_anew_after_its_time(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=2)
-    put(cluster, "a", 640)
-    cluster.now_ms += 640
-
-    put(cluster, "a", 0)
-    cluster.after(60_000)
-
-    assert cluster.present("a") == "a"
 
 
 def test_a_committed_allocation_has_a_time_to_live(new_cluster: NewCluster) -> None:
@@ -641,63 +432,3 @@ def test_a_committed_allocation_has_a_time_to_live(new_cluster: NewCluster) -> N
     cluster.after(2_250)
 
     assert cluster.present("a") == ""
-
-
-def test_many_are_taken_back_in_slices(
-    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeping, "EXPIRED_PER_STEP", 10)
-    cluster = new_cluster(one=64)
-    names = [f"k{index}" for index in range(35)]
-    put(cluster, names, 1_000)
-    cluster.now_ms += 1_024
-    cluster.say("one", calls.NodeBeat(1))
-
-    free = []
-    cluster.state.tick(cluster.now_ms)
-    while cluster.state.has_work:
-        free.append(dict(cluster.status().counters)["expired_objects"])
-        reply = cluster.state.asking.exists(cluster.now_ms, calls.Exists(NAMESPACE, keys_of(names)))
-        assert set(reply.presence) == {Presence.ABSENT}
-        cluster.state.work(cluster.now_ms)
-        cluster._settle()
-
-    assert free[:3] == [10, 20, 30]
-    assert dict(cluster.status().counters)["expired_objects"] == 35
-
-
-def test_objects_without_pin_or_end_are_in_no_table(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
-    put(cluster, "a", 1_000)
-    cluster.put("bc", chain=False)
-    pin(cluster, "b")
-
-    assert len(cluster.state.pool.lifetimes) == 1
-    assert len(cluster.state.pool.pins.ends) == 1
-    cluster.clear(10)
-    assert len(cluster.state.pool.lifetimes) == 0
-    assert len(cluster.state.pool.pins.ends) == 0
-    assert cluster.state.pool.lifetimes._buckets == {}
-
-
-def test_another_namespace_has_a_bound_of_its_own(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=6)
-    cluster.put("ab")
-    cluster.put("xy", namespace=Namespace("other"))
-    pin(cluster, "b")
-
-    request = calls.Pin(Namespace("other"), keys_of("y"), MINUTE_MS)
-    assert cluster.state.keeping.pin(cluster.now_ms, request).pinned == b"\x01"
-    assert cluster.state.pool.pins.objects == 4
-
-
-@pytest.mark.parametrize("verb", [unpin, Cluster.remove])
-def test_what_has_expired_is_in_no_answer_before_it_is_taken_back(
-    new_cluster: NewCluster, verb: Callable[[Cluster, str], list[int]]
-) -> None:
-    cluster = new_cluster(one=4)
-    put(cluster, "a", 640)
-    pin(cluster, "a")
-    cluster.now_ms += 640 + ENDS_STEP_MS
-
-    assert verb(cluster, "a") == [0]

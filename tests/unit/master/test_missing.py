@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.limits import Key, Namespace
+from kvstore.limits import Namespace
 from kvstore.master.state import missing
 from kvstore.master.state.inventory import Claim
 from kvstore.master.state.missing import LOST_AFTER_MS, NODES_MAX, TOLD_MS
-from tests.unit.master.cluster import BLOCK, NAMESPACE, Cluster
+from tests.unit.master.cluster import NAMESPACE, Cluster, claim_at
 from tests.unit.master.conftest import NewCluster
 
 
@@ -22,12 +22,8 @@ def one(new_cluster: NewCluster) -> Cluster:
 
 
 def claims_of(cluster: Cluster, names: str) -> list[Claim]:
-    found = []
-    for name in names:
-        detail = cluster.stat(name)
-        offset = detail.placements.offsets[0]
-        found.append(Claim((NAMESPACE, Key(name.encode())), None, BLOCK, detail.version, offset))
-    return found
+    details = [(name, cluster.stat(name)) for name in names]
+    return [claim_at(name, each.version, each.placements.offsets[0]) for name, each in details]
 
 
 def kill(cluster: Cluster, name: str) -> None:
@@ -79,44 +75,9 @@ def test_what_does_not_come_back_in_time_is_lost_and_its_node_named(one: Cluster
     assert counted(one, "lost_objects") == 3
 
 
-def test_memory_that_takes_long_to_report_loses_nothing_meanwhile(one: Cluster) -> None:
-    claims = claims_of(one, "xyz")
-    kill(one, "a")
-    one.join("a", again=True, tells=False)
-    one.state.forest.missing.tick(one.now_ms + LOST_AFTER_MS + 1, one.state.membership.nodes)
-    assert counted(one, "lost_objects") == 0
-    one.tell("a", *claims)
-    one.after(1_000)
-    assert gone(one) == []
-
-
-def test_a_replica_on_either_node_brings_its_object_back(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(a=8, b=8)
-    cluster.put("x", replicas=2)
-    cluster.after(20_000)
-    record = cluster.state.forest.get(NAMESPACE, Key(b"x"))
-    assert record is not None
-    extents = {segment.node.name: offset for segment, offset in record.extents()}
-    version = cluster.stat("x").version
-    kill(cluster, "a")
-    assert counted(cluster, "missing_objects") == 0, "b has it"
-    kill(cluster, "b")
-    assert counted(cluster, "missing_objects") == 1
-    for name in "ab":
-        cluster.join(name, again=True, tells=False)
-        claim = Claim((NAMESPACE, Key(b"x")), None, BLOCK, version, extents[name])
-        cluster.tell(name, claim)
-        cluster.after(1_000)
-        assert counted(cluster, "missing_objects") == 0, name
-    cluster.after(LOST_AFTER_MS)
-    assert counted(cluster, "lost_objects") == 0
-    assert gone(cluster) == []
-
-
 def test_a_drained_node_is_not_missed(one: Cluster) -> None:
     for step in (calls.DrainStep.BEGIN, calls.DrainStep.LEAVE):
-        one.state.nodes.drain(one.now_ms, calls.Drain("a", step))
-    one._settle()
+        one.drain("a", step)
     one.silent.add("a")
     one.after(1_000)
     assert gone(one) == []
@@ -156,18 +117,6 @@ def test_what_is_put_again_is_not_missing(one: Cluster) -> None:
     assert counted(one, "refused_claims") == 2
     assert one.present("xyz") == "xyz"
     loses_nothing(one)
-
-
-def test_what_is_put_before_the_records_are_swept_is_not_missing(one: Cluster) -> None:
-    one.silent.add("a")
-    one.state.membership.declare_dead(one.state.membership.nodes["a"], "unwiped")
-    one.state.nodes.tick(one.now_ms)
-    record = one.state.forest.get(NAMESPACE, Key(b"x"))
-    assert record is not None
-    assert record.lost
-    one.put("x")
-    one.after(1_000)
-    assert (one.present("xyz"), counted(one, "missing_objects")) == ("x", 2)
 
 
 def test_what_is_removed_is_not_missing(one: Cluster) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvstore import calls
-from kvstore.limits import Key, Namespace
+from kvstore.limits import Namespace
 from kvstore.master.state.records import ONE_SHARD_RECORDS
-from kvstore.master.state.views import report
-from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, keys_of
+from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
@@ -45,27 +42,6 @@ def test_the_status_shows_nodes_and_namespaces(new_cluster: NewCluster) -> None:
     assert (segment.used, segment.largest_free) == (3 * EXTENT, EXTENT)
     assert status.namespaces == [calls.NamespaceStatus(NAMESPACE, 3, 3 * BLOCK)]
     assert dict(status.counters)["stored_objects"] == 3
-
-
-def test_quarantined_and_retired_bytes_count_as_used(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
-    cluster.put("a")
-    cluster.remove("a")
-    cluster.revoke(cluster.start("b"), settled=False)
-
-    (node,) = cluster.status().nodes
-
-    assert node.segments[0].used == 2 * EXTENT
-
-
-def test_a_listing_comes_in_pages(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8)
-    cluster.put("abcde")
-
-    pages = _pages(cluster, 2)
-
-    assert [len(page) for page in pages] == [2, 2, 1]
-    assert sorted(row.key for page in pages for row in page) == [b"a", b"b", b"c", b"d", b"e"]
 
 
 def test_a_listing_of_a_large_namespace_is_whole(new_cluster: NewCluster) -> None:
@@ -137,29 +113,6 @@ def test_an_object_in_detail(new_cluster: NewCluster) -> None:
     assert list(detail.placements.segments) == list(grants.segments[2:])
 
 
-def test_no_detail_of_what_is_not_there(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8)
-    cluster.put("b", parent="a")
-
-    for key in (b"a", b"x"):
-        request = calls.StatObject(NAMESPACE, Key(key))
-        assert cluster.state.report.stat_object(0, request).row is None
-
-
-def test_a_page_ends_when_it_has_looked_at_enough(
-    new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(report, "LIST_STEPS_MAX", 10)
-    cluster = new_cluster(one=100)
-    names = [f"{index:03}" for index in range(100)]
-    cluster.put(names)
-
-    pages = _pages(cluster, 1_000, prefix=b"09")
-
-    assert len(pages) >= 10
-    assert sorted(row.key for page in pages for row in page) == keys_of(names[90:])
-
-
 def test_used_memory_is_told_by_what_holds_it(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=8)
 
@@ -190,15 +143,3 @@ def test_objects_that_a_put_need_not_write_are_counted(new_cluster: NewCluster) 
     cluster.start("abcd")
     assert cluster.state.counters["found_puts"] == 2
     assert cluster.state.counters["overlapping_puts"] == 1
-
-
-def test_nodes_that_died_and_nodes_that_left_are_counted_apart(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4, two=4, three=4)
-    cluster.kill("one")
-    cluster.after(cluster.rules.liveness.dead_ms + 1)
-    for step in (calls.DrainStep.BEGIN, calls.DrainStep.LEAVE):
-        cluster.state.nodes.drain(cluster.now_ms, calls.Drain("two", step))
-    cluster.after(1_000)
-    counters = dict(cluster.status().counters)
-    assert cluster.states().keys() == {"three"}
-    assert (counters["dead_nodes"], counters["left_nodes"]) == (1, 1)

@@ -41,19 +41,6 @@ def test_a_batch_lies_in_one_piece(new_cluster: NewCluster) -> None:
     assert list(grants.offsets) == [first + EXTENT * index for index in range(4)]
 
 
-def test_a_chain_goes_on_elsewhere_when_its_segment_is_full_of_leased_blocks(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(first=3, second=8)
-    cluster.put("abc", host="host-first")
-    cluster.match("abc")
-
-    cluster.put("d", parent="c", host="host-first")
-
-    assert cluster.where("d") == ["second"]
-    assert cluster.match("abcd") == 4
-
-
 def test_replicas_lie_on_distinct_nodes(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=8, two=8, three=8)
 
@@ -69,18 +56,6 @@ def test_there_are_no_more_replicas_than_nodes(new_cluster: NewCluster) -> None:
     grants = cluster.start("a", replicas=3)
 
     assert grants.replicas == 2
-
-
-def test_a_node_that_can_never_hold_it_gets_no_replica_and_loses_nothing_for_it(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(large=8, small=1)
-    cluster.put("a", host="host-small")
-
-    grants = cluster.start("b", size=3 * BLOCK, replicas=2)
-
-    assert grants.replicas == 1
-    assert cluster.present("a") == "a"
 
 
 def test_a_second_replica_finds_room_among_objects_whose_first_is_elsewhere(

@@ -7,19 +7,12 @@ import pytest
 from kvstore import calls
 from kvstore.calls import NO_VERSION, PutOutcome, Version
 from kvstore.errors import NoSpaceError, SegmentGoneError
-from kvstore.limits import Key
-from kvstore.master.state.inventory import Claim
-from kvstore.memory.header import SUPERBLOCK_BYTES
-from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster
+from tests.unit.master.cluster import EPOCH, Cluster, claim_at
 from tests.unit.master.conftest import NewCluster
 
 WRITE, FOUND, BEING_WRITTEN, STORED, REFUSED, _ = PutOutcome
 LEASE_MS, DEADLINE_MS, QUARANTINE_MS = 10_000, 30_000, 20_000
 BEFORE = EPOCH - 1
-
-
-def _claim(name: str, version: Version, offset: int = SUPERBLOCK_BYTES) -> Claim:
-    return Claim((NAMESPACE, Key(name.encode())), None, BLOCK, version, offset)
 
 
 def _die(cluster: Cluster, name: str) -> None:
@@ -126,7 +119,7 @@ def test_a_claimed_object_is_kept_while_leases_on_any_of_its_segments_may_live(
         cluster.join(name, 1)
         _die(cluster, name)
         cluster.join(name, again=True, tells=False)
-        cluster.tell(name, _claim("a", version))
+        cluster.tell(name, claim_at("a", version))
         cluster.after(LEASE_MS - 1_000 if name == "one" else 2_000)
 
     # The first is usable now.
@@ -138,33 +131,6 @@ def test_a_claimed_object_is_kept_while_leases_on_any_of_its_segments_may_live(
 
 
 # --- the order of eviction -----------------------------------------------------------------------
-
-
-def test_what_was_used_last_is_evicted_last(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=2)
-    for name in "ab":
-        cluster.put(name)
-        cluster.after(1_000)
-
-    cluster.put("c")
-
-    assert cluster.present("abc") == "bc"
-
-
-def test_a_parent_was_used_when_its_child_was(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
-    cluster.put("a")
-    cluster.after(1_000)
-    cluster.put("x")
-    cluster.after(1_000)
-    cluster.put("b", parent="a")
-    cluster.remove("b")
-    cluster.after(LEASE_MS)
-    cluster.put("cd", chain=False)
-
-    cluster.put("e")
-
-    assert cluster.present("axe") == "ae"
 
 
 # --- what memory that comes back says ------------------------------------------------------------
@@ -183,7 +149,7 @@ def test_what_was_overwritten_while_its_node_was_away_stays_away(new_cluster: Ne
     assert cluster.present("ab") == "b"
 
     cluster.join("one", again=True, tells=False)
-    cluster.tell("one", _claim("a", version))
+    cluster.tell("one", claim_at("a", version))
 
     assert cluster.present("ab") == "b"
 
@@ -204,7 +170,7 @@ def test_what_an_earlier_grant_replaced_stays_away(new_cluster: NewCluster, evic
         cluster.put("b")
 
     cluster.join(gone, again=True, tells=False)
-    cluster.tell(gone, _claim("a", version))
+    cluster.tell(gone, claim_at("a", version))
 
     assert cluster.present("ab") == ("b" if evicted else "a")
     assert evicted or cluster.where("a") != [gone]
@@ -221,7 +187,7 @@ def test_what_replaced_a_later_grant_comes_back_with_its_node(new_cluster: NewCl
     assert cluster.present("a") == ""
 
     cluster.join(node, again=True, tells=False)
-    cluster.tell(node, _claim("a", version))
+    cluster.tell(node, claim_at("a", version))
 
     assert cluster.where("a") == [node]
 
@@ -232,7 +198,7 @@ def test_what_is_still_being_put_is_not_claimed(new_cluster: NewCluster) -> None
     _die(cluster, "one")
 
     cluster.join("one", again=True, tells=False)
-    cluster.tell("one", _claim("a", Version(EPOCH, grants.tokens[0])))
+    cluster.tell("one", claim_at("a", Version(EPOCH, grants.tokens[0])))
 
     assert cluster.present("a") == ""
     assert cluster.end(grants) == [STORED]

@@ -53,31 +53,6 @@ def test_what_is_there_is_found_and_what_is_written_is_left_to_its_writer(
     assert (grants.epoch, grants.deadline_ms) == (EPOCH, DEADLINE_MS)
 
 
-def test_blocks_that_a_put_found_stay_while_it_writes_the_rest(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=3)
-    cluster.put("ab")
-
-    cluster.start("abc")
-
-    with pytest.raises(NoSpaceError):
-        cluster.put("x")
-    assert cluster.match("ab") == 2
-
-
-def test_what_a_put_finds_is_used(new_cluster: NewCluster) -> None:
-    """Whoever puts it again wanted it: something else is evicted first."""
-    cluster = new_cluster(one=2)
-    cluster.put("a")
-    cluster.put("b")
-    cluster.after(LEASE_MS)
-    cluster.start("a")
-    cluster.after(LEASE_MS)
-
-    cluster.put("c")
-
-    assert cluster.present("abc") == "ac"
-
-
 def test_a_complete_object_is_found_although_it_is_being_overwritten(
     new_cluster: NewCluster,
 ) -> None:
@@ -106,20 +81,6 @@ def test_a_lost_object_is_written_again_at_its_new_place_in_the_forest(
     assert cluster.match("xc") == 2
     cluster.work()
     assert [(row.objects, row.size) for row in cluster.status().namespaces] == [(2, 2 * BLOCK)]
-
-
-def test_a_lost_parent_is_not_counted_once_its_child_is_written(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4, two=4)
-    cluster.put("ab", host="host-one")
-    grants = cluster.start("c", parent="b", host="host-two")
-    cluster.kill("one")
-    grants = cluster.start("d", parent="b")
-    cluster.work()
-
-    cluster.end(grants)
-
-    cluster.work()
-    assert [row.objects for row in cluster.status().namespaces] == [1]
 
 
 @pytest.mark.parametrize("replicas", [0, REPLICAS_MAX + 1])
@@ -324,29 +285,6 @@ def test_a_removal_waits_until_an_attempt_that_was_given_up_is_cut_and_wiped(
     assert removed.ticket in cluster.answers
 
 
-def test_an_overwrite_waits_until_an_attempt_that_was_given_up_is_cut_and_wiped(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(one=1, two=3)
-    first = cluster.start("a", host="host-one", client_number=77)
-    cluster.wipes_at_once = False
-    cluster.revoke(first, settled=False, connections=[5])
-    ((session, order),) = cluster.orders
-    cluster.orders.clear()
-    assert cluster.end(cluster.start("a")) == [STORED]
-    third = cluster.start("a", overwrite=True)
-
-    ended = cluster.state.putting.put_end(cluster.now_ms, calls.PutEnd(EPOCH, third.tokens))
-    cluster.work()
-
-    assert isinstance(ended, Later)
-    cluster.wipe()  # of the second
-    assert ended.ticket not in cluster.answers
-    cluster.orders = [(session, order)]
-    cluster.wipe()
-    assert ended.ticket in cluster.answers
-
-
 def test_a_renewed_token_has_a_later_deadline_than_those_behind_it(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4)
     first, second = cluster.start("a"), cluster.start("b")
@@ -373,17 +311,6 @@ def test_a_put_whose_only_segment_died_is_refused(new_cluster: NewCluster) -> No
 
 
 # --- allocations -------------------------------------------------------------------------------
-
-
-def test_an_allocation_becomes_an_object(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
-    cluster.put("a")
-    token = cluster.allocate()
-
-    assert cluster.commit(token, "b", parent="a") is STORED
-
-    assert cluster.match("ab") == 2
-    assert cluster.commit(token, "c") is REFUSED
 
 
 def test_a_committed_allocation_is_leased_to_its_owner(new_cluster: NewCluster) -> None:
@@ -416,16 +343,6 @@ def test_a_reader_does_not_shorten_the_lease_of_the_owner(
     cluster.after(cluster.rules.put_deadline_ms - 1)
     with pytest.raises(NoSpaceError):
         cluster.put("x")
-
-
-def test_a_commit_gives_back_what_it_does_not_need(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
-    token = cluster.allocate(4 * EXTENT - 1024)
-    assert cluster.free_blocks() == 0
-
-    assert cluster.commit(token, "a", size=BLOCK) is STORED
-
-    assert cluster.free_blocks() == 3
 
 
 def test_a_commit_of_more_than_was_allocated_is_refused_and_keeps_the_allocation(
@@ -476,17 +393,6 @@ def test_a_commit_that_would_close_a_ring_keeps_the_allocation(new_cluster: NewC
         cluster.commit(token, "c", parent="c")
 
     assert cluster.commit(token, "c") is STORED
-
-
-def test_an_allocation_can_be_renewed_for_as_long_as_it_takes(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=1)
-    token = cluster.allocate()
-
-    for _ in range(5):
-        cluster.after(DEADLINE_MS - 1)
-        assert cluster.renew_token(token)
-
-    assert cluster.commit(token, "a") is STORED
 
 
 def test_a_put_cannot_be_committed_nor_an_allocation_ended(new_cluster: NewCluster) -> None:
@@ -547,22 +453,6 @@ def test_overwritten_bytes_are_reused_only_after_lease_and_wipe(new_cluster: New
     cluster.wipes_at_once = True
     cluster.put("x")
     assert cluster.present("ax") == "ax"
-
-
-def test_overwritten_bytes_are_reused_only_after_their_lease_though_wiped(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(one=2)
-    cluster.put("a")
-    cluster.match("a")
-    cluster.put("a", overwrite=True)
-    cluster.match("a")
-
-    with pytest.raises(NoSpaceError):
-        cluster.put("x")
-
-    cluster.after(LEASE_MS)
-    cluster.put("x")
 
 
 def test_removing_what_is_being_overwritten_leaves_the_new_version(new_cluster: NewCluster) -> None:

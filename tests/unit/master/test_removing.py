@@ -9,8 +9,7 @@ from kvstore.calls import NO_VERSION, PutOutcome, Version
 from kvstore.errors import NoSpaceError, UnavailableError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
-from kvstore.master.state.inventory import Claim
-from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster
+from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, claim_at
 from tests.unit.master.conftest import NewCluster
 
 LEASE_MS = 10_000
@@ -117,31 +116,6 @@ def test_a_removal_that_has_its_mark_waits_for_readers_of_the_dead_node(
     assert ticket in cluster.answers
 
 
-def test_a_removal_that_waited_for_an_eviction_on_a_node_that_died_waits_for_a_mark(
-    new_cluster: NewCluster,
-) -> None:
-    """Nothing is there to remove, but the header of what was evicted may be in the node's memory
-    still. (Found by the simulation: seed 32 with PYTHONHASHSEED=2.)"""
-    cluster = new_cluster(one=1, two=1)
-    cluster.put("a", host="host-one")
-    cluster.put("b", host="host-two")
-    cluster.after(LEASE_MS + 1)
-    cluster.wipes_at_once = False
-    cluster.wait("c")  # evicts a, the oldest
-    assert cluster.match("a") == 0
-    cluster.silent.add("one")
-    ticket = _remove_later(cluster, "a")
-
-    cluster.kill("one")
-    cluster.orders = [each for each in cluster.orders if each[1].mark != NO_VERSION]
-    assert ticket not in cluster.answers
-    assert len(marks_of(cluster, "two")) == 1
-    cluster.wipe()
-    cluster.work()
-
-    assert cluster.answers[ticket] == calls.Removed(b"\0")
-
-
 def test_a_removal_whose_last_node_dies_fails(new_cluster: NewCluster) -> None:
     """Nobody could record it, and the node may come back with the object after a restart."""
     cluster = new_cluster(one=4)
@@ -174,51 +148,6 @@ def test_a_mark_that_a_dying_node_had_not_kept_is_not_waited_for(new_cluster: Ne
     assert cluster.answers[ticket] == calls.Removed(b"\1")
 
 
-@pytest.mark.parametrize("again", ["remove", "overwrite"])
-def test_readers_of_a_dead_node_are_waited_for_after_a_put_that_was_granted_before(
-    new_cluster: NewCluster, again: str
-) -> None:
-    """The put replaces what the dead node has. What comes right after it must wait, too."""
-    cluster = new_cluster(one=4, two=4)
-    cluster.put("a")
-    assert cluster.where("a") == ["one"]
-    grants = cluster.start("a", overwrite=True)  # on the other node
-    cluster.kill("one")
-    ended = cluster.state.putting.put_end(cluster.now_ms, calls.PutEnd(EPOCH, grants.tokens))
-    assert isinstance(ended, Later)
-
-    if again == "remove":
-        waits: object = cluster.state.removing.remove(
-            cluster.now_ms, calls.Remove(NAMESPACE, [Key(b"a")])
-        )
-    else:
-        tokens = cluster.start("a", overwrite=True).tokens
-        waits = cluster.state.putting.put_end(cluster.now_ms, calls.PutEnd(EPOCH, tokens))
-    cluster.work()
-    assert isinstance(waits, Later)
-    assert waits.ticket not in cluster.answers
-
-    cluster.after(LEASE_MS)
-    assert waits.ticket in cluster.answers
-
-
-def test_a_removal_of_a_node_that_leaves_long_after_waits_for_a_mark_only(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(one=4, two=4)
-    cluster.put("a", host="host-one")
-    cluster.wipes_at_once = False
-    ticket = _remove_later(cluster, "a")
-    cluster.after(LEASE_MS)
-    assert ticket not in cluster.answers
-
-    cluster.say("one", calls.NodeLeave())
-    assert ticket not in cluster.answers
-    cluster.wipe()
-
-    assert ticket in cluster.answers
-
-
 def test_a_removal_waits_for_an_earlier_one_of_the_same_object(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4)
     cluster.put("ab", chain=False)
@@ -234,39 +163,6 @@ def test_a_removal_waits_for_an_earlier_one_of_the_same_object(new_cluster: NewC
     cluster.orders = [last]
     cluster.wipe()
     assert set(cluster.answers) == {first, again, both}
-
-
-def test_a_removal_waits_for_the_wiping_of_overwritten_versions(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
-    cluster.put("a")
-    cluster.wipes_at_once = False
-    request = calls.PutEnd(EPOCH, cluster.start("a", overwrite=True).tokens)
-    assert isinstance(cluster.state.putting.put_end(cluster.now_ms, request), Later)
-    cluster.work()
-    (of_old_version,) = cluster.orders
-    cluster.orders = []
-    ticket = _remove_later(cluster, "a")
-
-    cluster.wipe()
-    assert ticket not in cluster.answers
-
-    cluster.orders = [of_old_version]
-    cluster.wipe()
-    assert ticket in cluster.answers
-
-
-def test_clearing_waits_for_earlier_removals_in_that_namespace(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
-    cluster.put("a")
-    cluster.wipes_at_once = False
-    _remove_later(cluster, "a")
-
-    assert cluster.clear(10, namespace="other") == calls.Cleared(0, 0)
-    result = cluster.state.removing.clear(cluster.now_ms, calls.Clear(NAMESPACE, 10))
-
-    assert isinstance(result, Later)
-    cluster.wipe()
-    assert cluster.answers[result.ticket] == calls.Cleared(0, 0)
 
 
 def test_a_wipe_is_ordered_again_when_a_broken_stream_is_resumed(new_cluster: NewCluster) -> None:
@@ -329,16 +225,6 @@ def test_removed_bytes_are_not_reused_before_they_are_wiped(new_cluster: NewClus
 
     cluster.wipe()
     cluster.put("x")
-
-
-def test_an_object_can_be_put_again_at_once(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=2)
-    cluster.put("a")
-    cluster.remove("a")
-
-    cluster.put("a")
-
-    assert cluster.match("a") == 1
 
 
 def _stores(cluster: Cluster, how: str) -> int | None:
@@ -446,14 +332,14 @@ def test_what_a_put_under_way_stores_after_a_removal_comes_back_with_its_node(
     for allowed, claimed in ((False, earlier), (True, version)):
         cluster.kill(node)
         cluster.join(node, again=True, tells=False)
-        cluster.tell(node, Claim((NAMESPACE, Key(b"a")), None, BLOCK, claimed, offset))
+        cluster.tell(node, claim_at("a", claimed, offset))
         assert cluster.present("a") == ("a" if allowed else "")
 
     if removes != "key":
         cluster.clear(10, NAMESPACE)
         cluster.kill(node)
         cluster.join(node, again=True, tells=False)
-        cluster.tell(node, Claim((NAMESPACE, Key(b"a")), None, BLOCK, version, offset))
+        cluster.tell(node, claim_at("a", version, offset))
         assert cluster.present("a") == "", "removed after all"
 
 
@@ -503,17 +389,3 @@ def test_clearing_what_died_a_moment_ago_counts_every_object_once(new_cluster: N
     cluster.state.check_invariants()
     cluster.work()
     assert cluster.status().namespaces == []
-
-
-def test_a_slice_of_a_cleared_chain_leaves_the_rest_sound(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=40)
-    names = [f"k{index}" for index in range(40)]
-    cluster.put(names)
-
-    while cluster.clear(7).remaining:
-        cluster.state.check_invariants()
-
-    assert cluster.status().namespaces == []
-    cluster.after(LEASE_MS)
-    assert cluster.free_blocks() == 40
-    assert BLOCK < EXTENT

@@ -8,14 +8,11 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, Version
-from kvstore.errors import InvalidArgumentError
-from kvstore.limits import Key
 from kvstore.master.state import repairing
 from kvstore.master.state.effects import Later, Send
-from kvstore.master.state.inventory import Claim
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
-from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
+from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, claim_at, keys_of
 from tests.unit.master.conftest import NewCluster
 
 STORED, REFUSED = PutOutcome.STORED, PutOutcome.REFUSED
@@ -102,17 +99,6 @@ def test_a_put_that_found_too_few_nodes_is_repaired_when_one_comes(
     assert ask(cluster, "a").keys == ask(cluster, "b").keys == []
 
 
-def test_a_new_object_is_repaired_before_a_pass(three: Cluster) -> None:
-    avoid = [three.offers[node][0].uuid for node in "ab"]  # its client cannot reach them
-    request = calls.PutStart(
-        NAMESPACE, keys_of("a"), [BLOCK], None, False, 2, False, 0, "", avoid
-    )  # fmt: skip
-    grants = three.reply(three.state.putting.put_start(three.now_ms, request))
-    assert isinstance(grants, calls.Grants)
-    assert three.end(grants) == [STORED]
-    assert repair(three) == "a"
-
-
 def test_a_replica_is_gone_when_its_node_has_been_dead_for_a_while(three: Cluster) -> None:
     three.put("a", replicas=2)
     gone = three.where("a")[1]
@@ -133,15 +119,6 @@ def test_a_node_that_left_for_good_is_not_waited_for(three: Cluster) -> None:
     three.silent.add(gone)
     three.after(SOON_MS)
     assert repair(three) == "a"
-
-
-def test_objects_with_one_replica_are_not_looked_at(three: Cluster) -> None:
-    three.put("abc")
-    three.kill("a")
-    three.after(AFTER_MS + SOON_MS)
-    assert not three.state.repairs.scanning
-    assert three.state.repairs.due_ms is None
-    assert not any(is_asked(three, node) for node in ("b", "c"))
 
 
 def test_the_hottest_first_and_a_chain_from_its_root(new_cluster: NewCluster) -> None:
@@ -248,25 +225,6 @@ def test_nothing_is_evicted_and_a_16th_stays_free(new_cluster: NewCluster) -> No
     assert ask(cluster, "a").keys == []
 
 
-def test_room_on_a_single_other_node_is_enough(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(a=10, b=10)
-    cluster.put("klmnopqrst", host="host-b")
-    avoid = [cluster.offers["b"][0].uuid]
-    request = calls.PutStart(
-        NAMESPACE, keys_of("a"), [BLOCK], None, False, 2, False, 0, "", avoid
-    )  # fmt: skip
-    grants = cluster.reply(cluster.state.putting.put_start(cluster.now_ms, request))
-    assert isinstance(grants, calls.Grants)
-    cluster.end(grants)
-    cluster.put("bcdefghij", host="host-a")
-    cluster.after(SOON_MS)
-    cluster.remove("klmnopqrst")
-    cluster.after(120_000)  # retries are further and further apart
-    assert cluster.free_blocks() == 10
-    assert repair(cluster) == "a"
-    assert sorted(cluster.where("a")) == ["a", "b"]
-
-
 def test_puts_that_wait_for_room_come_first(new_cluster: NewCluster) -> None:
     cluster = new_cluster(a=4)
     cluster.put("ab", chain=False, replicas=2)
@@ -291,32 +249,13 @@ def test_nothing_while_a_node_is_suspect(three: Cluster) -> None:
     assert repair(three) == "a"
 
 
-def test_where_the_copier_cannot_write_nothing_goes(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(a=20)
-    cluster.put("a", replicas=2)
-    cluster.join("b", 20)
-    cluster.after(SOON_MS)
-    avoid = [cluster.offers["b"][0].uuid]
-    request = calls.StartMoves("a", 0, 10, 1 << 20, avoid, repair=True)
-    reply = cluster.state.copying.start_moves(cluster.now_ms, request)
-    assert isinstance(reply, calls.MovesStarted)
-    assert reply.keys == []
-    cluster.after(SOON_MS)
-    assert repair(cluster) == "a", "it is tried again"
-
-
 def test_a_node_that_is_drained_takes_no_copy(new_cluster: NewCluster) -> None:
     cluster = new_cluster(a=20)
     cluster.put("a", replicas=2)
     cluster.join("b", 20)
-    cluster.state.nodes.drain(cluster.now_ms, calls.Drain("b", calls.DrainStep.BEGIN))
+    cluster.drain("b")
     cluster.after(SOON_MS)
     assert ask(cluster, "a").keys == []
-
-
-def test_an_unknown_node_is_told_so(three: Cluster) -> None:
-    with pytest.raises(InvalidArgumentError):
-        ask(three, "z")
 
 
 # --- what happens meanwhile --------------------------------------------------------------------
@@ -373,15 +312,6 @@ def test_clearing_ends_copies(copying: tuple[Cluster, calls.MovesStarted]) -> No
     cluster, started = copying
     assert cluster.clear(100).removed == 1
     assert cluster.end(started.grants) == [REFUSED]
-
-
-def test_a_copy_that_is_given_up_is_tried_again(
-    copying: tuple[Cluster, calls.MovesStarted],
-) -> None:
-    cluster, started = copying
-    cluster.revoke(started.grants, settled=True)
-    cluster.after(SOON_MS)
-    assert repair(cluster) == "a"
 
 
 def test_retries_are_further_and_further_apart(
@@ -442,27 +372,14 @@ def test_a_copy_of_one_version_is_made_once(copying: tuple[Cluster, calls.MovesS
 # --- nodes that come back ----------------------------------------------------------------------
 
 
-def claim_of(cluster: Cluster, name: str, offset: int, version: Version) -> Claim:
-    return Claim((NAMESPACE, Key(name.encode())), None, BLOCK, version, offset)
-
-
-def offset_on(cluster: Cluster, name: str, node: str) -> int:
-    where = cluster.stat(name).placements
-    return next(
-        offset
-        for segment, offset in zip(where.segments, where.offsets, strict=True)
-        if cluster.segments[segment] == node
-    )
-
-
 def test_a_node_that_comes_back_in_time_has_its_replica_again(three: Cluster) -> None:
     three.put("a", replicas=2)
     gone = three.where("a")[1]
-    version, offset = three.stat("a").version, offset_on(three, "a", gone)
+    version, offset = three.stat("a").version, three.place("a", gone)[1]
     for _ in range(10):  # as often as it likes: dead replicas do not pile up
         three.kill(gone)
         three.join(gone, again=True, tells=False)
-        three.tell(gone, claim_of(three, "a", offset, version))
+        three.tell(gone, claim_at("a", version, offset))
         assert len(three.where("a")) == 2
     three.after(AFTER_MS + SOON_MS)
     assert repair(three) == ""
@@ -472,12 +389,12 @@ def test_a_node_that_comes_back_in_time_has_its_replica_again(three: Cluster) ->
 def test_a_node_that_comes_back_late_keeps_no_surplus(three: Cluster) -> None:
     three.put("a", replicas=2)
     gone = three.where("a")[1]
-    version, offset = three.stat("a").version, offset_on(three, "a", gone)
+    version, offset = three.stat("a").version, three.place("a", gone)[1]
     three.kill(gone)
     three.after(AFTER_MS + SOON_MS)
     assert repair(three) == "a"
     three.join(gone, again=True, tells=False)
-    three.tell(gone, claim_of(three, "a", offset, version))
+    three.tell(gone, claim_at("a", version, offset))
     assert gone not in three.where("a")
     assert len(three.where("a")) == 2
     three.after(RULES.lease_ms)
@@ -488,16 +405,16 @@ def test_a_copy_that_was_not_ended_comes_back_and_is_one_too_many(three: Cluster
     three.put("a", replicas=2)
     first, gone = three.where("a")
     target = next(node for node in "abc" if node not in (first, gone))
-    version, offset = three.stat("a").version, offset_on(three, "a", gone)
+    version, offset = three.stat("a").version, three.place("a", gone)[1]
     three.kill(gone)
     three.after(AFTER_MS + SOON_MS)
     started = ask(three, first)
     assert granted(started) == "a"
     three.kill(target)  # the header is whole there
     three.join(gone, again=True, tells=False)
-    three.tell(gone, claim_of(three, "a", offset, version))
+    three.tell(gone, claim_at("a", version, offset))
     three.join(target, again=True, tells=False)
-    three.tell(target, claim_of(three, "a", started.grants.offsets[0], version))
+    three.tell(target, claim_at("a", version, started.grants.offsets[0]))
     assert sorted(three.where("a")) == sorted((first, gone))
 
 
@@ -508,7 +425,7 @@ def test_what_a_new_master_is_told_counts_as_it_is(new_cluster: NewCluster) -> N
     for node in "ab":
         cluster.kill(node)
         cluster.join(node, again=True, tells=False)
-        cluster.tell(node, claim_of(cluster, "a", 4096, version))
+        cluster.tell(node, claim_at("a", version, 4096))
     assert sorted(cluster.where("a")) == ["a", "b"]
     cluster.kill("b")
     cluster.after(AFTER_MS + SOON_MS)
@@ -519,32 +436,13 @@ def test_what_a_new_master_is_told_counts_as_it_is(new_cluster: NewCluster) -> N
 # --- promises ----------------------------------------------------------------------------------
 
 
-def test_a_view_of_an_object_with_too_few_replicas_is_renewed(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(a=20)
-    cluster.put("a", replicas=2)
-    version = cluster.stat("a").version
-    assert cluster.renew("a", version)
-    cluster.join("b", 20)
-    cluster.after(SOON_MS)
-    repair(cluster)
-    assert cluster.renew("a", version)
-
-
 def test_what_is_moved_still_lacks_its_replica(new_cluster: NewCluster) -> None:
     cluster = new_cluster(a=20)
     cluster.put("a", replicas=3)
     cluster.join("b", 20)
-    cluster.state.nodes.drain(cluster.now_ms, calls.Drain("a", calls.DrainStep.BEGIN))
+    cluster.drain("a")
     moved = cluster.state.copying.start_moves(cluster.now_ms, calls.StartMoves("a", 0, 10, 1 << 20))
     assert isinstance(moved, calls.MovesStarted)
     assert cluster.end(moved.grants) == [STORED]
     assert cluster.where("a") == ["b"]
     assert repairing.missing(cluster.state.forest.get(NAMESPACE, keys_of("a")[0])) == 2  # type: ignore[arg-type]
-
-
-def test_an_evicted_object_is_not_short_any_more(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(a=2)
-    cluster.put("a", replicas=2)
-    cluster.put("bc", chain=False)
-    assert cluster.present("abc") == "bc"
-    assert short(cluster) == 0

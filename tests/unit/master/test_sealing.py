@@ -20,12 +20,11 @@ from kvstore.master.stamping import Stamping
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
-from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES
+from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import slow
 from kvstore.network.handover import map_key
 from kvstore.network.tcp_protocol import Op, holder_key, sealed
 from kvstore.wire.messages import CALLS, encode_reply
-from kvstore.wire.pieces import CUTS, LOOKUPS_PER_PIECE
 from tests.unit.master.test_term import JOIN
 
 SPACE = Namespace("n")
@@ -182,17 +181,6 @@ def test_a_copy_is_read_here_and_written_there() -> None:
     assert moves.grants.capabilities == store.all_made(moves.grants, [5], for_ms, Op.WRITE)
 
 
-def test_the_pieces_of_a_large_lookup_are_sealed() -> None:
-    store = Store()
-    store.stored([5, 6])
-    keys = [KEYS[index % 2] for index in range(LOOKUPS_PER_PIECE + 3)]
-    cut = CUTS[calls.Lookup]
-    found = cut.joined([store.ask(each) for each in cut.pieces(calls.Lookup(SPACE, keys))])
-    assert isinstance(found, calls.Found)
-    pair = store.ask(calls.Lookup(SPACE, KEYS)).placements.capabilities
-    assert found.placements.capabilities == (pair * len(keys))[: 32 * len(keys)]
-
-
 def test_a_reply_that_comes_later_is_sealed() -> None:
     """A put that replaces an object waits until its nodes have wiped what was there."""
     store = Store()
@@ -255,26 +243,6 @@ def test_a_node_without_capabilities_is_described_with_its_token() -> None:
     assert both[1 - of_second] != bytes(32)
     described = store.ask(calls.DescribeSegments(store.ids[1:])).segments[0]
     assert (described.token, described.holder) == (store.offers[1].token, 0)
-
-
-def test_the_time_of_a_node_is_that_of_its_last_beat() -> None:
-    store = Store(clock_ms=5)
-    store.state.nodes.said(NOW, 2, calls.NodeBeat(1, clock_ms=TWO))
-    store.state.nodes.said(NOW - 10, 1, calls.NodeBeat(1, clock_ms=ONE - 10))
-    request = calls.PutStart(SPACE, KEYS[1:], [5], None, False, 2, False, 0, "h1")
-    grants = store.ask(request)
-    assert grants.capabilities == store.all_made(grants, [5, 5], grants.deadline_ms, Op.WRITE)
-    assert SUPERBLOCK_BYTES <= min(grants.offsets)
-
-
-@pytest.mark.parametrize("clock_ms", [1, 1 << 53])
-def test_a_node_with_a_wrong_clock_harms_itself_alone(clock_ms: int) -> None:
-    store = Store(clock_ms=clock_ms)
-    grants = store.put([5], 2)
-    index = grants.segments.index(store.ids[0])
-    rows = grants.segments[index], grants.offsets[index], 5
-    made = store.made(*rows, grants.deadline_ms, Op.WRITE)
-    assert grants.capabilities[32 * index : 32 * index + 32] == made
 
 
 def orders_of(column: bytes) -> list[int]:
@@ -388,14 +356,6 @@ def test_what_is_found_gets_no_stamp() -> None:
     assert grants.stamps == stamps_of(store, grants, [6], versions, KEYS[1:])
     store.ask(calls.PutEnd(EPOCH, grants.tokens))
     assert store.put([5, 6], 2).stamps == b""
-
-
-def test_without_a_key_or_a_holder_there_is_no_stamp() -> None:
-    assert Store().put([5], 2).stamps == b""
-    store = Store(stamp_key=STAMPS)
-    request = calls.PutStart(SPACE, KEYS, [1, 2], None, False, 2, False, 0, "h")
-    assert store.ask(request, Caller()).stamps == b""
-    assert store.ask(calls.Allocate(SPACE, 100, 0, "h2")).stamps == b"", "no key is known yet"
 
 
 def test_no_client_learns_the_key_of_stamps() -> None:

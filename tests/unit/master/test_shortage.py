@@ -8,7 +8,6 @@ from kvstore import calls
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import liveness
-from kvstore.shortages import shown
 from tests.unit.master.cluster import Cluster
 from tests.unit.master.conftest import NewCluster
 
@@ -122,11 +121,3 @@ def test_many_nodes_are_counted_and_a_few_are_named(new_cluster: NewCluster) -> 
     error = refused(cluster, avoid=tuple(f"n{number}" for number in range(7)))
     assert error.message.count("node n") == 3
     assert "and 4 more" in error.message
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 bytes"), (2048, "2 KiB"), (1 << 27, "128 MiB"), (3 << 29, "1.5 GiB")],
-)
-def test_sizes_as_people_say_them(size: int, text: str) -> None:
-    assert shown(size) == text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstore import calls
-from kvstore.calls import DrainStep, PutOutcome, Version
+from kvstore.calls import PutOutcome, Version
 from kvstore.errors import BusyError, InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
@@ -61,12 +61,6 @@ def test_bytes_are_those_of_objects_replicas_and_puts_under_way(new_cluster: New
     assert blocks(cluster, "a") == 2
     cluster.remove("ab", namespace=A)
     assert (blocks(cluster, "a"), row(cluster, "a").objects) == (0, 0)
-
-
-def test_without_tenants_the_status_has_no_rows(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=2)
-    cluster.put("a", namespace=A)
-    assert cluster.status().tenants == []
 
 
 # --- at most --------------------------------------------------------------------------------
@@ -155,14 +149,6 @@ def test_a_repair_stays_within_the_bound(new_cluster: NewCluster) -> None:
 # --- allocations ----------------------------------------------------------------------------
 
 
-def test_an_allocation_belongs_to_the_tenant_of_its_namespace(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a")], one=8)
-    token = cluster.allocate(BLOCK + EXTENT, namespace=A)
-    assert (blocks(cluster, "a"), blocks(cluster, "")) == (2, 0)
-    assert cluster.commit(token, "k", namespace=A) is PutOutcome.STORED
-    assert (blocks(cluster, "a"), row(cluster, "a").objects) == (1, 1)
-
-
 def test_a_tenant_that_allocates_and_renews_stays_within_its_bound(
     new_cluster: NewCluster,
 ) -> None:
@@ -249,14 +235,6 @@ def test_a_commit_for_another_tenant_moves_the_bytes_within_the_bound(
     assert cluster.commit(token, "b", namespace=A) is PutOutcome.STORED
     assert cluster.present("ab", namespace=A) == "b"
     assert (blocks(cluster, "a"), blocks(cluster, "b")) == (1, 0)
-
-
-def test_a_commit_at_the_bound_of_its_own_tenant_evicts_nothing(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=9)
-    cluster.put("a", namespace=A)
-    token = cluster.allocate(namespace=A)
-    assert cluster.commit(token, "b", namespace=A) is PutOutcome.STORED
-    assert cluster.present("ab", namespace=A) == "ab"
 
 
 def test_allocations_are_within_the_share_of_puts(new_cluster: NewCluster) -> None:
@@ -368,19 +346,6 @@ def test_the_reserve_of_a_full_segment_respects_guarantees(new_cluster: NewClust
         cluster.put("x", namespace=OTHER)
 
 
-def test_a_drain_does_not_evict_what_is_guaranteed(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", guaranteed=4)], one=4)
-    cluster.put("abcd", namespace=A, chain=False)
-    cluster.join("two", 4)
-    cluster.after(60_000)
-    cluster.put("wxyz", namespace=OTHER, chain=False, host="host-two")
-    drained = cluster.state.nodes.drain(cluster.now_ms, calls.Drain("two", DrainStep.BEGIN))
-    cluster._settle()
-    request = calls.StartMoves("two", 0, 8, 1 << 30, evict_up_to=drained.began)
-    cluster.reply(cluster.state.copying.start_moves(cluster.now_ms, request))
-    assert cluster.present("abcd", namespace=A) == "abcd"
-
-
 def test_the_log_says_that_the_pool_is_too_small(new_cluster: NewCluster) -> None:
     cluster = new_cluster(tenants=[rule("a", guaranteed=9)], one=4)
     cluster.after(40_000)
@@ -459,34 +424,6 @@ def test_a_tenant_that_is_gone_gives_its_namespaces_back(new_cluster: NewCluster
     cluster.work()
     assert [each.name for each in cluster.status().tenants] == [""]
     assert blocks(cluster, "") == 3
-
-
-def test_the_numbers_of_tenants_that_are_gone_are_not_lost(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[], one=6)
-    for edit in range(40):
-        names = () if edit % 2 else range(edit * TENANTS_MAX, (edit + 1) * TENANTS_MAX)
-        cluster.state.set_tenants([rule(f"t{name}") for name in names])
-        cluster.work()
-    tenants = cluster.state.pool.tenants
-    assert tenants is not None
-    assert len({tenant.number for tenant in tenants}) == len(list(tenants)) == TENANTS_MAX + 1
-
-
-def test_a_tenant_that_comes_back_keeps_its_number(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(tenants=[rule("a", at_most=2)], one=6)
-    cluster.put("ab", namespace=A)
-    cluster.put("c", namespace=A)
-    before = row(cluster, "a")
-    assert before.evicted_by_own
-    for _ in range(3):
-        cluster.state.set_tenants([])
-        cluster.work()
-        cluster.state.set_tenants([rule("a", at_most=2)])
-        cluster.work()
-    tenants = cluster.state.pool.tenants
-    assert tenants is not None
-    assert [tenant.number for tenant in tenants] == [0, 1]
-    assert row(cluster, "a").evicted_by_own == before.evicted_by_own
 
 
 def test_rules_that_contradict_change_nothing(new_cluster: NewCluster) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, cast
@@ -16,7 +14,6 @@ from kvstore.clocks import uptime
 from kvstore.errors import NotLeaderError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.service import MasterService, Standby, clock_ms
-from kvstore.master.state.effects import Notice
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.rules import MasterRules
 
@@ -96,30 +93,6 @@ def test_whoever_waits_is_refused() -> None:
     during(body)
 
 
-def test_an_answer_whose_caller_was_refused_is_no_unseen_error() -> None:
-    async def body(service: MasterService) -> None:
-        unseen: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, what: unseen.append(what))
-        session = service.node_session(quiet())
-        await anext(session)
-        large = PUT._replace(sizes=[900_000])
-        assert isinstance(service.call(large), calls.Grants)
-
-        def stopped() -> int:
-            service.leads_until = uptime()
-            return clock_ms()
-
-        service._clock = stopped
-        with pytest.raises(NotLeaderError):
-            service.call(large._replace(keys=[Key(b"l")]))  # it would wait for room
-        assert service.ceased
-        await asyncio.sleep(0)
-        gc.collect()
-        assert not unseen
-
-    during(body)
-
-
 def test_a_node_is_not_heard_after_its_time() -> None:
     async def body(service: MasterService) -> None:
         speaks = asyncio.Event()
@@ -169,19 +142,3 @@ def test_a_standby_names_the_leader() -> None:
     assert caught.value.fields["leader"] == "a:1"
     with pytest.raises(NotLeaderError, match="no master leads now"):
         Standby().node_session(quiet())
-
-
-@pytest.mark.parametrize(
-    ("event", "level"), [("node_dead", logging.WARNING), ("node_left", logging.INFO)]
-)
-def test_what_asks_for_an_operator_is_a_warning(
-    caplog: pytest.LogCaptureFixture, event: str, level: int
-) -> None:
-    caplog.set_level(logging.INFO, "kvstore.master")
-
-    async def body(service: MasterService) -> None:
-        service.state.effects.append(Notice(event, {"node": "n"}))
-        service.call(EXISTS)
-
-    during(body)
-    assert [each.levelno for each in caplog.records if each.message == f"{event} node=n"] == [level]

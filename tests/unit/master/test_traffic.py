@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
-from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import CLIENTS_MAX, HEADS_MAX, SPACES_MAX, Caller, TrafficCounts
-from kvstore.master.state.views import report
-from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, keys_of
+from tests.unit.master.cluster import BLOCK, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
-from tests.unit.master.test_inventories import back, claim
 
 OTHER = Namespace("other")
 
@@ -99,32 +91,6 @@ def test_who_asks_is_remembered_with_the_first_key_that_was_missing(
     assert (row.questions, row.none, row.partly) == (2, 0, 1)
 
 
-@pytest.mark.parametrize("kind", [calls.Lookup, calls.Exists, calls.MatchPrefix])
-def test_a_question_that_finds_its_first_key_alone_is_partly_answered(
-    new_cluster: NewCluster, kind: type
-) -> None:
-    cluster = new_cluster(one=8)
-    cluster.put("a")
-    several = kind is calls.MatchPrefix
-    keys = keys_of("ax")
-    ask(cluster, kind([NAMESPACE], keys, False) if several else kind(NAMESPACE, keys))
-    row = seen(cluster)
-    assert (row.questions, row.none, row.partly) == (1, 0, 1)
-
-
-@pytest.mark.parametrize("kind", [calls.Lookup, calls.Exists, calls.MatchPrefix])
-def test_questions_in_a_namespace_without_objects_are_remembered(
-    new_cluster: NewCluster, kind: type
-) -> None:
-    cluster = new_cluster(one=8)
-    several = kind is calls.MatchPrefix
-    for keys in (keys_of("ab"), []):
-        ask(cluster, kind([OTHER], keys, False) if several else kind(OTHER, keys))
-    row = seen(cluster, OTHER)
-    assert (row.objects, row.questions, row.none, row.partly) == (0, 2, 1, 0)
-    assert [miss.key for miss in row.misses] == [b"a"]
-
-
 def test_a_missed_key_that_is_there_by_now_says_so(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=8)
     ask(cluster, calls.Lookup(NAMESPACE, keys_of("a")))
@@ -132,28 +98,6 @@ def test_a_missed_key_that_is_there_by_now_says_so(new_cluster: NewCluster) -> N
     assert [miss.present for miss in seen(cluster).misses] == [False], "it is being written"
     cluster.end(grants)
     assert [miss.present for miss in seen(cluster).misses] == [True]
-
-
-def test_of_each_client_the_last_missed_key_is_remembered(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8)
-    for client, name in [("one", "a"), ("two", "b"), ("one", "c"), ("three", "d")]:
-        as_client(cluster, client)
-        ask(cluster, calls.Exists(NAMESPACE, keys_of(name)))
-        cluster.after(250)
-    assert [miss.key for miss in seen(cluster).misses] == [b"d", b"c", b"b"]
-    assert seen(cluster).none == 4
-
-
-@pytest.mark.parametrize("kind", [calls.Exists, calls.Lookup])
-def test_of_several_keys_each_that_is_there_counts(new_cluster: NewCluster, kind: type) -> None:
-    cluster = new_cluster(one=8)
-    cluster.put("abc")
-    expected = 0
-    for names, found in [("axbyc", 3), ("xabc", 3), ("x", 0), ("a", 1), ("xy", 0), ("", 0)]:
-        ask(cluster, kind(NAMESPACE, keys_of(names)))
-        expected += found
-        (row,) = seen(cluster).askers
-        assert row.found == expected, names
 
 
 def test_evictions_are_counted_where_they_happen(new_cluster: NewCluster) -> None:
@@ -200,144 +144,7 @@ def test_evicted_first_keys_are_forgotten_in_the_order_of_their_eviction() -> No
     assert not traffic.had_evicted(NAMESPACE, keys[-1], now_ms - 2), "evicted after the question"
 
 
-def test_what_the_master_moves_is_nobodys_put(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8, two=8)
-    as_client(cluster, "writer")
-    cluster.put("ab", host="host-one")
-    as_client(cluster, "operator")
-    node = cluster.where("a")[0]
-    cluster.state.nodes.drain(cluster.now_ms, calls.Drain(node, calls.DrainStep.BEGIN))
-    moves = cluster.state.copying.start_moves(
-        cluster.now_ms, calls.StartMoves(node, 0, 10, 1 << 30)
-    )
-    assert isinstance(moves, calls.MovesStarted)
-    assert moves.keys
-    cluster.end(moves.grants)
-    assert [row.client for row in seen(cluster).putters] == ["writer"]
-
-
-def test_questions_while_inventories_come_in_are_those_of_their_clients(
-    new_cluster: NewCluster,
-) -> None:
-    """A miss of a new master waits; what is remembered is the answer, not the first look."""
-    cluster = new_cluster(rules=MasterRules(gather_ms=3_000))
-    as_client(cluster, "decode")
-    later = cluster.state.asking.find(cluster.now_ms, calls.Exists(NAMESPACE, keys_of("a")))
-    assert isinstance(later, Later)
-    as_client(cluster, "another")
-    back(cluster, "one", claim("a", 0))
-    cluster.after(1_000)
-    assert later.ticket in cluster.answers
-    (row,) = seen(cluster).askers
-    assert (row.client, row.keys, row.found) == ("decode", 1, 1)
-
-
-def test_a_caller_that_is_not_known_has_a_row_without_a_name(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=8)
-    cluster.put("a")
-    (row,) = seen(cluster).putters
-    assert (row.client, row.address, row.stored) == ("", "", 1)
-
-
-def test_a_report_comes_in_pages(new_cluster: NewCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "TRAFFIC_ROWS_MAX", 5)
-    cluster = new_cluster(one=8)
-    names = [f"n{number}" for number in range(7)]
-    for name in names:
-        ask(cluster, calls.Exists(Namespace(name), keys_of("a")))
-
-    pages, cursor = [], 0
-    while True:
-        page = cluster.state.report.traffic(cluster.now_ms, calls.Traffic("", cursor))
-        pages.append([row.name for row in page.namespaces])
-        cursor = page.next_cursor
-        if not cursor:
-            break
-
-    assert [len(page) for page in pages] == [2, 2, 2, 1]
-    assert [name for page in pages for name in page] == names
-
-
-@pytest.mark.parametrize("cursor", [1, 1 << 40, (1 << 64) - 1])
-def test_a_cursor_that_nobody_gave_shows_nothing(new_cluster: NewCluster, cursor: int) -> None:
-    cluster = new_cluster(one=8)
-    cluster.put("a")
-    found = cluster.state.report.traffic(0, calls.Traffic("", cursor))
-    assert (found.epoch, found.namespaces, found.next_cursor) == (EPOCH, [], 0)
-    assert cluster.state.report.traffic(0, calls.Traffic("unknown")).namespaces == []
-
-
 # --- bounds ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_many_clients_and_namespaces_leave_the_last_ones() -> None:
-    traffic = TrafficCounts()
-    keys = keys_of("a")
-    for number in range(5 * SPACES_MAX):
-        traffic.caller = Caller(f"c{number} a")
-        traffic.asked(number, Namespace(f"n{number}"), keys, 1, 0, 0)
-        traffic.asked(number, Namespace("busy"), keys, 1, 1, -1)
-        traffic.check_invariants()
-    spaces = traffic.spaces("")
-    assert len(spaces) <= 2 * SPACES_MAX
-    known = {space.name for space in spaces}
-    assert {f"n{number}" for number in range(4 * SPACES_MAX + 1, 5 * SPACES_MAX)} <= known
-    (busy,) = traffic.spaces("busy")
-    last = {row.name for row in busy.askers.all()}
-    assert len(last) <= 2 * CLIENTS_MAX
-    assert {
-        f"c{number} a" for number in range(5 * SPACES_MAX - CLIENTS_MAX, 5 * SPACES_MAX)
-    } <= last
-
-
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["ask", "put", "evict"]),
-        st.integers(0, 40),  # the client
-        st.integers(0, 3),  # the namespace
-        st.integers(0, 12),  # the first key
-        st.integers(0, 3),  # how many are found
-    ),
-    max_size=300,
-)
-
-
-@given(STEPS)
-def test_whatever_happens_the_last_clients_and_their_numbers_are_right(
-    steps: Sequence[tuple[str, int, int, int, int]],
-) -> None:
-    """The connections of the clients live on, with the rows of their last calls."""
-    traffic = TrafficCounts()
-    callers = [Caller(f"c{number} a") for number in range(41)]
-    last: dict[tuple[str, str], list[str]] = {}
-    keys_asked: Counter[tuple[str, str]] = Counter()
-    missed: dict[tuple[str, str], Key] = {}
-    for now_ms, (what, client, number, first, found) in enumerate(steps):
-        traffic.caller = callers[client]
-        name, space = callers[client].name, Namespace(f"n{number}")
-        keys = [Key(b"%d" % (first + index)) for index in range(4)]
-        if what == "evict":
-            traffic.evicts(now_ms, space, 5)
-        elif what == "put":
-            assert traffic.puts(now_ms, space).name == name
-            last.setdefault(("put", space), []).append(name)
-        else:
-            traffic.asked(now_ms, space, keys, 4, found, found)
-            last.setdefault(("ask", space), []).append(name)
-            keys_asked[name, space] += 4
-            missed[name, space] = keys[found]
-        traffic.check_invariants()
-    for (what, space_name), names in last.items():
-        (known,) = traffic.spaces(space_name)
-        rows = {row.name: row for row in (known.putters if what == "put" else known.askers).all()}
-        recent = list(dict.fromkeys(reversed(names)))[:CLIENTS_MAX]
-        assert set(recent) <= rows.keys() <= set(names)
-        if what == "ask":
-            for name, row in rows.items():
-                assert row.missed == missed[name, space_name]
-                if len(set(names)) <= CLIENTS_MAX:
-                    assert row.keys == keys_asked[name, space_name]
 
 
 def test_a_connection_that_stays_is_never_counted_in_a_forgotten_row() -> None:
@@ -348,6 +155,7 @@ def test_a_connection_that_stays_is_never_counted_in_a_forgotten_row() -> None:
         traffic.caller = Caller(f"c{number} a")
         traffic.asked(number, NAMESPACE, keys, 1, 1, -1)
     (space,) = traffic.spaces(NAMESPACE)
+    assert len(space.askers.all()) <= 2 * CLIENTS_MAX
     (row,) = (row for row in space.askers.all() if row.name == "stays a")
     assert row.questions == 3 * CLIENTS_MAX
 
@@ -359,38 +167,3 @@ def test_a_connection_that_stays_is_never_counted_in_a_forgotten_row() -> None:
     traffic.asked(0, NAMESPACE, keys, 1, 1, -1)
     (space,) = traffic.spaces(NAMESPACE)
     assert [row.questions for row in space.askers.all()] == [1]
-
-
-def test_a_client_that_stays_in_its_namespace_costs_no_search() -> None:
-    """Every call of every client goes through here."""
-    traffic, keys = TrafficCounts(), keys_of("ab")
-    one, two = Caller("one a"), Caller("two a")
-
-    def call(number: int) -> None:
-        traffic.caller = (one, two)[number % 2]
-        space = Namespace(b"model".decode())  # another string in each call
-        traffic.asked(number, space, keys, 2, 1, number % 3 - 1)
-        traffic.puts(number, space).keys += 1
-
-    call(0)
-    call(1)
-    traffic.recent = {}  # a search would find nothing, and begin anew
-    for number in range(2, 20):
-        call(number)
-    assert traffic.recent == {}
-    for caller in (one, two):
-        assert caller.asks is not None
-        assert caller.puts is not None
-        assert (caller.asks.questions, caller.puts.keys) == (10, 10)
-
-
-def test_a_connection_outlives_the_state_of_a_term() -> None:
-    caller, keys = Caller("one a"), keys_of("a")
-    for _ in range(2):
-        traffic = TrafficCounts()
-        traffic.caller = caller
-        traffic.asked(0, NAMESPACE, keys, 1, 1, -1)
-        traffic.puts(0, NAMESPACE)
-        (space,) = traffic.spaces(NAMESPACE)
-        assert [row.questions for row in space.askers.all()] == [1]
-        assert len(space.putters.all()) == 1

@@ -78,35 +78,6 @@ def test_time_counts_and_not_calls(world: World) -> None:
     assert 30 <= world.done[:50].count("short") <= 42
 
 
-def test_calls_of_one_identity_are_done_in_their_order(world: World) -> None:
-    async def main() -> None:
-        await asyncio.gather(*(world.asks("a", str(number)) for number in range(30)))
-
-    run(main)
-    assert world.done == [str(number) for number in range(30)]
-
-
-def test_who_is_alone_is_not_held_up_for_long(world: World) -> None:
-    """Each slice costs one turn of the loop, and no more."""
-
-    async def main() -> None:
-        for _ in range(100):
-            await world.asks("a", "", SLICE_S / 10)
-
-    turns = 0
-
-    async def counted() -> None:
-        nonlocal turns
-        asking = asyncio.create_task(main())
-        while not asking.done():
-            turns += 1
-            await asyncio.sleep(0)
-
-    run(counted)
-    assert len(world.done) == 100
-    assert turns <= 2 * 10 + 5
-
-
 def test_a_call_whose_caller_has_gone_is_not_made(world: World) -> None:
     async def main() -> None:
         tasks = [asyncio.create_task(world.asks("a", str(number))) for number in range(3)]

@@ -41,17 +41,6 @@ def test_a_put_that_may_not_wait_is_told_how_much_is_missing(full: Cluster) -> N
     assert refused.value.fields["missing_bytes"] == 2 * EXTENT
 
 
-def test_what_is_free_is_not_missing(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=4)
-    cluster.put("abc")
-    cluster.match("abc")
-
-    with pytest.raises(NoSpaceError) as refused:
-        cluster.start("xyz")
-
-    assert refused.value.fields["missing_bytes"] == 2 * EXTENT
-
-
 def test_pieces_that_are_too_small_are_missing(new_cluster: NewCluster) -> None:
     cluster = new_cluster(one=4)
     cluster.put("abcd", chain=False)
@@ -68,15 +57,6 @@ def test_without_any_node_the_error_says_so(new_cluster: NewCluster) -> None:
         new_cluster().start("a")
 
 
-def test_replicas_on_no_node_at_all_are_no_grant(new_cluster: NewCluster) -> None:
-    cluster = new_cluster()
-
-    with pytest.raises(NoSpaceError) as refused:
-        cluster.start("ab", replicas=2)
-
-    assert refused.value.fields["missing_bytes"] == 4 * EXTENT
-
-
 def test_a_waiting_put_is_served_when_a_lease_ends(full: Cluster) -> None:
     ticket = full.wait("x")
 
@@ -90,15 +70,6 @@ def test_a_waiting_put_is_served_when_a_lease_ends(full: Cluster) -> None:
     assert full.end(grants) == [PutOutcome.STORED]
 
 
-def test_the_state_asks_to_be_woken_when_the_lease_ends(full: Cluster) -> None:
-    full.wait("x")
-
-    while (next_ms := full.state.next_tick_ms(full.now_ms)) is not None and next_ms < LEASE_MS:
-        full.after(next_ms - full.now_ms)
-
-    assert next_ms == LEASE_MS
-
-
 def test_the_state_asks_at_once_when_a_lease_has_ended_meanwhile(full: Cluster) -> None:
     full.wait("x")
     full.after(LEASE_MS - 1)
@@ -108,26 +79,6 @@ def test_the_state_asks_at_once_when_a_lease_has_ended_meanwhile(full: Cluster) 
     due_ms = full.state.next_tick_ms(late_ms)
     assert due_ms is not None
     assert due_ms <= late_ms
-
-
-def test_a_waiting_put_is_served_when_a_node_joins(full: Cluster) -> None:
-    ticket = full.wait("x")
-
-    full.join("two", 3)
-    full.work()
-
-    assert _served(full, ticket)
-
-
-def test_a_waiting_put_is_served_when_a_put_is_revoked(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=1)
-    grants = cluster.start("a")
-    ticket = cluster.wait("x")
-
-    cluster.revoke(grants, settled=True)
-    cluster.work()
-
-    assert _served(cluster, ticket)
 
 
 def test_a_waiting_put_is_served_when_a_put_ends_whose_block_can_be_evicted(
@@ -153,45 +104,6 @@ def test_a_waiting_put_is_served_when_a_commit_gives_back_a_part(new_cluster: Ne
 
     assert _served(cluster, ticket)
     assert cluster.present("a") == "a"
-
-
-def test_a_waiting_put_is_served_when_removed_bytes_are_free(full: Cluster) -> None:
-    ticket = full.wait("x")
-    full.after(LEASE_MS // 2)
-    full.match("abc")
-    full.remove("c")
-
-    full.after(LEASE_MS - STEP_MS)
-    assert ticket not in full.answers
-    full.after(STEP_MS)
-
-    assert _served(full, ticket)
-    assert full.present("abc") == "ab"
-
-
-def test_a_waiting_put_is_served_when_a_suspect_node_is_heard_again(
-    new_cluster: NewCluster,
-) -> None:
-    cluster = new_cluster(one=3)
-    cluster.silent.add("one")
-    cluster.after(3_000)
-    ticket = cluster.wait("x")
-
-    cluster.say("one", calls.NodeBeat(1))
-    cluster.work()
-
-    assert _served(cluster, ticket)
-
-
-def test_a_waiting_put_is_served_when_a_node_resumes(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(one=3)
-    cluster.break_stream("one")
-    ticket = cluster.wait("x")
-
-    cluster.join("one", resume=True)
-    cluster.work()
-
-    assert _served(cluster, ticket)
 
 
 def test_a_waiting_put_is_served_when_a_reported_node_is_trusted_again(

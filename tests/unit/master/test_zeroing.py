@@ -71,15 +71,6 @@ def test_a_removed_object_is_zeroed_when_its_readers_are_done(cluster: Cluster) 
     assert free_blocks(cluster) == 1
 
 
-def test_a_header_that_is_wiped_late_is_zeroed_after_that(cluster: Cluster) -> None:
-    cluster.put("abc", chain=False)
-    cluster.remove_later("b")
-    cluster.after(LEASE_MS)
-    assert not ordered(cluster)
-    cluster.wipe()
-    assert ordered(cluster) == [(1, 1)]
-
-
 def test_a_settled_put_is_zeroed_at_once_and_another_after_its_quarantine(cluster: Cluster) -> None:
     grants = cluster.start("a")
     cluster.revoke(grants, settled=True)
@@ -126,20 +117,6 @@ def test_bytes_that_no_object_claims_are_zeroed_piece_by_piece(
         assert free_blocks(cluster) == free
     assert found == [(1, 2), (3, 1), (5, 1), (6, 2)]
     assert not ordered(cluster)
-
-
-def test_no_object_is_evicted_while_unclaimed_bytes_are_zeroed(cluster: Cluster) -> None:
-    cluster.kill("one")
-    cluster.join("one", again=True, tells=False)
-    cluster.tell("one", claim("a", 0))
-    cluster.wipe()
-    cluster.after(LEASE_MS)
-    ticket = cluster.wait("b")
-    assert ticket not in cluster.answers
-    cluster.wipe()
-    cluster.work()
-    assert isinstance(cluster.answers[ticket], calls.Grants)
-    assert cluster.match("a") == 1
 
 
 def test_a_node_that_comes_back_hears_again_what_to_zero(cluster: Cluster) -> None:

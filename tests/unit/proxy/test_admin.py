@@ -14,7 +14,6 @@ from multidict import CIMultiDict
 
 from kvstore.proxy.admin import Admin
 from kvstore.proxy.instances import Instances
-from kvstore.web.server import guesses
 
 TOKEN = {"Authorization": "Bearer secret"}
 
@@ -52,15 +51,6 @@ def test_others_may_with_the_token_only(peer: str) -> None:
         assert status(peer, {"Authorization": wrong}, "secret") == 401
     assert status(peer, {"Authorization": "bearer  secret"}, "secret") == 200
     assert status(peer, {"Host": "proxy.example", **TOKEN}, "secret") == 200
-
-
-def test_who_tries_tokens_waits(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(guesses, "FREE", 0)
-    monkeypatch.setattr(guesses, "DELAY_S", 0.01)
-    assert status("10.0.0.1", {"Authorization": "Bearer other"}, "secret") == 401
-    assert "wrong_tokens peer=10.0.0.1 count=1" in caplog.text
 
 
 def test_no_page_of_another_site_may() -> None:

@@ -43,15 +43,6 @@ def test_the_longest_beginning_wins() -> None:
     assert affinity.longest(prints(7, 2), {"a", "b"}) is None
 
 
-def test_who_is_not_there_is_passed_over() -> None:
-    affinity = PrefixAffinity(blocks_max=100)
-    affinity.remember(prints(1), "b")
-    affinity.remember(prints(1, 2, 3), "a")
-    assert affinity.longest(prints(1, 2, 3), {"b"}) is None
-    affinity.remember(prints(1), "b")
-    assert affinity.longest(prints(1, 2, 3), {"b"}) == "b"
-
-
 def test_the_tail_of_what_was_not_used_for_longest_is_forgotten_first() -> None:
     affinity = PrefixAffinity(blocks_max=4)
     affinity.remember(prints(1, 2), "a")

