@@ -130,7 +130,7 @@ bench-vllm: $(VENV)/.vllm $(VENV)/.bench ## The same of vLLM without a store, wi
 demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller computed
 	$(BIN)/python -m examples.demo_vllm $(ARGS)
 
-proto: $(VENV)/.dev ## Generate kvstore/v1 from proto/
+proto: $(VENV)/.dev ## Generate kvstore/v1 from kvstore/calls and proto/
 	$(BIN)/python proto/generate.py
 
 reference: $(VENV)/.dev ## Write the tables of docs that the code owns, and the alerts

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from kvstore.calls import NO_VERSION, ClusterStatus, NodeStatus, Version
@@ -29,6 +29,7 @@ class DrainOutcome:
 
     node: str
     moved: int = 0
+    """Objects."""
     moved_bytes: int = 0
     corrupt: int = 0
     """Objects of the last pass whose bytes do not match their checksum."""
@@ -41,9 +42,6 @@ class DrainOutcome:
     """Puts and allocations under way, and objects that could not be moved, at the end."""
     has_left: bool = False
 
-    def as_json(self) -> dict[str, str | int | bool]:
-        return asdict(self)
-
 
 def check_room(found: ClusterStatus, node: str) -> None:
     """Checks that the other nodes have enough free memory for what the node holds, before a drain
@@ -54,7 +52,7 @@ def check_room(found: ClusterStatus, node: str) -> None:
     """
     holds = sum(_held(each) for each in found.nodes if each.name == node)
     others = [each for each in found.nodes if each.name != node and each.state == "alive"]
-    free = sum(segment.size - segment.used for each in others for segment in each.segments)
+    free = sum(each.size - each.used for each in others)
     if holds <= free:
         return
     raise NoSpaceError(

@@ -176,7 +176,7 @@ def others_guaranteed(tenant: str, wanted: int, missing: int) -> NoSpaceError:
 def guarantees_short(status: ClusterStatus) -> str:
     """Says that the pool is smaller than what its tenants are guaranteed; empty: it is not."""
     guaranteed = sum(each.guaranteed for each in status.tenants)
-    size = sum(segment.size for node in status.nodes for segment in node.segments)
+    size = status.size
     if not size or guaranteed <= size:
         return ""
     return (

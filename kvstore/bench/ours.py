@@ -136,11 +136,9 @@ class OurDriver:
     def _settled(self) -> bool:
         """Whether the memory in use is hardly more than the existing objects need."""
         status = self.plain.status()
-        segments = [segment for node in status.nodes for segment in node.segments]
         objects = sum(each.objects * OBJECT_BYTES_MORE + each.size for each in status.namespaces)
-        in_all = sum(segment.size for segment in segments)
-        pool = in_all if self._pool_bytes is None else self._pool_bytes
-        return sum(segment.used for segment in segments) <= objects + pool * SETTLED_PART
+        pool = status.size if self._pool_bytes is None else self._pool_bytes
+        return status.used <= objects + pool * SETTLED_PART
 
 
 def _stored(result: Any) -> None:

@@ -2,10 +2,10 @@
 
 The client's flows yield these requests, the master's handlers take them and answer with these
 replies, the simulator passes them by hand, and ``kvstore.wire.messages`` is the one place that
-knows their protobuf form (``proto/kvstore/v1``). An annotation says what a field may hold when it
-comes from a stranger (``kvstore.calls.fields``). Batches are columns, one entry per key, because a
-row object per key would cost more than the call. All values are immutable by agreement: the
-receiver of a list does not change it.
+knows their protobuf form, which is made of them (``proto/generate.py``). An annotation says what a
+field may hold when it comes from a stranger (``kvstore.calls.fields``). Batches are columns, one
+entry per key, because a row object per key would cost more than the call. All values are immutable
+by agreement: the receiver of a list does not change it.
 
 Times are ``*_ms`` durations and not points in time: no two clocks are compared. The one exception
 is the clock that a node tells its master, in which the master writes when capabilities end.

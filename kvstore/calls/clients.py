@@ -1,4 +1,4 @@
-"""The calls that programs make, through a client (``proto/kvstore/v1/client.proto``)."""
+"""The calls that programs make, through a client."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Messages of the stream between a node and its master; they are not calls
-(``proto/kvstore/v1/node.proto``)."""
+"""Messages of the stream between a node and its master; they are not calls."""
 
 from __future__ import annotations
 

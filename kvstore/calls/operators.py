@@ -1,5 +1,5 @@
 """What operators ask a master: the state of the cluster, its objects, and draining. Programs that
-copy objects ask for moves (``proto/kvstore/v1/admin.proto``)."""
+copy objects ask for moves."""
 
 from __future__ import annotations
 
@@ -29,11 +29,15 @@ class Status(NamedTuple):
 
 
 class SegmentStatus(NamedTuple):
+    """Memory of a node, in bytes."""
+
     segment_id: int
     size: int
+    """Size of a node's segment."""
     used: int
-    """Bytes in extents that are not free, including quarantined ones and those pending free."""
+    """Bytes in extents that are not free: objects, grants, quarantine, pending frees."""
     largest_free: int
+    """The largest free extent: no larger object fits."""
     shm_name: str
     pending: int = 0
     """Of the used bytes: those granted to puts under way."""
@@ -75,6 +79,31 @@ class NodeStatus(NamedTuple):
     What clients move through shared memory or a transfer engine does not pass that port."""
     written_bytes: int = 0
     """Bytes that clients have written so."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its memory."""
+        return sum(each.size for each in self.segments)
+
+    @property
+    def used(self) -> int:
+        """Of these: bytes that are not free."""
+        return sum(each.used for each in self.segments)
+
+    @property
+    def largest_free(self) -> int:
+        """Bytes of its largest free extent: no larger object fits."""
+        return max((each.largest_free for each in self.segments), default=0)
+
+    @property
+    def transports(self) -> list[str]:
+        """How clients reach its memory: shm, device, tcp."""
+        ways = {
+            "shm": any(each.shm_name for each in self.segments),
+            "device": any(each.device for each in self.segments),
+            "tcp": bool(self.address),
+        }
+        return [name for name, is_there in ways.items() if is_there]
 
 
 class GoneNode(NamedTuple):
@@ -156,6 +185,16 @@ class ClusterStatus(NamedTuple):
     gone: Sequence[GoneNode] = ()
     tenants: Sequence[TenantStatus] = ()
     """Empty: the master has no tenants."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the memory of all nodes."""
+        return sum(node.size for node in self.nodes)
+
+    @property
+    def used(self) -> int:
+        """Of these: bytes that are not free."""
+        return sum(node.used for node in self.nodes)
 
     def nodes_by_segment(self) -> dict[int, str]:
         """The name of the node of each segment."""

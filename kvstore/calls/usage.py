@@ -1,13 +1,13 @@
-"""Operators' calls about use: which clients put and ask, and which chains are matched
-(``proto/kvstore/v1/admin.proto``)."""
+"""Operators' calls about use: which clients put and ask, and which chains are matched."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
 
-from kvstore.calls.fields import Between, NamespaceOrEmpty, Rows
+from kvstore.calls.fields import Between, NamespaceOrEmpty, Numbers, Rows
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, Key, Namespace
+from kvstore.texts import key_text
 
 
 class Traffic(NamedTuple):
@@ -59,6 +59,11 @@ class MissedKey(NamedTuple):
     evicted: bool = False
     """Whether the key had been evicted before that question. False also if the master does not
     remember: it remembers the first keys of the chains that were evicted last."""
+
+    @property
+    def text(self) -> str:
+        """The key as kvstore ls shows it."""
+        return key_text(self.key)
 
 
 class NamespaceTraffic(NamedTuple):
@@ -145,9 +150,9 @@ class Branch(NamedTuple):
     """Of its blocks: those that pins hold."""
     cut: bool
     """Whether the chain goes on above this branch, but the bounds of one answer ended the walk."""
-    segments: Sequence[int]
+    segments: Numbers
     """The segments that hold most of the replicas of its blocks."""
-    replicas: Sequence[int]
+    replicas: Numbers
     """How many of these replicas are on each of ``segments``."""
 
     def replicas_by_node(self, nodes: Mapping[int, str]) -> dict[str, int]:
@@ -192,7 +197,7 @@ class Block(NamedTuple):
     leased_ms: int
     pinned_ms: int
     """How long the pin of this block itself lasts; pins of blocks below it do not count."""
-    segments: Sequence[int]
+    segments: Numbers
     """The segment of each replica that is mounted."""
 
 

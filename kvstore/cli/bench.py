@@ -185,9 +185,7 @@ def _room_in_use(config: ClientConfig, wanted: int, *, yes: bool, as_json: bool)
 
     with Client(config=config) as client:
         status = client.status()
-    segments = [segment for node in status.nodes for segment in node.segments]
-    size = sum(segment.size for segment in segments)
-    free = size - sum(segment.used for segment in segments)
+    size, free = status.size, status.size - status.used
     there = sum(each.objects for each in status.namespaces if each.name == NAMESPACE)
     shown = shown_place(config.master)
     pool = min(wanted, int(free * FREE_PART))

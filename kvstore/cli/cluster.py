@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -86,7 +87,7 @@ def drain(
             client, node, evict=evict, discard=discard, wait_s=wait_s, told=progress.reach
         )
     if invocation.as_json:
-        print_json(done.as_json())
+        print_json(asdict(done))
         return 0 if done.has_left else FAILED
     counted = f"{done.moved} objects ({size_text(done.moved_bytes)}) moved"
     if done.evicted:
@@ -138,5 +139,5 @@ def version(context: click.Context, as_json: bool) -> None:
 def status_json(found: ClusterStatus) -> dict[str, Any]:
     from kvstore.diagnosis.problems import of_a_status  # not above: a TAB imports this module
 
-    problems = [each._asdict() for each in of_a_status(found)]
+    problems = plain(of_a_status(found))
     return {**plain(found), "counters": dict(found.counters), "problems": problems}

@@ -7,13 +7,17 @@ from typing import Any
 
 import click
 
+from kvstore.calls.described import properties
+
 
 def plain(value: Any) -> Any:
-    """A reply in types of JSON: named tuples as objects, bytes as hexadecimal text."""
+    """A reply in types of JSON: named tuples as objects, with what they compute;
+    bytes as hexadecimal text."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value).hex()
-    if hasattr(value, "_asdict"):
-        return {name: plain(item) for name, item in value._asdict().items()}
+    if hasattr(value, "_fields"):
+        names = (*value._fields, *properties(type(value)))
+        return {name: plain(getattr(value, name)) for name in names}
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -89,8 +89,7 @@ def print_status(found: ClusterStatus, master: str, *, counters: bool) -> None:
 def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Iterator[Any]:
     from kvstore.diagnosis.problems import of_a_status  # not above: a TAB imports this module
 
-    size = sum(segment.size for node in found.nodes for segment in node.segments)
-    used = sum(segment.used for node in found.nodes for segment in node.segments)
+    size, used = found.size, found.used
     objects = sum(namespace.objects for namespace in found.namespaces)
     who = f"leader {found.leader}" if found.leader else f"master {master}"
     if found.leader and found.leader != master:
@@ -126,9 +125,7 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
                 node.name,
                 _state(node),
                 node.address or "-",
-                size_text(sum(segment.used for segment in node.segments)),
-                size_text(sum(segment.size for segment in node.segments)),
-                size_text(max((s.largest_free for s in node.segments), default=0)),
+                *map(size_text, (node.used, node.size, node.largest_free)),
                 duration_text(node.silent_ms),
                 *([node.version or "not known"] if differ else []),
                 *([media[node.name]] if several else []),

@@ -167,12 +167,8 @@ def _tables(status: ClusterStatus) -> Iterator[RenderableType]:
         yield "No node: start one with kvstore-node, or kvstore-master with --memory."
     nodes = table_of("node", "state", "used", right=("", "of", "last heard"))
     for node in status.nodes:
-        used = sum(segment.used for segment in node.segments)
-        size = sum(segment.size for segment in node.segments)
-        nodes.add_row(
-            node.name, node.state, bar(used, size), size_text(used), size_text(size),
-            duration_text(node.silent_ms),
-        )  # fmt: skip
+        sizes = size_text(node.used), size_text(node.size), duration_text(node.silent_ms)
+        nodes.add_row(node.name, node.state, bar(node.used, node.size), *sizes)
     if status.nodes:
         yield nodes
     largest = sorted(status.namespaces, key=lambda each: each.size, reverse=True)[:NAMESPACES]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Final
 
 import click
 
@@ -16,10 +16,10 @@ from kvstore.calls import ClientTraffic, NamespaceTraffic
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, Command
 from kvstore.cli.show import print_json
-from kvstore.diagnosis.gathering import explain
+from kvstore.diagnosis.gathering import Explained, Report, explain, report_of
 from kvstore.diagnosis.why import Cause, Party, counted
 from kvstore.network.addresses import shown_place
-from kvstore.texts import duration_text, key_text, shown_text, size_text
+from kvstore.texts import duration_text, shown_text, size_text
 
 EXAMPLE = """\b
 Examples:
@@ -56,17 +56,10 @@ def why(invocation: Invocation, namespace: str, model: str) -> int:
         found = explain(client, client.status(), namespace=namespace, model=model)
     chosen, causes, notes = found.parties, found.causes, found.notes
     if not chosen and (namespace or model):
-        _say_unknown(invocation, namespace or model, found.everyone)
+        _say_unknown(invocation, namespace or model, found)
         return NOT_THERE
     if invocation.as_json:
-        print_json(
-            {
-                "uptime_ms": found.uptime_ms,
-                "parties": [_party_json(party) for party in chosen],
-                "causes": causes,
-                "notes": notes,
-            }
-        )
+        print_json(report_of(found))
     else:
         place = shown_place(invocation.config.master)
         age = duration_text(found.uptime_ms)
@@ -82,7 +75,7 @@ def why(invocation: Invocation, namespace: str, model: str) -> int:
 def _people(parties: Sequence[Party]) -> Iterator[str]:
     for party in parties[:PARTIES_SHOWN]:
         model = f"{party.record.model}  " if party.record is not None else ""
-        size = _amount(party.spaces)[1]
+        size = party.size
         head = f"{model}{party.name}"
         yield f"{shown_text(head)}: {counted(party.objects, 'object')}, {size_text(size)}"
         if party.states:
@@ -104,7 +97,7 @@ def _people(parties: Sequence[Party]) -> Iterator[str]:
             there = " (it had been evicted)" if miss.evicted else ""
             there += " (it is there now)" if miss.present else ""
             yield (
-                f"  missed  {shown_text(key_text(miss.key), 40)}{there}, key {miss.found + 1} of "
+                f"  missed  {shown_text(miss.text, 40)}{there}, key {miss.found + 1} of "
                 f"{miss.asked}, asked by {shown_text(miss.client or 'a client', 40)} "
                 f"{duration_text(miss.idle_ms)} ago"
             )
@@ -143,26 +136,11 @@ def _wrapped(begin: str, text: str) -> list[str]:
     )
 
 
-def _party_json(party: Party) -> dict[str, Any]:
-    record = party.record
-    return {
-        "name": party.name,
-        "engine": record.engine if record else None,
-        "models": record.models if record else [],
-        "fingerprint": record.fingerprint if record else None,
-        "objects": party.objects,
-        "states": dict(zip(("objects", "size"), _amount(party.states), strict=True)),
-        "asked": party.asked,
-        "found": party.found,
-        "namespaces": party.spaces,
-    }
-
-
-def _say_unknown(invocation: Invocation, wanted: str, everyone: Sequence[Party]) -> None:
-    known = [party.record.model if party.record else party.name for party in everyone]
+def _say_unknown(invocation: Invocation, wanted: str, found: Explained) -> None:
+    known = [party.record.model if party.record else party.name for party in found.everyone]
     names = ", ".join(shown_text(name, 60) for name in dict.fromkeys(known[:20])) or "nothing"
     message = f"{shown_text(wanted)}: neither puts nor questions nor objects; there is: {names}"
     if invocation.as_json:
-        print_json({"parties": [], "causes": [], "notes": [message]})
+        print_json(Report(found.uptime_ms, [], [], 0, [message]))
     else:
         click.echo(message, err=True)

@@ -8,7 +8,13 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvstore.calls import ClusterStatus, NamespaceTraffic, TrafficReport
+from kvstore.calls import (
+    ClientTraffic,
+    ClusterStatus,
+    MissedKey,
+    NamespaceTraffic,
+    TrafficReport,
+)
 from kvstore.diagnosis.why import (
     Cause,
     Evidence,
@@ -36,6 +42,11 @@ NAMESPACES_LOOKED_IN: Final = 32
 NAMESPACES_OF_TENANT: Final = 128
 """Namespaces that a client of one tenant asks about, a call each."""
 
+PARTIES_SHOWN: Final = 32
+CAUSES_SHOWN: Final = 32
+CLIENTS_SHOWN: Final = 3
+"""Clients that put, and clients that asked, of each party."""
+
 OBJECTS_LOOKED_AT: Final = 1_000
 """Objects of a namespace that are checked for missing ancestors: one page."""
 
@@ -49,6 +60,74 @@ class Explained(NamedTuple):
     causes: list[Cause]
     notes: list[str]
     """What could not be seen."""
+
+
+class PartyReport(NamedTuple):
+    """Engines that share blocks, or a namespace without a record of an engine."""
+
+    name: str
+    engine: str
+    """Empty: no engine has announced itself."""
+    model: str
+    fingerprint: str
+    namespaces: Sequence[str]
+    objects: int
+    size: int
+    state_objects: int
+    """Of the objects: states of recurrent layers."""
+    state_size: int
+    asked: int
+    """Keys."""
+    found: int
+    """Of those."""
+    evicted: int
+    writes: Sequence[ClientTraffic]
+    """The last clients that put."""
+    asks: Sequence[ClientTraffic]
+    """The last clients that asked."""
+    missed: MissedKey | None
+    """The last one."""
+
+
+class Report(NamedTuple):
+    """The causes, problems first; and who writes and asks, the last used first."""
+
+    uptime_ms: int
+    """Of the master, which remembers nothing from before."""
+    causes: Sequence[Cause]
+    parties: Sequence[PartyReport]
+    others: int
+    """Further parties."""
+    notes: Sequence[str]
+    """What could not be seen."""
+
+
+def report_of(found: Explained) -> Report:
+    """What programs get, bounded: as JSON of ``kvstore why`` and of HTTP."""
+    parties, others = found.parties[:PARTIES_SHOWN], len(found.parties[PARTIES_SHOWN:])
+    described = [_party_report(party) for party in parties]
+    return Report(found.uptime_ms, found.causes[:CAUSES_SHOWN], described, others, found.notes)
+
+
+def _party_report(party: Party) -> PartyReport:
+    record, misses = party.record, party.misses
+    return PartyReport(
+        name=party.name,
+        engine=record.engine if record else "",
+        model=record.model if record else "",
+        fingerprint=record.fingerprint if record else "",
+        namespaces=party.namespaces,
+        objects=party.objects,
+        size=party.size,
+        state_objects=sum(space.objects for space in party.states),
+        state_size=sum(space.size for space in party.states),
+        asked=party.asked,
+        found=party.found,
+        evicted=party.evicted,
+        writes=party.putters[:CLIENTS_SHOWN],
+        asks=party.askers[:CLIENTS_SHOWN],
+        missed=misses[0] if misses else None,
+    )
 
 
 def explain(

@@ -6,7 +6,7 @@ before it. The first sample of a term, or after a gap, makes no point: it begins
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -22,16 +22,6 @@ RECENT_S: Final = 600.0
 
 UNSEEN: Final = ("Status", "Join")
 """Calls that are not counted: programs that watch make most of the calls to an idle store."""
-
-COUNTED: Final = (
-    "matched_objects", "missed_objects", "stored_objects", "stored_bytes", "evicted_objects",
-    "refused_pins", "corrupt_objects", "corrupt_replicas", "connections_refused",
-    "connections_stalled", "refused", "events_dropped", "etcd_failures", "refused_leased",
-    "refused_restarted", "refused_quota", "refused_guarantees",
-    "refused_suspect", "refused_draining", "refused_avoided", "refused_not_here",
-    "refused_on_device", "refused_no_node",
-)  # fmt: skip
-"""Counters whose growth each point holds."""
 
 Counts = Sequence[int]
 
@@ -62,7 +52,6 @@ class Sample(NamedTuple):
 def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None) -> Sample:
     """``measured``: the master's answer to ``measures``; ``status``: None if it is not known."""
     calls = {name: row for name, row in measured["calls"].items() if name not in UNSEEN}
-    segments = [segment for node in status.nodes for segment in node.segments] if status else []
     return Sample(
         at_ms=at_ms,
         epoch=measured["epoch"],
@@ -74,8 +63,8 @@ def sample(at_ms: int, measured: Mapping[str, Any], status: ClusterStatus | None
         or [0] * BUCKETS,
         ages_ms=measured["eviction_age_ms"][0],
         late_us=measured["late_us"][0],
-        used=sum(segment.used for segment in segments),
-        size=sum(segment.size for segment in segments),
+        used=status.used if status else 0,
+        size=status.size if status else 0,
         objects=sum(row.objects for row in status.namespaces) if status else 0,
     )
 
@@ -96,8 +85,8 @@ class HistoryPoints:
         if not 0 < seconds <= 3 * EVERY_S:
             return  # the clock was set, or nothing was known meanwhile
         counters = {
-            name: _grown(before.counters.get(name, 0), now.counters.get(name, 0))
-            for name in COUNTED
+            name: _grown(before.counters.get(name, 0), number)
+            for name, number in now.counters.items()
         }
         nothing = [0] * BUCKETS
         grown = (
@@ -126,7 +115,7 @@ class HistoryPoints:
         points = self.lately(now_ms, POINTS_MAX * EVERY_S + EVERY_S)
 
         def rate(name: str) -> list[float]:
-            return [round(each.counters[name] / each.seconds, 3) for each in points]
+            return [round(each.counters.get(name, 0) / each.seconds, 3) for each in points]
 
         def spread(counts: Sequence[Counts], share: float, unit: float) -> list[float | None]:
             return [_rounded(quantile(each, share), unit) for each in counts]
@@ -171,9 +160,12 @@ class HistoryPoints:
         return sorted(rows, key=lambda row: -row["per_s"])
 
 
-def added(points: Sequence[Sample], name: str) -> int:
-    """By how much a counter has grown in these points."""
-    return sum(each.counters[name] for each in points)
+def added(points: Sequence[Sample]) -> Mapping[str, int]:
+    """By how much each counter has grown in these points."""
+    total = Counter[str]()
+    for each in points:
+        total.update(each.counters)
+    return total
 
 
 def spread_of(counts: Sequence[Counts], share: float) -> float | None:

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from kvstore.auth.validity import Validity
 from kvstore.calls import ClusterStatus, GoneNode, NamespaceTraffic, NodeStatus
-from kvstore.diagnosis.history import COUNTED, HistoryPoints, added, spread_of
+from kvstore.diagnosis.history import HistoryPoints, added, spread_of
 from kvstore.diagnosis.rows import ADVICE
 from kvstore.diagnosis.why import Evidence, diagnose, parties_of
 from kvstore.fleet import Record
@@ -93,7 +93,7 @@ class _Seen(NamedTuple):
 def of_the_store(status: ClusterStatus, history: HistoryPoints, now_ms: int) -> list[FoundProblem]:
     """The problems that a master that leads sees, the worst first."""
     hour, recent = (
-        _Counted({name: added(points, name) for name in COUNTED}, when)
+        _Counted(added(points), when)
         for points, when in (
             (history.lately(now_ms, HOUR_S), "in the last hour"),
             (history.lately(now_ms, RECENT_S), "in the last 10 min"),
@@ -228,7 +228,7 @@ def _gone(gone: Sequence[GoneNode]) -> Iterator[FoundProblem]:
 def _held(share: float, of: str, why: str) -> Callable[[NodeStatus], str]:
     def condition(node: NodeStatus) -> str:
         held = sum(getattr(each, of) for each in node.segments)
-        is_heavy = held > share * sum(each.size for each in node.segments)
+        is_heavy = held > share * node.size
         return f"{size_text(held)}, {why}" if is_heavy else ""
 
     return condition

@@ -51,7 +51,7 @@ class Cause(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """In what two descriptions differ, for people."""
+        """In what two descriptions differ: ``fields`` and ``cuts``, for people."""
         return [*self.fields, *(f"only another cut: {cut}" for cut in self.cuts)]
 
 
@@ -88,6 +88,10 @@ class Party:
     @property
     def objects(self) -> int:
         return sum(space.objects for space in self.spaces)
+
+    @property
+    def size(self) -> int:
+        return sum(space.size for space in self.spaces)
 
     @property
     def states(self) -> list[NamespaceTraffic]:

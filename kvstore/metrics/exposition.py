@@ -18,20 +18,11 @@ from prometheus_client.registry import Collector
 
 from kvstore.calls import ClusterStatus, TenantStatus
 from kvstore.histograms import cumulative
-from kvstore.metrics.families import MASTER, OF_COUNTERS, STORE, Family
+from kvstore.metrics.families import MASTER, OF_COUNTERS, OF_SEGMENT, STORE, Family
 from kvstore.process import logs
 
 NAMESPACES_SHOWN: Final = 50
 NODE_STATES: Final = ("alive", "suspect", "dead", "draining")
-SEGMENT_FIELDS: Final = {
-    "bytes": "size",
-    "used_bytes": "used",
-    "largest_free_bytes": "largest_free",
-    "pending_bytes": "pending",
-    "quarantined_bytes": "quarantined",
-    "reclaim_bytes": "reclaim",
-}
-
 Labels = tuple[str, ...]
 Rows = dict[Labels, Any]
 """Values by labels. That of a histogram is its counts and the sum of its values, in its unit."""
@@ -174,10 +165,8 @@ def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, R
             (state,): sum(node.state == state for node in status.nodes) for state in NODE_STATES
         },
         **{
-            f"kvstore_segment_{what}": {
-                place: getattr(segment, field) for place, segment in segments.items()
-            }
-            for what, field in SEGMENT_FIELDS.items()
+            name: {place: getattr(segment, field) for place, segment in segments.items()}
+            for name, field in OF_SEGMENT.items()
         },
         "kvstore_eviction_age_seconds": {(): measured["eviction_age_ms"]},
         "kvstore_reuse_seconds": {(): measured["reuse_ms"]},
@@ -193,19 +182,17 @@ def _of_store(measured: Mapping[str, Any], status: ClusterStatus) -> dict[str, R
 
 
 def _of_tenants(tenants: Sequence[TenantStatus]) -> dict[str, Rows]:
-    return {
-        "kvstore_tenant_bytes": {(row.name,): row.bytes for row in tenants},
-        "kvstore_tenant_guaranteed_bytes": {(row.name,): row.guaranteed for row in tenants},
-        "kvstore_tenant_at_most_bytes": {
-            (row.name,): row.at_most for row in tenants if row.at_most
-        },
-        "kvstore_tenant_pinned_bytes": {(row.name,): row.pinned for row in tenants},
-        "kvstore_tenant_objects": {(row.name,): row.objects for row in tenants},
+    of: dict[str, Rows] = {}
+    for name in (family.name for family in STORE if family.labels == ("tenant",)):
+        field = name.removeprefix("kvstore_tenant_").removesuffix("_total").removesuffix("_bytes")
+        of[name] = {
+            (row.name,): getattr(row, field) for row in tenants if field != "at_most" or row.at_most
+        }
+    return of | {
         "kvstore_tenant_evicted_objects_total": {
             **{(row.name, "own"): row.evicted_by_own for row in tenants},
             **{(row.name, "others"): row.evicted_by_others for row in tenants},
-        },
-        "kvstore_tenant_refused_total": {(row.name,): row.refused for row in tenants},
+        }
     }
 
 

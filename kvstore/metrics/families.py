@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from typing import Final, Literal, NamedTuple
 
+from kvstore.calls import SegmentStatus
+from kvstore.calls.described import field_texts, types_of
+
 
 class Family(NamedTuple):
     name: str
@@ -43,16 +46,18 @@ MASTER: Final = (
     Family("kvstore_master_log_lines_left_out_total", "counter", (), "Lines of the log that were left out because there were too many of one kind. Those of the child for HTTP included."),
 )  # fmt: skip
 
+OF_SEGMENT: Final = {
+    f"kvstore_segment_{name}_bytes".replace("_size_", "_"): name
+    for name, kind in types_of(SegmentStatus).items()
+    if kind is int and name not in ("segment_id", "ready_ms")
+}
+"""Fields of a segment by their metrics: all numbers of bytes."""
+
 STORE: Final = (
     Family("kvstore_nodes", "gauge", ("state",), "Nodes by state: alive, suspect, dead, draining. A dead node disappears at once, a suspect one is alive or dead within seconds."),
     Family("kvstore_dead_nodes_total", "counter", (), "Nodes that were declared dead."),
     Family("kvstore_left_nodes_total", "counter", (), "Nodes that left: stopped, or drained."),
-    Family("kvstore_segment_bytes", "gauge", ("node", "segment"), "Size of a node's segment."),
-    Family("kvstore_segment_used_bytes", "gauge", ("node", "segment"), "Bytes of a segment that are not free: objects, grants, quarantine, pending frees."),
-    Family("kvstore_segment_largest_free_bytes", "gauge", ("node", "segment"), "The largest free extent of a segment: no larger object fits."),
-    Family("kvstore_segment_pending_bytes", "gauge", ("node", "segment"), "Of the used bytes: those granted to puts under way."),
-    Family("kvstore_segment_quarantined_bytes", "gauge", ("node", "segment"), "Of the used bytes: those of abandoned puts, which their writers may still write to."),
-    Family("kvstore_segment_reclaim_bytes", "gauge", ("node", "segment"), "Of the used bytes: those of removed and evicted objects that are not free yet, because readers may still have leases or their headers are not wiped."),
+    *(Family(name, "gauge", ("node", "segment"), field_texts(SegmentStatus)[field]) for name, field in OF_SEGMENT.items()),
     Family("kvstore_namespaces", "gauge", (), "Namespaces that hold objects."),
     Family("kvstore_namespace_objects", "gauge", ("namespace",), "Complete objects of a namespace; the largest 50 namespaces have a row."),
     Family("kvstore_namespace_bytes", "gauge", ("namespace",), "Bytes of a namespace's objects, one replica each; the largest 50 namespaces have a row."),

@@ -51,23 +51,12 @@ class Codec(NamedTuple, Generic[ValueT]):
     """Raises UsageError or ProtocolError, and nothing else, whatever the message holds."""
 
 
-def encoder(kind: Kind, message: type[Message], field: str = "") -> Callable[[Any], bytes]:
-    """A function from a value to the bytes of a message that holds it in ``field``; empty: the
-    message itself is the value.
+def encoder(kind: Kind, message: type[Message]) -> Callable[[Any], bytes]:
+    """A function from a value to the bytes of its message.
 
     Raises:
         As ``codec``; the function, as ``Codec.fill``.
     """
-    if field:
-        fill = codec(kind, message.DESCRIPTOR.fields_by_name[field].message_type).fill
-
-        def encode_field(value: Any) -> bytes:
-            m = message()
-            fill(getattr(m, field), value)
-            return m.SerializeToString()
-
-        return encode_field
-
     keys = message.DESCRIPTOR.fields_by_name.get("keys")
     has_keys = kind not in BY_HAND and keys is not None and keys.number < 16
     fill = codec(kind, message.DESCRIPTOR, keys_apart=has_keys).fill
@@ -85,16 +74,13 @@ def encoder(kind: Kind, message: type[Message], field: str = "") -> Callable[[An
     return encode_keys_last if has_keys else encode
 
 
-def decoder(kind: Kind, message: type[Message], field: str = "") -> Callable[[bytes], Any]:
+def decoder(kind: Kind, message: type[Message]) -> Callable[[bytes], Any]:
     """A function from the bytes that ``encoder`` makes to the value.
 
     Raises:
         As ``codec``; the function, DecodeError: no such message; and as ``Codec.make``.
     """
     parse = message.FromString
-    if field:
-        make = codec(kind, message.DESCRIPTOR.fields_by_name[field].message_type).make
-        return lambda data: make(getattr(parse(data), field))
     make = codec(kind, message.DESCRIPTOR).make
     return lambda data: make(parse(data))
 

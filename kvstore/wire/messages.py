@@ -1,8 +1,9 @@
 """Calls and their protobuf form: the only place that knows both.
 
 ``CALLS`` has one row per call. Both carriers and the stub work from this table, so a new call is
-a class in ``kvstore.calls``, an rpc in ``proto``, and a row here; how it is encoded and decoded
-follows from the class (``kvstore.wire.codec``). Decoders check everything that a stranger may send.
+a class in ``kvstore.calls`` and a row here; its message (``proto/generate.py``) and how it is
+encoded and decoded (``kvstore.wire.codec``) follow from the class. Decoders check everything that a
+stranger may send.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 from kvstore import calls
 from kvstore.calls import Reply, Request
 from kvstore.errors import InvalidArgumentError, ProtocolError, UsageError
-from kvstore.v1 import admin_pb2, client_pb2
+from kvstore.v1 import admin_pb2, client_pb2, common_pb2
 from kvstore.wire.codec import decoder, encoder
 from kvstore.wire.packed import UNENCODABLE
 
@@ -39,10 +39,6 @@ class Call(Generic[RequestT, ReplyT]):
     """Whether doing it twice is the same as once, so that it may be sent again if no reply came."""
     lane: bool = True
     """Whether stubs send it on the lane; the server takes every call on both carriers."""
-    proto: ModuleType = client_pb2
-    """The generated module with its service and its messages."""
-    reply_field: str = ""
-    """The field of the reply's message that holds the reply; empty: the message itself."""
 
     @cached_property
     def name(self) -> str:
@@ -52,8 +48,8 @@ class Call(Generic[RequestT, ReplyT]):
     @cached_property
     def service(self) -> str:
         """Full name of the gRPC service."""
-        (service,) = self.proto.DESCRIPTOR.services_by_name.values()
-        return cast(str, service.full_name)
+        is_admin = f"{self.name}Request" in admin_pb2.DESCRIPTOR.message_types_by_name
+        return f"kvstore.v1.{'Admin' if is_admin else 'Client'}Service"
 
     @cached_property
     def wire_name(self) -> bytes:
@@ -67,22 +63,24 @@ class Call(Generic[RequestT, ReplyT]):
 
     @cached_property
     def encode(self) -> Callable[[RequestT], bytes]:
-        return encoder(self.request, self._message("Request"))
+        return encoder(self.request, _message(f"{self.name}Request"))
 
     @cached_property
     def decode(self) -> Callable[[bytes], RequestT]:
-        return decoder(self.request, self._message("Request"))
+        return decoder(self.request, _message(f"{self.name}Request"))
 
     @cached_property
     def encode_reply(self) -> Callable[[ReplyT], bytes]:
-        return encoder(self.reply, self._message("Reply"), self.reply_field)
+        return encoder(self.reply, _message(self.reply.__name__))
 
     @cached_property
     def decode_reply(self) -> Callable[[bytes], ReplyT]:
-        return decoder(self.reply, self._message("Reply"), self.reply_field)
+        return decoder(self.reply, _message(self.reply.__name__))
 
-    def _message(self, kind: str) -> type[Message]:
-        return cast(type[Message], getattr(self.proto, f"{self.name}{kind}"))
+
+def _message(name: str) -> type[Message]:
+    files = (admin_pb2, client_pb2, common_pb2)
+    return next(cast(type[Message], vars(each)[name]) for each in files if name in vars(each))
 
 
 def encode_request(request: Request) -> bytes:
@@ -124,7 +122,7 @@ _TABLE: tuple[Call[Any, Any], ...] = (
     Call(calls.PutStart, calls.Grants, idempotent=False),
     Call(calls.PutEnd, calls.PutEnded, idempotent=False),
     Call(calls.PutRevoke, calls.Revoked, idempotent=False),
-    Call(calls.Allocate, calls.Grants, idempotent=False, reply_field="grant"),
+    Call(calls.Allocate, calls.Grants, idempotent=False),
     Call(calls.Commit, calls.Committed, idempotent=False),
     Call(calls.Renew, calls.Renewed, idempotent=True),
     Call(calls.Release, calls.ReleaseReply, idempotent=True),
@@ -136,15 +134,15 @@ _TABLE: tuple[Call[Any, Any], ...] = (
     Call(calls.ReportFailure, calls.Reported, idempotent=True),
     Call(calls.ReportCorrupt, calls.Dropped, idempotent=True),
     # The asker is to be known as the client that reads and writes there: it gets capabilities.
-    Call(calls.StatObject, calls.ObjectDetail, idempotent=True, proto=admin_pb2),
-    Call(calls.StartMoves, calls.MovesStarted, idempotent=False, proto=admin_pb2),
+    Call(calls.StatObject, calls.ObjectDetail, idempotent=True),
+    Call(calls.StartMoves, calls.MovesStarted, idempotent=False),
     # Operators ask rarely and need no lane, so they need not join either.
-    Call(calls.Status, calls.ClusterStatus, idempotent=True, lane=False, proto=admin_pb2),
-    Call(calls.ListObjects, calls.Listed, idempotent=True, lane=False, proto=admin_pb2),
-    Call(calls.Traffic, calls.TrafficReport, idempotent=True, lane=False, proto=admin_pb2),
-    Call(calls.Chains, calls.ChainsFound, idempotent=True, lane=False, proto=admin_pb2),
-    Call(calls.Blocks, calls.BlocksFound, idempotent=True, lane=False, proto=admin_pb2),
-    Call(calls.Drain, calls.Drained, idempotent=True, lane=False, proto=admin_pb2),
+    Call(calls.Status, calls.ClusterStatus, idempotent=True, lane=False),
+    Call(calls.ListObjects, calls.Listed, idempotent=True, lane=False),
+    Call(calls.Traffic, calls.TrafficReport, idempotent=True, lane=False),
+    Call(calls.Chains, calls.ChainsFound, idempotent=True, lane=False),
+    Call(calls.Blocks, calls.BlocksFound, idempotent=True, lane=False),
+    Call(calls.Drain, calls.Drained, idempotent=True, lane=False),
 )
 
 CALLS: dict[type, Call[Any, Any]] = {call.request: call for call in _TABLE}

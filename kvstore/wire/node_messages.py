@@ -1,4 +1,4 @@
-"""The messages of a node's stream and their protobuf form (``proto/kvstore/v1/node.proto``).
+"""The messages of a node's stream and their protobuf form (``kvstore/v1/node.proto``).
 
 As ``kvstore.wire.messages``: decoders raise typed errors for whatever a stranger may send.
 """
@@ -19,43 +19,43 @@ from kvstore.wire.packed import UNENCODABLE
 NODE_SERVICE = node_pb2.DESCRIPTOR.services_by_name["NodeService"].full_name
 SESSION_PATH = f"/{NODE_SERVICE}/Session"
 
-_NODE: Final[dict[type, str]] = {
+OF_NODE: Final[dict[type, str]] = {
     calls.NodeJoin: "join",
     calls.NodeBeat: "beat",
     calls.NodeWiped: "wiped",
     calls.NodeLeave: "leave",
     calls.NodeClaims: "claims",
 }
-_MASTER: Final[dict[type, str]] = {
+OF_MASTER: Final[dict[type, str]] = {
     calls.MasterAccepted: "accepted",
     calls.MasterBeat: "beat",
     calls.MasterWipe: "wipe",
     calls.MasterClaimed: "claimed",
 }
-"""The field of ``MasterMessage`` for each class; ``_NODE`` has those of ``NodeMessage``."""
+"""The field of ``MasterMessage`` for each class; ``OF_NODE`` has those of ``NodeMessage``."""
 
 
 def encode_node_message(message: NodeMessage) -> bytes:
     """Raises UsageError: the message holds a value that cannot be sent."""
     try:
-        return _encoded(node_pb2.NodeMessage(), _NODE, message)
+        return _encoded(node_pb2.NodeMessage(), OF_NODE, message)
     except UNENCODABLE as error:
         raise InvalidArgumentError(f"{type(message).__name__}: {error}") from error
 
 
 def decode_node_message(data: bytes) -> NodeMessage:
     """Raises UsageError or ProtocolError, and nothing else, whatever ``data`` is."""
-    return cast(NodeMessage, _decoded(node_pb2.NodeMessage, _NODE, data))
+    return cast(NodeMessage, _decoded(node_pb2.NodeMessage, OF_NODE, data))
 
 
 def encode_master_message(message: MasterMessage) -> bytes:
-    return _encoded(node_pb2.MasterMessage(), _MASTER, message)
+    return _encoded(node_pb2.MasterMessage(), OF_MASTER, message)
 
 
 def decode_master_message(data: bytes) -> MasterMessage:
     """Raises ProtocolError, and nothing else, whatever ``data`` is."""
     try:
-        return cast(MasterMessage, _decoded(node_pb2.MasterMessage, _MASTER, data))
+        return cast(MasterMessage, _decoded(node_pb2.MasterMessage, OF_MASTER, data))
     except UsageError as error:
         raise ProtocolError(f"the master's message is malformed: {error.message}") from error
 

@@ -21,7 +21,7 @@ from kvstore.limits import (
     Key,
     check_namespace,
 )
-from kvstore.v1 import client_pb2, common_pb2, node_pb2
+from kvstore.v1 import common_pb2
 from kvstore.wire.packed import (
     COLUMN_ROWS_MAX,
     pack_column,
@@ -91,7 +91,7 @@ def _macs(column: bytes, width: int, extents: int) -> bytes:
     return column
 
 
-def pack_grants(target: client_pb2.PutStartReply, reply: calls.Grants) -> None:
+def pack_grants(target: common_pb2.Grants, reply: calls.Grants) -> None:
     target.epoch = reply.epoch
     target.deadline_ms = reply.deadline_ms
     target.outcomes = bytes(reply.outcomes)
@@ -109,7 +109,7 @@ def pack_grants(target: client_pb2.PutStartReply, reply: calls.Grants) -> None:
         target.stamps = reply.stamps
 
 
-def unpack_grants(m: client_pb2.PutStartReply) -> calls.Grants:
+def unpack_grants(m: common_pb2.Grants) -> calls.Grants:
     outcomes = m.outcomes
     replicas = unpack_number(m.replicas, "replicas", 0, REPLICAS_MAX)
     width = 1 + 2 * replicas
@@ -131,7 +131,7 @@ def unpack_grants(m: client_pb2.PutStartReply) -> calls.Grants:
     )  # fmt: skip
 
 
-def pack_claims(m: node_pb2.NodeClaims, message: calls.NodeClaims) -> None:
+def pack_claims(m: common_pb2.NodeClaims, message: calls.NodeClaims) -> None:
     m.segment = message.segment
     m.first = message.first
     m.last = message.last
@@ -146,7 +146,7 @@ def pack_claims(m: node_pb2.NodeClaims, message: calls.NodeClaims) -> None:
     pack_column(m.offsets, message.offsets)
 
 
-def unpack_claims(m: node_pb2.NodeClaims) -> calls.NodeClaims:
+def unpack_claims(m: common_pb2.NodeClaims) -> calls.NodeClaims:
     keys = list(unpack_keys(m.keys, keys_max=CLAIMS_PER_MESSAGE_MAX))
     rows = len(keys)
     if len(m.namespaces) > rows or len(m.has_parent) != rows:

@@ -63,7 +63,7 @@ def test_the_answers_are_those_of_the_command_and_described(cluster: Cluster, po
         assert cause["fields"] == ["dtype: bfloat16 writes, float16 asks"]
         (party,) = [each for each in found["parties"] if there in each["namespaces"]]
         assert [row["client"] for row in party["asks"]] == ["decode-1"]
-        assert party["missed"]["key"].startswith("hex:0101")
+        assert party["missed"]["text"].startswith("hex:0101")
         assert found["notes"] == []
     assert asked(port, f"{WHY_PATH}?namespace=nowhere").status == 404
     assert asked(port, f"{WHY_PATH}?namespace=a&model=m").status == 400

@@ -15,7 +15,7 @@ from kvstore.errors import KVStoreError
 from kvstore.limits import PROTOCOL_VERSION, Key, Namespace
 from kvstore.master.state.master_state import MasterState
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
-from kvstore.v1 import common_pb2, node_pb2
+from kvstore.v1 import client_pb2, common_pb2, node_pb2
 from kvstore.wire.node_messages import decode_node_message
 from tests.support.wire_values import SIXTEEN
 
@@ -55,7 +55,7 @@ def claims(draw: st.DrawFn) -> node_pb2.NodeMessage:
     rows = draw(st.integers(0, 5))
     has_parent = bytes(draw(st.integers(0, 1)) for _ in range(rows))
     return node_pb2.NodeMessage(
-        claims=node_pb2.NodeClaims(
+        claims=common_pb2.NodeClaims(
             segment=draw(SMALL),
             first=draw(st.booleans()),
             last=draw(st.booleans()),
@@ -83,7 +83,7 @@ def offers(draw: st.DrawFn) -> node_pb2.SegmentOffer:
         seed=draw(U64),
         generation=draw(SMALL),
         fresh=draw(st.booleans()),
-        mark=common_pb2.Version(epoch=draw(st.integers(3, 6) | U64), counter=draw(NUMBER)),
+        mark=client_pb2.Version(epoch=draw(st.integers(3, 6) | U64), counter=draw(NUMBER)),
     )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_whatever_nodes_say_is_refused_or_taken(said: list[tuple[int, bytes]]) -
 
 
 def test_rows_without_a_namespace_are_refused() -> None:
-    claim = node_pb2.NodeClaims(
+    claim = common_pb2.NodeClaims(
         first=True,
         last=True,
         namespace_of=common_pb2.Column(repeats=1),

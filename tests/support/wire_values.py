@@ -1,8 +1,7 @@
 """Hypothesis strategies for every message of ``kvstore.calls``, within the protocol's bounds.
 
-They follow from the annotations of the messages and from the widths of numbers in ``proto``, as the
-codec does, so that a new field or call has them at once. ``BY_HAND`` has those whose columns depend
-on each other.
+They follow from the annotations of the messages, so that a new field or call has them at once.
+``BY_HAND`` has those whose columns depend on each other.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import typing
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import strategies as st
 
 from kvstore import calls
 from kvstore.calls import fields
 from kvstore.limits import KEY_BYTES_MAX, Key, Namespace
-from kvstore.v1 import node_pb2
 from kvstore.wire.messages import CALLS
+from kvstore.wire.node_messages import OF_MASTER, OF_NODE
 
 U64 = st.integers(0, 2**64 - 1)
 FLAGS = st.booleans()
@@ -60,8 +58,8 @@ def column(rows: int, values: st.SearchStrategy[int] = U64) -> st.SearchStrategy
 
 
 @functools.cache
-def of(kind: Any, message: Descriptor) -> st.SearchStrategy[Any]:
-    """Values of ``kind``, a NamedTuple that travels as ``message``."""
+def of(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of ``kind``, a NamedTuple."""
     if kind in BY_HAND:
         return BY_HAND[kind]
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -70,33 +68,32 @@ def of(kind: Any, message: Descriptor) -> st.SearchStrategy[Any]:
     def made(draw: st.DrawFn) -> Any:
         row: dict[str, Any] = {}
         for name in kind._fields:
-            values = _field(hints[name], message.fields_by_name[name], row)
-            if kind._field_defaults.get(name) not in (None, 0, "", ()):
+            default = kind._field_defaults.get(name)
+            values = _field(hints[name], row, default)
+            if default not in (None, 0, "", ()):
                 values = values.filter(bool)  # an empty one is left out, and is the default then
-            field = message.fields_by_name[name]
-            if kind._field_defaults.get(name) == () and field.message_type is None:
-                values = values.map(lambda rows: rows or ())
             row[name] = draw(values)
         return kind(**row)
 
     return made()
 
 
-def _field(hint: Any, field: FieldDescriptor, row: dict[str, Any]) -> st.SearchStrategy[Any]:
+def _field(hint: Any, row: dict[str, Any], default: object = None) -> st.SearchStrategy[Any]:
     """``row``: the fields before this one."""
     rules: list[Any] = []
     if typing.get_origin(hint) is Annotated:
         hint, *rules = typing.get_args(hint)
-    bound = next((rule for rule in rules if isinstance(rule, fields.Rows)), fields.Rows())
+    bounds = [rule for rule in rules if isinstance(rule, fields.Rows)]
     rule = next((rule for rule in rules if not isinstance(rule, fields.Rows)), None)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         kind = next(each for each in typing.get_args(hint) if each is not types.NoneType)
-        return st.none() | _field(kind, field, row)
+        return st.none() | _field(kind, row)
     if typing.get_origin(hint) is not Sequence:
-        return _one(hint, rule, field)
+        return _one(hint, rule)
     (item,) = typing.get_args(hint)
-    if item is int and field.type == FieldDescriptor.TYPE_BYTES:
+    if item is int and not bounds:
         return BYTES
+    bound = bounds[0] if bounds else fields.Rows()
     least, most = 0, min(bound.most, MESSAGES_MAX if hasattr(item, "_fields") else ROWS_MAX)
     if bound.like:
         least = most = len(row[bound.like])
@@ -104,13 +101,17 @@ def _field(hint: Any, field: FieldDescriptor, row: dict[str, Any]) -> st.SearchS
         return keys(distinct=bound.distinct, least=least, most=most)
     if item is int and bound.like:
         return column(least, st.integers(0, bound.value_max or 2**64 - 1))
-    rows = st.lists(_one(item, rule, field), min_size=least, max_size=most)
+    rows = st.lists(_one(item, rule), min_size=least, max_size=most)
+    if default == () and not hasattr(item, "_fields"):
+        return rows.map(
+            lambda rows: tuple(rows) if isinstance(rule, fields.Sixteen) else rows or ()
+        )
     return rows.map(tuple) if isinstance(rule, fields.Sixteen) else rows
 
 
-def _one(hint: Any, rule: Any, field: FieldDescriptor) -> st.SearchStrategy[Any]:
+def _one(hint: Any, rule: Any) -> st.SearchStrategy[Any]:
     if hasattr(hint, "_fields"):
-        return of(hint, field.message_type)
+        return of(hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return st.sampled_from(hint)
     match rule:
@@ -126,9 +127,7 @@ def _one(hint: Any, rule: Any, field: FieldDescriptor) -> st.SearchStrategy[Any]
             return st.binary(max_size=KEY_BYTES_MAX)
         case fields.AnyNamespace():
             return st.just("") | NAMESPACE
-    if hint is int:
-        return st.integers(0, 2**32 - 1) if field.type == FieldDescriptor.TYPE_UINT32 else U64
-    return {bool: FLAGS, str: TEXT, bytes: BYTES, Key: KEY, Namespace: NAMESPACE}[hint]
+    return {int: U64, bool: FLAGS, str: TEXT, bytes: BYTES, Key: KEY, Namespace: NAMESPACE}[hint]
 
 
 # --- by hand -----------------------------------------------------------------------------------
@@ -235,24 +234,11 @@ BY_HAND: dict[type, st.SearchStrategy[Any]] = {
 # --- all messages ------------------------------------------------------------------------------
 
 
-def _travels(kind: Any, message: Any, inside: str = "") -> st.SearchStrategy[Any]:
-    return of(kind, message.fields_by_name[inside].message_type if inside else message)
-
-
-_NODE = node_pb2.DESCRIPTOR.message_types_by_name
-REQUESTS: dict[type, st.SearchStrategy[Any]] = {
-    row.request: _travels(row.request, row._message("Request").DESCRIPTOR) for row in CALLS.values()
-}
-REPLIES: dict[type, st.SearchStrategy[Any]] = {
-    row.reply: _travels(row.reply, row._message("Reply").DESCRIPTOR, row.reply_field)
-    for row in CALLS.values()
-}
-NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
-    kind: of(kind, _NODE[kind.__name__]) for kind in typing.get_args(calls.NodeMessage)
-}
-MASTER_MESSAGES: dict[type, st.SearchStrategy[Any]] = {
-    kind: of(kind, _NODE[kind.__name__]) for kind in typing.get_args(calls.MasterMessage)
-}
+_ROWS: list[Any] = list(CALLS.values())
+REQUESTS: dict[type, st.SearchStrategy[Any]] = {row.request: of(row.request) for row in _ROWS}
+REPLIES: dict[type, st.SearchStrategy[Any]] = {row.reply: of(row.reply) for row in _ROWS}
+NODE_MESSAGES: dict[type, st.SearchStrategy[Any]] = {kind: of(kind) for kind in OF_NODE}
+MASTER_MESSAGES: dict[type, st.SearchStrategy[Any]] = {kind: of(kind) for kind in OF_MASTER}
 MASTER_MESSAGES[calls.MasterWipe] = MASTER_MESSAGES[calls.MasterWipe].map(
-    lambda order: order._replace(lengths=order.epochs if order.lengths else [])
+    lambda order: order._replace(lengths=(order.lengths and order.epochs) or ())
 )

@@ -22,9 +22,10 @@ from kvstore.auth.rights import shown_status
 from kvstore.client.aio import AsyncClient
 from kvstore.errors import InvalidArgumentError, InvalidKeyError
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, Namespace, check_key
-from kvstore.texts import HEX, key_from_text, key_text
+from kvstore.texts import HEX, key_from_text
 from kvstore.web.api.query_throttle import QueryThrottle
 from kvstore.web.api.questions import TIMEOUT_MS, NodesOf
+from kvstore.web.api.shapes import Hex, KeyText, Shape, shaped
 from kvstore.web.server.endpoints import HexKey, Question, endpoint
 
 CHAINS_PATH: Final = "/api/v1/chains"
@@ -71,49 +72,26 @@ class BlocksQuestion(Question):
     )
 
 
-class BranchAnswer(BaseModel):
+@shaped(calls.Branch, without=("segments", "replicas"))
+class BranchAnswer(Shape):
     """A run of blocks, each of which is the parent of the next one."""
 
-    namespace: str
-    above: int = Field(description="Number of the branch that it continues, from 1; 0: none.")
-    first: str = Field(description="Key of the first block, as kvstore ls shows it.")
-    last: str = Field(description="Key of the last block, as kvstore ls shows it.")
-    key: str = Field(description="Key of the last block, in hexadecimal.")
-    blocks: int
-    missing: int = Field(description="Of those: without bytes. No match finds what is below.")
-    being_written: int = Field(description="Of those: being written now.")
-    size: int = Field(description="Payload bytes, replicas not counted.")
-    depth: int = Field(description="Ancestors of the last block, as far as known.")
-    children: int = Field(description="Blocks directly below the last one.")
-    matched: int = Field(description="Counted matches that ended in this branch or below it.")
-    ended: int = Field(description="Of those: at its last block.")
-    counted_ms: int = Field(description="Since when they are counted.")
-    idle_ms: int = Field(description="Since it, or a branch below it, was used.")
-    leased_ms: int
-    pinned: int = Field(description="Blocks that pins hold.")
-    cut: bool = Field(description="The chain goes on above it, and was not walked further.")
+    first: KeyText = Field(description="Key of the first block, as kvstore ls shows it.")
+    last: KeyText = Field(description="Key of the last block, as kvstore ls shows it.")
+    key: Hex = Field(description="Key of the last block, in hexadecimal.")
     nodes: dict[str, int] = Field(description="Replicas by node, where most of them are.")
 
 
-class ChainsAnswer(BaseModel):
+@shaped(calls.ChainsFound, without=("epoch",))
+class ChainsAnswer(Shape):
     """The chains that were matched most and used last; each branch after the one it continues."""
 
     branches: list[BranchAnswer]
-    whole: bool = Field(description="Whether every wanted chain was walked.")
-    uptime_ms: int = Field(description="Of the master, which remembers no match from before.")
 
 
-class BlockAnswer(BaseModel):
-    key: str = Field(description="In hexadecimal.")
-    text: str = Field(description="The key as kvstore ls shows it.")
-    state: str = Field(description="complete, being_written, missing or absent.")
-    parent: str = Field(description="In hexadecimal; empty: a root, or not known.")
-    children: int
-    depth: int
-    size: int
-    idle_ms: int
-    leased_ms: int
-    pinned_ms: int
+@shaped(calls.Block, without=("segments",))
+class BlockAnswer(Shape):
+    text: KeyText = Field(description="The key as kvstore ls shows it.")
     nodes: list[str]
 
 
@@ -171,11 +149,8 @@ class Prefixes:
         """The chains that are used most."""
         found = await self._ask(asked.namespace or None, asked.key, asked.count)
         nodes = await self._nodes_of(chain.from_iterable(row.segments for row in found.branches))
-        return ChainsAnswer(
-            branches=[_branch(row, nodes) for row in found.branches],
-            whole=found.whole,
-            uptime_ms=found.uptime_ms,
-        )
+        branches = [_branch(row, nodes) for row in found.branches]
+        return ChainsAnswer.model_validate(found._asdict() | {"branches": branches})
 
     async def _ask(
         self, namespace: str | None, keys: Sequence[bytes], count: int
@@ -307,22 +282,11 @@ def _as_shown(word: str) -> Key:
 
 
 def _branch(row: calls.Branch, names: Mapping[int, str]) -> BranchAnswer:
-    replicas = row.replicas_by_node(names)
-    told = row._asdict() | {
-        "first": key_text(row.first),
-        "last": key_text(row.last),
-        "key": row.last.hex(),
-        "nodes": {node: count for node, count in replicas.items() if node},
-    }
-    return BranchAnswer(**told)
+    nodes = {node: count for node, count in row.replicas_by_node(names).items() if node}
+    return BranchAnswer.model_validate(row._asdict() | {"key": row.last, "nodes": nodes})
 
 
 def _block(row: calls.Block, names: Mapping[int, str]) -> BlockAnswer:
     nodes = dict.fromkeys(names.get(segment, "") for segment in row.segments)
-    told = row._asdict() | {
-        "key": row.key.hex(),
-        "text": key_text(row.key),
-        "parent": row.parent.hex(),
-        "nodes": [node for node in nodes if node],
-    }
-    return BlockAnswer(**told)
+    told = {"text": row.key, "nodes": [node for node in nodes if node]}
+    return BlockAnswer.model_validate(row._asdict() | told)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Final
 
 from pydantic import BaseModel, Field
@@ -23,7 +23,7 @@ from kvstore.client.sync import Client
 from kvstore.drainer import DrainOutcome, check_room, drain_node
 from kvstore.errors import BusyError, KVStoreError
 from kvstore.process.background import start_task
-from kvstore.web.api.shapes import Member, Memory
+from kvstore.web.api.shapes import Node, Shape, shaped
 from kvstore.web.server.endpoints import Question, RefusedRequestError, endpoint
 
 NODES_PATH: Final = "/api/v1/nodes"
@@ -60,38 +60,24 @@ class DrainQuestion(NodeQuestion):
     )
 
 
-class DrainAnswer(BaseModel):
-    """How far a drain is."""
+@shaped(DrainOutcome, without=("has_left",))
+class DrainAnswer(Shape):
+    """How far a drain is. Of the objects, only ``moved_bytes`` is known before it is over."""
 
-    node: str
     state: str = Field(
         description="moving; left: the node was empty and has left; kept: objects have no space "
         "elsewhere, so it stays, draining; stopped: by an undrain; failed."
     )
     size: int = Field(description="Bytes that were used on the node when it began.")
-    moved_bytes: int
-    moved: int = Field(description="Objects. This and the next are known when it is over.")
-    kept: int = Field(description="Objects without space elsewhere.")
-    kept_bytes: int
-    unfinished: int = Field(description="Puts under way, and objects that could not be moved.")
-    corrupt: int = Field(description="Objects whose bytes do not match their checksum.")
-    evicted: int = Field(description="Older objects on other nodes that made room: are lost.")
     error: str = Field(description="Why it failed; else empty.")
 
 
-class SegmentAnswer(Memory):
-    """Memory of a node, in bytes."""
-
-    segment: int
-
-
-class NodeAnswer(Member):
+class NodeAnswer(Node):
     """One node."""
 
-    size: int = Field(description="Bytes of its memory.")
-    used: int
-    segments: list[SegmentAnswer]
-    drain: DrainAnswer | None = Field(description="The last one that this server was asked for.")
+    drain: DrainAnswer | None = Field(
+        default=None, description="The last one that this server was asked for."
+    )
 
 
 class NodesAnswer(BaseModel):
@@ -138,13 +124,8 @@ class _RunningDrain:
                 self.state, self.error = "failed", "it ended unexpectedly: see the log"
 
     def answer(self) -> DrainAnswer:
-        told = self.outcome
-        return DrainAnswer(
-            node=told.node, state=self.state, size=self.size, moved=told.moved,
-            moved_bytes=told.moved_bytes, kept=told.left, kept_bytes=told.left_bytes,
-            unfinished=told.unfinished, corrupt=told.corrupt, evicted=told.evicted,
-            error=self.error,
-        )  # fmt: skip
+        told = {"state": self.state, "size": self.size, "error": self.error}
+        return DrainAnswer.model_validate(asdict(self.outcome) | told)
 
 
 class NodesAPI:
@@ -245,10 +226,6 @@ class NodesAPI:
 
 
 def _answer(node: NodeStatus, drain: _RunningDrain | None) -> NodeAnswer:
-    told = node._asdict() | {
-        "size": sum(each.size for each in node.segments),
-        "used": sum(each.used for each in node.segments),
-        "segments": [{**each._asdict(), "segment": each.segment_id} for each in node.segments],
-        "drain": None if drain is None else drain.answer(),
-    }
-    return NodeAnswer(**told)
+    made = NodeAnswer.model_validate(node)
+    made.drain = None if drain is None else drain.answer()
+    return made

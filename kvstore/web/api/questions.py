@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 from pydantic import BaseModel, Field
 
+from kvstore import calls
 from kvstore.client.aio import AsyncClient
 from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX, PIN_MS_MAX
-from kvstore.texts import key_text
+from kvstore.web.api.shapes import KeyText, Shape, shaped
 from kvstore.web.server.endpoints import HexKey, Question, RefusedRequestError, endpoint
 
 MATCH_PATH: Final = "/api/v1/match"
@@ -99,21 +100,14 @@ class Place(BaseModel):
     offset: int
 
 
-class StatAnswer(BaseModel):
+@shaped(calls.ObjectRow)
+@shaped(calls.ObjectDetail, without=("row", "placements", "epoch"))
+class StatAnswer(Shape):
     """One object."""
 
-    namespace: str
-    key: str = Field(description="In hexadecimal.")
-    text: str = Field(description="The key as kvstore ls shows it.")
-    size: int = Field(description="Payload bytes.")
-    replicas: int
-    depth: int = Field(description="Ancestors, as far as known.")
-    leased_ms: int
-    state: str = Field(description="complete, detached or being_written.")
+    text: KeyText = Field(description="The key as kvstore ls shows it.")
     parent: str | None = Field(description="Its key, in hexadecimal.")
-    children: int
     version: str
-    idle_ms: int = Field(description="Time since its last use.")
     places: list[Place]
 
 
@@ -164,20 +158,16 @@ class Api:
         detail, row = found.detail, found.detail.row
         names = await self._nodes_of(detail.placements.segments)
         places = zip(detail.placements.segments, detail.placements.offsets, strict=True)
-        fields: dict[str, Any] = {
-            **row._asdict(), "key": row.key.hex(), "text": key_text(row.key),
-        }  # fmt: skip
-        return StatAnswer(
-            **fields,
-            parent=detail.parent.hex() if detail.parent else None,
-            children=detail.children,
-            version=f"{detail.version.epoch}.{detail.version.counter}",
-            idle_ms=detail.idle_ms,
-            places=[
+        told = {
+            "text": row.key,
+            "parent": detail.parent.hex() or None,
+            "version": f"{detail.version.epoch}.{detail.version.counter}",
+            "places": [
                 Place(node=names.get(segment, ""), segment=segment, offset=offset)
                 for segment, offset in places
             ],
-        )
+        }
+        return StatAnswer.model_validate(detail._asdict() | row._asdict() | told)
 
     @endpoint("POST", REMOVE_PATH, {200: "Done."}, is_trusted=True)
     async def _remove(self, asked: KeysQuestion) -> RemoveAnswer:

@@ -4,8 +4,8 @@ asks. It only reads, by calls that are checked by the rights of the request."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 from pydantic import BaseModel, Field
 
@@ -14,22 +14,16 @@ from kvstore.auth.acting import acting
 from kvstore.auth.rights import shown_status
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
-from kvstore.diagnosis.gathering import Explained, explain
-from kvstore.diagnosis.why import Cause, Party
+from kvstore.diagnosis.gathering import Explained, Report, explain, report_of
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import is_fleet
-from kvstore.texts import key_text
 from kvstore.web.api.query_throttle import QueryThrottle
 from kvstore.web.api.questions import TIMEOUT_MS
+from kvstore.web.api.shapes import Shape, shaped
 from kvstore.web.server.endpoints import Question, RefusedRequestError, endpoint
 
 WHY_PATH: Final = "/api/v1/why"
 TRAFFIC_PATH: Final = "/api/v1/traffic"
-
-PARTIES_SHOWN: Final = 32
-CAUSES_SHOWN: Final = 32
-CLIENTS_SHOWN: Final = 3
-"""Clients that put, and clients that asked, of each party."""
 
 ROWS_SHOWN: Final = 300
 """Engines, and namespaces, in one answer about traffic."""
@@ -42,62 +36,9 @@ class WhyQuestion(Question):
     model: str = Field(default="", description="The engines of this model: its name, or its path.")
 
 
-class WhyClient(BaseModel):
-    client: str = Field(description="Its name; empty: it has none.")
-    address: str = Field(description="local: the master's host.")
-    idle_ms: int = Field(description="Since its last call.")
-    keys: int = Field(description="Keys that it wanted to put, or asked for.")
-    found: int = Field(description="Of those: stored already.")
-    stored: int = Field(description="Keys that it has put.")
-
-
-class WhyMissed(BaseModel):
-    """A key that was asked for and not found."""
-
-    key: str = Field(description="As kvstore ls shows it.")
-    client: str
-    idle_ms: int = Field(description="Since that question.")
-    found: int = Field(description="Keys before it in that question; they were stored.")
-    asked: int = Field(description="Keys of that question.")
-    present: bool = Field(description="Whether it is stored now.")
-    evicted: bool = Field(description="Whether it had been evicted before, as far as remembered.")
-
-
-class WhyParty(BaseModel):
-    """Engines that share blocks, or a namespace without a record of an engine."""
-
-    name: str
-    engine: str = Field(description="Empty: no engine has announced itself.")
-    model: str
-    namespaces: list[str]
-    objects: int
-    size: int
-    asked: int = Field(description="Keys.")
-    found: int = Field(description="Of those.")
-    evicted: int
-    writes: list[WhyClient] = Field(description="The last clients that put.")
-    asks: list[WhyClient] = Field(description="The last clients that asked.")
-    missed: WhyMissed | None = Field(description="The last one.")
-
-
-class WhyCause(BaseModel):
-    code: str
-    text: str
-    remedy: str
-    fields: list[str] = Field(description="In which two engines differ and must be equal.")
-    cuts: list[str] = Field(description="In which they only cut the same bytes differently.")
-    namespaces: list[str]
-    is_problem: bool
-
-
-class WhyAnswer(BaseModel):
-    """The causes, problems first; and who writes and asks, the last used first."""
-
-    uptime_ms: int = Field(description="Of the master, which remembers nothing from before.")
-    causes: list[WhyCause]
-    parties: list[WhyParty]
-    others: int = Field(description="Further parties.")
-    notes: list[str] = Field(description="What could not be seen.")
+@shaped(Report)
+class WhyAnswer(Shape):
+    pass
 
 
 class TrafficQuestion(Question):
@@ -117,13 +58,9 @@ class EngineTraffic(BaseModel):
     idle_ms: int
 
 
-class SpaceTraffic(BaseModel):
-    name: str
-    questions: int
-    none: int = Field(description="Questions whose first key was not stored.")
-    evicted: int = Field(description="Objects, since the master's start.")
-    evicted_ms: int = Field(description="Since the last one.")
-    evicted_idle_ms: int = Field(description="How long that one had not been used.")
+@shaped(calls.NamespaceTraffic, without=("putters", "askers", "misses"))
+class SpaceTraffic(Shape):
+    pass
 
 
 class TrafficAnswer(BaseModel):
@@ -152,13 +89,7 @@ class Reasons:
             )
         if not found.parties and (asked.namespace or asked.model):
             raise RefusedRequestError(404, "neither puts nor questions nor objects there")
-        return WhyAnswer(
-            uptime_ms=found.uptime_ms,
-            causes=[_cause(each) for each in found.causes[:CAUSES_SHOWN]],
-            parties=[_party(each) for each in found.parties[:PARTIES_SHOWN]],
-            others=len(found.parties[PARTIES_SHOWN:]),
-            notes=found.notes,
-        )
+        return WhyAnswer.model_validate(report_of(found))
 
     @endpoint("GET", TRAFFIC_PATH, {200: "By engine and by namespace."})
     async def _traffic(self, asked: TrafficQuestion) -> TrafficAnswer:
@@ -172,7 +103,7 @@ class Reasons:
         return TrafficAnswer(
             uptime_ms=report.uptime_ms,
             engines=_engines(spaces)[:ROWS_SHOWN],
-            namespaces=[SpaceTraffic.model_validate(row, from_attributes=True) for row in rows],
+            namespaces=[SpaceTraffic.model_validate(row) for row in rows],
         )
 
 
@@ -182,39 +113,6 @@ def _explained(client: Client, namespace: str, model: str) -> Explained:
     if (who := acting()) is not None:
         status = shown_status(who, status)
     return explain(client, status, namespace=namespace, model=model)
-
-
-def _cause(cause: Cause) -> WhyCause:
-    return WhyCause.model_validate(cause, from_attributes=True)
-
-
-def _party(party: Party) -> WhyParty:
-    missed = party.misses[0] if party.misses else None
-    record = party.record
-    return WhyParty(
-        name=party.name,
-        engine="" if record is None else record.engine,
-        model="" if record is None else record.model,
-        namespaces=list(party.namespaces),
-        objects=party.objects,
-        size=sum(space.size for space in party.spaces),
-        asked=party.asked,
-        found=party.found,
-        evicted=party.evicted,
-        writes=_clients(party.putters),
-        asks=_clients(party.askers),
-        missed=None if missed is None else _missed(missed),
-    )
-
-
-def _missed(missed: calls.MissedKey) -> WhyMissed:
-    fields: dict[str, Any] = missed._asdict()
-    fields["key"] = key_text(missed.key)
-    return WhyMissed(**fields)
-
-
-def _clients(rows: Sequence[calls.ClientTraffic]) -> list[WhyClient]:
-    return [WhyClient.model_validate(row, from_attributes=True) for row in rows[:CLIENTS_SHOWN]]
 
 
 def _engines(spaces: Iterable[calls.NamespaceTraffic]) -> list[EngineTraffic]:

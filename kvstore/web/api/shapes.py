@@ -1,101 +1,104 @@
-"""Shapes of the dashboard's answers, for the OpenAPI document. Other paths describe nodes by
-``Member`` and ``Memory``, too."""
+"""Shapes of answers, also for the OpenAPI document: most have the fields of ``kvstore.calls``."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import types
+import typing
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
+from kvstore import calls
+from kvstore.calls.described import field_texts, types_of
+from kvstore.diagnosis.problems import FoundProblem
+from kvstore.limits import Key
+from kvstore.texts import key_text
 
-class Problem(BaseModel):
-    level: str = Field(description="bad, warning or note.")
-    text: str
-    runbook: str = Field(description="The section of /runbook that says what to do.")
+ModelT = TypeVar("ModelT", bound=BaseModel)
 
-
-class Memory(BaseModel):
-    """How memory of a node is used, in bytes."""
-
-    size: int
-    used: int
-    largest_free: int
-    pending: int
-    quarantined: int
-    reclaim: int
-    device: str = Field(description="Whose memory it is; empty: the host's.")
+Hex = Annotated[str, BeforeValidator(bytes.hex)]
+KeyText = Annotated[str, BeforeValidator(key_text)]
+"""A key as kvstore ls shows it."""
 
 
-class Segment(Memory):
+def shaped(kind: Any, without: Collection[str] = ()) -> Callable[[type[ModelT]], type[ModelT]]:
+    """Adds the fields and properties of a class to a model, with their docstrings, except those
+    that the model declares and those ``without``. The model then validates values of the class."""
+
+    def with_fields(model: type[ModelT]) -> type[ModelT]:
+        texts, defaults = field_texts(kind), getattr(kind, "_field_defaults", {})
+        fields: dict[str, Any] = {
+            name: (_json(hint), Field(default=defaults.get(name, ...), description=texts.get(name)))
+            for name, hint in types_of(kind).items()
+            if name not in (*without, *model.model_fields)
+        }
+        doc = model.__doc__ or texts[""] or None
+        return create_model(
+            model.__name__, __base__=model, __module__=model.__module__, __doc__=doc, **fields
+        )
+
+    return with_fields
+
+
+def _json(hint: Any) -> Any:
+    """The type of a field in JSON: keys are in hexadecimal."""
+    origin = typing.get_origin(hint)
+    if origin is Sequence:
+        return types.GenericAlias(list, (_json(typing.get_args(hint)[0]),))
+    if origin in (typing.Union, types.UnionType):
+        return typing.Optional[_json(typing.get_args(hint)[0])]  # noqa: UP045
+    if hasattr(hint, "_fields"):
+        return _shape(hint)
+    return Hex if hint in (bytes, Key) else hint
+
+
+@functools.cache
+def _shape(kind: Any) -> type[BaseModel]:
+    return shaped(kind)(type(kind.__name__, (Shape,), {"__module__": __name__}))
+
+
+class Shape(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+
+@shaped(calls.SegmentStatus)
+class Segment(Shape):
     """Memory of a node, in bytes."""
 
-    segment_id: int
-    shm_name: str
 
+@shaped(calls.NodeStatus)
+class Node(Shape):
+    """What is known of a node."""
 
-class Member(BaseModel):
-    """What is told of a node."""
-
-    name: str
-    host: str
-    address: str
-    state: str = Field(description="alive, draining, suspect or dead.")
-    silent_ms: int = Field(description="Time since the master last heard of it.")
-    version: str = Field(description="Of its program; empty: not known.")
-
-
-class Node(Member):
     segments: list[Segment]
-    transports: list[str]
-    stored_bytes: int = Field(
-        description="Payload of objects put, moved or repaired there, since it joined this master."
-    )
-    read_bytes: int = Field(description="Over its data port, since the node's start.")
-    written_bytes: int = Field(description="Over its data port, since the node's start.")
 
 
-class Namespace(BaseModel):
-    name: str
-    objects: int
-    size: int
-    pinned_objects: int
-    pinned_bytes: int
-
-
-class OtherNamespaces(Namespace):
+@shaped(calls.NamespaceStatus)
+class OtherNamespaces(Shape):
     namespaces: int = Field(description="How many these are.")
 
 
-class Tenant(BaseModel):
-    """Bytes are those of memory: headers, replicas and puts under way included."""
-
-    name: str = Field(description="Empty: has what belongs to no other tenant.")
-    bytes: int
-    guaranteed: int
-    at_most: int = Field(description="0: no bound.")
-    pinned: int
-    pinned_max: int = Field(description="0: no bound of its own.")
-    objects: int
-    evicted_by_own: int = Field(
-        description="Objects that made room for its own puts, since the master's start."
-    )
-    evicted_by_others: int = Field(description="Objects that made room for others.")
-    refused: int = Field(description="Puts and pins that a quota refused.")
-    namespaces: list[str] = Field(description="Patterns.")
+@shaped(FoundProblem)
+class Problem(Shape):
+    pass
 
 
-class Status(BaseModel):
-    """A master that stands by tells the first ones, leader and leader_page only."""
+@shaped(calls.NamespaceStatus)
+class Namespace(Shape):
+    pass
+
+
+@shaped(calls.ClusterStatus, without=("next_cursor", "gone", "size", "used"))
+class Status(Shape):
+    """A master that stands by knows its process, the leader and its own problems only."""
 
     address: str = Field(description="The master's host:port, as its own host reaches it.")
     at_ms: int = Field(description="Since 1970.")
     leads: bool
-    epoch: int
-    version: str
-    cluster: str
     connections: dict[str, int]
     problems: list[Problem]
-    leader: str
     leader_page: str = ""
     role: str = ""
     uptime_ms: int = 0
@@ -103,7 +106,6 @@ class Status(BaseModel):
     namespaces: list[Namespace] = Field(default=[], description="The largest 300.")
     other_namespaces: OtherNamespaces | None = None
     counters: dict[str, int] = {}
-    tenants: list[Tenant] = Field(default=[], description="Empty: the master has none.")
 
 
 class CallTimes(BaseModel):

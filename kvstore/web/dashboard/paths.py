@@ -9,7 +9,6 @@ import asyncio
 import heapq
 import logging
 import time
-from collections.abc import Mapping
 from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -17,7 +16,7 @@ from aiohttp import web
 from pydantic import Field
 
 from kvstore.auth.validity import Validity
-from kvstore.calls import ClusterStatus, NamespaceStatus, NodeStatus
+from kvstore.calls import ClusterStatus, NamespaceStatus
 from kvstore.diagnosis import problems
 from kvstore.diagnosis.history import EVERY_S, HistoryPoints, sample
 from kvstore.errors import InvalidArgumentError, KVStoreError, UnavailableError
@@ -98,10 +97,10 @@ class Dashboard:
         return problems.of_engines(report.namespaces, await self._master.fleet_records())
 
     @endpoint("GET", "/api/v1/status", {200: "At a glance."}, is_of_all=True, has_own_bounds=True)
-    async def _answer_status(self) -> Annotated[dict[str, Any], shapes.Status]:
+    async def _answer_status(self) -> shapes.Status:
         """The cluster."""
         seen = await self._master.seen()
-        address = {"address": self._master.address}
+        told: dict[str, Any] = {"address": self._master.address}
         valid = seen.measured["auth_valid"]
         identity = problems.of_identity(valid and Validity(*valid), seen.at_ms)
         if seen.measured["leads"]:
@@ -109,16 +108,16 @@ class Dashboard:
                 raise UnavailableError("this master leads, and does not tell its status in time")
             found = problems.of_the_store(seen.status, self._history, seen.at_ms)
             found += self._of_engines + identity
-            return address | status_json(seen, seen.status, found)
-        return {
-            **address,
-            **_process(seen),
-            "leader": seen.leader,
-            "leader_page": self._page_of(seen.leader),
-            "problems": [
-                each._asdict() for each in [*problems.of_a_standby(seen.leader), *identity]
-            ],
-        }
+            return shapes.Status.model_validate(told | status_of(seen, seen.status, found))
+        return shapes.Status.model_validate(
+            {
+                **told,
+                **_process(seen),
+                "leader": seen.leader,
+                "leader_page": self._page_of(seen.leader),
+                "problems": [*problems.of_a_standby(seen.leader), *identity],
+            }
+        )
 
     @endpoint("GET", "/api/v1/history", {200: "In columns."}, is_of_all=True, has_own_bounds=True)
     async def _answer_history(self) -> Annotated[dict[str, Any], shapes.History]:
@@ -153,57 +152,30 @@ class Dashboard:
         return f"{self._scheme}://{join_address(host, self._port)}/"
 
 
-def status_json(
+def status_of(
     seen: MasterSeen, status: ClusterStatus, found: list[problems.FoundProblem]
 ) -> dict[str, Any]:
-    """The answer of a master that leads: what ``kvstore status`` shows, and the problems."""
+    """What a master that leads answers: what ``kvstore status`` shows, and the problems."""
     rows = status.namespaces
     largest = heapq.nlargest(NAMESPACES_SHOWN, rows, key=lambda row: (row.size, row.name))
     sums = (sum(column) for column in zip(*(row[1:] for row in rows)))
     shown = (sum(column) for column in zip(*(row[1:] for row in largest)))
     rest = [whole - part for whole, part in zip(sums, shown)] or [0, 0, 0, 0]
+    others = NamespaceStatus("", *rest)._asdict() | {"namespaces": len(rows) - len(largest)}
     return {
+        **status._asdict(),
         **_process(seen),
-        "role": status.role,
-        "leader": status.leader,
-        "uptime_ms": status.uptime_ms,
-        "nodes": [_node(node) for node in status.nodes],
-        "namespaces": [row._asdict() for row in largest],
-        "other_namespaces": {
-            "namespaces": len(rows) - len(largest),
-            **NamespaceStatus("", *rest)._asdict(),
-        },
+        "namespaces": largest,
+        "other_namespaces": others,
         "counters": dict(status.counters),
-        "tenants": [each._asdict() for each in status.tenants],
-        "problems": [each._asdict() for each in found],
+        "problems": found,
     }
 
 
 def _process(seen: MasterSeen) -> dict[str, Any]:
-    """What any master tells of its process, whether it leads or not."""
-    measured: Mapping[str, Any] = seen.measured
-    return {
-        "at_ms": seen.at_ms,
-        "leads": measured["leads"],
-        "epoch": measured["epoch"],
-        "version": measured["version"],
-        "cluster": measured["cluster"],
-        "connections": measured["connections"],
-    }
-
-
-def _node(node: NodeStatus) -> dict[str, Any]:
-    segments = [segment._asdict() for segment in node.segments]
-    ways = {
-        "shm": any(segment.shm_name for segment in node.segments),
-        "device": any(segment.device for segment in node.segments),
-        "tcp": bool(node.address),
-    }
-    return {
-        **node._asdict(),
-        "segments": segments,
-        "transports": [name for name, is_there in ways.items() if is_there],
-    }
+    """What any master knows of its process, whether it leads or not."""
+    of_process = ("leads", "epoch", "version", "cluster", "connections")
+    return {"at_ms": seen.at_ms, **{name: seen.measured[name] for name in of_process}}
 
 
 def _file(body: bytes, kind: str) -> Handler:

@@ -120,8 +120,8 @@ def _checked(read: Callable[[], QuestionT], whole: str) -> QuestionT:
 
 # --- answers --------------------------------------------------------------------------------------
 
-Answer = BaseModel | tuple[int, BaseModel] | dict[str, Any] | web.StreamResponse | None
-"""What an endpoint returns: JSON, with or without its status, a response, or None (no body)."""
+Answer = BaseModel | dict[str, Any] | web.StreamResponse | None
+"""What an endpoint returns: JSON, a response, or None (no body)."""
 
 
 class Endpoint(NamedTuple):
@@ -165,8 +165,6 @@ class Endpoint(NamedTuple):
         if isinstance(found, web.StreamResponse):
             return found
         status = min(self.answers)
-        if isinstance(found, tuple):
-            status, found = found
         if found is None:
             return web.Response(status=status, headers=HEADERS)
         if isinstance(found, dict):

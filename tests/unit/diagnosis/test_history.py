@@ -97,7 +97,7 @@ def test_an_hour_is_kept_and_no_more() -> None:
         history.add(sample(number * EVERY_MS, measured(), status(corrupt_replicas=number)))
     now_ms = (POINTS_MAX + 49) * EVERY_MS
     assert len(history.as_columns(now_ms)["at_ms"]) == POINTS_MAX
-    assert added(history.lately(now_ms, 60.0), "corrupt_replicas") == 7
+    assert added(history.lately(now_ms, 60.0))["corrupt_replicas"] == 7
     assert history.lately(now_ms + 3_700_000, 3600.0) == []
 
 

@@ -10,7 +10,7 @@ from kvstore import calls
 from kvstore.calls.fields import Between, NameOrEmpty
 from kvstore.errors import BatchTooLargeError, InvalidArgumentError
 from kvstore.limits import Key, Namespace
-from kvstore.v1 import admin_pb2, client_pb2, common_pb2, node_pb2
+from kvstore.v1 import admin_pb2, client_pb2, node_pb2
 from kvstore.wire.codec import codec, decoder, encoder
 
 LOOKUP = client_pb2.LookupRequest
@@ -49,13 +49,6 @@ def test_a_bound_is_kept_by_who_decodes(epoch: int, fits: bool) -> None:
             decode(data)
 
 
-def test_a_value_in_a_field_of_its_message() -> None:
-    grants = calls.Grants(3, 10, b"\1", 1, [5], [6], [7])
-    data = encoder(calls.Grants, client_pb2.AllocateReply, "grant")(grants)
-    assert client_pb2.AllocateReply.FromString(data).grant.epoch == 3
-    assert decoder(calls.Grants, client_pb2.AllocateReply, "grant")(data) == grants
-
-
 def test_the_keys_may_be_left_to_the_caller() -> None:
     message = LOOKUP()
     value = calls.Lookup(Namespace("n"), [Key(b"k")])
@@ -68,15 +61,15 @@ def test_the_keys_may_be_left_to_the_caller() -> None:
 def test_rows_are_bounded_where_a_field_says_so() -> None:
     many = [calls.NamespaceStatus(f"n{number}", 1, 2) for number in range(20_000)]
     status = calls.ClusterStatus(1, "v", 2, [], many, [], gone=[], tenants=[])
-    data = encoder(calls.ClusterStatus, admin_pb2.StatusReply)(status)
-    assert decoder(calls.ClusterStatus, admin_pb2.StatusReply)(data) == status
-    data = client_pb2.DescribeSegmentsRequest(segment_ids=range(20_000)).SerializeToString()
-    with pytest.raises(BatchTooLargeError, match="segment_ids: 20000 in one call"):
-        decoder(calls.DescribeSegments, client_pb2.DescribeSegmentsRequest)(data)
+    data = encoder(calls.ClusterStatus, admin_pb2.ClusterStatus)(status)
+    assert decoder(calls.ClusterStatus, admin_pb2.ClusterStatus)(data) == status
+    data = client_pb2.MatchPrefixRequest(namespaces=["n"] * 20_000).SerializeToString()
+    with pytest.raises(BatchTooLargeError, match="namespaces: 20000 in one call"):
+        decoder(calls.MatchPrefix, client_pb2.MatchPrefixRequest)(data)
 
 
 def test_a_field_of_a_later_release_is_ignored() -> None:
     value = calls.Lookup(Namespace("n"), [Key(b"k")])
-    later = common_pb2.SegmentInfo(certified="a field of number 16").SerializeToString()
+    later = client_pb2.SegmentInfo(certified="a field of number 16").SerializeToString()
     data = encoder(calls.Lookup, LOOKUP)(value) + later
     assert decoder(calls.Lookup, LOOKUP)(data) == value

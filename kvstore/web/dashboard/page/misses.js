@@ -15,7 +15,7 @@ function showMisses() {
 // --- why -----------------------------------------------------------------------------------------
 
 function causeItem(cause) {
-  const lines = [...cause.fields, ...cause.cuts.map((cut) => `only another cut: ${cut}`)];
+  const lines = cause.lines;
   return element("li", cause.is_problem ? "warning" : "well", element("p", "", `${shown(cause.text)}${lines.length ? ":" : "."}`),
     ...(lines.length ? [element("ul", "", ...lines.map((line) => element("li", "", shown(line))))] : []),
     ...(cause.remedy ? [element("p", "", `What to do: ${shown(cause.remedy)}`)] : []));
@@ -28,7 +28,7 @@ function partyCard(party) {
     ...party.asks.map((row) => `${who(row)}, found ${row.found.toLocaleString("en")} of ${few(row.keys, "key", "keys")}`),
   ];
   const miss = party.missed;
-  if (miss) lines.push(`The last missed key is ${shortKey(miss.key)}${miss.evicted ? " (it had been evicted)" : ""}${miss.present ? " (it is there now)" : ""}: number ${(miss.found + 1).toLocaleString("en")} of ${miss.asked.toLocaleString("en")}, asked by ${shown(miss.client || "a client")} ${ago(miss.idle_ms)}`);
+  if (miss) lines.push(`The last missed key is ${shortKey(miss.text)}${miss.evicted ? " (it had been evicted)" : ""}${miss.present ? " (it is there now)" : ""}: number ${(miss.found + 1).toLocaleString("en")} of ${miss.asked.toLocaleString("en")}, asked by ${shown(miss.client || "a client")} ${ago(miss.idle_ms)}`);
   return element("div", "model", element("h3", "", `${party.model ? `${shown(party.model)}  ` : ""}${shown(party.name)}`),
     element("p", "quiet", `${few(party.objects, "object", "objects")}, ${bytes(party.size)}${party.evicted ? `, ${party.evicted.toLocaleString("en")} evicted` : ""}`),
     ...(lines.length ? lines : ["neither put nor asked"]).map((line) => element("p", "", line)));

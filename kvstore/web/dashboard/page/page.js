@@ -107,8 +107,7 @@ function showTiles(status, history) {
   };
   const last = (name) => history ? history[name].findLast((value) => value != null) : null;
   const whole = (name) => history ? sum(history[name]) : 0;
-  const segments = status.nodes.flatMap((node) => node.segments);
-  const used = sum(segments.map((each) => each.used)), size = sum(segments.map((each) => each.size));
+  const used = sum(status.nodes.map((node) => node.used)), size = sum(status.nodes.map((node) => node.size));
   const objects = sum(status.namespaces.map((row) => row.objects)) + status.other_namespaces.objects;
   const spaces = status.namespaces.length + status.other_namespaces.namespaces;
   each($("tiles"), [
@@ -154,20 +153,20 @@ function nodeCard() {
 
 function showNode(card, node) {
   const total = (name) => sum(node.segments.map((segment) => segment[name]));
-  const size = total("size");
+  const size = node.size;
   const parts = { pending: total("pending"), quarantined: total("quarantined"), reclaim: total("reclaim") };
-  parts.stored = Math.max(0, total("used") - sum(Object.values(parts)));
+  parts.stored = Math.max(0, node.used - sum(Object.values(parts)));
   const [top, bar, text] = card.children;
   put(top.children[0], shown(node.name));
   put(top.children[1], node.state);
   top.children[1].className = `state ${node.state}`;
   put(top.children[2], `${shown(node.address || `no data port, host ${node.host}`)} · ${node.transports.join(", ")} · heard ${time(node.silent_ms / 1000)} ago${node.version ? ` · version ${shown(node.version)}` : ""}`);
   PARTS.forEach((part, index) => { bar.children[index].style.width = `${size ? 100 * parts[part] / size : 0}%`; });
-  const free = size - total("used"), largest = Math.max(0, ...node.segments.map((segment) => segment.largest_free));
+  const free = size - node.used;
   put(text, [
-    `${bytes(total("used"))} of ${bytes(size)} used`,
+    `${bytes(node.used)} of ${bytes(size)} used`,
     ...PARTS.slice(1).filter((part) => parts[part]).map((part) => `${bytes(parts[part])} ${{ pending: "being written", quarantined: "quarantined", reclaim: "awaiting reclaim" }[part]}`),
-    `${bytes(free)} free, the largest piece ${bytes(largest)}`,
+    `${bytes(free)} free, the largest piece ${bytes(node.largest_free)}`,
     ...(node.segments.length > 1 ? [`${node.segments.length} segments`] : []),
   ].join(" · "));
 }
