@@ -37,7 +37,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check imports demo demo-vllm bench bench-growth bench-gpu bench-hicache bench-lmcache bench-redis bench-serving bench-vllm bench-vllm-miss proto reference constraints clean clean-all
+.PHONY: help docs test test-all test-docs test-vllm test-engines test-containers test-dist test-gpu gpu dist sim soak mutants check imports demo demo-vllm bench bench-engines bench-vllm proto reference constraints clean clean-all
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -115,38 +115,20 @@ imports: $(VENV)/.dev ## Draw which part imports which, for Graphviz (ARGS=kvsto
 	@$(BIN)/import-linter drawgraph --show-lazy-imports $(or $(ARGS),kvstore)
 
 demo: $(VENV)/.demo ## Watch one process reuse the KV cache that another computed
-	$(BIN)/python -m kvstore.demo $(ARGS)
+	$(BIN)/python -m examples.demo $(ARGS)
 
-bench: $(VENV)/.bench ## Measure this store and Mooncake Store side by side, into docs/benchmarks
+bench: $(VENV)/.bench ## Measure this store and others in turn, into docs/benchmarks (ARGS='--table redis')
 	$(BIN)/python -m bench --out docs/benchmarks $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m bench.full_pool --out docs/benchmarks)
 
-bench-growth: $(VENV)/.bench ## Measure more clients, objects and blocks, into docs/benchmarks
-	$(BIN)/python -m bench.growth --out docs/benchmarks $(ARGS)
+bench-engines: $(ENGINE_VENV)lmcache/.ready $(ENGINE_VENV)sglang/.ready $(VENV)/.bench ## The same behind LMCache and behind SGLang's HiCache
+	$(ENGINE_VENV)lmcache/bin/python -m bench --table lmcache --out docs/benchmarks $(ARGS)
+	$(ENGINE_VENV)sglang/bin/python -m bench --table hicache --out docs/benchmarks $(ARGS)
 
-bench-gpu: $(VENV)/.bench ## Measure a GPU's way to the store beside plain copies, into docs/benchmarks
-	$(BIN)/python -m bench.gpu --out docs/benchmarks $(ARGS)
-
-bench-lmcache: $(ENGINE_VENV)lmcache/.ready $(VENV)/.bench ## Measure this store and Mooncake Store behind LMCache, into docs/benchmarks
-	$(ENGINE_VENV)lmcache/bin/python -m bench --behind lmcache --out docs/benchmarks $(ARGS)
-
-bench-hicache: $(ENGINE_VENV)sglang/.ready $(VENV)/.bench ## Measure this store and Mooncake Store behind SGLang's HiCache, into docs/benchmarks
-	$(ENGINE_VENV)sglang/bin/python -m bench --behind hicache --out docs/benchmarks $(ARGS)
-
-bench-redis: $(VENV)/.bench ## Measure this store and Redis side by side, into docs/benchmarks
-	$(BIN)/python -m bench --beside redis --out docs/benchmarks $(ARGS)
+bench-vllm: $(VENV)/.vllm $(VENV)/.bench ## The same of vLLM without a store, with this one, with its own on Mooncake
+	$(BIN)/python -m bench --table vllm --out docs/benchmarks $(ARGS)
 
 demo-vllm: $(VENV)/.vllm ## Watch a vLLM decoder find what a vLLM prefiller computed
-	$(BIN)/python -m kvstore.demo_vllm $(ARGS)
-
-bench-vllm: $(VENV)/.vllm ## Measure vLLM without a store, with this one, with its own on Mooncake
-	$(BIN)/python -m bench.vllm $(ARGS)
-
-bench-vllm-miss: $(VENV)/.vllm ## Measure what the store costs prompts that nobody has computed
-	$(BIN)/python -m bench.vllm_miss $(ARGS)
-
-bench-serving: $(VENV)/.vllm $(VENV)/.bench ## Measure pairs of vLLM engines by `vllm bench serve`, into docs/benchmarks
-	$(BIN)/python -m bench.serving --out docs/benchmarks $(ARGS)
+	$(BIN)/python -m examples.demo_vllm $(ARGS)
 
 proto: $(VENV)/.dev ## Generate kvstore/v1 from kvstore/calls and proto/
 	$(BIN)/python proto/generate.py

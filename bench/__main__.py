@@ -1,112 +1,80 @@
-"""The command ``python -m bench``: measures this store and another one side by side."""
+"""The command ``python -m bench``: measures the rows of a table on its systems, in turn."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import os
 from pathlib import Path
 
 import click
 
-from bench import history, mooncake, page, redis
-from bench.client import REDIS
-from bench.rows import BUSY, HICACHE, LMCACHE, TABLES, Row, chosen
-from bench.side_by_side import NAMES, Plan, compare, comparisons, page_of, table_of
+from bench.tables import TABLES
+from kvstore.bench import harness, page
+from kvstore.bench.rows import choose
 
-MODULES = {LMCACHE: "lmcache", HICACHE: "sglang"}
-REDIS_PACKAGES = (*redis.PACKAGES, "numpy", "grpcio", "xxhash")
-PACKAGES = (mooncake.PACKAGE, *MODULES.values(), "torch", "numpy", "grpcio", "xxhash")
-POOL_BYTES = 2 << 30
 QUICK_SECONDS = 0.1
 EXAMPLE = """\b
 Examples:
   python -m bench
-  python -m bench --rows 'exist,match_prefix,*/shm/4KiB/1' --rounds 9 --out /tmp/found
-  python -m bench --quick
-  python -m bench --redraw docs/benchmarks/mooncake.json
+  python -m bench --table redis --rows 'put,match_prefix,*/shm/4KiB/1' --rounds 9 --out /tmp/found
+  python -m bench --table vllm --systems 'kvstore,no store' --quick
 """
 
 
-def _rows(context: click.Context, parameter: click.Parameter, value: str) -> list[Row]:
-    table = TABLES[context.params["behind"] or context.params["beside"] or ""]
-    rows = chosen([pattern.strip() for pattern in value.split(",")], table)
-    if not rows:
-        ids = ", ".join(row.id for row in table)
-        raise click.BadParameter(f"there is no row {value!r}; the rows are {ids}")
-    return rows
-
-
 @click.command(epilog=EXAMPLE)
-@page.rounds_option
-@click.option("--seconds", type=click.FloatRange(min=0.01), default=0.5, show_default=True,
-              help="Seconds per row, round and system.")  # fmt: skip
-@click.option(
-    "--behind", type=click.Choice(list(MODULES)), is_eager=True,
-    help="Measure both systems as storage of LMCache, or of SGLang's HiCache, which must be"
-    " installed.",
-)  # fmt: skip
-@click.option(
-    "--beside", type=click.Choice([REDIS, BUSY]), is_eager=True,
-    help="Measure Redis instead of Mooncake Store, or both stores next to busy loops.",
-)  # fmt: skip
-@click.option(
-    "--rows", metavar="PATTERN,...", default="*", show_default=True, callback=_rows,
-    help="Only these rows: OP/PATH/SIZE/BATCH or a prefix, such as 'put' or 'get/tcp'.",
-)  # fmt: skip
-@page.quick_option
-@page.out_option
-@page.redraw_option
+@click.option("--table", "name", type=click.Choice(list(TABLES)), default="mooncake",
+              show_default=True, help="What is compared.")  # fmt: skip
+@click.option("--rows", "patterns", metavar="PATTERN,...", default="*", show_default=True,
+              help="Only these rows: OP/PATH/SIZE/BATCH or a prefix, such as 'put' or 'get/tcp'."
+              )  # fmt: skip
+@click.option("--systems", metavar="NAME,...", default="",
+              help="Only these systems of the table, which begin with this store.")  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1, 1000),
+              help="Rounds that count.  [default: 5, of vllm 3]")  # fmt: skip
+@click.option("--seconds", type=click.FloatRange(min=0.01),
+              help="Seconds per row, round and system.  [default: 0.5, of vllm 8]")  # fmt: skip
+@click.option("--quick", is_flag=True, help="One short round, to test that the benchmark works.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+              help="Folder for a page and its numbers, TABLE.md and TABLE.json.")  # fmt: skip
 def main(
-    rounds: int,
-    seconds: float,
-    behind: str | None,
-    beside: str | None,
-    rows: list[Row],
+    name: str,
+    patterns: str,
+    systems: str,
+    rounds: int | None,
+    seconds: float | None,
     quick: bool,
     out: Path | None,
-    redraw: Path | None,
 ) -> None:
-    """Measure this store and another one on this machine, row by row, in turn.
+    """Measure this store and others on this machine, row by row, in turn.
 
-    Needs the extra bench (pip install '.[bench]' in a checkout). Writes mooncake.md, mooncake.json
-    and mooncake.png, or lmcache.md and so on, and adds a run of all rows to history.json. The exit
-    status is 0 when everything was measured, whether or not the goals are met.
+    Needs the extra bench (pip install '.[bench]' in a checkout). The exit status is 0 when
+    everything was measured, whether or not the goals are met.
     """
-    is_redis = beside == REDIS
-    if behind and beside:
-        raise click.UsageError("--behind has Mooncake Store beside this store, and not Redis")
-    if redraw is not None:
-        found = json.loads(redraw.read_text())
-        found["rows"] = [each.as_json() for each in comparisons(found)]
-    else:
-        if reason := redis.missing() if is_redis else mooncake.missing() or _missing(behind):
-            raise click.ClickException(reason)
-        plan = Plan(rounds=rounds, seconds=seconds, pool_bytes=POOL_BYTES)
-        if quick:
-            plan = Plan(rounds=1, seconds=QUICK_SECONDS, pool_bytes=POOL_BYTES)
-        found = page.measured(
-            lambda progress: compare(rows, plan, progress),
-            plan.rounds * len(rows),
-            REDIS_PACKAGES if is_redis else PACKAGES,
-        )
-        if is_redis:
-            found["machine"][redis.PROGRAM] = redis.version()
-    table = table_of(found)
-    name = NAMES[table][0]
-    folder = out if redraw is None else redraw.parent
-    runs = history.read(folder, name) if folder else []
-    if redraw is None and not quick and len(rows) == len(TABLES[table]):
-        runs = [*runs, history.entry(found, comparisons(found))][-history.RUNS_MAX :]
-    page.publish(page_of(found, runs), found, out)
-    if out is not None:
-        history.write(out, name, runs)
-
-
-def _missing(behind: str | None) -> str | None:
-    """Why LMCache or SGLang cannot be used here, and what to do; None: it can."""
-    if behind is None or importlib.util.find_spec(MODULES[behind]) is not None:
-        return None
-    return f"{MODULES[behind]} is missing; make bench-{behind} uses an environment that has it."
+    table = TABLES[name]
+    try:
+        rows = choose(patterns, table.rows)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    if reason := table.missing():
+        raise click.ClickException(reason)
+    if systems:
+        named = [text.strip() for text in systems.split(",")]
+        if unknown := [text for text in named if text not in table.systems]:
+            have = ", ".join(table.systems)
+            raise click.BadParameter(f"{unknown[0]!r} is no system of {name}: {have}")
+        table = table.with_systems(named)
+    plan = harness.Plan(
+        rounds=1 if quick else rounds or table.rounds,
+        seconds=QUICK_SECONDS if quick else seconds or table.seconds,
+        pool_bytes=table.pool_bytes,
+    )
+    before = os.getloadavg()[0]
+    with page.running(plan.rounds * len(rows)) as progress:
+        results = harness.measure(table, rows, plan, progress)
+    found = {
+        "machine": page.machine(table.packages), "load": [before, os.getloadavg()[0]],
+        "table": name, "plan": plan._asdict(), "rows": [each.as_json() for each in results],
+    }  # fmt: skip
+    page.publish(harness.page_of(table, results, plan), found, out)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from bench import mooncake
-from bench.rows import DROP_IN, KIB, NATIVE_SHM
+from bench.tables import DROP_IN, NATIVE_SHM
 from kvstore.bench.ours import OurDriver
+from kvstore.bench.rows import KIB
 from kvstore.bench.session import EXIST, GET, PUT, Work
 from kvstore.bench.timing import require
 from kvstore.errors import InvalidArgumentError

@@ -16,11 +16,11 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from kvstore.bench.processes import Children, Program, Servers, connects, free_port
 from kvstore.bench.session import EXIST, GET, PUT, PUT_AT_ONCE, Work
 from kvstore.bench.timing import fill_randomly, memory, require
-from kvstore.demo.processes import Children, Program, connects, free_port
 from kvstore.errors import NoSpaceError, StartupError
 from kvstore.process import interpreter
 
@@ -55,20 +55,6 @@ def missing() -> str | None:
     return f"Mooncake cannot be imported ({reason}). On Debian: {DEBIAN}"
 
 
-class Servers(NamedTuple):
-    """Addresses and process ids of Mooncake's servers."""
-
-    master: str
-    """Address of the master."""
-    storage: str
-    """Address of the process that holds the memory; empty if there is none."""
-    pids: dict[str, int]
-
-    def at(self, mode: str) -> str:
-        """The address for a client that uses ``mode``."""
-        return self.storage if mode == "shm" else self.master
-
-
 def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> Servers:
     """Starts a master, and unless ``memory_bytes`` is 0 a process with so much memory; waits until
     they listen.
@@ -85,7 +71,7 @@ def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> S
     _listens(children, master, port)
     address = f"{HOST}:{port}"
     if not memory_bytes:
-        return Servers(address, "", {"master": master.process.pid})
+        return Servers({"tcp": address}, {"master": master.process.pid})
     data_port = free_port()
     storage = children.start_command(
         f"{name}-memory", str(_program("mooncake_client")),
@@ -95,7 +81,7 @@ def start(children: Children, memory_bytes: int, *, name: str = "mooncake") -> S
     )  # fmt: skip
     _listens(children, storage, data_port)
     pids = {"master": master.process.pid, "storage": storage.process.pid}
-    return Servers(address, f"{HOST}:{data_port}", pids)
+    return Servers({"tcp": address, "shm": f"{HOST}:{data_port}"}, pids)
 
 
 class MooncakeDriver:

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import re
 import shutil
-import subprocess
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from kvstore.bench.processes import Children, Servers, free_port
 from kvstore.bench.session import EXIST, GET, MATCH, PUT, PUT_AT_ONCE, Work
 from kvstore.bench.timing import memory, require
-from kvstore.demo.processes import Children, free_port
 
 PROGRAM = "redis-server"
 PACKAGES = ("redis", "hiredis")
@@ -28,7 +26,6 @@ READ_BYTES = LARGE_BYTES = 1 << 20
 BUFFER_CUTOFF = 6_000
 """redis-py's default: shorter arguments of a command are joined before they are sent."""
 READY_SECONDS = 30.0
-VERSION_SECONDS = 10.0
 
 
 def missing() -> str | None:
@@ -40,28 +37,7 @@ def missing() -> str | None:
     return None
 
 
-def version() -> str:
-    """The version of the server: ``7.0.15``."""
-    said = subprocess.run(
-        [PROGRAM, "--version"], capture_output=True, text=True, check=True, timeout=VERSION_SECONDS
-    )
-    found = re.search(r"v=(\S+)", said.stdout)
-    return found[1] if found else "unknown"
-
-
-class Server(NamedTuple):
-    """Addresses and process ids of a server."""
-
-    tcp: str
-    socket: str
-    pids: dict[str, int]
-
-    def at(self, mode: str) -> str:
-        """The address for a client that uses ``mode``."""
-        return self.socket if mode == "shm" else self.tcp
-
-
-def start(children: Children) -> Server:
+def start(children: Children) -> Servers:
     """Starts a server, and waits until it accepts connections. Its memory has no bound, which is
     its default.
 
@@ -74,7 +50,7 @@ def start(children: Children) -> Server:
         "--save", "", "--appendonly", "no", "--dir", str(children.directory),
     )  # fmt: skip
     children.ready(server, "Ready to accept connections", READY_SECONDS)
-    return Server(f"{HOST}:{port}", socket, {"storage": server.process.pid})
+    return Servers({"tcp": f"{HOST}:{port}", "shm": socket}, {"storage": server.process.pid})
 
 
 class RedisDriver:

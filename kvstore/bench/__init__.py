@@ -1,10 +1,8 @@
-"""What ``kvstore bench`` measures: this store, on this machine.
+"""The harness of ``kvstore bench`` and ``make bench``: one table of rows, one way to measure it.
 
-A *case* is a function that yields rows, each a dict as ``--json`` prints it, and a ``Sheet`` that
-says how a table shows them (``cases``): ``own`` (each kind of call), ``verify`` (what checksums
-cost), ``engine`` (beside the bare transfer engine), ``master`` (a master with many objects).
-
-A ``Session`` prepares the keys and memory of a system's calls and times them (``timing``); a
-``StoreDriver`` makes the calls (this store's is in ``ours``). The folder ``bench`` of a checkout
-measures other systems with them, too.
+A ``Row`` names a call, sizes and clients, a ``Table`` the rows and the systems that are
+paired (``rows``). ``harness`` starts the systems and their clients (``processes``, ``client``),
+measures in turn, and makes a page (``page``). A ``Session`` prepares keys and memory and times the
+calls (``timing``) that a ``StoreDriver`` makes; this store's driver is in ``ours``. The folder
+``bench`` of a checkout has the tables and drivers of other systems.
 """

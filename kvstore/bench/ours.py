@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from kvstore.bench.processes import Children, Servers, start_store
 from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT, Work
 from kvstore.bench.timing import memory, require
 from kvstore.calls import PutOutcome
 from kvstore.config import ClientConfig
 from kvstore.memory.header import HEADER_BYTES
-from kvstore.process.children import Child, start_node
 
 if TYPE_CHECKING:
     from kvstore import Client
@@ -30,36 +30,13 @@ PAUSE_SECONDS = 0.02
 TIMEOUT_MS = 60_000
 
 
-class Store(NamedTuple):
-    """A master and a node."""
-
-    address: str
-    pids: dict[str, int]
-
-
 @contextlib.contextmanager
-def own_master(*flags: str) -> Iterator[tuple[str, int]]:
-    """Starts a master, which ends with the block; yields its address and process id."""
-    master = Child.start("kvstore.cli.master", "--port", "0", "--http-port", "0", *flags)
-    try:
-        yield f"127.0.0.1:{master.said['port']}", master.pid
-    finally:
-        master.stop()
-
-
-@contextlib.contextmanager
-def own_store(pool_bytes: int, device: str = "", lease_ms: int = LEASE_MS) -> Iterator[Store]:
-    """Starts a master and a node, which end with the block. The node has touched its memory.
-
-    Args:
-        device: whose memory the node pools; empty: the host's.
-    """
-    with own_master("--lease-ms", str(lease_ms)) as (address, pid):
-        node = start_node(master=address, memory=pool_bytes, device=device)
-        try:
-            yield Store(address, {"master": pid, "storage": node.pid})
-        finally:
-            node.stop()
+def own_store(pool_bytes: int, node_flags: Sequence[str] = ()) -> Iterator[Servers]:
+    """Run a store with short leases, which ends with the block. Its memory has been touched."""
+    with Children() as children:
+        yield start_store(
+            children, pool_bytes, flags=(f"--lease-ms={LEASE_MS}",), node_flags=node_flags
+        )
 
 
 class OurDriver:
@@ -73,14 +50,15 @@ class OurDriver:
         memory_bytes: int,
         *,
         pool_bytes: int | None = None,
-        auth: str = "",
+        **settings: Any,
     ) -> None:
         """
         Args:
-            mode: transport, ``shm`` or ``tcp``.
+            mode: transport.
             memory_bytes: size of the caller's memory to put from, and of that to get into.
-            pool_bytes: how much of the store's memory the benchmark uses; None: all of it.
-            auth: the file of an identity that may read and write in ``NAMESPACE``.
+            pool_bytes: how much of a running store's memory the benchmark uses; it then removes all
+                objects of ``NAMESPACE`` before and after. None: all of the memory.
+            settings: more fields of ``ClientConfig``.
         """
         from kvstore import Client
 
@@ -88,12 +66,15 @@ class OurDriver:
         self.source, self.target = memory(memory_bytes)
         caching = ClientConfig(
             master=address, transports=(mode,), namespace=NAMESPACE, timeout_ms=TIMEOUT_MS,
-            auth=auth,
+            **settings,
         )  # fmt: skip
         plain = caching.model_copy(update={"placements_max": 0})
         with contextlib.ExitStack() as stack:
             self.plain: Client = stack.enter_context(Client(config=plain))
             self.caching: Client = stack.enter_context(Client(config=caching))
+            if pool_bytes is not None:
+                self.clear()
+                stack.callback(self.clear)
             self._clients = stack.pop_all()
 
     def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:

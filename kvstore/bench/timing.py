@@ -68,13 +68,6 @@ def timed(
     return samples
 
 
-def seconds_of(call: Callable[[], Any]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def processor_seconds(pid: int) -> float:
     """Seconds of processor time that a process and its living descendants have used, to the
     nanosecond: polling counts, sleeping does not.

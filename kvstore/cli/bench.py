@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -19,12 +19,12 @@ from kvstore.cli.options import (
     json_option,
 )
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
-from kvstore.errors import InvalidArgumentError, NoSpaceError
+from kvstore.errors import InvalidArgumentError, NoSpaceError, StartupError
 from kvstore.network.addresses import shown_place
 from kvstore.texts import size_text
 
 if TYPE_CHECKING:
-    from kvstore.bench import cases
+    from kvstore.bench.rows import Row
 
 POOL_BYTES_MIN = 1 << 30
 FREE_PART = 0.9
@@ -33,12 +33,17 @@ FREE_PART = 0.9
 USED = ("auth", "cluster")
 """Settings of a running store that is measured."""
 
+ENGINE_SETTINGS = ("protocol", "device_name", "metadata_server")
+"""Settings of the transfer engine, which client and node share."""
+
+COLUMNS = ("size", "batch", "per second", "GB/s", "p50 µs", "p99 µs", "processor µs")
+
 EXAMPLE = """\b
 Examples:
   kvstore bench
-  kvstore bench --transport shm --rows 'get*' --json
+  kvstore bench --transport shm --rows 'get*,put/*/1MiB' --json
   kvstore bench --master 10.0.0.7:50001 --transport tcp
-  kvstore bench --master-scale 1000000
+  KVSTORE_CLIENT_PROTOCOL=rdma kvstore bench --transport mooncake
 """
 
 
@@ -49,33 +54,21 @@ Examples:
     epilog=EXAMPLE,
     help="Measure this machine.",
 )
-@click.option(
-    "--transport",
-    type=click.Choice([*TRANSPORTS, "both", "mooncake"]),
-    default="both",
-    show_default=True,
-    help="Transport of the bytes; mooncake compares the store with the bare transfer engine.",
-)
+@click.option("--transport", type=click.Choice([*TRANSPORTS, "both", "mooncake"]), default="both",
+              show_default=True, help="Transport of the bytes; both is shm, then tcp.")  # fmt: skip
 @click.option("--seconds", metavar="SECONDS", type=click.FloatRange(min=0.01), default=1.5,
               show_default=True, help="Time per row.")  # fmt: skip
-@click.option("--rows", metavar="PATTERN,...", default="*", show_default=True,
-              help="Only these rows, as OP or OP/SIZE/BATCH: 'get*', 'put/1048576/*'.")  # fmt: skip
-@click.option(
-    "--memory",
-    metavar="SIZE",
-    default="1GiB",
-    show_default=True,
-    help="Memory of the started node.",
-)
+@click.option("--rows", "patterns", metavar="PATTERN,...", default="*", show_default=True,
+              help="Only these rows, as OP/TRANSPORT/SIZE/BATCH or a prefix: 'get*', 'put/*/1MiB'."
+              )  # fmt: skip
+@click.option("--memory", metavar="SIZE", default="1GiB", show_default=True,
+              help="Memory of the started node.")  # fmt: skip
 @click.option(
     "--master",
     metavar="HOST:PORT",
     help="Measure this running store instead: writes to its free memory, at most --memory of it.",
 )
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before a running store is used.")
-@click.option("--master-scale", type=click.IntRange(min=1), metavar="N",
-              help="Measure a master that knows N objects instead: memory and pauses.")  # fmt: skip
-@click.option("--verify", is_flag=True, help="Measure what each setting of verify costs instead.")
 @config_options(ClientConfig, only=USED, common=USED, helps=CONNECTION)
 @json_option
 @debug_option
@@ -86,79 +79,97 @@ def bench(
     config_path: str | None,
     transport: str,
     seconds: float,
-    rows: str,
+    patterns: str,
     memory: str,
     master: str | None,
     yes: bool,
-    master_scale: int | None,
-    verify: bool,
     as_json: bool,
     **given: Any,
 ) -> None:
     # Here, as further below: a shell that completes this command would wait for numpy and rich.
-    from kvstore.bench import cases
-    from kvstore.bench.ours import own_store
+    from kvstore.bench.rows import choose, rows_of_host
 
     outer = outer_of(context)
     as_json = as_json or outer["as_json"]
     flags = given_flags(outer, {"master": master, **given})
     master = flags.get("master") or None
-    auth = ""  # a store of its own has no identities
-    if verify:
-        _show(cases.VERIFY, cases.verify(), as_json=as_json)
-        return
-    if master_scale is not None:
-        from kvstore.bench import master as many
-
-        _show(many.SHEET, many.measure(master_scale, quiet=as_json), as_json=as_json)
-        return
-    if transport == "mooncake":
-        from kvstore.bench import engine
-        from kvstore.transport.mooncake.engine import EngineSettings
-
-        config = load(ClientConfig, {})
-        settings = EngineSettings(
-            config.protocol or "tcp", config.device_name, config.metadata_server
-        )
-        sheet = engine.SHEET._replace(title=f"{engine.SHEET.title} {settings.protocol}")
-        _show(sheet, engine.measure(seconds, settings), as_json=as_json)
-        return
     pool = parse_size(memory)
     if pool < POOL_BYTES_MIN:
         raise InvalidArgumentError(
             f"--memory {memory} is too little for the rows", advice="Give it 1GiB or more."
         )
-    modes = TRANSPORTS if transport == "both" else (transport,)
-    patterns = [pattern.strip() for pattern in rows.split(",")]
-    cases.check_patterns(modes, patterns)
+    try:
+        rows = choose(patterns, rows_of_host(TRANSPORTS if transport == "both" else (transport,)))
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"--rows: {error}",
+            advice="Name rows as OP/TRANSPORT/SIZE/BATCH or a prefix; a star stands for anything.",
+        ) from None
+    options: dict[str, Any] = {}
+    node_flags: list[str] = []
+    if transport == "mooncake":
+        config = load(ClientConfig, {})
+        options = {
+            "protocol": config.protocol or "tcp", "device_name": config.device_name,
+            "metadata_server": config.metadata_server,
+        }  # fmt: skip
+        node_flags = [f"--{name.replace('_', '-')}={options[name]}" for name in ENGINE_SETTINGS]
     if master is not None:
         path = outer["config_path"] if config_path is None else config_path
         config = client_config(flags | {"memory": 0}, path)
-        master, auth = config.master, config.auth
         pool = _room_in_use(config, pool, yes=yes, as_json=as_json)
-    with contextlib.ExitStack() as stack:
-        if master is None:
-            master = stack.enter_context(own_store(pool)).address
-        rows_of_own = cases.own(master, modes, pool, seconds, patterns, auth=auth)
-        _show(cases.OWN, rows_of_own, as_json=as_json)
+        master, options = config.master, options | {"auth": config.auth, "pool_bytes": pool}
+    _show(rows, Target(master, options, node_flags), seconds, pool, as_json=as_json)
 
 
-def _show(sheet: cases.Sheet, rows: Iterator[cases.Row], *, as_json: bool) -> None:
-    """Prints each row as soon as it is measured."""
-    if as_json:
-        for row in rows:
-            click.echo(json.dumps(row))
-        return
+class Target(NamedTuple):
+    """The store that is measured."""
+
+    master: str | None
+    """None: a store of its own."""
+    options: dict[str, Any]
+    """Of the driver."""
+    node_flags: list[str]
+
+
+def _show(rows: Sequence[Row], target: Target, seconds: float, pool: int, *, as_json: bool) -> None:
+    """Measure the rows, and print each of them as soon as it is measured."""
     from rich.live import Live
 
+    from kvstore.bench.harness import Plan, Sample, measure, numbers
+    from kvstore.bench.ours import own_store
+    from kvstore.bench.processes import ChildError, Servers
+    from kvstore.bench.rows import System, Table
     from kvstore.cli.tables import console_of_names, table_of
 
-    table = table_of(*sheet.left, right=sheet.right, show_header=bool(sheet.left))
-    table.title = sheet.title or None
-    console = console_of_names(fits=True)
-    with Live(table, console=console, vertical_overflow="visible", refresh_per_second=2):
-        for row in rows:
-            table.add_row(*sheet.cells(row))
+    def start(pool_bytes: int) -> contextlib.AbstractContextManager[Servers]:
+        if target.master is not None:
+            return contextlib.nullcontext(Servers({"tcp": target.master}, {}))
+        return own_store(pool_bytes, target.node_flags)
+
+    shown = table_of("mode", "op", right=COLUMNS)
+
+    def on_sample(row: Row, system: str, sample: Sample) -> None:
+        found = numbers(row, sample)
+        if as_json:
+            click.echo(json.dumps(found))
+            return
+        moves = row.size and row.op != "get_view"
+        shown.add_row(
+            row.mode, row.op, size_text(row.size) if row.size else "-", str(row.batch),
+            f"{found['per_second']:,.0f}", f"{found['gb_per_second']:.2f}" if moves else "-",
+            f"{found['p50_us']:,.1f}", f"{found['p99_us']:,.1f}", f"{found['processor_us']:,.1f}",
+        )  # fmt: skip
+
+    system = System(start, "kvstore.bench.ours:OurDriver", target.options)
+    table = Table(name="host", title="", rows=tuple(rows), systems={"kvstore": system})
+    live = Live(shown, console=console_of_names(fits=True), vertical_overflow="visible",
+                refresh_per_second=2)  # fmt: skip
+    try:
+        with contextlib.nullcontext() if as_json else live:
+            measure(table, rows, Plan(1, seconds, pool), lambda what, steps: None, on_sample)
+    except ChildError as error:
+        raise StartupError(str(error)) from None
 
 
 # --- a store that is in use ---

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvstore.calls import ClusterStatus
-from kvstore.diagnosis.rows import PROBLEMS
 from kvstore.histograms import BUCKETS, quantile
 
 EVERY_S: Final = 10.0

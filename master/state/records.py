@@ -1,7 +1,7 @@
 """The records that the master keeps per object, per namespace and per segment.
 
-An ``ObjectRecord`` costs well under 600 bytes, table and eviction order included (measured with a
-million by ``kvstore bench --master-scale``). So records have slots, and one replica needs no tuple.
+An ``ObjectRecord`` costs well under 600 bytes, table and eviction order included (measured with
+millions of them: docs/performance.md). So records have slots, and one replica needs no tuple.
 
 Links run one way only: from child to parent, from record to segment to node. Without links back
 there are no reference cycles, so the cyclic collector never has to look at millions of records, and

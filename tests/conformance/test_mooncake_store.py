@@ -20,6 +20,7 @@ import pytest
 
 import kvstore.mooncake
 from bench import mooncake
+from kvstore.bench.processes import Children
 from kvstore.connectors.mooncake import (
     ExistOptions,
     MooncakeDistributedStore,
@@ -28,7 +29,6 @@ from kvstore.connectors.mooncake import (
 from kvstore.connectors.mooncake.names import Code, code_of
 from kvstore.connectors.mooncake.sessions import PutSessions
 from kvstore.connectors.mooncake.store import _size
-from kvstore.demo.processes import Children
 from kvstore.errors import (
     ClosedError,
     CorruptObjectError,
@@ -94,7 +94,7 @@ def their_place(there_is_mooncake: None) -> Iterator[Place]:
     with Children(dict(os.environ)) as children:
         servers = mooncake.start(children, POOL_BYTES)
         module: Any = importlib.import_module("mooncake.store")
-        place = Place(module.MooncakeDistributedStore(), module.ReplicateConfig, servers.master)
+        place = Place(module.MooncakeDistributedStore(), module.ReplicateConfig, servers.address())
         while place.store.put("is there room", b"1") != 0:  # its memory joins after it listens
             pass
         yield place

@@ -21,8 +21,8 @@ from tests.e2e.demonstrations import Demonstration
 if TYPE_CHECKING:
     import torch
 
+    from examples.engine import Engine
     from kvstore import Client
-    from kvstore.demo.engine import Engine
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} not installed")
@@ -37,7 +37,7 @@ class Demo(Demonstration):
     """With the shared prefix that these tests expect."""
 
     def __init__(self, *arguments: str) -> None:
-        super().__init__("kvstore.demo", f"--prefix-tokens={PREFIX_TOKENS}", *arguments)
+        super().__init__("examples.demo", f"--prefix-tokens={PREFIX_TOKENS}", *arguments)
 
 
 @pytest.fixture
@@ -135,8 +135,7 @@ PROMPT = [(17 * index) % 8191 for index in range(4 * 64 + 40)]
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    from kvstore.demo.engine import Engine
-    from kvstore.demo.model import KVMemory, build_decoder
+    from examples.engine import Engine, KVMemory, build_decoder
 
     return Engine(build_decoder(seed=0), KVMemory(400), cast("Client", None), "test")
 
@@ -195,7 +194,7 @@ def test_prompt_of_whole_blocks_computes_its_last(engine: Engine, client: DictCl
 
 
 def test_hash_of_a_block_covers_all_tokens_before_it() -> None:
-    from kvstore.demo.engine import block_hashes
+    from examples.engine import block_hashes
 
     hashes = block_hashes(PROMPT)
     assert len(hashes) == len(set(hashes)) == 4

@@ -13,6 +13,7 @@ There are no CORS headers, so no other site may send what browsers ask permissio
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import ipaddress
 import ssl

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.engines import models
 from tests.e2e.engines.engine import Engine
 from tests.e2e.engines.preloaded import Preloaded
 from tests.support.cluster import Cluster
@@ -43,7 +44,7 @@ def preloaded() -> Iterator[Preloaded]:
 
 @pytest.fixture(scope="session")
 def make_model(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> MakeModel:
-    """A tiny model on disk; each kind is made once. Arguments: those of ``tiny``'s command line."""
+    """A tiny model on disk; each kind is made once. Arguments: as of ``models``."""
     made: dict[tuple[str, ...], Path] = {}
 
     def make(*options: str, name: str = "model") -> Path:
@@ -51,7 +52,7 @@ def make_model(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -
             directory = tmp_path_factory.mktemp("models") / name
             with directory.with_suffix(".log").open("w+b") as log:
                 files = (log.fileno(), log.fileno(), log.fileno())
-                tiny = preloaded.start("kvstore.demo_vllm.tiny", [str(directory), *options], files)
+                tiny = preloaded.start(models.__name__, [str(directory), *options], files)
                 tiny.wait()
                 assert (directory / "tokenizer_config.json").exists(), log.read()
             made[name, *options] = directory

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
-from kvstore.demo_vllm import servers
+from examples import fleet as servers
 from tests.e2e.engines.preloaded import Preloaded
 
 ROOT = Path(__file__).parents[3]

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.demo_vllm import servers
-from kvstore.demo_vllm.requests import MODEL, RequestError, counters
+from examples import fleet as servers
+from examples.fleet import MODEL, RequestError, counters
 from tests.e2e.engines.engine import transfer_config
 from tests.e2e.engines.preloaded import Fork, Preloaded
 from tests.support.processes import free_port

@@ -26,7 +26,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvstore.demo_vllm import servers
+from examples import fleet as servers
 
 ROOT = Path(__file__).parents[3]
 MESSAGE_BYTES_MAX = 1 << 17

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.demo_vllm.tiny import BLOCK_TOKENS
+from examples.tiny import BLOCK_TOKENS
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import FLEET_NAMESPACE
 from tests.e2e.engines.conftest import StartEngine, prompt

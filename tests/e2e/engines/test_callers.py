@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo_vllm import servers
-from kvstore.demo_vllm.requests import MODEL, forget
-from kvstore.demo_vllm.tiny import BLOCK_TOKENS
+from examples import fleet as servers
+from examples.fleet import MODEL, forget
+from examples.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.fleet import Fleet, Process, ask
 from tests.e2e.engines.preloaded import Preloaded

@@ -18,13 +18,14 @@ from tests.e2e.demonstrations import Demonstration
 from tests.support.processes import children_of, is_running
 from tests.support.waiting import until
 
-MODULE = "kvstore.demo_vllm"
+MODULE = "examples.demo_vllm"
 PROMPTS = 2
 TOKENS = 700
 """The last whole block of 128 tokens ends within one of 256."""
 BLOCKS = {"Llama": 5, "Qwen3-Next": 2}
 FOUND = {"Llama": PROMPTS * 5 * 128, "Qwen3-Next": PROMPTS * 2 * 256}
 """Tokens."""
+SIZES = (f"--prompts={PROMPTS}", f"--prompt-tokens={TOKENS}")
 SECONDS = 900
 
 Demonstrate = Callable[..., Demonstration]
@@ -38,8 +39,9 @@ def demonstrate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Demonstrate]:
     monkeypatch.setenv("TMPDIR", str(temporary))
     started: list[Demonstration] = []
 
-    def start(*arguments: str, module: str = MODULE) -> Demonstration:
-        sizes = (f"--prompts={PROMPTS}", f"--prompt-tokens={TOKENS}")
+    def start(
+        *arguments: str, module: str = MODULE, sizes: tuple[str, ...] = SIZES
+    ) -> Demonstration:
         started.append(Demonstration(module, *sizes, *arguments, seconds=SECONDS))
         return started[-1]
 
@@ -53,7 +55,7 @@ def demonstrate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Demonstrate]:
 
 @pytest.mark.timeout(SECONDS)
 def test_a_decoder_finds_what_a_prefiller_computed(demonstrate: Demonstrate) -> None:
-    """As JSON; ``unit/demo_vllm/test_output.py`` has it as text."""
+    """As JSON; ``unit/examples/test_demo_vllm.py`` has it as text."""
     status, lines, errors = demonstrate("--json", "--seed=3").output()
     assert status == 0, (lines, errors)
     report = json.loads(lines[-1])
@@ -104,28 +106,15 @@ def test_an_engine_that_dies_is_named_and_nothing_is_left(demonstrate: Demonstra
 
 @pytest.mark.timeout(SECONDS)
 def test_the_benchmark_measures_hits_and_misses(demonstrate: Demonstrate, tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    options = ("--systems=none,kvstore", "--rounds=1", f"--json={path}")
-    status, lines, errors = demonstrate(*options, module="bench.vllm").output()
+    """The driver refuses an answer that was not found, and one with another token."""
+    options = ("--table=vllm", "--systems=kvstore,no store", "--rows=put/*/1,get/*/1", "--quick",
+               f"--out={tmp_path}")  # fmt: skip
+    status, lines, errors = demonstrate(*options, module="bench", sizes=()).output()
     assert status == 0, (lines, errors)
-    assert lines[-1] == "bench: 2 systems, tokens identical, every full block found"
-    report = json.loads(path.read_text())
-    found = {(row["system"], row["kind"]): row["found"] for row in report["rows"]}
-    expected = {("none", "miss"): 0, ("none", "hit"): 0, ("kvstore", "miss"): 0}
-    assert found == expected | {("kvstore", "hit"): 1}
-    assert [(each["kind"], each["of"]) for each in report["ratios"]] == [
-        ("hit", "kvstore"), ("miss", "kvstore")
-    ]  # fmt: skip
-
-
-@pytest.mark.timeout(SECONDS)
-def test_what_a_miss_costs_is_measured_within_one_engine(demonstrate: Demonstrate) -> None:
-    options = ("--rounds=1", "--prompts=1", "--prompt-tokens=300")
-    status, lines, errors = demonstrate(*options, module="bench.vllm_miss").output()
-    assert status == 0, (lines, errors)
-    assert lines[-1] == "bench: 1 rounds"
-    for turn in ("with the store", "without", "without again"):
-        assert any(re.match(rf"{turn} +[\d.]+ ms", line) for line in lines), lines
+    report = json.loads((tmp_path / "vllm.json").read_text())
+    for row in report["rows"]:
+        assert row["kvstore"][0]["calls"] >= 6
+        assert row["no store"][0]["processor_us"].keys() == {"client", "engine"}
 
 
 def family_of(demo: Demonstration) -> list[int]:

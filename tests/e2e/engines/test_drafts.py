@@ -13,8 +13,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from examples.tiny import BLOCK_TOKENS
 from kvstore import Client
-from kvstore.demo_vllm.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.engine import Engine, transfer_config
 from tests.e2e.engines.preloaded import Preloaded

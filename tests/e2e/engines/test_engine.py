@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from kvstore.demo_vllm.tiny import BLOCK_TOKENS
+from examples.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import MakeModel, StartEngine, prompt
 from tests.e2e.engines.engine import Engine, Result, transfer_config
 from tests.support.cluster import Cluster

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.demo_vllm.tiny import BLOCK_TOKENS
+from examples.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import Engine, transfer_config
 from tests.e2e.engines.test_shapes import THREADS

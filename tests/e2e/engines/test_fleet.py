@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.demo_vllm.tiny import BLOCK_TOKENS
+from examples.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.engine import Engine
 from tests.e2e.engines.fleet import Fleet

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvstore.demo_vllm.tiny import BLOCK_TOKENS
+from examples.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import StartEngine, prompt
 from tests.e2e.engines.engine import transfer_config
 from tests.support.cluster import Cluster

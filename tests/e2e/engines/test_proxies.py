@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstore.demo_vllm.requests import MODEL, forget
-from kvstore.demo_vllm.tiny import BLOCK_TOKENS
+from examples.fleet import MODEL, forget
+from examples.tiny import BLOCK_TOKENS
 from tests.e2e.engines.conftest import prompt
 from tests.e2e.engines.fleet import Fleet, Process, ask
 from tests.e2e.engines.preloaded import Preloaded

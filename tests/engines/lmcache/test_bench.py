@@ -10,11 +10,12 @@ import pytest
 
 import kvstore
 from bench import mooncake
-from bench.client import MOONCAKE, OURS, ClientProcess, Settings, environment
-from bench.rows import LMCACHE, LMCACHE_ROWS, SHM, TCP, Row
+from bench.tables import LMCACHE_ROWS
+from kvstore.bench.client import ClientProcess, Settings
 from kvstore.bench.ours import own_store
+from kvstore.bench.processes import ChildError, Children
+from kvstore.bench.rows import SHM, TCP, Row
 from kvstore.bench.session import EXIST
-from kvstore.demo.processes import ChildError, Children
 
 POOL = 256 << 20
 SMALL = [row for row in LMCACHE_ROWS if row.size <= 64 << 10]
@@ -26,12 +27,13 @@ roomy = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def measured(
-    children: Children, system: str, address: str, rows: list[Row]
+    children: Children, on_mooncake: bool, address: str, rows: list[Row]
 ) -> Iterator[ClientProcess]:
     """Measures each row; the client compares the bytes."""
     mode = rows[0].mode
-    settings = Settings(system, mode, address, POOL // 2, 64 << 16, LMCACHE)
-    with contextlib.closing(ClientProcess(children, f"{system}-{mode}", settings)) as client:
+    options = {"on_mooncake": on_mooncake}
+    settings = Settings("bench.lmcache:Driver", options, mode, address, POOL // 2, 64 << 16)
+    with contextlib.closing(ClientProcess(children, f"{on_mooncake}-{mode}", settings)) as client:
         for row in rows:
             assert len(client.measure(row.op, row.size, row.batch, 0.01)) >= 3, row.id
         yield client
@@ -39,23 +41,25 @@ def measured(
 
 @roomy
 def test_every_row_on_both_systems() -> None:
-    with own_store(POOL) as store, Children(environment()) as children:
+    with own_store(POOL) as store, Children() as children:
         theirs = mooncake.start(children, POOL)
-        for system, address, mode in (
-            (OURS, store.address, SHM),
-            (OURS, store.address, TCP),
-            (MOONCAKE, theirs.master, TCP),
+        for on_mooncake, address, mode in (
+            (False, store.address(), SHM),
+            (False, store.address(), TCP),
+            (True, theirs.address(), TCP),
         ):
-            with measured(children, system, address, [row for row in SMALL if row.mode == mode]):
+            with measured(
+                children, on_mooncake, address, [row for row in SMALL if row.mode == mode]
+            ):
                 pass
 
 
 @roomy
 def test_objects_that_are_gone_are_told() -> None:
-    with own_store(POOL) as store, Children(environment()) as children:
+    with own_store(POOL) as store, Children() as children:
         rows = [row for row in SMALL if row.op == EXIST]
-        with measured(children, OURS, store.address, rows) as measuring:
-            with kvstore.Client(store.address) as client:
+        with measured(children, False, store.address(), rows) as measuring:
+            with kvstore.Client(store.address()) as client:
                 for namespace in client.status().namespaces:
                     client.clear(namespace.name)
             with pytest.raises(ChildError, match="was not there"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench.client import OURS, ClientProcess, Settings, environment
-from bench.rows import DROP_IN, HICACHE, NATIVE
+from bench.tables import DROP_IN, NATIVE
+from kvstore.bench.client import ClientProcess, Settings
 from kvstore.bench.ours import own_store
+from kvstore.bench.processes import Children
 from kvstore.bench.session import EXIST, GET, PUT
-from kvstore.demo.processes import Children
 
 POOL = 256 << 20
 PAGES = 64
@@ -17,8 +17,15 @@ SIZE = 64 << 10
 
 @pytest.mark.parametrize("mode", [DROP_IN, NATIVE])
 def test_pages_are_set_got_and_found(mode: str) -> None:
-    with own_store(POOL) as store, Children(environment()) as children:
-        settings = Settings(OURS, mode, store.address, POOL, SIZE * PAGES, HICACHE)
+    with own_store(POOL) as store, Children() as children:
+        settings = Settings(
+            "bench.hicache:Driver",
+            {"on_mooncake": False},
+            mode,
+            store.address(),
+            POOL,
+            SIZE * PAGES,
+        )
         client = ClientProcess(children, mode, settings)
         for op in (PUT, GET, EXIST):  # compares what it got with what it has put
             assert len(client.measure(op, 0 if op == EXIST else SIZE, PAGES, 0.01)) >= 3, op

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from bench import mooncake, redis
 from bench.__main__ import main
-from bench.page import in_words, machine
+from kvstore.bench.page import in_words, machine
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_without_a_library_of_the_system(tmp_path: Path, monkeypatch: pytest.Mon
 def test_without_the_client_of_redis(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis, "PROGRAM", "sh")
     monkeypatch.setitem(sys.modules, package, None)
-    result = CliRunner().invoke(main, ["--beside", "redis", "--quick"])
+    result = CliRunner().invoke(main, ["--table", "redis", "--quick"])
     assert result.exit_code == 1
     assert "pip install 'redis[hiredis]'" in result.output
 
@@ -52,10 +52,11 @@ def test_without_the_server_of_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "apt-get install no-such-server" in (redis.missing() or "")
 
 
-def test_redis_is_not_behind_an_engine() -> None:
-    result = CliRunner().invoke(main, ["--beside", "redis", "--behind", "lmcache"])
-    assert result.exit_code == 2
-    assert "--behind has Mooncake Store beside this store" in result.output
+def test_a_system_that_is_not_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "missing", lambda: None)
+    result = CliRunner().invoke(main, ["--systems", "kvstore,Redis", "--table", "clients"])
+    assert result.exit_code in (1, 2)
+    assert "'Redis' is no system of clients: kvstore, Mooncake" in result.output
 
 
 def test_rows_that_do_not_exist_are_an_error_that_names_those_that_do() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.rows import MODES, REDIS_ROWS, ROWS, TABLES, Row, chosen, memory_needed, size_name
+from bench.tables import REDIS_ROWS, ROWS, TABLES
+from kvstore.bench.rows import MODES, Row, choose, memory_needed, rows_of_host, size_name
 from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -46,13 +47,6 @@ def test_every_goal_has_its_row_and_no_other() -> None:
     assert {(row.op, row.mode, row.size, row.batch): row.goal for row in ROWS} == GOALS
 
 
-def test_a_copied_batch_is_compared_with_one_memcpy() -> None:
-    assert {(row.op, row.mode, row.size, row.batch): row.memcpy_goal
-            for row in ROWS if row.memcpy_goal} == {
-        (PUT, "shm", MIB, 64): 0.8, (GET, "shm", MIB, 64): 0.8,
-    }  # fmt: skip
-
-
 def test_ids_are_unique_and_paths_known() -> None:
     assert len({row.id for row in ROWS}) == len(ROWS)
     assert len({(row.title, row.mode) for row in ROWS}) == len(ROWS)
@@ -60,9 +54,8 @@ def test_ids_are_unique_and_paths_known() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_row_knows_its_table(name: str) -> None:
-    assert {row.table for row in TABLES[name]} == {name}
-    assert len({row.id for row in TABLES[name]}) == len(TABLES[name])
+def test_a_table_has_each_row_once(name: str) -> None:
+    assert len({row.id for row in TABLES[name].rows}) == len(TABLES[name].rows)
 
 
 def test_redis_has_the_same_work_on_either_path() -> None:
@@ -80,8 +73,8 @@ def test_redis_has_the_same_work_on_either_path() -> None:
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_where_the_work_differs_the_row_says_so(row: Row) -> None:
     assert row.notes
-    assert row.their_op in (PUT, GET, EXIST), "what the peer has"
-    if row.their_op != row.op:
+    assert row.peers_op in (PUT, GET, EXIST), "what the peer has"
+    if row.peers_op != row.op:
         assert any(note.startswith("Not the same work") for note in row.notes)
 
 
@@ -92,16 +85,29 @@ def test_where_the_work_differs_the_row_says_so(row: Row) -> None:
         ("exist/tcp/-/1", ["exist/tcp/-/1"]),
         ("put/tcp/4KiB", ["put/tcp/4KiB/1", "put/tcp/4KiB/64"]),
         ("*/4MiB/64", ["put/tcp/4MiB/64", "get/tcp/4MiB/64"]),
-        ("nothing", []),
     ],
 )
 def test_patterns_choose_rows(patterns: str, ids: list[str]) -> None:
-    assert [row.id for row in chosen(patterns.split(","))] == ids
+    assert [row.id for row in choose(patterns, ROWS)] == ids
+
+
+def test_a_pattern_that_chooses_nothing_is_named_with_all_rows() -> None:
+    with pytest.raises(ValueError, match="nosuch selects no row; the rows are exist/tcp/-/1, "):
+        choose("put,nosuch", ROWS)
+
+
+def test_the_rows_of_one_host() -> None:
+    rows = rows_of_host(MODES)
+    assert len({row.id for row in rows}) == len(rows)
+    for op in (PUT, GET, GET_VIEW):
+        moved = {(row.size, row.batch) for row in rows if (row.op, row.mode) == (op, "shm")}
+        assert moved == {(kib << 10, n) for kib in (4, 64, 1024, 4096) for n in (1, 64)}
+    assert not [row for row in rows if (row.op, row.mode) == (GET_VIEW, "tcp")]
 
 
 def test_a_client_has_memory_for_the_largest_batch() -> None:
     assert memory_needed(ROWS) == 64 * 4 * MIB
-    assert memory_needed(chosen(["exist"])) == MIB, "to write the pool through"
+    assert memory_needed(choose("exist", ROWS)) == MIB, "to write the pool through"
 
 
 def test_sizes_are_named() -> None:

@@ -17,7 +17,8 @@ import pytest
 import kvstore
 from kvstore import calls
 from kvstore._version import __version__
-from kvstore.bench import cases
+from kvstore.bench import harness
+from kvstore.bench.rows import Table
 from kvstore.calls import PutOutcome
 from kvstore.cli import bench as cli_bench
 from kvstore.cli import doctor as cli_doctor
@@ -406,11 +407,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The stores that were measured; nothing is measured here."""
     found: list[str] = []
 
-    def driver(address: str, *_: object, pool_bytes: int, auth: str) -> NoReturn:
-        found.append(f"{address} {pool_bytes}" + (f" as {auth}" if auth else ""))
+    def measure(table: Table, rows: object, plan: harness.Plan, *_: object) -> NoReturn:
+        system = table.systems["kvstore"]
+        with system.start(plan.pool_bytes) as servers:
+            auth = system.options["auth"]
+            found.append(f"{servers.address()} {plan.pool_bytes}" + (f" as {auth}" if auth else ""))
         raise NoSpaceError("that is enough")
 
-    monkeypatch.setattr(cases, "OurDriver", driver)
+    monkeypatch.setattr(harness, "measure", measure)
     monkeypatch.setattr(cli_bench, "POOL_BYTES_MIN", 1 << 20)
     return found
 
@@ -466,9 +470,8 @@ def test_the_benchmark_of_a_running_store_shows_its_identity(
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        (["--rows", "get,nosuch"], "nosuch chooses no row; there are put, get, get_view,"),
-        (["--rows", "exist/1/*"], "exist/1/* chooses no row; there are exist/0/1, exist/0/64,"),
-        (["--rows", "get_view", "--transport", "tcp"], "there are put, get, get_again,"),
+        (["--rows", "get,nosuch"], "nosuch selects no row; the rows are put/shm/4KiB/1,"),
+        (["--rows", "get_view", "--transport", "tcp"], "the rows are put/tcp/4KiB/1,"),
     ],
 )
 def test_rows_that_do_not_exist(kv: KV, measured: list[str], given: list[str], named: str) -> None:

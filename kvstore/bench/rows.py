@@ -1,0 +1,179 @@
+"""The rows of benchmark tables, and the systems that a table compares."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Self
+
+from kvstore.bench.processes import Servers
+from kvstore.bench.session import (
+    BATCH,
+    CHAIN_BLOCKS,
+    EXIST,
+    GET,
+    GET_AGAIN,
+    GET_VIEW,
+    MATCH,
+    MEMCPY,
+    PUT,
+    WARM_PIECE,
+)  # fmt: skip
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+
+TCP: Final = "tcp"
+SHM: Final = "shm"
+ENGINE: Final = "mooncake"
+"""Mooncake's transfer engine as the transport of this store."""
+MODES: Final = (SHM, TCP)
+
+TITLES: Final = {
+    PUT: "put",
+    GET: "get",
+    GET_VIEW: "get, not copied,",
+    GET_AGAIN: "get again, leased,",
+    EXIST: "exist",
+    MATCH: "match_prefix",
+    MEMCPY: "memcpy",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a table: the same bytes, by the same calls, on each system."""
+
+    op: str
+    """The operation of kvstore's client."""
+    mode: str
+    """The path of the bytes: ``shm``, ``tcp``, or a name of the table's own."""
+    batch: int = 1
+    size: int = 0
+    """Bytes of each object; 0: no bytes move."""
+    clients: int = 1
+    """Client processes that make the calls at the same time."""
+    goal: float = 1.0
+    """The first peer's time divided by kvstore's should be at least this."""
+    peer_op: str = ""
+    """The call that the peers' users make instead, if a peer has no such call."""
+    notes: tuple[str, ...] = ()
+    name: str = ""
+    """The title of the work, if it is not made of the other fields."""
+
+    @property
+    def id(self) -> str:
+        """A name that is unique in the table: ``put/tcp/1MiB/64``, ``.../4-clients``."""
+        more = [f"{self.clients}-clients"] if self.clients > 1 else []
+        return "/".join((self.op, self.mode, size_name(self.size), str(self.batch), *more))
+
+    @property
+    def title(self) -> str:
+        what = self.name or TITLES[self.op]
+        if self.name:
+            pass
+        elif not self.size:
+            what += f" {self.batch:,} {'key' if self.batch == 1 else 'keys'}"
+        else:
+            many = f"{self.batch} x " if self.batch > 1 else ""
+            what += f" {many}{size_name(self.size, ' ')}"
+        return what + (f", {self.clients} clients" if self.clients > 1 else "")
+
+    @property
+    def processor_goal(self) -> float:
+        """The first peer's processor time of all processes over kvstore's, at least."""
+        return 1.5 if self.size == 4 * KIB else 1.0
+
+    @property
+    def peers_op(self) -> str:
+        return self.peer_op or self.op
+
+
+class System(NamedTuple):
+    """How a benchmark starts a system, and which driver makes the calls."""
+
+    start: Callable[[int], AbstractContextManager[Servers]]
+    """Its argument: bytes of the system's memory."""
+    driver: str
+    """``module:Class`` of a ``StoreDriver``."""
+    options: Mapping[str, Any] = {}
+    """More arguments of the driver; for JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows that are measured in one run, and the systems that are paired."""
+
+    name: str
+    title: str
+    rows: tuple[Row, ...]
+    systems: Mapping[str, System]
+    """This store first."""
+    packages: tuple[str, ...] = ()
+    """Packages whose versions the page names."""
+    missing: Callable[[], str | None] = lambda: None
+    """Returns why the table cannot be measured here; None: it can."""
+    pool_bytes: int = 2 << 30
+    seconds: float = 0.5
+    """Time per row, round and system, unless the user gives another one."""
+    rounds: int = 5
+    keeps_processes: bool = False
+    """The servers of all rounds are the same, because they take minutes to start."""
+
+    def with_systems(self, names: Sequence[str]) -> Self:
+        """The table with some of its systems."""
+        return replace(self, systems={name: self.systems[name] for name in names})
+
+
+def size_name(size: int, between: str = "") -> str:
+    """``4KiB``, ``1MiB``; ``-`` for no bytes."""
+    if not size:
+        return "-"
+    for unit, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit:
+            return f"{size // unit}{between}{name}"
+    return f"{size}{between}B"
+
+
+def choose(patterns: str, rows: Sequence[Row]) -> list[Row]:
+    """Select the rows whose id, or a prefix of it, matches a pattern: ``put,*/tcp/*/64``.
+
+    Raises:
+        ValueError: a pattern selects no row; the message lists the ids of all rows.
+    """
+    found: set[Row] = set()
+    for pattern in (text.strip() for text in patterns.split(",")):
+        some = {
+            row
+            for row in rows
+            if any(fnmatch.fnmatchcase(row.id, each) for each in (pattern, f"{pattern}/*"))
+        }
+        if not some:
+            ids = ", ".join(row.id for row in rows)
+            raise ValueError(f"{pattern[:100]} selects no row; the rows are {ids}")
+        found |= some
+    return [row for row in rows if row in found]
+
+
+def memory_needed(rows: Sequence[Row]) -> int:
+    """Bytes of memory that a client needs to put from or get into, and to warm the pool."""
+    return max(WARM_PIECE, *(row.size * row.batch for row in rows))
+
+
+def rows_of_host(modes: Sequence[str]) -> tuple[Row, ...]:
+    """The rows of ``kvstore bench``."""
+    sizes = (4 * KIB, 64 * KIB, MIB, 4 * MIB)
+    rows = []
+    for mode in modes:
+        ops = (PUT, GET, GET_VIEW, MEMCPY) if mode == SHM else (PUT, GET)
+        rows += [
+            Row(op=op, mode=mode, size=size, batch=batch)
+            for size in sizes for batch in (1, BATCH) for op in ops
+        ]  # fmt: skip
+        if mode != ENGINE:
+            rows.append(Row(op=GET_AGAIN, mode=mode, size=4 * KIB))
+            rows += [Row(op=EXIST, mode=mode, batch=n) for n in (1, 64, 1024, CHAIN_BLOCKS)]
+            rows += [Row(op=MATCH, mode=mode, batch=n) for n in (1024, CHAIN_BLOCKS)]
+    return tuple(rows)
