@@ -7,20 +7,16 @@ import pytest
 from kvstore import calls
 from kvstore.client.flows import reading
 from kvstore.client.flows.placements import AVOID_FIRST_S
-from kvstore.client.flows.reading import ATTEMPTS, Target
+from kvstore.client.flows.reading import Target
 from kvstore.errors import (
-    ClosedError,
     DeadlineExceededError,
-    MasterUnreachableError,
     NodeUnreachableError,
     PermissionDeniedError,
-    SegmentGoneError,
 )
 from kvstore.limits import Key
 from tests.support.moves import moves_of
-from tests.unit.client.world import EPOCH, A, B, N, World, found, segment
+from tests.unit.client.world import EPOCH, A, B, N, World, found
 
-GONE = NodeUnreachableError("refused", settled=1)
 SILENT = NodeUnreachableError("node one:\nmoved no byte", silent_ms=1_000, settled=1)
 
 
@@ -47,34 +43,6 @@ def test_a_placement_is_used_until_the_lease_less_the_margin() -> None:
     assert get(world, A) == [None]
 
 
-def test_the_lease_counts_from_before_the_question() -> None:
-    world = World()
-    world.store(1, 4096, A, b"x", 5)
-
-    def slow(request: calls.Lookup) -> calls.Found:
-        world.now += 0.9
-        return found((1, 5, [(1, 4096)]), lease_ms=1_000)
-
-    world.answers[calls.Lookup] = [slow] * ATTEMPTS
-    assert get(world, A) == [None]
-    assert world.context.counters["late_reads"] == ATTEMPTS
-
-
-def test_a_read_that_ends_after_the_lease_is_thrown_away() -> None:
-    world = World()
-    world.store(1, 4096, A, b"x", 5)
-    world.answers[calls.Lookup] = [found((1, 5, [(1, 4096)]), lease_ms=1_000)] * 2
-    ends = iter([2.0, 0.0])
-
-    def pass_time() -> None:
-        world.now += next(ends)
-
-    world.after_moves = pass_time
-    assert get(world, A) == [b"x"]
-    assert world.context.counters == {"late_reads": 1}
-    assert len(world.requests(calls.Lookup)) == 2
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -97,28 +65,6 @@ def test_foreign_bytes_are_never_returned(other: dict[str, object] | None) -> No
     assert world.context.counters == {"stale_reads": 1}
 
 
-def test_stale_again_and_again_is_a_miss() -> None:
-    world = World()
-    world.answers[calls.Lookup] = [found((7, 5, [(1, 4096)]))] * ATTEMPTS
-    assert get(world, A) == [None]
-    assert world.context.counters == {"stale_reads": ATTEMPTS, "corrupt_objects": 1}
-    assert world.requests(calls.ReportCorrupt) == [corrupt(A, 5, 1)]
-
-
-def test_what_cannot_be_reported_is_a_miss_all_the_same() -> None:
-    world = World()
-    world.answers[calls.Lookup] = [found((7, 5, [(1, 4096)]))] * ATTEMPTS
-    world.answers[calls.ReportCorrupt] = MasterUnreachableError("off")
-    assert get(world, A) == [None]
-
-
-def corrupt(key: Key, counter: int, *numbers: int) -> calls.ReportCorrupt:
-    """The report of one version's replicas on these segments."""
-    rows = len(numbers)
-    uuids = [segment(number).uuid for number in numbers]
-    return calls.ReportCorrupt(N, [key] * rows, [EPOCH] * rows, [counter] * rows, uuids)
-
-
 def test_of_two_replicas_the_first_gets_a_part_of_the_time() -> None:
     world = World()
     world.store(2, 4096, A, b"x", 5)
@@ -129,52 +75,6 @@ def test_of_two_replicas_the_first_gets_a_part_of_the_time() -> None:
     assert first.deadline == world.now + world.context.failover_s
     assert second.deadline is None
     assert not world.requests(calls.ReportFailure), "a deadline says nothing of the node"
-
-
-def test_a_single_replica_gets_all_the_time() -> None:
-    world = World()
-    world.store(1, 4096, A, b"x", 5)
-    world.answers[calls.Lookup] = found((1, 5, [(1, 4096)]))
-    get(world, A)
-    assert world.moved[0].deadline is None
-
-
-def test_a_node_that_joined_anew_is_not_reported() -> None:
-    world = World()
-    world.failing[1] = [SegmentGoneError("mounted anew", settled=1)]
-    world.answers[calls.Lookup] = [found((1, 5, [(1, 4096)])), found(None)]
-    assert get(world, A) == [None]
-    assert not world.requests(calls.ReportFailure)
-    assert 1 not in world.context.segments.of(EPOCH)
-
-
-def test_a_segment_of_another_epoch_is_not_reported_under_its_number() -> None:
-    world = World()
-    world.store(1, 4096, A, b"x", 5)
-    world.store(2, 4096, B, b"y", 6, epoch=EPOCH + 1)
-    world.answers[calls.Lookup] = [
-        found((1, 5, [(1, 4096)])),
-        found((1, 6, [(2, 4096)]), epoch=EPOCH + 1),
-        found(None, epoch=EPOCH + 1),
-    ]
-    assert get(world, A) == [b"x"]
-    world.epoch += 1
-    assert get(world, B) == [b"y"]  # from here on the ids are another master's
-    world.failing[1] = [GONE]
-    assert get(world, A) == [None]  # by its cached place
-    assert not world.requests(calls.ReportFailure)
-
-
-def test_wrong_payload_everywhere_is_counted_removed_and_a_miss() -> None:
-    world = World()
-    world.store(1, 4096, A, b"payload", 5)
-    world.store(2, 4096, B, b"fine", 6)
-    world.memory[1][4096 + 1024] ^= 1
-    rows = (7, 5, [(1, 4096)]), (4, 6, [(2, 4096)])
-    world.answers[calls.Lookup] = [found(*rows), *[found(rows[0])] * (ATTEMPTS - 1)]
-    assert get(world, A, B) == [None, b"fine"]
-    assert world.requests(calls.ReportCorrupt) == [corrupt(A, 5, 1)]
-    assert world.context.counters["corrupt_objects"] == 1
 
 
 def test_the_payload_is_believed_where_only_headers_are_verified() -> None:
@@ -202,30 +102,6 @@ def test_one_batch_is_one_transfer_per_segment() -> None:
     ]
 
 
-def test_callers_memory_is_filled_piece_by_piece() -> None:
-    world = World()
-    world.store(1, 4096, A, b"0123456789", 5)
-    world.answers[calls.Lookup] = found((10, 5, [(1, 4096)]))
-    pieces = [bytearray(4), bytearray(0), bytearray(3), bytearray(5), bytearray(2)]
-    target = Target(A, [memoryview(piece) for piece in pieces])
-    world.run(reading.read(world.context, N, [target]))
-    assert [bytes(piece) for piece in pieces] == [b"0123", b"", b"456", b"789\0\0", b"\0\0"]
-    assert target.data is None
-    assert target.descriptor is not None
-
-
-@pytest.mark.parametrize("error", [ClosedError("closed"), MasterUnreachableError("off")])
-def test_what_going_elsewhere_cannot_help_is_raised(error: Exception) -> None:
-    world = World()
-    world.answers[calls.Lookup] = found((1, 5, [(1, 4096)]))
-    if isinstance(error, MasterUnreachableError):
-        world.answers[calls.Lookup] = error
-    else:
-        world.failing[1] = [error]  # type: ignore[list-item]
-    with pytest.raises(type(error)):
-        get(world, A)
-
-
 def test_a_single_replica_that_does_not_answer_is_a_miss_and_is_not_asked_again() -> None:
     world = World()
     world.store(1, 4096, A, b"x", 5)
@@ -239,32 +115,12 @@ def test_a_single_replica_that_does_not_answer_is_a_miss_and_is_not_asked_again(
     assert get(world, A) == [b"x"]
 
 
-def test_of_two_replicas_the_one_that_did_not_answer_is_left_out() -> None:
-    world = World()
-    world.store(2, 4096, A, b"x", 5)
-    world.failing[1] = [SILENT]
-    world.answers[calls.Lookup] = found((1, 5, [(1, 4096), (2, 4096)]))
-    assert get(world, A) == [b"x"]
-    world.context.placements.clear()
-    assert get(world, A) == [b"x"]
-    assert [each.segment.segment_id for each in world.moved] == [1, 2, 2]
-
-
 def test_a_node_that_refuses_our_token_is_another_one_at_that_address() -> None:
     world = World()
     world.store(2, 4096, A, b"x", 5)
     world.failing[1] = [PermissionDeniedError("token")]
     world.answers[calls.Lookup] = found((1, 5, [(1, 4096), (2, 4096)]))
     assert get(world, A) == [b"x"]
-
-
-def test_a_deadline_that_ends_in_a_transfer_names_the_node() -> None:
-    world = World()
-    world.answers[calls.Lookup] = found((1, 5, [(1, 4096)]))
-    world.failing[1] = [DeadlineExceededError("node one was slow", final=1)]
-    with pytest.raises(DeadlineExceededError, match="node one was slow"):
-        get(world, A)
-    assert len(world.requests(calls.Lookup)) == 1
 
 
 def test_a_report_says_who_where_and_why() -> None:
@@ -274,31 +130,3 @@ def test_a_report_says_who_where_and_why() -> None:
     get(world, A)
     expected = calls.ReportFailure([1], "me", "host", "node one: moved no byte", EPOCH)
     assert world.requests(calls.ReportFailure) == [expected]
-
-
-def test_what_was_not_tried_is_not_reported() -> None:
-    world = World()
-    world.failing[1] = [NodeUnreachableError("no transport", tried=0, settled=1)]
-    world.answers[calls.Lookup] = [found((1, 5, [(1, 4096)])), found(None)]
-    assert get(world, A) == [None]
-    assert not world.requests(calls.ReportFailure)
-
-
-def test_a_report_that_is_not_answered_changes_nothing() -> None:
-    world = World()
-    world.store(2, 4096, A, b"x", 5)
-    world.failing[1] = [GONE]
-    world.answers[calls.ReportFailure] = MasterUnreachableError("off")
-    world.answers[calls.Lookup] = [found((1, 5, [(1, 4096), (2, 4096)]))] * 2
-    assert get(world, A) == [b"x"]
-
-
-def test_replicas_whose_segments_nobody_knows_are_passed_over() -> None:
-    world = World()
-    world.store(2, 4096, A, b"x", 5)
-    del world.segments[1]
-    world.answers[calls.Lookup] = found((1, 5, [(1, 4096), (2, 4096)]))
-    assert get(world, A) == [b"x"]
-    world.answers[calls.Lookup] = found((1, 5, [(1, 4096)]))
-    assert get(world, B) == [None]
-    assert segment(1).segment_id == 1

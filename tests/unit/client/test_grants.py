@@ -9,20 +9,15 @@ from xxhash import xxh3_64_intdigest
 from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client.flows import allocating, writing
-from kvstore.client.flows.placements import Placed, Replica
 from kvstore.client.flows.writing import PutOptions
 from kvstore.client.leases.leases import Granted
 from kvstore.errors import (
-    DeadlineExceededError,
     MasterUnreachableError,
     NodeUnreachableError,
-    NoSpaceError,
-    PermissionDeniedError,
-    PutRefusedError,
 )
 from kvstore.limits import Key
 from kvstore.memory.header import HEADER_BYTES, WIPE, unpack
-from tests.unit.client.world import EPOCH, A, B, C, D, N, World, grants, items
+from tests.unit.client.world import EPOCH, A, B, C, N, World, grants, items
 
 WRITE, FOUND, BEING_WRITTEN, STORED, REFUSED, _ = PutOutcome
 
@@ -36,17 +31,6 @@ ON_5 = NodeUnreachableError("reset", settled=0, connection=5)
 def put(world: World, *keys: Key, options: PutOptions = OPTIONS) -> list[PutOutcome]:
     pairs = ((key, b"payload of " + key) for key in keys)
     return world.run(writing.write(world.context, items(*pairs), options))
-
-
-def test_what_is_there_or_being_written_is_not_written() -> None:
-    world = World()
-    world.answers[calls.PutStart] = grants([FOUND, WRITE, BEING_WRITTEN], [9], [(2, 4096)])
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
-    assert put(world, A, B, C) == [FOUND, STORED, BEING_WRITTEN]
-    assert world.requests(calls.PutEnd) == [calls.PutEnd(EPOCH, [9])]
-    header = unpack(world.memory[2][4096:], 2, 4096)
-    assert header is not None
-    assert header.key == B
 
 
 def test_each_replica_has_a_header_of_its_own() -> None:
@@ -114,41 +98,12 @@ def test_connections_are_named_where_all_that_may_carry_bytes_are_known(
     assert (revoked.settled, sorted(revoked.connections)) == (False, list(connections))
 
 
-def test_grants_are_asked_for_under_the_number_that_data_servers_see() -> None:
-    world = World()
-    world.context.client_number = 77
-    world.answers[calls.PutStart] = grants([FOUND], [], [])
-    put(world, A)
-    world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)])
-    world.run(allocating.grant(world.context, N, 100, 0))
-    asked = world.requests(calls.PutStart) + world.requests(calls.Allocate)
-    assert [request.client_number for request in asked] == [77, 77]
-
-
-def test_a_segment_that_nobody_knows_is_nothing_to_write_to() -> None:
-    world = World()
-    world.answers[calls.PutStart] = [
-        grants([WRITE], [9], [(17, 4096)]),
-        grants([WRITE], [10], [(1, 4096)]),
-    ]
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
-    assert put(world, A) == [STORED]
-    assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], True)]
-
-
 def test_an_unanswered_end_is_asked_once_more() -> None:
     world = World()
     world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
     world.answers[calls.PutEnd] = [MasterUnreachableError("cut"), calls.PutEnded([STORED])]
     assert put(world, A) == [STORED]
     assert len(world.requests(calls.PutStart)) == 1
-
-
-def test_an_end_that_had_been_done_is_found() -> None:
-    world = World()
-    world.answers[calls.PutStart] = [grants([WRITE], [9], [(1, 4096)]), grants([FOUND], [], [])]
-    world.answers[calls.PutEnd] = [MasterUnreachableError("cut"), calls.PutEnded([REFUSED])]
-    assert put(world, A) == [FOUND]
 
 
 def test_under_a_new_master_it_is_written_again() -> None:
@@ -166,68 +121,6 @@ def test_under_a_new_master_it_is_written_again() -> None:
     assert (header.epoch, header.counter) == (EPOCH + 1, 1)
 
 
-@pytest.mark.parametrize("error", [NoSpaceError("full"), PermissionDeniedError("no")])
-def test_what_the_master_refuses_is_raised(error: Exception) -> None:
-    world = World()
-    world.answers[calls.PutStart] = error
-    with pytest.raises(type(error)):
-        put(world, A)
-
-
-def test_a_deadline_that_passes_is_counted() -> None:
-    world = World()
-    world.failing[1] = [DeadlineExceededError("late", settled=1)]
-    world.answers[calls.PutStart] = [
-        grants([WRITE], [9], [(1, 4096)], deadline_ms=100),
-        grants([WRITE], [10], [(1, 4096)]),
-    ]
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
-    assert put(world, A) == [STORED]
-    assert world.context.counters["put_deadlines_passed"] == 1
-
-
-def test_the_refused_pieces_of_a_chain_keep_their_parents() -> None:
-    world = World()
-    world.failing[2] = [SETTLED]
-    world.answers[calls.PutStart] = [
-        grants([WRITE] * 4, [1, 2, 3, 4], [(2, 4096), (1, 4096), (2, 8192), (2, 12288)]),
-        grants([WRITE], [5], [(1, 8192)]),
-        grants([WRITE, WRITE], [6, 7], [(1, 16384), (1, 20480)]),
-    ]
-    world.answers[calls.PutEnd] = [
-        calls.PutEnded([STORED]), calls.PutEnded([STORED]), calls.PutEnded([STORED, STORED]),
-    ]  # fmt: skip
-    options = PutOptions(namespace=N, chain=True)
-    assert put(world, A, B, C, D, options=options) == [STORED] * 4
-    asked = [(request.keys, request.parent) for request in world.requests(calls.PutStart)]
-    assert asked == [([A, B, C, D], None), ([A], None), ([C, D], B)]
-    parents = [unpack(world.memory[1][at:], 1, at) for at in (8192, 4096, 16384, 20480)]
-    assert [header and header.parent for header in parents] == [None, A, B, C]
-
-
-def test_what_is_not_a_chain_shares_its_parent_and_is_asked_for_together() -> None:
-    world = World()
-    world.failing[2] = [SETTLED]
-    world.answers[calls.PutStart] = [
-        grants([WRITE] * 3, [1, 2, 3], [(2, 4096), (1, 4096), (2, 8192)]),
-        grants([WRITE] * 2, [4, 5], [(1, 8192), (1, 16384)]),
-    ]
-    world.answers[calls.PutEnd] = [calls.PutEnded([STORED]), calls.PutEnded([STORED] * 2)]
-    assert put(world, A, B, C, options=PutOptions(namespace=N, parent=D)) == [STORED] * 3
-    asked = [(request.keys, request.parent) for request in world.requests(calls.PutStart)]
-    assert asked == [([A, B, C], D), ([A, C], D)]
-
-
-def test_a_put_forgets_where_the_object_was() -> None:
-    world = World()
-    place = Placed(1, EPOCH, 1, (Replica(world.segments[1], 0),), world.now + 5)
-    world.context.placements.remember(N, [A], [place])
-    world.answers[calls.PutStart] = grants([WRITE], [9], [(1, 4096)])
-    world.answers[calls.PutEnd] = calls.PutEnded([STORED])
-    put(world, A)
-    assert world.context.placements.get(N, A) is None
-
-
 # --- allocations -------------------------------------------------------------------------------
 
 
@@ -239,19 +132,6 @@ def test_an_allocation_is_wiped_and_counts_from_before_the_question() -> None:
     assert granted == Granted(EPOCH, 9, world.segments[1], 4096, 100)
     assert until == pytest.approx(world.now + 4.8)
     assert world.memory[1][4096 : 4096 + 64] == WIPE
-
-
-def test_an_allocation_that_cannot_be_reached_is_revoked() -> None:
-    world = World()
-    world.failing[1] = [UNSETTLED]
-    world.answers[calls.Allocate] = grants([WRITE], [9], [(1, 4096)])
-    with pytest.raises(NodeUnreachableError):
-        world.run(allocating.grant(world.context, N, 100, 0))
-    assert world.requests(calls.PutRevoke) == [calls.PutRevoke(EPOCH, [9], False)]
-    world.answers[calls.Allocate] = grants([WRITE], [10], [(17, 4096)])
-    with pytest.raises(PutRefusedError):
-        world.run(allocating.grant(world.context, N, 100, 0))
-    assert world.requests(calls.PutRevoke)[-1] == calls.PutRevoke(EPOCH, [10], True)
 
 
 def test_committing_moves_a_header_and_no_payload() -> None:

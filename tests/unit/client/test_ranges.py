@@ -6,8 +6,7 @@ import pytest
 
 from kvstore import calls
 from kvstore.client.flows.ranges import ObjectParts, get_ranges
-from kvstore.client.flows.reading import ATTEMPTS
-from kvstore.errors import BufferMismatchError, DeadlineExceededError, NodeUnreachableError
+from kvstore.errors import BufferMismatchError, DeadlineExceededError
 from kvstore.limits import Key
 from tests.unit.client.world import A, B, N, World, found
 
@@ -37,24 +36,6 @@ def test_of_two_replicas_the_first_gets_a_part_of_the_time() -> None:
     assert [each.deadline for each in world.moved] == [world.now + 2.0, None]
 
 
-def test_an_object_with_one_replica_gets_all_the_time() -> None:
-    world = World()
-    world.store(1, 4096, A, b"payload", 5)
-    world.store(1, 16384, B, b"another", 6)
-    world.answers[calls.Lookup] = [found((7, 5, TWO), (7, 6, [(1, 16384)]))]
-    assert read(world, A, B) == [b"ylo", b"oth"]
-    assert [each.deadline for each in world.moved] == [None]
-
-
-def test_a_node_that_does_not_answer_is_avoided() -> None:
-    world = World()
-    world.store(2, 8192, A, b"payload", 5)
-    world.failing[1] = [NodeUnreachableError("refused", settled=1)]
-    world.answers[calls.Lookup] = [found((7, 5, TWO))] * 2
-    assert read(world, A) == [b"ylo"]
-    assert len(world.requests(calls.ReportFailure)) == 1
-
-
 def test_bad_memory_is_read_from_the_other_replica_and_reported() -> None:
     world = World()
     world.store(1, 4096, B, b"foreign", 5)
@@ -64,21 +45,6 @@ def test_bad_memory_is_read_from_the_other_replica_and_reported() -> None:
     assert world.context.counters == {"stale_reads": 1, "corrupt_objects": 1}
     (report,) = world.requests(calls.ReportCorrupt)
     assert (report.keys, report.uuids) == ([A], [world.segments[1].uuid])
-
-
-def test_bad_memory_everywhere_is_a_miss_and_reported() -> None:
-    world = World()
-    world.answers[calls.Lookup] = [found((7, 5, TWO))] * ATTEMPTS
-    assert read(world, A) == [None]
-    (report,) = world.requests(calls.ReportCorrupt)
-    assert set(report.uuids) == {world.segments[number].uuid for number in (1, 2)}
-
-
-def test_one_look_at_what_was_removed_meanwhile_is_not_reported() -> None:
-    world = World()
-    world.answers[calls.Lookup] = [found((7, 5, TWO)), found(None)]
-    assert read(world, A) == [None]
-    assert not world.requests(calls.ReportCorrupt)
 
 
 def test_a_read_that_ends_after_the_lease_is_thrown_away() -> None:

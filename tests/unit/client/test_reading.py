@@ -7,7 +7,7 @@ import pytest
 from kvstore import calls
 from kvstore.client.flows import reading
 from kvstore.client.flows.reading import ATTEMPTS, Target
-from kvstore.errors import BufferMismatchError, NodeUnreachableError, UnsupportedValueError
+from kvstore.errors import BufferMismatchError, NodeUnreachableError
 from kvstore.limits import Key, Namespace
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from tests.unit.client.world import World, found
@@ -73,16 +73,6 @@ def test_a_read_that_ends_after_its_lease_is_thrown_away() -> None:
     assert len(world.requests(calls.Lookup)) == 2
 
 
-def test_another_object_at_the_place_is_stale_and_asked_for_anew() -> None:
-    world = World()
-    place(world, b"other", b"foreign")
-    place(world, b"a", b"payload", offset=AT + 4096)
-    replies = iter([found((7, 1, [(1, AT)])), found((7, 1, [(1, AT + 4096)]))])
-    world.answers[calls.Lookup] = lambda request: next(replies)
-    assert read(world, b"a") == [b"payload"]
-    assert world.context.counters["stale_reads"] == 1
-
-
 @pytest.mark.parametrize("change", ["version", "size", "namespace", "wiped"])
 def test_a_header_that_differs_in_anything_is_not_believed(change: str) -> None:
     world = World()
@@ -111,22 +101,6 @@ def test_flipped_bytes_are_never_returned_and_the_object_is_removed() -> None:
     assert [request.keys for request in world.requests(calls.ReportCorrupt)] == [[b"a"]]
 
 
-def test_bytes_that_were_bad_once_are_not_reported() -> None:
-    """They may have been removed at that moment: only a second look at the same version tells."""
-    world = World()
-    place(world, b"a", b"payload")
-    world.memory[1][AT + 1024 + 3] ^= 1
-    world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
-
-    def die() -> None:
-        world.failing[1] = [NodeUnreachableError("gone", settled=1)] * ATTEMPTS
-
-    world.after_moves = die
-    assert read(world, b"a") == [None]
-    assert world.context.counters["checksum_mismatches"] == 1
-    assert world.requests(calls.ReportCorrupt) == []
-
-
 def test_a_bad_replica_is_passed_over_for_a_good_one() -> None:
     world = World()
     for segment_id in (1, 2):
@@ -145,40 +119,6 @@ def test_an_unreachable_node_is_reported_and_the_other_replica_read() -> None:
     world.answers[calls.Lookup] = found((7, 1, [(1, AT), (2, AT)]))
     assert read(world, b"a") == [b"payload"]
     assert [request.segment_ids for request in world.requests(calls.ReportFailure)] == [[1]]
-
-
-def test_a_node_that_failed_is_avoided_by_the_next_get() -> None:
-    world = World()
-    for key, offset in ((b"a", AT), (b"b", AT + 4096)):
-        place(world, key, b"payload", segment_id=2, offset=offset)
-    world.failing[1] = [NodeUnreachableError("gone", settled=1)] * ATTEMPTS
-    world.answers[calls.Lookup] = lambda request: found(
-        (7, 1, [(1, AT), (2, AT if request.keys == [b"a"] else AT + 4096)])
-    )
-    read(world, b"a")
-    assert read(world, b"b") == [b"payload"]
-    assert len(world.requests(calls.ReportFailure)) == 1
-
-
-def test_when_the_only_node_is_gone_it_is_a_miss() -> None:
-    world = World()
-    world.failing[1] = [NodeUnreachableError("gone", settled=1)] * ATTEMPTS
-    world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
-    assert read(world, b"a") == [None]
-
-
-def test_an_error_that_is_no_outage_reaches_the_caller() -> None:
-    world = World()
-    world.failing[1] = [UnsupportedValueError("not something another node would cure")] * ATTEMPTS
-    world.answers[calls.Lookup] = found((7, 1, [(1, AT)]))
-    with pytest.raises(UnsupportedValueError):
-        read(world, b"a")
-
-
-def test_a_placement_of_a_forgotten_segment_is_a_miss() -> None:
-    world = World()
-    world.answers[calls.Lookup] = found((7, 1, [(99, AT)]))
-    assert read(world, b"a") == [None]
 
 
 def test_scattered_buffers_are_filled_in_order_and_no_further() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,21 +13,13 @@ from hypothesis import strategies as st
 from kvstore import calls, ports
 from kvstore.calls import Joined
 from kvstore.client.calling.retries import (
-    BACKOFF_FIRST_S,
-    BACKOFF_MAX_S,
-    LANE_RETRY_S,
-    LANE_SILENT_RETRY_S,
-    REFUSALS_MAX,
-    SILENCE_S,
     Action,
     Attempts,
     CarrierBrokenError,
-    Identify,
     JoinAt,
     LaneUnreachableError,
     Locate,
     MasterLink,
-    OnGrpc,
     OnLane,
     TokenRefusedError,
     WaitStep,
@@ -38,16 +29,13 @@ from kvstore.client.calling.retries import (
 )
 from kvstore.errors import (
     BusyError,
-    DeadlineExceededError,
     EtcdUnreachableError,
     InvalidArgumentError,
     KVStoreError,
     MasterUnreachableError,
     NoSpaceError,
     NotLeaderError,
-    PermissionDeniedError,
 )
-from kvstore.limits import Key, Namespace
 from kvstore.wire.messages import CALLS
 
 EXISTS = CALLS[calls.Exists]
@@ -134,28 +122,6 @@ def test_the_first_call_joins_and_takes_the_lane() -> None:
     assert world.story == ["JoinAt", "OnLane", "OnLane"]
 
 
-def test_a_call_of_operators_needs_no_join() -> None:
-    world = World()
-    assert world.run(STATUS, script(b"reply")) == b"reply"
-    assert world.story == ["OnGrpc"]
-
-
-def test_a_last_attempt_that_is_late_does_not_hide_that_no_master_was_there() -> None:
-    world = World()
-    with pytest.raises(MasterUnreachableError) as caught:
-        world.run(STATUS, script(gone(), late(world.link, "Status")))
-    assert "m:1: connection refused" in caught.value.message
-    with pytest.raises(DeadlineExceededError):
-        world.run(STATUS, script(late(world.link, "Status")))
-
-
-def test_without_a_call_the_flow_only_joins() -> None:
-    world = World()
-    world.run(None, script(b""))
-    assert world.story == ["JoinAt"]
-    assert world.link.current
-
-
 @pytest.mark.parametrize("row", CALLS.values(), ids=lambda row: row.name)
 def test_what_may_be_sent_twice(row: Any) -> None:
     assert row.idempotent == (row.name in IDEMPOTENT)
@@ -194,13 +160,6 @@ def test_a_call_is_sent_again_when_the_master_that_may_have_done_it_is_gone() ->
     assert world.run(PUT_START, answer) == b"reply"
 
 
-def test_an_attempt_before_the_flow_counts() -> None:
-    world = World()
-    world.run(EXISTS, script(b"", b"reply"))
-    with pytest.raises(MasterUnreachableError, match="may have executed the call"):
-        world.run(PUT_START, script(b""), broken=gone(sent=True))
-
-
 def test_no_master_until_the_deadline() -> None:
     world = World("a:1,b:2")
     start = world.now
@@ -229,16 +188,6 @@ def test_every_master_is_tried_in_turn() -> None:
     assert world.link.address == "c:3"
 
 
-def test_a_master_that_stands_by_is_passed_over() -> None:
-    world = World("a:1,b:2")
-    assert world.run(EXISTS, script(BusyError("standby"), b"", b"reply")) == b"reply"
-
-
-def test_a_refused_join_is_final() -> None:
-    with pytest.raises(PermissionDeniedError):
-        World().run(EXISTS, script(PermissionDeniedError("no")))
-
-
 def test_a_master_that_answers_an_error_is_not_asked_again() -> None:
     world = World()
     with pytest.raises(NoSpaceError):
@@ -247,88 +196,10 @@ def test_a_master_that_answers_an_error_is_not_asked_again() -> None:
         world.run(PUT_START, script(BusyError("busy")))
 
 
-def test_silence_until_the_deadline_is_that() -> None:
-    world = World()
-    with pytest.raises(DeadlineExceededError):
-        world.run(EXISTS, script(late(world.link, "Join")))
-
-
-def test_an_unreachable_lane_is_left_alone_for_a_while() -> None:
-    world = World()
-    unreachable = LaneUnreachableError("filtered")
-    assert world.run(EXISTS, script(b"", unreachable, b"reply")) == b"reply"
-    assert world.run(EXISTS, script(b"reply")) == b"reply"
-    assert world.story == ["JoinAt", "OnLane!", "OnGrpc", "OnGrpc"]
-    world.now += LANE_RETRY_S
-    world.run(EXISTS, script(b"reply"))
-    assert world.story[-1] == "OnLane"
-
-
-def test_a_silent_lane_is_tried_again_soon() -> None:
-    world = World()
-    silent = LaneUnreachableError("no greeting", silent=True)
-    world.run(EXISTS, script(b"", silent, b"reply"))
-    world.now += LANE_SILENT_RETRY_S
-    world.run(EXISTS, script(b"reply"))
-    assert world.story[-1] == "OnLane"
-
-
-def test_a_lane_with_another_token_is_tried_at_once() -> None:
-    world = World()
-    world.run(EXISTS, script(b"", LaneUnreachableError("filtered"), b"reply"))
-    world.epoch = 2
-    world.run(EXISTS, script(gone(), b"", b"reply"))
-    assert world.story[3:] == ["OnGrpc!", "JoinAt", "OnLane"]
-
-
-def test_an_unreachable_lane_is_warned_of_once() -> None:
-    link = MasterLink("m:1", lane=True)
-    link.accept(World().joined(), "m:1")
-    assert link.lane_warning() is None
-    link.lane_failed(0.0, "filtered")
-    warning = link.lane_warning()
-    assert warning is not None
-    assert "m:5" in warning
-    assert "filtered" in warning
-    link.lane_failed(1.0, "filtered")
-    assert link.lane_warning() is None
-    assert link.lane_works()
-    assert not link.lane_works()
-    link.lane_failed(2.0, "filtered")
-    assert link.lane_warning() is not None
-
-
 def test_a_refused_token_means_a_new_master() -> None:
     world = World()
     assert world.run(EXISTS, script(b"", TokenRefusedError("old"), b"", b"reply")) == b"reply"
     assert world.story == ["JoinAt", "OnLane!", "JoinAt", "OnLane"]
-
-
-def test_a_lane_that_refuses_every_token_is_not_our_masters() -> None:
-    world = World()
-
-    def answer(step: Action) -> bytes | Exception:
-        return TokenRefusedError("old") if isinstance(step, OnLane) else b"reply"
-
-    assert world.run(EXISTS, answer) == b"reply"
-    assert world.story.count("OnLane!") == REFUSALS_MAX + 1
-    assert world.story[-1] == "OnGrpc"
-
-
-def test_without_a_lane_everything_goes_over_grpc() -> None:
-    world = World(lane=False)
-    world.run(EXISTS, script(b"", b"reply"))
-    assert world.story == ["JoinAt", "OnGrpc"]
-
-
-def test_an_old_connection_that_breaks_does_not_undo_a_new_join() -> None:
-    world = World()
-    world.run(EXISTS, script(b"", b"reply"))
-    world.link.accept(world.joined(), world.link.address)
-    old = gone(sent=True)
-    old.generation = world.link.generation - 1
-    assert world.run(EXISTS, script(b"reply"), broken=old) == b"reply"
-    assert world.story[2:] == ["OnLane"]
 
 
 def stands_by(leader: str = "") -> NotLeaderError:
@@ -358,17 +229,6 @@ def test_a_master_that_stands_by_says_who_leads() -> None:
     assert world.link.address == "c:3"
 
 
-def test_whom_we_were_sent_to_may_be_gone() -> None:
-    world = World("a:1,b:2")
-    tried, answer = joins(
-        world,
-        lambda step: {"a:1": stands_by("c:3"), "c:3": gone()}.get(step.address, b""),
-    )
-    assert world.run(EXISTS, answer) == b"reply"
-    assert tried[:2] == ["a:1", "c:3"]
-    assert tried[-1] == "b:2"
-
-
 def test_two_that_name_each_other_are_not_asked_without_a_pause() -> None:
     world = World("a:1,b:2")
     tried, answer = joins(world, lambda step: stands_by({"a:1": "b:2"}.get(step.address, "a:1")))
@@ -394,14 +254,6 @@ def test_a_leader_that_steps_down_during_a_call_is_left_for_the_next_one() -> No
         assert world.link.address == "b:2"
 
 
-def test_a_refusal_before_the_flow_is_followed() -> None:
-    world = World("a:1,b:2")
-    world.run(EXISTS, script(b"", b"reply"))
-    tried, answer = joins(world, lambda step: b"")
-    assert world.run(EXISTS, answer, broken=stands_by("c:3")) == b"reply"
-    assert tried == ["c:3"]
-
-
 def test_a_silent_one_of_several_masters_is_left() -> None:
     world = World("a:1,b:2")
     world.run(EXISTS, script(b"", b"reply"))
@@ -409,18 +261,6 @@ def test_a_silent_one_of_several_masters_is_left() -> None:
     tried, answer = joins(world, lambda step: b"")
     assert world.run(EXISTS, answer, broken=silent) == b"reply"
     assert tried == ["b:2"]
-
-
-def test_how_long_silence_is_borne() -> None:
-    exists = calls.Exists(Namespace("n"), [Key(b"k")])
-    put = calls.Allocate(Namespace("n"), 1, 3_000, "h")
-    alone, several = MasterLink("a:1", lane=True), MasterLink("a:1,b:2", lane=True)
-    in_etcd = MasterLink("etcd://e:1", lane=True)
-    assert alone.silence_s(exists) == alone.silence_s(put) == math.inf
-    for link in (several, in_etcd):
-        assert link.silence_s(exists) == SILENCE_S
-        assert link.silence_s(put) == SILENCE_S + 3.0
-        assert link.silence_s(calls.PutEnd(1, [1])) > SILENCE_S
 
 
 def test_etcd_says_who_leads() -> None:
@@ -443,22 +283,6 @@ def test_etcd_is_asked_again_when_the_leader_is_gone() -> None:
         "Locate", "Locate!", "Locate", "JoinAt", "OnLane",
     ]  # fmt: skip
     assert world.link.address == "n:2"
-
-
-def test_a_leader_that_another_call_gives_up_meanwhile_is_joined_by_its_address() -> None:
-    """Two threads of one client. What one forgets must not leave the other without an address."""
-
-    class Shared(MasterLink):
-        def follow(self, leader: str) -> None:
-            super().follow(leader)
-            self.next_address(leader)  # by the other thread, which found it dead
-
-    link = Shared("etcd://e:2379", lane=True)
-    flow = attempts(link, EXISTS, 10.0, lambda: 0.0)
-    assert isinstance(next(flow), Locate)
-    step = flow.send("m:1")
-    assert isinstance(step, JoinAt)
-    assert step.address == "m:1"
 
 
 def test_without_etcd_a_call_ends_at_its_deadline() -> None:
@@ -512,13 +336,6 @@ def test_every_flow_ends_with_a_reply_or_a_typed_error_in_time(
     assert world.now - start < 3.1
 
 
-@given(attempt=st.integers(1, 10_000), seed=st.integers())
-def test_backoff_grows_and_stays_bounded(attempt: int, seed: int) -> None:
-    link = MasterLink("m:1", lane=True, rng=random.Random(seed))
-    longest = min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
-    assert longest / 2 <= link.backoff_s(attempt) <= longest
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -535,32 +352,6 @@ def test_addresses(text: str, expected: tuple[str, ...]) -> None:
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgumentError):
         parse_addresses(text)
-
-
-def test_steps_are_what_drivers_know() -> None:
-    assert set(Action.__args__) == {Locate, JoinAt, OnLane, OnGrpc, Identify, WaitStep}
-
-
-def test_a_late_failure_does_not_take_the_link_away_from_whom_it_has_joined_since() -> None:
-    """Found by the simulation: the next call went to a master that stands by, and was in doubt."""
-    world = World()
-    link = MasterLink("a:1,b:1", lane=True)
-    link.accept(world.joined(), "a:1")
-    before = link.generation
-    link.lost(before)
-    link.accept(world.joined(), "a:1")
-    link.lost(before)  # another call's, made before
-    link.next_address("a:1")
-    link.follow("b:1")
-    assert link.address == "a:1"
-
-
-def test_who_has_let_us_in_is_used_although_another_call_has_turned_away_meanwhile() -> None:
-    world = World()
-    link = MasterLink("a:1,b:1", lane=True)
-    link.next_address("a:1")  # while a join is under way there
-    link.accept(world.joined(), "a:1")
-    assert link.address == "a:1"
 
 
 def test_what_was_sent_to_a_master_before_is_sent_again_to_the_one_joined_meanwhile() -> None:
@@ -597,31 +388,6 @@ def test_another_port_of_ours_is_named_at_once() -> None:
     assert world.now < 101, "no second attempt would help"
 
 
-def test_it_is_named_too_if_the_first_call_needs_no_join() -> None:
-    world = World()
-    with pytest.raises(MasterUnreachableError, match="that is a port for TLS") as caught:
-        world.run(STATUS, script(not_grpc(), ports.TLS))
-    assert "KVSTORE_AUTH=FILE" in caught.value.advice
-    assert world.story == ["OnGrpc!", "Identify"]
-
-
-def test_another_program_may_make_room_for_a_master() -> None:
-    world = World()
-    assert world.run(EXISTS, script(not_grpc(), "", b"", b"reply")) == b"reply"
-    assert world.story == ["JoinAt!", "Identify", "JoinAt", "OnLane"]
-
-
-def test_of_several_masters_the_others_are_tried() -> None:
-    world = World("m:1,m:2")
-    assert world.run(EXISTS, script(not_grpc(), ports.HTTP, b"", b"reply")) == b"reply"
-    assert world.link.address == "m:2"
-
-
-def test_a_master_that_ends_meanwhile_is_no_other_port() -> None:
-    world = World()
-    assert world.run(EXISTS, script(not_grpc(), ports.GRPC, b"", b"reply")) == b"reply"
-
-
 @pytest.mark.parametrize(
     ("address", "advice"),
     [
@@ -635,11 +401,3 @@ def test_the_advice_starts_a_master_where_nothing_listens(address: str, advice: 
     with pytest.raises(MasterUnreachableError) as caught:
         world.run(EXISTS, lambda step: gone(), timeout_s=1)
     assert advice in caught.value.advice
-
-
-def test_a_wait_says_why_once_it_is_long() -> None:
-    world = World()
-    with pytest.raises(MasterUnreachableError):
-        world.run(EXISTS, lambda step: gone(), timeout_s=5)
-    assert world.waits[0].reason == ""
-    assert world.waits[-1].reason == "connection refused"

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 
 from kvstore import calls
 from kvstore.calls import PutRevoke, Renew, Renewed
-from kvstore.client.leases import leases as module
 from kvstore.client.leases.leases import Granted, Lease, LeasedPlace, LeaseTable, Mounted, Named
 from kvstore.client.leases.read_leases import ReadLeases
 from kvstore.client.leases.views import Views
@@ -173,17 +171,6 @@ def test_the_same_memory_twice_is_one_lease_until_both_are_gone(views: Views) ->
     assert len(views) == 0
 
 
-def test_an_older_promise_of_the_same_memory_shortens_nothing(views: Views) -> None:
-    buffer = bytearray(64)
-    first, second = np.frombuffer(buffer, np.uint8), np.frombuffer(buffer, np.uint8)
-    lease = add(views, first, named(1), uptime() + 100)
-    renew_at = lease.renew_at
-    assert add(views, second, named(1), uptime() + 1) is lease
-    assert lease.seconds_left > 99
-    assert lease.renew_at == renew_at
-    assert first.size + second.size == 128
-
-
 def twice(size: int = 300) -> tuple[Bytes1D, Bytes1D]:
     """Two arrays over the same memory, each the first of its own promise."""
     buffer = bytearray(size)
@@ -203,16 +190,6 @@ def test_a_lost_view_stays_lost_when_its_memory_is_leased_anew(views: Views) -> 
     del newer, part
     assert views.of(lost) is old
     assert len(views) == 1
-
-
-def test_a_lost_view_stays_lost_when_a_newer_one_lies_around_it(views: Views) -> None:
-    whole = bytearray(300)
-    lost = np.frombuffer(memoryview(whole)[100:200], np.uint8)
-    newer = np.frombuffer(whole, np.uint8)
-    old = add(views, lost, named(1), uptime() - 1)
-    new = add(views, newer, named(2), later())
-    assert views.of(lost) is old
-    assert views.of(newer[100:]) is new
 
 
 def test_tensors_have_the_lease_of_the_array_that_they_were_made_of(views: Views) -> None:
@@ -254,21 +231,6 @@ def test_tensors_have_the_lease_of_the_array_that_they_were_made_of(views: Views
     assert not lease.held
 
 
-def test_where_the_trace_to_the_array_is_lost_the_promise_that_holds_least_counts(
-    views: Views,
-) -> None:
-    """Such as a tensor that a program makes of an array: it has a storage of its own."""
-    torch = pytest.importorskip("torch")
-    lost, newer = twice()
-    new = add(views, newer, named(2), later())
-    assert views.of(torch.from_numpy(newer)) is new
-    old = add(views, lost, named(1), uptime() - 1)
-    assert views.of(torch.from_numpy(newer)) is old
-    del lost
-    assert len(views) == 1
-    assert views.of(torch.from_numpy(newer)) is new
-
-
 def test_a_lost_allocation_is_not_the_newer_one_in_its_place(views: Views) -> None:
     torch = pytest.importorskip("torch")
     lost, newer = twice()
@@ -279,15 +241,6 @@ def test_a_lost_allocation_is_not_the_newer_one_in_its_place(views: Views) -> No
     assert views.allocation(newer.data[1:]) is None
     wrapped = torch.from_numpy(newer).numpy()
     assert views.allocation(wrapped.data) is old, "it cannot be told whose it is"
-
-
-def test_the_memory_of_a_lost_view_is_not_taken_for_the_allocation_there(views: Views) -> None:
-    torch = pytest.importorskip("torch")
-    lost, newer = twice()
-    add(views, lost, named(1), uptime() - 1)
-    add(views, newer, GRANTED, later())
-    assert views.allocation(lost.data) is None
-    assert views.allocation(torch.from_numpy(lost).numpy().data) is None
 
 
 def test_only_memory_within_a_lease_is_found(views: Views) -> None:
@@ -304,20 +257,6 @@ def test_only_memory_within_a_lease_is_found(views: Views) -> None:
     assert views.of(memory()) is None
     assert views.of(memoryview(b"")) is None
     assert views.of(whole[199:]) is lease
-
-
-def test_many_leases_are_renewed_in_batches(
-    views: Views, master: Master, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "RENEW_KEYS_MAX", 40)
-    master.lease_ms = 60_000
-    arrays = [memory() for _ in range(100)]
-    until = soon()
-    leases = [add(views, array, named(n), until) for n, array in enumerate(arrays)]
-    master.wait(lambda _: all(lease.seconds_left > 10 for lease in leases))
-    renewed = [request for request in master.asked if isinstance(request, Renew)]
-    assert max(len(request.keys) for request in renewed) <= 40
-    assert sum(len(request.keys) for request in renewed) >= 100
 
 
 def test_a_lease_that_is_due_sooner_wakes_the_thread(views: Views, master: Master) -> None:
@@ -392,17 +331,6 @@ def test_a_promise_kept_by_another_replica_is_no_promise_of_this_memory(
     assert array.size
 
 
-def test_an_answer_that_comes_after_the_segment_was_mounted_anew_promises_nothing() -> None:
-    """The master has renewed the lease of the object, which may be elsewhere by then."""
-    mount = Mount()
-    lease = Lease(named(1), 10.0, 4096, mount, lambda: 0.0, PLACE)
-    lease.renewed(20.0)
-    assert lease.seconds_left == 20.0
-    mount.same = False
-    lease.renewed(30.0)
-    assert lease.seconds_left == 20.0
-
-
 def test_an_allocation_ends_when_its_segment_is_mounted_anew(views: Views) -> None:
     """The next master grants its memory to others one lease later, and knows nothing of it."""
     mount = Mount()
@@ -432,34 +360,6 @@ def test_an_array_that_is_dropped_waits_for_no_lock(
     assert len(views) == 0
     if held is GRANTED:
         master.wait(lambda asked: PutRevoke(7, [9], True) in asked)
-
-
-def test_what_the_renewing_thread_itself_drops_is_given_back(views: Views, master: Master) -> None:
-    """A collection runs in the thread that happens to allocate."""
-    ours, its = memory(), [memory()]
-    add(views, its[0], GRANTED, later())
-    lease = add(views, ours, named(1), later())
-    master.answering = its.clear
-    lease.renew_at = 0.0
-    add(views, memory(), GRANTED._replace(token=10), later())
-    master.wait(lambda asked: PutRevoke(7, [9], True) in asked)
-
-
-def test_the_renewing_thread_outlives_a_bug(
-    views: Views, master: Master, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        master.answering = lambda: None
-        raise ValueError("a bug")
-
-    master.answering = fail
-    array = memory()
-    lease = add(views, array, named(1), later())
-    lease.renew_at = 0.0
-    add(views, memory(), GRANTED, later())
-    master.wait(lambda asked: sum(isinstance(each, Renew) for each in asked) >= 2)
-    assert "lease_renewal_broken" in caplog.text
-    assert array.size
 
 
 def test_new_views_do_not_put_off_the_renewal_of_others(views: Views, master: Master) -> None:
@@ -500,37 +400,3 @@ def test_a_lease_of_a_second_outlives_a_master_that_stalls_for_a_third_of_one() 
                     broken = False
                     renewal.answered(Renewed(1_000, 0, b"\1", b""), asked, 0.2)
         assert is_held(lease), begin
-
-
-def test_what_was_let_go_keeps_no_segment_mapped(views: Views) -> None:
-    mount = Mount()
-    array = memory()
-    lease = add(views, array, named(1), later(), mount)
-    kept = weakref.ref(mount)
-    del array, mount
-    assert len(views) == 0
-    assert kept() is None
-    assert not lease.held
-
-
-def test_what_is_let_go_after_closing_keeps_no_segment_mapped(views: Views) -> None:
-    mount = Mount()
-    array = memory()
-    lease = add(views, array, named(1), later(), mount)
-    views.close()
-    kept = weakref.ref(mount)
-    del mount
-    assert lease.held
-    assert kept() is not None
-    del array
-    assert kept() is None
-    assert not lease.held
-
-
-def test_a_renewal_that_promises_no_more_than_before_is_not_repeated_at_once() -> None:
-    """Such as a master's with a shorter lease."""
-    table = LeaseTable(lambda: 10.0)
-    lease = table.lease_for(4096, 64, named(1), 100.0, always, PLACE)
-    table.enter(4096, lease, object())
-    lease.renewed(11.0)
-    assert lease.renew_at == 40.0

@@ -10,9 +10,8 @@ from kvstore import calls
 from kvstore.calls import PutOutcome
 from kvstore.client.flows import writing
 from kvstore.client.flows.writing import ATTEMPTS, Items, PutOptions, write
-from kvstore.client.values import Value, encode, encode_all
+from kvstore.client.values import Value, encode_all
 from kvstore.errors import (
-    DeadlineExceededError,
     MasterUnreachableError,
     NodeUnreachableError,
     NoSpaceError,
@@ -97,19 +96,6 @@ def test_a_put_that_is_refused_again_and_again_ends_in_an_error() -> None:
     assert len(world.requests(calls.PutStart)) == ATTEMPTS
 
 
-@pytest.mark.parametrize("settled", [0, 1])
-def test_a_write_that_failed_is_revoked_saying_whether_bytes_may_still_land(settled: int) -> None:
-    world = World()
-    replies = iter([grants([WRITE], [1], [(1, AT)]), grants([WRITE], [2], [(2, AT)])])
-    world.answers[calls.PutStart] = lambda request: next(replies)
-    world.failing[1] = [NodeUnreachableError("gone", settled=settled)]
-    ended(world, [STORED])
-    assert store(world, b"a") == [STORED]
-    revoke = world.requests(calls.PutRevoke)[0]
-    assert (list(revoke.tokens), revoke.settled) == ([1], bool(settled))
-    assert world.requests(calls.ReportFailure)[0].segment_ids == [1]
-
-
 def test_one_failing_replica_gives_the_whole_put_up() -> None:
     world = World()
     replies = iter(
@@ -133,21 +119,6 @@ def silent(node: str) -> NodeUnreachableError:
         f"node {node} (10.0.0.8:50003) did not accept a tcp connection within 1.2 s",
         advice="Is its port open?", node=node, settled=1, silent_ms=1_000,
     )  # fmt: skip
-
-
-def test_a_put_is_granted_elsewhere_and_says_what_to_avoid() -> None:
-    world = World()
-    world.answers[calls.PutStart] = [
-        grants([WRITE], [1], [(1, AT)]),
-        grants([WRITE], [2], [(2, AT)]),
-    ]
-    world.failing[1] = [silent("one")]
-    ended(world, [STORED])
-    assert store(world, b"a") == [STORED]
-    first, second = world.requests(calls.PutStart)
-    assert first.avoid == ()
-    assert second.avoid == (world.segments[1].uuid,)
-    assert not world.paused, "a second has passed"
 
 
 def test_the_error_of_a_put_names_the_nodes_that_did_not_take_it() -> None:
@@ -188,60 +159,12 @@ def test_a_node_that_failed_at_once_is_tried_again_where_there_is_no_other() -> 
     assert [each.avoid for each in world.requests(calls.PutStart)] == [(), (uuid,), ()]
 
 
-def test_room_that_is_missing_for_another_reason_is_no_fault_of_the_nodes() -> None:
-    world = World()
-    world.answers[calls.PutStart] = [
-        grants([WRITE], [1], [(1, AT)]),
-        NoSpaceError("full", cause="leased", missing_bytes=5),
-    ]
-    world.failing[1] = [silent("one")]
-    with pytest.raises(NoSpaceError, match="full"):
-        store(world, b"a")
-
-
-def test_a_put_that_runs_out_of_time_names_the_nodes() -> None:
-    world = World()
-    world.answers[calls.PutStart] = [
-        grants([WRITE], [1], [(1, AT)]),
-        DeadlineExceededError("the master says nothing of nodes"),
-    ]
-    world.failing[1] = [silent("one")]
-    with pytest.raises(DeadlineExceededError, match="node one"):
-        store(world, b"a")
-
-
 def test_an_unanswered_end_is_settled_by_asking_again() -> None:
     world = World()
     replies = iter([grants([WRITE], [1], [(1, AT)]), grants([FOUND], [], [])])
     world.answers[calls.PutStart] = lambda request: next(replies)
     world.answers[calls.PutEnd] = MasterUnreachableError("the connection broke", sent=1)
     assert store(world, b"a") == [FOUND]
-
-
-def test_what_the_master_refuses_reaches_the_caller() -> None:
-    world = World()
-    world.answers[calls.PutStart] = NoSpaceError("full", missing_bytes=5)
-    with pytest.raises(NoSpaceError):
-        store(world, b"a")
-    assert len(world.asked) == 1
-
-
-def test_an_empty_payload_has_a_header_and_nothing_else() -> None:
-    world = World()
-    world.answers[calls.PutStart] = grants([WRITE], [1], [(1, AT)])
-    ended(world, [STORED])
-    options = PutOptions(namespace=Namespace("default"))
-    outcome = world.run(write(world.context, items((Key(b"e"), b"")), options))
-    header = unpack(world.memory[1][AT:], world.segments[1].seed, AT)
-    assert outcome == [STORED]
-    assert header is not None
-    assert header.payload_size == 0
-
-
-def test_nothing_to_put_asks_nobody() -> None:
-    world = World()
-    assert store(world) == []
-    assert world.asked == []
 
 
 def test_a_large_batch_is_granted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,11 +200,6 @@ def test_a_gather_list_is_one_object_written_without_a_copy() -> None:
     assert header is not None
     assert (header.payload_size, header.payload_checksum) == (13, xxh3_64_intdigest(whole))
     assert world.memory[1][AT + 1024 : AT + 1024 + 13] == whole
-
-
-def test_an_empty_gather_list_is_an_empty_value() -> None:
-    assert encode([]).parts == []
-    assert encode_all([[]]).sizes == [0]
 
 
 def pool_of(world: World, size: int) -> None:
@@ -324,12 +242,6 @@ def test_a_partial_put_stores_the_first_ones_that_there_is_room_for(room: int) -
     )
 
 
-def test_a_partial_put_also_stores_what_is_smaller() -> None:
-    world = World()
-    pool_of(world, 25)
-    assert partly(world, [10, 30, 10, 5]) == [STORED, NO_SPACE, STORED, STORED]
-
-
 def test_a_partial_chain_ends_with_the_first_that_does_not_fit() -> None:
     world = World()
     pool_of(world, 25)
@@ -340,10 +252,3 @@ def test_a_partial_chain_ends_with_the_first_that_does_not_fit() -> None:
     pieces = [(list(each.keys), each.parent) for each in world.requests(calls.PutStart)[1:]]
     assert pieces[0] == ([b"0", b"1"], None)
     assert all(parent == b"%d" % (int(keys[0]) - 1) for keys, parent in pieces[1:])
-
-
-def test_a_partial_put_is_refused_where_the_pool_is_not_what_is_missing() -> None:
-    world = World()
-    world.answers[calls.PutStart] = NoSpaceError("no node", cause="no_node", missing_bytes=5)
-    with pytest.raises(NoSpaceError, match="no node"):
-        partly(world, [10, 10])
