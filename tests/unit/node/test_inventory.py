@@ -63,13 +63,6 @@ def test_the_newest_comes_first_but_behind_its_ancestors(segment: NodeSegment) -
     assert told(inventory.take(segment)) == "rstyx"
 
 
-def test_a_ring_of_parents_is_told_once(segment: NodeSegment) -> None:
-    write(segment, 0, "a", parent="b", counter=1)
-    write(segment, 4, "b", parent="a", counter=2)
-
-    assert sorted(told(inventory.take(segment))) == ["a", "b"]
-
-
 def test_of_two_that_overlap_the_newer_is_told_and_the_other_wiped(segment: NodeSegment) -> None:
     old = write(segment, 0, "a", counter=1, size=5_000)
     write(segment, 3, "b", counter=7)
@@ -102,35 +95,6 @@ def test_what_was_given_up_and_has_landed_since_is_wiped_and_not_told(segment: N
 
     assert told(inventory.take(segment, {(late, 5, 1), (newer, 5, 2), (1 << 40, 5, 4)})) == "b"
     assert unpack(segment.memory[late : late + 1024], segment.seed, late) is None
-
-
-def test_a_message_names_each_namespace_once(segment: NodeSegment) -> None:
-    write(segment, 0, "a", counter=1)
-    write(segment, 4, "b", parent="a", counter=2)
-
-    message = inventory.claims(3, inventory.take(segment), first=True, last=False)
-
-    assert message.segment == 3
-    assert message.namespaces == [N]
-    assert message.namespace_of == [0, 0]
-    assert message.keys == [b"a", b"b"]
-    assert message.parents == [None, b"a"]
-    assert message.offsets == [SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + 4096]
-
-
-def test_memory_is_attached_with_what_it_holds(segment: NodeSegment) -> None:
-    name, uuid = segment.node, segment.uuid
-    write(segment, 0, "a", counter=1)
-    segment.close(unlink=False)
-
-    again = NodeSegment.attach(name, 1 << 20)
-
-    assert again is not None
-    assert again.uuid == uuid
-    assert again.generation > 2, "nobody of before writes there"
-    assert told(inventory.take(again)) == "a"
-    again.close()
-    assert NodeSegment.attach(name, 1 << 20) is None
 
 
 # --- stamps --------------------------------------------------------------------------------------
@@ -198,22 +162,6 @@ def test_a_stamp_of_something_else_is_none(stamped: NodeSegment, said: dict[str,
     assert told(inventory.take(stamped)) == "a"
 
 
-def test_a_header_that_covers_an_older_one_counts_only_with_its_payload(
-    stamped: NodeSegment,
-) -> None:
-    """Its stamp is of a put that was there before; the older one is a copy for repair, which came
-    later and has its object's version."""
-    wide = write(stamped, 4, "w", counter=100, size=10_000)
-    stamp(stamped, wide)
-    within = [write(stamped, at, key, counter=50) for at, key in ((5, "a"), (8, "b"))]
-    for offset in within:
-        stamp(stamped, offset)
-
-    assert sorted(told(inventory.take(stamped))) == ["a", "b"]
-    head = stamped.memory[wide : wide + HEADER_BYTES]
-    assert unpack(head, stamped.seed, wide) is None, "it is wiped"
-
-
 def test_a_whole_object_still_outlasts_an_older_header_within_it(stamped: NodeSegment) -> None:
     wide = write(stamped, 4, "w", counter=100, size=10_000)
     old = write(stamped, 6, "o", counter=50)
@@ -227,22 +175,3 @@ def test_a_whole_object_still_outlasts_an_older_header_within_it(stamped: NodeSe
     stamp(stamped, wide)
 
     assert told(inventory.take(stamped)) == "w"
-
-
-def test_covering_headers_cannot_make_a_node_read_its_memory_many_times(
-    stamped: NodeSegment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[int] = []
-    checksum = NodeSegment.checksum
-
-    def counted(segment: NodeSegment, offset: int, length: int) -> int:
-        read.append(length)
-        return checksum(segment, offset, length)
-
-    monkeypatch.setattr(NodeSegment, "checksum", counted)
-    for at in range(8):
-        stamp(stamped, write(stamped, at, "w", counter=100 - at, size=300_000))
-    stamp(stamped, write(stamped, 40, "o", counter=1))
-
-    assert told(inventory.take(stamped)) == "o"
-    assert 0 < sum(read) <= stamped.size

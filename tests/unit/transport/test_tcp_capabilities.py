@@ -21,7 +21,6 @@ from kvstore.network import tcp_protocol as protocol
 from kvstore.network.tcp_protocol import (
     NONCE_BYTES,
     PROOF_BYTES,
-    RANGES_MAX,
     Extent,
     Hello,
     Op,
@@ -180,15 +179,6 @@ def test_a_holder_is_served(server: DataServer, segment: NodeSegment) -> None:
     assert_serves(server, segment)
 
 
-def test_as_many_ranges_as_a_request_may_have(server: DataServer, segment: NodeSegment) -> None:
-    with greeted(server, segment) as sock:
-        ranges = [(AT + index, 1) for index in range(RANGES_MAX)]
-        assert asked(sock, Op.READ, ranges, [of(segment, Op.READ)] * RANGES_MAX) is (
-            TransferStatus.OK
-        )
-        assert received(sock, RANGES_MAX) == b"s" * RANGES_MAX
-
-
 @pytest.mark.parametrize("op", list(Op))
 class TestRefused:
     def test_no_capability(self, server: DataServer, segment: NodeSegment, op: Op) -> None:
@@ -275,21 +265,6 @@ def test_a_write_ends_when_a_capability_does(
         assert 0.2 < uptime() - started < 0.9
     assert server.counters().stalls == 1
     assert bytes(segment.memory[AT : AT + SIZE]).count(b"e") < 30
-
-
-def test_a_read_ends_when_its_capability_does(server: DataServer, segment: NodeSegment) -> None:
-    size = 3 * MIB
-    with greeted(server, segment) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        place = segment.token, segment.generation, AT, size, RIGHTS[Op.READ]
-        last = extent(*place, expires_ms=in_ms(0.3))
-        for _ in range(20):  # more than sockets buffer
-            sock.sendall(protocol.pack_request(Op.READ, [(AT, size)], [last]))
-        deadline = uptime() + 10
-        while server.connections:
-            assert uptime() < deadline
-            time.sleep(0.01)
-    assert server.counters().stalls == 1
 
 
 def test_who_is_older_than_the_order_to_wipe_does_not_write(
@@ -384,15 +359,6 @@ def test_a_proof_is_for_one_connection(server: DataServer, segment: NodeSegment)
         assert status(one) is TransferStatus.OK
 
 
-def test_half_a_proof_is_cut(server: DataServer, segment: NodeSegment) -> None:
-    with connected(server) as sock:
-        sock.sendall(hello_of(segment))
-        nonce(sock)
-        sock.sendall(b"half")
-        assert is_closed(sock)
-    assert server.counters().refused_hellos == 1
-
-
 def test_one_holder_has_half_of_the_connections(segment: NodeSegment) -> None:
     server = DataServer([segment], "127.0.0.1", connections_max=8, capabilities=True)
     server.start()
@@ -417,15 +383,6 @@ def test_one_holder_has_half_of_the_connections(segment: NodeSegment) -> None:
     server.stop()
 
 
-def test_a_holder_of_another_mount_is_told_so(server: DataServer, segment: NodeSegment) -> None:
-    hello, key = hello_of(segment), key_of(segment)
-    segment.bump_generation()
-    with connected(server) as sock:
-        sock.sendall(hello)
-        sock.sendall(protocol.prove(key, nonce(sock), hello))
-        assert status(sock) is TransferStatus.GONE
-
-
 def test_a_token_is_not_enough(server: DataServer, segment: NodeSegment) -> None:
     with connected(server) as sock:
         hello = Hello(segment.uuid, segment.token, segment.generation)
@@ -433,25 +390,6 @@ def test_a_token_is_not_enough(server: DataServer, segment: NodeSegment) -> None
         assert status(sock) is TransferStatus.DENIED
         assert is_closed(sock)
     assert server.takes_capabilities
-
-
-def test_what_follows_the_holder_is_nothing(server: DataServer, segment: NodeSegment) -> None:
-    hello = bytearray(hello_of(segment))
-    hello[39] = 1
-    with connected(server) as sock:
-        sock.sendall(hello)
-        assert status(sock) is TransferStatus.BAD_REQUEST
-
-
-def test_connections_of_holders_are_cut_by_their_clients_numbers(
-    server: DataServer, segment: NodeSegment
-) -> None:
-    with greeted(server, segment, connection=1) as one, greeted(server, segment, 7, 2) as other:
-        assert server.cut([(5, 1)]) == 1
-        assert is_closed(one)
-        assert asked(other, Op.READ, [(AT, 1)], [of(segment, Op.READ, holder=7)]) is (
-            TransferStatus.OK
-        )
 
 
 def test_without_capabilities_there_is_one_protocol(segment: NodeSegment) -> None:

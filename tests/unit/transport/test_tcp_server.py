@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvstore import native
 from kvstore.clocks import uptime
-from kvstore.errors import AddressInUseError, StartupError
+from kvstore.errors import AddressInUseError
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.memory.segment import NodeSegment
 from kvstore.native import slow
@@ -164,20 +164,6 @@ def test_a_wrong_hello_is_refused_and_counted(
 
 @given(st.binary(max_size=200))
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_arbitrary_bytes_instead_of_a_hello(
-    server: DataServer, segment: NodeSegment, raw: bytes
-) -> None:
-    before = segment.memory.tobytes()
-    with connected(server) as sock:
-        sock.sendall(raw)
-        sock.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(ConnectionResetError):
-            assert sock.recv(100) in (b"", pack_status(TransferStatus.BAD_REQUEST))
-    assert segment.memory.tobytes() == before
-
-
-@given(st.binary(max_size=200))
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_arbitrary_bytes_instead_of_a_request(
     server: DataServer, segment: NodeSegment, raw: bytes
 ) -> None:
@@ -240,23 +226,6 @@ def test_a_range_outside_moves_nothing(
     assert_serves(server, segment)
 
 
-def test_ranges_that_sum_up_to_too_much(server: DataServer, segment: NodeSegment) -> None:
-    with greeted(server, segment) as sock:
-        sock.sendall(pack_request(Op.READ, [(MIB, 3 * MIB)] * RANGES_MAX))
-        assert status(sock) is TransferStatus.INVALID_RANGE
-    assert_serves(server, segment)
-
-
-def test_the_sender_of_a_refused_write_gets_to_read_why(
-    server: DataServer, segment: NodeSegment
-) -> None:
-    """It sends all of its bytes before it listens."""
-    with greeted(server, segment) as sock:
-        sock.sendall(pack_request(Op.WRITE, [(0, 3 * MIB)]))
-        sock.sendall(bytes(3 * MIB))
-        assert status(sock) is TransferStatus.INVALID_RANGE
-
-
 @pytest.mark.parametrize(
     "part",
     [
@@ -281,13 +250,6 @@ def test_half_a_request_is_cut_and_harms_nobody(
             assert status(sock) is TransferStatus.OK
 
 
-def test_half_a_hello_is_cut(server: DataServer, segment: NodeSegment) -> None:
-    with connected(server) as sock:
-        sock.sendall(hello(segment)[:-1])
-        assert is_closed(sock)
-    assert server.counters().refused_hellos == 1
-
-
 def test_one_byte_at_a_time_is_too_slow(server: DataServer, segment: NodeSegment) -> None:
     """The bound is on the whole hello, not on the silence between its bytes."""
     start = uptime()
@@ -306,30 +268,6 @@ def test_a_reader_that_does_not_read_is_cut(server: DataServer, segment: NodeSeg
             sock.sendall(pack_request(Op.READ, [(MIB, 3 * MIB)]))
         wait_until("stalls", server, 1)
         assert_serves(server, segment)
-
-
-def test_a_writer_that_leaves_has_written_what_it_sent(
-    server: DataServer, segment: NodeSegment
-) -> None:
-    with greeted(server, segment) as sock:
-        sock.sendall(pack_request(Op.WRITE, [(8192, 5), (MIB, 5)]) + b"firstse")
-    deadline = uptime() + 10
-    while server.connections:
-        assert uptime() < deadline
-        time.sleep(0.001)
-    assert bytes(segment.memory[8192:8197]) == b"first"
-    assert bytes(segment.memory[MIB : MIB + 5]) == b"se\0\0\0"
-    assert server.counters().writes == 0
-    assert_serves(server, segment)
-
-
-def test_an_idle_connection_is_closed(segment: NodeSegment) -> None:
-    server = DataServer([segment], "127.0.0.1", stall_s=0.05, idle_s=0.1)
-    server.start()
-    with greeted(server, segment) as sock:
-        assert is_closed(sock)
-    assert server.counters().stalls == 0
-    server.stop()
 
 
 def test_too_many_connections_are_refused_at_once(server: DataServer, segment: NodeSegment) -> None:
@@ -450,20 +388,6 @@ def test_a_read_that_is_being_answered_outlives_a_cut(
         cutting.join()
 
 
-def test_a_reader_that_does_not_read_holds_no_cut_up(segment: NodeSegment) -> None:
-    server = DataServer([segment], "127.0.0.1")
-    server.start()
-    with greeted(server, segment, 1, 5) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        for _ in range(20):
-            sock.sendall(pack_request(Op.READ, [(MIB, 3 * MIB)]))
-        start = uptime()
-        assert server.cut([(1, 5)]) == 1
-        assert uptime() - start < 4
-        assert server.connections == 0
-    server.stop()
-
-
 def test_a_new_generation_ends_a_write_without_a_fence(
     server: DataServer, segment: NodeSegment
 ) -> None:
@@ -509,10 +433,3 @@ def test_a_port_in_use_is_said(server: DataServer, segment: NodeSegment) -> None
         second.start()
     assert caught.value.fields["port"] == server.port
     second.stop()
-
-
-def test_an_address_that_is_not_ours_is_said(segment: NodeSegment) -> None:
-    server = DataServer([segment], "192.0.2.1")
-    with pytest.raises(StartupError):
-        server.start()
-    server.stop()

@@ -20,9 +20,7 @@ from kvstore.auth.identity import identity_of
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
 from kvstore.errors import (
-    BusyError,
     ConfigError,
-    DeadlineExceededError,
     KVStoreError,
     NodeUnreachableError,
     PermissionDeniedError,
@@ -41,7 +39,7 @@ from kvstore.transport.tcp import TcpTransport
 from kvstore.transport.tcp_server import DataServer
 from tests.support.encryption import Ends
 from tests.support.identities import ENGINE, MASTER, NODE, shake, uris
-from tests.unit.transport.test_tcp_server import is_closed, wait_until
+from tests.unit.transport.test_tcp_server import wait_until
 
 MIB = 1 << 20
 STALL_S = 1.0
@@ -162,15 +160,7 @@ def no_certificate(ends: Ends, folder: Path) -> ssl.SSLContext:
     return context
 
 
-def older_tls(ends: Ends, folder: Path) -> ssl.SSLContext:
-    del folder
-    context = ends.credentials(ENGINE).client()
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.maximum_version = ssl.TLSVersion.TLSv1_2
-    return context
-
-
-@pytest.mark.parametrize("stranger", [other_authority, no_certificate, older_tls])
+@pytest.mark.parametrize("stranger", [other_authority, no_certificate])
 def test_a_stranger_gets_no_answer_to_a_hello(
     server: DataServer,
     segment: NodeSegment,
@@ -188,28 +178,6 @@ def test_a_stranger_gets_no_answer_to_a_hello(
     assert_serves(server, segment, ends)
 
 
-def test_who_has_another_authority_is_told_so(
-    server: DataServer, segment: NodeSegment, tmp_path: Path
-) -> None:
-    with (
-        transport(Ends(tmp_path).client()) as way,
-        pytest.raises(PermissionDeniedError, match="certificate") as caught,
-    ):
-        read(way, described(segment, server.port))
-    assert f"node {segment.node}" in caught.value.message
-    assert caught.value.fields["settled"] == 1
-
-
-def test_who_has_no_identity_is_told_what_to_do(server: DataServer, segment: NodeSegment) -> None:
-    with (
-        transport(None) as way,
-        pytest.raises(PermissionDeniedError, match="encrypts its data port") as caught,
-    ):
-        read(way, described(segment, server.port))
-    assert "KVSTORE_AUTH" in caught.value.advice
-    assert caught.value.fields["settled"] == 1
-
-
 def test_the_revoked_are_denied(segment: NodeSegment, ends: Ends, tmp_path: Path) -> None:
     """From their next connection on; other engines are served."""
     credentials = ends.credentials(ENGINE)
@@ -221,44 +189,6 @@ def test_the_revoked_are_denied(segment: NodeSegment, ends: Ends, tmp_path: Path
             read(way, described(segment, server.port))
         assert server.counters().refused_hellos == 1
         assert_serves(server, segment, ends)
-
-
-def test_a_handshake_that_stalls_is_ended(
-    server: DataServer, segment: NodeSegment, ends: Ends
-) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
-        sock.sendall(b"\x16\x03\x01\x02")
-        assert is_closed(sock)
-    assert server.counters().refused_hellos == 1
-    assert_serves(server, segment, ends)
-
-
-def test_strangers_make_room(segment: NodeSegment, ends: Ends) -> None:
-    """Also those within a handshake; who finds none is told, before TLS."""
-    info = None
-    with serving(segment, ends, connections_max=1, stall_s=30.0) as server:
-        info = described(segment, server.port)
-        with (
-            socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock,
-            transport(ends.client()) as way,
-        ):
-            sock.sendall(b"\x16")
-            wait_until("connections", server, 1)
-            with pytest.raises(BusyError):
-                read(way, info)
-            assert is_closed(sock)
-            assert len(read_when_there_is_room(way, info)) == 16
-            with transport(ends.client()) as late, pytest.raises(BusyError):
-                read(late, info)
-
-
-def read_when_there_is_room(way: TcpTransport, info: SegmentInfo) -> bytes:
-    until = uptime() + 10
-    while True:
-        try:
-            return read(way, info)
-        except BusyError:
-            assert uptime() < until
 
 
 # --- what is no node -----------------------------------------------------------------------------
@@ -313,16 +243,6 @@ def test_a_client_that_demands_encryption_connects_to_no_other_node(
         write(way, described(segment, server.port), b"secret")
 
 
-def test_the_identity_that_joined_is_the_one_that_is_accepted(ends: Ends) -> None:
-    client = ends.client()
-    ours = {"subjectAltName": (("URI", "kvstore:node/n?id=3f0a"),)}
-    assert client.accepts(ours, "any", "kvstore:n")
-    assert not client.accepts(ours, "any", "kvstore:n?id=3f0a")
-    for other in ("kvstore:engine/e", "kvstore:none", "spiffe://prod/node"):
-        assert not client.accepts({"subjectAltName": (("URI", other),)}, "any")
-    assert not ends.node().accepts({"subjectAltName": (("URI", "spiffe://prod/e"),)})
-
-
 @contextlib.contextmanager
 def listening(serve: Callable[[socket.socket], None]) -> Iterator[int]:
     """The port of a server that hands its connections to ``serve``, one after the other."""
@@ -366,21 +286,6 @@ def test_no_secret_is_told_to_a_server_without_tls(segment: NodeSegment, ends: E
     assert segment.token not in heard
     assert segment.uuid not in heard
     assert b"secret" not in heard
-
-
-def test_a_node_whose_handshake_stalls_is_given_up(segment: NodeSegment, ends: Ends) -> None:
-    def serve(sock: socket.socket) -> None:
-        while sock.recv(1 << 16):
-            pass
-
-    with listening(serve) as port, transport(ends.client(), stall_s=0.2) as way:
-        with pytest.raises(NodeUnreachableError) as caught:
-            read(way, described(segment, port))
-        assert caught.value.fields["silent_ms"] == 200
-        with pytest.raises(DeadlineExceededError):
-            way.read(
-                described(segment, port), [Move(MIB, memoryview(bytearray(1)))], uptime() + 0.1
-            )
 
 
 # --- bytes that are changed on their way ---------------------------------------------------------
@@ -475,13 +380,3 @@ def test_nothing_lands_after_the_end(
         with pytest.raises(KVStoreError):
             writer.result(20)
     assert bytes(segment.memory[MIB : MIB + SIZE]) == seen
-
-
-def test_an_end_wakes_a_handshake(server: DataServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
-        sock.sendall(b"\x16")
-        wait_until("connections", server, 1)
-        started = uptime()
-        server.stop()
-        assert uptime() - started < STALL_S / 2
-        assert is_closed(sock)
