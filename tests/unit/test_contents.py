@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
-import stat
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from xxhash import xxh3_128
 
 from kvstore import contents
-from kvstore.contents import FILES_MAX, PIECE_BYTES, Remembered, cache_folder, contents_of
+from kvstore.contents import PIECE_BYTES, Remembered, contents_of
 from tests.support.processes import run_python
 
 ANOTHER_USER = 65_534
@@ -105,15 +100,6 @@ def test_what_has_not_changed_is_not_read_again(
     assert hashing.files == 1
 
 
-@pytest.mark.usefixtures("kept")
-def test_a_link_to_a_file_is_the_same_file(
-    tmp_path: Path, file: Path, remembered: Remembered, hashing: Hashing
-) -> None:
-    (tmp_path / "link").symlink_to(file)
-    digest_of(tmp_path / "link", remembered)
-    assert hashing.files == 0
-
-
 def longer(file: Path) -> None:
     with file.open("ab") as opened:
         opened.write(b"!")
@@ -179,27 +165,6 @@ def test_a_file_that_changes_while_it_is_hashed_is_not_remembered(
     digest_of(file, remembered)
 
 
-@pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize(
-    "field", ["st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns", "st_atime_ns"]
-)
-def test_each_part_of_a_files_state_counts(
-    file: Path, remembered: Remembered, hashing: Hashing, monkeypatch: pytest.MonkeyPatch,
-    field: str,
-) -> None:  # fmt: skip
-    """But not when it was read last."""
-    fstat = os.fstat
-
-    def changed(descriptor: int) -> Any:
-        found = fstat(descriptor)
-        fields = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
-        return SimpleNamespace(**{**fields, field: fields[field] + 1})
-
-    monkeypatch.setattr(os, "fstat", changed)
-    contents_of([file], remembered)
-    assert hashing.files == (0 if field == "st_atime_ns" else 1)
-
-
 @pytest.mark.parametrize(("same_times", "is_remembered"), [(True, False), (False, True)])
 def test_a_file_of_an_image_is_not_remembered(
     file: Path, remembered: Remembered, hashing: Hashing, monkeypatch: pytest.MonkeyPatch,
@@ -213,11 +178,6 @@ def test_a_file_of_an_image_is_not_remembered(
     digest_of(file, remembered)
     digest_of(file, remembered)
     assert (hashing.files == 1) is is_remembered
-
-
-def test_only_its_user_reads_what_is_remembered(kept: Path) -> None:
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
 
 
 def forged(kept: Path) -> None:
@@ -281,16 +241,6 @@ def test_what_others_may_have_written_is_not_believed(
     assert hashing.files == 1
 
 
-def test_a_link_is_replaced_and_its_target_left_alone(
-    file: Path, kept: Path, remembered: Remembered
-) -> None:
-    a_link(kept)
-    theirs = kept.resolve().read_bytes()
-    digest_of(file, remembered)
-    assert not kept.is_symlink()
-    assert (kept.parents[2] / "theirs").read_bytes() == theirs
-
-
 @pytest.mark.parametrize(
     "damaged",
     [
@@ -306,68 +256,6 @@ def test_a_damaged_file_is_begun_again(
         digest_of(file, remembered)
     assert hashing.files == 1
     assert len(json.loads(kept.read_bytes())) == 1
-
-
-def test_a_pipe_in_its_place_does_not_hold_the_engine(
-    file: Path, kept: Path, remembered: Remembered
-) -> None:
-    kept.unlink()
-    os.mkfifo(kept)
-    digest_of(file, remembered)
-
-
-def test_without_a_folder_files_are_read_each_time(
-    tmp_path: Path, file: Path, hashing: Hashing
-) -> None:
-    (tmp_path / "no-folder").write_bytes(b"")
-    for folder in (None, tmp_path / "no-folder" / "kvstore"):
-        for _ in range(2):
-            digest_of(file, Remembered(folder, now_ns=later))
-    assert hashing.files == 4
-
-
-def test_a_full_disk_leaves_what_was_remembered(
-    tmp_path: Path, file: Path, kept: Path, remembered: Remembered,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    before = kept.read_bytes()
-    monkeypatch.setattr(json, "dump", full)
-    other = tmp_path / "other.bin"
-    other.write_bytes(b"other")
-    digest_of(other, remembered)
-    assert kept.read_bytes() == before
-    assert list(kept.parent.iterdir()) == [kept]
-
-
-def test_the_oldest_are_forgotten(kept: Path, remembered: Remembered) -> None:
-    [first] = json.loads(kept.read_bytes())
-    kept.write_text(json.dumps({f"{at}": "1" * 32 for at in range(FILES_MAX)}))
-    remembered.add(first, "2" * 32)
-    assert len(json.loads(kept.read_bytes())) == FILES_MAX
-    assert remembered.get("0") is None
-    assert remembered.get(first) == "2" * 32
-    assert kept.stat().st_size < contents.FILE_BYTES_MAX // 4
-
-
-def test_what_another_process_hashes_meanwhile_is_not_read(
-    tmp_path: Path, remembered: Remembered, hashing: Hashing
-) -> None:
-    files = [tmp_path / f"{at}.safetensors" for at in range(8)]
-    for file in files:
-        file.write_bytes(file.name.encode())
-
-    def another_process() -> None:
-        hashing.meanwhile = lambda: None
-        contents_of(files, remembered)
-
-    hashing.meanwhile = another_process
-    assert [each.digest for each in contents_of(files, remembered)] == [
-        xxh3_128(file.read_bytes()).hexdigest() for file in files
-    ]
-    assert hashing.files == len(files) + 1  # both have begun with one
 
 
 AT_ONCE = """
@@ -396,37 +284,3 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
         assert list(pool.map(run, range(2))) == [right, right]
     [kept] = folder.iterdir()
     assert set(json.loads(kept.read_bytes()).values()) <= set(right)
-
-
-@pytest.mark.parametrize(
-    ("seconds_a_piece", "lines"),
-    [
-        (1, []),
-        (2, ["weights_being_read bytes=3145728 of=4194304"]),
-        (9, [f"weights_being_read bytes={at << 20} of=4194304" for at in range(1, 5)]),
-    ],
-)
-def test_how_far_it_is_is_told_every_five_seconds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds_a_piece: int, lines: list[str]
-) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(bytes(4 * PIECE_BYTES))
-    clock = count(0, seconds_a_piece)
-    with caplog.at_level(logging.INFO, "kvstore.weights"):
-        contents_of([file], Remembered(None), now_s=lambda: float(next(clock)))
-    assert caplog.messages == lines
-
-
-@pytest.mark.parametrize(
-    ("environ", "folder"),
-    [
-        ({"XDG_CACHE_HOME": "/c", "HOME": "/h"}, "/c/kvstore"),
-        ({"XDG_CACHE_HOME": "relative", "HOME": "/h"}, "/h/.cache/kvstore"),
-        ({"XDG_CACHE_HOME": "", "HOME": "/h"}, "/h/.cache/kvstore"),
-        ({"HOME": "relative"}, None),
-        ({"HOME": ""}, None),
-        ({}, None),
-    ],
-)
-def test_the_folder_of_the_cache(environ: dict[str, str], folder: str | None) -> None:
-    assert cache_folder(environ) == (Path(folder) if folder else None)

