@@ -95,31 +95,6 @@ def test_a_file_that_is_of_no_use_is_refused(
     assert "PRIVATE" not in str(refused.value)
 
 
-def test_a_place_without_a_file_is_refused(tmp_path: Path, path: Path) -> None:
-    for place in (tmp_path, tmp_path / "x" / "y", Path("/dev/null"), path / "tls.key"):
-        with pytest.raises(ConfigError):
-            Credentials(str(place))
-
-
-def test_the_mode_of_a_folders_key_counts(tmp_path: Path, path: Path) -> None:
-    path.chmod(0o640)
-    folder = identities.folder(tmp_path / "tls", read(str(path)))
-    (folder / "ca.crt").chmod(0o644)
-    (folder / "tls.crt").chmod(0o644)
-    Credentials(str(folder))
-    (folder / "tls.key").chmod(0o644)
-    with pytest.raises(ConfigError, match=r"tls\.key"):
-        Credentials(str(folder))
-
-
-def test_a_name_cannot_end_the_part_before_the_authorities(
-    tmp_path: Path, signer: certificates.Signer
-) -> None:
-    """The word was looked for anywhere, also in the text before the key."""
-    whole = b"Authorities: see below; " + content(signer, ENGINE)
-    assert Credentials(str(write(tmp_path / "x", whole))).pems().key
-
-
 # --- while it is in use ---------------------------------------------------------------------------
 
 
@@ -161,16 +136,6 @@ def test_a_half_written_file_keeps_the_old_one(
     assert [record.levelname for record in caplog.records] == ["WARNING"], "told once"
     assert "PRIVATE" not in caplog.text
     path.write_bytes(new)
-    assert name_of(found) == "other"
-
-
-def test_a_mode_that_is_put_right_counts(path: Path, signer: certificates.Signer) -> None:
-    """chmod changes neither time, size nor inode, so the new file was not looked at again."""
-    found = Credentials(str(path))
-    write(path.with_name("new"), content(signer, ENGINE._replace(name="other"))).chmod(0o644)
-    os.replace(path.with_name("new"), path)
-    assert name_of(found) == "e"
-    path.chmod(0o600)
     assert name_of(found) == "other"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstore.auth.shares import NAMED_MAX, OTHERS, Shares
+from kvstore.auth.shares import Shares
 from kvstore.errors import BusyError
 
 PLACES = 60
@@ -49,26 +49,6 @@ def test_greedy_ones_leave_as_much_as_each_of_them_holds(shares: Shares, count: 
     assert takes(shares, "late") > 0
 
 
-def test_many_that_want_little_get_it(shares: Shares) -> None:
-    assert [takes(shares, f"small-{number}", most=2) for number in range(29)] == [2] * 29
-    assert takes(shares, "last", most=2) == 1
-
-
-@pytest.mark.parametrize("places", [1, 2, 3])
-def test_a_small_door_lets_one_in(places: int) -> None:
-    shares = Shares("small", places)
-    assert takes(shares, "a") == (places + 1) // 2
-    shares.check_invariants()
-
-
-def test_what_is_given_back_can_be_had_again(shares: Shares) -> None:
-    for _ in range(3):
-        got = takes(shares, "a")
-        for _ in range(got):
-            shares.leave("a")
-    assert (takes(shares, "b"), shares.refused()) == (PLACES // 2, {"a": 3, "b": 1})
-
-
 def test_any_order_keeps_the_rule(shares: Shares) -> None:
     chance = random.Random(7)
     held = dict.fromkeys("abcd", 0)
@@ -91,11 +71,3 @@ def test_a_refusal_says_whose_and_why(shares: Shares, caplog: pytest.LogCaptureF
         shares.enter("decode-7")
     assert str(caught.value).startswith("door: decode-7 holds 30 of 60 places, and 30 are free")
     assert "share_refused door=door identity=decode-7 held=30 free=30 count=1" in caplog.text
-
-
-def test_of_many_names_the_later_ones_are_counted_as_one(shares: Shares) -> None:
-    takes(shares, "full")
-    for number in range(NAMED_MAX + 5):
-        takes(shares, f"name-{number}")
-    refused = shares.refused()
-    assert (len(refused), refused[OTHERS]) == (NAMED_MAX + 1, 6)
