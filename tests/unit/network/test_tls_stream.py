@@ -6,8 +6,7 @@ import contextlib
 import random
 import socket
 import ssl
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -75,79 +74,6 @@ def test_what_one_end_sends_the_other_receives(ends: Ends, cut: str) -> None:
             sent.result()
         assert client.is_quiet()
         assert node.is_quiet()
-
-
-def test_small_buffers_share_a_record_until_the_last(ends: Ends) -> None:
-    with pair(ends) as (client, node):
-        client.send([b"first"], soon(), socket.MSG_MORE)
-        with pytest.raises(StalledError) as caught:
-            node.receive([memoryview(bytearray(1))], soon(0.05))
-        assert caught.value.received == 0
-        client.send([b"second"], soon())
-        assert received(node, 11) == [b"firstsecond"]
-
-
-def test_bytes_that_nobody_has_asked_for_are_noticed(ends: Ends) -> None:
-    with pair(ends) as (client, node):
-        node.send([b"0123456789"], soon())
-        assert received(client, 3) == [b"012"]
-        assert not client.is_quiet(), "the rest is decrypted already"
-
-
-def test_each_end_sees_who_the_other_is(ends: Ends) -> None:
-    with pair(ends) as (client, node):
-        assert ends.client().accepts(client.certificate, "n")
-        assert ends.node().accepts(node.certificate)
-
-
-class Between:
-    """Hands bytes on from one socket to another, and changes what it is told to."""
-
-    def __init__(self, change: Callable[[bytes], bytes]) -> None:
-        """``change``: of each piece from the node to the client."""
-        self.client, self._left = connected()
-        self._right, self.node = connected()
-        self._threads = [
-            threading.Thread(target=self._hand_on, args=(self._left, self._right, bytes)),
-            threading.Thread(target=self._hand_on, args=(self._right, self._left, change)),
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _hand_on(
-        self, one: socket.socket, other: socket.socket, change: Callable[[bytes], bytes]
-    ) -> None:
-        with contextlib.suppress(OSError):
-            while some := one.recv(64 << 10):
-                other.sendall(change(some))
-            other.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        for thread in self._threads:
-            thread.join()
-        self._left.close()
-        self._right.close()
-
-
-def test_a_changed_byte_is_an_error_and_lands_nowhere(ends: Ends) -> None:
-    changes = False
-
-    def change(some: bytes) -> bytes:
-        return some[:50] + bytes([some[50] ^ 1]) + some[51:] if changes else some
-
-    between = Between(change)
-    client, node = both(ends, between.client, between.node)
-    node.send([b"a" * 1000], soon())
-    assert received(client, 1000) == [b"a" * 1000]
-    changes = True
-    node.send([b"b" * 1000], soon())
-    into = bytearray(1000)
-    with pytest.raises(TlsError, match=r"bad record mac|record layer failure"):
-        client.receive([memoryview(into)], soon())
-    assert into == bytes(1000)
-    client.close()
-    node.close()
-    between.close()
 
 
 @pytest.mark.parametrize("how", ["closed", "announced"])

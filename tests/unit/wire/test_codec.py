@@ -49,22 +49,6 @@ def test_a_bound_is_kept_by_who_decodes(epoch: int, fits: bool) -> None:
             decode(data)
 
 
-def test_a_value_in_a_field_of_its_message() -> None:
-    grants = calls.Grants(3, 10, b"\1", 1, [5], [6], [7])
-    data = encoder(calls.Grants, client_pb2.AllocateReply, "grant")(grants)
-    assert client_pb2.AllocateReply.FromString(data).grant.epoch == 3
-    assert decoder(calls.Grants, client_pb2.AllocateReply, "grant")(data) == grants
-
-
-def test_the_keys_may_be_left_to_the_caller() -> None:
-    message = LOOKUP()
-    value = calls.Lookup(Namespace("n"), [Key(b"k")])
-    codec(calls.Lookup, LOOKUP.DESCRIPTOR, keys_apart=True).fill(message, value)
-    assert message == LOOKUP(namespace="n")
-    codec(calls.Lookup, LOOKUP.DESCRIPTOR).fill(message, value)
-    assert message.keys.data == b"k"
-
-
 def test_rows_are_bounded_where_a_field_says_so() -> None:
     many = [calls.NamespaceStatus(f"n{number}", 1, 2) for number in range(20_000)]
     status = calls.ClusterStatus(1, "v", 2, [], many, [], gone=[], tenants=[])

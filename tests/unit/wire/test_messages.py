@@ -15,7 +15,6 @@ from kvstore.errors import (
     DuplicateKeyError,
     InvalidArgumentError,
     InvalidKeyError,
-    KVStoreError,
     ProtocolError,
     UsageError,
 )
@@ -47,14 +46,6 @@ def test_the_table_and_the_proto_services_name_the_same_calls() -> None:
         for method in service.methods
     }
     assert {row.path for row in ROWS} == paths
-
-
-@by_row
-def test_request_messages_have_the_fields_of_their_class(row: Call[Any, Any]) -> None:
-    message = getattr(client_pb2, f"{row.name}Request", None) or getattr(
-        admin_pb2, f"{row.name}Request"
-    )
-    assert [field.name for field in message.DESCRIPTOR.fields] == list(row.request._fields)
 
 
 @by_row
@@ -120,19 +111,6 @@ def test_mangled_requests_are_refused_or_valid(row: Call[Any, Any], data: st.Dat
     only_typed_errors(lambda: messages.decode_request(row, mangled(data, valid)))
 
 
-@by_row
-@few
-@given(data=st.data())
-def test_mangled_replies_are_protocol_errors_or_valid(
-    row: Call[Any, Any], data: st.DataObject
-) -> None:
-    valid = messages.encode_reply(row, data.draw(REPLIES[row.reply]))
-    try:
-        messages.decode_reply(row, mangled(data, valid))
-    except ProtocolError:
-        pass
-
-
 @given(data=st.data())
 def test_mangled_stream_messages_are_refused_or_valid(data: st.DataObject) -> None:
     node = data.draw(st.one_of(*NODE_MESSAGES.values()))
@@ -148,14 +126,6 @@ def only_typed_errors(decode: Any) -> None:
         decode()
     except (UsageError, ProtocolError):
         pass
-
-
-@pytest.mark.parametrize("message", [b"", b"\xa2\x06\x00"], ids=["empty", "newer"])
-def test_a_stream_message_that_says_nothing_known_is_refused(message: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        node_messages.decode_node_message(message)
-    with pytest.raises(ProtocolError):
-        node_messages.decode_master_message(message)
 
 
 # --- bounds ------------------------------------------------------------------------------------
@@ -215,23 +185,15 @@ REFUSED = {
     "long namespace": (calls.Exists,
         client_pb2.ExistsRequest(namespace="n" * 129), InvalidArgumentError),
     "half a key": (calls.Exists, exists(data=b"abc", size=2), InvalidArgumentError),
-    "long keys": (calls.Exists, exists(data=b"k" * 600, size=300), InvalidKeyError),
     "an empty key": (calls.Exists, exists(data=b"abc", sizes=[3, 0]), InvalidKeyError),
     "one long key": (calls.Exists, exists(data=b"k" * 260, sizes=[3, 257]), InvalidKeyError),
-    "sizes short": (calls.Exists, exists(data=b"abc", sizes=[1, 1]), InvalidArgumentError),
     "sizes beyond": (calls.Exists, exists(data=b"abc", sizes=[2**32 - 1]), InvalidArgumentError),
     "sizes missing": (calls.Exists, exists(data=b"abc"), InvalidArgumentError),
     "too many keys": (calls.Exists,
         exists(data=b"k" * (BATCH_KEYS_MAX + 1), size=1), BatchTooLargeError),
-    "too many sizes": (calls.Exists,
-        exists(data=b"k" * (BATCH_KEYS_MAX + 1), sizes=[1] * (BATCH_KEYS_MAX + 1)),
-        BatchTooLargeError),
     "too many namespaces": (calls.MatchPrefix,
         client_pb2.MatchPrefixRequest(namespaces=["n"] * 257), BatchTooLargeError),
     "a key twice": (calls.PutStart, put_start(keys=Keys(data=b"abab", size=2)), DuplicateKeyError),
-    "a key twice, odd sizes": (calls.PutStart,
-        put_start(keys=Keys(data=b"abcab", sizes=[2, 1, 2]), sizes=Column(repeats=3, same=5)),
-        DuplicateKeyError),
     "sizes of other keys": (calls.PutStart,
         put_start(sizes=Column(repeats=3, same=5)), InvalidArgumentError),
     "huge column": (calls.PutStart,
@@ -239,8 +201,6 @@ REFUSED = {
     "half a column": (calls.PutStart, put_start(sizes=Column(values=b"x" * 15)), UsageError),
     "absurd size": (calls.PutStart,
         put_start(sizes=Column(repeats=2, same=2**64 - 1)), InvalidArgumentError),
-    "one absurd size": (calls.PutStart,
-        put_start(sizes=Column(values=bytes(8) + b"\xff" * 8)), InvalidArgumentError),
     "no replicas": (calls.PutStart, put_start(replicas=0), InvalidArgumentError),
     "many replicas": (calls.PutStart, put_start(replicas=9), InvalidArgumentError),
     "waiting for ever": (calls.PutStart, put_start(wait_ms=2**32 - 1), InvalidArgumentError),
@@ -248,9 +208,6 @@ REFUSED = {
     "much to avoid": (calls.PutStart, put_start(avoid=[bytes(16)] * 65), BatchTooLargeError),
     "no uuid to avoid": (calls.PutStart, put_start(avoid=[b"short"]), InvalidArgumentError),
     "host of two lines": (calls.PutStart, put_start(host="a\nb"), InvalidArgumentError),
-    "no client": (calls.Join, client_pb2.JoinRequest(host="h"), InvalidArgumentError),
-    "long client": (calls.Join,
-        client_pb2.JoinRequest(client="c" * 256, host="h"), InvalidArgumentError),
     "too many tokens": (calls.PutEnd,
         client_pb2.PutEndRequest(tokens=Column(repeats=BATCH_KEYS_MAX + 1)), InvalidArgumentError),
     "more puts than are granted at once": (calls.PutStart,
@@ -366,8 +323,3 @@ def test_a_reply_that_contradicts_itself_is_a_protocol_error(
 def test_what_cannot_be_sent_is_a_usage_error(request_: calls.Request) -> None:
     with pytest.raises(UsageError):
         messages.encode_request(request_)
-
-
-def test_errors_of_decoders_are_in_the_tree() -> None:
-    with pytest.raises(KVStoreError, match="Exists"):
-        messages.decode_request(CALLS[calls.Exists], b"\xff\xff")
