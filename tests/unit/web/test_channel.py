@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import UnavailableError
-from kvstore.web import channel as channel_module
-from kvstore.web.channel import QUESTION, Answers, ChildEnd, MasterEnd
+from kvstore.web.channel import Answers, ChildEnd, MasterEnd
 
 LONG_S = 30.0
 
@@ -65,56 +64,6 @@ def test_a_parent_that_hangs_costs_its_time_and_is_heard_when_it_is_back() -> No
         ended = master.attach(ours, answers)
         assert await child.ask("new", LONG_S) == {"is": "new"}
         assert not ended.done()
-
-    run(test)
-
-
-def test_a_parent_that_is_gone_is_said_to_be() -> None:
-    async def test(child: ChildEnd, master: MasterEnd, ours: socket.socket) -> None:
-        ours.close()
-        with pytest.raises(UnavailableError, match="is gone"):
-            await child.ask("role", LONG_S)
-
-    run(test)
-
-
-def test_the_parent_ends_its_side_when_the_child_is_gone() -> None:
-    async def test(child: ChildEnd, master: MasterEnd, ours: socket.socket) -> None:
-        ended = master.attach(ours, {"a": _nothing})
-        assert await child.ask("a", LONG_S) == {}
-        assert child._writer is not None
-        child._writer.close()
-        await asyncio.wait_for(ended, LONG_S)
-
-    run(test)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"nothing", b"", b"\xff", b"a 1", b"b", b"b x", b"b -1", b"b 1 2", b"b " + b"9" * 200,
-        b"b" + b" " * 300 + b"7", b"b 1_0", b"b \xd9\xa1",
-    ],
-)  # fmt: skip
-def test_a_child_that_asks_what_is_no_question_is_let_go(said: bytes) -> None:
-    async def test(child: ChildEnd, master: MasterEnd, ours: socket.socket) -> None:
-        answers: Answers = {"a": _nothing, "b": lambda number: {"n": number}}
-        ended = master.attach(ours, answers)
-        assert await child.ask("b 7", LONG_S) == {"n": 7}
-        assert child._writer is not None
-        child._writer.write(channel_module._REQUEST.pack(QUESTION, 1, len(said)) + said)
-        async with asyncio.timeout(LONG_S):
-            assert "it asks" in await ended
-
-    run(test)
-
-
-def test_a_question_that_cannot_be_answered_ends_the_child() -> None:
-    async def test(child: ChildEnd, master: MasterEnd, ours: socket.socket) -> None:
-        ended = master.attach(ours, {"a": lambda: {"n": b"no JSON"}})
-        with pytest.raises(UnavailableError, match="is gone"):
-            await child.ask("a", LONG_S)
-        assert await ended == "it could not be answered"
 
     run(test)
 

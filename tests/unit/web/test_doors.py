@@ -14,9 +14,8 @@ import pytest
 from aiohttp import web
 
 from kvstore.auth.shares import Shares
-from kvstore.network.waits import CrowdedOutError, Waits
 from kvstore.web.server import serving
-from kvstore.web.server.access import HEADERS, Access, Secured
+from kvstore.web.server.access import Access, Secured
 from kvstore.web.server.doors import BUFFER_BYTES
 from kvstore.web.server.serving import Route, read_body
 from tests.support.identities import ENGINE, MASTER, NODE, authority, credentials
@@ -84,32 +83,6 @@ def test_a_body_has_its_time_and_its_size(monkeypatch: pytest.MonkeyPatch) -> No
     run(test)
 
 
-def test_answers_that_are_not_read_are_bounded_and_keep_nobody_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(serving, "UNREAD_BYTES", 3 * LARGE)
-    made: list[Waits] = []
-    most = 0
-
-    class Seen(Waits):
-        def __init__(self, weight_max: int) -> None:
-            super().__init__(weight_max)
-            made.append(self)
-
-    monkeypatch.setattr(serving, "Waits", Seen)
-
-    async def test(port: Port) -> None:
-        nonlocal most
-        for _ in range(3 * CONNECTIONS):
-            await port.stranger(OF_LARGE * 4)
-            most = max(most, sum(map(len, made)))
-        assert await port.is_healthy()
-        assert most == 3
-        assert len((await port.ask(f"/bytes?size={LARGE}"))[2]) == LARGE
-
-    run(test)
-
-
 def test_an_answer_that_is_not_read_has_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "READ_S", 0.05)
     monkeypatch.setattr(serving, "READ_BYTES_PER_S_MIN", 1 << 40)
@@ -118,22 +91,6 @@ def test_an_answer_that_is_not_read_has_its_time(monkeypatch: pytest.MonkeyPatch
         sock = await port.stranger(OF_LARGE)
         await asyncio.sleep(0.2)
         assert await read(sock) < LARGE
-
-    run(test)
-
-
-def test_connections_that_close_and_are_not_read_make_room() -> None:
-    size = BUFFER_BYTES - 1_000
-
-    async def test(port: Port) -> None:
-        for _ in range(3 * CONNECTIONS):
-            await port.stranger(
-                b"GET /bytes?size=%d HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-                % size
-            )
-        assert await port.is_healthy()
-        got = [await read(each) for each in port.strangers]
-        assert sum(each > size for each in got) <= 1.5 * CONNECTIONS, "the others were cut"
 
     run(test)
 
@@ -171,42 +128,6 @@ def test_no_body_is_decompressed(path: str, encoding: str) -> None:
         assert (await port.ask("/echo", "POST", bomb, "Content-Encoding: identity"))[2] == bomb
 
     run(test)
-
-
-@pytest.mark.parametrize("path", ["/healthz", "/metrics", "/bytes?size=9", "/nothing", "/echo"])
-def test_every_answer_says_what_browsers_may_do_with_it(path: str) -> None:
-    async def test(port: Port) -> None:
-        _, headers, _ = await port.ask(path)
-        assert headers.items() >= {**HEADERS}.items()
-
-    run(test)
-
-
-def test_the_oldest_wait_gives_way() -> None:
-    async def test() -> None:
-        waits, ended = Waits(10), []
-
-        async def wait(name: str, weight: int) -> None:
-            try:
-                async with waits.wait(60, weight):
-                    await asyncio.Event().wait()
-            except CrowdedOutError:
-                ended.append(name)
-
-        tasks = []
-        for name, weight in (("a", 4), ("b", 5), ("c", 2), ("d", 1), ("e", 9), ("f", 20)):
-            tasks.append(asyncio.create_task(wait(name, weight)))
-            await asyncio.sleep(0.01)
-        assert ended == ["a", "b", "c", "d", "e"]  # d: e and d would fit, c was older
-        assert len(waits) == 1
-        tasks[-1].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert len(waits) == waits._weight == 0
-        with pytest.raises(TimeoutError):
-            async with waits.wait(0.01):
-                await asyncio.sleep(5)
-
-    asyncio.run(test())
 
 
 def test_one_identity_has_half_of_the_requests(tmp_path: Path) -> None:

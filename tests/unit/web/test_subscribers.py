@@ -28,17 +28,6 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Doorman:
     return Doorman(monkeypatch)
 
 
-def test_a_place_that_is_left_is_free(door: Doorman) -> None:
-    numbers = [door.subscribers.enter("a", lambda: None) for _ in range(4)]
-    assert not door.come("a")
-    for _ in range(2):
-        assert numbers[2] is not None
-        door.subscribers.leave(numbers[2])
-    assert door.come("a5")
-    assert not door.come("a6")
-    assert not door.cut
-
-
 def test_an_address_gives_way_to_one_with_fewer(door: Doorman) -> None:
     assert all(door.come(name) for name in ("a1", "a2", "a3", "b1"))
     assert not door.come("a4")
@@ -59,11 +48,3 @@ def test_nobody_keeps_a_place_for_ever(door: Doorman) -> None:
     assert door.come("a5")
     assert not door.come("a6"), "the others have not had their time"
     assert door.cut == ["a1", "a2"]
-
-
-def test_strangers_of_one_address_cannot_turn_others_out(door: Doorman) -> None:
-    assert all(door.come(name) for name in ("b1", "c1"))
-    for number in range(50):
-        door.now += TENURE_S
-        door.come(f"a{number}")
-    assert not [name for name in door.cut if name[0] != "a"]
