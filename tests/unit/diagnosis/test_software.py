@@ -38,20 +38,6 @@ def of(subject: str) -> list[Finding]:
     return [row for row in software.installation() if row.subject == subject]
 
 
-def test_nothing_is_said_of_our_own_distribution_under_either_name(place: Path) -> None:
-    install(place, "kvstore-llm", "0.1.0", entry_points=OURS)
-    install(place, "kvstore", "0.1.0", entry_points=OURS)
-    assert not of("distribution")
-
-
-def test_the_name_before_is_found_where_it_is_the_only_one(place: Path) -> None:
-    install(place, "kvstore", "0.1.0", entry_points=OURS, needs="protobuf<8,>=6.33.5")
-    found = distribution.ours()
-    assert found is not None
-    assert found.name == "kvstore"
-    assert distribution.requirements() == ["protobuf<8,>=6.33.5"]
-
-
 @pytest.mark.parametrize("beside", [True, False], ids=["beside ours", "in our place"])
 def test_another_projects_package_is_told(place: Path, beside: bool) -> None:
     if beside:
@@ -100,10 +86,3 @@ def test_gpus(printed: str, state: str, said: str, monkeypatch: pytest.MonkeyPat
     [row] = software.graphics(60)
     assert row.state == state
     assert said in row.found
-
-
-def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "_PROBE_GPU", "import threading; threading.Event().wait()")
-    [row] = software.graphics(0.2)
-    assert row.state == "warning"
-    assert "took over" in row.found
