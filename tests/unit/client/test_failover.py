@@ -7,7 +7,7 @@ import pytest
 from kvstore import calls
 from kvstore.client.flows import reading
 from kvstore.client.flows.placements import AVOID_FIRST_S
-from kvstore.client.flows.reading import Target
+from kvstore.client.flows.reading import ATTEMPTS, Target
 from kvstore.errors import (
     DeadlineExceededError,
     NodeUnreachableError,
@@ -41,6 +41,19 @@ def test_a_placement_is_used_until_the_lease_less_the_margin() -> None:
     assert get(world, A) == [b"x"]
     world.now = asked_at + 0.81
     assert get(world, A) == [None]
+
+
+def test_the_lease_counts_from_before_the_question() -> None:
+    world = World()
+    world.store(1, 4096, A, b"x", 5)
+
+    def slow(request: calls.Lookup) -> calls.Found:
+        world.now += 0.9
+        return found((1, 5, [(1, 4096)]), lease_ms=1_000)
+
+    world.answers[calls.Lookup] = [slow] * ATTEMPTS
+    assert get(world, A) == [None]
+    assert world.context.counters["late_reads"] == ATTEMPTS
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,13 @@ def test_a_call_is_sent_again_when_the_master_that_may_have_done_it_is_gone() ->
     assert world.run(PUT_START, answer) == b"reply"
 
 
+def test_an_attempt_before_the_flow_counts() -> None:
+    world = World()
+    world.run(EXISTS, script(b"", b"reply"))
+    with pytest.raises(MasterUnreachableError, match="may have executed the call"):
+        world.run(PUT_START, script(b""), broken=gone(sent=True))
+
+
 def test_no_master_until_the_deadline() -> None:
     world = World("a:1,b:2")
     start = world.now

@@ -331,6 +331,17 @@ def test_a_promise_kept_by_another_replica_is_no_promise_of_this_memory(
     assert array.size
 
 
+def test_an_answer_that_comes_after_the_segment_was_mounted_anew_promises_nothing() -> None:
+    """The master has renewed the lease of the object, which may be elsewhere by then."""
+    mount = Mount()
+    lease = Lease(named(1), 10.0, 4096, mount, lambda: 0.0, PLACE)
+    lease.renewed(20.0)
+    assert lease.seconds_left == 20.0
+    mount.same = False
+    lease.renewed(30.0)
+    assert lease.seconds_left == 20.0
+
+
 def test_an_allocation_ends_when_its_segment_is_mounted_anew(views: Views) -> None:
     """The next master grants its memory to others one lease later, and knows nothing of it."""
     mount = Mount()

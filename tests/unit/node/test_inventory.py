@@ -162,6 +162,22 @@ def test_a_stamp_of_something_else_is_none(stamped: NodeSegment, said: dict[str,
     assert told(inventory.take(stamped)) == "a"
 
 
+def test_a_header_that_covers_an_older_one_counts_only_with_its_payload(
+    stamped: NodeSegment,
+) -> None:
+    """Its stamp is of a put that was there before; the older one is a copy for repair, which came
+    later and has its object's version."""
+    wide = write(stamped, 4, "w", counter=100, size=10_000)
+    stamp(stamped, wide)
+    within = [write(stamped, at, key, counter=50) for at, key in ((5, "a"), (8, "b"))]
+    for offset in within:
+        stamp(stamped, offset)
+
+    assert sorted(told(inventory.take(stamped))) == ["a", "b"]
+    head = stamped.memory[wide : wide + HEADER_BYTES]
+    assert unpack(head, stamped.seed, wide) is None, "it is wiped"
+
+
 def test_a_whole_object_still_outlasts_an_older_header_within_it(stamped: NodeSegment) -> None:
     wide = write(stamped, 4, "w", counter=100, size=10_000)
     old = write(stamped, 6, "o", counter=50)
