@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvstore.config import (
     KINDS,
@@ -17,7 +15,6 @@ from kvstore.config import (
     MasterConfig,
     NodeConfig,
     ProxyConfig,
-    format_size,
     load,
     parse_size,
     reading,
@@ -77,16 +74,6 @@ def test_what_is_no_size(text: int | str) -> None:
         parse_size(text)
 
 
-def test_an_ambiguous_unit_is_refused_with_both_readings() -> None:
-    with pytest.raises(InvalidArgumentError, match="2GiB or 2GB"):
-        parse_size("2g")
-
-
-@given(st.integers(min_value=0, max_value=1 << 50))
-def test_a_formatted_size_reads_back(size: int) -> None:
-    assert parse_size(format_size(size)) == size
-
-
 @pytest.mark.parametrize(
     ("text", "host", "port"),
     [
@@ -126,16 +113,6 @@ def test_what_is_no_address(text: str) -> None:
         split_address(text)
 
 
-@pytest.mark.parametrize(("given", "host"), [("::1", "::1"), ("[::1]", "::1"), ("a.b", "a.b")])
-def test_brackets_of_a_host_may_be_left_out(given: str, host: str) -> None:
-    assert MasterConfig(host=given).host == NodeConfig(host=given).host == host
-
-
-@pytest.mark.parametrize("given", ["127.0.0.1:50001", "[::1]:50001", "fd00::5::1"])
-def test_a_host_has_no_port(given: str) -> None:
-    assert "not a host" in str(refusal(MasterConfig, environ={}, host=given))
-
-
 def test_the_port_of_a_master_may_be_left_out() -> None:
     assert ClientConfig(master="cache.example").master == "cache.example:50001"
     assert ClientConfig(master="[::1]").master == "[::1]:50001"
@@ -146,21 +123,9 @@ def test_the_port_of_a_master_may_be_left_out() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_defaults_are_valid(kind: type[Config], home: Path) -> None:
-    assert load(kind, environ=environment(home)) == kind()
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_every_default_survives_its_own_text_form(kind: type[Config], home: Path) -> None:
     variables = {setting.variables[0]: setting.default for setting in settings(kind)}
     assert load(kind, environ=environment(home, **variables)) == kind()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_setting_is_described(kind: type[Config]) -> None:
-    for setting in settings(kind):
-        assert len(setting.help) > 20, setting
-        assert setting.metavar or setting.default in ("on", "off", "auto"), setting
 
 
 def test_argument_before_variable_before_file_before_default(home: Path) -> None:
@@ -198,12 +163,6 @@ def test_one_variable_tells_nodes_and_clients_where_the_master_is(home: Path) ->
     assert load(NodeConfig, environ=both).master == "a:1"
     assert load(ClientConfig, environ=both).master == "a:1"
     assert load(ClientConfig, environ=both | {"KVSTORE_CLIENT_MASTER": "b:2"}).master == "b:2"
-
-
-def test_variables_of_other_kinds_do_not_leak_in(home: Path) -> None:
-    environ = environment(home, KVSTORE_NODE_MEMORY="4GiB")
-    assert load(ClientConfig, environ=environ).memory == 0
-    assert load(MasterConfig, environ=environ).memory == 0
 
 
 def test_a_kubernetes_service_of_our_name_is_no_setting(home: Path) -> None:
@@ -265,34 +224,6 @@ def test_a_misspelt_variable(home: Path) -> None:
     assert "the environment" in str(error)
 
 
-def test_a_misspelt_variable_for_another_kind(home: Path) -> None:
-    error = refusal(ClientConfig, environ=environment(home, KVSTORE_MASTER_LEASES_MS="1", **STRICT))
-    assert error.fields["nearest"] == "KVSTORE_MASTER_LEASE_MS"
-
-
-def test_a_misspelt_key_in_the_file_even_of_another_section(home: Path) -> None:
-    (home / "kvstore.toml").write_text("[master]\nlease = 3000\n")
-    for kind in KINDS:
-        error = refusal(kind, environ=environment(home, **STRICT))
-        assert error.fields["key"] == "lease"
-        assert error.fields["nearest"] == "lease_ms"
-        assert "kvstore.toml [master]" in str(error.fields["origin"])
-
-
-def test_an_unknown_section_and_a_key_outside_of_any(home: Path) -> None:
-    file = home / "kvstore.toml"
-    file.write_text("[nodes]\n")
-    assert refusal(NodeConfig, environ=environment(home, **STRICT)).fields["nearest"] == "[node]"
-    file.write_text('master = "a:1"\n')
-    assert "not a section" in str(refusal(NodeConfig, environ=environment(home)))
-
-
-def test_a_misspelt_argument() -> None:
-    with pytest.raises(ConfigError, match="lease_ms") as caught:
-        load(MasterConfig, {"leas_ms": 1000}, environ={}, config_path="")
-    assert caught.value.fields["nearest"] == "lease_ms"
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [(b"[node\n", "not valid TOML"), (b"\xff\xfe", "not valid TOML"), (None, "No such file")],
@@ -304,16 +235,6 @@ def test_an_unreadable_file(home: Path, content: bytes | None, says: str) -> Non
     error = refusal(NodeConfig, environ=environment(home, KVSTORE_CONFIG=str(file)))
     assert says in str(error)
     assert str(file) in str(error)
-
-
-def test_a_folder_instead_of_a_file(home: Path) -> None:
-    (home / "kvstore.toml").mkdir()
-    assert "directory" in str(refusal(NodeConfig, environ=environment(home)))
-
-
-def test_a_dangling_link_is_not_passed_over(home: Path) -> None:
-    (home / "kvstore.toml").symlink_to(home / "gone.toml")
-    assert "No such file" in str(refusal(NodeConfig, environ=environment(home)))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a file away")
@@ -371,11 +292,6 @@ def test_a_value_out_of_its_range(kind: type[Config], key: str, value: object) -
         kind(**{key: value})
 
 
-def test_a_refused_variable_is_named(home: Path) -> None:
-    error = refusal(MasterConfig, environ=environment(home, KVSTORE_MASTER_LEASE_MS="5"))
-    assert str(error) == "lease_ms = '5': must be at least 1000 (from KVSTORE_MASTER_LEASE_MS)"
-
-
 @pytest.mark.parametrize("kind", [ClientConfig, ConnectorConfig, ProxyConfig])
 def test_one_variable_names_the_tenant_of_all_that_are_clients(
     kind: type[Config], home: Path
@@ -406,16 +322,6 @@ def test_what_is_no_tenant_is_refused(name: str) -> None:
     assert caught.value.fields["key"] == "tenant"
 
 
-@pytest.mark.parametrize("name", ["default", "acme/default", "a/b/vllm-fleet", "vllm-fleet/x", "x"])
-def test_namespaces_that_no_connector_chose_have_no_tenant(name: str) -> None:
-    assert tenant_of(name) == ""
-    assert not is_fleet(name)
-
-
-def test_a_short_timeout_alone_is_fine() -> None:
-    assert ClientConfig(timeout_ms=100).timeout_ms == 100
-
-
 @pytest.mark.parametrize("kind", [NodeConfig, ClientConfig, ConnectorConfig, ProxyConfig])
 def test_a_master_may_be_named_by_an_etcd(kind: type[Config]) -> None:
     assert kind(master=" etcd://e;f:1").model_dump()["master"] == "etcd://e:2379,f:1/kvstore"
@@ -433,20 +339,6 @@ def test_where_masters_meet() -> None:
         with pytest.raises(ConfigError, match="a certificate for etcd needs its key") as caught:
             MasterConfig(etcd=f"etcd://u:p4ss@e?{query}")
         assert "p4ss" not in str(caught.value)
-
-
-def test_configurations_are_values() -> None:
-    config = ClientConfig(transports=["tcp"])  # type: ignore[arg-type]  # a list is welcome
-    assert config == ClientConfig(transports=("tcp",))
-    assert hash(config) == hash(ClientConfig(transports=("tcp",)))
-    with pytest.raises(Exception, match="frozen"):
-        config.lane = False
-
-
-def test_the_lane_is_beside_the_service() -> None:
-    assert MasterConfig().lane_port_wanted == 50002
-    assert MasterConfig(port=0).lane_port_wanted == 0
-    assert MasterConfig(lane_port=7).lane_port_wanted == 7
 
 
 @pytest.mark.parametrize("kind", [MasterConfig, NodeConfig, ClientConfig, ConnectorConfig])

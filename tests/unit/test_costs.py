@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import run_python
-
 CASES = """
 import time
 import pytest
@@ -51,23 +49,3 @@ def test_a_dear_case_fails_in_ci(tmp_path: Path, where: str, failed: set[str]) -
     said = [line.split("::")[1].split()[0] for line in done.stdout.splitlines() if "FAILED" in line]
     assert set(said) == failed, done.stdout
     assert "s of processor time in all" in done.stdout
-
-
-def test_a_worker_that_crashes_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "test_some.py").write_text("import os\ndef test_crash(): os._exit(3)\n")
-    root = Path(__file__).parents[2]
-    done = run_python(
-        "-c",
-        PROGRAM,
-        "CI",
-        "-p",
-        "no:cacheprovider",
-        "-n",
-        "1",
-        "--max-worker-restart",
-        "0",
-        str(tmp_path),
-        variables={"PYTHONPATH": str(root)},
-    )
-    assert "crashed while running" in done.stdout, done.stdout
-    assert "INTERNALERROR" not in done.stdout + done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ from kvstore.calls import ObjectRow
 from kvstore.config import ClientConfig
 from kvstore.connectors.engine import fleet as fleets
 from kvstore.connectors.engine.fleet import Announcer, FleetRecords
-from kvstore.errors import PermissionDeniedError, UnavailableError
+from kvstore.errors import UnavailableError
 from kvstore.fingerprint import fingerprint
-from kvstore.fleet import ANNOUNCED_EVERY_S, LIFETIME_S, SERVES_S, Record
+from kvstore.fleet import LIFETIME_S, SERVES_S, Record
 from kvstore.limits import FLEET_NAMESPACE, KEY_BYTES_MAX, Key, of_tenant
-from kvstore.proxy.records import is_usable
 from tests.support.waiting import until
 
 LOG = logging.getLogger("test")
@@ -77,20 +75,6 @@ def test_engines_that_agree_are_told_nothing() -> None:
     assert len(board.objects) == 1
 
 
-def test_a_record_has_a_lifetime_that_begins_anew_every_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now_s = 5_000.0
-    monkeypatch.setattr(fleets, "uptime", lambda: now_s)
-    board = Board()
-    engine = FleetRecords(board, LOG)  # type: ignore[arg-type]
-    for number in range(21):
-        now_s = 5_000.0 + 30 * number
-        engine.announce(Record("vllm", ("m",), "0f" * 16, ("n",), DESCRIPTION))
-    assert board.lifetimes_begun == 11
-    assert ANNOUNCED_EVERY_S < SERVES_S / 2 < LIFETIME_S, "a missed minute ends nothing"
-
-
 def test_nobody_is_warned_of_engines_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1_000_000.0
     monkeypatch.setattr("kvstore.connectors.engine.fleet.time.time", lambda: now_s)
@@ -123,13 +107,6 @@ def test_engines_that_differ_are_told_in_what() -> None:
     assert len(board.objects) == 2
 
 
-def test_what_only_one_of_them_has_is_told() -> None:
-    board = Board()
-    announce(board)
-    (warning,) = announce(board, newer="yes")
-    assert "newer: 'yes' here, None there" in warning
-
-
 def test_other_models_are_nobodys_business() -> None:
     board = Board()
     announce(board)
@@ -154,53 +131,6 @@ def test_an_engine_that_becomes_another_one_takes_back_its_record(
     finally:
         announcer.stop()
         announcer.join()
-
-
-def test_an_engine_that_may_not_announce_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    board = Board()
-    asked: list[object] = []
-
-    def refuse(**_: object) -> None:
-        asked.append(1)
-        raise PermissionDeniedError("may not read namespace 'vllm-fleet'")
-
-    monkeypatch.setattr(board, "list_objects", refuse)
-    announcer = Announcer(board, LOG, every_s=0.01)  # type: ignore[arg-type]
-    try:
-        announcer.announce(Record("vllm", ("m",), "a" * 32, ("n",), DESCRIPTION))
-        until(lambda: len(asked) > 2)
-    finally:
-        announcer.stop()
-        announcer.join()
-    (said,) = caplog.messages
-    assert "refused_by_the_store" in said
-    assert "vllm-fleet" in said
-
-
-def test_engines_that_differ_only_in_layout_are_told() -> None:
-    board = Board()
-    fleet = FleetRecords(board, LOG)  # type: ignore[arg-type]
-    fleet.announce(Record("vllm", ("m",), "one", (), DESCRIPTION))
-    (warning,) = fleet.announce(Record("vllm", ("m",), "two", (), DESCRIPTION))
-    assert "only the layout of the cache" in warning
-
-
-def test_what_strangers_left_is_no_error() -> None:
-    board = Board()
-    for index, data in enumerate(
-        (b"", b"{", b"[]", b"7", b"{}", b'{"description": 7}', b'{"description": []}', b"\xff")
-    ):
-        board.objects[b"m/%d" % index] = data
-    assert announce(board) == []
-
-
-def test_long_names_of_models_fit_into_keys() -> None:
-    board = Board()
-    for model in ("x" * 500, "模" * 500):
-        assert announce(board, model=model) == []
-    assert len(board.objects) == 2
 
 
 def test_engines_of_another_kind_do_not_differ_but_keep_other_bytes() -> None:
@@ -251,77 +181,6 @@ def test_states_of_recurrent_layers_are_known_for_every_tenant() -> None:
         assert record.states == {names[1]}
 
 
-def test_a_reader_without_a_tenant_sees_the_fleets_of_all() -> None:
-    spaces = ["globex/vllm-fleet", "default", "acme/vllm-fleet", "vllm-fleet", "a/b/vllm-fleet"]
-    assert fleet.fleets_of("", spaces) == ["vllm-fleet", "acme/vllm-fleet", "globex/vllm-fleet"]
-    assert fleet.fleets_of("", ["default"]) == ["vllm-fleet"]
-    assert fleet.fleets_of("acme", spaces) == ["acme/vllm-fleet"]
-    many = [f"t{number}/vllm-fleet" for number in range(1_000)]
-    assert len(fleet.fleets_of("", many)) == fleet.FLEETS_MAX
-
-
-def test_many_fleets_share_the_bounds_of_one_reader() -> None:
-    rows = [listed(b"m/%032x" % number, 1_000) for number in range(5_000)]
-    assert sum(map(len, fleet.worth_reading(rows))) == fleet.LOOKED_AT_MAX
-    of_many = sum(map(len, fleet.worth_reading(rows, fleets=fleet.FLEETS_MAX)))
-    assert 0 < of_many * fleet.FLEETS_MAX <= fleet.LOOKED_AT_MAX
-
-
-def test_the_proxy_leaves_records_of_other_engines_alone() -> None:
-    board = Board()
-    announce(board, engine="sglang")
-    ((_, data),) = board.objects.items()
-    read = fleet.parse(data, partial=True)
-    assert read is not None
-    assert not is_usable(read)
-
-
-def test_records_of_the_release_before_name_no_engine_and_are_vllms() -> None:
-    board = Board()
-    announce(board)
-    ((key, data),) = board.objects.items()
-    record = json.loads(data)
-    del record["engine"]
-    board.objects = {key: json.dumps(record).encode()}
-    usable = fleet.parse(board.objects[key], partial=True)
-    assert usable is not None
-    assert is_usable(usable)
-    (warning,) = announce(board, tensor_parallel=2)
-    assert "tensor-parallel size" in warning
-
-
-@pytest.mark.parametrize("value", ["org/m", "/models/org/m/", "m"])
-def test_records_of_one_model_stand_beside_each_other(value: str) -> None:
-    board = Board()
-    announce(board, model=value)
-    (key,) = board.objects
-    assert key.startswith(b"m/")
-
-
-def test_a_record_that_an_engine_puts_is_read() -> None:
-    raw = {
-        "format": 1, "engine": "vllm", "models": ["/m", "m"], "fingerprint": "ab",
-        "namespaces": ["n"], "description": {"dtype": "x"}, "block_size": 16,
-    }  # fmt: skip
-    read = Record("vllm", ("/m", "m"), "ab", ("n",), {"dtype": "x"}, 16)
-    assert fleet.parse(json.dumps(raw).encode()) == read
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [b"", b"\xff\xfe", b"[]", b"7", b"null", b"{}", b'{"models": []}', b"[" * 50_000],
-)
-def test_what_is_no_record_is_passed_over(raw: bytes) -> None:
-    assert fleet.parse(raw) is None
-    assert fleet.parse(raw, partial=True) is None
-
-
-def test_a_partial_record_is_read_where_that_is_enough() -> None:
-    raw = b'{"models": ["m"], "namespaces": ["n"]}'
-    assert fleet.parse(raw) is None
-    assert fleet.parse(raw, partial=True) == Record("vllm", ("m",), "", ("n",), {})
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -336,24 +195,6 @@ def test_a_record_with_a_wrong_field_is_none(wrong: dict[str, object]) -> None:
     assert fleet.parse(json.dumps(right).encode()) is not None
     data = json.dumps({**right, **wrong}).encode()
     assert fleet.parse(data) is fleet.parse(data, partial=True) is None
-
-
-@pytest.mark.parametrize(("opens", "closes"), [("[", "]"), ('{"x":', "}")])
-def test_what_is_nested_too_deeply_is_cut_off(opens: str, closes: str) -> None:
-    """Anybody may put it, and all readers go down into it."""
-
-    def record(innermost: str, levels: int) -> Record:
-        nested = opens * levels + innermost + closes * levels
-        text = '{"models": ["m"], "fingerprint": "a", "namespaces": [], "description": {"f": %s}}'
-        read = fleet.parse((text % nested).encode())
-        assert read is not None
-        return read
-
-    ours, theirs = record("1", 900), record("2", 900)
-    assert ours.description == theirs.description
-    assert len(json.dumps(ours.description)) < 600
-    ours, theirs = record("1", 20), record("2", 20)
-    assert len(fleet.differences(ours.description, theirs.description)) == 1
 
 
 ENGINE: dict[str, Any] = {
@@ -416,12 +257,6 @@ def test_what_follows_from_a_cut_need_not_be_equal(
     assert setting in contrast.text()
 
 
-def test_two_cuts_at_once() -> None:
-    contrast = fleet.contrast("vllm", of_blocks(32), RANKS)
-    assert [cut.what for cut in contrast.cuts] == ["tensor-parallel size", "block size"]
-    assert not contrast.must
-
-
 def test_weights_of_files_are_compared_whatever_the_shards_are() -> None:
     contrast = fleet.contrast("vllm", shards(2), shards(4, weights="of other files"))
     assert [each.field for each in contrast.must] == ["weights"]
@@ -451,12 +286,6 @@ def test_where_no_setting_helps_it_must_be_equal(theirs: dict[str, Any], field: 
     assert field in [each.field for each in contrast.must]
 
 
-def test_other_engines_have_no_such_settings() -> None:
-    contrast = fleet.contrast("sglang", ENGINE, RANKS)
-    assert not contrast.cuts
-    assert contrast.must == fleet.differences(ENGINE, RANKS)
-
-
 def test_namespaces_of_states_are_told_from_those_of_blocks() -> None:
     names = ("vllm/f/g0/p0t0", "vllm/f/g1/p0t0", "vllm/f/g1/p0t1", "vllm/f/g7/p0t0", "other/g1/x")
     groups: list[Any] = [{"kind": "FullAttentionSpec"}, {"kind": "MambaSpec", "state": []}]
@@ -484,55 +313,3 @@ def test_junk_does_not_hide_the_records() -> None:
     asked = {key for batch in batches for key in batch}
     assert len(asked) == fleet.LOOKED_AT_MAX
     assert not asked & {each.key for each in (*junk, *large, late)}
-
-
-def test_no_more_bytes_are_asked_for_than_a_reader_wants() -> None:
-    rows = [listed(b"like%d" % number, fleet.RECORD_BYTES_MAX) for number in range(100)]
-    assert len(fleet.worth_reading(rows)[0]) == fleet.LOOKED_AT_BYTES_MAX // fleet.RECORD_BYTES_MAX
-
-
-def test_no_more_names_are_listed_than_a_reader_looks_at() -> None:
-    seen = 0
-
-    def rows() -> Iterator[ObjectRow]:
-        nonlocal seen
-        for number in range(fleet.ROWS_MAX + 10):
-            seen += 1
-            yield listed(b"like%d" % number, 500)
-
-    fleet.worth_reading(rows())
-    assert seen == fleet.ROWS_MAX
-
-
-def test_no_more_bytes_are_asked_for_in_all_than_a_reader_wants() -> None:
-    rows = [listed(b"like%d" % number, fleet.LOOKED_AT_BYTES_MAX // 100) for number in range(200)]
-    sizes = {row.key: row.size for row in rows}
-    rows[5] = listed(b"large", fleet.RECORD_BYTES_MAX)
-    sizes[rows[5].key] = rows[5].size
-    asked = [key for batch in fleet.worth_reading(rows) for key in batch]
-    assert sum(sizes[key] for key in asked) <= fleet.LOOKED_AT_BYTES_MAX
-    assert len(asked) > fleet.AT_ONCE
-
-
-def test_what_a_stranger_describes_is_bounded() -> None:
-    def described(fields: int) -> Record | None:
-        record = {"models": ["m"], "fingerprint": "a", "namespaces": []}
-        description = {f"f{number}": number for number in range(fields)}
-        return fleet.parse(json.dumps({**record, "description": description}).encode())
-
-    assert described(fleet.FIELDS_MAX) is not None
-    assert described(fleet.FIELDS_MAX + 1) is None
-    many: dict[str, object] = {f"f{number}": dict.fromkeys("abc", 1) for number in range(200)}
-    assert len(fleet.differences(many, dict.fromkeys(many, dict.fromkeys("abc", 2)))) == (
-        fleet.FIELDS_MAX
-    )
-
-
-def test_warnings_of_a_store_full_of_other_engines_are_bounded() -> None:
-    board = Board()
-    for number in range(3 * fleets.WARNINGS_MAX):
-        description = {**DESCRIPTION, "number": number}
-        record = {"engine": "vllm", "models": ["m"], "fingerprint": f"{number:032x}",
-                  "namespaces": ["n"], "description": description}  # fmt: skip
-        board.objects[b"m/%032x" % number] = json.dumps(record).encode()
-    assert 0 < len(announce(board)) < 2 * fleets.WARNINGS_MAX

@@ -14,7 +14,6 @@ from kvstore.connectors.engine.refusals import TOLD_MAX
 from kvstore.errors import (
     DeadlineExceededError,
     KVStoreError,
-    NoSpaceError,
     PermissionDeniedError,
     UnavailableError,
 )
@@ -86,12 +85,6 @@ def test_a_store_that_keeps_failing_is_left_alone_for_a_while(
         "the store is not asked for a while, calls are misses: late",
         "the store answers again",
     ]
-
-
-def test_a_store_that_refuses_has_answered(guarded: Guard) -> None:
-    for error in [DeadlineExceededError("late"), NoSpaceError("full")] * 3:
-        fails(error, guarded)
-    assert guarded.run(lambda _: "asked") == "asked"
 
 
 def test_each_refusal_is_told_once_and_opens_no_breaker(

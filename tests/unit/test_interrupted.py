@@ -8,10 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
-from kvstore.network import names
-from kvstore.process.background import Job, Workers, in_one_piece, join_all, start_thread
+from kvstore.process.background import Job, Workers, in_one_piece
 from tests.support.cuts import cut
 from tests.support.leaks import leaked, snapshot
 
@@ -59,20 +57,6 @@ def test_work_in_one_piece_ends_although_its_caller_is_cut() -> None:
         in_one_piece(fails)
 
 
-def test_starting_a_thread() -> None:
-    """It runs or it does not; it never waits for ever for its start."""
-    each_place(lambda: start_thread("cut", lambda: None))
-    began: list[int] = []
-    thread = start_thread("whole", lambda: began.append(1))
-    join_all([thread], 10)
-    assert began
-
-
-def test_looking_up_a_name() -> None:
-    each_place(lambda: names.resolve("localhost", 1, uptime() + 5))
-    elsewhere(lambda: names.resolve("localhost", 1, uptime() + 5))
-
-
 def test_workers_go_on_after_their_caller_was_cut() -> None:
     before = snapshot()
     workers = Workers("cut", 2)
@@ -98,18 +82,3 @@ def test_workers_go_on_after_their_caller_was_cut() -> None:
     assert not leaked(before)  # soon: one may be starting, whose caller was cut
     with pytest.raises(ClosedError):
         workers.begin(Job(lambda: 5))
-
-
-def test_a_cancelled_job_is_not_begun() -> None:
-    told: list[int] = []
-    job = Job(lambda: told.append(1), lambda: told.append(2))
-    assert job.cancel()
-    job.run()
-    assert told == [2]
-    assert job.is_done
-    with pytest.raises(ClosedError):
-        job.result()
-    ran = Job(lambda: 3)
-    ran.run()
-    assert not ran.cancel()
-    assert ran.result() == 3

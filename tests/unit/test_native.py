@@ -6,18 +6,14 @@ import contextlib
 import itertools
 import math
 import mmap
-import os
 import random
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
 from typing import Final
 
 import pytest
@@ -40,13 +36,11 @@ from kvstore.memory.header import (
     SUPERBLOCK_BYTES,
     Header,
     extent_bytes,
-    pack_into,
     unpack,
 )
 from kvstore.native import kinds, slow
-from kvstore.native.kinds import CAPABILITY_BYTES, STAMP_BYTES, ReadRow, Steps, WriteRow
+from kvstore.native.kinds import CAPABILITY_BYTES, ReadRow, Steps, WriteRow
 from kvstore.network.stream import Stream
-from kvstore.wire.spinning import PREEMPTED
 from tests.support.encryption import shared_ends
 from tests.support.identities import ENGINE, MASTER
 
@@ -152,39 +146,6 @@ def test_a_stamp_is_written_behind_its_header(steps: Steps, memory: memoryview) 
     assert read(steps, memory, reads) == [stamped[7]] * 2
 
 
-@pytest.mark.parametrize("left", [16, 15, 0])
-def test_a_header_that_fills_its_place_has_no_stamp(
-    steps: Steps, memory: memoryview, left: int
-) -> None:
-    space, key, parent = "s" * 128, b"k" * 256, b"p" * 256
-    descriptor = b"d" * (320 - left)
-    offset = SUPERBLOCK_BYTES
-    memory[offset : offset + 2 * HEADER_BYTES] = b"\xff" * 2 * HEADER_BYTES
-    capability = bytes(CAPABILITY_BYTES) + bytes(STAMP_BYTES)
-    row: WriteRow = (offset, 0, 1, 1, key, [], parent, descriptor, capability)
-    assert steps.write_objects(memory, GENERATION, SEED, space, [row], math.inf, 1) == 0
-    header = unpack(memory[offset : offset + HEADER_BYTES], SEED, offset)
-    assert header is not None
-    assert header.descriptor == descriptor
-    behind = memory[offset + HEADER_BYTES - left : offset + HEADER_BYTES]
-    assert behind == (bytes(16) if left == 16 else b"\xff" * left)
-    assert memory[offset + HEADER_BYTES : offset + 2 * HEADER_BYTES] == b"\xff" * HEADER_BYTES
-
-
-def test_reads_what_python_has_written(steps: Steps, memory: memoryview) -> None:
-    for offset in (SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + 4096):
-        data = random.Random(offset).randbytes(777)
-        header = Header(
-            Namespace(SPACE), Key(b"k"), None, 777, 1, 2, xxhash.xxh3_64_intdigest(data), b"d" * 320
-        )
-        pack_into(memory[offset:], header, SEED, offset)
-        memory[offset + HEADER_BYTES : offset + HEADER_BYTES + 777] = data
-        into = bytearray(777)
-        row = (offset, 777, 1, 2, b"k", [memoryview(into)], b"")
-        assert read(steps, memory, [row]) == [b"d" * 320]
-        assert into == data
-
-
 def test_any_flipped_bit_is_noticed(steps: Steps, memory: memoryview) -> None:
     writes, reads, _ = rows([5_000])
     write(steps, memory, writes)
@@ -233,16 +194,6 @@ def test_a_row_of_another_object_is_stale(steps: Steps, memory: memoryview, chan
     ][change]
     assert read(steps, memory, [row]) == [kinds.STALE]
     assert not any(targets[0][0])
-
-
-def test_headers_alone(steps: Steps, memory: memoryview) -> None:
-    writes, reads, _ = rows([100, 200])
-    write(steps, memory, writes)
-    memory[SUPERBLOCK_BYTES + HEADER_BYTES] ^= 1
-    looks: list[ReadRow] = [(*row[:5], None, b"") for row in reads]
-    assert read(steps, memory, looks, verify=False) == [b'{"kind":"bytes"}'] * 2
-    assert read(steps, memory, reads)[0] == kinds.CORRUPT  # type: ignore[index]
-    assert read(steps, memory, reads, verify=False) == [b'{"kind":"bytes"}'] * 2
 
 
 @pytest.mark.parametrize("sizes", [[0], [1, 240, 241, 5_000], [300_000, 3, 262_144]])
@@ -398,31 +349,6 @@ def test_an_exchange(
     assert spun == 0 or spin_s > 0
 
 
-def test_an_exchange_whose_core_was_taken_counts_against_polling(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
-    """A busy process shares our core: the reply is there when the core comes back, but too late."""
-    if not native.is_compiled:
-        pytest.skip("the steps in Python do not poll")
-    ours, theirs = ends
-    cores = os.sched_getaffinity(0)
-    outcomes = set()
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        try:
-            os.sched_setaffinity(busy.pid, {min(cores)})
-            os.sched_setaffinity(0, {min(cores)})  # this thread
-            until = uptime() + 30
-            while PREEMPTED not in outcomes and uptime() < until:
-                answer = threading.Timer(0.02, lambda: theirs.sendall(reply(5, 3, b"")))
-                answer.start()
-                outcomes.add(exchange(native.steps, ours, spin_s=0.05)[1])
-                answer.join()
-        finally:
-            os.sched_setaffinity(0, cores)
-            busy.kill()
-    assert PREEMPTED in outcomes
-
-
 def test_how_an_exchange_fails(steps: Steps, ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
     assert exchange(steps, ours, 0.05)[0] == kinds.TIMED_OUT
@@ -480,30 +406,6 @@ def test_an_exchange_within_tls(tls_ends: tuple[ssl.SSLSocket, ssl.SSLSocket], s
     theirs.sendall(reply(5, 3, b"") * 2)
     assert ours.recv(14) == reply(5, 3, b""), "and the other one is decrypted"
     assert exchange(SLOW, ours)[0] == kinds.UNASKED
-
-
-@pytest.mark.parametrize(
-    ("how", "ends_as"),
-    [("changed", kinds.BROKEN), ("closed", kinds.ENDED), ("shut down", kinds.ENDED)],
-)
-def test_how_an_exchange_within_tls_fails(
-    tls_ends: tuple[ssl.SSLSocket, ssl.SSLSocket], how: str, ends_as: int
-) -> None:
-    ours, theirs = tls_ends
-    assert exchange(SLOW, ours, 0.05)[0] == kinds.TIMED_OUT
-    assert theirs.recv(100) == b"request"
-
-    def answer() -> None:
-        assert theirs.recv(100) == b"request"
-        if how == "changed":
-            socket.socket.sendall(theirs, b"\x17\x03\x03\0\x20" + b"x" * 32)
-        else:
-            socket.socket.shutdown(theirs if how == "closed" else ours, socket.SHUT_RDWR)
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    assert exchange(SLOW, ours)[0] == ends_as
-    thread.join()
 
 
 class Raised(BaseException):
@@ -578,79 +480,6 @@ def test_a_signal_is_heard_while_a_transfer_moves_bytes(
     thread.join()
 
 
-def test_a_signal_is_heard_while_an_exchange_polls(
-    steps: Steps, ends: tuple[socket.socket, socket.socket], interrupted: Callable[[], None]
-) -> None:
-    ours, theirs = ends
-    deadline = uptime() + 3
-
-    def interrupt() -> None:
-        theirs.recv(100)
-        interrupted()
-
-    thread = peer(interrupt)
-    with pytest.raises(Raised):
-        steps.exchange(ours, b"request", 5, 0.2, deadline, 1 << 20)
-    assert uptime() < deadline, "it was heard when the call had ended"
-    thread.join()
-
-
-@pytest.mark.parametrize("steps", ["compiled"], indirect=True)
-def test_a_handler_may_raise_where_the_other_end_has_hung_up(
-    steps: Steps, interrupted: Callable[[], None]
-) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.shutdown(socket.SHUT_WR)
-        timer = threading.Timer(0.1, interrupted)
-        timer.start()
-        some: list[WriteRow] = [(4096, 1, 1, 1, b"k", [memoryview(b"z")], b"", b"", b"")]
-        with pytest.raises(Raised):
-            steps.tcp_write(ours, 1 << 20, SEED, SPACE, some, uptime() + 3, 9.5, 0.0, False)
-        timer.join()
-
-
-def test_time_outs_of_whole_seconds(
-    steps: Steps, memory: memoryview, wire: tuple[Stream, socket.socket]
-) -> None:
-    stream, _ = wire
-    serving = peer(
-        lambda: steps.serve(
-            stream,
-            -1,
-            memory,
-            GENERATION,
-            bytearray(1),
-            bytearray(32),
-            1.0,
-            1.0,
-            b"",
-            0,
-            memoryview(bytearray()),
-            memoryview(bytearray()),
-        )
-    )
-    serving.join(10)
-    assert not serving.is_alive(), "nobody has asked for anything"
-
-
-@pytest.mark.parametrize("steps", ["compiled"], indirect=True)
-def test_too_long_a_namespace_is_refused(steps: Steps, wire: tuple[Stream, socket.socket]) -> None:
-    stream, _ = wire
-    with pytest.raises(ValueError, match="namespace"):
-        steps.tcp_write(stream, 1 << 30, SEED, "n" * 1_100, [], uptime() + 3, 1.0, 0.0, False)
-
-
-def test_an_exchange_with_nobody(steps: Steps) -> None:
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    with ours:
-        theirs.close()
-        assert exchange(steps, ours)[0] == kinds.UNASKED
-        ours.shutdown(socket.SHUT_RDWR)
-        assert exchange(steps, ours)[0] == kinds.UNASKED
-
-
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 6)), max_size=12))
 def test_buffers_that_share_memory(spans: list[tuple[int, int]]) -> None:
     area = memoryview(bytearray(66))
@@ -662,26 +491,3 @@ def test_buffers_that_share_memory(spans: list[tuple[int, int]]) -> None:
         assert (found is not None) == shared
         if found is not None:
             assert used[found[0]] & used[found[1]]
-
-
-@pytest.mark.skipif(not native.is_compiled, reason="kvstore.native.fast is not built")
-@pytest.mark.parametrize("value", ["0", ""])
-def test_can_be_switched_off(value: str) -> None:
-    program = "from kvstore import native; print(native.is_compiled)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={"KVSTORE_NATIVE": value}, capture_output=True,
-        text=True, check=True, timeout=60,
-    )  # fmt: skip
-    assert done.stdout.strip() == str(value != "0")
-
-
-def test_a_build_that_keeps_time_by_another_clock_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Such as one of before the sources were changed: it would compare deadlines of two clocks."""
-    older = ModuleType("kvstore.native.fast")
-    monkeypatch.setitem(sys.modules, "kvstore.native.fast", older)
-    assert native._load() is SLOW
-    monkeypatch.setattr(older, "CLOCK", time.CLOCK_BOOTTIME, raising=False)
-    found: object = native._load()
-    assert found is older

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.config.tenants import load_tenants, parse_tenants
-from kvstore.errors import ConfigError, InvalidArgumentError
+from kvstore.config.tenants import parse_tenants
+from kvstore.errors import ConfigError
 from kvstore.master.tenants_file import TenantsFile
 from kvstore.tenants import UNBOUNDED, TenantMatcher, TenantRule
 
@@ -63,11 +63,6 @@ def test_what_is_wrong_is_said(text: str, said: str) -> None:
     assert refused.value.fields["key"] == "tenants"
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        load_tenants(str(tmp_path / "none.toml"))
-
-
 def write(path: Path, text: str) -> None:
     """As an editor does, so that the file differs in any case."""
     new = path.with_suffix(".new")
@@ -108,25 +103,3 @@ def test_a_master_follows_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixt
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, said
     assert all("file_refused setting=tenants" in line for line in said)
-
-
-@pytest.mark.usefixtures("files_at_once")
-def test_rules_that_the_state_refuses_are_tried_again(tmp_path: Path) -> None:
-    path = tmp_path / "tenants.toml"
-    write(path, "")
-    file = TenantsFile(str(path))
-    applied: list[Sequence[TenantRule]] = []
-
-    def apply(rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
-        assert matcher.of("acme/x") == "acme"
-        applied.append(rules)
-
-    def refuse(rules: Sequence[TenantRule], matcher: TenantMatcher) -> None:
-        del matcher
-        raise InvalidArgumentError(f"{len(rules)} too many")
-
-    write(path, ACME)
-    file.look(refuse)
-    assert not file.rules
-    file.look(apply)
-    assert len(applied) == 1

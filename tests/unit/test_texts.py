@@ -6,19 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.errors import InvalidKeyError
 from kvstore.limits import KEY_BYTES_MAX
 from kvstore.texts import duration_text, key_from_text, key_text, size_text
 
 
 @given(st.binary(min_size=1, max_size=KEY_BYTES_MAX))
 def test_a_written_key_reads_back(key: bytes) -> None:
-    assert key_from_text(key_text(key)) == key
-
-
-@given(st.text(min_size=1, max_size=20))
-def test_a_written_text_key_reads_back(text: str) -> None:
-    key = text.encode(errors="replace")
     assert key_from_text(key_text(key)) == key
 
 
@@ -35,14 +28,6 @@ def test_a_written_text_key_reads_back(text: str) -> None:
 )
 def test_only_plain_text_is_written_as_text(key: bytes, text: str) -> None:
     assert key_text(key) == text
-
-
-def test_hexadecimal_keys_are_asked_for() -> None:
-    assert key_from_text("00ff", as_hex=True) == b"\x00\xff"
-    assert key_from_text("00ff") == b"00ff"
-    for wrong in ("0", "xy", ""):
-        with pytest.raises(InvalidKeyError):
-            key_from_text(wrong, as_hex=True)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import re
 import stat
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,13 +14,11 @@ from typing import NamedTuple
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from kvstore.auth import authority, certificates
-from kvstore.auth.certificates import inspect, loaded, names_of, pem, pem_of_key
-from kvstore.auth.credentials import Credentials, Pems
+from kvstore.auth.certificates import inspect, loaded, names_of
+from kvstore.auth.credentials import Credentials
 from kvstore.auth.identity import Identity, identity, identity_of
 from kvstore.auth.revoked import Revoked
 from kvstore.cli import auth as commands
@@ -30,7 +27,6 @@ from kvstore.cli.options import run
 from tests.support import identities
 from tests.support.identities import ENGINE as WANTED
 from tests.support.identities import NOW, content, write
-from tests.support.processes import ROOT
 
 
 class Result(NamedTuple):
@@ -127,15 +123,6 @@ def test_init_writes_a_folder_that_only_its_owner_reads(kv: Shell) -> None:
         assert part in told
 
 
-def test_init_replaces_nothing(there: Shell) -> None:
-    before = {each.name: each.read_bytes() for each in FOLDER.iterdir() if each.is_file()}
-    assert "has an authority already" in there.refused("init")
-    assert {e.name: e.read_bytes() for e in FOLDER.iterdir() if e.is_file()} == before
-    place = "a b/authority"
-    assert f"--role ROLE --authority '{place}'\n" in there.done("init", "--authority", place)
-    there.done("issue", "x", *ENGINE, "--authority", place)
-
-
 # --- issue ----------------------------------------------------------------------------------------
 
 
@@ -226,43 +213,6 @@ def test_what_cannot_be_issued(there: Shell, words: list[str], says: str) -> Non
     assert os.listdir() == [FOLDER.name]
 
 
-@pytest.mark.parametrize(
-    "name", ["a/b", "../x", "Authorities:", "-----BEGIN", "日本", "ü" * 64, "日" * 40, ".x", "a.b"]
-)
-def test_any_name_has_a_file_in_this_folder(there: Shell, name: str) -> None:
-    there.done(
-        "issue", "--role", "engine", "--read", "x\nAuthorities:\n", "--read", name, "--", name
-    )
-    (file,) = (each for each in os.listdir() if each.endswith(".auth"))
-    assert identity_in(file).name == name
-    assert identity_in(file).reads == ("x\nAuthorities:\n", name)
-    there.done("revoke", "--", name)
-    assert Revoked(str(FOLDER / "revoked")).has(identity_in(file))
-
-
-def test_a_certificate_ends_with_its_authority(there: Shell) -> None:
-    there.later = timedelta(days=3_600)
-    there.done("issue", "e", *ENGINE)
-    [ca] = loaded((FOLDER / "ca.crt").read_bytes())
-    assert leaf("e.auth").not_valid_after_utc == ca.not_valid_after_utc
-    there.later = timedelta(days=3_660)
-    assert "has ended" in there.refused("issue", "f", *ENGINE)
-
-
-def test_a_file_that_cannot_be_written_can_be_revoked(
-    there: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It might exist."""
-    Path("dir").touch()
-    result = there("issue", "e", *ENGINE, "--folder", "dir/tls")
-    assert (result.code, len(issued())) == (1, 1)
-    there.done("revoke", "e")
-    with monkeypatch.context() as full:
-        full.setattr(os, "fsync", lambda _: 1 / 0)
-        assert there("issue", "f", *ENGINE).code == 1
-    assert [each for each in os.listdir(FOLDER / "issued") if "f." in each] == [], "no rest"
-
-
 # --- the folder -----------------------------------------------------------------------------------
 
 
@@ -281,22 +231,6 @@ def test_a_broken_authority_is_told(kv: Shell) -> None:
     ):
         key.write_bytes(whole)
         assert says in kv.refused(*issue)
-
-
-def test_without_cryptography(there: Shell) -> None:
-    there.done("issue", "e", *ENGINE)
-    program = (
-        "import sys; sys.modules['cryptography'] = None\nfrom kvstore.cli.main import main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "auth", "show", "e.auth"],
-        check=False, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr == (
-        "kvstore: kvstore auth needs cryptography, which is not installed. "
-        "pip install 'cryptography>=44'\n"
-    )
 
 
 # --- show -----------------------------------------------------------------------------------------
@@ -347,53 +281,7 @@ def test_show_says_what_is_wrong(
     assert says in problems(kv, "e.auth")
 
 
-ENGINE_URI = "kvstore:engine/e?id=ab12&read=a"
 CLIENT, SERVER = ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH
-
-
-@pytest.mark.parametrize(
-    ("uri", "name", "use", "says"),
-    [
-        ("kvstore:master/e", "e", CLIENT, "refuse it as a master, master.kvstore"),
-        ("kvstore:node/e", "e", CLIENT, "refuse it as a node, node.kvstore"),
-        ("kvstore:root/e", "e", CLIENT, "root: no role of an identity"),
-        ("https://example.org", "e", CLIENT, "names 0 identities"),
-        (ENGINE_URI, "e", SERVER, "servers refuse it: unsu"),
-        (ENGINE_URI, "node.kvstore", CLIENT, "is that of a node"),
-    ],
-)
-def test_show_says_what_is_wrong_with_certificates_of_others(
-    kv: Shell, uri: str, name: str, use: x509.ObjectIdentifier, says: str
-) -> None:
-    """As another CA may write them."""
-    signer, key = identities.authority(), ec.generate_private_key(ec.SECP256R1())
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .issuer_name(signer.certificate.subject)
-        .public_key(key.public_key())
-        .serial_number(0xAB12)
-        .not_valid_before(kv.now() - timedelta(days=1))
-        .not_valid_after(kv.now() + timedelta(days=1))
-        .add_extension(
-            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False
-        )
-        .add_extension(x509.ExtendedKeyUsage([use]), critical=False)
-        .sign(signer.key, SHA256())
-    )
-    pems = Pems(pem_of_key(key), pem(certificate), pem(signer.certificate))
-    identities.folder(Path("tls"), pems)
-    assert says in problems(kv, "tls")
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [("", "has no key"), ("nothing", "has no key"), (None, "No such file")],
-)
-def test_show_of_what_is_no_such_file(kv: Shell, content: str | None, says: str) -> None:
-    if content is not None:
-        Path("x").write_text(content)
-    assert says in kv.refused("show", "x")
 
 
 # --- revoke ---------------------------------------------------------------------------------------
@@ -427,8 +315,3 @@ def test_commands_at_once_lose_nothing(there: Shell) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(_revoke, range(4)))
     assert (FOLDER / "revoked").read_text().count("\n") == 4
-
-
-def test_each_command_has_examples(kv: Shell) -> None:
-    for name in ("init", "issue", "show", "revoke"):
-        assert f"Examples:\n    kvstore auth {name}" in kv.done(name, "--help")

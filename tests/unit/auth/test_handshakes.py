@@ -16,7 +16,7 @@ from kvstore.auth import certificates
 from kvstore.auth.certificates import Wanted
 from kvstore.auth.credentials import MASTER_NAME, NODE_NAME, Credentials, channel_options
 from tests.support import identities
-from tests.support.identities import ENGINE, MASTER, NODE, NOW, credentials, shake, write
+from tests.support.identities import ENGINE, MASTER, NODE, NOW, credentials, shake
 
 WITHIN_S = 10.0
 
@@ -97,24 +97,6 @@ def test_grpc_hands_on_who_the_peer_is(tmp_path: Path, signer: certificates.Sign
     with serving(credentials(tmp_path, signer, MASTER)) as address:
         found = call(address, credentials(tmp_path, signer, ENGINE))
     assert found.startswith("kvstore:engine/e?id=")
-
-
-def test_the_name_of_an_identity_is_no_name_of_a_server(
-    tmp_path: Path, signer: certificates.Signer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """OpenSSL and gRPC look at the common name of certificates without a name of DNS.
-
-    Such a certificate may not serve, and kvstore auth issue refuses that name. Another CA could
-    issue it without that bound: ssl can be told to refuse it, gRPC cannot.
-    """
-    monkeypatch.setattr(certificates, "_check", lambda *_, **__: None)
-    client = credentials(tmp_path, signer, ENGINE)
-    named = ENGINE._replace(name=MASTER_NAME)
-    with pytest.raises(ssl.SSLError):
-        both(client, credentials(tmp_path, signer, named))
-    monkeypatch.setattr(Wanted, "serves", property(lambda _: True))
-    with pytest.raises(ssl.SSLError, match="Hostname mismatch"):
-        shake(client.client(), credentials(tmp_path, signer, named).server())
 
 
 @pytest.mark.parametrize(
@@ -198,16 +180,3 @@ def test_no_session_is_resumed(tmp_path: Path, signer: certificates.Signer) -> N
     master, engine = (credentials(tmp_path, signer, each) for each in (MASTER, ENGINE))
     client, _ = shake(engine.client(), master.server())
     assert client.session is None or not client.session.has_ticket
-
-
-def test_the_same_file_serves_curl(tmp_path: Path, signer: certificates.Signer) -> None:
-    """``curl --cacert FILE --cert FILE``: ssl loads key, chain and authorities from it."""
-    path = write(tmp_path / "e.auth", identities.content(signer, ENGINE))
-    plain = ssl.create_default_context(cafile=str(path))
-    plain.load_cert_chain(str(path))
-    master = credentials(tmp_path, signer, MASTER._replace(hosts=("cache.example", "10.0.0.7")))
-    for name in ("cache.example", "10.0.0.7"):
-        _, server = shake(plain, master.server(), name)
-        assert identities.uris(server)[0].startswith("kvstore:engine/e?")
-    with pytest.raises(ssl.SSLError):
-        shake(plain, master.server(), "10.0.0.8")

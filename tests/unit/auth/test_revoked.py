@@ -52,13 +52,6 @@ def test_a_number_is_known_as_other_tools_write_it(tmp_path: Path, line: str) ->
     assert has(Revoked(str(path)))
 
 
-def test_certificates_without_a_number_are_never_revoked(tmp_path: Path) -> None:
-    path = tmp_path / "revoked"
-    path.write_text("\n# nothing\n0\n1\n")
-    assert not has(Revoked(str(path)), "")
-    assert not has(Revoked(""))
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [(None, "cannot be read"), ("no list\n", "is no number"), ("9c41\n<html>\n", "is no number"),

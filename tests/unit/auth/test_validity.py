@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -16,13 +16,9 @@ from cryptography.x509.oid import NameOID
 
 from kvstore.auth import certificates, credentials
 from kvstore.auth.credentials import Credentials
-from kvstore.auth.validity import DAY_S, FOREVER, Validity, validity_of
-from kvstore.diagnosis.identity import identity
-from kvstore.diagnosis.problems import of_identity
+from kvstore.auth.validity import DAY_S, Validity, validity_of
 from tests.support import identities
-from tests.support.identities import ENGINE, NOW, content, write
-
-DAY = timedelta(days=1)
+from tests.support.identities import ENGINE, content, write
 
 
 @pytest.fixture(scope="module")
@@ -71,29 +67,6 @@ def test_the_times_are_those_of_the_certificate(until: datetime, names: int) -> 
     assert found == Validity(since.timestamp(), until.timestamp())
 
 
-def test_of_a_chain_the_first_that_ends_counts() -> None:
-    since = datetime(2025, 1, 1, tzinfo=UTC)
-    chain = [certificate(since, since + days * DAY) for days in (90, 30, 3_650)]
-    assert validity_of("".join(chain)).until == (since + 30 * DAY).timestamp()
-
-
-@pytest.mark.parametrize(
-    "chain", ["", "-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----"]
-)
-def test_times_that_cannot_be_read_never_end(chain: str) -> None:
-    assert validity_of(chain) == FOREVER
-    assert not FOREVER.ends_soon(1e12)
-
-
-@pytest.mark.parametrize(
-    ("days", "left", "soon"),
-    [(365, 31, False), (365, 29, True), (365, -1, True), (20, 6, False), (20, 4, True)],
-)
-def test_what_ends_soon_depends_on_its_whole_time(days: int, left: int, soon: bool) -> None:
-    found = Validity(0.0, days * DAY_S)
-    assert found.ends_soon((days - left) * DAY_S) is soon
-
-
 # --- who says it ------------------------------------------------------------------------------
 
 
@@ -133,32 +106,3 @@ def test_a_process_says_it_once_a_day(
     now += DAY_S
     found.remind()
     assert not said(caplog)
-
-
-@pytest.mark.parametrize(
-    ("days_ago", "state", "words"),
-    [(0, "ok", "is valid until"), (345, "warning", "ends on"), (366, "problem", "has ended on")],
-)
-def test_the_doctor_says_it(valid: Valid, days_ago: int, state: str, words: str) -> None:
-    [found] = identity(valid(days_ago=days_ago))
-    assert found.state == state
-    assert words in found.found
-    assert ("kvstore auth issue" in found.advice) is (state != "ok")
-
-
-def test_the_dashboard_says_it() -> None:
-    now_ms = int(NOW.timestamp() * 1000)
-    assert of_identity(None, now_ms) == []
-    assert of_identity(_ending_in(15 * DAY_S), now_ms) == []
-    [soon] = of_identity(_ending_in(13 * DAY_S), now_ms)
-    assert soon.level == "warning"
-    assert "ends in 13 d" in soon.text
-    [ended] = of_identity(_ending_in(-1), now_ms)
-    assert ended.level == "bad"
-    assert of_identity(_ending_in(DAY_S // 2, whole_s=DAY_S), now_ms) == []
-    assert len(of_identity(_ending_in(DAY_S // 5, whole_s=DAY_S), now_ms)) == 1
-
-
-def _ending_in(seconds: float, whole_s: float = 365 * DAY_S) -> Validity:
-    until = NOW.timestamp() + seconds
-    return Validity(until - whole_s, until)

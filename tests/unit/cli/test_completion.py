@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from kvstore.cli.completion import PROGRAMS, SHELLS
+from kvstore.cli.completion import SHELLS
 from kvstore.cli.main import LATE, cli
 from tests.support.processes import run_python
 from tests.unit.cli.conftest import KV
@@ -28,21 +27,6 @@ NAMES = sorted({*LATE, *cli.commands})
 @pytest.fixture
 def store() -> None:
     """No command here needs one."""
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_a_script_is_for_each_program(kv: KV, shell: str) -> None:
-    said = kv("completion", shell)
-    assert said.code == 0
-    for program in PROGRAMS:
-        variable = f"_{program.replace('-', '_').upper()}_COMPLETE={shell}_complete"
-        assert re.search(rf"{variable}\b", said.out), program
-
-
-def test_a_shell_that_is_not_known(kv: KV) -> None:
-    said = kv("completion", "tcsh")
-    assert said.code == 2
-    assert "'bash', 'zsh', 'fish'" in said.err
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -116,15 +100,3 @@ def test_no_command_waits_for_a_slow_package() -> None:
         check=True,
     )
     assert said.stdout == ""
-
-
-def test_the_list_of_commands_loads_none() -> None:
-    assert {"auth", "bench", "version", "why"} < set(completed("kvstore "))
-    said = run_python(
-        "-c",
-        "import sys; from kvstore.cli.main import cli; import click\n"
-        "cli.shell_complete(click.Context(cli, info_name='kvstore'), '')\n"
-        "print([name for name in sys.modules if name == 'kvstore.cli.bench'])",
-        check=True,
-    )
-    assert said.stdout == "[]\n"

@@ -3,7 +3,6 @@ names values by words of the thing."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import click
@@ -27,10 +26,6 @@ PROGRAMS: dict[str, click.Command] = {
     "kvstore-node": node.command,
     "kvstore-proxy": proxy.command,
 }
-EVERYWHERE = {
-    "--config", "--strict-config", "--master", "--auth", "--cluster", "--timeout-ms", "--json",
-    "--debug", "--version", "--help",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("flags", [(), ("-OO",)])
@@ -55,52 +50,6 @@ def contexts() -> Iterator[click.Context]:
 
 
 COMMANDS = {context.command_path: context for context in contexts()}
-
-
-@pytest.mark.parametrize("path", COMMANDS)
-def test_values_are_called_by_words_of_the_thing(path: str) -> None:
-    context = COMMANDS[path]
-    of_types = {
-        word
-        for kind in (click.STRING, click.INT, click.FLOAT, click.UUID, click.BOOL, click.Path(),
-                     click.Path(file_okay=False), click.Path(dir_okay=False), click.File(),
-                     click.IntRange(), click.FloatRange())
-        for word in kind.name.upper().split()
-    } - {"FILE"}  # fmt: skip
-    for each in context.command.params:
-        if isinstance(each, click.Option) and not each.is_flag and not each.hidden:
-            words = set(re.findall(r"\w+", each.make_metavar(context)))
-            assert not words & of_types, each.opts
-
-
-@pytest.mark.parametrize("path", COMMANDS)
-def test_own_options_come_before_the_common_ones(path: str) -> None:
-    text = COMMANDS[path].command.get_help(COMMANDS[path])
-    before, title, after = text.partition("\nCommon options:\n")
-    assert title
-    own = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", before, re.MULTILINE))
-    common = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", after.partition("\n\n")[0], re.MULTILINE))
-    if path in (
-        "kvstore",
-        "kvstore-proxy",
-        "kvstore bench",
-        "kvstore-node",
-        "kvstore-master",
-        "kvstore auth init",
-        "kvstore clean",
-    ):
-        own -= {"--master", "--auth", "--cluster", "--timeout-ms"}  # they mean more there
-    assert not own & EVERYWHERE
-    assert common <= EVERYWHERE
-
-
-@pytest.mark.parametrize("path", COMMANDS)
-def test_a_namespace_is_said_of_the_command(path: str) -> None:
-    context = COMMANDS[path]
-    for each in context.command.params:
-        if "--namespace" in each.opts and path != "kvstore":
-            assert isinstance(each, click.Option)
-            assert "calls that name none" not in (each.help or "")
 
 
 def test_every_command_stands_in_one_section_of_the_help() -> None:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-import click
 import numpy as np
 import pytest
 
 import kvstore
 from kvstore import calls
-from kvstore._version import __version__
 from kvstore.bench import harness
 from kvstore.bench.rows import Table
 from kvstore.calls import PutOutcome
 from kvstore.cli import bench as cli_bench
-from kvstore.cli import doctor as cli_doctor
 from kvstore.cli.main import LATE, cli
 from kvstore.client.flows.asking import ObjectStat
 from kvstore.config import ClientConfig
@@ -130,23 +126,6 @@ def test_help_shows_an_example_and_the_variables(kv: KV) -> None:
     assert "Exit codes" in text
 
 
-def test_help_shows_the_commands_before_the_options(kv: KV) -> None:
-    for text in (kv("--help").out, "".join(kv()[1:])):
-        assert (
-            0
-            < text.index("Start a store:")
-            < text.index("Repair and set up:")
-            < text.index("Options:")
-        )
-
-
-@pytest.mark.parametrize("name", LATE)
-def test_help_says_of_each_command_what_it_says_of_itself(kv: KV, name: str) -> None:
-    command = cli.get_command(click.Context(cli), name)
-    assert command is not None
-    assert LATE[name].rstrip(".") in " ".join((command.help or "").split())
-
-
 def imported_by(*arguments: str) -> set[str]:
     """The packages that one run of the command imports."""
     code = (
@@ -197,13 +176,6 @@ def test_put_from_standard_input(
     assert store.objects[NAMESPACE, b"k"] == b"piped"
 
 
-def test_an_empty_file_is_a_value(kv: KV, store: FakeClient, tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    assert kv("put", "nothing", str(tmp_path / "empty")).code == 0
-    assert store.objects[NAMESPACE, b"nothing"] == b""
-    assert kv("get", "nothing") == Result(0, "", "")
-
-
 def test_put_says_what_it_was(kv: KV, store: FakeClient, tmp_path: Path) -> None:
     (tmp_path / "in").write_bytes(b"x")
     kv("put", "k", str(tmp_path / "in"))
@@ -211,15 +183,6 @@ def test_put_says_what_it_was(kv: KV, store: FakeClient, tmp_path: Path) -> None
         "k: was there already; its bytes stay, yours were not stored\n"
     )
     assert "stored" in kv("put", "k", str(tmp_path / "in"), "--overwrite").out
-
-
-def test_put_hands_its_options_on(kv: KV, store: FakeClient, tmp_path: Path) -> None:
-    (tmp_path / "in").write_bytes(b"x")
-    words = "--hex --parent 00ff --replicas 2 --overwrite --ttl 1.5 --namespace ns"
-    assert kv("put", "0a", str(tmp_path / "in"), *words.split()).code == 0
-    assert store.objects == {("ns", b"\n"): b"x"}
-    options = {"parent": b"\x00\xff", "replicas": 2, "overwrite": True, "ttl": 1.5}
-    assert store.puts == [options]
 
 
 def test_arrays_keep_dtype_and_shape(kv: KV, store: FakeClient, tmp_path: Path) -> None:
@@ -231,13 +194,6 @@ def test_arrays_keep_dtype_and_shape(kv: KV, store: FakeClient, tmp_path: Path) 
     np.testing.assert_array_equal(np.load(tmp_path / "b.npy"), array)
     kv("get", "a", "-o", str(tmp_path / "raw"))
     assert (tmp_path / "raw").read_bytes() == array.tobytes()
-
-
-def test_what_is_no_array_is_refused(kv: KV, tmp_path: Path) -> None:
-    (tmp_path / "a.npy").write_bytes(b"not an array")
-    result = kv("put", "a", str(tmp_path / "a.npy"), "--npy")
-    assert result.code == 2
-    assert "is not a NumPy array" in result.err
 
 
 def test_a_failed_get_leaves_the_old_file(kv: KV, store: FakeClient, tmp_path: Path) -> None:
@@ -360,14 +316,6 @@ def test_the_status_shows_tenants(
     assert (row["evicted_by_own"], row["evicted_by_others"], row["refused"]) == (72, 73, 74)
 
 
-def test_the_status_shows_versions_of_nodes_while_they_differ(kv: KV, store: FakeClient) -> None:
-    assert "last heard  version" not in kv("status").out
-    store.node_version = "0.0.9"
-    assert "0.0.9" in kv("status").out
-    store.node_version = ""
-    assert "not known" in kv("status").out
-
-
 @pytest.mark.parametrize("more", [[], ["--all"], ["--json"], ["--namespace", NAMESPACE]])
 def test_nothing_is_cleared_where_nobody_can_be_asked(
     kv: KV, store: FakeClient, monkeypatch: pytest.MonkeyPatch, more: list[str]
@@ -392,11 +340,6 @@ def test_who_clears_is_asked(
     assert (result.code, not store.objects) == (code, code == 0)
     assert "Remove all objects of every namespace?" in result.err
     assert kv("clear", "--all", "--json").code == 2, "a program is not asked"
-
-
-def test_version(kv: KV) -> None:
-    assert kv("--version").out.strip() == __version__
-    assert kv("version", "--json").json["kvstore"] == __version__
 
 
 # --- a benchmark of a store that is in use ---
@@ -455,38 +398,7 @@ def test_no_more_is_used_than_is_free(
     assert "the benchmark evicts nothing" in result.err
 
 
-def test_the_benchmark_of_a_running_store_shows_its_identity(
-    kv: KV, store: FakeClient, measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = ["bench", "--master", "a:1", "--memory", "64MiB", "--yes"]
-    kv("--auth", "a.auth", *command)
-    kv(*command, "--auth", "b.auth")
-    monkeypatch.setenv("KVSTORE_AUTH", "c.auth")
-    kv(*command)
-    assert [config.auth for config in store.configs] == ["a.auth", "b.auth", "c.auth"]
-    assert measured == [f"a:1 {64 << 20} as {each}" for each in ("a.auth", "b.auth", "c.auth")]
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        (["--rows", "get,nosuch"], "nosuch selects no row; the rows are put/shm/4KiB/1,"),
-        (["--rows", "get_view", "--transport", "tcp"], "the rows are put/tcp/4KiB/1,"),
-    ],
-)
-def test_rows_that_do_not_exist(kv: KV, measured: list[str], given: list[str], named: str) -> None:
-    result = kv("bench", *given)
-    assert (result.code, result.out) == (2, "")
-    assert named in result.err
-    assert not measured
-
-
 # --- settings and errors -----------------------------------------------------------------------
-
-
-def test_options_of_the_group_and_of_the_command(kv: KV, store: FakeClient) -> None:
-    kv("--master", "a:1", "--timeout-ms", "5", "--no-lane", "status", "--master", "b:2")
-    assert store.configs == [ClientConfig(master="b:2", timeout_ms=5, lane=False)]
 
 
 def test_options_of_the_group_may_stand_behind_the_command(kv: KV, store: FakeClient) -> None:
@@ -498,30 +410,6 @@ def test_options_of_the_group_may_stand_behind_the_command(kv: KV, store: FakeCl
         store.configs.clear()
         assert after == before, command
         assert after.cluster == "blue"
-
-
-def test_the_last_word_is_the_one_behind_the_command(kv: KV, store: FakeClient) -> None:
-    kv("--cluster", "blue", "ls", "--cluster", "green")
-    assert [each.cluster for each in store.configs] == ["green"]
-
-
-def test_an_identity_behind_the_command(
-    kv: KV, store: FakeClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kv("status", "--auth", "a.auth")
-    kv("--auth", "a.auth", "ls")
-    assert [each.auth for each in store.configs] == ["a.auth", "a.auth"]
-    checked: list[ClientConfig] = []
-
-    def checks(client: ClientConfig, *_: object, **__: object) -> list[object]:
-        checked.append(client)
-        return []
-
-    monkeypatch.setattr(cli_doctor, "_checks", checks)
-    monkeypatch.setattr(logging.getLogger("kvstore"), "level", logging.NOTSET)
-    kv("doctor", "--auth", "a.auth")
-    kv("--auth", "a.auth", "doctor")
-    assert [each.auth for each in checked] == ["a.auth", "a.auth"]
 
 
 @pytest.mark.parametrize(
@@ -542,10 +430,6 @@ def test_a_command_never_contributes_memory(
     assert store.configs == [ClientConfig()]
 
 
-def test_json_may_stand_before_the_command(kv: KV) -> None:
-    assert kv("--json", "status").json["epoch"] == 7
-
-
 def test_an_error_is_one_line(kv: KV, store: FakeClient) -> None:
     store.error = MasterUnreachableError(
         "no master at 127.0.0.1:1", advice="Start kvstore-master.", address="127.0.0.1:1"
@@ -562,20 +446,6 @@ def test_an_error_is_one_line(kv: KV, store: FakeClient) -> None:
             "fields": {"address": "127.0.0.1:1"},
         }
     }
-
-
-def test_debug_shows_where(kv: KV, store: FakeClient) -> None:
-    store.error = NoSpaceError("full")
-    assert "Traceback" not in kv("status").err
-    assert "Traceback" in kv("status", "--debug").err
-
-
-def test_a_bug_of_ours_is_one_line_too(kv: KV, store: FakeClient) -> None:
-    store.error = ZeroDivisionError("oops")
-    result = kv("status")
-    assert result.code == 1
-    assert result.err.startswith("kvstore: unexpected ZeroDivisionError: oops. This is a bug")
-    assert result.err.count("\n") == 1
 
 
 def test_interrupted(kv: KV, store: FakeClient) -> None:
@@ -608,20 +478,6 @@ def test_asked_wrongly(kv: KV, arguments: list[str], says: str) -> None:
     as_json = kv(*arguments, "--json")
     assert as_json.code == 2
     assert json.loads(as_json.err)["error"]["message"]
-
-
-def test_a_file_that_is_not_there(kv: KV) -> None:
-    result = kv("put", "k", "/nowhere/file")
-    assert result.code == 1
-    assert result.err == "kvstore: /nowhere/file: No such file or directory\n"
-
-
-def test_a_misspelt_variable_is_told_and_stops_nothing(
-    kv: KV, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("KVSTORE_CLIENT_MASTRE", "a:1")
-    assert kv("status").code == 0
-    assert "Did you mean KVSTORE_CLIENT_MASTER?" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ import pytest
 from kvstore.cli import proxy
 from kvstore.cli.options import run
 from kvstore.cli.proxy_flags import EXAMPLE, IGNORED
-from kvstore.config import ProxyConfig, load, settings
-from kvstore.diagnosis import software
-from kvstore.errors import ConfigError
+from kvstore.config import ProxyConfig
 from tests.support.processes import run_python
 
 APP = "kvstore.proxy.app"
@@ -37,11 +35,6 @@ def code_of(*arguments: str) -> object:
     with pytest.raises(SystemExit) as ended:
         run(proxy.command, "kvstore-proxy", list(arguments))
     return ended.value.code
-
-
-def test_without_options_it_is_the_default(served: list[ProxyConfig]) -> None:
-    assert code_of() == 0
-    assert served == [ProxyConfig()]
 
 
 def test_instances_in_one_flag_or_in_several(served: list[ProxyConfig]) -> None:
@@ -97,13 +90,6 @@ def test_the_command_line_of_a_guide_works_as_typed(
     assert told == {"--model" if word == "-m" else word for word in typed} & {*IGNORED}
 
 
-def test_the_toy_proxy_assumes_what_is_not_named(served: list[ProxyConfig]) -> None:
-    assert code_of("--prefiller-port", "8110") == 0
-    assert code_of("--decoder-host=d", "--prefill", "p:1") == 0
-    assert (served[0].prefill, served[0].decode) == (("localhost:8110",), ("localhost:8200",))
-    assert (served[1].prefill, served[1].decode) == (("p:1",), ("d:8200",))
-
-
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -134,34 +120,6 @@ def test_the_help_has_the_flags_of_guides_and_an_example_that_works(
     assert served[0].prefill == ("10.0.0.1:8100", "10.0.0.2:8100")
 
 
-def test_instances_in_the_environment_and_in_a_list_of_a_file() -> None:
-    environ = {"KVSTORE_PROXY_DECODE": "a:1 b:2", "KVSTORE_MASTER": "m", "KVSTORE_CONFIG": ""}
-    config = load(ProxyConfig, environ=environ)
-    assert (config.decode, config.master) == (("a:1", "b:2"), "m:50001")
-    assert load(ProxyConfig, {"decode": ["a:1", "b:2"]}, environ={}, config_path="").decode == (
-        "a:1",
-        "b:2",
-    )
-
-
-@pytest.mark.parametrize("decode", ["a", "a:0", "a:1,a:1", "http://a:1", 7])
-def test_what_is_no_list_of_instances(decode: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(ProxyConfig, {"decode": decode}, environ={}, config_path="")
-    assert caught.value.fields["key"] == "decode"
-
-
-def test_the_help_knows_every_setting_and_how_to_change_instances(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert code_of("--help") == 0
-    text = capsys.readouterr().out
-    for setting in settings(ProxyConfig):
-        assert setting.flag in text
-        assert setting.variables[0] in text
-    assert "curl -X POST localhost:8000/admin/instances/10.0.0.4:8200/drain" in text
-
-
 def test_without_the_extra_it_says_what_to_install() -> None:
     program = (
         "import sys; sys.modules['aiohttp'] = None; sys.argv[1:] = ['--port', '0']; "
@@ -170,20 +128,6 @@ def test_without_the_extra_it_says_what_to_install() -> None:
     done = run_python("-c", program)
     assert done.returncode == 1
     assert "pip install 'aiohttp>=3.12'" in done.stderr
-
-
-def test_each_package_that_it_imports_is_named_with_the_extra_and_by_doctor() -> None:
-    """cbor2 is the one of them that nothing else brings."""
-    program = (
-        "import sys; sys.modules['cbor2'] = None; sys.argv[1:] = ['--port', '0']; "
-        "from kvstore.cli.proxy import main; main()"
-    )
-    done = run_python("-c", program)
-    assert done.returncode == 1
-    assert "the proxy needs cbor2" in done.stderr
-    assert "[proxy]" in done.stderr
-    checked = [finding.found for finding in software.optional()]
-    assert any(what.startswith("cbor2 ") for what in checked), checked
 
 
 @pytest.mark.parametrize("by", ["a flag", "a variable"])
@@ -202,12 +146,3 @@ def test_a_token_that_can_be_guessed_is_refused(
     assert "must be 16 to 256 letters" in said
     assert token not in said
     assert not served
-
-
-def test_a_token_of_the_administrator(
-    monkeypatch: pytest.MonkeyPatch, served: list[ProxyConfig]
-) -> None:
-    monkeypatch.setenv("KVSTORE_PROXY_ADMIN_TOKEN", "sixteen-letters-")
-    assert code_of() == 0
-    assert [config.admin_token for config in served] == ["sixteen-letters-"]
-    assert "sixteen-letters-" not in repr(served)

@@ -58,16 +58,6 @@ def code_of(call: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize(("command", "name", "kind"), COMMANDS)
-def test_without_options_it_is_the_default(
-    served: Served, command: Any, name: str, kind: type[Config]
-) -> None:
-    assert code_of(lambda: run(command, name, [])) == 0
-    (call,) = served.calls
-    assert call[0] == kind()
-    assert not any(value for name, value in call[1].items() if name != "repairs")
-
-
-@pytest.mark.parametrize(("command", "name", "kind"), COMMANDS)
 def test_the_help_knows_every_setting_its_variable_and_an_example(
     command: Any, name: str, kind: type[Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,11 +104,6 @@ def test_a_parent_is_told_of_a_wrong_setting(
     assert said["error"] == "config"
     assert "--memory" in said["message"]
     assert capsys.readouterr().err == ""
-
-
-def test_the_exit_code_is_what_serving_returned(served: Served) -> None:
-    served.code = 5
-    assert code_of(lambda: run(node.command, "kvstore-node", [])) == 5
 
 
 def test_an_error_at_start_is_one_line(served: Served, capsys: pytest.CaptureFixture[str]) -> None:

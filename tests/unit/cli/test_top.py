@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from kvstore.calls import ClusterStatus, Counter, NamespaceStatus, NodeStatus, SegmentStatus
-from kvstore.cli.top import BAR, NAMESPACES, Snapshot, bar, page, rates, show
+from kvstore.cli.top import NAMESPACES, Snapshot, page, rates, show
 
 LEAVES_SCREEN = "\x1b[?1049l"
 
@@ -34,11 +34,6 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
     assert rates(before, after, 2.0) == {"stored_objects": 15.0, "evicted_objects": 3.0}
 
 
-def test_counters_of_another_master_are_not_compared() -> None:
-    assert rates(status(1, stored_objects=10), status(2, stored_objects=1), 2.0) == {}
-    assert rates(None, status(stored_objects=10), 2.0) == {}
-
-
 def test_a_page() -> None:
     after = status(matched_objects=75, missed_objects=25, stored_objects=1234)
     text = shown(Snapshot(after, {"matched_objects": 1.0, "missed_objects": 3.0}))
@@ -49,10 +44,6 @@ def test_a_page() -> None:
     assert f"'space-{NAMESPACES + 4}\\x1b'" in text
     assert "space-4" not in text.replace("space-14", ""), "only the largest"
     assert "\x1b" not in text
-
-
-def test_a_master_that_does_not_answer() -> None:
-    assert "no answer from m:1: gone" in shown(Snapshot(None, {}, "gone"))
 
 
 @pytest.mark.parametrize("how", ["count", "interrupt", "error"])
@@ -74,10 +65,3 @@ def test_the_last_look_stays_in_the_terminal(how: str) -> None:
     _, _, after = out.getvalue().rpartition(LEAVES_SCREEN)
     assert "no answer from m:1: gone" in after
     assert "node[/a]" not in after
-
-
-def test_bars() -> None:
-    assert bar(0, 100) == "░" * BAR
-    assert bar(100, 100) == "█" * BAR
-    assert bar(50, 100).count("█") == BAR // 2
-    assert bar(0, 0) == "░" * BAR

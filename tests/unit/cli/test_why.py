@@ -13,9 +13,7 @@ import kvstore
 from kvstore import calls
 from kvstore.calls import ClientTraffic, MissedKey, NamespaceTraffic
 from kvstore.config import ClientConfig
-from kvstore.errors import NodeUnreachableError
 from kvstore.limits import FLEET_NAMESPACE, Key
-from kvstore.texts import shown_text
 from tests.unit.cli.conftest import KV
 
 HOSTILE = "".join(map(chr, range(256))) + "\u202e\u200b\u2028\U000e0001模é"
@@ -144,39 +142,6 @@ def test_a_program_gets_the_same(why: KV) -> None:
     }  # fmt: skip
 
 
-def test_states_of_recurrent_layers_are_counted_apart(why: KV, store: FakeClient) -> None:
-    names = [f"vllm/aa/g{group}/p0t0" for group in range(2)]
-    value = json.loads(record("a", groups=[{"kind": "FullAttentionSpec"}, {"state": []}]))
-    store.records = {b"m/a": json.dumps({**value, "namespaces": names}).encode()}
-    store.spaces = [space(names[0], 8, [writer()]), space(names[1], 3, [writer()])]
-    told = "holds   3 states of recurrent layers, 3.00 MiB; 8 blocks of attention, 8.00 MiB"
-    assert told in why().out
-    (party,) = json.loads(why("--json").out)["parties"]
-    assert party["objects"] == 11
-    assert (party["state_objects"], party["state_size"]) == (3, 3 << 20)
-
-
-@pytest.mark.usefixtures("two_engines")
-def test_the_setting_for_another_cut_is_on_the_screen(why: KV, store: FakeClient) -> None:
-    assert "states" not in why().out
-    groups = [[{"block_tokens": size}] for size in (16, 32)]
-    store.records = {
-        b"m/a": record("a", groups=groups[0]), b"m/b": record("b", groups=groups[1])
-    }  # fmt: skip
-    shown = why().out
-    assert 'only another cut: block size: 16 writes, 32 asks ("block_tokens": 16' in shown
-    assert max(map(len, shown.splitlines())) <= 100
-    (cause,) = json.loads(why("--json", "--model", "m").out)["causes"]
-    assert (cause["fields"], len(cause["cuts"])) == ([], 1)
-
-
-def test_what_works_is_no_failure(why: KV, store: FakeClient) -> None:
-    store.spaces = [space("n", 8, [writer()], [reader(found=8)])]
-    result = why("n")
-    assert result.code == 0
-    assert "100 % of 8 keys asked in n were found" in result.out
-
-
 @pytest.mark.usefixtures("two_engines")
 @pytest.mark.parametrize("asked", [["nope"], ["--model", "nope"]])
 def test_a_name_that_is_not_there_is_said_with_those_that_are(why: KV, asked: list[str]) -> None:
@@ -187,60 +152,11 @@ def test_a_name_that_is_not_there_is_said_with_those_that_are(why: KV, asked: li
     assert json.loads(why("--json", *asked).out)["causes"] == []
 
 
-def test_a_namespace_and_a_model_exclude_each_other(why: KV) -> None:
-    assert why("n", "--model", "m").code == 2
-
-
-def test_records_that_cannot_be_read_are_a_note(why: KV, two_engines: FakeClient) -> None:
-    two_engines.error = NodeUnreachableError("node \x1b[2J does not answer")
-    result = why()
-    assert "note: the records of engines could not be read: node \\x1b[2J" in result.out
-    assert "prefill-1" in result.out, "the rest is shown"
-
-
-def test_records_of_strangers_are_passed_over(why: KV, two_engines: FakeClient) -> None:
-    for number, value in enumerate(
-        (b"", b"{", b"[]", b"7", b"\xff", b'{"description": 7}', b"[" * 10_000, b'{"a":' * 50_000)
-    ):
-        two_engines.records[b"x/%d" % number] = value
-    two_engines.records[b"y"] = bytes(2 << 20)
-    deep: Any = 1
-    for _ in range(300):
-        deep = {"a": deep}
-    two_engines.records[b"m/b"] = record("b", deep=deep)
-    two_engines.records[b"m/a"] = record("a", deep={"a": {"a": {"a": {"a": 1}}}})
-    result = why()
-    assert result.code == 1
-    assert "deep.a.a.a: " in result.out
-
-
 def test_a_missed_key_is_looked_for_in_other_namespaces(why: KV, store: FakeClient) -> None:
     store.spaces = [space("x", 4, [writer()]), space("y", 0, [], [reader()], [missed()])]
     store.held = {("x", b"\x01" * 32)}
     result = why("y")
     assert "a key that decode-1 asked for in y is stored in x" in result.out
-
-
-def test_objects_without_ancestors_are_looked_for(why: KV, store: FakeClient) -> None:
-    store.spaces = [space("x", 4, [writer()], [reader()], [missed()])]
-    store.rows = {"x": ["detached"] * 3 + ["complete"]}
-    assert "3 of 4 objects in x have a missing ancestor" in why().out
-
-
-def test_objects_from_before_the_masters_start_are_shown(why: KV, store: FakeClient) -> None:
-    store.status_rows = [calls.NamespaceStatus("old", 5, 4096)]
-    result = why()
-    assert result.code == 0
-    assert "old: 5 objects" in result.out
-
-
-def test_many_namespaces_stay_on_one_screen(why: KV, store: FakeClient) -> None:
-    store.spaces = [
-        space(f"n{number}", 8, [writer(f"w{each}") for each in range(32)]) for number in range(500)
-    ]
-    assert len(why().out.splitlines()) < 80
-    found = json.loads(why("--json").out)
-    assert (len(found["parties"]), found["others"]) == (32, 468)
 
 
 def test_no_name_reaches_the_terminal_as_it_is(why: KV, store: FakeClient) -> None:
@@ -267,18 +183,3 @@ def test_no_name_reaches_the_terminal_as_it_is(why: KV, store: FakeClient) -> No
         result = why(*arguments)
         shown = (result.out + result.err).replace("\n", "")
         assert shown.isprintable(), [char for char in shown if not char.isprintable()]
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("plain", "plain"),
-        ("模 é", "模 é"),
-        ("\x1b[31m", "\\x1b[31m"),
-        ("a\nb\t\x7f\x9b", "a\\nb\\t\\x7f\\x9b"),
-        ("\u202e\ud800", "\\u202e\\ud800"),
-        ("x" * 90, "x" * 79 + "…"),
-    ],
-)
-def test_text_of_strangers(text: str, shown: str) -> None:
-    assert shown_text(text) == shown

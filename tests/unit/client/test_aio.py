@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
-import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,7 +12,7 @@ import pytest
 
 from kvstore import AsyncClient, Client
 from kvstore.client import aio
-from kvstore.errors import ClosedError, DeadlineExceededError, InvalidArgumentError
+from kvstore.errors import DeadlineExceededError
 from kvstore.process.stopping import CallStoppedError, current
 
 
@@ -129,72 +127,5 @@ def test_calls_beyond_the_threads_wait_until_their_deadlines(
             assert all(question.written for question in questions)
             assert not third.begun.is_set()
             assert not fourth.begun.is_set()
-
-    asyncio.run(scenario())
-
-
-def test_a_call_that_waited_has_what_is_left_of_its_time() -> None:
-    def deadline(client: Client, *, timeout_ms: int) -> float:
-        stop = current()
-        assert stop is not None
-        return stop.deadline
-
-    async def scenario() -> None:
-        async with unconnected() as client:
-            short = await client._carry_out(deadline, timeout_ms=1_000)
-            assert 50 < await client._carry_out(deadline, timeout_ms=61_000) - short < 70
-            with pytest.raises(InvalidArgumentError):
-                await client._carry_out(deadline, timeout_ms=0)
-
-    asyncio.run(scenario())
-
-
-def test_a_loop_that_is_closed_around_a_call_leaves_the_memory_alone() -> None:
-    client = AsyncClient()
-    transfer = Transfer()
-    loop = asyncio.new_event_loop()
-    calling = client._carry_out(transfer)
-    task = loop.create_task(calling)
-    while not transfer.begun.is_set():
-        loop.run_until_complete(asyncio.sleep(0.001))
-    loop.close()
-    del task
-    calling.close()
-    assert transfer.ended.is_set()
-    asyncio.run(client.close())
-
-
-def test_the_error_of_a_call_holds_no_cycle() -> None:
-    class Held:
-        pass
-
-    def fail(client: Client) -> None:
-        raise ValueError("a bug")
-
-    async def fails(client: AsyncClient, held: list[weakref.ref[Held]]) -> None:
-        mine = Held()
-        held.append(weakref.ref(mine))
-        await client._carry_out(fail)
-
-    async def scenario() -> None:
-        async with unconnected() as client:
-            held: list[weakref.ref[Held]] = []
-            gc.disable()
-            try:
-                with pytest.raises(ValueError, match="a bug"):
-                    await fails(client, held)
-                assert held[0]() is None
-            finally:
-                gc.enable()
-
-    asyncio.run(scenario())
-
-
-def test_a_closed_client_refuses_calls() -> None:
-    async def scenario() -> None:
-        async with unconnected() as client:
-            await client.close()
-            with pytest.raises(ClosedError):
-                await client.get("k")
 
     asyncio.run(scenario())

@@ -61,13 +61,6 @@ def test_pieces_are_asked_for_until_one_is_not_all_there(present: int, calls_mad
     assert [size for _, size in master.asked] == [BATCH_KEYS_MAX] * calls_made
 
 
-def test_a_short_chain_is_one_call() -> None:
-    master = Master(5)
-    assert run(master, 5) == [Match(5, 0)]
-    assert len(master.asked) == 1
-    assert run(master, 0) == [Match(0, 0)]
-
-
 def test_a_namespace_that_has_ended_is_not_asked_again() -> None:
     master = Master(BATCH_KEYS_MAX + 1, 3)
     found = run(master, BATCH_KEYS_MAX + 2)
@@ -106,23 +99,6 @@ def test_chains_and_states_are_one_question() -> None:
     assert run_reach(master, 10) == (7, False, 5)
     assert master.asked == [(SPACES, 10)]
     assert run_reach(States(states=[2, 5, 8]), 10) == (10, False, 8)
-
-
-def test_a_state_beyond_what_the_chains_reach_is_asked_for_again() -> None:
-    master = States(7, states=[2, 5, 8], in_pieces=True)
-    assert run_reach(master, 10) == (7, False, 5)
-    assert master.asked == [(SPACES[:1], 10), ([], 7)]
-
-
-def test_of_more_keys_than_a_call_has_the_last_ones_are_asked_first() -> None:
-    class Chains(States):
-        def __call__(self, request: calls.MatchPrefix) -> calls.Matched:
-            return super().__call__(request._replace(states=[Namespace("s")]))
-
-    number = 2 * BATCH_KEYS_MAX
-    master = Chains(number - 1, states=[3, BATCH_KEYS_MAX - 2])
-    assert run_reach(master, number) == (number - 1, False, BATCH_KEYS_MAX - 2)
-    assert master.asked[-2:] == [([], BATCH_KEYS_MAX), ([], BATCH_KEYS_MAX - 1)]
 
 
 def test_a_removal_is_asked_again_until_a_node_is_there_that_remembers_it() -> None:

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvstore.calls import SegmentInfo
-from kvstore.client import movers as module
 from kvstore.client.flows.steps import Transfer
 from kvstore.client.movers import Movers
 from kvstore.clocks import uptime
 from kvstore.errors import (
     ClosedError,
-    DeadlineExceededError,
     NodeUnreachableError,
     SegmentGoneError,
 )
@@ -130,22 +128,6 @@ def test_the_first_transport_that_reaches_a_segment_moves_it(
     assert tcp.calls == [("write", 2, 5.0)]
 
 
-def test_what_was_read_is_counted_by_transport(movers: Movers) -> None:
-    def moves(number: int, size: int, *, write: bool = False) -> Transfer:
-        return Transfer(segment(number), [Move(0, memoryview(bytearray(size)))] * 2, write)
-
-    movers.move([moves(1, 10)], 5.0)
-    movers.move([moves(2, 7)], 5.0)
-    movers.move([moves(2, 5), moves(3, 3, write=True)], 5.0)
-    assert movers.read_bytes == {"shm": 20, "tcp": 24}
-
-
-def test_the_earlier_deadline_counts(movers: Movers, shm: FakeTransport) -> None:
-    movers.move([transfer(1, deadline=3.0)], 5.0)
-    movers.move([transfer(1, deadline=7.0)], 5.0)
-    assert [deadline for _, _, deadline in shm.calls] == [3.0, 5.0]
-
-
 def test_several_nodes_are_moved_at_the_same_time(movers: Movers, tcp: FakeTransport) -> None:
     tcp.meeting = threading.Barrier(2)
     assert movers.move([transfer(2), transfer(3)], uptime() + 5) == [None, None]
@@ -157,34 +139,6 @@ def test_an_error_is_the_result_of_its_transfer_alone(
     error = tcp.errors[2] = NodeUnreachableError("refused")
     assert movers.move([transfer(1), transfer(2), transfer(3)], 5.0) == [None, error, None]
     assert shm.forgotten == tcp.forgotten == [2]
-
-
-def test_an_error_keeps_no_memory_of_the_segment(movers: Movers, shm: FakeTransport) -> None:
-    """Frames of the transport refer to it: a kept error would keep it mapped."""
-    shm.errors[1] = DeadlineExceededError("late")
-    shm.errors[1].__context__ = ValueError("why")
-    [error] = movers.move([transfer(1)], 5.0)
-    assert error is not None
-    assert error.__traceback__ is None
-    assert error.__context__ is None
-
-
-def test_what_is_gone_is_swept_again_and_again(
-    movers: Movers, tcp: FakeTransport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also after a bug in it, and though no call is made any more."""
-    monkeypatch.setattr(module, "SWEEP_S", 0.01)
-    movers.move([transfer(2)], 5.0)
-    assert tcp.swept_twice.wait(10)
-
-
-def test_a_deadline_says_nothing_of_the_segment(
-    movers: Movers, shm: FakeTransport, tcp: FakeTransport
-) -> None:
-    """Others are using what is known of it."""
-    error = tcp.errors[2] = DeadlineExceededError("late")
-    assert movers.move([transfer(2)], 5.0) == [error]
-    assert shm.forgotten == tcp.forgotten == []
 
 
 def test_nothing_is_moved_any_more_once_a_call_has_raised(
@@ -216,18 +170,6 @@ def test_a_call_is_cut_short(movers: Movers, tcp: FakeTransport, numbers: list[i
     assert movers.move([transfer(3)], 5.0) == [None]
 
 
-def test_a_segment_that_nobody_reaches(movers: Movers) -> None:
-    (error,) = movers.move([transfer(9, write=True)], 5.0)
-    assert isinstance(error, NodeUnreachableError)
-    assert error.fields == {
-        "node": "node-9",
-        "address": "127.0.0.1:1",
-        "tried": 0,
-        "settled": 1,
-    }
-    assert "shm, tcp" in str(error)
-
-
 def test_views_are_of_mapped_memory_only(movers: Movers, shm: FakeTransport) -> None:
     mapped = movers.view(segment(1), 0, 6)
     assert mapped is not None
@@ -237,12 +179,3 @@ def test_views_are_of_mapped_memory_only(movers: Movers, shm: FakeTransport) -> 
     with pytest.raises(SegmentGoneError):
         movers.view(segment(1), 0, 6)
     assert shm.forgotten == [1]
-
-
-def test_after_closing(movers: Movers, shm: FakeTransport, tcp: FakeTransport) -> None:
-    movers.move([transfer(1), transfer(2)], 5.0)
-    movers.close()
-    assert shm.closed
-    assert tcp.closed
-    with pytest.raises(ClosedError):
-        movers.move([transfer(1), transfer(2)], 5.0)

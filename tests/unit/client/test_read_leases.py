@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import pytest
 
 from kvstore import calls
 from kvstore.client.flows import asking, getting, reading
-from kvstore.client.flows.ranges import ObjectParts, get_ranges
 from kvstore.client.flows.reading import Target
-from kvstore.client.leases import views as views_module
 from kvstore.client.leases.read_leases import IDLE_S
 from kvstore.client.leases.views import Views
 from kvstore.clocks import uptime
@@ -47,17 +44,6 @@ def test_a_get_releases_its_lease_with_the_next_call(world: World) -> None:
     assert [list(each.released) for each in world.requests(calls.Lookup)] == [[], [1]]
 
 
-def test_of_several_objects_only_those_that_were_read_before_are_leased_by_time(
-    world: World,
-) -> None:
-    get(world, A)
-    get(world, B, A, B)
-    assert [(each.lease, list(each.keys)) for each in world.requests(calls.Lookup)] == [
-        (1, [A]), (0, [A]), (2, [B, B]),
-    ]  # fmt: skip
-    assert world.context.leases.take() == [2]
-
-
 def test_a_failed_get_releases_its_lease_too(world: World) -> None:
     flow = reading.read(world.context, N, [Target(A)])
     next(flow)
@@ -77,32 +63,6 @@ def test_a_lookup_is_released_when_all_that_it_found_was_read_or_released(world:
     assert numbers(world) == [1, 2]
 
 
-def test_a_part_of_an_object_is_not_all_that_a_lookup_was_for(world: World) -> None:
-    world.run(getting.lookup(world.context, N, [A]))
-    for _ in range(2):
-        parts = ObjectParts(A, [(0, memoryview(bytearray(3)))])
-        world.run(get_ranges(world.context, N, [parts]))
-    assert not world.context.leases.take()
-    get(world, A)
-    assert world.context.leases.take() == numbers(world) == [1]
-
-
-def test_a_later_lookup_takes_the_place_of_an_earlier_one(world: World) -> None:
-    world.run(getting.lookup(world.context, N, [A]))
-    world.run(getting.lookup(world.context, N, [A]))
-    assert world.context.leases.take() == [1]
-    get(world, A)
-    assert world.context.leases.take() == [2]
-
-
-def test_a_view_keeps_the_lease_of_a_lookup(world: World) -> None:
-    world.run(getting.lookup(world.context, N, [A]))
-    flow = reading.locate(world.context, N, [A])
-    world.run(flow)
-    get(world, A)
-    assert not world.context.leases.take()
-
-
 def test_exists_and_match_are_released_by_the_reads_after_them(world: World) -> None:
     world.answers[calls.Exists] = calls.Existing(b"\1\0")
     world.run(asking.exists(world.context, N, [A, B], leases=True))
@@ -113,28 +73,6 @@ def test_exists_and_match_are_released_by_the_reads_after_them(world: World) -> 
     assert world.context.leases.take() == [1, 3]
     get(world, B)
     assert world.context.leases.take() == [2, 4]
-
-
-def test_a_match_for_an_engine_is_released_by_the_engine(world: World) -> None:
-    none = calls.NO_PLACEMENTS
-    world.answers[calls.MatchPrefix] = calls.Matched(EPOCH, 10_000, [calls.PrefixMatch(2, 0, none)])
-    reach = world.run(asking.match_all(world.context, [N], [], [A, B]))
-    get(world, B)
-    assert world.context.leases.take() == [2]
-    world.context.leases.done(reach.lease)
-    assert world.context.leases.take() == [1]
-
-
-def test_a_get_needs_no_thread(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start_thread(*_: object) -> NoReturn:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(views_module, "start_thread", start_thread)
-    views = Views(lambda *_: calls.ReleaseReply(), lease_margin_s=0.1, reads=world.context.leases)
-    get(world, A)
-    get(world, B)
-    assert world.context.leases.take() == [2]
-    views.close()
 
 
 def test_without_another_call_a_thread_releases(world: World) -> None:

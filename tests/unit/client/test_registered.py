@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,15 +20,6 @@ from kvstore.memory.raw import address_of, memory_at
 from tests.support.fake_device import FakeDriver
 
 PAGE = mmap.PAGESIZE
-
-
-def mapped(pages: int, unreadable: int) -> tuple[mmap.mmap, int]:
-    """Anonymous memory whose last pages cannot be read, and its address."""
-    memory = mmap.mmap(-1, pages * PAGE)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    denied = ctypes.c_void_p(address + (pages - unreadable) * PAGE)
-    assert not ctypes.CDLL(None).mprotect(denied, unreadable * PAGE, 0)
-    return memory, address
 
 
 def test_memory_at_an_address_is_that_memory() -> None:
@@ -73,31 +63,6 @@ def test_a_hole_is_found_wherever_it_is(which: int) -> None:
     del memory
 
 
-def test_a_hole_where_nothing_is_mapped_is_found() -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    start = libc.mmap(None, ctypes.c_size_t(1000 * PAGE), 3, 0x22, -1, 0)
-    hole = start + 5 * PAGE  # between two of the addresses that the kernel is asked about
-    assert not libc.munmap(ctypes.c_void_p(hole), ctypes.c_size_t(PAGE))
-    try:
-        with pytest.raises(InvalidArgumentError, match=f"the byte at {hole:#x}"):
-            memory_at(start, 1000 * PAGE)
-    finally:
-        libc.munmap(ctypes.c_void_p(start), ctypes.c_size_t(5 * PAGE))
-        libc.munmap(ctypes.c_void_p(hole + PAGE), ctypes.c_size_t(994 * PAGE))
-
-
-def test_an_address_that_was_a_devices_may_be_the_hosts_later() -> None:
-    device = Device(FakeDriver("cuda:0"), ring_bytes=8, locked_max=0)
-    memory = memoryview(bytearray(100))
-    lent = RegisteredMemory()
-    lent.add_of(device, address_of(memory), 100)
-    assert lent.take(address_of(memory)) is None
-    lent.add(memory)
-    assert lent.at(address_of(memory) + 3, 5).nbytes == 5
-    assert isinstance(lent.payload([address_of(memory)], [5]), list)
-
-
 @pytest.mark.parametrize("which", [0, 2, 4])
 def test_memory_that_is_mapped_read_only_is_lent_read_only(which: int) -> None:
     memory, address = protected(5, which, mmap.PROT_READ)
@@ -127,80 +92,6 @@ def test_memory_beyond_the_end_of_its_file_is_refused(tmp_path: Path) -> None:
         memory_at(address, 2 * PAGE + 1)  # the last byte is the only one
     memory_at(address, 2 * PAGE)
     del memory
-
-
-def test_without_proc_the_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("builtins.open", lambda *_: (_ for _ in ()).throw(OSError()))
-    memory, address = protected(3, 2, 0)
-    assert not memory_at(address, 2 * PAGE).readonly
-    with pytest.raises(InvalidArgumentError):
-        memory_at(address, 3 * PAGE)
-    del memory
-
-
-def test_runs_of_a_device_that_share_memory() -> None:
-    device = Device(FakeDriver("cuda:0"), ring_bytes=8, locked_max=0)
-    for runs, shares in (
-        ([(0, 10)], False), ([(0, 10), (10, 5)], False), ([(10, 5), (0, 10)], False),
-        ([(0, 10), (9, 5)], True), ([(9, 5), (100, 1), (0, 10)], True), ([(5, 5), (5, 5)], True),
-    ):  # fmt: skip
-        starts, sizes = np.array(runs, np.int64).T
-        assert DeviceMemory(device, starts, sizes).overlaps_itself is shares
-
-
-@pytest.mark.parametrize(
-    ("addresses", "sizes"),
-    [([4096], [1, 2]), ([1.5], [1]), (["a"], [1]), ([None], [1]), ([4096], ["1"])],
-)
-def test_runs_that_are_none(addresses: list[int], sizes: list[int]) -> None:
-    lent = RegisteredMemory()
-    lent.add(memoryview(bytearray(10)))
-    with pytest.raises(InvalidArgumentError):
-        lent.payload(addresses, sizes)
-
-
-def test_what_the_processor_cannot_read_is_refused_and_not_touched() -> None:
-    memory, address = mapped(4, 4)  # what a driver maps for memory of its device
-    with pytest.raises(InvalidArgumentError, match="memory of a device, or no memory at all"):
-        memory_at(address, 4 * PAGE)
-    del memory
-
-
-def test_memory_that_ends_too_early_is_refused() -> None:
-    memory, address = mapped(64, 1)
-    with pytest.raises(InvalidArgumentError, match=f"the byte at {address + 63 * PAGE:#x}"):
-        memory_at(address, 63 * PAGE + 1)
-    assert len(memory_at(address, 63 * PAGE)) == 63 * PAGE
-    with pytest.raises(InvalidArgumentError):
-        memory_at(address, 64 * PAGE)
-    del memory
-
-
-def test_memory_of_a_cuda_device_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the driver is loaded, it is asked first: device memory may be readable, and slow."""
-    array = np.zeros(8, np.uint8)
-
-    class Driver:
-        managed = 0
-
-        def cuPointerGetAttribute(  # noqa: N802  # the driver's name
-            self, value: object, attribute: int, pointer: ctypes.c_uint64
-        ) -> int:
-            assert pointer.value == array.ctypes.data
-            target = value._obj  # type: ignore[attr-defined]
-            target.value = 2 if attribute == 2 else self.managed
-            return 0
-
-    driver = Driver()
-    whole = ctypes.CDLL
-    monkeypatch.setattr(
-        ctypes, "CDLL",
-        lambda name, **rest: driver if name == "libcuda.so.1" else whole(name, **rest),
-    )  # fmt: skip
-    with pytest.raises(InvalidArgumentError, match="memory of a CUDA device"):
-        memory_at(array.ctypes.data, 8)
-    driver.managed = 1
-    assert len(memory_at(array.ctypes.data, 8)) == 8
 
 
 def test_parts_are_lent_of_one_region_only() -> None:
@@ -234,16 +125,6 @@ def test_what_overlaps_is_refused_and_what_was_taken_back_is_unknown() -> None:
     with pytest.raises(InvalidArgumentError):
         registered.at(address_of(whole[20:]), 1)
     registered.add(whole[25:30])
-
-
-def test_a_buffer_that_was_registered_is_kept_alive() -> None:
-    registered = RegisteredMemory()
-    array = np.arange(64, dtype=np.uint8)
-    before = sys.getrefcount(array)
-    registered.add(memoryview(array))  # type: ignore[arg-type]
-    assert sys.getrefcount(array) > before
-    registered.take(array.ctypes.data)
-    assert sys.getrefcount(array) == before
 
 
 def test_unregister_waits_for_all_that_the_transports_may_still_write_to(

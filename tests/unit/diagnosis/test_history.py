@@ -82,15 +82,6 @@ def test_no_point_is_made_where_the_difference_means_nothing(second: Sample, why
     assert second.leads == (why not in ("it stands by", "the store could not be asked"))
 
 
-def test_the_next_term_goes_on_from_its_first_sample() -> None:
-    history = taken(
-        sample(0, measured(), status(matched_objects=100)),
-        sample(EVERY_MS, measured(epoch=8), status(matched_objects=3)),
-        sample(2 * EVERY_MS, measured(epoch=8), status(matched_objects=13)),
-    )
-    assert history.as_columns(2 * EVERY_MS)["matched_per_s"] == [1.0]
-
-
 def test_an_hour_is_kept_and_no_more() -> None:
     history = HistoryPoints()
     for number in range(POINTS_MAX + 50):

@@ -80,10 +80,3 @@ def test_gpus(printed: str, state: str, said: str, monkeypatch: pytest.MonkeyPat
     [row] = software.graphics(60)
     assert row.state == state
     assert said in row.found
-
-
-def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "_PROBE_GPU", "import threading; threading.Event().wait()")
-    [row] = software.graphics(0.2)
-    assert row.state == "warning"
-    assert "took over" in row.found

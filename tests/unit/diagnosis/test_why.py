@@ -196,33 +196,6 @@ def test_engines_of_one_model_with_other_fingerprints_are_told_the_fields() -> N
     assert cause.namespaces == ("vllm/a", "vllm/b")
 
 
-def test_the_fields_are_told_even_if_the_asker_writes_as_well() -> None:
-    """Two engines with kv_both, each alone with its own blocks."""
-    cause = causes(
-        writes("vllm/a"), both("vllm/b"), records=[record("a"), record("b", dtype="float16")]
-    )[0]
-    assert cause.code == "other_fingerprint"
-    assert cause.fields == ("dtype: bfloat16 writes, float16 asks",)
-
-
-def test_a_known_difference_comes_before_a_lonely_question() -> None:
-    found = causes(
-        asks("default"), writes("vllm/a"), asks("vllm/b"),
-        records=[record("a"), record("b", dtype="float16")],
-    )  # fmt: skip
-    assert [cause.code for cause in found] == ["other_fingerprint", "only_readers"]
-    two = space("n", askers=[client("one", 8), client("two", 8)], none=1)
-    assert only(two).text.startswith("one, two ask in n, ")
-
-
-def test_many_and_long_fields_stay_on_one_screen() -> None:
-    more = {f"field{number}": "x" * 500 for number in range(50)}
-    cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b", **more)])
-    assert cause.fields[-1] == "and 42 more fields"
-    assert len(cause.fields) == 9
-    assert max(map(len, cause.fields)) < 150
-
-
 def test_engines_of_two_tenants_are_apart_on_purpose() -> None:
     """With equal weights: their fingerprints are equal, too."""
     records = [of("acme", "a"), of("globex", "a")]
@@ -232,13 +205,6 @@ def test_engines_of_two_tenants_are_apart_on_purpose() -> None:
     ]  # fmt: skip
     codes = {each.code for each in causes(*spaces, records=records)}
     assert codes == {"only_writers", "only_readers"}
-
-
-def test_an_engine_of_the_same_tenant_is_nearer_than_one_without() -> None:
-    records = [of("acme", "a"), of("", "b"), of("acme", "b", dtype="float16")]
-    cause = causes(writes("vllm/b"), writes("acme/vllm/b"), asks("acme/vllm/a"), records=records)[0]
-    assert cause.code == "other_fingerprint"
-    assert cause.fields == ("dtype: float16 writes, bfloat16 asks",)
 
 
 def test_another_model_is_no_partner() -> None:
@@ -269,34 +235,6 @@ def test_a_model_that_is_only_written_is_told_whatever_others_ask(
     assert "no client asks for m" in cause.text
 
 
-def test_a_model_that_is_only_written_is_compared_with_who_asks_for_it() -> None:
-    """Wherever the asker is in the report, and if it finds what it wrote itself."""
-    records = [record("a"), record("b", dtype="float16")]
-    for asked in (asks("vllm/b"), both("vllm/b", found=99)):
-        (cause,) = causes(
-            writes("vllm/a"), asks("default"), asked, records=records, namespace="vllm/a"
-        )
-        assert cause.code == "other_fingerprint"
-        assert cause.fields == ("dtype: bfloat16 writes, float16 asks",)
-        assert cause.namespaces == ("vllm/a", "vllm/b")
-
-
-def test_the_nearest_writer_is_compared_not_the_last_one() -> None:
-    records = [
-        record("a", dtype="float16", weights="files 2b", groups=[]),
-        record("b", dtype="float16"),
-        record("c", engine="sglang"),
-        record("d"),
-    ]
-    last = space("vllm/a", 8, putters=[client("last", 8, stored=8, idle_ms=1)])
-    near = space("vllm/b", 8, putters=[client("near", 8, stored=8, idle_ms=9_000)])
-    (cause,) = causes(
-        last, near, writes("sglang/c"), asks("vllm/d"), records=records, namespace="vllm/d"
-    )
-    assert cause.fields == ("dtype: float16 writes, bfloat16 asks",)
-    assert "near writes" in cause.text
-
-
 def test_the_same_bytes_in_another_cut_are_told_with_the_setting() -> None:
     other = record("b", groups=[{"block_tokens": 32}], tensor_parallel=2)
     cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a", tensor_parallel=1), other])
@@ -308,16 +246,6 @@ def test_the_same_bytes_in_another_cut_are_told_with_the_setting() -> None:
         "(kv_connector_extra_config), or start both with the same --tensor-parallel-size and "
         "--block-size."
     )
-
-
-def test_the_writer_with_another_cut_is_nearer_than_one_with_other_weights() -> None:
-    records = [
-        record("a", weights="files 2b", tensor_parallel=1),
-        record("b", tensor_parallel=1),
-        record("c", groups=[{"block_tokens": 32}], tensor_parallel=2),
-    ]
-    spaces = [writes("vllm/a"), writes("vllm/c"), asks("vllm/b")]
-    assert only(*spaces, records=records, namespace="vllm/b").namespaces == ("vllm/c", "vllm/b")
 
 
 @pytest.mark.parametrize(
@@ -338,15 +266,6 @@ def test_the_remedy_is_that_of_the_field(changes: dict[str, Any], advice: str) -
     cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b", **changes)])
     assert advice in cause.remedy
     assert cause.remedy.count(". ") <= 1
-
-
-def test_each_remedy_is_told_once_and_few_of_them() -> None:
-    changes: dict[str, Any] = {
-        "weights": "w", "config": "c", "dtype": "d", "none_hash": "n", "page_tokens": 1,
-    }  # fmt: skip
-    cause = only(writes("vllm/a"), asks("vllm/b"), records=[record("a"), record("b", **changes)])
-    assert cause.remedy.count("other checkpoints") == 1
-    assert cause.remedy.count("start both") <= 3
 
 
 def test_problems_come_first_and_parties_can_be_chosen() -> None:

@@ -85,15 +85,3 @@ def test_a_dead_threads_word_can_be_held_anew() -> None:
         assert alive.is_held(word(memory))
         assert alive.let_go(held)
         assert not alive.is_held(word(memory))
-
-
-def test_only_the_owner_lets_go() -> None:
-    with file_and_memory() as (fd, memory):
-        held = alive.hold(fd, 64)
-        answers: list[bool] = []
-        thread = threading.Thread(target=lambda: answers.append(alive.let_go(held)))
-        thread.start()
-        thread.join()
-        assert answers == [False]
-        assert alive.is_held(word(memory))
-        assert alive.let_go(held)

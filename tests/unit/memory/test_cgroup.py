@@ -52,33 +52,6 @@ def test_the_tightest_of_a_group_and_those_above_counts(
         cgroup.check(400 * MIB)
 
 
-def test_version_1_in_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its group is what is mounted; the path is that of the host."""
-    top = tmp_path / "memory"
-    mounts = (
-        f"40 32 0:33 /docker/abc {tmp_path}/cpu ro - cgroup cgroup rw,cpu\n"
-        f"41 32 0:34 /docker/abc {top} ro,relatime - cgroup cgroup rw,memory\n"
-    )
-    process(monkeypatch, tmp_path, "9:cpu:/docker/abc\n4:memory:/docker/abc\n0::/\n", mounts)
-    group(top, limit=str(64 * MIB), used=10 * MIB, v1=True)
-
-    assert [(each.limit, each.used) for each in cgroup.limits()] == [(64 * MIB, 10 * MIB)]
-
-
-@pytest.mark.parametrize("limit", ["max", str(0x7FFF_FFFF_FFFF_F000)])
-def test_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    mounts = f"30 23 0:26 / {tmp_path}/fs rw - cgroup2 cgroup2 rw\n"
-    process(monkeypatch, tmp_path, "0::/a\n", mounts)
-    group(tmp_path / "fs/a", limit=limit, used=1)
-    assert cgroup.limits() == []
-    cgroup.check(1 << 40)
-
-
-def test_a_host_without_control_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroup, "SELF", tmp_path)
-    assert cgroup.limits() == []
-
-
 @pytest.fixture
 def limited() -> Iterator[Path]:
     """A group of 64 MiB on this host."""

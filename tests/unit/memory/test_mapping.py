@@ -6,8 +6,6 @@ import contextlib
 import gc
 import os
 import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,16 +59,6 @@ def test_what_is_shown_is_the_same_memory_mapped_when_it_is_asked_for(segment: N
         del shown
 
 
-def test_addresses_tell_what_is_shown(segment: NodeSegment) -> None:
-    with attached(segment) as mapping:
-        shown = mapping.shown()
-        assert shown is not None
-        assert all(is_shown(part) for part in (shown, shown[5:6], shown[-1:], shown.toreadonly()))
-        assert not is_shown(mapping.memory)
-        assert not is_shown(memoryview(bytearray(1)))
-        del shown
-
-
 def test_it_is_unmapped_with_the_last_thing_made_of_it(segment: NodeSegment) -> None:
     mapping = Mapping.attach(SHM_PREFIX + segment.node, segment.uuid)
     assert mapping is not None
@@ -101,19 +89,6 @@ def test_what_has_lost_its_entry_is_not_mapped_again(
             assert mapping.shown() is None
         finally:
             Path(f"{path}.moved").rename(path)
-
-
-def test_a_process_that_may_have_no_more_addresses_does_without(segment: NodeSegment) -> None:
-    program = f"""
-import resource
-from kvstore.memory.mapping import Mapping
-mapping = Mapping.attach({SHM_PREFIX + segment.node!r}, bytes.fromhex({segment.uuid.hex()!r}))
-mapping.close()
-pages = int(open("/proc/self/statm").read().split()[0])
-resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (2 << 20),) * 2)
-assert mapping.shown() is None and mapping.memory[0] == {segment.memory[0]}
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(

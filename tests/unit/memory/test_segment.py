@@ -7,7 +7,6 @@ import mmap
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +14,13 @@ import pytest
 
 from kvstore.errors import (
     ConfigError,
-    LeftOverMemoryError,
     NodeNameTakenError,
     SharedMemoryTooSmallError,
     StartupError,
 )
 from kvstore.limits import Key, Namespace
 from kvstore.memory import entries, taking
-from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, freed_by_removal
+from kvstore.memory.entries import SHM_DIRECTORY, free_node_name
 from kvstore.memory.header import (
     HEADER_BYTES,
     SUPERBLOCK_BYTES,
@@ -34,8 +32,6 @@ from kvstore.memory.header import (
 from kvstore.memory.mapping import Mapping
 from kvstore.memory.segment import NodeSegment
 from kvstore.memory.taking import MemoryOptions
-from kvstore.network.host import host_id
-from tests.support.processes import run_python
 
 MIB = 1 << 20
 
@@ -100,24 +96,6 @@ def test_discarded_memory_stays_where_it_is_without_its_objects(name: str) -> No
     again.close()
 
 
-def test_memory_is_not_thrown_away_for_other_memory_without_room(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    killed_owner(name)
-    path = str(entry(name))
-    assert freed_by_removal(path) == MIB
-    held = os.open(path, os.O_RDWR)
-    with mmap.mmap(held, MIB):
-        os.close(held)
-        assert freed_by_removal(path) == 0, "another process has it mapped"
-        full = os.statvfs_result((4096, 4096, 1024, 0, 0, 0, 0, 0, 0, 255))
-        monkeypatch.setattr(os, "statvfs", lambda _: full)
-        with pytest.raises(SharedMemoryTooSmallError):
-            NodeSegment.create(name, 2 * MIB)
-        assert entry(name).exists()
-    assert freed_by_removal(path) == MIB
-
-
 def test_a_segment_is_there_until_it_is_closed(name: str) -> None:
     segment = NodeSegment.create(name, MIB + 4711, node="somebody")
     assert segment.size == MIB == entry(name).stat().st_size == len(segment.memory)
@@ -132,26 +110,10 @@ def test_a_segment_is_there_until_it_is_closed(name: str) -> None:
     assert segment.fd == -1
 
 
-def test_two_segments_of_one_name_never_look_alike(name: str) -> None:
-    first = NodeSegment.create(name, MIB)
-    first.close()
-    second = NodeSegment.create(name, MIB)
-    second.close()
-    assert len({first.uuid, second.uuid, first.token, second.token}) == 4
-    assert first.seed != second.seed
-
-
 @pytest.mark.parametrize("bad", ["", ".", "../x", "a/b", "ä", "a" * 129, "a b", "a\0"])
 def test_a_bad_name_is_refused(bad: str) -> None:
     with pytest.raises(ConfigError):
         NodeSegment.create(bad, MIB)
-
-
-@pytest.mark.parametrize("size", [-1, 0, MIB - 1])
-def test_a_size_below_one_mib_is_refused(name: str, size: int) -> None:
-    with pytest.raises(ConfigError):
-        NodeSegment.create(name, size)
-    assert not entry(name).exists()
 
 
 def test_a_name_in_use_is_refused_and_its_owner_not_disturbed(
@@ -174,13 +136,6 @@ def test_what_a_killed_owner_left_is_reclaimed(name: str) -> None:
     assert bytes(segment.memory[5000:5005]) == bytes(5)
     mapping.close()
     segment.close()
-
-
-def test_an_entry_that_is_kept_is_taken_over(name: str) -> None:
-    NodeSegment.create(name, MIB).close(unlink=False)
-    assert entry(name).exists()
-    NodeSegment.create(name, MIB).close()
-    assert not entry(name).exists()
 
 
 def test_no_room_is_said_before_anything_is_taken(name: str) -> None:
@@ -207,69 +162,6 @@ def test_room_that_vanishes_meanwhile_leaves_nothing_behind(
     with pytest.raises(SharedMemoryTooSmallError):
         NodeSegment.create(name, 5 * taking.RESERVE_BYTES, options=MemoryOptions(threads=3))
     assert not entry(name).exists()
-
-
-def test_progress_is_told_and_may_stop_it(name: str) -> None:
-    told: list[tuple[int, int]] = []
-    size = 3 * taking.RESERVE_BYTES // 2
-    NodeSegment.create(name, size, progress=lambda done, total: told.append((done, total))).close()
-    assert told == [(taking.RESERVE_BYTES, size), (size, size)]
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_what_progress_raises_ends_the_creation_and_its_threads(name: str, steps: int) -> None:
-    def interrupted(done: int, _total: int) -> None:
-        if done >= steps * taking.RESERVE_BYTES:
-            raise KeyboardInterrupt
-
-    before = threading.active_count()
-    with pytest.raises(KeyboardInterrupt) as caught:
-        NodeSegment.create(
-            name,
-            4 * taking.RESERVE_BYTES,
-            progress=interrupted,
-            options=MemoryOptions(threads=2),
-        )
-    # Now, while the traceback still holds every frame.
-    assert caught.tb is not None
-    assert threading.active_count() == before
-    assert not entry(name).exists()
-
-
-def test_every_page_is_there_however_many_threads_bring_them_in(name: str) -> None:
-    segment = NodeSegment.create(
-        name, 3 * taking.RESERVE_BYTES + MIB, options=MemoryOptions(threads=3, huge_pages="off")
-    )
-    status = entry(name).stat()
-    assert status.st_blocks * 512 == segment.size
-    segment.close()
-
-
-def test_a_kernel_that_cannot_populate_gets_its_pages_touched(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(taking, "populate", lambda *_: False)
-    segment = NodeSegment.create(name, MIB)
-    assert bytes(segment.memory[SUPERBLOCK_BYTES:]) == bytes(MIB - SUPERBLOCK_BYTES)
-    segment.close()
-
-
-def test_memory_that_was_handed_out_outlives_the_segment(segment: NodeSegment) -> None:
-    view = segment.memory[8192:8200]
-    segment.close()
-    view[:] = b"12345678"
-    assert bytes(view) == b"12345678"
-
-
-def test_generations_grow_and_mappings_see_them(segment: NodeSegment) -> None:
-    mapping = Mapping.attach(segment.shm_name, segment.uuid)
-    assert mapping is not None
-    assert mapping.generation == 1
-    assert segment.bump_generation() == 2 == segment.generation == mapping.generation
-    segment.close()
-    assert mapping.generation == 0
-    mapping.close()
-    assert mapping.generation == 0
 
 
 def test_a_mapping_is_the_same_memory_and_closes_twice(segment: NodeSegment) -> None:
@@ -325,48 +217,6 @@ def test_what_a_writer_did_to_the_file_is_undone_at_the_next_start(name: str) ->
     again.close()
 
 
-def test_a_file_as_long_as_what_is_asked_for_needs_a_superblock_that_says_so(name: str) -> None:
-    NodeSegment.create(name, MIB).close(unlink=False)
-    os.truncate(entry(name), 2 * MIB)
-    with pytest.raises(LeftOverMemoryError, match="1 MiB, and 2 MiB were asked for"):
-        NodeSegment.attach(name, 2 * MIB)
-    assert entry(name).stat().st_size == 2 * MIB, "left unchanged"
-
-
-def test_what_cannot_be_attached_says_why(segment: NodeSegment) -> None:
-    assert "of another node" in Mapping.tried(segment.shm_name, bytes(16))[1]
-    assert "is not here" in Mapping.tried("kvstore.no-such-segment", segment.uuid)[1]
-    assert "no name" in Mapping.tried("../shm/" + segment.shm_name, segment.uuid)[1]
-
-
-LIMITED = """
-import resource, sys
-from kvstore.errors import MemoryLimitError
-from kvstore.memory.mapping import Mapping
-from kvstore.memory.segment import NodeSegment
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20),) * 2)
-print(Mapping.tried(sys.argv[1], bytes.fromhex(sys.argv[2]))[1])
-try:
-    NodeSegment.create(sys.argv[3], 64 << 20)
-except MemoryLimitError as error:
-    print(error)
-"""
-
-
-def test_a_limit_of_addresses_is_named(name: str) -> None:
-    segment = NodeSegment.create(name, 64 << 20)
-    command = [sys.executable, "-c", LIMITED, segment.shm_name, segment.uuid.hex(), f"{name}-b"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    finally:
-        segment.close()
-    mapped, made = done.stdout.splitlines()
-    for said in (mapped, made):
-        assert "of 64 MiB cannot be mapped: cannot allocate memory; ulimit -v allows" in said
-    assert not entry(f"{name}-b").exists()
-
-
 def test_wiping_takes_that_version_and_no_other(segment: NodeSegment) -> None:
     first, second, outside = SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + 4096, segment.size
     for offset, counter in ((first, 1), (second, 2)):
@@ -395,26 +245,6 @@ def test_ranges_are_zeroed_and_nothing_beside_them(
     assert extents.count(b"x") == len(extents) - 4_106
 
 
-def test_zeroing_ends_when_its_caller_wants_that(
-    segment: NodeSegment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvstore.memory.segment.ZERO_STEP", 1_000)
-    segment.memory[8_192:12_288] = b"x" * 4_096
-    asked = iter([False, True])
-    segment.zero([(8_192, 4_096)], lambda: next(asked))
-    assert segment.memory[8_192:12_288] == bytes(1_000) + b"x" * 3_096
-
-
-def test_free_names_are_counted_up(name: str) -> None:
-    assert free_node_name(name) == name
-    first = NodeSegment.create(name, MIB)
-    second = NodeSegment.create(f"{name}-2", MIB)
-    assert free_node_name(name) == f"{name}-3"
-    first.close()
-    assert free_node_name(name) == name
-    second.close()
-
-
 def test_a_free_name_is_found_by_the_entries_that_exist(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -432,18 +262,6 @@ def test_a_free_name_is_found_by_the_entries_that_exist(
     assert free_node_name(name, Owner("cluster")) == name
     segment.close()
     assert len(asked) <= 2 * len(list(entries.directories()))
-
-
-def test_the_name_of_a_killed_owner_is_free(name: str) -> None:
-    killed_owner(name)
-    assert free_node_name(name) == name
-
-
-def test_host_id_is_the_same_in_every_process_of_a_host() -> None:
-    code = "from kvstore.network.host import host_id; print(host_id())"
-    other = run_python("-c", code, check=True)
-    assert other.stdout.strip() == host_id()
-    assert not host_id().startswith("unknown")
 
 
 def test_an_entry_that_is_a_link_is_not_followed(name: str) -> None:
@@ -485,21 +303,6 @@ def test_an_entry_of_another_user_is_no_nodes(name: str, kind: str) -> None:
     assert path.lstat() == before
     assert free_node_name(name) == free_node_name(name, Owner("cluster")) == f"{name}-2"
     NodeSegment.create(f"{name}-2", MIB).close()
-
-
-@AS_ROOT
-def test_memory_of_another_user_goes_without_the_key_that_a_node_has_beside_it(name: str) -> None:
-    """By ``kvstore clean``: a node of this name may live, with its memory in a hugetlbfs."""
-    key = Path(entries.key_path(f"kvstore.{name}"))
-    key.touch()
-    try:
-        killed_owner(name)
-        os.chown(entry(name), OTHER_USER, GROUP)
-        [left] = [left for left in entries.left_overs() if left.name == name]
-        assert entries.remove_left(left)
-        assert (entry(name).exists(), key.exists()) == (False, True)
-    finally:
-        key.unlink()
 
 
 @AS_ROOT
@@ -558,20 +361,3 @@ def test_members_of_its_group_may_map_it_and_no_other_user(name: str) -> None:
     assert again is not None
     assert can_map(again, groups=[GROUP])
     again.close()
-
-
-def test_a_group_that_is_not_there(name: str) -> None:
-    with pytest.raises(ConfigError, match="no such group"):
-        NodeSegment.create(name, MIB, options=MemoryOptions(group="nobody-has-this-name"))
-    assert not entry(name).exists()
-
-
-def test_a_group_that_we_are_not_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*_: object) -> None:
-        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "fchown", refuses)
-    with pytest.raises(StartupError, match="cannot be given to group") as caught:
-        NodeSegment.create(name, MIB, options=MemoryOptions(group=str(GROUP)))
-    assert "has to be a member" in caught.value.advice
-    assert not entry(name).exists()

@@ -14,16 +14,12 @@ from typing import Any
 import pytest
 
 from kvstore.calls import NO_VERSION, Version
-from kvstore.errors import StartupError
-from kvstore.memory import entries
 from kvstore.memory.entries import (
     SHM_DIRECTORY,
     SHM_PREFIX,
-    free_node_name,
     key_path,
     left_overs,
     remove_left,
-    socket_name,
 )
 from kvstore.memory.header import EPOCH_OFFSET, MARK_OFFSET, check_of
 from kvstore.memory.segment import NodeSegment
@@ -49,19 +45,6 @@ def path() -> Iterator[Path]:
 def kept(uuid: bytes = UUID) -> Private:
     """What the file of a segment says after a start."""
     return PrivateFile(SHM_NAME, uuid).now
-
-
-def other_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the files of this test are another user's, which only that one can remove."""
-    uid, unlink = os.geteuid(), os.unlink
-
-    def refuse(path: str, **more: Any) -> None:
-        if os.path.lexists(path):
-            raise PermissionError(errno.EPERM, "not yours")
-        unlink(path, **more)
-
-    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    monkeypatch.setattr(os, "unlink", refuse)
 
 
 # --- the file ------------------------------------------------------------------------------------
@@ -115,34 +98,6 @@ def test_a_file_that_others_may_have_made_is_replaced(
     assert not path.is_symlink()
 
 
-def test_a_key_that_cannot_be_kept_stops_the_start(path: Path) -> None:
-    path.mkdir()
-    try:
-        with pytest.raises(StartupError, match="cannot be kept"):
-            kept()
-    finally:
-        path.rmdir()
-
-
-def test_a_file_that_was_removed_is_made_again_whole(path: Path) -> None:
-    file = PrivateFile(SHM_NAME, UUID)
-    path.unlink()
-    file.change(lambda now: now._replace(mark=MARK))
-    assert kept() == file.now == Private(UUID, file.now.key, MARK)
-    path.chmod(0o640)
-    file.change(lambda now: now._replace(epoch=9))
-    assert kept() == file.now == Private(UUID, file.now.key, MARK, 9)
-
-
-def test_a_change_needs_no_room_and_no_new_file(path: Path) -> None:
-    """``/dev/shm`` may be full: a node fills most of it."""
-    file = PrivateFile(SHM_NAME, UUID)
-    before = path.stat().st_ino
-    file.change(lambda now: now._replace(mark=MARK))
-    assert path.stat().st_ino == before
-    assert kept().mark == MARK
-
-
 def test_a_file_that_cannot_be_written_is_no_more_and_ends_nothing(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -157,15 +112,6 @@ def test_a_file_that_cannot_be_written_is_no_more_and_ends_nothing(
         file.change(lambda now: now._replace(mark=MARK))
     assert "private_file_lost" in caplog.text
     assert not path.exists()
-
-
-def test_the_file_of_the_next_segment_of_that_name_is_left_alone(path: Path) -> None:
-    first = PrivateFile(SHM_NAME, UUID)
-    second = kept(UUID[::-1])
-    first.change(lambda now: now._replace(mark=MARK))
-    first.remove()
-    assert kept(UUID[::-1]) == second
-    assert path.exists()
 
 
 # --- beside the memory ---------------------------------------------------------------------------
@@ -199,15 +145,6 @@ def test_what_clients_write_into_the_superblock_is_not_believed(path: Path) -> N
     assert kept(again.uuid).mark == MARK
     again.close()
     assert not path.exists()
-
-
-@pytest.mark.usefixtures("path")
-def test_without_identities_a_running_node_does_not_believe_it_either() -> None:
-    segment = NodeSegment.create(NAME, MIB)
-    segment.keep_mark(MARK)
-    lie(segment)
-    assert segment.mark == MARK
-    segment.close()
 
 
 @pytest.mark.parametrize("left_by_identity", [True, False])
@@ -258,64 +195,4 @@ def test_it_goes_with_the_entry(path: Path, *, unlink: bool) -> None:
     assert not path.exists()
 
 
-def test_its_name_is_no_segments(path: Path) -> None:
-    kept()
-    assert not path.name.startswith(entries.SHM_PREFIX)
-    assert not [left for left in left_overs() if left.path == str(path)]
-
-
 # --- files of another user -----------------------------------------------------------------------
-
-
-def test_a_file_of_another_user_stops_neither_a_start_without_an_identity_nor_an_end(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    segment = NodeSegment.create(NAME, MIB)
-    path.touch()
-    with monkeypatch.context() as patched:
-        other_user(patched)
-        segment.forget_private()
-        segment.close()
-    with pytest.raises(ValueError, match="released"):
-        len(segment.memory)
-    assert segment.fd == -1
-
-
-def test_left_over_memory_beside_a_file_of_another_user_can_be_removed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    NodeSegment.create(NAME, MIB).close(unlink=False)
-    path.touch()
-    unlink = os.unlink
-
-    def refuse(name: str) -> None:
-        if name == str(path):
-            raise PermissionError(errno.EPERM, "not yours")
-        unlink(name)
-
-    (left,) = (each for each in left_overs() if each.name == NAME)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "unlink", refuse)
-        assert remove_left(left)
-
-
-@pytest.mark.parametrize("kind", ["key", "socket"])
-def test_a_name_beside_which_another_user_has_made_something_is_not_chosen(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    other = f"{NAME}-2"
-    shm_names = [SHM_PREFIX + name for name in (NAME, other)]
-    taken = [
-        Path(key_path(name)) if kind == "key" else Path(SHM_DIRECTORY, socket_name(name))
-        for name in shm_names
-    ]
-    try:
-        for each in taken:
-            each.touch()
-        assert free_node_name(NAME) == NAME, "they are ours"
-        other_user(monkeypatch)
-        assert free_node_name(NAME) == f"{NAME}-3"
-    finally:
-        monkeypatch.undo()
-        for each in taken:
-            each.unlink()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,7 +11,7 @@ import pytest
 from kvstore.clocks import uptime
 from kvstore.errors import ClosedError
 from kvstore.network import names
-from kvstore.network.names import FoundAddresses, UnknownNameError, connect, grpc_target, resolve
+from kvstore.network.names import FoundAddresses, UnknownNameError, connect, resolve
 from kvstore.process.stopping import Stop
 from tests.support.waiting import until
 
@@ -71,14 +68,6 @@ def test_a_name_has_the_addresses_that_the_server_says(server: Server) -> None:
     assert found("cache") == (["10.0.0.1:7", "[fd00::5]:7"], False)
 
 
-@pytest.mark.parametrize(
-    ("host", "text"), [("10.0.0.9", "10.0.0.9:7"), ("fd00::9", "[fd00::9]:7"), ("::1", "[::1]:7")]
-)
-def test_digits_ask_nobody(server: Server, host: str, text: str) -> None:
-    assert found(host) == ([text], False)
-    assert not server.asked
-
-
 def test_a_silent_server_costs_the_time_that_the_caller_gives(server: Server) -> None:
     server.answers.clear()
 
@@ -95,26 +84,10 @@ def test_a_silent_server_leaves_the_last_good_addresses(server: Server) -> None:
     assert found("cache") == (["10.0.0.1:7"], True)
 
 
-def test_an_answer_that_comes_late_counts_for_the_next(server: Server) -> None:
-    found("cache")
-    server.places = ["10.0.0.2"]
-    server.answers.clear()
-    assert found("cache") == (["10.0.0.1:7"], True)
-    server.answers.set()
-    assert found("cache") == (["10.0.0.2:7"], False)
-
-
 def test_a_server_with_a_problem_leaves_the_last_good_addresses(server: Server) -> None:
     found("cache")
     server.failure = socket.gaierror(socket.EAI_AGAIN, "try again")
     assert found("cache") == (["10.0.0.1:7"], True)
-
-
-def test_a_name_that_is_gone_is_gone(server: Server) -> None:
-    found("cache")
-    server.failure = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-    with pytest.raises(UnknownNameError, match="'cache' has no address: Name or service not known"):
-        found("cache")
 
 
 def test_one_thread_asks_for_one_name(server: Server) -> None:
@@ -133,24 +106,6 @@ def test_one_thread_asks_for_one_name(server: Server) -> None:
         caller.join(5)
     assert server.asked == ["cache"]
     assert len(results) == len(callers)
-
-
-def test_threads_that_wait_for_the_server_are_bounded(server: Server) -> None:
-    server.answers.clear()
-    for number in range(names.LOOKUPS_MAX):
-        with pytest.raises(UnknownNameError, match="no name server"):
-            resolve(f"cache-{number}", 7, uptime())
-    with pytest.raises(UnknownNameError, match="64 other names"):
-        resolve("one-more", 7, uptime() + 5)
-
-
-def test_names_that_are_remembered_are_bounded(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(names, "REMEMBERED_MAX", 3)
-    for number in range(5):
-        found(f"cache-{number}")
-    assert list(names._lookups.found) == ["cache-2", "cache-3", "cache-4"]
 
 
 def test_a_stopped_call_stops_waiting(server: Server) -> None:
@@ -181,33 +136,3 @@ def test_each_address_of_a_name_is_tried(server: Server) -> None:
         server.places = ["127.9.9.9", "127.0.0.1"]  # the first one refuses
         with connect("cache", port, uptime() + 5) as sock:
             assert sock.getpeername() == ("127.0.0.1", port)
-
-
-@pytest.mark.parametrize("accepts", [True, False], ids=["the last accepts", "all refuse"])
-def test_an_address_that_refuses_keeps_nothing_of_the_caller(server: Server, accepts: bool) -> None:
-    """The traceback of its error refers to the frames of all callers."""
-
-    def caller() -> weakref.ref[object]:
-        held = threading.Event()
-        with contextlib.suppress(ConnectionRefusedError), connect("cache", port, uptime() + 5):
-            pass
-        return weakref.ref(held)
-
-    server.places = ["127.9.9.9", "127.0.0.1"]
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        if not accepts:
-            listener.close()
-        gc.disable()
-        try:
-            assert caller()() is None
-        finally:
-            gc.enable()
-
-
-def test_grpc_gets_digits_only_while_the_server_is_silent(server: Server) -> None:
-    server.places = ["10.0.0.1", "fd00::5", "10.0.0.2"]
-    assert grpc_target("cache:7", uptime() + 5) == "cache:7"
-    server.answers.clear()
-    assert grpc_target("cache:7", uptime() + 5) == "ipv4:10.0.0.1:7,10.0.0.2:7"
-    assert grpc_target("10.0.0.3:7", uptime() + 5) == "10.0.0.3:7"

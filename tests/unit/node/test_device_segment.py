@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from xxhash import xxh3_64_intdigest
 
 from kvstore.calls import SegmentInfo
 from kvstore.clocks import uptime
@@ -18,15 +16,11 @@ from kvstore.device import drivers
 from kvstore.errors import (
     ConfigError,
     DeviceError,
-    LeftOverMemoryError,
-    NodeNameTakenError,
     NodeUnreachableError,
-    SegmentGoneError,
 )
 from kvstore.limits import Key, Namespace
-from kvstore.memory.entries import SHM_DIRECTORY, free_node_name, left_overs
+from kvstore.memory.entries import SHM_DIRECTORY
 from kvstore.memory.header import HEADER_BYTES, SUPERBLOCK_BYTES, Header, Owner, pack_into
-from kvstore.memory.segment import NodeSegment
 from kvstore.network.host import host_id
 from kvstore.node import device_segment, inventory
 from kvstore.node.device_segment import DeviceSegment
@@ -118,51 +112,6 @@ def test_headers_are_found_and_wiped_on_the_device(
     assert segment.wipe([], [], []) == 0
 
 
-def test_a_checksum_is_that_of_the_bytes_on_the_device(
-    segment: DeviceSegment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_segment, "SCAN_BYTES", 64 << 10)
-    content = bytes(range(251)) * 600
-    assert segment.ranges is not None
-    segment.ranges.write([(5 << 10, memoryview(content))], soon())
-    assert segment.checksum(5 << 10, len(content)) == xxh3_64_intdigest(content)
-    assert segment.checksum(5 << 10, 0) == xxh3_64_intdigest(b"")
-
-
-def test_one_owner_per_name(segment: DeviceSegment, name: str) -> None:
-    with pytest.raises(NodeNameTakenError):
-        DeviceSegment.on(POOLED, name, MIB)
-    with pytest.raises(NodeNameTakenError):
-        NodeSegment.create(name, MIB)
-
-
-def test_a_page_that_was_left_is_no_memory(segment: DeviceSegment, name: str) -> None:
-    """What a killed process leaves: nobody attaches it, and every next node may have its name."""
-    left = f"{name}-left"
-    shutil.copy(entry(name), entry(left))
-    try:
-        assert NodeSegment.attach(left, MIB, node=name) is None
-        assert NodeSegment.attach(left, 4 * MIB, node=name) is None
-        assert free_node_name(left, Owner("cluster")) == left
-        again = DeviceSegment.on(POOLED, left, MIB)
-        again.close()
-        shutil.copy(entry(name), entry(left))
-        of_host = NodeSegment.create(left, MIB)
-        of_host.close()
-    finally:
-        entry(left).unlink(missing_ok=True)
-
-
-def test_memory_of_the_host_is_not_thrown_away(fake: FakeDriver, name: str) -> None:
-    NodeSegment.create(name, MIB).close(unlink=False)
-    with pytest.raises(LeftOverMemoryError):
-        DeviceSegment.on(POOLED, name, MIB)
-    assert [left.size for left in left_overs() if left.name == name] == [MIB]
-    assert not fake.memory
-    DeviceSegment.on(POOLED, name, MIB, discard=True).close()
-    assert not entry(name).exists()
-
-
 def test_a_start_that_fails_leaves_nothing(
     fake: FakeDriver, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,46 +161,6 @@ def test_the_memory_is_freed_when_no_process_has_it_open(
     segment.close()
 
 
-def test_a_process_that_does_not_close_it_is_not_waited_for_long(
-    fake: FakeDriver, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    segment = DeviceSegment.on(POOLED, name, MIB)
-    monkeypatch.setattr(device_segment, "OPEN_S", 0.1)
-    transport = DeviceTransport(MIB)
-    assert transport.reaches(info(segment))
-    segment.close()
-    with pytest.raises(SegmentGoneError):
-        transport.read(info(segment), [Move(MIB // 2, memoryview(bytearray(9)))], soon())
-    transport.sweep()
-    with pytest.raises(NodeUnreachableError):
-        transport.read(info(segment), [Move(MIB // 2, memoryview(bytearray(9)))], soon())
-    transport.close()
-    assert not fake.memory
-
-
-def test_what_cannot_be_opened_is_not_reached(segment: DeviceSegment, name: str) -> None:
-    known = info(segment)
-    assert known.device is not None
-    place = known.device
-    for other in (
-        known._replace(device=None),
-        known._replace(host="elsewhere"),
-        known._replace(uuid=bytes(16)),
-        known._replace(size=known.size * 2),
-        known._replace(device=place._replace(entry="kvstore.none")),
-        known._replace(device=place._replace(entry="../etc/passwd")),
-        known._replace(device=place._replace(handle="nonsense")),
-        known._replace(device=place._replace(device="tpu:0")),
-    ):
-        transport = DeviceTransport(MIB)
-        assert not transport.reaches(other), other
-        transport.close()
-    transport = DeviceTransport(MIB)
-    assert transport.reaches(known)
-    transport.close()
-    assert not transport.reaches(known)
-
-
 def test_a_device_that_has_failed_is_not_used_again(
     segment: DeviceSegment, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,75 +182,3 @@ def test_a_device_that_has_failed_is_not_used_again(
 
 
 # --- memory that a program uses where it is -------------------------------------------------------
-
-
-def is_held_open(name: str) -> bool:
-    """Whether some process holds the lock of those that have the memory open."""
-    opener = os.open(entry(name), os.O_RDWR)
-    try:
-        asked = LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
-        found = fcntl.fcntl(opener, fcntl.F_OFD_GETLK, asked)
-        return bool(LOCK.unpack(found)[0] != fcntl.F_UNLCK)
-    finally:
-        os.close(opener)
-
-
-def test_a_closed_transport_holds_nothing_although_a_lease_watches_the_segment(
-    segment: DeviceSegment, name: str
-) -> None:
-    transport = DeviceTransport(MIB)
-    assert transport.reaches(info(segment))
-    is_mounted = transport.watch(info(segment))
-    assert is_mounted is not None
-    assert is_mounted()
-    assert is_held_open(name)
-    transport.close()
-    assert not is_held_open(name)
-    assert is_mounted()
-
-
-def test_the_child_of_a_fork_closes_what_is_dropped_and_still_lent(
-    fake: FakeDriver, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_segment, "OPEN_S", 0.1)
-    segment = DeviceSegment.on(POOLED, name, MIB)
-    transport = DeviceTransport(MIB)
-    known = info(segment)
-    with transport.lent(known, [(MIB // 2, 100)], soon()):
-        lent = transport.lend(known, MIB // 2, 100)
-    [held] = transport._attached.values()
-    assert held is not None
-    transport._drop(lambda uuid, attachment: True)
-    os.fstat(held._fd)
-    transport.abandon()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(held._fd)
-    assert lent.tensor.numel() == 100
-    fake.close(held.ranges.base)
-    segment.close()
-
-
-def test_memory_that_is_lent_while_its_segment_is_dropped_is_closed_in_the_end(
-    fake: FakeDriver, name: str
-) -> None:
-    """The first tensor of a process may take seconds, because torch starts CUDA."""
-    segment = DeviceSegment.on(POOLED, name, MIB)
-    transport = DeviceTransport(MIB)
-    known = info(segment)
-    assert transport.reaches(known)
-    [held] = transport._attached.values()
-    assert held is not None
-    opened = held.ranges.base
-    with held.lent() as is_open:
-        assert is_open
-        transport._drop(lambda uuid, attachment: True)
-        transport.sweep()
-        transport.sweep()
-        lent = held.lend(MIB // 2, 100)
-    transport.sweep()
-    assert opened in fake.memory
-    del lent
-    transport.sweep()
-    assert opened not in fake.memory
-    transport.close()
-    segment.close()

@@ -7,15 +7,11 @@ import asyncio
 import contextlib
 import mmap
 import os
-import shutil
 import socket
-import subprocess
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -28,15 +24,10 @@ from kvstore.memory.segment import NodeSegment
 from kvstore.network import handover as protocol
 from kvstore.network.handover import WHY, HandoverStatus
 from kvstore.network.host import host_id
-from kvstore.node import handover as serving
-from kvstore.node.agent import NodeAgent
 from kvstore.node.handover import HandoverServer
-from kvstore.node.web import answers_of
-from kvstore.transport import handed, shm
 from kvstore.transport.base import Move
 from kvstore.transport.handed import NotHandedError, fetch
 from kvstore.transport.shm import ShmTransport
-from kvstore.transport.tcp_server import DataServer
 from tests.support.waiting import until
 from tests.unit.client.world import segment as described
 
@@ -142,23 +133,6 @@ def test_a_reader_gets_a_descriptor_to_read_and_a_writer_one_to_write(store: Sto
     until(lambda: server.handed == 3)
 
 
-def test_metrics_count_who_got_a_descriptor_and_who_none(store: Store) -> None:
-    agent, server = SimpleNamespace(is_joined=True), DataServer([store.segment])
-
-    async def page_of(handover: HandoverServer | None) -> str:
-        answers = answers_of(cast(NodeAgent, agent), store.segment, server, handover, None)
-        return (await answers.metrics()).decode()
-
-    handover = store.serve()
-    os.close(store.fetch(READS))
-    store.why_not(READS, key=bytes(16))
-    until(lambda: (handover.handed, handover.refused) == (1, 1))
-    page = asyncio.run(page_of(handover))
-    assert "\nkvstore_node_handed_descriptors_total 1.0" in page
-    assert "\nkvstore_node_refused_handovers_total 1.0" in page
-    assert "\nkvstore_node_handed_descriptors_total" not in asyncio.run(page_of(None))
-
-
 @pytest.mark.parametrize(
     ("needs_all", "rights", "said", "writes"),
     [
@@ -174,15 +148,6 @@ def test_metrics_count_who_got_a_descriptor_and_who_none(store: Store) -> None:
 )
 def test_what_rights_give(needs_all: bool, rights: int, said: str, writes: bool) -> None:
     assert protocol.access(rights, needs_all=needs_all) == (HandoverStatus[said], writes)
-
-
-def test_who_may_not_read_all_namespaces_gets_nothing_where_that_is_asked_for(
-    store: Store,
-) -> None:
-    store.serve(needs_all=True)
-    assert store.why_not(WRITES) == WHY[HandoverStatus.NOT_ALL]
-    assert not can_write(store.fetch(WRITES | MapRight.READ_ALL))
-    assert can_write(store.fetch(EVERYTHING))
 
 
 def test_no_proof_no_descriptor(store: Store) -> None:
@@ -227,77 +192,12 @@ def test_a_client_cannot_truncate(store: Store) -> None:
     assert store.segment.memory[MIB - 1] == 0, "no page is missing"
 
 
-def test_a_descriptor_has_no_part_in_the_owners_lock(store: Store) -> None:
-    import fcntl
-
-    store.serve()
-    fd = store.fetch()
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(fd)
-
-
-def test_a_false_node_is_not_believed(store: Store) -> None:
-    """Another process has taken the name: it hands over memory of its own."""
-    server = store.serve()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(f"{SHM_DIRECTORY}/{server.name}-false")
-    listener.listen()
-    said: list[bytes] = []
-
-    def serve() -> None:
-        for answer in (protocol.pack_answer(HandoverStatus.OK, bytes(16), b"?"), b"", b"noise"):
-            sock, _ = listener.accept()
-            with sock:
-                sock.send(protocol.pack_greeting(HandoverStatus.OK, bytes(16)))
-                said.append(sock.recv(1000))
-                if answer:
-                    socket.send_fds(sock, [answer], [listener.fileno()])
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    with listener:
-        assert "not its node" in store.why_not(socket=f"{server.name}-false")
-        assert "ended the handover" in store.why_not(socket=f"{server.name}-false")
-        assert "another version" in store.why_not(socket=f"{server.name}-false")
-        thread.join(5)
-    os.unlink(f"{SHM_DIRECTORY}/{server.name}-false")
-    assert "no name" in store.why_not(socket="../kvstore-socket.x")
-    assert "no name" in store.why_not(socket="dbus")
-    key = store.info().handover.key  # type: ignore[union-attr]
-    assert not any(key in each or store.segment.token in each for each in said)
-
-
 def connected(store: Store) -> socket.socket:
     assert store.server is not None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.settimeout(5)
     sock.connect(f"{SHM_DIRECTORY}/{store.server.name}")
     return sock
-
-
-def test_peers_that_say_nothing_make_room_and_are_ended(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "PEERS_MAX", 4)
-    server = store.serve()
-    silent = [connected(store) for _ in range(10)]
-    with contextlib.ExitStack() as stack:
-        for sock in silent:
-            stack.enter_context(sock)
-        os.close(store.fetch())
-        until(lambda: len(server._peers) < 4)
-        for sock in silent[:6]:
-            assert len(sock.recv(100)) == protocol.HEAD_BYTES
-            assert sock.recv(100) == b"", "it has made room"
-        monkeypatch.setattr(serving, "PEER_S", 0.05)
-        with connected(store) as late:
-            assert late.recv(100)
-            assert late.recv(100) == b"", "its time is over"
-    until(lambda: not server._peers)
 
 
 @pytest.mark.parametrize("noise", [b"", b"x", bytes(200), b"KVsh" + bytes(100), b"GET / HTTP/1.1"])
@@ -358,24 +258,6 @@ def test_another_user_gets_nothing_unless_it_is_in_the_group(store: Store) -> No
     as_other_user([GROUP], served)
 
 
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, and unshare"
-)
-def test_containers_need_the_same_directory_and_not_the_same_network(store: Store) -> None:
-    server = store.serve()
-    code = (
-        "import socket, sys\n"
-        "sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)\n"
-        "try: print(sock.connect('/dev/shm/' + sys.argv[1]))\n"
-        "except FileNotFoundError: print('not here')"
-    )
-    alone = ["unshare", "--net", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && "$@"', "-"]
-    for apart, said in ((["unshare", "--net"], "None\n"), (alone, "not here\n")):
-        command = [*apart, sys.executable, "-c", code, server.name]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        assert done.stdout == said
-
-
 # --- the transport -----------------------------------------------------------------------------
 
 
@@ -429,58 +311,6 @@ def test_a_holder_never_opens_a_name(store: Store) -> None:
         named = info._replace(holder=0)
         transport.sweep()
         assert transport.reaches(named), "who is no holder does"
-
-
-def test_a_node_that_comes_back_is_asked_again_and_one_that_refuses_is_left_alone(
-    store: Store,
-) -> None:
-    store.serve()
-    store.stop()
-    gone = store.info()
-    with contextlib.closing(ShmTransport()) as transport:
-        assert not transport.reaches(gone)
-        server = store.serve(needs_all=True)
-        transport.sweep()
-        assert not transport.reaches(store.info(WRITES))
-        assert server.refused == 1
-        transport.sweep()
-        assert not transport.reaches(store.info(WRITES))
-        assert server.refused == 1, "not a second time within AGAIN_S"
-        assert transport.not_mapped == {gone.node: WHY[HandoverStatus.NOT_ALL]}
-    with contextlib.closing(ShmTransport()) as transport:
-        assert transport.reaches(store.info(EVERYTHING))
-
-
-def test_a_node_that_does_not_answer_costs_one_wait(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handed, "ANSWER_S", 0.05)
-    monkeypatch.setattr(shm, "AGAIN_S", 0.2)
-    store.server = HandoverServer(store.segment)  # which nobody serves: a stopped process
-    try:
-        with contextlib.closing(ShmTransport()) as transport:
-            info = store.info()
-            began = uptime()
-            assert not transport.reaches(info)
-            transport.sweep()
-            assert not transport.reaches(info)
-            assert uptime() - began < 0.2
-            assert "did not answer" in transport.not_mapped[info.node]
-    finally:
-        store.server.close()
-
-
-def test_a_mapping_goes_with_its_entry_and_leaves_no_descriptor(store: Store) -> None:
-    store.serve()
-    before = len(os.listdir("/proc/self/fd"))
-    with contextlib.closing(ShmTransport()) as transport:
-        info = store.info()
-        assert transport.reaches(info)
-        os.unlink(f"{SHM_DIRECTORY}/{store.segment.shm_name}")
-        transport.sweep()
-        assert not transport.reaches(info)
-        assert "lost the name" in transport.not_mapped[info.node]
-        until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_a_child_of_a_fork_gives_the_descriptors_back(store: Store) -> None:

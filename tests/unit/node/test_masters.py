@@ -28,25 +28,12 @@ def test_several_are_tried_in_turn() -> None:
     assert tried == ["a:1", "b:2", "c:3", "a:1"]
 
 
-def test_a_single_one_is_tried_again() -> None:
-    masters = Masters("a:1")
-    assert not masters.several
-    masters.failed("a:1", GONE)
-    assert find(masters) == "a:1"
-
-
 def test_whoever_leads_is_tried_at_once() -> None:
     masters = Masters("a:1,b:2")
     assert masters.failed("a:1", stands_by("x:9"))
     assert find(masters) == "x:9"
     assert not masters.failed("x:9", GONE)
     assert find(masters) == "a:1"
-
-
-def test_a_standby_that_knows_nobody_is_not_asked_again_at_once() -> None:
-    masters = Masters("a:1,b:2")
-    assert not masters.failed("a:1", stands_by(""))
-    assert not masters.failed("b:2", stands_by("b:2")), "it names itself"
 
 
 def test_masters_that_name_each_other_are_left_for_a_pause() -> None:
@@ -57,7 +44,3 @@ def test_masters_that_name_each_other_are_left_for_a_pause() -> None:
     assert hops == HOPS_MAX
     masters.joined()
     assert masters.failed("a:1", stands_by("x:9"))
-
-
-def test_an_etcd_means_several() -> None:
-    assert Masters("etcd://e:1").several

@@ -70,11 +70,3 @@ def test_an_idle_repairer_gives_its_client_back_and_makes_none_to_stop(
     thread.join(LONG_S)
     assert not thread.is_alive()
     assert clients.made == 1
-
-
-def test_a_stopped_repairer_is_not_woken(clients: Clients) -> None:
-    mender = Repairer(ClientConfig(), "n1")
-    mender.stop()
-    mender.wake()
-    assert mender._thread is None
-    assert clients.made == 0

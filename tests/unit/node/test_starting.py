@@ -61,18 +61,3 @@ def test_health_answers_meanwhile_and_leaves_the_socket() -> None:
         with socket.create_connection(("127.0.0.1", port), 5):  # still listens
             pass
     assert not [each for each in threading.enumerate() if each.name == "kvstore-starting"]
-
-
-def test_a_failed_start_ends_the_thread() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        pytest.raises(KeyboardInterrupt),
-        served(Starting(GIB), listener, Access(None), NOT_SECURED),
-    ):
-        raise KeyboardInterrupt
-    assert not [each for each in threading.enumerate() if each.name == "kvstore-starting"]
-
-
-def test_without_http_nothing_is_served() -> None:
-    with served(Starting(GIB), None, Access(None), NOT_SECURED):
-        pass

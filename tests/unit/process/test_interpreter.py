@@ -53,15 +53,6 @@ def test_a_child_imports_nothing_from_the_working_folder(
     assert "" not in path
 
 
-def test_nor_from_the_folder_of_a_script(tmp_path: Path) -> None:
-    script = tmp_path / "program.py"
-    script.write_text(PARENT)
-    click, path, *_ = child_of(tmp_path, program=str(script))
-    assert str(click).endswith("click/__init__.py")
-    assert isinstance(path, list)
-    assert str(tmp_path) not in path
-
-
 def test_a_path_that_the_user_gave_is_handed_over(tmp_path: Path) -> None:
     folder, given = tmp_path / "folder", tmp_path / "given"
     folder.mkdir()
@@ -71,26 +62,8 @@ def test_a_path_that_the_user_gave_is_handed_over(tmp_path: Path) -> None:
     assert path.index(str(ROOT)) < path.index(str(given)), "in our order"
 
 
-def test_a_child_has_the_flags_of_its_parent(tmp_path: Path) -> None:
-    _, _, optimize, warnings, no_user_site = child_of(tmp_path, "-OO", "-W", "error", "-I")
-    assert (optimize, warnings, no_user_site) == (2, ["error"], 1)
-
-
 def test_kvstore_itself_may_be_in_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(interpreter.HOME)
     monkeypatch.setattr(sys, "path", ["", "/elsewhere"])
     monkeypatch.delenv("PYTHONPATH", raising=False)
     assert interpreter.path().split(os.pathsep) == [interpreter.HOME, "/elsewhere"]
-
-
-def test_the_working_folder_may_be_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    monkeypatch.setattr(sys, "path", ["", "/elsewhere", "relative"])
-    assert interpreter.path() == "/elsewhere"
-
-
-def test_children_look_for_kvstore_where_it_is() -> None:
-    assert Path(interpreter.HOME, "kvstore", "process") == Path(interpreter.__file__).parent

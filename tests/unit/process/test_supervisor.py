@@ -32,11 +32,3 @@ def test_what_it_is_told(systemd: socket.socket) -> None:
     assert systemd.recv(200) == b"READY=1\nSTATUS=serves"
     supervisor.stopping()
     assert systemd.recv(200) == b"STOPPING=1"
-
-
-@pytest.mark.parametrize("address", ["", "/nowhere/notify", "@nobody", "vsock:2:1234"])
-def test_a_supervisor_that_does_not_listen_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
-    monkeypatch.setenv("NOTIFY_SOCKET", address)
-    supervisor.ready("serves")

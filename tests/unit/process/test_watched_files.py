@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,9 +17,7 @@ from kvstore.process.watched_files import (
     WatchedFile,
     read_file,
     refused_files,
-    watching,
 )
-from tests.support.waiting import until
 
 
 class Clock:
@@ -63,16 +60,6 @@ def test_new_content_counts_once_it_is_at_rest(path: Path, clock: Clock) -> None
         assert file.value == 1
     clock.now += REST_S
     assert file.value == 234
-
-
-def test_what_was_written_long_ago_counts_at_once(path: Path, clock: Clock) -> None:
-    file = watched(path)
-    other = path.with_name("other")
-    other.write_text("2")
-    os.utime(other, (0, 0))
-    os.replace(other, path)
-    clock.now += LOOK_S
-    assert file.value == 2
 
 
 def test_what_changes_while_it_is_read_does_not_count(path: Path, clock: Clock) -> None:
@@ -146,30 +133,3 @@ def test_what_cannot_be_used_changes_nothing_and_is_reported_each_minute(
         assert file.value in (1, 2)
     assert file.value == 2
     assert refused_files()["number"] == 0
-
-
-@pytest.mark.usefixtures("files_at_once")
-def test_a_disk_that_hangs_holds_up_the_thread_alone(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hangs, goes_on = threading.Event(), threading.Event()
-    monkeypatch.setattr(watched_files, "LOOK_S", 0.01)
-    monkeypatch.setattr(watched_files, "AGAIN_S", 0.1)
-
-    def load() -> int:
-        if path.read_text() != "1":
-            hangs.set()
-            assert goes_on.wait(10)
-        return int(path.read_text())
-
-    file = WatchedFile("number", str(path), load)
-    with watching():
-        path.write_text("2")
-        assert hangs.wait(10)
-        assert file.value == 1
-        until(lambda: refused_files()["number"] == 1)
-        goes_on.set()
-        until(lambda: file.value == 2)
-        assert refused_files()["number"] == 0
-    path.write_text("3")
-    until(lambda: file.value == 3)  # read by this thread: the other one has ended

@@ -10,7 +10,6 @@ import xxhash
 
 from kvstore.clocks import uptime
 from kvstore.device.device import Device
-from kvstore.errors import DeviceError
 from kvstore.transport.base import Move
 from kvstore.transport.on_device import DeviceRanges
 from tests.support.fake_device import FakeDriver
@@ -67,21 +66,6 @@ def test_what_is_written_is_read(pool: tuple[DeviceRanges, memoryview], size: in
     assert [each.intdigest() for each in (*hashers, hashed)] == [wanted] * 3
 
 
-def test_the_last_of_several_writes_to_a_place_counts(
-    pool: tuple[DeviceRanges, memoryview],
-) -> None:
-    ranges, memory = pool
-    order = random.Random(1)
-    wanted = bytearray(memory)
-    moves = []
-    for seed in range(60):
-        at, data = order.randrange(8_000), noise(order.randrange(1, 1_000), seed)
-        wanted[at : at + len(data)] = data
-        moves.append(Move(at, data))
-    ranges.write(moves, soon(), nothing)
-    assert memory == wanted
-
-
 def test_a_header_lands_behind_its_payload(
     fake: FakeDriver, pool: tuple[DeviceRanges, memoryview]
 ) -> None:
@@ -122,15 +106,3 @@ def test_a_call_that_is_ended_leaves_no_copy_under_way(
             call([Move(0, noise(20_000))], soon(), check)
         assert fake.is_idle
         assert len(rounds) == 3
-
-
-def test_a_device_that_does_not_finish_has_failed(
-    fake: FakeDriver, pool: tuple[DeviceRanges, memoryview], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranges, _ = pool
-    monkeypatch.setattr("kvstore.device.device.SETTLE_S", 0.05)
-    fake.is_stuck = True
-    with pytest.raises(DeviceError):
-        ranges.read([Move(0, noise(100))], uptime(), nothing)
-    assert ranges.device.has_failed
-    assert ranges.device.ring.taken, "a copy may still write there"

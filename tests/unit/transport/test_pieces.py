@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.transport.pieces import HASH_BYTES, feed, windows
+from kvstore.transport.pieces import windows
 
 buffers = st.lists(st.binary(max_size=50), max_size=20)
 
@@ -30,11 +29,3 @@ def test_windows_hold_every_byte_in_order(
     assert found == contents
     assert seen == sorted(seen)
     assert set(seen) == set(range(len(contents))), "an empty buffer appears, too"
-
-
-def test_feeding_in_parts_is_feeding() -> None:
-    for size in (0, 1, HASH_BYTES, HASH_BYTES + 1, 3 * HASH_BYTES + 17):
-        data = memoryview(bytes(range(256)) * (size // 256 + 1))[:size]
-        hasher = xxhash.xxh3_64()
-        feed(hasher, data)
-        assert hasher.intdigest() == xxhash.xxh3_64_intdigest(data)

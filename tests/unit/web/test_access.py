@@ -14,9 +14,9 @@ from multidict import CIMultiDict
 
 from kvstore.auth.acting import acting
 from kvstore.auth.identity import Identity
-from kvstore.config import MasterConfig, read_token
+from kvstore.config import read_token
 from kvstore.errors import ConfigError
-from kvstore.web.server.access import HTTP_TOKEN, Access, Hosts, Identities, is_loopback
+from kvstore.web.server.access import HTTP_TOKEN, Access, Hosts, Identities
 
 TOKEN = "0123456789abcdef-secret"
 HERE = ("127.0.0.1", 40_000)
@@ -136,25 +136,7 @@ def test_by_which_names_it_answers(host: str, expected: bool) -> None:
     assert not hosts.allow([])
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("::ffff:127.0.0.1", True),
-        ("10.0.0.1", False), ("::ffff:10.0.0.1", False), ("fe80::1%lo", False), ("", False),
-        ("localhost", False), ("0.0.0.0", False), ("::", False),
-    ],
-)  # fmt: skip
-def test_what_counts_as_loopback(host: str, expected: bool) -> None:
-    assert is_loopback(request_of((host, 1))) is expected
-
-
 # --- the settings ---------------------------------------------------------------------------------
-
-
-def test_a_token_comes_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    file.write_text(TOKEN + "\n")
-    assert read_token(str(file)) == TOKEN
 
 
 @pytest.mark.parametrize(
@@ -166,23 +148,6 @@ def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, text: str) ->
     with pytest.raises(ConfigError) as refused:
         read_token(str(file))
     assert "ecret" not in str(refused.value)
-
-
-def test_a_token_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_token(str(tmp_path / "none"))
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"http_reads": "token"}, {"http_cert": "c"}, {"http_key": "k"}, {"http_reads": "some"},
-    ],
-)  # fmt: skip
-def test_settings_that_do_not_go_together(given: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError) as refused:
-        MasterConfig(**given)
-    assert TOKEN not in str(refused.value)
 
 
 @pytest.mark.parametrize("way", ["reading", "trusted", "of_all", "measuring"])

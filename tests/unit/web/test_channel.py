@@ -68,37 +68,6 @@ def test_a_parent_that_hangs_costs_its_time_and_is_heard_when_it_is_back() -> No
     run(test)
 
 
-def test_a_parent_that_is_gone_is_said_to_be() -> None:
-    async def test(child: ChildEnd, master: MasterEnd, ours: socket.socket) -> None:
-        ours.close()
-        with pytest.raises(UnavailableError, match="is gone"):
-            await child.ask("role", LONG_S)
-
-    run(test)
-
-
-def test_the_parent_ends_its_side_when_the_child_is_gone() -> None:
-    async def test(child: ChildEnd, master: MasterEnd, ours: socket.socket) -> None:
-        ended = master.attach(ours, {"a": _nothing})
-        assert await child.ask("a", LONG_S) == {}
-        assert child._writer is not None
-        child._writer.close()
-        await asyncio.wait_for(ended, LONG_S)
-
-    run(test)
-
-
-def test_a_question_that_cannot_be_answered_ends_the_child() -> None:
-    async def test(child: ChildEnd, master: MasterEnd, ours: socket.socket) -> None:
-        ended = master.attach(ours, {"a": lambda number: {"n": number}})
-        assert await child.ask("a 7", LONG_S) == {"n": 7}
-        with pytest.raises(UnavailableError, match="is gone"):
-            await child.ask("a x", LONG_S)
-        assert await ended == "it could not be answered"
-
-    run(test)
-
-
 def test_a_child_that_hangs_is_noticed_and_one_that_lives_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

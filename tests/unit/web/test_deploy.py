@@ -35,8 +35,6 @@ OF_PROMETHEUS: Final = {"job", "instance", "exported_instance", "le", "alertname
 
 KEYWORDS: Final = {"and", "or", "unless", "bool", "offset", "by", "without", "on", "ignoring"}
 
-UNITS: Final = {"percentunit", "s", "bytes", "Bps", "ops", "reqps", "short"}
-
 
 def with_suffixes(name: str, kind: str, labels: tuple[str, ...]) -> Iterator[tuple[str, set[str]]]:
     suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
@@ -127,17 +125,6 @@ def check(name: str, query: str) -> None:
     assert grouped_by(query) <= labels, f"{name}: nothing has {grouped_by(query) - labels}"
 
 
-def test_names_are_found_in_queries() -> None:
-    query = (
-        'histogram_quantile(0.9, sum by (job, le) (rate(a_bucket{x="b{c}", y!~"d"}[5m])))'
-        " / on (job) kv:e:f > 0.5 and max_over_time(g[6h]) or absent(h) unless i == bool 1e3"
-    )
-    assert series_in(query) == [
-        ("a_bucket", {"x", "y"}), ("kv:e:f", set()), ("g", set()), ("h", set()), ("i", set()),
-    ]  # fmt: skip
-    assert grouped_by(query) == {"job", "le"}
-
-
 @pytest.mark.parametrize("name", ALL_RULES)
 def test_alerts_name_what_is_served(name: str) -> None:
     check(name, ALL_RULES[name])
@@ -148,15 +135,6 @@ def test_panels_name_what_is_served() -> None:
         check(title, query)
 
 
-def test_a_name_that_nothing_serves_is_found() -> None:
-    with pytest.raises(AssertionError, match="nothing serves kvstore_nothing"):
-        check("x", "sum (rate(kvstore_nothing[5m]))")
-    with pytest.raises(AssertionError, match="no label"):
-        check("x", 'kvstore_nodes{node="a"}')
-    with pytest.raises(AssertionError, match="nothing has"):
-        check("x", "sum by (node) (kvstore_nodes)")
-
-
 def generate(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "deploy/generate.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -165,18 +143,6 @@ def generate(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_objects_of_kubernetes_are_those_of_their_sources() -> None:
     done = generate("--check")
     assert done.returncode == 0, done.stderr
-
-
-def test_a_runbook_of_ones_own(tmp_path: Path) -> None:
-    url = "https://wiki.example/kvstore"
-    assert generate("--runbook", url).returncode == 2, "it would change the files of the repository"
-    done = generate("--runbook", url, "--to", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert generate("--runbook", url, "--to", str(tmp_path), "--check").returncode == 0
-    for name in ("alerts.yml", "prometheusrule.yaml"):
-        urls = re.findall(r"runbook_url: '(.*)'", (tmp_path / name).read_text())
-        assert len(urls) == sum(row.alert is not None for row in ROWS)
-        assert all(each.startswith(f"{url}#kvstore") for each in urls)
 
 
 def test_metrics_of_the_runbook_are_served() -> None:
@@ -216,36 +182,3 @@ def test_promtool_accepts_the_queries_of_the_panels(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_panels_have_titles_units_and_the_variable_data_source() -> None:
-    board = dashboard()
-    variables = {each["name"]: each for each in board["templating"]["list"]}
-    assert variables["datasource"]["type"] == "datasource"
-    assert variables["job"]["datasource"]["uid"] == "${datasource}"
-    ids = [panel["id"] for panel in board["panels"]]
-    assert len(set(ids)) == len(ids)
-    titles = [panel["title"] for panel in panels()]
-    assert len(titles) >= 20
-    for panel in panels():
-        title = panel["title"]
-        assert panel["description"], title
-        sources = [panel["datasource"], *(target["datasource"] for target in panel["targets"])]
-        assert all(source["uid"] == "${datasource}" for source in sources), title
-        if panel["type"] == "heatmap":
-            unit = panel["options"]["yAxis"]["unit"]
-        else:
-            unit = panel["fieldConfig"]["defaults"]["unit"]
-        assert unit in UNITS, title
-        assert all('job=~"$job' in target["expr"] for target in panel["targets"]), title
-
-
-def test_no_panel_covers_another() -> None:
-    taken: dict[tuple[int, int], str] = {}
-    for panel in dashboard()["panels"]:
-        at = panel["gridPos"]
-        assert at["x"] + at["w"] <= 24, panel["title"]
-        for x in range(at["x"], at["x"] + at["w"]):
-            for y in range(at["y"], at["y"] + at["h"]):
-                other = taken.setdefault((x, y), panel["title"])
-                assert other == panel["title"], (x, y)

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from kvstore.errors import InvalidArgumentError, UnavailableError
+from kvstore.errors import UnavailableError
 from kvstore.web import channel as channel_module
-from kvstore.web.channel import ASKED_MAX, GONE_SIZE, ChildEnd, Event, MasterEnd, SurveyPage
+from kvstore.web.channel import GONE_SIZE, ChildEnd, Event, MasterEnd, SurveyPage
 from kvstore.web.events import journal as journal_module
 from kvstore.web.events.journal import EventPosition, Journal, Streams
 from tests.support.waiting import until_async
@@ -168,21 +168,6 @@ def test_a_child_that_does_not_read_costs_a_bounded_buffer_and_learns_what_it_mi
     run(test)
 
 
-def test_without_a_child_events_are_only_counted() -> None:
-    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
-        term.store(10)
-        pair.feed.changed()
-        await until_async(lambda: not term.waiting_events)
-        assert pair.feed.dropped == 0
-        async with pair.child():
-            await until_async(lambda: pair.journal.end == 10)
-            assert await pair.told(1) == ["begin 7-10"]
-            assert await pair.told(1, "7-9") == ["gap 7-10"]
-        yield
-
-    run(test)
-
-
 def test_another_term_begins_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "HEARTBEAT_S", 0.01)
 
@@ -238,22 +223,6 @@ def test_a_journal_keeps_a_bounded_number_of_events(monkeypatch: pytest.MonkeyPa
     run(test)
 
 
-def test_all_is_known_after_the_last_page_and_not_before() -> None:
-    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
-        async with pair.child():
-            term.store(5)
-            pair.feed.changed()
-            await until_async(lambda: pair.journal.end == 5)
-            told = [
-                (number, [row[1] for row in rows])
-                async for number, rows in pair.streams.changes(7, "")
-            ]
-            assert told == [(-1, [b"1", b"2"]), (-1, [b"3", b"4"]), (5, [b"5"])]
-        yield
-
-    run(test)
-
-
 def test_the_whole_set_comes_amid_the_events() -> None:
     async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
         async with pair.child():
@@ -282,162 +251,6 @@ def test_the_whole_set_comes_amid_the_events() -> None:
     run(test)
 
 
-def test_those_who_begin_a_snapshot_and_leave_cost_the_master_a_page_or_none() -> None:
-    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
-        pages = 0
-        survey_of = term.survey
-
-        def counted(namespace: str) -> Rows:
-            nonlocal pages
-            pages += 1
-            return survey_of(namespace)
-
-        term.survey = counted  # type: ignore[method-assign]
-
-        async def leave() -> None:
-            async with contextlib.aclosing(pair.streams.changes(7, "")) as changes:
-                await anext(changes)
-
-        async with pair.child():
-            term.store(20)
-            pair.feed.changed()
-            await until_async(lambda: pair.journal.end == 20)
-            leaving = [asyncio.create_task(leave()) for _ in range(500)]
-            await until_async(lambda: pages > 0)
-            for task in leaving:
-                task.cancel()
-            await asyncio.gather(*leaving, return_exceptions=True)
-            pieces = [piece async for piece in pair.streams.changes(7, "")]
-            assert (pieces[-1][0], sum(len(events) for _, events in pieces)) == (20, 20)
-            assert pages <= 2 * ASKED_MAX + 1
-            await asyncio.sleep(0.05)
-            assert not pair.feed._surveys, "the master keeps none for those who have left"
-        yield
-
-    run(test)
-
-
-def test_a_survey_does_not_go_on_in_another_term() -> None:
-    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
-        async with pair.child():
-            term.store(20)
-            pair.feed.changed()
-            await until_async(lambda: pair.journal.end == 20)
-            async with contextlib.aclosing(pair.streams.changes(7, "")) as changes:
-                assert (await anext(changes))[0] == -1
-                later = Term(9)
-                later.store(20)
-                pair.feed.begin(later)
-                await until_async(lambda: pair.journal.epoch == 9)
-                assert all([number < 0 async for number, _ in changes])
-            assert await pair.page(), "and all turns are there again"
-        yield
-
-    run(test)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        b"\2\1\0\0\0\2\0\xff\xff", b"\2\1\0\0\0\0\0" * (ASKED_MAX + 1), b"\0" * (1 << 17),
-        b"\xff" * (1 << 17),
-    ],
-)  # fmt: skip
-def test_a_child_that_breaks_the_rules_is_let_go(said: bytes) -> None:
-    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
-        async with pair.child(reads=False):
-            pair.channel._socket.setblocking(True)
-            sending = asyncio.create_task(asyncio.to_thread(_send, pair.channel._socket, said))
-            await until_async(lambda: pair.feed._socket is None)
-            await sending
-            term.store(1)
-            pair.feed.changed()
-            await until_async(lambda: not term.waiting_events)
-        yield
-
-    run(test)
-
-
-def test_a_page_that_a_full_buffer_put_off_is_sent_when_the_child_has_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(channel_module, "SOCKET_BYTES", 1 << 12)
-    monkeypatch.setattr(channel_module, "BUFFER_BYTES_MAX", 1 << 18)
-
-    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
-        async with pair.child(reads=False):
-            feed, theirs = pair.feed, pair.channel._socket
-            while feed._buffered < 1 << 17:
-                term.store(1_000)
-                feed.changed()
-                await until_async(lambda: not term.waiting_events)
-            await asyncio.get_running_loop().sock_sendall(theirs, b"\2\1\0\0\0\0\0")
-            await until_async(lambda: bool(feed._requests) and feed._timer is None)
-            reading = asyncio.create_task(_read(theirs))
-            await until_async(lambda: not feed._requests)
-            assert feed._socket is not None, "it waited for the child to ask once more"
-            reading.cancel()
-        yield
-
-    run(test)
-
-
-async def _read(sock: socket.socket) -> None:
-    while await asyncio.get_running_loop().sock_recv(sock, 1 << 16):
-        pass
-
-
-def _send(sock: socket.socket, said: bytes) -> None:
-    with contextlib.suppress(OSError):
-        sock.sendall(said)
-
-
-def test_a_quiet_stream_lives_as_long_as_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "HEARTBEAT_S", 0.01)
-
-    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
-        async with pair.child():
-            await until_async(lambda: pair.journal.epoch == 7)
-            texts = pair.streams.events(None, whole=False, namespace="")
-            assert b"event: begin" in await anext(texts)
-            assert await anext(texts) == b"id: 7-0\n\n"
-            pair.hangs = True
-            with pytest.raises(UnavailableError):
-                await anext(texts)
-        yield
-
-    run(test)
-
-
-def test_a_stream_without_events_of_its_own_lives_while_others_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(journal_module, "HEARTBEAT_S", 0.05)
-
-    async def test(pair: Pair, term: Term) -> AsyncIterator[None]:
-        async def change_forever() -> None:
-            while True:
-                term.store(1, 1)
-                pair.feed.changed()
-                await asyncio.sleep(0.005)
-
-        async with pair.child():
-            await until_async(lambda: pair.journal.epoch == 7)
-            texts = pair.streams.events(None, whole=False, namespace="", under="other/")
-            assert b"event: begin" in await anext(texts)
-            changing = asyncio.create_task(change_forever())
-            async with asyncio.timeout(5):
-                text = await anext(texts)
-            place = EventPosition.parse(text.decode().removeprefix("id: ").strip())
-            assert place.number > 0, "it can resume after the events of others"
-            changing.cancel()
-            await asyncio.gather(changing, return_exceptions=True)
-            await texts.aclose()
-        yield
-
-    run(test)
-
-
 def test_only_namespaces_that_begin_so() -> None:
     wanted = journal_module.Wanted("", "vllm/f/")
     assert [
@@ -447,9 +260,3 @@ def test_only_namespaces_that_begin_so() -> None:
     assert both.has("vllm/f/g0/p0t0")
     assert not both.has("vllm/f/g1/p0t0")
     assert journal_module.Wanted().has("any")
-
-
-@pytest.mark.parametrize("text", ["", "7", "7-", "-7", "x-1", "1-x", "1" * 80 + "-1", "1--1"])
-def test_a_place_that_is_none(text: str) -> None:
-    with pytest.raises(InvalidArgumentError):
-        EventPosition.parse(text)

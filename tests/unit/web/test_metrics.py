@@ -78,16 +78,6 @@ def test_what_was_measured_is_there_with_its_labels() -> None:
     assert found["kvstore_reuse_seconds_bucket", (("le", "0.002"),)] == 0
 
 
-def test_the_memory_of_the_master_is_that_of_its_process() -> None:
-    assert page(measured(), None)["process_resident_memory_bytes", ()] > 1 << 20
-
-
-def test_a_master_that_stands_by_says_nothing_of_the_store() -> None:
-    names = {name for name, _ in page(measured(leads=False), None)}
-    assert "kvstore_nodes" not in names
-    assert "kvstore_master_leads" in names
-
-
 def test_the_largest_namespaces_have_rows_and_the_others_a_sum() -> None:
     many = [NamespaceStatus(f"n{i}", 1, i) for i in range(NAMESPACES_SHOWN + 10)]
     found = page(measured(), status(*many))

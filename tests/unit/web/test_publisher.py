@@ -14,7 +14,6 @@ import zmq
 import zmq.asyncio
 from zmq.utils import garbage
 
-from kvstore.errors import StartupError
 from kvstore.web.events import publisher as publisher_module
 from kvstore.web.events.journal import Journal
 from kvstore.web.events.publisher import END, Publisher
@@ -119,16 +118,6 @@ def test_a_replay_goes_on_where_it_can_while_batches_come_and_go(
         assert numbers[0] >= first
 
     run(test)
-
-
-def test_an_address_that_cannot_be_had() -> None:
-    async def test() -> None:
-        port = free_port()
-        with socket.create_server(("127.0.0.1", port)), pytest.raises(StartupError):
-            Publisher(f"tcp://127.0.0.1:{port}", "pool", Journal(), mock.Mock(), mock.Mock())
-        await asyncio.sleep(0)
-
-    asyncio.run(test())
 
 
 def test_a_peer_that_reads_nothing_is_cut_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

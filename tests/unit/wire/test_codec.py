@@ -49,15 +49,6 @@ def test_a_bound_is_kept_by_who_decodes(epoch: int, fits: bool) -> None:
             decode(data)
 
 
-def test_the_keys_may_be_left_to_the_caller() -> None:
-    message = LOOKUP()
-    value = calls.Lookup(Namespace("n"), [Key(b"k")])
-    codec(calls.Lookup, LOOKUP.DESCRIPTOR, keys_apart=True).fill(message, value)
-    assert message == LOOKUP(namespace="n")
-    codec(calls.Lookup, LOOKUP.DESCRIPTOR).fill(message, value)
-    assert message.keys.data == b"k"
-
-
 def test_rows_are_bounded_where_a_field_says_so() -> None:
     many = [calls.NamespaceStatus(f"n{number}", 1, 2) for number in range(20_000)]
     status = calls.ClusterStatus(1, "v", 2, [], many, [], gone=[], tenants=[])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.errors import KVStoreError, PermissionDeniedError, ProtocolError
-from kvstore.limits import FRAME_BYTES_MAX, REQUEST_BYTES_MAX
+from kvstore.limits import REQUEST_BYTES_MAX
 from kvstore.wire.frames import (
     BUFFER_BYTES,
     CALL,
@@ -20,7 +20,6 @@ from kvstore.wire.frames import (
     FrameReader,
     Kind,
     frame,
-    hello,
     read_hello,
 )
 
@@ -67,23 +66,12 @@ def test_frames_larger_than_the_buffer(step: int | None) -> None:
     assert feed(FrameReader(), b"".join(frame(*each) for each in sent), step) == sent
 
 
-def test_a_large_buffer_is_given_back() -> None:
-    reader = FrameReader()
-    feed(reader, frame(1, CALL, b"", bytes(BUFFER_BYTES)))
-    assert len(reader.space()) == reader.size == BUFFER_BYTES
-
-
 @pytest.mark.parametrize("length", [0, HEAD_BYTES - 5, REQUEST_BYTES_MAX + 1, 2**32 - 1])
 def test_an_absurd_length_is_refused_as_soon_as_it_is_read(length: int) -> None:
     with pytest.raises(ProtocolError):
         feed(FrameReader(), struct.pack("<I", length))
     with pytest.raises(ProtocolError):
         feed(FrameReader(), struct.pack("<IQBB", length, 1, CALL, 0) + bytes(100))
-
-
-def test_a_name_beyond_its_frame_is_refused() -> None:
-    with pytest.raises(ProtocolError):
-        feed(FrameReader(), struct.pack("<IQBB", HEAD_BYTES - 4 + 3, 1, CALL, 9) + bytes(100))
 
 
 @given(data=st.binary(max_size=400))
@@ -94,16 +82,6 @@ def test_random_bytes_are_refused_or_frames(data: bytes) -> None:
             read_hello(received)
     except KVStoreError:
         pass
-
-
-def test_a_message_too_large_is_not_sent() -> None:
-    with pytest.raises(ProtocolError):
-        frame(1, CALL, b"Exists", bytes(FRAME_BYTES_MAX))
-
-
-def test_a_hello_carries_the_token() -> None:
-    (received,) = feed(FrameReader(), hello(b"secret"))
-    assert read_hello(received) == b"secret"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from kvstore.errors import (
     DuplicateKeyError,
     InvalidArgumentError,
     InvalidKeyError,
-    KVStoreError,
     ProtocolError,
     UsageError,
 )
@@ -102,19 +101,6 @@ def test_mangled_requests_are_refused_or_valid(row: Call[Any, Any], data: st.Dat
     only_typed_errors(lambda: messages.decode_request(row, mangled(data, valid)))
 
 
-@by_row
-@few
-@given(data=st.data())
-def test_mangled_replies_are_protocol_errors_or_valid(
-    row: Call[Any, Any], data: st.DataObject
-) -> None:
-    valid = messages.encode_reply(row, data.draw(REPLIES[row.reply]))
-    try:
-        messages.decode_reply(row, mangled(data, valid))
-    except ProtocolError:
-        pass
-
-
 @given(data=st.data())
 def test_mangled_stream_messages_are_refused_or_valid(data: st.DataObject) -> None:
     node = data.draw(st.one_of(*NODE_MESSAGES.values()))
@@ -130,14 +116,6 @@ def only_typed_errors(decode: Any) -> None:
         decode()
     except (UsageError, ProtocolError):
         pass
-
-
-@pytest.mark.parametrize("message", [b"", b"\xa2\x06\x00"], ids=["empty", "newer"])
-def test_a_stream_message_that_says_nothing_known_is_refused(message: bytes) -> None:
-    with pytest.raises(ProtocolError):
-        node_messages.decode_node_message(message)
-    with pytest.raises(ProtocolError):
-        node_messages.decode_master_message(message)
 
 
 # --- bounds ------------------------------------------------------------------------------------
@@ -348,8 +326,3 @@ def test_a_reply_that_contradicts_itself_is_a_protocol_error(
 def test_what_cannot_be_sent_is_a_usage_error(request_: calls.Request) -> None:
     with pytest.raises(UsageError):
         messages.encode_request(request_)
-
-
-def test_errors_of_decoders_are_in_the_tree() -> None:
-    with pytest.raises(KVStoreError, match="Exists"):
-        messages.decode_request(CALLS[calls.Exists], b"\xff\xff")

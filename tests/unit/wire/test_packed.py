@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import struct
 from collections.abc import Sequence
 
 import pytest
@@ -48,12 +47,6 @@ def test_packed_keys_are_a_sequence(keys: list[bytes], data: st.DataObject) -> N
     assert packed != [*keys, b"another"]
 
 
-@pytest.mark.parametrize("index", [3, -4])
-def test_an_index_beyond_the_keys_is_an_index_error(index: int) -> None:
-    with pytest.raises(IndexError):
-        PackedKeys(b"abc", 1)[index]
-
-
 @pytest.mark.parametrize("size", [1, 29, 256])
 @pytest.mark.parametrize("count", [1, 127, 4_500, BATCH_KEYS_MAX])
 def test_many_keys_put_behind_a_message_are_read_as_part_of_it(size: int, count: int) -> None:
@@ -78,18 +71,6 @@ def test_a_column_comes_out_as_it_went_in(values: list[int]) -> None:
     pack_column(column, values)
     assert unpack_column(column, "values") == values
     assert unpack_column(column, "values", rows=len(values)) == values
-
-
-def test_a_column_of_one_number_is_sent_once() -> None:
-    column = common_pb2.Column()
-    pack_column(column, [7] * 16_384)
-    assert column.ByteSize() < 10
-
-
-def test_a_column_is_read_as_fixed64() -> None:
-    column = common_pb2.Column()
-    pack_column(column, [1, 2, 2**64 - 1])
-    assert column.values == struct.pack("<3Q", 1, 2, 2**64 - 1)
 
 
 @pytest.mark.parametrize("text", ["", "x" * 256, "é" * 128, "two\nlines", "\x1b[31m"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -25,7 +25,7 @@ from kvstore.master.service import MasterService
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.wire.messages import encode_request
-from kvstore.wire.pieces import CUTS, KEYS_PER_PIECE, LOOKUPS_PER_PIECE, PROBES_PER_PIECE
+from kvstore.wire.pieces import CUTS, KEYS_PER_PIECE, PROBES_PER_PIECE
 from tests.unit.master.test_term import JOIN
 
 SPACE = Namespace("n")
@@ -168,34 +168,10 @@ def test_no_piece_is_longer_than_a_request_may_be(size: int, packed: bool) -> No
     assert len(encode_request(put)) <= REQUEST_BYTES_MAX
 
 
-def test_the_states_of_a_large_match_are_asked_for_after_its_chains() -> None:
-    states = [Namespace("other")]
-    request = calls.MatchPrefix([SPACE] * NAMESPACES_MAX, KEYS, False, states)
-    pieces = cast("list[calls.MatchPrefix]", CUTS[calls.MatchPrefix].pieces(request))
-    assert [(len(each.namespaces) > 0, list(each.states)) for each in pieces] == [
-        *((True, []) for _ in pieces[1:]), (False, states),
-    ]  # fmt: skip
-    reply = ask(service_with(MANY - 3), request._replace(states=[SPACE]))
-    assert len(reply.matches) == NAMESPACES_MAX
-    assert reply.state == MANY - 3
-
-
 def as_lists(value: Any) -> object:
     if isinstance(value, bytes | bytearray | Sequence) and not isinstance(value, str):
         return [as_lists(each) for each in value]
     return value
-
-
-def test_small_calls_are_not_cut() -> None:
-    absent = [Key(b"absent-%d" % number) for number in range(BATCH_KEYS_MAX)]
-    for request in (
-        calls.Remove(SPACE, KEYS[:KEYS_PER_PIECE]),
-        calls.MatchPrefix([SPACE] * (PROBES_PER_PIECE // 64), KEYS[:64], False),
-        calls.MatchPrefix([], absent, False, [SPACE] * NAMESPACES_MAX),
-        calls.Lookup(SPACE, REPEATED[:LOOKUPS_PER_PIECE]),
-        calls.Exists(SPACE, REPEATED[: 2 * LOOKUPS_PER_PIECE]),
-    ):
-        assert not CUTS[type(request)].is_large(request)
 
 
 def test_every_call_with_many_keys_is_cut_or_quick() -> None:
