@@ -54,14 +54,14 @@ def main(
         rows = choose(patterns, table.rows)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
-    if reason := table.missing():
-        raise click.ClickException(reason)
     if systems:
         named = [text.strip() for text in systems.split(",")]
         if unknown := [text for text in named if text not in table.systems]:
             have = ", ".join(table.systems)
             raise click.BadParameter(f"{unknown[0]!r} is no system of {name}: {have}")
         table = table.with_systems(named)
+    if reason := table.missing():
+        raise click.ClickException(reason)
     plan = harness.Plan(
         rounds=1 if quick else rounds or table.rounds,
         seconds=QUICK_SECONDS if quick else seconds or table.seconds,
