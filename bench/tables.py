@@ -129,6 +129,16 @@ REDIS_ROWS: Final = tuple(
     )
 )  # fmt: skip
 
+BUSY_ROWS: Final = tuple(
+    Row(op=op, mode=mode, size=size, loops=loops, notes=notes)
+    for loops in (2, 8)
+    for op, mode, size, notes in (
+        (EXIST, TCP, 0, (ASKED,)),
+        *((op, mode, size, (VERIFIED,))
+          for mode in MODES for size in (4 * KIB, MIB) for op in (PUT, GET)),
+    )
+)  # fmt: skip
+
 CLIENTS_ROWS: Final = tuple(
     Row(op=op, mode=mode, size=size, batch=batch, clients=clients, notes=notes)
     for op, mode, size, batch, notes in (
@@ -194,6 +204,11 @@ TABLES: Final = {
         Table(
             name="clients", title="Several clients at once, beside Mooncake Store",
             rows=CLIENTS_ROWS, systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
+            missing=mooncake.missing,
+        ),
+        Table(
+            name="busy", title="Both stores next to busy loops", rows=BUSY_ROWS,
+            systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
             missing=mooncake.missing,
         ),
         Table(

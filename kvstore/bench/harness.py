@@ -9,6 +9,7 @@ begins from row to row and from round to round. While one system is measured, th
 from __future__ import annotations
 
 import contextlib
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from kvstore.bench.processes import Children
 from kvstore.bench.rows import Row, Table, memory_needed
 from kvstore.bench.session import GET_VIEW
 from kvstore.bench.timing import Spread, median_us, percentile
+from kvstore.process import interpreter
 
 
 class Plan(NamedTuple):
@@ -127,11 +129,12 @@ def measure(
                 with _clients(table, servers, [each.row for each in some], plan) as clients:
                     for index, result in enumerate(some):
                         progress(f"{what}: {result.row.title}, {mode}", 1)
-                        for name, sample in _measure(
-                            result.row, clients, plan.seconds / 2, number + index
-                        ):
-                            result.samples[name].append(sample)
-                            on_sample(result.row, name, sample)
+                        with _busy_loops(result.row.loops):
+                            for name, sample in _measure(
+                                result.row, clients, plan.seconds / 2, number + index
+                            ):
+                                result.samples[name].append(sample)
+                                on_sample(result.row, name, sample)
     return results
 
 
@@ -189,6 +192,18 @@ def _sample(times: Sequence[float], clients: int, processor: Mapping[str, float]
         percentile(times, 0.99) * 1e6,
         {name: 1e6 * seconds / len(times) for name, seconds in processor.items()},
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _busy_loops(count: int) -> Iterator[None]:
+    """Run processes of the same priority that always want a core."""
+    loops = [subprocess.Popen(interpreter.command("-c", "while True: pass")) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 # --- the page ----------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ class Row:
     """Bytes of each object; 0: no bytes move."""
     clients: int = 1
     """Client processes that make the calls at the same time."""
+    loops: int = 0
+    """Busy loops that run during the measurement."""
     goal: float = 1.0
     """The first peer's time divided by kvstore's should be at least this."""
     peer_op: str = ""
@@ -65,8 +67,9 @@ class Row:
 
     @property
     def id(self) -> str:
-        """A name that is unique in the table: ``put/tcp/1MiB/64``, ``.../4-clients``."""
+        """A name that is unique in the table: ``put/tcp/1MiB/64``, ``.../4-clients/2-loops``."""
         more = [f"{self.clients}-clients"] if self.clients > 1 else []
+        more += [f"{self.loops}-loops"] if self.loops else []
         return "/".join((self.op, self.mode, size_name(self.size), str(self.batch), *more))
 
     @property
@@ -79,7 +82,8 @@ class Row:
         else:
             many = f"{self.batch} x " if self.batch > 1 else ""
             what += f" {many}{size_name(self.size, ' ')}"
-        return what + (f", {self.clients} clients" if self.clients > 1 else "")
+        what += f", {self.clients} clients" if self.clients > 1 else ""
+        return what + (f", {self.loops} busy loops" if self.loops else "")
 
     @property
     def processor_goal(self) -> float:
