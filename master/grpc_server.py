@@ -178,7 +178,7 @@ class GrpcServer:
                 for key, value in context.invocation_metadata() or ():
                     if key == traces.METADATA_KEY and isinstance(value, str):
                         data = traces.with_trace(data, value)
-                work = functools.partial(self._dispatcher.dispatch, call, data, caller)
+                work = functools.partial(self._begin, context, call, data, caller)
                 reply = work() if self._turns is None else await self._turns.taken(name, work)
                 if not isinstance(reply, bytes):
                     reply = await reply
@@ -189,6 +189,15 @@ class GrpcServer:
             return reply
 
         return answer
+
+    def _begin(
+        self, context: Context, call: Call[Any, Any], data: bytes, caller: Caller | None
+    ) -> bytes | asyncio.Task[bytes]:
+        reply = self._dispatcher.dispatch(call, data, caller)
+        if not isinstance(reply, bytes):
+            # The peer may leave before ``reply`` is awaited: after the turn that began it.
+            _when_done(context, reply.cancel)
+        return reply
 
     async def _request(self, context: Context) -> bytes:
         """The next message of the peer.
@@ -289,7 +298,7 @@ class GrpcServer:
             await _abort(context, unexpected(error, "Session", logger))
 
 
-def _when_done(context: Context, action: Callable[[], None]) -> None:
+def _when_done(context: Context, action: Callable[[], object]) -> None:
     """Calls ``action`` when the peer has read the reply, or is gone."""
     done: Any = lambda _: action()  # noqa: E731  # a class of the stubs that gRPC has not
     context.add_done_callback(done)

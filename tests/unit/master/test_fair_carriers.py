@@ -40,13 +40,15 @@ class Slow:
         self.now_s = 0.0
         self.asked: list[str] = []
         self.waits = False
+        self.waiting: list[asyncio.Future[calls.Reply]] = []
 
     def call(self, request: calls.Request, caller: Caller | None = None) -> Any:
         assert caller is not None
         self.asked.append(caller.identity.name if caller.identity is not None else "")
         self.now_s += 1.001 * SLICE_S
         if self.waits:
-            return asyncio.get_running_loop().create_future()
+            self.waiting.append(asyncio.get_running_loop().create_future())
+            return self.waiting[-1]
         return calls.Existing(b"\x01")
 
     def node_session(
@@ -189,6 +191,19 @@ def test_calls_by_grpc_wait_for_their_turn_and_have_a_share(
             task.cancel()
         await asyncio.wait(flood)
         server.limiter.check_invariants()
+        while not all(each.cancelled() for each in service.waiting):
+            await asyncio.sleep(0)
+        service.asked.clear()
+        service.waits = True
+        gone = [ask(FLOOD), ask(FLOOD)]
+        while len(service.asked) < 2:
+            await asyncio.sleep(0)
+        for task in gone:  # the second one's turn has begun its call, and it does not know yet
+            task.cancel()
+        await asyncio.wait(gone)
+        while not all(each.cancelled() for each in service.waiting):
+            await asyncio.sleep(0)
+        service.waits = False
         service.asked.clear()
         flood = [ask(FLOOD) for _ in range(4)]
         other = ask(OTHER)
