@@ -43,7 +43,7 @@ class Driver:
         """
         import numpy as np
 
-        self._address, self._mode = address, mode
+        self._address = address
         self._is_native = not on_mooncake and mode != DROP_IN
         self._ours: OurDriver | None = None
         if not on_mooncake:

@@ -1,4 +1,4 @@
-"""Limits how often something happens: lines of a log, wrong tokens, ends of terms."""
+"""Limits how often something happens: lines of a log, ends of terms."""
 
 from __future__ import annotations
 

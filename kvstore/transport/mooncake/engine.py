@@ -215,21 +215,6 @@ class TransferEngine:
             self._gauge.record(outcome)
         return bool(status == 1)
 
-    def transfer_sync(
-        self,
-        peer: str,
-        ours: Sequence[int],
-        theirs: Sequence[int],
-        lengths: Sequence[int],
-        *,
-        is_write: bool,
-    ) -> bool:
-        """``transfer`` by the call that Mooncake's users know, which polls all the time; for
-        comparisons."""
-        engine = self._engine
-        sync = engine.batch_transfer_sync_write if is_write else engine.batch_transfer_sync_read
-        return not sync(peer, ours, theirs, lengths)
-
     def close(self) -> None:
         """End every transfer, connection and thread. Idempotent. Holds the GIL for a moment."""
         engine, self._engine = self._engine, None

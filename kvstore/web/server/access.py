@@ -13,7 +13,6 @@ There are no CORS headers, so no other site may send what browsers ask permissio
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import ipaddress
 import ssl
@@ -330,14 +329,6 @@ class Access:
         scheme, _, token = given[0].partition(" ")
         sent = token.strip().encode("utf-8", "surrogateescape")
         return scheme.lower() == "bearer" and hmac.compare_digest(sent, self._token)
-
-
-def _network(address: str) -> str:
-    """The address; of IPv6 the 64 bits of the network, in which a host chooses its own address."""
-    address = address.removeprefix("::ffff:")
-    with contextlib.suppress(ValueError):
-        return str(ipaddress.IPv6Network((address.partition("%")[0], 64), strict=False))
-    return address
 
 
 def is_loopback(request: web.Request) -> bool:
