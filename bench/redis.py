@@ -37,9 +37,9 @@ def missing() -> str | None:
     return None
 
 
-def start(children: Children) -> Servers:
-    """Starts a server, and waits until it accepts connections. Its memory has no bound, which is
-    its default.
+def start(children: Children, *flags: str) -> Servers:
+    """Starts a server with these ``flags``, and waits until it accepts connections. Without a flag
+    its memory has no bound, which is its default.
 
     Raises:
         ChildError: it did not start.
@@ -47,7 +47,7 @@ def start(children: Children) -> Servers:
     port, socket = free_port(), str(children.directory / "redis.socket")
     server = children.start_command(
         "redis", PROGRAM, "--bind", HOST, "--port", str(port), "--unixsocket", socket,
-        "--save", "", "--appendonly", "no", "--dir", str(children.directory),
+        "--save", "", "--appendonly", "no", "--dir", str(children.directory), *flags,
     )  # fmt: skip
     children.ready(server, "Ready to accept connections", READY_SECONDS)
     return Servers({"tcp": f"{HOST}:{port}", "shm": socket}, {"storage": server.process.pid})

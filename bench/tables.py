@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 from bench import mooncake, redis, vllm
 from kvstore.bench.ours import own_store
 from kvstore.bench.processes import Children, Servers
 from kvstore.bench.rows import KIB, MIB, MODES, SHM, TCP, Row, System, Table
-from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT
+from kvstore.bench.session import EXIST, GET, GET_AGAIN, GET_VIEW, MATCH, PUT, PUT_FULL
 
 DROP_IN: Final = "drop-in"
 NATIVE: Final = "native"
@@ -52,6 +53,12 @@ NOT_VERIFIED = (
     " verifies both and fills the caller's memory. Redis keeps no checksum; redis-py returns new"
     " bytes objects, and their copy into the caller's memory is not timed. redis-py has the faster"
     " settings: reads of 1 MiB, hiredis, and its own packer for objects of 1 MiB or more."
+)
+FULL = (
+    "Each batch is read after an eighth of the pool has been put, and that read is not timed."
+    " Leases are the defaults: 10 s here, 5 s in Mooncake, none in Redis (`allkeys-lru`). A"
+    " refused put counts with the time of its refusal, and its objects as not found. The ratios are"
+    " of the times per object found: the time of a put divided by the part found."
 )
 COUNTED = (
     "Ours asks the master through a Unix socket in either mode, and learns it of each key; Redis's"
@@ -139,6 +146,12 @@ BUSY_ROWS: Final = tuple(
     )
 )  # fmt: skip
 
+FULL_ROWS: Final = tuple(
+    Row(op=PUT_FULL, mode=mode, size=size, batch=batch, notes=(FULL, VERIFIED))
+    for mode in MODES
+    for size, batch in ((64 * KIB, 64), (MIB, 8))
+)
+
 CLIENTS_ROWS: Final = tuple(
     Row(op=op, mode=mode, size=size, batch=batch, clients=clients, notes=notes)
     for op, mode, size, batch, notes in (
@@ -164,6 +177,14 @@ def _mooncake_by_tcp(pool_bytes: int) -> Iterator[Servers]:
     """Clients behind an engine: they cannot use Mooncake's shared-memory client."""
     with _mooncake(pool_bytes) as servers:
         yield Servers({TCP: servers.address()}, servers.pids)
+
+
+@contextlib.contextmanager
+def _bounded_redis(pool_bytes: int) -> Iterator[Servers]:
+    with Children() as children:
+        yield redis.start(
+            children, "--maxmemory", str(pool_bytes), "--maxmemory-policy", "allkeys-lru"
+        )
 
 
 @contextlib.contextmanager
@@ -210,6 +231,16 @@ TABLES: Final = {
             name="busy", title="Both stores next to busy loops", rows=BUSY_ROWS,
             systems=BESIDE_MOONCAKE, packages=(mooncake.PACKAGE, *PACKAGES),
             missing=mooncake.missing,
+        ),
+        Table(
+            name="full", title="A full pool, beside Mooncake Store and Redis", rows=FULL_ROWS,
+            systems={
+                OURS: System(partial(own_store, flags=()), STORE.driver),
+                MOONCAKE: BESIDE_MOONCAKE[MOONCAKE],
+                "Redis": System(_bounded_redis, "bench.redis:RedisDriver"),
+            },
+            packages=(mooncake.PACKAGE, *redis.PACKAGES, *PACKAGES), pool_bytes=512 * MIB,
+            seconds=2.0, missing=lambda: mooncake.missing() or redis.missing(),
         ),
         Table(
             name="redis", title="Side by side with Redis", rows=REDIS_ROWS,

@@ -56,7 +56,8 @@ class ClientProcess:
         text = json.dumps(settings._asdict())
         self._child = children.start(name, "kvstore.bench.client", path, text)
         self.processor: dict[str, float] = {}
-        """As ``Session.processor``."""
+        self.found = 1.0
+        """Both as in ``Session``."""
 
         def connect() -> connection.Connection | None:
             with contextlib.suppress(OSError):
@@ -82,7 +83,7 @@ class ClientProcess:
             ChildError: the process failed, or took too long.
         """
         samples: list[float]
-        samples, self.processor = self._receive()
+        samples, self.processor, self.found = self._receive()
         return samples
 
     def measure(self, op: str, size: int, batch: int, seconds: float) -> list[float]:
@@ -150,7 +151,7 @@ def _measure(session: Session, work: Any, link: connection.Connection) -> object
         link.recv()
 
     try:
-        return session.measure(*work, prepared=prepared), session.processor
+        return session.measure(*work, prepared=prepared), session.processor, session.found
     except Exception as error:  # noqa: BLE001 - the parent ends everything, and reports it
         return f"{type(error).__name__}: {error}"
 

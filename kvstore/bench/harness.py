@@ -19,9 +19,12 @@ from kvstore.bench.client import ClientProcess, Settings
 from kvstore.bench.page import Advance, Found, ResultsPage, ResultsTable, microseconds, verdict
 from kvstore.bench.processes import Children
 from kvstore.bench.rows import Row, Table, memory_needed
-from kvstore.bench.session import GET_VIEW
+from kvstore.bench.session import GET_VIEW, PUT_FULL
 from kvstore.bench.timing import Spread, median_us, percentile
 from kvstore.process import interpreter
+
+FOUND_MIN: Final = 0.001
+"""Ratios count no smaller part that was found."""
 
 
 class Plan(NamedTuple):
@@ -45,6 +48,8 @@ class Sample:
     p99_us: float
     processor_us: dict[str, float]
     """Mean processor time of a call by process, polling included."""
+    found: float = 1.0
+    """The part of what it read that was there; all of it, except in a full pool."""
 
     @property
     def processor_total_us(self) -> float:
@@ -59,9 +64,13 @@ class Result:
     samples: dict[str, list[Sample]]
 
     def ratio(self, peer: str, of: Callable[[Sample], float]) -> Spread:
-        """The peer's number over this store's, within each round."""
+        """The peer's number for what is found again over this store's, within each round."""
+
+        def each(samples: Sequence[Sample]) -> list[float]:
+            return [of(some) / max(some.found, FOUND_MIN) for some in samples]
+
         ours, *_ = self.samples.values()
-        return Spread.of_ratios([of(each) for each in self.samples[peer]], [of(x) for x in ours])
+        return Spread.of_ratios(each(self.samples[peer]), each(ours))
 
     @property
     def peers(self) -> list[str]:
@@ -170,6 +179,7 @@ def _measure(
     order = names[turn:] + names[:turn]
     times: dict[str, list[float]] = {name: [] for name in names}
     processor: dict[str, Counter[str]] = {name: Counter() for name in names}
+    found = dict.fromkeys(names, 1.0)
     for name in (*order, *reversed(order)) if peers else order * 2:
         some = clients[name][: row.clients]
         op = row.op if name == ours else row.peers_op
@@ -179,18 +189,21 @@ def _measure(
             client.go()
         for number, client in enumerate(some):
             times[name] += client.samples()
+            found[name] = client.found
             used = client.processor
             # The servers work for all clients: their time counts once.
             processor[name].update(used if not number else {"client": used.get("client", 0.0)})
     for name, each in times.items():
-        yield name, _sample(each, row.clients, processor[name])
+        yield name, _sample(each, row.clients, processor[name], found[name])
 
 
-def _sample(times: Sequence[float], clients: int, processor: Mapping[str, float]) -> Sample:
+def _sample(
+    times: Sequence[float], clients: int, processor: Mapping[str, float], found: float
+) -> Sample:
     return Sample(
         len(times), clients * len(times) / sum(times), median_us(times),
         percentile(times, 0.99) * 1e6,
-        {name: 1e6 * seconds / len(times) for name, seconds in processor.items()},
+        {name: 1e6 * seconds / len(times) for name, seconds in processor.items()}, found,
     )  # fmt: skip
 
 
@@ -251,7 +264,7 @@ def _cells(result: Result, notes: Sequence[str]) -> tuple[str, ...]:
     row = result.row
     marks = "".join(f" [{notes.index(note) + 1}]" for note in row.notes)
     times = [
-        f"{_median(some, _time)} / {_median(some, lambda each: each.p99_us)}"
+        f"{_median(some, _time)} / {_median(some, lambda each: each.p99_us)}{_found(row, some)}"
         for some in result.samples.values()
     ]
     ends = (f"{row.goal:g}", verdict(result.met))
@@ -278,6 +291,11 @@ def _ratios(result: Result, of: Callable[[Sample], float]) -> list[str]:
 
 def _median(samples: Sequence[Sample], of: Callable[[Sample], float]) -> str:
     return microseconds(Spread.of([of(each) for each in samples]).median)
+
+
+def _found(row: Row, samples: Sequence[Sample]) -> str:
+    found = Spread.of([each.found for each in samples]).median
+    return f", {found:.0%} found" if row.op == PUT_FULL else ""
 
 
 def _processes(results: Sequence[Result]) -> list[str]:

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from kvstore import Client
 
 NAMESPACE = "kvstore-bench"
-LEASE_MS = 1_000
-"""Lease of the benchmark's own master. Memory of removed objects is free one lease later, and the
-benchmark waits for that."""
+SHORT_LEASES = ("--lease-ms=1000",)
+"""Memory of removed objects is free one lease later, and the benchmark waits for that."""
 SETTLE_SECONDS = 60.0
 SETTLED_PART = 0.1
 """The part of the memory that removed objects may still use."""
@@ -31,12 +30,16 @@ TIMEOUT_MS = 60_000
 
 
 @contextlib.contextmanager
-def own_store(pool_bytes: int, node_flags: Sequence[str] = ()) -> Iterator[Servers]:
-    """Run a store with short leases, which ends with the block. Its memory has been touched."""
+def own_store(
+    pool_bytes: int, node_flags: Sequence[str] = (), *, flags: Sequence[str] = SHORT_LEASES
+) -> Iterator[Servers]:
+    """Run a store, which ends with the block. Its memory has been touched.
+
+    Args:
+        flags: of the master.
+    """
     with Children() as children:
-        yield start_store(
-            children, pool_bytes, flags=(f"--lease-ms={LEASE_MS}",), node_flags=node_flags
-        )
+        yield start_store(children, pool_bytes, flags=flags, node_flags=node_flags)
 
 
 class OurDriver:

@@ -19,6 +19,7 @@ from kvstore.bench.session import (
     MATCH,
     MEMCPY,
     PUT,
+    PUT_FULL,
     WARM_PIECE,
 )  # fmt: skip
 
@@ -33,6 +34,7 @@ MODES: Final = (SHM, TCP)
 
 TITLES: Final = {
     PUT: "put",
+    PUT_FULL: "put into a full pool,",
     GET: "get",
     GET_VIEW: "get, not copied,",
     GET_AGAIN: "get again, leased,",

@@ -24,6 +24,9 @@ GET_VIEW: Final = "get_view"
 """A get without a copy: an array over the pool's own memory."""
 GET_AGAIN: Final = "get_again"
 """A get of the same object again, under a live lease."""
+PUT_FULL: Final = "put_full"
+"""A put into a full pool. Each batch is read once, some puts later, as a decoder reads what a
+prefiller has put."""
 EXIST: Final = "exist"
 MATCH: Final = "match_prefix"
 MEMCPY: Final = "memcpy"
@@ -48,6 +51,11 @@ OBJECTS_MAX = 2_000
 BATCHES_MAX = 100
 READ_BATCHES_MAX = 20
 """Batches that are put to be read in turn, at most."""
+FULL_PART = 1.3
+"""What is put before ``PUT_FULL`` is measured, as a part of the pool."""
+FULL_BATCHES_MAX = 5_000
+READ_AFTER = 1 / 8
+"""What is put between a batch of ``PUT_FULL`` and its read, as a part of the pool."""
 
 
 class Work(NamedTuple):
@@ -116,6 +124,8 @@ class Session:
         self.driver = driver
         self.processor: dict[str, float] = {}
         """Processor seconds of each of ``processes`` in all calls of the last measurement."""
+        self.found = 1.0
+        """The part of the objects of the last measurement that its reads have found."""
         self._processes = processes or {}
         self._pool = pool_bytes
         self._name = name
@@ -164,6 +174,8 @@ class Session:
         if op in (EXIST, MATCH):
             keys = self._kept_keys(op)[:batch]
             return self._timed(self.driver.work(op, [keys], 0), seconds)
+        if op == PUT_FULL:
+            return self._put_full(size, batch, seconds)
         if op not in (PUT, *READS):
             raise InvalidArgumentError(f"{op} cannot be measured on this system")
         return self._move(op, size, batch, seconds)
@@ -207,6 +219,35 @@ class Session:
             return samples
         finally:
             self.driver.remove([key for some in batches[:done] for key in some])
+
+    def _put_full(self, size: int, batch: int, seconds: float) -> list[float]:
+        """A batch that is refused counts as not found."""
+        self._rows += 1
+        filling = int(self._pool * FULL_PART) // size // batch
+        lag = int(self._pool * READ_AFTER) // size // batch
+        batches = [
+            [f"{self._name}{self._rows}-{number}-{index}" for index in range(batch)]
+            for number in range(filling + FULL_BATCHES_MAX)
+        ]
+        putting = self.driver.work(PUT, batches, size)
+        getting = self.driver.work(GET, batches, size)
+        found: list[int] = []
+
+        def put(number: int) -> None:
+            with contextlib.suppress(NoSpaceError):
+                putting.check(putting.call(number))
+
+        def read(_: object) -> None:
+            result = getting.call(filling + len(found) - lag)
+            found.append(sum(each > 0 if isinstance(each, int) else each is not None
+                             for each in result))  # fmt: skip
+
+        for number in range(filling):
+            put(number)
+        work = Work(lambda number: put(filling + number), read)
+        samples = self._timed(work, seconds, FULL_BATCHES_MAX)
+        self.found = sum(found) / batch / len(found)
+        return samples
 
     def _timed(self, work: Work, seconds: float, limit: int = CALLS_MAX) -> list[float]:
         self._prepared()

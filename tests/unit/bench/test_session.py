@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvstore.bench.session import CHAIN_BLOCKS, EXIST, GET, MEMCPY, PUT, Session, Work
+from kvstore.bench.session import CHAIN_BLOCKS, EXIST, GET, MEMCPY, PUT, PUT_FULL, Session, Work
 from kvstore.bench.timing import memory, percentile, require, timed
-from kvstore.errors import InternalError, InvalidArgumentError
+from kvstore.errors import InternalError, InvalidArgumentError, NoSpaceError
 
 if TYPE_CHECKING:
     from kvstore.bench.timing import Bytes
@@ -83,6 +83,30 @@ def test_a_row_leaves_nothing_behind(op: str, batch: int) -> None:
     assert len(Session(shelf, POOL).measure(op, SIZE, batch, 0.0)) == 3
     assert shelf.most > 0
     assert not shelf.held
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_what_a_full_pool_refuses_or_loses_is_not_found(refuses: bool) -> None:
+    class Full(Shelf):
+        """Has room for 500 objects. Beyond that it evicts the oldest one, or refuses the put."""
+
+        def work(self, op: str, batches: Sequence[Sequence[str]], size: int) -> Work:
+            def put(index: int) -> None:
+                for key in batches[index]:
+                    if refuses and len(self.held) == 500:
+                        raise NoSpaceError("full")
+                    self.held[key] = self.source[:size]
+                while len(self.held) > 500:
+                    del self.held[next(iter(self.held))]
+
+            def get(index: int) -> list[object]:
+                return [self.held.get(key) for key in batches[index]]
+
+            return Work({PUT: put, GET: get}[op], lambda _: None)
+
+    session = Session(Full(), 800 * SIZE)
+    session.measure(PUT_FULL, SIZE, 8, 0.05)
+    assert session.found == (0 if refuses else 1)
 
 
 def test_foreign_bytes_are_noticed() -> None:
