@@ -235,9 +235,3 @@ class Role:
         self.until = 0.0
         self.leader = None
         self._not_before = 0.0
-
-    def check_invariants(self) -> None:
-        assert not self._leading or (self._lease_id and self.until and self.epoch)
-        assert self.leader is None or not self.until
-        assert self._lease_id not in self._stale
-        assert len(self._stale) <= 1, "each is revoked before the next one is granted"

@@ -91,8 +91,3 @@ class Turns:
         finally:
             if self._waiting:
                 self._call_soon()
-
-    def check_invariants(self) -> None:
-        """Raises AssertionError: a bug of ours."""
-        assert all(self._waiting.values())
-        assert self._is_due or not self._waiting

@@ -3,7 +3,7 @@
 Free extents are kept twice: by size, to find the smallest that fits, and by both of their ends
 (boundary tags), to find the neighbours of a freed extent without searching. Extents in use are
 not recorded here: the objects, pending puts and wipings that own them are the record, which saves
-a hundred bytes for each of millions of objects. ``Pool.check_invariants`` adds both up.
+a hundred bytes for each of millions of objects. Tests add both up.
 
 Invariant: no two free extents touch or overlap, and all lie within ``[start, end)``.
 """
@@ -65,23 +65,6 @@ class Allocator:
             self._remove(end, after)
             end += after
         self._insert(start, end - start)
-
-    def holes(self) -> list[tuple[int, int]]:
-        """Free extents as (start, length), by start."""
-        return sorted(self._start_to_length.items())
-
-    def check_invariants(self) -> None:
-        holes = self.holes()
-        assert sum(length for _, length in holes) == self.free_bytes
-        assert max((length for _, length in holes), default=0) == self.largest_free
-        assert sorted((length, start) for start, length in holes) == list(self._by_size)
-        assert self._end_to_start == {start + length: start for start, length in holes}
-        reached = self.start - 1
-        for start, length in holes:
-            assert length > 0
-            assert start > reached, "free extents touch or overlap"
-            reached = start + length
-        assert reached <= self.end
 
     def _insert(self, start: int, length: int) -> None:
         self._by_size.add((length, start))

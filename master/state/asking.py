@@ -356,12 +356,6 @@ class Asking:
         self._jobs.note(WALK, bool(self._walking))
         self._common.effect(Answer(ticket, reply))
 
-    # --- checking -----------------------------------------------------------------------------
-
-    def check_invariants(self) -> None:
-        self._jobs.check(WALK, bool(self._walking))
-        assert not self._asking or self._gathering or self._jobs.due & ANSWER
-
 
 def _is_at(record: ObjectRecord, uuid: bytes, offset: int) -> bool:
     """Whether a living replica is at this place."""

@@ -86,11 +86,3 @@ class Ends:
 
     def __len__(self) -> int:
         return self._count
-
-    def check_invariants(self) -> None:
-        ends = {record: end for shard in self._shards for record, end in shard.items()}
-        assert len(ends) == self._count
-        assert sum(map(len, self._buckets.values())) == self._count
-        assert all(record in self._buckets[end] for record, end in ends.items())
-        assert sorted(self._times) == sorted(self._buckets)
-        assert self.next_ms <= min(ends.values(), default=NO_END_MS)

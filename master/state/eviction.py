@@ -114,14 +114,6 @@ class LRU:
     def numbers(self) -> list[int]:
         return [0]
 
-    def check_invariants(self) -> None:
-        tickets = [record.ticket for record in self]
-        assert tickets == sorted(set(tickets)), "tickets out of order or twice"
-        self._order.check_invariants()
-        self._parked.check_invariants()
-        assert 0 not in tickets
-        assert len(self._order) == sum(ticket < _PARKED for ticket in tickets)
-
     def _put_back(self, record: ObjectRecord, now_ms: int) -> None:
         """Moves the record to the place that its last use or its lease gives it now."""
         if record.lease_until_ms > now_ms:

@@ -15,7 +15,7 @@ leaf costs nothing, and no step visits the descendants of a record that comes or
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -104,13 +104,9 @@ class Forest:
         table = self.namespaces.get(namespace)
         return None if table is None else table.get(key)
 
-    def reachable(self, record: ObjectRecord) -> bool:
-        """Whether a path from a root leads to the record. Forgets the bytes of lost ancestors on
-        the path. False if the path is too long for one step."""
-        return self.reach(record) is True
-
     def reach(self, record: ObjectRecord) -> bool | None:
-        """As ``reachable``; None if the path is too long for one step (``WALK_STEPS``)."""
+        """Whether a path from a root leads to the record. Forgets the bytes of lost ancestors on
+        the path. None if the path is too long for one step (``WALK_STEPS``)."""
         breaks = self.breaks
         if record.checked == breaks:
             return True
@@ -382,42 +378,3 @@ class Forest:
         if parent is not None:
             parent.children -= 1
         return parent
-
-    # --- checking -----------------------------------------------------------------------------
-
-    def check_invariants(self, unsettled: Collection[ObjectRecord] = ()) -> None:
-        """``unsettled``: records that may have no reason to stay any more."""
-        children: dict[ObjectRecord, int] = {}
-        assert self.objects == sum(table.objects for table in self.namespaces.values())
-        self.missing.check_invariants()
-        for table in self.namespaces.values():
-            name = table.name
-            records = list(table)
-            assert self.namespaces.get(name) is table
-            assert table.records == len(records) > 0
-            assert table.objects == sum(record.segment is not None for record in records)
-            assert table.size == sum(r.size for r in records if r.segment is not None)
-            for record in records:
-                assert record.namespace == name
-                assert table.get(record.key) is record
-                kept = record.segment or record.writer or record.children
-                assert kept or record in unsettled, "a record without reason"
-                assert not (record.complete and self.missing.has(record)), "missing, and there"
-                if record.parent is not None:
-                    assert record.parent.namespace == name
-                    assert table.get(record.parent.key) is record.parent, "a lost parent"
-                    children[record.parent] = children.get(record.parent, 0) + 1
-        detached = -(self.breaks + self.mends)
-        whole: dict[ObjectRecord | None, bool] = {None: True}
-        for record in self.records():
-            assert record.children == children.get(record, 0)
-            walked: list[ObjectRecord] = []
-            at: ObjectRecord | None = record
-            while at is not None and at not in whole:
-                walked.append(at)
-                assert len(walked) <= self.namespaces[record.namespace].records, "a ring of parents"
-                at = at.parent
-            for seen in reversed(walked):
-                whole[seen] = whole[seen.parent] and seen.complete
-            if record.checked in (self.breaks, detached):
-                assert whole[record] == (record.checked == self.breaks), "remembered wrongly"

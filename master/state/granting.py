@@ -19,7 +19,6 @@ from kvstore.master.state.puts import (
     GrantedAllocation,
     GrantedCopy,
     GrantedObject,
-    GrantedPut,
 )
 from kvstore.master.state.records import Extent, MountedSegment, Name, ObjectRecord
 from kvstore.master.state.repairing import Repairs
@@ -282,21 +281,3 @@ class Granting:
             del self.copies[name]
         if put.repairs:
             self._repairs.ended(put.size)
-
-    # --- checking -----------------------------------------------------------------------------
-
-    def check_invariants(self) -> None:
-        self._pending.check_invariants()
-        copies = [put for put in self._pending if isinstance(put, GrantedCopy)]
-        known = [put for puts in self.copies.values() for put in puts]
-        assert sorted(p.token for p in copies) == sorted(p.token for p in known), "a lost copy"
-        assert all(self.copies.values())
-        repairs = [put for put in copies if put.repairs]
-        assert self._repairs.copies == len(repairs)
-        assert self._repairs.copied_bytes == sum(put.size for put in repairs)
-        assert all(len(put.extents) == 1 and not put.missing for put in repairs)
-        puts = [put for put in self._pending if isinstance(put, GrantedPut)]
-        writers = {put.token: put.record for put in puts}
-        for record in self._common.forest.records():
-            assert not record.writer or writers.pop(record.writer) is record, "a lost writer"
-        assert not writers, "a put whose record does not know it"

@@ -228,15 +228,6 @@ class Ranges:
         self._starts.insert(run, starts)
         self._stops.insert(run, stops)
 
-    def check_invariants(self) -> None:
-        assert self._firsts == [starts[0] for starts in self._starts]
-        reached = -1
-        for starts, stops in zip(self._starts, self._stops, strict=True):
-            assert 0 < len(starts) == len(stops) <= RUN_MAX
-            for start, stop in zip(starts, stops, strict=True):
-                assert reached <= start < stop
-                reached = stop
-
 
 class Tombstones:
     """Removed and replaced versions that absent memory may still hold.

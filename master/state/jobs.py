@@ -32,7 +32,3 @@ class Jobs:
 
     def note(self, job: int, is_due: bool) -> None:
         self.due = self.due | job if is_due else self.due & ~job
-
-    def check(self, job: int, is_due: bool) -> None:
-        """Asserts that the part has noted whether this job is due; for ``check_invariants``."""
-        assert bool(self.due & job) == is_due, f"job {job} is due: {is_due}, and was not said so"

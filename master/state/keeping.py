@@ -13,7 +13,6 @@ from kvstore import calls
 from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key
 from kvstore.master.state.common import Common
-from kvstore.master.state.ends import NO_END_MS
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.jobs import EXPIRE
 from kvstore.master.state.pins import bytes_held
@@ -169,11 +168,6 @@ class Keeping:
             records = [record for record in table.get_many(keys) if record is not None]
             self._take_back(now_ms, [r for r in records if self._lifetimes.ended(r, now_ms)])
         self.expire(now_ms)
-
-    def next_ms(self) -> list[int]:
-        """When the next lifetime or pin ends."""
-        times = (self._lifetimes.next_ms, self._pins.ends.next_ms)
-        return [time for time in times if time < NO_END_MS]
 
     def expire(self, now_ms: int) -> None:
         """Takes back a slice of the expired objects, and ends a slice of the pins that are over."""

@@ -103,17 +103,3 @@ class ReaderLeases:
         self._common.jobs.note(RELEASE, bool(ending))
         if has_freed:
             self._common.room_made()
-
-    def check_invariants(self) -> None:
-        counts: dict[ObjectRecord, int] = {}
-        for group in (*self._groups.values(), *self._ending):
-            for record in group.records:
-                counts[record] = counts.get(record, 0) + 1
-        assert all(record.readers == count for record, count in counts.items())
-        assert sum(counts.values()) == self._leased <= LEASED_MAX
-        for record in self._common.forest.records():
-            assert record.readers == counts.get(record, 0), "counted, and in no group"
-            assert record.kept_until_ms <= record.lease_until_ms
-        ends = [group.until_ms for group in self._groups.values()]
-        assert ends == sorted(ends)
-        self._common.jobs.check(RELEASE, bool(self._ending))

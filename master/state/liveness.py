@@ -165,15 +165,3 @@ def state_of(node: JoinedNode, now_ms: int, rules: LivenessRules) -> str:
     if node.session is None or silent_ms > rules.suspect_ms or fails:
         return SUSPECT
     return ALIVE
-
-
-def next_change_ms(node: JoinedNode, now_ms: int, rules: LivenessRules) -> int:
-    """When the node counts as dead if the master hears no more of it."""
-    if state_of(node, now_ms, rules) == DEAD:
-        return now_ms
-    return node.heard_ms + rules.dead_ms + 1
-
-
-def trusted_again_ms(node: JoinedNode, rules: LivenessRules) -> int:
-    """When reports of failures no longer make the node suspect; 0: there are none."""
-    return 0 if node.reported_ms is None else node.reported_ms + rules.suspect_ms + 1

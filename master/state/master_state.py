@@ -32,7 +32,6 @@ What the state promises, and which part keeps the promise:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,19 +48,16 @@ from kvstore.master.state.keeping import Keeping
 from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.marks import Marks
 from kvstore.master.state.nodes import Nodes
-from kvstore.master.state.puts import GrantedCopy
 from kvstore.master.state.putting import Putting
-from kvstore.master.state.records import EvictionPolicy, MountedSegment
+from kvstore.master.state.records import EvictionPolicy
 from kvstore.master.state.removing import Removing
 from kvstore.master.state.repairing import Repairs
 from kvstore.master.state.returning import Returning
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.sweeping import Sweeping
-from kvstore.master.state.tenants import Tenants
 from kvstore.master.state.views.chains import ChainView
 from kvstore.master.state.views.report import Report
 from kvstore.master.state.waiting import WaitingPuts
-from kvstore.memory.header import extent_bytes
 from kvstore.tenants import TenantMatcher, TenantRule
 
 
@@ -239,7 +235,7 @@ class MasterState:
     # --- time ---------------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> None:
-        """Does all that is due. Calling it too often is harmless; see ``next_tick_ms``."""
+        """Does all that is due. Calling it too often is harmless."""
         self.forest.begin_step()
         self.nodes.tick(now_ms)
         self.granting.expire(now_ms)
@@ -254,20 +250,6 @@ class MasterState:
             fields: dict[str, str | int] = {"guaranteed": tenants.guaranteed, "pool": capacity}
             self.common.effect(Notice("guarantees_exceed_pool", fields))
 
-    def next_tick_ms(self, now_ms: int) -> int | None:
-        """When ``tick`` has something to do next; None: not before another call."""
-        times = [
-            self.membership.next_change_ms(now_ms),
-            self.pending.next_deadline_ms(),
-            self.pending.next_release_ms(),
-            self.reclaim.next_end_ms(),
-            self.repairs.due_ms,
-            self.forest.missing.next_ms(),
-            *self.waiting.next_ms(),
-            *self.keeping.next_ms(),
-        ]
-        return min((time for time in times if time is not None), default=None)
-
     @property
     def has_work(self) -> bool:
         """Whether ``work`` should be called soon, between other calls."""
@@ -279,63 +261,3 @@ class MasterState:
         due = self.common.jobs.due
         if due:
             self._jobs[due & -due](now_ms)
-
-    def check_invariants(self) -> None:
-        """Asserts everything that must always hold; for tests and the simulator, O(objects)."""
-        self.membership.check_invariants()
-        self.reclaim.check_invariants()
-        ranges = [*self.pending.ranges(), *self.reclaim.ranges(), *self.returning.gaps()]
-        self.pool.check_invariants(ranges)
-        held: Counter[MountedSegment] = Counter()
-        for segment, _, length in (*self.pending.ranges(), *self.reclaim.ranges()):
-            held[segment] += length
-        for segment in self.pool.segments.values():
-            counted = segment.pending_bytes, segment.quarantined_bytes, segment.reclaim_bytes
-            assert min(counted) >= 0
-            assert sum(counted) == held[segment]
-        if not self.has_work:
-            lost = [record for record in self.forest.records() if record.lost]
-            assert not lost, "lost, and in no event yet"
-        self.granting.check_invariants()
-        self.repairs.check_invariants()
-        self.common.jobs.check(jobs.SCAN, self.repairs.scanning)
-        self.sweeping.check_invariants()
-        self.leases.check_invariants()
-        self.asking.check_invariants()
-        self.chains.check_invariants()
-        self.returning.check_invariants()
-        self.traffic.check_invariants()
-        self.waiting.check_invariants()
-        if self.pool.tenants is not None:
-            self._check_tenants(self.pool.tenants)
-        mounted = [s for segments in self.membership.segments.values() for s in segments]
-        assert {id(s) for s in mounted} == {id(s) for s in self.pool.segments.values()}
-
-    def _check_tenants(self, tenants: Tenants) -> None:
-        waiting = [put.tenant for put in self.common.waiting if put.tenant is not None]
-        tenants.check_invariants(self.forest.records(), self.pending, waiting)
-        used = sum(s.capacity - s.allocator.free_bytes for s in self.pool.segments.values())
-        gone = sum(s.reclaim_bytes for s in self.pool.segments.values())
-        gone += sum(
-            extent_bytes(residue.size) * sum(segment.alive for segment, _ in residue.extents)
-            for residue, owner in self.pending.all_quarantined()
-            if owner is None
-        )
-        copies = sum(
-            put.length * sum(segment.alive for segment, _ in put.extents)
-            for put in self.pending
-            if isinstance(put, GrantedCopy)
-        )
-        gaps = sum(length for segment, _, length in self.returning.gaps() if segment.alive)
-        held = sum(tenant.size for tenant in tenants)
-        assert held + copies + gone + gaps == used, "bytes of tenants"
-        if not self.has_work:
-            candidates = [each for s in self.pool.segments.values() for each in s.candidates]
-            assert not any(map(tenants.is_misplaced, candidates)), "in the order of another tenant"
-        for tenant in tenants:
-            pinned = sum(
-                size
-                for namespace, (_, size) in self.pool.pins.all_held().items()
-                if tenants.of(namespace) is tenant
-            )
-            assert tenant.pinned_bytes == pinned, f"pins of {tenant}"

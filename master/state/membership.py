@@ -343,29 +343,6 @@ class Membership:
         while len(self._gone) > GONE_MAX:
             del self._gone[next(iter(self._gone))]
 
-    def next_change_ms(self, now_ms: int) -> int | None:
-        return min(
-            (liveness.next_change_ms(node, now_ms, self._rules) for node in self.nodes.values()),
-            default=None,
-        )
-
-    def trusted_again_ms(self) -> list[int]:
-        return [liveness.trusted_again_ms(node, self._rules) for node in self.nodes.values()]
-
-    def check_invariants(self) -> None:
-        for name, node in self.nodes.items():
-            assert node.name == name
-            assert all(s.alive and s.node is node for s in self.segments[name])
-            assert node.session is None or self._by_session[node.session] is node
-        assert self.segments.keys() == self.nodes.keys()
-        assert self._holders == {
-            segment.offer.uuid: segment.node for each in self.segments.values() for segment in each
-        }
-        assert not any((self.lost, self.mounted, self.effects)), (
-            "changes that nothing has taken note of"
-        )
-        assert all(self.nodes.get(node.name) is node for node in self._by_session.values())
-
     def _take_over(self, node: JoinedNode, session: int) -> None:
         if node.session is not None:
             self._by_session.pop(node.session)

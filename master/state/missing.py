@@ -202,17 +202,6 @@ class Missing:
             if (is_well and not gone.reports()) or (gone.away.settled and age_ms >= TOLD_MS):
                 self._forget(name)
 
-    def next_ms(self) -> int | None:
-        """When ``tick`` has something to settle or to forget."""
-        times = [
-            gone.gone_ms + (TOLD_MS if gone.away.settled else LOST_AFTER_MS)
-            for gone in self._gone.values()
-            if not gone.reports()
-        ]
-        if self._ends:
-            times.append(self._ends[0][0])
-        return min(times, default=None)
-
     def told(self, now_ms: int) -> list[GoneNode]:
         return [
             GoneNode(
@@ -226,27 +215,6 @@ class Missing:
             )
             for name, gone in self._gone.items()
         ]
-
-    def has(self, record: ObjectRecord) -> bool:
-        """Whether an object of that name counts as missing; for ``check_invariants``."""
-        name = record.namespace, record.key
-        entry = self._shard(name).get(name)
-        return entry is not None and not entry.away.settled and not self._is_cleared(name, entry)
-
-    def check_invariants(self) -> None:
-        entries = [entry for shard in self._shards for entry in shard.values()]
-        assert len(entries) == self._named <= NAMES_MAX
-        assert all(gone in self._gone.values() for gone in self._by_memory.values())
-        assert len(self._gone) <= NODES_MAX
-        named = Counter([id(entry.away) for entry in entries if not entry.away.settled])
-        for gone in self._gone.values():
-            assert gone.away.unnamed >= 0
-            assert gone.away.missing == named.pop(id(gone.away), 0) + gone.away.unnamed
-        assert not named, "missing with no node"
-        assert len(self._cleared) <= TABLE_SHARDS
-        self._jobs.check(MISS, self._slices < self._slices_wanted)
-        if self._slices >= self._slices_wanted:
-            assert not any(entry.away.settled for entry in entries), "names that count no more"
 
     def _shard(self, name: Name) -> dict[Name, _Entry]:
         return self._shards[hash(name) % TABLE_SHARDS]

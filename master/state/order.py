@@ -82,13 +82,6 @@ class TicketOrder:
     def __len__(self) -> int:
         return self._count
 
-    def check_invariants(self) -> None:
-        tickets = [record.ticket for record in self]
-        assert len(tickets) == self._count
-        assert tickets == sorted(set(tickets))
-        assert self._lasts == [run[-1].ticket for run in self._runs]
-        assert all(0 < len(run) <= RUN_MAX for run in self._runs)
-
 
 def _place(run: list[ObjectRecord], ticket: int) -> int:
     """The index of the first record whose ticket is not earlier than this one."""

@@ -87,14 +87,6 @@ class TenantOrders:
         records = [order.records_after(ticket) for order in self.orders.values()]
         return merge(*records, key=_ticket)
 
-    def check_invariants(self) -> None:
-        for number, order in self.orders.items():
-            order.check_invariants()
-            assert len(order)
-            assert all(order_of(record.ticket) == number for record in order)
-        tickets = [record.ticket for record in self]
-        assert tickets == sorted(set(tickets)), "tickets out of order or twice"
-
 
 def _ticket(record: ObjectRecord) -> int:
     return record.ticket

@@ -213,34 +213,6 @@ class Pins:
         if not above.below:
             self._let_go(above)
 
-    def check_invariants(self) -> None:
-        self.ends.check_invariants()
-        assert not self.unsettled or self._jobs.due & EXPIRE
-        pins = {record: pin for shard in self._shards for record, pin in shard.items()}
-        below: dict[int, int] = {}
-        for pin in pins.values():
-            if pin.above is not None:
-                below[id(pin.above)] = below.get(id(pin.above), 0) + 1
-        ending = set(map(id, self._ending))
-        held: dict[Namespace, tuple[int, int]] = {}
-        for record, pin in pins.items():
-            assert pin.record is record
-            assert not pin.dropped
-            assert pin.below == below.get(id(pin), 0)
-            assert pin.below or self.ends.of(record) or id(pin) in ending, "held by no pin"
-            if pin.objects:
-                objects, size = held.get(record.namespace, (0, 0))
-                held[record.namespace] = objects + 1, size + pin.size
-            else:
-                assert not pin.size
-            if not self.unsettled:
-                assert pin.objects == record.complete
-                assert pin.size == (bytes_held(record) if record.complete else 0)
-        assert self._held == held
-        assert self._count_all == len(pins)
-        counted = [pin for pin in pins.values() if pin.objects]
-        assert (self.objects, self.size) == (len(counted), sum(pin.size for pin in counted))
-
 
 def bytes_held(record: ObjectRecord) -> int:
     """Bytes of memory on segments that are alive."""

@@ -620,40 +620,6 @@ class Pool:
                 return segment, offset
         return None
 
-    # --- checking -----------------------------------------------------------------------------
-
-    def check_invariants(self, others: Iterable[tuple[MountedSegment, int, int]]) -> None:
-        """``others``: extents that no object owns, as (segment, offset, length)."""
-        self._jobs.check(SETTLE, bool(self.unsettled))
-        self.forest.check_invariants(self.unsettled)
-        self.pins.check_invariants()
-        self.lifetimes.check_invariants()
-        used: dict[int, list[tuple[int, int]]] = {key: [] for key in self.segments}
-        leaves: dict[int, set[ObjectRecord]] = {}
-        for record in self.forest.records():
-            for segment, offset in record.extents():
-                if segment.alive:
-                    used[segment.segment_id].append((offset, extent_bytes(record.size)))
-            if record.segment is not None and not record.children:
-                leaves.setdefault(id(record.segment), set()).add(record)
-            if record.ticket:
-                assert record.segment is not None, "a candidate without bytes"
-                assert not record.children, "a candidate with children"
-        for segment, offset, length in others:
-            if segment.alive:
-                used[segment.segment_id].append((offset, length))
-        for segment in self.segments.values():
-            segment.allocator.check_invariants()
-            segment.candidates.check_invariants()
-            assert set(segment.candidates) == leaves.get(id(segment), set()), "candidates"
-            ranges = sorted(used[segment.segment_id] + segment.allocator.holes())
-            reached = segment.allocator.start
-            for offset, length in ranges:
-                assert offset == reached, f"{segment}: bytes lost or given twice at {reached}"
-                reached += length
-            assert reached == segment.allocator.end, "bytes lost at the end of the segment"
-        assert self.capacity_max == max((s.capacity for s in self.segments.values()), default=0)
-
 
 class _Eviction:
     """Evicts for one allocation, the oldest object of all its segments first, within the budget of

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import final
 
 from kvstore.calls import Allocate, PutStart, Version
-from kvstore.master.state.records import Extent, MountedSegment, ObjectRecord, Residue, Writer
+from kvstore.master.state.records import Extent, ObjectRecord, Residue, Writer
 from kvstore.master.state.tenant import Tenant
 from kvstore.memory.header import extent_bytes
 
@@ -236,11 +236,6 @@ class Pending:
         """The lowest token: every put that was granted before it has ended. O(puts)."""
         return min(self._by_token, default=None)
 
-    def next_deadline_ms(self) -> int | None:
-        """When the first put counts as expired."""
-        first = next(iter(self._by_token.values()), None)
-        return None if first is None else first.deadline_ms + 1
-
     def quarantine(self, put: Granted, residue: Residue, until_ms: int) -> None:
         """Keeps the extents of a put that has ended; its tenant holds them until then."""
         owner = None
@@ -255,9 +250,6 @@ class Pending:
     def quarantined(self, token: int) -> Residue | None:
         held = self._quarantine.get(token)
         return None if held is None else held[1]
-
-    def all_quarantined(self) -> list[tuple[Residue, Tenant | None]]:
-        return [(residue, owner) for _, residue, owner in self._quarantine.values()]
 
     def pop_quarantined(self, now_ms: int) -> Iterator[Residue]:
         """Removes and yields the extents whose quarantine is over.
@@ -276,20 +268,3 @@ class Pending:
             if owner is not None and self.tenants is not None:
                 self.tenants.quarantined(owner, residue.extents, -length)
             yield residue
-
-    def next_release_ms(self) -> int | None:
-        first = next(iter(self._quarantine.values()), None)
-        return None if first is None else first[0]
-
-    def ranges(self) -> Iterator[tuple[MountedSegment, int, int]]:
-        """All extents that are granted or in quarantine, as (segment, offset, length)."""
-        for put in self._by_token.values():
-            for segment, offset in put.extents:
-                yield segment, offset, put.length
-        for _, residue, _ in self._quarantine.values():
-            for segment, offset in residue.extents:
-                yield segment, offset, extent_bytes(residue.size)
-
-    def check_invariants(self) -> None:
-        deadlines = [put.deadline_ms for put in self]
-        assert deadlines == sorted(deadlines)

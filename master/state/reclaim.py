@@ -20,7 +20,7 @@ behind it do not wait for gigabytes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -461,38 +461,6 @@ class Reclaim:
         while self._still_read and self._still_read[0][1].free_at_ms <= now_ms:
             effects += self.wiped(self._still_read.popleft()[1].order)
         return effects
-
-    def next_end_ms(self) -> int | None:
-        ends = [self._by_end[0].free_at_ms] if self._by_end else []
-        if self._still_read:
-            ends.append(self._still_read[0][1].free_at_ms)
-        ends += [each.usable_at_ms for each in self._unzeroed if each not in self._zeroing]
-        return min(ends, default=None)
-
-    def ranges(self) -> Iterator[tuple[MountedSegment, int, int]]:
-        """All extents that are not free, as (segment, offset, length)."""
-        unwiped = self._unwiped.values()
-        ended = [wiping for wiping in unwiped if wiping.ended and not wiping.released]
-        for wiping in (*self._by_end, *ended):
-            for offset, length in zip(wiping.offsets, wiping.lengths, strict=True):
-                yield wiping.segment, offset, length
-        for segment, waiting in self._unzeroed.items():
-            for offset, length in waiting:
-                yield segment, offset, length
-
-    def check_invariants(self) -> None:
-        of_names: set[tuple[Name, int]] = set()
-        for wiping in self._unwiped.values():
-            assert not wiping.wiped
-            assert all(removal.orders > 0 for removal in wiping.removals)
-            of_names.update((name, wiping.order) for name in wiping.names)
-        assert of_names == {
-            (name, wiping.order) for name, wipings in self._unwiped_of.items() for wiping in wipings
-        }
-        assert self._zeroing.items() <= {(g.segment, g.order) for g in self._unwiped.values()}
-        assert all(segment.alive and waiting for segment, waiting in self._unzeroed.items())
-        unclean = {order for wipings in self._unclean.values() for order in wipings}
-        assert unclean == {g.order for g in self._unwiped.values() if g.released}
 
     def _on(self, segment: MountedSegment) -> list[Wiping]:
         return [wiping for wiping in self._unwiped.values() if wiping.segment is segment]

@@ -112,8 +112,6 @@ class EvictionPolicy(Protocol):
         continue where it stopped, whichever candidates came and went meanwhile."""
         ...
 
-    def check_invariants(self) -> None: ...
-
 
 class MountedSegment:
     """A segment since its mounting. Dead is final: memory that returns is another instance."""

@@ -336,11 +336,3 @@ class Repairs:
     def done(self) -> None:
         """Called when a copy became a replica."""
         self._done += 1
-
-    def check_invariants(self) -> None:
-        rules = self.rules
-        assert 0 <= self.copies <= rules.copies_max, "more copies than allowed"
-        assert self.copied_bytes <= rules.bytes_max or self.copies == 1, "more bytes than allowed"
-        assert self._queued == sum(map(len, self._queues.values())) <= QUEUE_MAX + rules.copies_max
-        assert all(self._queues.values())
-        assert len(self._heap) <= QUEUE_MAX

@@ -201,16 +201,3 @@ class Returning:
         return record
 
     # --- checking -----------------------------------------------------------------------------
-
-    def gaps(self) -> list[tuple[MountedSegment, int, int]]:
-        """Bytes that are neither claimed nor free, as (segment, offset, length)."""
-        inventories = self._inventories.items()
-        return [(segment, *gap) for segment, each in inventories for gap in each.gaps()]
-
-    def check_invariants(self) -> None:
-        self._common.jobs.check(CLAIM, self._has_claims())
-        mounted = [s for segments in self._common.membership.segments.values() for s in segments]
-        assert {s for s in mounted if not s.whole} == self._inventories.keys()
-        assert {
-            wiping.segment for wiping in self._common.reclaim.held()
-        } == self._inventories.keys()

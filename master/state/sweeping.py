@@ -33,10 +33,6 @@ class Sweeping:
         """Parents of puts under way, from which the chains are still to be walked upward."""
         self._swept_breaks = common.forest.breaks
 
-    def __len__(self) -> int:
-        """The number of segments that are still to be swept."""
-        return len(self._sweeps)
-
     def segment_died(self, segment: MountedSegment) -> None:
         """Called when a segment died: has its records deleted, in slices."""
         self._sweeps.append((segment, None))
@@ -127,10 +123,3 @@ class Sweeping:
             self._above_puts.pop()
             if forest.steps >= steps_max:
                 return
-
-    # --- checking -----------------------------------------------------------------------------
-
-    def check_invariants(self) -> None:
-        self._jobs.check(EVICT, bool(self._pressed))
-        self._jobs.check(MOVE, self._pool.tenants is not None and self._pool.tenants.moving)
-        self._jobs.check(SWEEP, self._sweeps_more())

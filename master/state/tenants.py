@@ -19,7 +19,7 @@ from typing import final
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Namespace
 from kvstore.master.state.eviction import ORDERS_MAX, order_of
-from kvstore.master.state.puts import Granted, GrantedAllocation, GrantedPut, Pending, PutCounts
+from kvstore.master.state.puts import Granted, GrantedAllocation, GrantedPut, PutCounts
 from kvstore.master.state.records import (
     Extent,
     MountedSegment,
@@ -28,7 +28,6 @@ from kvstore.master.state.records import (
     ObjectRecord,
 )
 from kvstore.master.state.tenant import Tenant
-from kvstore.memory.header import extent_bytes
 from kvstore.tenants import TenantMatcher, TenantRule
 
 SHORT_MS = 30_000
@@ -272,63 +271,6 @@ class Tenants(PutCounts):
             return False
         self._told_short = True
         return True
-
-    # --- checking -----------------------------------------------------------------------------
-
-    def check_invariants(
-        self, records: Iterable[ObjectRecord], pending: Pending, waiting: Sequence[Tenant]
-    ) -> None:
-        size: dict[str, int] = {}
-        objects: dict[str, int] = {}
-        puts: dict[str, int] = {}
-        held: dict[tuple[str, int], int] = {}
-        for record in records:
-            name = self.of_record(record).name
-            objects[name] = objects.get(name, 0) + (record.segment is not None)
-            for segment, _ in record.extents():
-                if segment.alive:
-                    length = extent_bytes(record.size)
-                    size[name] = size.get(name, 0) + length
-                    place = record.namespace, segment.segment_id
-                    held[place] = held.get(place, 0) + length
-        for put in pending:
-            if isinstance(put, GrantedPut | GrantedAllocation):
-                owner = self.owner(put)
-                assert owner is not None
-                name = owner.name
-                puts[name] = puts.get(name, 0) + 1
-                for segment, _ in put.extents:
-                    if segment.alive:
-                        size[name] = size.get(name, 0) + put.length
-                        if isinstance(put, GrantedPut):
-                            place = put.record.namespace, segment.segment_id
-                            held[place] = held.get(place, 0) + put.length
-        for residue, owner in pending.all_quarantined():
-            for segment, _ in residue.extents:
-                if segment.alive and owner is not None:
-                    name, length = owner.name, extent_bytes(residue.size)
-                    size[name] = size.get(name, 0) + length
-        for tenant in self._numbered:
-            if self._by_name.get(tenant.name) is not tenant:
-                continue
-            assert tenant.size == size.pop(tenant.name, 0), f"bytes of {tenant}"
-            assert tenant.size == sum(tenant.bytes_on.values())
-            assert tenant.bytes_on.keys() <= self._segments.keys()
-            assert tenant.objects == objects.pop(tenant.name, 0), f"objects of {tenant}"
-            assert tenant.pending == puts.pop(tenant.name, 0), f"puts of {tenant}"
-            assert tenant.waiting == sum(each is tenant for each in waiting)
-            assert tenant.size <= max(tenant.at_most, tenant.ceiling), (
-                f"{tenant} is above its bound"
-            )
-            assert tenant.pinned_bytes >= 0
-        assert not any((*size.values(), *objects.values(), *puts.values())), "of no tenant"
-        for table in self._tables.values():
-            if not self._to_move:
-                assert table.tenant is self.match(table.name)
-            for number, length in table.held.items():
-                if number in self._segments:
-                    assert length == held.pop((table.name, number), 0)
-        assert not held, "bytes in no table"
 
 
 def _add_all(tenant: Tenant, extents: Iterable[Extent], length: int) -> None:

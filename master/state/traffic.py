@@ -303,24 +303,3 @@ class TrafficCounts:
             return [*self.older.values(), *self.recent.values()]
         space = self.recent.get(namespace) or self.older.get(namespace)
         return [] if space is None else [space]
-
-    def check_invariants(self) -> None:
-        assert len(self.recent) <= SPACES_MAX
-        assert len(self.older) <= SPACES_MAX
-        assert not self.recent.keys() & self.older.keys()
-        assert len(self.heads) <= HEADS_MAX
-        assert len(self.older_heads) <= HEADS_MAX
-        for space in [*self.recent.values(), *self.older.values()]:
-            tips = space.tips
-            assert len(tips.recent) <= TIPS_MAX
-            assert len(tips.older) <= TIPS_MAX
-            assert not tips.recent.keys() & tips.older.keys()
-            for rows in (space.putters, space.askers):
-                assert len(rows.recent) <= CLIENTS_MAX
-                assert len(rows.older) <= CLIENTS_MAX
-                assert not rows.recent.keys() & rows.older.keys()
-                for row in rows.all():
-                    assert row.namespace == space.name
-                    assert row.first_ms <= row.last_ms
-                    assert row.found <= row.keys
-                    assert row.none + row.partly <= row.questions

@@ -36,7 +36,6 @@ class WaitingPuts:
         self._common = common
         self._jobs = common.jobs
         self._queue = common.waiting
-        self._tried_ms = common.started_ms
         self._stuck: dict[Tenant | None, Shortage] = {}
         """Tenants whose first put found no room since room was last made, and what it lacked."""
         self._rooms = 0
@@ -51,8 +50,6 @@ class WaitingPuts:
                 advice="Add memory (kvstore-node --memory), or put less at a time.",
                 waiting_puts=len(self._queue),
             )
-        if not self._queue:
-            self._tried_ms = now_ms
         owner = common.pool.tenant_of(request.namespace)
         if owner is not None:
             bound = owner.share_of(common.rules.waiting_puts_max)
@@ -95,7 +92,6 @@ class WaitingPuts:
             self._stuck.clear()
         self._rooms = common.rooms
         jobs.note(SERVE, False)
-        self._tried_ms = now_ms
         served = 0
         lacked: dict[Tenant | None, Shortage] = {}
         evicted_max = common.counters["evicted_objects"] + EVICTIONS_PER_STEP
@@ -174,21 +170,6 @@ class WaitingPuts:
             and min(pool.pins.ends.next_ms, pool.lifetimes.next_ms) > until_ms
             and shortage.asked_bytes(request) > capacity - pool.pins.size
         )
-
-    def next_ms(self) -> list[int]:
-        """When a waiting put must be refused, or memory may become eligible by itself."""
-        if not self._queue:
-            return []
-        changes = [*self._common.membership.trusted_again_ms()]
-        for segment in self._common.pool.segments.values():
-            end_ms = segment.candidates.next_lease_end_ms(self._tried_ms)
-            changes += (end_ms or 0, segment.usable_at_ms)
-        refused_ms = min(put.deadline_ms for put in self._queue)
-        return [refused_ms, *[time for time in changes if time > self._tried_ms]]
-
-    def check_invariants(self) -> None:
-        assert len(self._queue) <= self._common.rules.waiting_puts_max
-        assert self._queue or not self._jobs.due & SERVE
 
 
 def _keys_of(request: Wanting) -> int:

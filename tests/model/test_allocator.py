@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstore.master.state.allocator import Allocator
+from tests.support.invariants import check_invariants, holes
 
 UNIT = 1024
 START = 4 * UNIT
@@ -54,11 +55,11 @@ class AllocatorMachine(RuleBasedStateMachine):
             self._free(first, units)
         self.taken = []
         size = len(self.used) * UNIT
-        assert self.allocator.holes() == ([(START, size)] if size else []), "did not coalesce"
+        assert holes(self.allocator) == ([(START, size)] if size else []), "did not coalesce"
 
     @invariant()
     def bytes_are_conserved(self) -> None:
-        self.allocator.check_invariants()
+        check_invariants(self.allocator)
         assert self.allocator.free_bytes == self.used.count(False) * UNIT
         assert self.allocator.largest_free == max(self._holes(), default=0) * UNIT
 

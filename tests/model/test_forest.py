@@ -16,6 +16,7 @@ from kvstore.master.state.eviction import LRU
 from kvstore.master.state.forest import ChainMatch, Forest
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.records import MountedSegment, NamespaceTable, ObjectRecord
+from tests.support.invariants import check_invariants
 
 NAMESPACE = Namespace("n")
 KEYS = [Key(b"%02d" % index) for index in range(20)]
@@ -200,7 +201,7 @@ class ForestMachine(RuleBasedStateMachine):
         return self.forest.match(table, keys, records=records)
 
     def _reached(self, record: ObjectRecord) -> bool:
-        return self.forest.reachable(record)
+        return self.forest.reach(record) is True
 
     def _linked(self, record: ObjectRecord, above: ObjectRecord | None) -> ObjectRecord | None:
         return self.forest.link(record, above)
@@ -224,7 +225,7 @@ class ForestMachine(RuleBasedStateMachine):
 
     @invariant()
     def forest_and_model_agree(self) -> None:
-        self.forest.check_invariants()
+        check_invariants(self.forest)
         records = {record.key: record for record in self.forest.records()}
         assert {key for key, record in records.items() if record.complete} == set(self.on)
         for key, record in records.items():

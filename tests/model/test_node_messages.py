@@ -17,6 +17,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.memory.header import EXTENT_ALIGN, SUPERBLOCK_BYTES
 from kvstore.v1 import client_pb2, common_pb2, node_pb2
 from kvstore.wire.node_messages import decode_node_message
+from tests.support.invariants import check_invariants
 from tests.support.wire_values import SIXTEEN
 
 EPOCH = 5
@@ -126,7 +127,7 @@ def took(state: MasterState, now_ms: int, session: int, data: bytes) -> None:
     else:
         raise AssertionError("the work does not end")
     state.take_effects()
-    state.check_invariants()
+    check_invariants(state)
 
 
 ASKED = calls.StatObject(Namespace("n"), Key(b"k"))

@@ -28,6 +28,7 @@ from tests.simulation.master import Master
 from tests.simulation.network import BrokenStreamError, End
 from tests.simulation.oracle import Oracle
 from tests.simulation.scheduler import Process
+from tests.support.invariants import check_invariants
 
 
 class Candidate:
@@ -84,7 +85,7 @@ class Candidate:
                 await self._do(action)
             except KVStoreError:
                 self._role.failed(self.clock())
-            self._role.check_invariants()
+            check_invariants(self._role)
 
     async def _do(self, action: object) -> None:
         role, etcd = self._role, self._etcd

@@ -11,6 +11,7 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.puts import GrantedCopy, GrantedObject, GrantedPut
 from kvstore.master.state.records import MountedSegment, ObjectRecord
 from kvstore.memory.header import extent_bytes
+from tests.support.invariants import granted_ranges, removed_ranges
 
 Name = tuple[Namespace, Key]
 
@@ -131,10 +132,10 @@ def owner_of(
                 written = put.copied
             mine = version == written and offset <= start and stop <= offset + size
             return "writer" if mine else f"put {token}"
-    for its_segment, offset, size in state.pending.ranges():
+    for its_segment, offset, size in granted_ranges(state.pending):
         if its_segment is segment and offset < stop and start < offset + size:
             return "quarantine"
-    for its_segment, offset, size in state.reclaim.ranges():
+    for its_segment, offset, size in removed_ranges(state.reclaim):
         if its_segment is segment and offset < stop and start < offset + size:
             return "removed"
     for record in state.forest.records():
@@ -161,7 +162,24 @@ def leftovers(state: MasterState) -> dict[str, int]:
     return {
         "pending_puts": len(state.pending),
         "waiting_puts": len(state.common.waiting),
-        "not_free_yet": sum(1 for _ in (*state.pending.ranges(), *state.reclaim.ranges())),
-        "sweeps": len(state.sweeping),
+        "not_free_yet": sum(
+            1 for _ in (*granted_ranges(state.pending), *removed_ranges(state.reclaim))
+        ),
+        "sweeps": len(state.sweeping._sweeps),
         "lost_bytes": used - objects,
     }
+
+
+def outline(state: MasterState) -> tuple[int, ...]:
+    """Changes whenever a tick has done something that sends nothing."""
+    segments = state.pool.segments.values()
+    return (
+        len(segments),
+        sum(segment.allocator.free_bytes + segment.quarantined_bytes for segment in segments),
+        sum(segment.reclaim_bytes for segment in segments),
+        len(state.pending),
+        len(state.common.waiting),
+        state.forest.objects,
+        state.forest.breaks,
+        state.common.jobs.due,
+    )

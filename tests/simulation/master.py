@@ -254,10 +254,10 @@ class Master:
             if not self.leads:
                 self.cease()
                 return
-            due_ms = self.state.next_tick_ms(self.now_ms)
+            before = inside.outline(self.state)
             self.state.tick(self.now_ms)
-            due = due_ms is not None and due_ms <= self.now_ms
-            if due or self.state.effects or inside.waiting(self.state):
+            changed = before != inside.outline(self.state)
+            if changed or self.state.effects or inside.waiting(self.state):
                 self._stepped()  # else it had nothing to do
             self._settle()
 

@@ -4,7 +4,7 @@ The oracle sees what no part of a real cluster sees at once: the master's state 
 every byte that lands in a segment, every promise that a client believes in, by that client's own
 clock. Its rules, each with the place where it is checked:
 
-* ``MasterState.check_invariants`` holds, and no object vanishes from the master without a reason:
+* ``tests.support.invariants`` hold, and no object vanishes from the master without a reason:
   removed, replaced, evicted (and counted) or on a dead segment (``master_stepped``).
 * Nothing is evicted while a lease on it lives (``master_stepped``).
 * No extent is granted over bytes that some client still believes to be leased (``_granted``).
@@ -40,6 +40,7 @@ from tests.simulation.follower import Follower
 from tests.simulation.inside import Name
 from tests.simulation.memory import Memory
 from tests.simulation.scheduler import MS, Scheduler
+from tests.support.invariants import check_invariants
 
 
 class SimulationError(AssertionError):
@@ -269,7 +270,7 @@ class Oracle:
         if state is not self._state:
             self.broken("two_leaders", f"epoch {state.epoch} acts after {self._epoch} has begun")
         try:
-            state.check_invariants()
+            check_invariants(state)
             self._follower.follow()
         except AssertionError as error:
             where = traceback.extract_tb(error.__traceback__)[-1]

@@ -396,9 +396,6 @@ class ChainView:
         reply = calls.ChainsFound(common.epoch, uptime_ms, branches, question.whole)
         common.effect(Answer(question.ticket, reply))
 
-    def check_invariants(self) -> None:
-        self._jobs.check(DRAW, bool(self._questions))
-
     def _there(self, now_ms: int, record: ObjectRecord) -> bool:
         return record.complete and not self._lifetimes.ended(record, now_ms)
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvstore.master.state.rules import MasterRules
 from kvstore.tenants import TenantRule
+from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import Cluster
 
 
@@ -39,4 +40,4 @@ def new_cluster() -> Iterator[NewCluster]:
 
     yield new
     for cluster in made:
-        cluster.state.check_invariants()
+        check_invariants(cluster.state)

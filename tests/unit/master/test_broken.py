@@ -15,6 +15,7 @@ from kvstore.limits import PROTOCOL_VERSION, Namespace
 from kvstore.master.service import MasterService
 from kvstore.master.state.eviction import LRU
 from kvstore.master.state.master_state import MasterState
+from tests.support.invariants import check_invariants
 from tests.unit.master.test_term import EXISTS, JOIN, PUT
 
 
@@ -122,12 +123,12 @@ def test_a_join_for_which_there_is_no_memory_has_not_happened() -> None:
         with pytest.raises(MemoryError):
             await anext(second)
         assert not died
-        state.check_invariants()
+        check_invariants(state)
         assert state.pool.segments == segments
         limit = 100
         third = cast(Any, service.node_session(incoming()))
         assert isinstance(await anext(third), calls.MasterAccepted)
-        state.check_invariants()
+        check_invariants(state)
         for session in (first, third):
             await session.aclose()
         await service.stop()

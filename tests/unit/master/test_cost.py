@@ -15,6 +15,7 @@ from kvstore.master.state.forest import Forest
 from kvstore.master.state.pool import SETTLE_STEPS
 from kvstore.master.state.records import NamespaceTable
 from kvstore.master.state.sweeping import SWEEP_STEPS
+from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import NAMESPACE, keys_of
 from tests.unit.master.conftest import NewCluster
 from tests.unit.master.test_inventories import back, claim
@@ -73,7 +74,7 @@ def test_a_death_is_cleared_away_in_slices(new_cluster: NewCluster) -> None:
         before = cluster.state.forest.steps
         cluster.state.work(cluster.now_ms)
         longest = max(longest, cluster.state.forest.steps - before)
-        cluster.state.check_invariants()
+        check_invariants(cluster.state)
 
     assert longest <= SWEEP_STEPS + SETTLE_STEPS
     assert [row.objects for row in cluster.status().namespaces] == [1]
@@ -171,7 +172,7 @@ def test_a_commit_below_a_long_chain_is_asked_for_again(new_cluster: NewCluster)
             outcomes.append(cluster.commit(token, "x", parent=names[-1]))
             break
         except BusyError:
-            cluster.state.check_invariants()
+            check_invariants(cluster.state)
 
     assert outcomes == [calls.PutOutcome.STORED]
     assert cluster.match([*names, "x", "y"]) == 252

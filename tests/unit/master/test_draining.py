@@ -9,6 +9,7 @@ from kvstore.calls import DrainStep, PutOutcome
 from kvstore.errors import DrainedError, InvalidArgumentError
 from kvstore.master.state.effects import Hangup
 from kvstore.memory.header import extent_bytes
+from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, EXTENT, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 
@@ -143,7 +144,7 @@ def test_what_was_removed_meanwhile_stays_removed(two: Cluster) -> None:
     assert two.present("ab") == "a"
     two.after(two.rules.put_deadline_ms + two.rules.quarantine_ms + 1_000)  # it may have written
     free = sum(s.size - s.used for n in two.status().nodes for s in n.segments if n.name == "b")
-    two.state.check_invariants()
+    check_invariants(two.state)
     assert two.status().nodes[1].segments[0].used == EXTENT, free
 
 
@@ -164,7 +165,7 @@ def test_a_copy_of_what_was_removed_is_wiped_again_when_its_writer_has_ended(
     ((_, order),) = two.orders
     assert (order.offsets, order.counters) == (list(grants.offsets), list(grants.tokens))
     assert list(order.cut_clients) == [], "it tells the node that nothing comes any more"
-    two.state.check_invariants()
+    check_invariants(two.state)
 
 
 def test_what_was_replaced_meanwhile_keeps_the_new_bytes(two: Cluster) -> None:

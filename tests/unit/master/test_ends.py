@@ -7,6 +7,7 @@ import pytest
 from kvstore.limits import Key
 from kvstore.master.state.ends import NO_END_MS, STEP_MS, Ends
 from kvstore.master.state.records import ObjectRecord
+from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import NAMESPACE
 
 
@@ -25,7 +26,7 @@ def test_an_end_is_not_early_and_late_by_less_than_a_step(end_ms: int) -> None:
     assert ends.ended(a, rounded_ms)
     assert ends.pop_ended(rounded_ms - 1) is None
     assert ends.pop_ended(rounded_ms) is a
-    ends.check_invariants()
+    check_invariants(ends)
 
 
 def test_the_next_end_is_the_earliest() -> None:
@@ -33,7 +34,7 @@ def test_the_next_end_is_the_earliest() -> None:
     assert ends.next_ms == NO_END_MS
     for each, end_ms in ((a, 2 * STEP_MS), (b, STEP_MS), (c, 3 * STEP_MS)):
         ends.set(each, end_ms)
-        ends.check_invariants()
+        check_invariants(ends)
     assert ends.next_ms == STEP_MS
 
     assert ends.pop_ended(2 * STEP_MS) is b
@@ -43,7 +44,7 @@ def test_the_next_end_is_the_earliest() -> None:
     assert ends.pop_ended(3 * STEP_MS) is c
     assert ends.pop_ended(3 * STEP_MS) is None
     assert (len(ends), ends.next_ms) == (0, NO_END_MS)
-    ends.check_invariants()
+    check_invariants(ends)
 
 
 def test_a_record_has_one_end() -> None:
@@ -55,7 +56,7 @@ def test_a_record_has_one_end() -> None:
     assert (ends.of(a), len(ends)) == (5 * STEP_MS, 2)
     assert ends.pop_ended(4 * STEP_MS) is b
     assert ends.pop_ended(4 * STEP_MS) is None
-    ends.check_invariants()
+    check_invariants(ends)
     ends.drop(a)
     assert (ends.of(a), len(ends), ends.next_ms) == (0, 0, NO_END_MS)
-    ends.check_invariants()
+    check_invariants(ends)

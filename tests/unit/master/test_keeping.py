@@ -10,6 +10,7 @@ from kvstore.errors import InvalidArgumentError, NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state import keeping
 from kvstore.master.state.rules import MasterRules
+from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, NAMESPACE, Cluster, claim_at, keys_of
 from tests.unit.master.conftest import NewCluster
 
@@ -221,7 +222,7 @@ def test_what_is_pinned_again_before_its_pin_is_taken_back_stays(
     cluster.work()
 
     assert pinned(cluster) == (2, 2)
-    cluster.state.check_invariants()
+    check_invariants(cluster.state)
 
 
 def test_a_pool_full_of_pins_says_so_and_lets_no_put_wait(new_cluster: NewCluster) -> None:

@@ -7,6 +7,7 @@ import pytest
 from kvstore import calls
 from kvstore.errors import NoSpaceError
 from kvstore.master.state import leases as leases_module
+from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 
@@ -116,7 +117,7 @@ def test_leases_that_nobody_releases_are_forgotten_when_they_have_ended(
     for number in range(1, 20):
         lookup(cluster, "a", lease=number)
         cluster.after(LEASE_MS // 4)
-        cluster.state.check_invariants()
+        check_invariants(cluster.state)
     record = cluster.state.forest.get(NAMESPACE, keys_of("a")[0])
     assert record is not None
     assert record.readers <= 5

@@ -21,6 +21,7 @@ from kvstore.master.state.events import GONE_SIZE
 from kvstore.master.state.liveness import AGREEING_MS, HOSTS_MAX, NOTED_MS, LivenessRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.state.traffic import Caller
+from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, EPOCH, Cluster
 from tests.unit.master.conftest import NewCluster
 
@@ -160,7 +161,7 @@ def test_an_entry_that_is_gone_is_noted_once_and_at_once(new_cluster: NewCluster
 
     for is_gone in (True, True, False, True):
         cluster.say("one", calls.NodeBeat(1, entry_gone=is_gone))
-        cluster.state.check_invariants()
+        check_invariants(cluster.state)
 
     assert cluster.notices == ["node_entry_gone", "node_entry_gone"]
 
@@ -273,7 +274,6 @@ def test_silence_makes_suspect_and_then_dead(new_cluster: NewCluster) -> None:
     assert cluster.match("a") == 1
     cluster.after(DEAD_MS - SUSPECT_MS - 1)
     assert cluster.states() == {"one": "suspect"}
-    assert cluster.state.next_tick_ms(cluster.now_ms) == DEAD_MS + 1
     cluster.after(1)
 
     assert cluster.states() == {}
@@ -428,7 +428,6 @@ def test_a_reported_failure_and_then_a_broken_stream_are_death_at_the_next_tick(
 
     cluster.break_stream("one")
 
-    assert cluster.state.next_tick_ms(cluster.now_ms) == cluster.now_ms
     cluster.state.tick(cluster.now_ms)
     cluster.work()
     assert cluster.match("a") == 0

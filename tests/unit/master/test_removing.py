@@ -9,6 +9,7 @@ from kvstore.calls import NO_VERSION, PutOutcome, Version
 from kvstore.errors import NoSpaceError, UnavailableError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
+from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, EPOCH, NAMESPACE, Cluster, claim_at
 from tests.unit.master.conftest import NewCluster
 
@@ -386,6 +387,6 @@ def test_clearing_what_died_a_moment_ago_counts_every_object_once(new_cluster: N
 
     cluster.clear(10)
 
-    cluster.state.check_invariants()
+    check_invariants(cluster.state)
     cluster.work()
     assert cluster.status().namespaces == []

@@ -13,6 +13,7 @@ from kvstore.master.state.inventory import Claim
 from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES
 from kvstore.tenants import TENANTS_MAX, TenantMatcher, TenantRule, patterns_meet
+from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, EPOCH, EXTENT, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 
@@ -257,7 +258,7 @@ def test_an_allocation_follows_its_namespace_when_it_is_renewed(new_cluster: New
     assert (blocks(cluster, "b"), blocks(cluster, "")) == (1, 1)
     cluster.renew_token(held[1])  # above the bound, which no put has broken
     assert (blocks(cluster, "b"), blocks(cluster, "")) == (2, 0)
-    cluster.state.check_invariants()
+    check_invariants(cluster.state)
     with pytest.raises(NoSpaceError, match="tenant b holds 8 KiB"):
         cluster.allocate(namespace=B)
 
@@ -401,7 +402,7 @@ def test_other_rules_hold_at_once_and_namespaces_move(new_cluster: NewCluster) -
     pin(cluster, "x", B)
 
     cluster.state.set_tenants([rule("a", at_most=2), rule("b", guaranteed=3)])
-    cluster.state.check_invariants()
+    check_invariants(cluster.state)
     cluster.work()
 
     assert "tenants_changed" in cluster.notices

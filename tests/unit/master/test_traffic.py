@@ -10,6 +10,7 @@ from kvstore.errors import NoSpaceError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.effects import Later
 from kvstore.master.state.traffic import CLIENTS_MAX, HEADS_MAX, SPACES_MAX, Caller, TrafficCounts
+from tests.support.invariants import check_invariants
 from tests.unit.master.cluster import BLOCK, NAMESPACE, Cluster, keys_of
 from tests.unit.master.conftest import NewCluster
 
@@ -136,7 +137,7 @@ def test_evicted_first_keys_are_forgotten_in_the_order_of_their_eviction() -> No
     keys = [Key(b"%d" % number) for number in range(3 * HEADS_MAX)]
     for number, key in enumerate(keys):
         traffic.evicts(number, NAMESPACE, 0, key)
-    traffic.check_invariants()
+    check_invariants(traffic)
     now_ms = len(keys)
     assert not traffic.had_evicted(NAMESPACE, keys[0], now_ms)
     assert all(traffic.had_evicted(NAMESPACE, key, now_ms) for key in keys[-HEADS_MAX:])

@@ -11,6 +11,7 @@ import pytest
 
 from kvstore.errors import NoSpaceError
 from kvstore.master.turns import SLICE_S, Turns
+from tests.support.invariants import check_invariants
 
 
 class World:
@@ -34,7 +35,7 @@ class World:
 def world() -> Iterator[World]:
     world = World()
     yield world
-    world.turns.check_invariants()
+    check_invariants(world.turns)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:

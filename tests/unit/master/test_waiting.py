@@ -70,17 +70,6 @@ def test_a_waiting_put_is_served_when_a_lease_ends(full: Cluster) -> None:
     assert full.end(grants) == [PutOutcome.STORED]
 
 
-def test_the_state_asks_at_once_when_a_lease_has_ended_meanwhile(full: Cluster) -> None:
-    full.wait("x")
-    full.after(LEASE_MS - 1)
-
-    late_ms = LEASE_MS + 7
-
-    due_ms = full.state.next_tick_ms(late_ms)
-    assert due_ms is not None
-    assert due_ms <= late_ms
-
-
 def test_a_waiting_put_is_served_when_a_put_ends_whose_block_can_be_evicted(
     new_cluster: NewCluster,
 ) -> None:
@@ -112,7 +101,6 @@ def test_a_waiting_put_is_served_when_a_reported_node_is_trusted_again(
     cluster = new_cluster(one=3)
     cluster.report("one")
     ticket = cluster.wait("x")
-    assert cluster.state.next_tick_ms(cluster.now_ms) == 2_001
 
     cluster.after(2_001)
 
@@ -128,7 +116,6 @@ def test_a_waiting_put_is_served_when_memory_that_others_may_read_becomes_usable
 
     cluster.after(LEASE_MS - 1)
     assert ticket not in cluster.answers
-    assert cluster.state.next_tick_ms(cluster.now_ms) == LEASE_MS
     cluster.after(1)
 
     assert _served(cluster, ticket)

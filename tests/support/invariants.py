@@ -1,0 +1,573 @@
+"""What must always hold in ``MasterState`` and each of its parts; and extents that no object owns.
+
+Reads private attributes. ``check_invariants`` takes a part; O(objects) for the whole state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import singledispatch
+from typing import Any
+
+from kvstore.limits import Namespace
+from kvstore.master.role import Role
+from kvstore.master.state import (
+    eviction,
+    inventory,
+    jobs,
+    leases,
+    missing,
+    order,
+    repairing,
+    traffic,
+)
+from kvstore.master.state.allocator import Allocator
+from kvstore.master.state.asking import Asking
+from kvstore.master.state.ends import NO_END_MS, Ends
+from kvstore.master.state.eviction import LRU, order_of
+from kvstore.master.state.forest import Forest
+from kvstore.master.state.granting import Granting
+from kvstore.master.state.inventory import Ranges
+from kvstore.master.state.jobs import Jobs
+from kvstore.master.state.leases import ReaderLeases
+from kvstore.master.state.master_state import MasterState
+from kvstore.master.state.membership import Membership
+from kvstore.master.state.missing import Missing
+from kvstore.master.state.order import TicketOrder
+from kvstore.master.state.orders import TenantOrders
+from kvstore.master.state.pins import Pins, bytes_held
+from kvstore.master.state.pool import Pool
+from kvstore.master.state.puts import GrantedAllocation, GrantedCopy, GrantedPut, Pending
+from kvstore.master.state.reclaim import Reclaim
+from kvstore.master.state.records import (
+    TABLE_SHARDS,
+    MountedSegment,
+    Name,
+    ObjectRecord,
+    Residue,
+)
+from kvstore.master.state.repairing import Repairs
+from kvstore.master.state.returning import Returning
+from kvstore.master.state.sweeping import Sweeping
+from kvstore.master.state.tenant import Tenant
+from kvstore.master.state.tenants import Tenants
+from kvstore.master.state.traffic import TrafficCounts
+from kvstore.master.state.views.chains import ChainView
+from kvstore.master.state.waiting import WaitingPuts
+from kvstore.master.turns import Turns
+from kvstore.memory.header import extent_bytes
+
+Range = tuple[MountedSegment, int, int]
+"""Segment, offset and length."""
+
+
+@singledispatch
+def check_invariants(part: object, *more: Any) -> None:
+    """Asserts everything that must always hold in this part."""
+    raise TypeError(f"nothing is known of {part!r}")
+
+
+def _check_due(part: Jobs, job: int, is_due: bool) -> None:
+    """Asserts that the part has noted whether this job is due."""
+    assert bool(part.due & job) == is_due, f"job {job} is due: {is_due}, and was not said so"
+
+
+def granted_ranges(pending: Pending) -> Iterator[Range]:
+    """All extents that are granted or in quarantine."""
+    for put in pending:
+        for segment, offset in put.extents:
+            yield segment, offset, put.length
+    for residue, _ in _quarantined(pending):
+        for segment, offset in residue.extents:
+            yield segment, offset, extent_bytes(residue.size)
+
+
+def _quarantined(pending: Pending) -> list[tuple[Residue, Tenant | None]]:
+    return [(residue, owner) for _, residue, owner in pending._quarantine.values()]
+
+
+def removed_ranges(reclaim: Reclaim) -> Iterator[Range]:
+    """All extents of ended objects that are not free."""
+    unwiped = reclaim._unwiped.values()
+    ended = [wiping for wiping in unwiped if wiping.ended and not wiping.released]
+    for wiping in (*reclaim._by_end, *ended):
+        for offset, length in zip(wiping.offsets, wiping.lengths, strict=True):
+            yield wiping.segment, offset, length
+    for segment, waiting in reclaim._unzeroed.items():
+        for offset, length in waiting:
+            yield segment, offset, length
+
+
+def _gaps(returning: Returning) -> list[Range]:
+    """Bytes that are neither claimed nor free."""
+    inventories = returning._inventories.items()
+    return [(segment, *gap) for segment, each in inventories for gap in each.gaps()]
+
+
+def holes(allocator: Allocator) -> list[tuple[int, int]]:
+    """Free extents as (start, length), by start."""
+    return sorted(allocator._start_to_length.items())
+
+
+def _is_missing(it: Missing, record: ObjectRecord) -> bool:
+    """Whether an object of that name counts as missing."""
+    name = record.namespace, record.key
+    entry = it._shard(name).get(name)
+    return entry is not None and not entry.away.settled and not it._is_cleared(name, entry)
+
+
+@check_invariants.register
+def _(it: Allocator) -> None:
+    free = holes(it)
+    assert sum(length for _, length in free) == it.free_bytes
+    assert max((length for _, length in free), default=0) == it.largest_free
+    assert sorted((length, start) for start, length in free) == list(it._by_size)
+    assert it._end_to_start == {start + length: start for start, length in free}
+    reached = it.start - 1
+    for start, length in free:
+        assert length > 0
+        assert start > reached, "free extents touch or overlap"
+        reached = start + length
+    assert reached <= it.end
+
+
+@check_invariants.register
+def _(it: TicketOrder) -> None:
+    tickets = [record.ticket for record in it]
+    assert len(tickets) == it._count
+    assert tickets == sorted(set(tickets))
+    assert it._lasts == [run[-1].ticket for run in it._runs]
+    assert all(0 < len(run) <= order.RUN_MAX for run in it._runs)
+
+
+@check_invariants.register
+def _(it: LRU) -> None:
+    tickets = [record.ticket for record in it]
+    assert tickets == sorted(set(tickets)), "tickets out of order or twice"
+    check_invariants(it._order)
+    check_invariants(it._parked)
+    assert 0 not in tickets
+    assert len(it._order) == sum(ticket < eviction._PARKED for ticket in tickets)
+
+
+@check_invariants.register
+def _(it: TenantOrders) -> None:
+    for number, lru in it.orders.items():
+        check_invariants(lru)
+        assert len(lru)
+        assert all(order_of(record.ticket) == number for record in lru)
+    tickets = [record.ticket for record in it]
+    assert tickets == sorted(set(tickets)), "tickets out of lru or twice"
+
+
+@check_invariants.register
+def _(it: Ends) -> None:
+    ends = {record: end for shard in it._shards for record, end in shard.items()}
+    assert len(ends) == it._count
+    assert sum(map(len, it._buckets.values())) == it._count
+    assert all(record in it._buckets[end] for record, end in ends.items())
+    assert sorted(it._times) == sorted(it._buckets)
+    assert it.next_ms <= min(ends.values(), default=NO_END_MS)
+
+
+@check_invariants.register
+def _(it: Ranges) -> None:
+    assert it._firsts == [starts[0] for starts in it._starts]
+    reached = -1
+    for starts, stops in zip(it._starts, it._stops, strict=True):
+        assert 0 < len(starts) == len(stops) <= inventory.RUN_MAX
+        for start, stop in zip(starts, stops, strict=True):
+            assert reached <= start < stop
+            reached = stop
+
+
+@check_invariants.register
+def _(it: Pending) -> None:
+    deadlines = [put.deadline_ms for put in it]
+    assert deadlines == sorted(deadlines)
+
+
+@check_invariants.register
+def _(it: Forest, unsettled: Collection[ObjectRecord] = ()) -> None:
+    """``unsettled``: records that may have no reason to stay any more."""
+    children: dict[ObjectRecord, int] = {}
+    assert it.objects == sum(table.objects for table in it.namespaces.values())
+    check_invariants(it.missing)
+    for table in it.namespaces.values():
+        name = table.name
+        records = list(table)
+        assert it.namespaces.get(name) is table
+        assert table.records == len(records) > 0
+        assert table.objects == sum(record.segment is not None for record in records)
+        assert table.size == sum(r.size for r in records if r.segment is not None)
+        for record in records:
+            assert record.namespace == name
+            assert table.get(record.key) is record
+            kept = record.segment or record.writer or record.children
+            assert kept or record in unsettled, "a record without reason"
+            assert not (record.complete and _is_missing(it.missing, record)), "missing, and there"
+            if record.parent is not None:
+                assert record.parent.namespace == name
+                assert table.get(record.parent.key) is record.parent, "a lost parent"
+                children[record.parent] = children.get(record.parent, 0) + 1
+    detached = -(it.breaks + it.mends)
+    whole: dict[ObjectRecord | None, bool] = {None: True}
+    for record in it.records():
+        assert record.children == children.get(record, 0)
+        walked: list[ObjectRecord] = []
+        at: ObjectRecord | None = record
+        while at is not None and at not in whole:
+            walked.append(at)
+            assert len(walked) <= it.namespaces[record.namespace].records, "a ring of parents"
+            at = at.parent
+        for seen in reversed(walked):
+            whole[seen] = whole[seen.parent] and seen.complete
+        if record.checked in (it.breaks, detached):
+            assert whole[record] == (record.checked == it.breaks), "remembered wrongly"
+
+
+@check_invariants.register
+def _(it: Missing) -> None:
+    entries = [entry for shard in it._shards for entry in shard.values()]
+    assert len(entries) == it._named <= missing.NAMES_MAX
+    assert all(gone in it._gone.values() for gone in it._by_memory.values())
+    assert len(it._gone) <= missing.NODES_MAX
+    named = Counter([id(entry.away) for entry in entries if not entry.away.settled])
+    for gone in it._gone.values():
+        assert gone.away.unnamed >= 0
+        assert gone.away.missing == named.pop(id(gone.away), 0) + gone.away.unnamed
+    assert not named, "missing with no node"
+    assert len(it._cleared) <= TABLE_SHARDS
+    _check_due(it._jobs, jobs.MISS, it._slices < it._slices_wanted)
+    if it._slices >= it._slices_wanted:
+        assert not any(entry.away.settled for entry in entries), "names that count no more"
+
+
+@check_invariants.register
+def _(it: Pins) -> None:
+    check_invariants(it.ends)
+    assert not it.unsettled or it._jobs.due & jobs.EXPIRE
+    pins = {record: pin for shard in it._shards for record, pin in shard.items()}
+    below: dict[int, int] = {}
+    for pin in pins.values():
+        if pin.above is not None:
+            below[id(pin.above)] = below.get(id(pin.above), 0) + 1
+    ending = set(map(id, it._ending))
+    held: dict[Namespace, tuple[int, int]] = {}
+    for record, pin in pins.items():
+        assert pin.record is record
+        assert not pin.dropped
+        assert pin.below == below.get(id(pin), 0)
+        assert pin.below or it.ends.of(record) or id(pin) in ending, "held by no pin"
+        if pin.objects:
+            objects, size = held.get(record.namespace, (0, 0))
+            held[record.namespace] = objects + 1, size + pin.size
+        else:
+            assert not pin.size
+        if not it.unsettled:
+            assert pin.objects == record.complete
+            assert pin.size == (bytes_held(record) if record.complete else 0)
+    assert it._held == held
+    assert it._count_all == len(pins)
+    counted = [pin for pin in pins.values() if pin.objects]
+    assert (it.objects, it.size) == (len(counted), sum(pin.size for pin in counted))
+
+
+@check_invariants.register
+def _(it: ReaderLeases) -> None:
+    counts: dict[ObjectRecord, int] = {}
+    for group in (*it._groups.values(), *it._ending):
+        for record in group.records:
+            counts[record] = counts.get(record, 0) + 1
+    assert all(record.readers == count for record, count in counts.items())
+    assert sum(counts.values()) == it._leased <= leases.LEASED_MAX
+    for record in it._common.forest.records():
+        assert record.readers == counts.get(record, 0), "counted, and in no group"
+        assert record.kept_until_ms <= record.lease_until_ms
+    ends = [group.until_ms for group in it._groups.values()]
+    assert ends == sorted(ends)
+    _check_due(it._common.jobs, jobs.RELEASE, bool(it._ending))
+
+
+@check_invariants.register
+def _(it: TrafficCounts) -> None:
+    assert len(it.recent) <= traffic.SPACES_MAX
+    assert len(it.older) <= traffic.SPACES_MAX
+    assert not it.recent.keys() & it.older.keys()
+    assert len(it.heads) <= traffic.HEADS_MAX
+    assert len(it.older_heads) <= traffic.HEADS_MAX
+    for space in [*it.recent.values(), *it.older.values()]:
+        tips = space.tips
+        assert len(tips.recent) <= traffic.TIPS_MAX
+        assert len(tips.older) <= traffic.TIPS_MAX
+        assert not tips.recent.keys() & tips.older.keys()
+        for rows in (space.putters, space.askers):
+            assert len(rows.recent) <= traffic.CLIENTS_MAX
+            assert len(rows.older) <= traffic.CLIENTS_MAX
+            assert not rows.recent.keys() & rows.older.keys()
+            for row in rows.all():
+                assert row.namespace == space.name
+                assert row.first_ms <= row.last_ms
+                assert row.found <= row.keys
+                assert row.none + row.partly <= row.questions
+
+
+@check_invariants.register
+def _(it: Reclaim) -> None:
+    of_names: set[tuple[Name, int]] = set()
+    for wiping in it._unwiped.values():
+        assert not wiping.wiped
+        assert all(removal.orders > 0 for removal in wiping.removals)
+        of_names.update((name, wiping.order) for name in wiping.names)
+    assert of_names == {
+        (name, wiping.order) for name, wipings in it._unwiped_of.items() for wiping in wipings
+    }
+    assert it._zeroing.items() <= {(g.segment, g.order) for g in it._unwiped.values()}
+    assert all(segment.alive and waiting for segment, waiting in it._unzeroed.items())
+    unclean = {order for wipings in it._unclean.values() for order in wipings}
+    assert unclean == {g.order for g in it._unwiped.values() if g.released}
+
+
+@check_invariants.register
+def _(it: Membership) -> None:
+    for name, node in it.nodes.items():
+        assert node.name == name
+        assert all(s.alive and s.node is node for s in it.segments[name])
+        assert node.session is None or it._by_session[node.session] is node
+    assert it.segments.keys() == it.nodes.keys()
+    assert it._holders == {
+        segment.offer.uuid: segment.node for each in it.segments.values() for segment in each
+    }
+    assert not any((it.lost, it.mounted, it.effects)), "changes that nothing has taken note of"
+    assert all(it.nodes.get(node.name) is node for node in it._by_session.values())
+
+
+@check_invariants.register
+def _(it: Pool, others: Iterable[tuple[MountedSegment, int, int]]) -> None:
+    """``others``: extents that no object owns, as (segment, offset, length)."""
+    _check_due(it._jobs, jobs.SETTLE, bool(it.unsettled))
+    check_invariants(it.forest, it.unsettled)
+    check_invariants(it.pins)
+    check_invariants(it.lifetimes)
+    used: dict[int, list[tuple[int, int]]] = {key: [] for key in it.segments}
+    leaves: dict[int, set[ObjectRecord]] = {}
+    for record in it.forest.records():
+        for segment, offset in record.extents():
+            if segment.alive:
+                used[segment.segment_id].append((offset, extent_bytes(record.size)))
+        if record.segment is not None and not record.children:
+            leaves.setdefault(id(record.segment), set()).add(record)
+        if record.ticket:
+            assert record.segment is not None, "a candidate without bytes"
+            assert not record.children, "a candidate with children"
+    for segment, offset, length in others:
+        if segment.alive:
+            used[segment.segment_id].append((offset, length))
+    for segment in it.segments.values():
+        check_invariants(segment.allocator)
+        check_invariants(segment.candidates)
+        assert set(segment.candidates) == leaves.get(id(segment), set()), "candidates"
+        ranges = sorted(used[segment.segment_id] + holes(segment.allocator))
+        reached = segment.allocator.start
+        for offset, length in ranges:
+            assert offset == reached, f"{segment}: bytes lost or given twice at {reached}"
+            reached += length
+        assert reached == segment.allocator.end, "bytes lost at the end of the segment"
+    assert it.capacity_max == max((s.capacity for s in it.segments.values()), default=0)
+
+
+@check_invariants.register
+def _(
+    it: Tenants,
+    records: Iterable[ObjectRecord],
+    pending: Pending,
+    waiting: Sequence[Tenant],
+) -> None:
+    size: dict[str, int] = {}
+    objects: dict[str, int] = {}
+    puts: dict[str, int] = {}
+    held: dict[tuple[str, int], int] = {}
+    for record in records:
+        name = it.of_record(record).name
+        objects[name] = objects.get(name, 0) + (record.segment is not None)
+        for segment, _ in record.extents():
+            if segment.alive:
+                length = extent_bytes(record.size)
+                size[name] = size.get(name, 0) + length
+                place = record.namespace, segment.segment_id
+                held[place] = held.get(place, 0) + length
+    for put in pending:
+        if isinstance(put, GrantedPut | GrantedAllocation):
+            owner = it.owner(put)
+            assert owner is not None
+            name = owner.name
+            puts[name] = puts.get(name, 0) + 1
+            for segment, _ in put.extents:
+                if segment.alive:
+                    size[name] = size.get(name, 0) + put.length
+                    if isinstance(put, GrantedPut):
+                        place = put.record.namespace, segment.segment_id
+                        held[place] = held.get(place, 0) + put.length
+    for residue, owner in _quarantined(pending):
+        for segment, _ in residue.extents:
+            if segment.alive and owner is not None:
+                name, length = owner.name, extent_bytes(residue.size)
+                size[name] = size.get(name, 0) + length
+    for tenant in it._numbered:
+        if it._by_name.get(tenant.name) is not tenant:
+            continue
+        assert tenant.size == size.pop(tenant.name, 0), f"bytes of {tenant}"
+        assert tenant.size == sum(tenant.bytes_on.values())
+        assert tenant.bytes_on.keys() <= it._segments.keys()
+        assert tenant.objects == objects.pop(tenant.name, 0), f"objects of {tenant}"
+        assert tenant.pending == puts.pop(tenant.name, 0), f"puts of {tenant}"
+        assert tenant.waiting == sum(each is tenant for each in waiting)
+        assert tenant.size <= max(tenant.at_most, tenant.ceiling), f"{tenant} is above its bound"
+        assert tenant.pinned_bytes >= 0
+    assert not any((*size.values(), *objects.values(), *puts.values())), "of no tenant"
+    for table in it._tables.values():
+        if not it._to_move:
+            assert table.tenant is it.match(table.name)
+        for number, length in table.held.items():
+            if number in it._segments:
+                assert length == held.pop((table.name, number), 0)
+    assert not held, "bytes in no table"
+
+
+@check_invariants.register
+def _(it: Repairs) -> None:
+    rules = it.rules
+    assert 0 <= it.copies <= rules.copies_max, "more copies than allowed"
+    assert it.copied_bytes <= rules.bytes_max or it.copies == 1, "more bytes than allowed"
+    assert (
+        it._queued == sum(map(len, it._queues.values())) <= repairing.QUEUE_MAX + rules.copies_max
+    )
+    assert all(it._queues.values())
+    assert len(it._heap) <= repairing.QUEUE_MAX
+
+
+@check_invariants.register
+def _(it: Granting) -> None:
+    check_invariants(it._pending)
+    copies = [put for put in it._pending if isinstance(put, GrantedCopy)]
+    known = [put for puts in it.copies.values() for put in puts]
+    assert sorted(p.token for p in copies) == sorted(p.token for p in known), "a lost copy"
+    assert all(it.copies.values())
+    repairs = [put for put in copies if put.repairs]
+    assert it._repairs.copies == len(repairs)
+    assert it._repairs.copied_bytes == sum(put.size for put in repairs)
+    assert all(len(put.extents) == 1 and not put.missing for put in repairs)
+    puts = [put for put in it._pending if isinstance(put, GrantedPut)]
+    writers = {put.token: put.record for put in puts}
+    for record in it._common.forest.records():
+        assert not record.writer or writers.pop(record.writer) is record, "a lost writer"
+    assert not writers, "a put whose record does not know it"
+
+
+@check_invariants.register
+def _(it: Sweeping) -> None:
+    _check_due(it._jobs, jobs.EVICT, bool(it._pressed))
+    _check_due(it._jobs, jobs.MOVE, it._pool.tenants is not None and it._pool.tenants.moving)
+    _check_due(it._jobs, jobs.SWEEP, it._sweeps_more())
+
+
+@check_invariants.register
+def _(it: Asking) -> None:
+    _check_due(it._jobs, jobs.WALK, bool(it._walking))
+    assert not it._asking or it._gathering or it._jobs.due & jobs.ANSWER
+
+
+@check_invariants.register
+def _(it: ChainView) -> None:
+    _check_due(it._jobs, jobs.DRAW, bool(it._questions))
+
+
+@check_invariants.register
+def _(it: Returning) -> None:
+    _check_due(it._common.jobs, jobs.CLAIM, it._has_claims())
+    mounted = [s for segments in it._common.membership.segments.values() for s in segments]
+    assert {s for s in mounted if not s.whole} == it._inventories.keys()
+    assert {wiping.segment for wiping in it._common.reclaim.held()} == it._inventories.keys()
+
+
+@check_invariants.register
+def _(it: WaitingPuts) -> None:
+    assert len(it._queue) <= it._common.rules.waiting_puts_max
+    assert it._queue or not it._jobs.due & jobs.SERVE
+
+
+@check_invariants.register
+def _(it: MasterState) -> None:
+    check_invariants(it.membership)
+    check_invariants(it.reclaim)
+    ranges = [*granted_ranges(it.pending), *removed_ranges(it.reclaim), *_gaps(it.returning)]
+    check_invariants(it.pool, ranges)
+    held: Counter[MountedSegment] = Counter()
+    for segment, _, length in (*granted_ranges(it.pending), *removed_ranges(it.reclaim)):
+        held[segment] += length
+    for segment in it.pool.segments.values():
+        counted = segment.pending_bytes, segment.quarantined_bytes, segment.reclaim_bytes
+        assert min(counted) >= 0
+        assert sum(counted) == held[segment]
+    if not it.has_work:
+        lost = [record for record in it.forest.records() if record.lost]
+        assert not lost, "lost, and in no event yet"
+    check_invariants(it.granting)
+    check_invariants(it.repairs)
+    _check_due(it.common.jobs, jobs.SCAN, it.repairs.scanning)
+    check_invariants(it.sweeping)
+    check_invariants(it.leases)
+    check_invariants(it.asking)
+    check_invariants(it.chains)
+    check_invariants(it.returning)
+    check_invariants(it.traffic)
+    check_invariants(it.waiting)
+    if it.pool.tenants is not None:
+        _check_tenants(it, it.pool.tenants)
+    mounted = [s for segments in it.membership.segments.values() for s in segments]
+    assert {id(s) for s in mounted} == {id(s) for s in it.pool.segments.values()}
+
+
+def _check_tenants(it: MasterState, tenants: Tenants) -> None:
+    waiting = [put.tenant for put in it.common.waiting if put.tenant is not None]
+    check_invariants(tenants, it.forest.records(), it.pending, waiting)
+    used = sum(s.capacity - s.allocator.free_bytes for s in it.pool.segments.values())
+    gone = sum(s.reclaim_bytes for s in it.pool.segments.values())
+    gone += sum(
+        extent_bytes(residue.size) * sum(segment.alive for segment, _ in residue.extents)
+        for residue, owner in _quarantined(it.pending)
+        if owner is None
+    )
+    copies = sum(
+        put.length * sum(segment.alive for segment, _ in put.extents)
+        for put in it.pending
+        if isinstance(put, GrantedCopy)
+    )
+    gaps = sum(length for segment, _, length in _gaps(it.returning) if segment.alive)
+    held = sum(tenant.size for tenant in tenants)
+    assert held + copies + gone + gaps == used, "bytes of tenants"
+    if not it.has_work:
+        candidates = [each for s in it.pool.segments.values() for each in s.candidates]
+        assert not any(map(tenants.is_misplaced, candidates)), "in the order of another tenant"
+    for tenant in tenants:
+        pinned = sum(
+            size
+            for namespace, (_, size) in it.pool.pins.all_held().items()
+            if tenants.of(namespace) is tenant
+        )
+        assert tenant.pinned_bytes == pinned, f"pins of {tenant}"
+
+
+@check_invariants.register
+def _(it: Role) -> None:
+    assert not it.leading or (it._lease_id and it.until and it.epoch)
+    assert it.leader is None or not it.until
+    assert it._lease_id not in it._stale
+    assert len(it._stale) <= 1, "each is revoked before the next one is granted"
+
+
+@check_invariants.register
+def _(it: Turns) -> None:
+    assert all(it._waiting.values())
+    assert it._is_due or not it._waiting
