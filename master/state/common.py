@@ -191,7 +191,7 @@ class Common:
         ``key`` None: of the whole namespace; ``namespace`` "": of all namespaces."""
         self.tombstones.add(namespace, key, self.present, but=but)
         if key is None:
-            self.forest.missing.clear(namespace, self.present)
+            self.forest.missing.clear(namespace)
         else:
             self.forest.missing.settle(namespace, key)
 

@@ -22,7 +22,6 @@ from typing import NamedTuple
 from kvstore.errors import BusyError, InvalidArgumentError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.events import Event, Survey, removed, stored
-from kvstore.master.state.jobs import Jobs
 from kvstore.master.state.missing import Missing
 from kvstore.master.state.records import Namespaces, NamespaceTable, ObjectRecord
 from kvstore.master.state.tenants import Tenants
@@ -67,7 +66,7 @@ class Forest:
     """Namespaces and their records. Knows nothing of memory; not thread-safe, like all of the
     state."""
 
-    def __init__(self, counters: Counter[str] | None = None, jobs: Jobs | None = None) -> None:
+    def __init__(self, counters: Counter[str] | None = None) -> None:
         self.namespaces = Namespaces()
         self.breaks = 1
         self.mends = 0
@@ -84,7 +83,7 @@ class Forest:
         self._walk: _Walk | None = None
         self.objects = 0
         """Records with bytes, of all namespaces."""
-        self.missing = Missing(Counter() if counters is None else counters, jobs or Jobs())
+        self.missing = Missing(Counter() if counters is None else counters)
         self.tenants: Tenants | None = None
         """None: the master has no tenants."""
         self.events: list[Event] | None = None

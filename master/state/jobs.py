@@ -20,8 +20,7 @@ SWEEP: Final = 1 << 8  # a segment died, or a chain broke, since all candidates 
 DRAW: Final = 1 << 9  # operators wait for chains
 SCAN: Final = 1 << 10  # a pass over all objects looks for missing replicas
 MOVE: Final = 1 << 11  # namespaces may belong to other tenants since the rules changed
-MISS: Final = 1 << 12  # names of missing objects are left that count no more
-RELEASE: Final = 1 << 13  # leases have ended whose objects still count them
+RELEASE: Final = 1 << 12  # leases have ended whose objects still count them
 
 
 class Jobs:

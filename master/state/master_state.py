@@ -172,7 +172,6 @@ class MasterState:
             jobs.DRAW: self.chains.walk_on,
             jobs.SCAN: self.copying.scan,
             jobs.MOVE: self.sweeping.move_tables,
-            jobs.MISS: self.nodes.forget_missing,
             jobs.RELEASE: self.leases.end_some,
         }
         """The method that does a slice of each kind of background work."""

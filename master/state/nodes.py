@@ -194,10 +194,6 @@ class Nodes:
         self._common.forest.missing.tick(now_ms, self._membership.nodes)
         self._follow(now_ms)
 
-    def forget_missing(self, now_ms: int) -> None:
-        del now_ms
-        self._common.forest.missing.forget_some()
-
     def _fence_idle(self, now_ms: int) -> None:
         """Declares nodes dead that only send beats: removals would wait for them."""
         patience_ms = self._common.rules.node_patience_ms

@@ -95,7 +95,7 @@ class Pool:
         self.counters: Counter[str] = Counter()
         self.eviction_ages_ms = Histogram()
         """For how long each evicted object had not been used."""
-        self.forest = Forest(self.counters, jobs)
+        self.forest = Forest(self.counters)
         self.traffic = TrafficCounts()
         self.pins = Pins(jobs)
         self.tenants: Tenants | None = None

@@ -41,7 +41,6 @@ from kvstore.master.state.pool import Pool
 from kvstore.master.state.puts import GrantedAllocation, GrantedCopy, GrantedPut, Pending
 from kvstore.master.state.reclaim import Reclaim
 from kvstore.master.state.records import (
-    TABLE_SHARDS,
     MountedSegment,
     Name,
     ObjectRecord,
@@ -112,9 +111,7 @@ def holes(allocator: Allocator) -> list[tuple[int, int]]:
 
 def _is_missing(it: Missing, record: ObjectRecord) -> bool:
     """Whether an object of that name counts as missing."""
-    name = record.namespace, record.key
-    entry = it._shard(name).get(name)
-    return entry is not None and not entry.away.settled and not it._is_cleared(name, entry)
+    return record.key in it._named.get(record.namespace, ())
 
 
 @check_invariants.register
@@ -229,19 +226,17 @@ def _(it: Forest, unsettled: Collection[ObjectRecord] = ()) -> None:
 
 @check_invariants.register
 def _(it: Missing) -> None:
-    entries = [entry for shard in it._shards for entry in shard.values()]
-    assert len(entries) == it._named <= missing.NAMES_MAX
+    assert all(it._named.values())
+    entries = [entry for named in it._named.values() for entry in named.values()]
+    assert len(entries) == it._names <= missing.NAMES_MAX
     assert all(gone in it._gone.values() for gone in it._by_memory.values())
     assert len(it._gone) <= missing.NODES_MAX
-    named = Counter([id(entry.away) for entry in entries if not entry.away.settled])
+    named = Counter([id(entry.gone) for entry in entries])
     for gone in it._gone.values():
-        assert gone.away.unnamed >= 0
-        assert gone.away.missing == named.pop(id(gone.away), 0) + gone.away.unnamed
+        assert gone.unnamed >= 0
+        assert gone.missing == named.pop(id(gone), 0) + gone.unnamed
+        assert not (gone.missing and gone.is_settled)
     assert not named, "missing with no node"
-    assert len(it._cleared) <= TABLE_SHARDS
-    _check_due(it._jobs, jobs.MISS, it._slices < it._slices_wanted)
-    if it._slices >= it._slices_wanted:
-        assert not any(entry.away.settled for entry in entries), "names that count no more"
 
 
 @check_invariants.register
