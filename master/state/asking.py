@@ -1,7 +1,6 @@
 """Answers clients' questions: how much of a chain is there, where objects are, which keys exist.
 
-Most are answered at once. Two kinds wait: questions about chains that are too long to be walked
-over in one step, and misses while nodes still report their objects to a new master.
+Most are answered at once. Misses wait while nodes still report their objects to a new master.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvstore.limits import BATCH_KEYS_MAX, Key, Namespace
 from kvstore.master.state.common import Common
 from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.granting import Granting
-from kvstore.master.state.jobs import ANSWER, WALK
+from kvstore.master.state.jobs import ANSWER
 from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.records import NamespaceTable, ObjectRecord, presence_of
 from kvstore.master.state.returning import Returning
@@ -64,8 +63,6 @@ class Asking:
         """Whether misses may have to wait for inventories."""
         self._asking: deque[tuple[int, Caller, Question]] = deque()
         """Questions that wait for inventories, with their tickets and callers."""
-        self._walking: deque[tuple[int, Caller, Question]] = deque()
-        """Questions about chains that are too long for one step."""
 
     # --- calls --------------------------------------------------------------------------------
 
@@ -74,31 +71,22 @@ class Asking:
         if request.released:
             self._leases.release(now_ms, request.released)
         reply = self._find(now_ms, request)
-        if self._forest.unfinished:
-            self._forest.unfinished = False
-            self._jobs.due |= WALK
-            return self._wait(self._walking, request)
         if (
             self._gathering
             and len(self._asking) < ASKING_MAX
             and _misses(request, reply)
             and self._gathers(now_ms)
         ):
-            return self._wait(self._asking, request)
+            ticket = self._common.ticket()
+            self._asking.append((ticket, self._traffic.caller, request))
+            return Later(ticket)
         return reply
 
-    def _wait(self, questions: deque[tuple[int, Caller, Question]], request: Question) -> Later:
-        ticket = self._common.ticket()
-        questions.append((ticket, self._traffic.caller, request))
-        return Later(ticket)
-
     def cancel(self, ticket: int) -> None:
-        for questions in (self._asking, self._walking):
-            for asking in questions:
-                if asking[0] == ticket:
-                    questions.remove(asking)
-                    self._jobs.note(WALK, bool(self._walking))
-                    return
+        for asking in self._asking:
+            if asking[0] == ticket:
+                self._asking.remove(asking)
+                return
 
     def _find(self, now_ms: int, request: Question) -> Found:
         match request:
@@ -127,8 +115,6 @@ class Asking:
             matched, holding, records = self._forest.match(
                 table, living, records=request.placements
             )
-            if self._forest.unfinished:
-                break
             self._lease(now_ms, request.lease, holding)
             being_written = 0
             for index in range(matched, count):
@@ -146,7 +132,7 @@ class Asking:
             tip = holding[-1].key if holding else None
             self._note(now_ms, namespace, keys, count, matched, matched if missing else -1, tip)
         state = 0
-        if request.states and not self._forest.unfinished:
+        if request.states:
             reach = min([match.matched for match in matches], default=count)
             state = self._last_state(now_ms, request, request.keys[:reach])
         return calls.Matched(common.epoch, common.rules.lease_ms, matches, state)
@@ -331,30 +317,10 @@ class Asking:
             return
         keys = 0
         while self._asking and keys < ANSWERED_PER_STEP:
-            ticket, caller, request = self._asking.popleft()
+            ticket, self._traffic.caller, request = self._asking.popleft()
             keys += len(request.keys)
-            self._traffic.caller = caller
-            reply = self._find(now_ms, request)
-            if self._forest.unfinished:
-                self._forest.unfinished = False
-                self._walking.append((ticket, caller, request))
-                self._jobs.due |= WALK
-            else:
-                self._common.effect(Answer(ticket, reply))
+            self._common.effect(Answer(ticket, self._find(now_ms, request)))
         self._jobs.note(ANSWER, bool(self._asking))
-
-    def walk_on(self, now_ms: int) -> None:
-        """Walks a slice further up a long chain, for the first question in ``_walking``."""
-        ticket, self._traffic.caller, request = self._walking[0]
-        self._forest.resumes = True
-        reply = self._find(now_ms, request)
-        self._forest.resumes = False
-        if self._forest.unfinished:
-            self._forest.unfinished = False
-            return
-        self._walking.popleft()
-        self._jobs.note(WALK, bool(self._walking))
-        self._common.effect(Answer(ticket, reply))
 
 
 def _is_at(record: ObjectRecord, uuid: bytes, offset: int) -> bool:

@@ -169,7 +169,6 @@ class Common:
 
         Raises:
             InvalidArgumentError: the objects would form a ring.
-            BusyError: the chain is too long for one step; the next step goes on.
         """
         try:
             if record.lost:

@@ -19,15 +19,12 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from kvstore.errors import BusyError, InvalidArgumentError
+from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key, Namespace
 from kvstore.master.state.events import Event, Survey, removed, stored
 from kvstore.master.state.missing import Missing
 from kvstore.master.state.records import Namespaces, NamespaceTable, ObjectRecord
 from kvstore.master.state.tenants import Tenants
-
-WALK_STEPS = 65_536
-"""Records on the way to their roots that one step of the loop walks over: 3 to 5 ms."""
 
 RING_STEPS = 150_000
 """Records without a root that one step looks at to find out whether links would close a ring: 4 ms.
@@ -47,21 +44,6 @@ class ChainMatch(NamedTuple):
 NO_MATCH = ChainMatch(0, [], [])
 
 
-class _Walk:
-    """The path from a record towards its root, as far as it has been walked."""
-
-    __slots__ = ("at", "breaks", "cut_off", "mends", "start", "walked")
-
-    def __init__(self, start: ObjectRecord, breaks: int, mends: int) -> None:
-        self.start = start
-        self.breaks = breaks
-        self.mends = mends
-        self.walked: list[ObjectRecord] = []
-        self.at: ObjectRecord | None = start
-        self.cut_off = 0
-        """How many walked records have a missing record at or above them."""
-
-
 class Forest:
     """Namespaces and their records. Knows nothing of memory; not thread-safe, like all of the
     state."""
@@ -72,15 +54,7 @@ class Forest:
         self.mends = 0
         self.steps = 0
         """Records walked over or forgotten so far: how background work measures its slices."""
-        self.unfinished = False
-        """Whether the last ``match`` did not finish, because a chain is long. The caller clears
-        this, and repeats the match with ``resumes``."""
-        self.resumes = False
-        """Whether a long walk continues where it stopped. Only one caller at a time may set this
-        and repeat its call until that is done: the walk of another would replace the first."""
-        self._walk_steps = WALK_STEPS
         self._ring_steps = RING_STEPS
-        self._walk: _Walk | None = None
         self.objects = 0
         """Records with bytes, of all namespaces."""
         self.missing = Missing(Counter() if counters is None else counters)
@@ -90,8 +64,7 @@ class Forest:
         """Events that the shell has not taken yet; None: nobody wants events."""
 
     def begin_step(self) -> None:
-        """Begins a step of the loop, with a new budget for walks."""
-        self._walk_steps = WALK_STEPS
+        """Begins a step of the loop, with a new budget for rings."""
         self._ring_steps = RING_STEPS
 
     # --- finding ------------------------------------------------------------------------------
@@ -103,9 +76,9 @@ class Forest:
         table = self.namespaces.get(namespace)
         return None if table is None else table.get(key)
 
-    def reach(self, record: ObjectRecord) -> bool | None:
+    def reach(self, record: ObjectRecord) -> bool:
         """Whether a path from a root leads to the record. Forgets the bytes of lost ancestors on
-        the path. None if the path is too long for one step (``WALK_STEPS``)."""
+        the path."""
         breaks = self.breaks
         if record.checked == breaks:
             return True
@@ -117,56 +90,27 @@ class Forest:
         detached = -(breaks + self.mends)
         if record.checked == detached:
             return False
-        walk = self._walk
-        if (
-            walk is None
-            or not self.resumes
-            or walk.start is not record
-            or (walk.breaks, walk.mends) != (breaks, self.mends)
-        ):
-            walk = _Walk(record, breaks, self.mends)
-        if self._walk_on(walk):
-            if self.resumes:
-                self._walk = None
-            return not walk.cut_off
-        if self.resumes:
-            self._walk = walk
-        return None
-
-    def _walk_on(self, walk: _Walk) -> bool:
-        """Walks up to a record whose state is known, then down again, and notes the state on each
-        record. Returns whether the walk is done; notes of an unfinished walk are right as well."""
-        breaks, detached = walk.breaks, -(walk.breaks + walk.mends)
-        walked = walk.walked
-        at = walk.at
-        steps = 0
+        walked: list[ObjectRecord] = []
+        cut_off = 0  # so many walked records have a missing record at or above them
+        at: ObjectRecord | None = record
         while at is not None and at.checked != breaks:
             if at.checked == detached:
-                walk.cut_off = len(walked)
+                cut_off = len(walked)
                 break
-            if steps == self._walk_steps:
-                walk.at = at
-                self.steps += steps
-                self._walk_steps = 0
-                return False
-            steps += 1
             walked.append(at)
             segment = at.segment
             if segment is None or not (segment.alive or at.complete):
-                walk.cut_off = len(walked)  # so many walked records are at or below a missing one
+                cut_off = len(walked)
                 if segment is not None and at.children:
                     self.empty(at)
             at = at.parent
-        walk.at = None
-        self.steps += steps
-        cut_off = walk.cut_off
-        for _ in range(min(len(walked), WALK_STEPS)):
-            seen = walked.pop()
-            if len(walked) >= cut_off:
+        self.steps += len(walked)
+        for index, seen in enumerate(walked):
+            if index >= cut_off:
                 seen.checked = breaks
             elif not seen.lost:  # else it must be looked at again once it has children
                 seen.checked = detached
-        return not walked
+        return not cut_off
 
     def match(
         self, table: NamespaceTable, keys: Sequence[Key], *, records: bool = False
@@ -178,11 +122,9 @@ class Forest:
         are not one chain; those are scanned, one probe per key. Depths are hints, exact enough for
         keys of which each determines those before it (hashes of prefixes). Only a walk over each
         record proves that the keys are the tip's ancestors; ``records`` asks for that walk.
-
-        Sets ``unfinished`` if a chain is too long to be walked in one step.
         """
         first = table.get(keys[0]) if keys else None
-        if first is None or not self._found(first):
+        if first is None or not self.reach(first):
             return NO_MATCH
         breaks, depth = self.breaks, first.depth
         good, bad, step = 0, len(keys), 1
@@ -191,25 +133,17 @@ class Forest:
             galloping = bad == len(keys)
             probe = min(good + step, bad - 1) if galloping else (good + bad) // 2
             record = table.get(keys[probe])
-            if record is not None and (record.checked == breaks or self._found(record)):
+            if record is not None and (record.checked == breaks or self.reach(record)):
                 if record.depth != depth + probe:
                     return self._scan(table, keys)
                 good, tip = probe, record
                 step *= 2
-            elif self.unfinished:
-                return NO_MATCH
             else:
                 bad = probe
         if not (records or table.bent):
             return ChainMatch(good + 1, [tip], [])
         path = self._path(tip, list(islice(keys, good + 1)))
         return ChainMatch(good + 1, [tip], path) if path else self._scan(table, keys)
-
-    def _found(self, record: ObjectRecord) -> bool:
-        reached = self.reach(record)
-        if reached is None:
-            self.unfinished = True
-        return reached is True
 
     def _path(self, tip: ObjectRecord, keys: list[Key]) -> list[ObjectRecord]:
         """The records of ``keys``, if they are the tip and its ancestors; else an empty list."""
@@ -229,9 +163,7 @@ class Forest:
         records: list[ObjectRecord] = []
         for key in keys:
             record = table.get(key)
-            if record is None or not self._found(record):
-                if self.unfinished:
-                    return NO_MATCH
+            if record is None or not self.reach(record):
                 break
             records.append(record)
             if holding and record.parent is holding[-1]:
@@ -276,7 +208,6 @@ class Forest:
 
         Raises:
             InvalidArgumentError: the link would close a ring; nothing changed.
-            BusyError: it takes another step to find out whether it would; nothing changed.
         """
         before = record.parent
         if before is parent:
@@ -295,15 +226,8 @@ class Forest:
 
     def _check_ring(self, record: ObjectRecord, parent: ObjectRecord) -> None:
         """Raises as ``link``. A record that is not complete has no reachable descendants."""
-        reached = self.reach(parent)
-        if reached:
+        if self.reach(parent):
             return
-        if reached is None:
-            raise BusyError(
-                f"the chain above key {record.key!r} is too long to be checked in one step",
-                advice="Try again.",
-                key=record.key.hex(),
-            )
         at: ObjectRecord | None = parent
         while at is not None and at.checked != self.breaks:
             if at is record:

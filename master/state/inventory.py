@@ -61,8 +61,6 @@ class Inventory:
         self._use_ms = joined_ms
         self._joined_ms = self._heard_ms = joined_ms
         self._waiting: deque[NodeClaims] = deque()
-        self._ended: NodeClaims | None = None
-        """The message that ended with the claims which ``next`` has just returned, if one did."""
         self._at = 0
         """Processed rows of the first message."""
         self._taken = Ranges()
@@ -100,7 +98,6 @@ class Inventory:
     def next(self, count: int) -> tuple[list[Claim], bool]:
         """Up to ``count`` unprocessed claims, and whether a message ends with them."""
         message, start = self._waiting[0], self._at
-        self._ended = None
         stop = min(start + count, len(message.keys))
         namespaces = message.namespaces
         claims = [
@@ -116,16 +113,9 @@ class Inventory:
         self._at = stop
         ends = stop == len(message.keys)
         if ends:
-            self._ended = self._waiting.popleft()
+            self._waiting.popleft()
             self._at = 0
         return claims, ends
-
-    def put_back(self, count: int) -> None:
-        """Puts back the last ``count`` claims that ``next`` has just returned."""
-        if self._ended is not None:
-            self._waiting.appendleft(self._ended)
-            self._at = len(self._ended.keys)
-        self._at -= count
 
     def next_use_ms(self) -> int:
         """When a claimed object counts as last used: nodes report the newest first."""

@@ -13,14 +13,13 @@ FREE: Final = 1 << 1  # more removed bytes may be free now than one step frees
 EXPIRE: Final = 1 << 2  # more lifetimes or pins may be over than one step handles
 CLAIM: Final = 1 << 3  # claims of an inventory are to be taken in
 ANSWER: Final = 1 << 4  # questions waited for an inventory that is complete, or long enough
-WALK: Final = 1 << 5  # questions wait about chains that are too long for one step
-EVICT: Final = 1 << 6  # full segments have less than half of their reserve free
-SETTLE: Final = 1 << 7  # records are left that nothing may need any more
-SWEEP: Final = 1 << 8  # a segment died, or a chain broke, since all candidates were looked at
-DRAW: Final = 1 << 9  # operators wait for chains
-SCAN: Final = 1 << 10  # a pass over all objects looks for missing replicas
-MOVE: Final = 1 << 11  # namespaces may belong to other tenants since the rules changed
-RELEASE: Final = 1 << 12  # leases have ended whose objects still count them
+EVICT: Final = 1 << 5  # full segments have less than half of their reserve free
+SETTLE: Final = 1 << 6  # records are left that nothing may need any more
+SWEEP: Final = 1 << 7  # a segment died, or a chain broke, since all candidates were looked at
+DRAW: Final = 1 << 8  # operators wait for chains
+SCAN: Final = 1 << 9  # a pass over all objects looks for missing replicas
+MOVE: Final = 1 << 10  # namespaces may belong to other tenants since the rules changed
+RELEASE: Final = 1 << 11  # leases have ended whose objects still count them
 
 
 class Jobs:

@@ -165,7 +165,6 @@ class MasterState:
             jobs.EXPIRE: self.keeping.expire,
             jobs.CLAIM: self.returning.take_claims,
             jobs.ANSWER: self.asking.answer,
-            jobs.WALK: self.asking.walk_on,
             jobs.EVICT: self.sweeping.evict_ahead,
             jobs.SETTLE: self.sweeping.settle,
             jobs.SWEEP: self.sweeping.sweep,

@@ -283,7 +283,7 @@ class Pool:
                 if at.more:
                     self._rehome(at)
                 if detached is None:
-                    detached = self.forest.reach(at) is False
+                    detached = not self.forest.reach(at)
                 self._policy_of(at).add(at, detached=detached)
                 return at
             if steps == SETTLE_STEPS:
@@ -450,13 +450,8 @@ class Pool:
         steps_max = self.forest.steps + steps
         records = candidates.after(ticket, steps)
         for record in records:
-            self.forest.resumes = True
-            reached = self.forest.reach(record)
-            self.forest.resumes = False
-            if reached is None:
-                return ticket  # its chain is long: the next step continues
             ticket = record.ticket
-            detached = not reached
+            detached = not self.forest.reach(record)
             if detached != candidates.detached(record) or (
                 self.tenants is not None and self.tenants.is_misplaced(record)
             ):
@@ -726,7 +721,7 @@ class _Eviction:
         forest = self._pool.forest
         for _ in range(_REMARKS_PER_LOOK):
             head = self._peek(candidates)
-            if head is None or not candidates.detached(head) or forest.reach(head) is not True:
+            if head is None or not candidates.detached(head) or not forest.reach(head):
                 return head
             candidates.discard(head)  # its chain has become whole since it was marked
             candidates.add(head)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from kvstore import calls
 from kvstore.calls import PutOutcome, Version
-from kvstore.errors import BusyError, InvalidArgumentError, ValueTooLargeError
-from kvstore.limits import REPLICAS_MAX, Key, Namespace
+from kvstore.errors import InvalidArgumentError, ValueTooLargeError
+from kvstore.limits import REPLICAS_MAX, Key
 from kvstore.master.state import shortage
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
@@ -182,8 +182,6 @@ class Putting:
                 parent.keep_until(now_ms + self._common.rules.lease_ms)
             return taken, there
         puts = self._place(now_ms, request, keys, granted, sizes, taken)
-        if isinstance(puts, Shortage):
-            return puts, there
         if len(puts) < len(outcomes):
             self._count_not_written(outcomes)
         return self._granting.reply(bytes(outcomes), puts), there
@@ -196,7 +194,7 @@ class Putting:
         granted: list[int],
         sizes: list[int],
         taken: list[list[Extent]],
-    ) -> list[GrantedPut] | Shortage:
+    ) -> list[GrantedPut]:
         """Makes a put for each ``granted`` key (indices of ``keys``), and gives its record a place
         in the forest. If the forest refuses one of them, all is as before.
 
@@ -232,14 +230,12 @@ class Putting:
                 continue  # a new root
             try:
                 self._common.adopt(now_ms, record, above)
-            except (InvalidArgumentError, BusyError) as error:
+            except InvalidArgumentError:
                 for given, of_size in zip(taken, sizes, strict=True):
                     self._pool.free(given, extent_bytes(of_size))
                 for made in reversed(puts):
                     self._pending.pop(made.token)
                     self._granting.unclaim(made)
-                if isinstance(error, BusyError):
-                    return Shortage(0, goes_on=True)  # further steps walk up the long chain
                 raise
         return puts
 
@@ -380,7 +376,9 @@ class Putting:
             common.wipe([given.residue(common.epoch)._replace(kept=True)])
             return calls.Committed(outcome if alive else PutOutcome.REFUSED)
         self._keep_bound(now_ms, request, given, len(alive))
-        record = self._ensure(now_ms, namespace, key, parent)
+        above = None if parent is None else self._forest.ensure(namespace, parent)
+        record = self._forest.ensure(namespace, key)
+        common.adopt(now_ms, record, above)
         if request.overwrite:
             still_read = self._reclaim.still_read(record)
         else:
@@ -437,19 +435,6 @@ class Putting:
         missing = self._granting.keep_bound(now_ms, owner, wanted)
         if missing is not None:
             raise shortage.over_bound(self._common, owner, wanted, missing)
-
-    def _ensure(
-        self, now_ms: int, namespace: Namespace, key: Key, parent: Key | None
-    ) -> ObjectRecord:
-        """The record of ``key``, linked below that of ``parent``."""
-        above = None if parent is None else self._forest.ensure(namespace, parent)
-        record = self._forest.ensure(namespace, key)
-        self._forest.resumes = True
-        try:
-            self._common.adopt(now_ms, record, above)
-        finally:
-            self._forest.resumes = False
-        return record
 
     def _store(self, put: GrantedObject, extents: list[Extent], now_ms: int) -> list[Residue]:
         """Gives the put's record these extents. Returns the residue of the replaced version, whose

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore import calls
 from kvstore.calls import Version
-from kvstore.errors import BusyError, InvalidArgumentError, ProtocolError
+from kvstore.errors import InvalidArgumentError, ProtocolError
 from kvstore.master.state import repairing
 from kvstore.master.state.common import Common
 from kvstore.master.state.copying import Copying
@@ -116,21 +116,14 @@ class Returning:
         claims, is_answered = inventory.next(CLAIMS_PER_STEP)
         refused: list[Residue] = []
         stored: list[ObjectRecord] = []
-        self._forest.resumes = True
         for claim in claims:
-            try:
-                record = self._claim(now_ms, inventory, claim)
-            except BusyError:  # its chain is long: the next slice continues
-                inventory.put_back(len(claims) - len(stored) - len(refused))
-                is_answered = False
-                break
+            record = self._claim(now_ms, inventory, claim)
             if record is None:
                 of = [(segment, claim.offset)]
                 # It may overlap an object that was claimed. Gaps are zeroed after the last claim.
                 refused.append(Residue(claim.name, claim.size, *claim.version, of, kept=True))
             else:
                 stored.append(record)
-        self._forest.resumes = False
         for record in stored:  # now that most children have found their parents
             if not record.children:
                 self._pool.settle(record)
@@ -189,9 +182,6 @@ class Returning:
             except InvalidArgumentError:  # they form a ring
                 self._pool.settle(record)
                 return None
-            except BusyError:
-                self._pool.settle(record)
-                raise
             self._forest.missing.object_claimed(inventory.segment, claim.name)
             self._pool.store(record, [extent], size, version, used_ms, lacks)
         self._pool.note_brought(record)

@@ -115,11 +115,6 @@ class Sweeping:
         forest = self._pool.forest
         steps_max = forest.steps + SWEEP_STEPS
         for _ in range(min(SWEEP_STEPS, len(self._above_puts))):
-            forest.resumes = True
-            reached = forest.reach(self._above_puts[-1])
-            forest.resumes = False
-            if reached is None:
-                return  # its chain is long: the next step continues
-            self._above_puts.pop()
+            forest.reach(self._above_puts.pop())
             if forest.steps >= steps_max:
                 return

@@ -100,7 +100,11 @@ class WaitingPuts:
                 continue
             if jobs.due & SERVE:
                 break
-            result = self._tried(now_ms, put.request, grant)
+            result: calls.Grants | Shortage | KVStoreError
+            try:
+                result = grant(now_ms, put.request)
+            except KVStoreError as error:
+                result = error
             if isinstance(result, Shortage):
                 lacked[put.tenant] = result
                 if result.goes_on:  # this put is the next one again
@@ -116,21 +120,6 @@ class WaitingPuts:
         self._refuse_late(now_ms, self._stuck | lacked)
         if not self._queue:
             jobs.note(SERVE, False)
-
-    def _tried(
-        self,
-        now_ms: int,
-        request: Wanting,
-        grant: Grant,
-    ) -> calls.Grants | Shortage | KVStoreError:
-        result: calls.Grants | Shortage | KVStoreError
-        self._common.forest.resumes = True
-        try:
-            result = grant(now_ms, request)
-        except KVStoreError as error:
-            result = error
-        self._common.forest.resumes = False
-        return result
 
     def _answer(self, now_ms: int, put: WaitingPut, result: calls.Grants | KVStoreError) -> None:
         common = self._common

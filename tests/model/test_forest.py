@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.calls import SegmentOffer
-from kvstore.errors import BusyError, InvalidArgumentError
+from kvstore.errors import InvalidArgumentError
 from kvstore.limits import Key, Namespace
-from kvstore.master.state import forest as forests
 from kvstore.master.state.eviction import LRU
-from kvstore.master.state.forest import ChainMatch, Forest
+from kvstore.master.state.forest import Forest
 from kvstore.master.state.liveness import JoinedNode
-from kvstore.master.state.records import MountedSegment, NamespaceTable, ObjectRecord
+from kvstore.master.state.records import MountedSegment, ObjectRecord
 from tests.support.invariants import check_invariants
 
 NAMESPACE = Namespace("n")
@@ -88,7 +87,7 @@ class ForestMachine(RuleBasedStateMachine):
             self.parent.setdefault(parent, None)
         rings = self._leads_to(parent, key)
         try:
-            before = self._linked(record, above)
+            before = self.forest.link(record, above)
         except InvalidArgumentError:
             assert rings
             self._tidy(record)
@@ -182,29 +181,16 @@ class ForestMachine(RuleBasedStateMachine):
         while expected < len(keys) and self._reachable(keys[expected]):
             expected += 1
 
-        found = self._matched(table, keys, records=True)
+        found = self.forest.match(table, keys, records=True)
 
         assert found.matched == expected
         assert [record.key for record in found.records] == keys[:expected]
         held = {key for tip in found.holding for key in self._path(tip.key)}
         assert held >= set(keys[:expected]), "matched, but no lease holds it"
         if self._is_chain(keys):
-            quick = self._matched(table, keys)
+            quick = self.forest.match(table, keys)
             assert quick.matched == expected
             assert len(quick.holding) == min(expected, 1)
-
-    # --- how it is asked ---------------------------------------------------------------------
-
-    def _matched(
-        self, table: NamespaceTable, keys: list[Key], *, records: bool = False
-    ) -> ChainMatch:
-        return self.forest.match(table, keys, records=records)
-
-    def _reached(self, record: ObjectRecord) -> bool:
-        return self.forest.reach(record) is True
-
-    def _linked(self, record: ObjectRecord, above: ObjectRecord | None) -> ObjectRecord | None:
-        return self.forest.link(record, above)
 
     def _path(self, key: Key) -> list[Key]:
         path: list[Key] = []
@@ -219,7 +205,7 @@ class ForestMachine(RuleBasedStateMachine):
         for key in keys:
             record = self.forest.get(NAMESPACE, key)
             if record is not None:
-                assert self._reached(record) == self._reachable(key)
+                assert self.forest.reach(record) == self._reachable(key)
             else:
                 assert key not in self.on
 
@@ -245,73 +231,3 @@ class ForestMachine(RuleBasedStateMachine):
 
 ForestMachine.TestCase.settings = settings(stateful_step_count=40)
 test_forest = ForestMachine.TestCase
-
-
-class SlicedForestMachine(ForestMachine):
-    """Whatever is asked is asked until it is answered, three records in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._walk_steps = forests.WALK_STEPS
-        forests.WALK_STEPS = 3
-        self._step(resumes=False)
-
-    def _step(self, *, resumes: bool = True) -> None:
-        self.forest.begin_step()
-        self.forest.resumes = resumes
-
-    def _matched(
-        self, table: NamespaceTable, keys: list[Key], *, records: bool = False
-    ) -> ChainMatch:
-        for _ in range(100):
-            self._step()
-            found = super()._matched(table, keys, records=records)
-            self.forest.resumes = False
-            if not self.forest.unfinished:
-                return found
-            assert found.matched == 0
-            self.forest.unfinished = False
-        raise AssertionError("it comes to no end")
-
-    def _reached(self, record: ObjectRecord) -> bool:
-        self._step(resumes=False)
-        if (reached := self.forest.reach(record)) is not None:
-            return reached
-        for _ in range(100):
-            self._step()
-            reached = self.forest.reach(record)
-            self.forest.resumes = False
-            if reached is not None:
-                return reached
-        raise AssertionError("it comes to no end")
-
-    def _linked(self, record: ObjectRecord, above: ObjectRecord | None) -> ObjectRecord | None:
-        for _ in range(100):
-            self._step()
-            try:
-                return super()._linked(record, above)
-            except BusyError:
-                continue
-            finally:
-                self.forest.resumes = False
-        raise AssertionError("it comes to no end")
-
-    def teardown(self) -> None:
-        forests.WALK_STEPS = self._walk_steps
-        self._step(resumes=False)
-        super().teardown()
-
-
-SlicedForestMachine.TestCase.settings = settings(stateful_step_count=40)
-test_forest_in_slices = SlicedForestMachine.TestCase
-
-
-def test_what_is_not_walked_to_its_end_has_matched_nothing() -> None:
-    """Keys that are no chain are scanned, and the scan may end at a chain that is too long."""
-    machine = SlicedForestMachine()
-    try:
-        for key, parent in zip(KEYS[:5], [None, *KEYS], strict=False):
-            machine._store(key, parent, 0)
-        machine.match([KEYS[0], KEYS[0], KEYS[4]])
-    finally:
-        machine.teardown()

@@ -469,7 +469,6 @@ def _(it: Sweeping) -> None:
 
 @check_invariants.register
 def _(it: Asking) -> None:
-    _check_due(it._jobs, jobs.WALK, bool(it._walking))
     assert not it._asking or it._gathering or it._jobs.due & jobs.ANSWER
 
 

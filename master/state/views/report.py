@@ -250,8 +250,7 @@ def _row(common: Common, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
     if not _is_there(common, record, now_ms):
         described = "being_written"
     else:
-        # A chain that is too long to be walked over now is not called detached.
-        described = "detached" if common.forest.reach(record) is False else "complete"
+        described = "complete" if common.forest.reach(record) else "detached"
     return calls.ObjectRow(
         namespace=record.namespace,
         key=record.key,
