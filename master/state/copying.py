@@ -178,14 +178,14 @@ class Copying:
         if self._repairs.enabled and self._pool.has_replicas:
             self._repairs.changed(max(now_ms + NODES_CHANGED_MS, ready_ms))
 
-    def note_stored(self, now_ms: int, record: ObjectRecord) -> None:
-        """Called when ``record`` was stored, perhaps on fewer nodes than were asked for."""
+    def note_stored(self, record: ObjectRecord) -> None:
+        """Called when ``record`` was stored, perhaps on fewer nodes than were asked for. Does
+        nothing if it is on all nodes: the coming of another one begins a pass."""
         if not self._repairs.enabled:
             return
         lacks = repairing.missing(record)
-        if lacks:
-            has = repairing.wanted(record) - lacks
-            self._repairs.note(record, hopeful=has < self._nodes_for_copies(now_ms))
+        if lacks and repairing.wanted(record) - lacks < len(self._common.membership.nodes):
+            self._repairs.note(record)
 
     def has_work_for(self, node: JoinedNode, now_ms: int) -> bool:
         """Whether the node should ask for objects to copy."""
@@ -197,21 +197,15 @@ class Copying:
 
     def tick(self, now_ms: int) -> None:
         """Begins a pass over all objects, if one is due."""
-        repairs = self._repairs
-        repairs.plan_next(now_ms)
-        if not repairs.is_due(now_ms):
-            return
-        if repairs.needs_room and self._nodes_for_copies(now_ms) <= repairs.fewest:
-            repairs.due_ms = now_ms + NODES_CHANGED_MS
-        else:
-            repairs.begin_pass()
+        self._repairs.plan_next(now_ms)
+        if self._repairs.is_due(now_ms):
+            self._repairs.begin_pass()
             self._common.jobs.due |= SCAN
 
     def scan(self, now_ms: int) -> None:
         """Runs a slice of the pass. At its end, logs how many objects lack replicas."""
         common, repairs = self._common, self._repairs
-        alive = {segment.node.name for segment in common.membership.alive_segments(now_ms)}
-        if not repairs.scan(self._forest, now_ms, len(alive)):
+        if not repairs.scan(self._forest, now_ms, len(common.membership.nodes)):
             return
         common.jobs.note(SCAN, False)
         short, repaired = repairs.found, common.counters["repaired_objects"]
@@ -242,11 +236,6 @@ class Copying:
         self._targets = now_ms, found
         return found
 
-    def _nodes_for_copies(self, now_ms: int) -> int:
-        """How many nodes are alive; 0 if none has room. An object with as many replicas cannot get
-        another one."""
-        return len(self._common.membership.nodes) if self._room_for_copies(now_ms) else 0
-
     # --- repairing: what ----------------------------------------------------------------------
 
     def _start_repairs(
@@ -274,7 +263,7 @@ class Copying:
                     or not repairs.may_begin(now_ms, each.size)
                     or len(self._common.pending) >= pending_max
                 ):
-                    repairs.put_back(record)
+                    repairs.enqueue(record)
                     roomy = {}
                     break
                 put = self._copy_once_more(now_ms, node, each, roomy, request.client_number)
@@ -324,7 +313,7 @@ class Copying:
             or _extent_on(node, record) is None
             or repairing.sign(record, now_ms - self._repairs.after_ms) is None
         ):
-            self._repairs.left()
+            self._repairs.left = True
             return None
         parent = record.parent
         near = None
@@ -332,7 +321,7 @@ class Copying:
             near = next((s for s, _ in parent.extents() if s in roomy and s.node is not node), None)
         extent = self._pool.room_for_copy(record, roomy, near)
         if extent is None:
-            self._repairs.left()
+            self._repairs.left = True
             return None
         put = self._granting.copy(now_ms, record, [extent], client_number, repairs=True)
         self._pool.note_copied(record)
@@ -356,9 +345,9 @@ class Copying:
         segment.node.stored_bytes += put.size
         self._common.counters["repaired_objects"] += 1
         self._common.counters["repaired_bytes"] += put.size
-        self._repairs.done()
+        self._repairs.done += 1
         if repairing.missing(record):
-            self._repairs.note(record, hopeful=True)
+            self._repairs.note(record)
         return True
 
     def claim_replica(self, now_ms: int, record: ObjectRecord, extent: Extent) -> bool:

@@ -323,7 +323,7 @@ class Putting:
             if not put.record.children:
                 self._pool.settle(put.record)
             if put.record.more:
-                self._copying.note_stored(now_ms, put.record)
+                self._copying.note_stored(put.record)
         if ended:
             self._common.room_made()  # they can be evicted
         reply = calls.PutEnded(bytes(outcomes))

@@ -123,10 +123,6 @@ class Repairs:
         self.enabled = rules.bytes_per_s > 0
         self.due_ms: int | None = None
         """When the next pass is due; None: not before something changes."""
-        self.needs_room = False
-        """Whether that pass makes sense only if some node has room for a copy."""
-        self.fewest = 1
-        """The fewest replicas that any short object has, as far as known."""
         self.scanning = False
         self.copies = 0
         """Copies under way; ``copied_bytes`` are their payload bytes."""
@@ -146,9 +142,9 @@ class Repairs:
         """The earliest time of the next pass."""
         self._ripe_ms: int | None = None
         """When the first replica that the pass has found missing counts as gone."""
-        self._left = False
+        self.left = False
         """Whether objects are short that are in no queue."""
-        self._done = 0
+        self.done = 0
         """Copies that were finished since the last pass began."""
         self._pause_ms = PAUSE_MIN_MS
         self._allowance = rules.bytes_max
@@ -159,21 +155,15 @@ class Repairs:
     def changed(self, at_ms: int) -> None:
         """Called when a node came or went: a pass is due at that time."""
         self._pause_ms = PAUSE_MIN_MS
-        self.needs_room = False
         if self.due_ms is None or at_ms < self.due_ms:
             self.due_ms = at_ms
 
-    def note(self, record: ObjectRecord, *, hopeful: bool) -> None:
-        """Notes a short object that was used just now. ``hopeful``: some node may take a copy."""
-        self.fewest = 1
-        if hopeful and not self.scanning and self._queued < QUEUE_MAX:
-            self._enqueue(record)
+    def note(self, record: ObjectRecord) -> None:
+        """Notes a short object that was used just now."""
+        if not self.scanning and self._queued < QUEUE_MAX:
+            self.enqueue(record)
         else:
-            self._left = True
-
-    def left(self) -> None:
-        """Called when a short object could not be copied now."""
-        self._left = True
+            self.left = True
 
     def begin_pass(self) -> None:
         self.due_ms = None
@@ -182,15 +172,15 @@ class Repairs:
         self._queued = 0
         self._place = 0, 0
         self._looked = self.found = 0
-        self.fewest = 1 << 30
         self._ripe_ms = None
-        self._left = False
+        self.left = False
 
     def scan(self, forest: Forest, now_ms: int, nodes: int) -> bool:
         """Runs one slice of the pass. Returns whether that was the last one.
 
         Args:
-            nodes: how many could take copies. An object with as many replicas is only counted.
+            nodes: how many there are. An object with as many replicas is only counted: the coming
+                of another node begins another pass.
         """
         if self._place[0] < 0:
             return self._order(now_ms)
@@ -218,21 +208,18 @@ class Repairs:
         return False
 
     def _take(self, record: ObjectRecord, has: int, gone_before_ms: int, nodes: int) -> None:
-        self.fewest = min(self.fewest, has)
         if sign(record, gone_before_ms) is None:
             died_ms = min(s.died_ms for s, _ in record.extents() if not s.alive and s.segment_id)
             ripe_ms = died_ms + self.after_ms
             self._ripe_ms = ripe_ms if self._ripe_ms is None else min(self._ripe_ms, ripe_ms)
-        elif has >= nodes:
-            self._left = True
-        else:
+        elif has < nodes:
             # In a chain that was put at once, the root comes before its descendants.
             row = record.last_used_ms, -record.depth, -self.found, record
             if len(self._heap) < QUEUE_MAX:
                 heappush(self._heap, row)
             else:
                 heappushpop(self._heap, row)
-                self._left = True
+                self.left = True
 
     def _order(self, now_ms: int) -> bool:
         heap, rows = self._heap, self._sorted
@@ -241,14 +228,13 @@ class Repairs:
                 rows.append(heappop(heap)[3])
             return False
         for _ in range(min(len(rows), SORTED_PER_SLICE)):
-            self._enqueue(rows.pop(), hottest=False)
+            self.enqueue(rows.pop(), hottest=False)
         if rows:
             return False
         self.scanning = False
         self._not_before_ms = now_ms + max(PAUSE_MIN_MS, self._looked // RECORDS_PER_PAUSE_MS)
         if self._ripe_ms is not None and (self.due_ms is None or self._ripe_ms < self.due_ms):
             self.due_ms = self._ripe_ms
-            self.needs_room = False
         return True
 
     def is_due(self, now_ms: int) -> bool:
@@ -263,18 +249,17 @@ class Repairs:
     def plan_next(self, now_ms: int) -> None:
         """Plans another pass when no object waits and no copy is under way, if objects are left, or
         copies were finished since the last pass."""
-        if not (self._left or self._done) or self.scanning or self._queued or self.copies:
+        if not (self.left or self.done) or self.scanning or self._queued or self.copies:
             return
         if self.due_ms is None:
-            if self._done:
+            if self.done:
                 self._pause_ms = PAUSE_MIN_MS
             self.due_ms = now_ms + self._pause_ms
             self._pause_ms = min(2 * self._pause_ms, self.rules.pause_max_ms)
-            self.needs_room = not self._done
-        self._left = False
-        self._done = 0
+        self.left = False
+        self.done = 0
 
-    def _enqueue(self, record: ObjectRecord, *, hottest: bool = True) -> None:
+    def enqueue(self, record: ObjectRecord, *, hottest: bool = True) -> None:
         for segment, _ in record.extents():
             if segment.alive:
                 queue = self._queues.get(segment.node.name)
@@ -302,9 +287,6 @@ class Repairs:
             del self._queues[node]
         return record
 
-    def put_back(self, record: ObjectRecord) -> None:
-        self._enqueue(record)
-
     # --- how much ------------------------------------------------------------------------------
 
     def may_begin(self, now_ms: int, size: int = 0) -> bool:
@@ -331,8 +313,4 @@ class Repairs:
         """Called when a copy has ended, whatever its outcome: the next pass looks at the object."""
         self.copies -= 1
         self.copied_bytes -= size
-        self._left = True
-
-    def done(self) -> None:
-        """Called when a copy became a replica."""
-        self._done += 1
+        self.left = True
