@@ -16,16 +16,6 @@ from sortedcontainers import SortedList
 class Allocator:
     """Allocates byte ranges of ``[start, end)``; lengths are multiples of the caller's choosing."""
 
-    __slots__ = (
-        "_by_size",
-        "_end_to_start",
-        "_start_to_length",
-        "end",
-        "free_bytes",
-        "largest_free",
-        "start",
-    )
-
     def __init__(self, start: int, end: int, *, empty: bool = True) -> None:
         """``empty``: the whole range is free; otherwise nothing is, until ``free`` is called."""
         self.start = start

@@ -34,8 +34,6 @@ class LRU:
     on average.
     """
 
-    __slots__ = ("_order", "_parked", "_sequence", "moved", "unfinished")
-
     def __init__(self, number: int = 0) -> None:
         self._order = TicketOrder()
         self._parked = TicketOrder()

@@ -70,10 +70,10 @@ class Forest:
     # --- finding ------------------------------------------------------------------------------
 
     def table(self, namespace: str) -> NamespaceTable | None:
-        return self.namespaces.get(namespace)
+        return self.namespaces.tables.get(namespace)
 
     def get(self, namespace: str, key: Key) -> ObjectRecord | None:
-        table = self.namespaces.get(namespace)
+        table = self.namespaces.tables.get(namespace)
         return None if table is None else table.get(key)
 
     def reach(self, record: ObjectRecord) -> bool:
@@ -181,7 +181,7 @@ class Forest:
         """Lists a namespace, or all for ``""``."""
         if not namespace:
             return Survey(self.namespaces.values())
-        table = self.namespaces.get(namespace)
+        table = self.namespaces.tables.get(namespace)
         return Survey([] if table is None else [table])
 
     # --- changing -----------------------------------------------------------------------------
@@ -193,11 +193,11 @@ class Forest:
 
     def ensure_table(self, namespace: Namespace) -> NamespaceTable:
         """The table of that namespace, created if missing; the caller must add a record."""
-        table = self.namespaces.get(namespace)
+        table = self.namespaces.tables.get(namespace)
         if table is None:
             tenants = self.tenants
             table = NamespaceTable(namespace, None if tenants is None else tenants.match(namespace))
-            self.namespaces.add(table)
+            self.namespaces.tables[namespace] = table
         return table
 
     def link(self, record: ObjectRecord, parent: ObjectRecord | None) -> ObjectRecord | None:
@@ -215,7 +215,7 @@ class Forest:
         if record.children and parent is not None:
             self._check_ring(record, parent)
         if record.children and before is not None:
-            self.namespaces[record.namespace].bent = True
+            self.namespaces.tables[record.namespace].bent = True
         record.parent = parent
         record.depth = 0 if parent is None else parent.depth + 1
         if parent is not None:

@@ -159,8 +159,6 @@ class Ranges:
     little, and one full of adjacent objects hardly more.
     """
 
-    __slots__ = ("_firsts", "_starts", "_stops")
-
     def __init__(self) -> None:
         self._firsts: list[int] = []
         """The first start of each run."""

@@ -38,10 +38,6 @@ all names, when those of a node count as lost, takes 10 ms."""
 class _Gone:
     """A node that has gone, with all its memory."""
 
-    __slots__ = (
-        "back", "gone_ms", "is_settled", "lost", "memory", "missing", "place", "unnamed", "why",
-    )  # fmt: skip
-
     def __init__(self, place: str, why: str, gone_ms: int) -> None:
         self.place = place
         self.why = why

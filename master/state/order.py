@@ -21,8 +21,6 @@ class TicketOrder:
     since the oldest record, and a search among the lists is logarithmic.
     """
 
-    __slots__ = ("_count", "_lasts", "_runs")
-
     def __init__(self) -> None:
         self._runs: list[list[ObjectRecord]] = []
         self._lasts: list[int] = []

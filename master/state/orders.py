@@ -18,8 +18,6 @@ from kvstore.master.state.tenants import Tenants
 class TenantOrders:
     """See the module."""
 
-    __slots__ = ("_tenants", "moved", "orders", "unfinished")
-
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
         self.orders: dict[int, LRU] = {}

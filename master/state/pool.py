@@ -237,8 +237,8 @@ class Pool:
         if self.tenants is not None:
             self.tenants.of_record(record).rise()
 
-    def strip(self, record: ObjectRecord, *, replaced: bool = False) -> list[Extent]:
-        """Takes the bytes from a record. Returns the extents, which are still allocated.
+    def strip(self, record: ObjectRecord, *, replaced: bool = False) -> None:
+        """Takes the bytes from a record, whose extents are still allocated.
 
         ``replaced``: the record gets other bytes at once, and keeps its pin and its lifetime.
         """
@@ -247,16 +247,14 @@ class Pool:
             end_ms = self.lifetimes.of(record)
             self.pins.drop(record)
             self.lifetimes.drop(record)
-        extents = record.extents()
         if record.more and repairing.missing(record):
             self._one_short_less()
         if record.ticket:
             self._policy_of(record).discard(record)
         if self.tenants is not None:
-            self.tenants.hold(record, extents, -extent_bytes(record.size))
+            self.tenants.hold(record, record.extents(), -extent_bytes(record.size))
         if self.forest.empty(record, end_ms):
             self._jobs.due |= SWEEP
-        return extents
 
     def settle(self, record: ObjectRecord, *, detached: bool | None = None) -> ObjectRecord | None:
         """Called when ``record`` has lost a child, or another reason to stay. Deletes the record if
@@ -314,18 +312,17 @@ class Pool:
                 self.settle(record)
         self._jobs.note(SETTLE, bool(self.unsettled))
 
-    def hide(self, record: ObjectRecord, steps_max: int) -> list[Extent]:
-        """Hides a removed object from all lookups. Returns its extents, which are still allocated.
+    def hide(self, record: ObjectRecord, steps_max: int) -> None:
+        """Hides a removed object from all lookups. Its extents are still allocated.
 
         ``steps_max``: once ``forest.steps`` has reached it, settling is left to ``settle_more``.
         """
         detached = self.marked_detached(record)
-        extents = self.strip(record)
+        self.strip(record)
         if self.forest.steps < steps_max:
             self.settle(record, detached=detached)
         else:
             self._settle_later(record)
-        return extents
 
     def evict_ahead(
         self, segment: MountedSegment, count: int, now_ms: int

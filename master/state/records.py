@@ -29,8 +29,7 @@ TABLE_SHARDS = 256
 when it grows (measured); of 256 with ten million objects, none takes longer than 3 ms."""
 
 ONE_SHARD_RECORDS = 4_096
-"""A namespace of up to so many records has one dictionary, because 256 empty ones take 18 KiB. The
-table of namespaces is divided at the same number."""
+"""A namespace of up to so many records has one dictionary, because 256 empty ones take 18 KiB."""
 
 RESERVE_SHIFT = 5
 RESERVE_BYTES_MAX = 64 << 20
@@ -115,27 +114,6 @@ class EvictionPolicy(Protocol):
 
 class MountedSegment:
     """A segment since its mounting. Dead is final: memory that returns is another instance."""
-
-    __slots__ = (
-        "alive",
-        "allocated_until_ms",
-        "allocator",
-        "candidates",
-        "died_ms",
-        "node",
-        "offer",
-        "pending_bytes",
-        "pressed",
-        "quarantined_bytes",
-        "reclaim_bytes",
-        "segment_id",
-        "takers",
-        "unready",
-        "usable_at_ms",
-        "whole",
-        "wiping_bytes",
-        "zeroes",
-    )
 
     def __init__(
         self,
@@ -415,52 +393,27 @@ def with_bytes(tables: Iterable[NamespaceTable]) -> Iterator[ObjectRecord]:
 
 
 class Namespaces:
-    """Tables by name. Few tables keep the order in which they were added; many are spread over
-    several dictionaries, like the records of a large table."""
-
-    __slots__ = ("_last", "_mask", "shards")
+    """Tables by name, in the order in which they were added."""
 
     def __init__(self) -> None:
-        self.shards: list[dict[str, NamespaceTable]] = [{}]
-        self._mask = 0
+        self.tables: dict[str, NamespaceTable] = {}
         self._last: NamespaceTable | None = None
         """What ``of`` found last: the next record is often there, too."""
-
-    def get(self, name: str) -> NamespaceTable | None:
-        return self.shards[hash(name) & self._mask].get(name)
 
     def of(self, record: ObjectRecord) -> NamespaceTable:
         """The table of a record, which has its table's name."""
         last = self._last
         if last is None or last.name is not record.namespace:
-            last = self._last = self[record.namespace]
+            last = self._last = self.tables[record.namespace]
         return last
-
-    def __getitem__(self, name: str) -> NamespaceTable:
-        return self.shards[hash(name) & self._mask][name]
-
-    def add(self, table: NamespaceTable) -> None:
-        self.shards[hash(table.name) & self._mask][table.name] = table
-        if not self._mask and len(self.shards[0]) > ONE_SHARD_RECORDS:
-            tables = self.values()
-            self._mask = TABLE_SHARDS - 1
-            self.shards = [{} for _ in range(TABLE_SHARDS)]
-            for each in tables:
-                self.shards[hash(each.name) & self._mask][each.name] = each
 
     def drop(self, name: str) -> None:
         self._last = None
-        del self.shards[hash(name) & self._mask][name]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.shards))
+        del self.tables[name]
 
     def values(self) -> list[NamespaceTable]:
         """All tables: 2 ms for 300,000."""
-        found: list[NamespaceTable] = []
-        for shard in self.shards:
-            found.extend(shard.values())
-        return found
+        return list(self.tables.values())
 
 
 def shards_from(tables: Iterable[NamespaceTable], first: int) -> Iterator[dict[Key, ObjectRecord]]:

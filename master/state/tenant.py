@@ -16,27 +16,6 @@ PUTS = "puts"
 class Tenant:
     """The rules of one tenant, and what it holds."""
 
-    __slots__ = (
-        "at_most",
-        "bytes_on",
-        "ceiling",
-        "evicted_by_others",
-        "evicted_by_own",
-        "guaranteed",
-        "name",
-        "namespaces",
-        "number",
-        "objects",
-        "pending",
-        "pinned_bytes",
-        "pinned_max",
-        "puts",
-        "refused",
-        "retired",
-        "size",
-        "waiting",
-    )
-
     def __init__(self, number: int, rule: TenantRule) -> None:
         self.number = number
         """Of its eviction orders."""

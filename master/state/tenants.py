@@ -72,7 +72,7 @@ class Tenants(PutCounts):
         return self._by_name[self._matcher.of(namespace)]
 
     def of(self, namespace: str) -> Tenant:
-        table = self._tables.get(namespace)
+        table = self._tables.tables.get(namespace)
         if table is None or table.tenant is None:
             return self.match(namespace)
         return table.tenant
@@ -243,7 +243,7 @@ class Tenants(PutCounts):
         for _ in range(min(count, len(self._to_move))):
             table = self._to_move.pop()
             before, now = table.tenant, self.match(table.name)
-            if before is None or before is now or self._tables.get(table.name) is not table:
+            if before is None or before is now or self._tables.tables.get(table.name) is not table:
                 continue
             for number, size in table.held.items():
                 if number in self._segments:

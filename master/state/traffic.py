@@ -49,8 +49,6 @@ class Tips:
     again before ``TIPS_MAX`` others. This class holds keys and no records, so only the key of an
     evicted or removed object stays."""
 
-    __slots__ = ("older", "recent")
-
     def __init__(self) -> None:
         self.recent: dict[Key, Tip] = {}
         self.older: dict[Key, Tip] = {}
@@ -72,8 +70,6 @@ class Tips:
 
 class Era:
     """A time in which no row is forgotten: a row that was found in the present one is valid."""
-
-    __slots__ = ()
 
 
 class ClientRow:
@@ -164,8 +160,6 @@ class LastClients:
 
 class Space:
     """What is remembered of one namespace."""
-
-    __slots__ = ("askers", "evicted", "evicted_idle_ms", "evicted_ms", "name", "putters", "tips")
 
     def __init__(self, name: Namespace) -> None:
         self.name = name

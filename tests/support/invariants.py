@@ -194,7 +194,7 @@ def _(it: Forest, unsettled: Collection[ObjectRecord] = ()) -> None:
     for table in it.namespaces.values():
         name = table.name
         records = list(table)
-        assert it.namespaces.get(name) is table
+        assert it.namespaces.tables.get(name) is table
         assert table.records == len(records) > 0
         assert table.objects == sum(record.segment is not None for record in records)
         assert table.size == sum(r.size for r in records if r.segment is not None)
@@ -216,7 +216,9 @@ def _(it: Forest, unsettled: Collection[ObjectRecord] = ()) -> None:
         at: ObjectRecord | None = record
         while at is not None and at not in whole:
             walked.append(at)
-            assert len(walked) <= it.namespaces[record.namespace].records, "a ring of parents"
+            assert len(walked) <= it.namespaces.tables[record.namespace].records, (
+                "a ring of parents"
+            )
             at = at.parent
         for seen in reversed(walked):
             whole[seen] = whole[seen.parent] and seen.complete

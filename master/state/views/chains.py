@@ -58,8 +58,6 @@ _NEVER: Final = 1 << 62
 class _WalkStart:
     """A block from which a chain may be walked."""
 
-    __slots__ = ("first_ms", "matched", "record")
-
     def __init__(self, record: ObjectRecord, tip: Tip | None) -> None:
         self.record = record
         self.matched = 0 if tip is None else tip.matched
@@ -68,12 +66,6 @@ class _WalkStart:
 
 class _OpenBranch:
     """A ``calls.Branch`` that is being made."""
-
-    __slots__ = (
-        "above", "being_written", "below", "blocks", "children", "counted_ms", "cut", "ended",
-        "last", "leased_ms", "matched", "missing", "number", "pinned", "places", "size", "top",
-        "used_ms",
-    )  # fmt: skip
 
     def __init__(self, last: ObjectRecord) -> None:
         self.last = last
@@ -101,11 +93,6 @@ class _OpenBranch:
 
 class _ChainQuestion:
     """A question, and how far its answer is made."""
-
-    __slots__ = (
-        "at", "branch", "branches", "count", "found", "marks", "names", "newest", "place",
-        "steps_left", "ticket", "tips", "whole",
-    )  # fmt: skip
 
     def __init__(self, ticket: int, names: list[str], count: int) -> None:
         self.ticket = ticket
@@ -171,11 +158,8 @@ class ChainView:
         names: dict[str, None] = {}
         for space in reversed(self._common.traffic.spaces("")):
             names[space.name] = None
-        for shard in self._forest.namespaces.shards:
-            if len(names) >= SPACES_MAX:
-                break
-            for name in islice(shard, SPACES_MAX):
-                names[name] = None
+        for name in islice(self._forest.namespaces.tables, SPACES_MAX):
+            names[name] = None
         return list(islice(names, SPACES_MAX))
 
     def _tips(self, namespace: str) -> list[tuple[Key, Tip]]:

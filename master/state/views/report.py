@@ -56,7 +56,7 @@ class Report:
             if cursor >= len(known):
                 cursor = _NAMESPACES
         if cursor & _NAMESPACES:
-            cursor = _namespaces(common, cursor ^ _NAMESPACES, left, namespaces)
+            cursor = _namespaces(common, cursor ^ _NAMESPACES, max(0, left), namespaces)
         return calls.ClusterStatus(
             epoch=common.epoch,
             version=common.version,
@@ -176,18 +176,11 @@ def _counters(common: Common) -> list[calls.Counter]:
 
 def _namespaces(common: Common, place: int, left: int, rows: list[calls.NamespaceStatus]) -> int:
     """Adds up to ``left`` rows. Returns the cursor from which to go on; 0: all are done."""
-    known, pins = common.forest.namespaces, common.pool.pins
-    first, position = divmod(place, 1 << _POSITION_BITS)
-    for index in range(first, len(known.shards)):
-        for table in islice(known.shards[index].values(), position, None):
-            if left <= 0:
-                return _NAMESPACES | index << _POSITION_BITS | position
-            left -= 1
-            position += 1
-            held = pins.held(table.name)
-            rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *held))
-        position = 0
-    return 0
+    known, pins = common.forest.namespaces.tables, common.pool.pins
+    for table in islice(known.values(), place, place + left):
+        held = pins.held(table.name)
+        rows.append(calls.NamespaceStatus(table.name, table.objects, table.size, *held))
+    return _NAMESPACES | place + left if place + left < len(known) else 0
 
 
 def _traffic(common: Common, space: Space, now_ms: int) -> calls.NamespaceTraffic:
