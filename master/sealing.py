@@ -1,5 +1,5 @@
-"""Adds capabilities to replies: without them a client reads and writes nothing over tcp. What is
-granted is also stamped (``kvstore.master.stamping``).
+"""Adds capabilities to replies: without them a client reads and writes nothing over tcp. And adds
+stamps: without one, a node with an identity does not find the object again.
 
 A node checks that whoever asks for a range has a capability for its extent
 (``kvstore.network.tcp_protocol``). The master makes them, for identities that it has authenticated
@@ -12,6 +12,10 @@ node before it is granted again; a capability names the last order that had been
 the node refuses one that is older than the last order for the extent. An extent that is leased is
 granted to nobody, so capabilities to read end with the lease of the state. Holders are told a lease
 that ends ``read_slack_ms`` earlier.
+
+A node that gives a key for stamps believes, when it looks through its memory, no header without one
+(``kvstore.memory.header``). A stamp says which object may be in an extent. It never ends: it is
+good for one version at one place, and no other put has this version.
 
 The state decides who gets which extent, and knows nothing of this.
 """
@@ -26,7 +30,6 @@ from typing import Any, Final
 from kvstore import calls
 from kvstore.auth.rights import map_rights
 from kvstore.calls import Placements, SegmentInfo
-from kvstore.master.stamping import Stamping
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
 from kvstore.native import steps
@@ -61,17 +64,17 @@ def described(segment: SegmentInfo, holder: int, rights: int = 0) -> SegmentInfo
 
 
 class Sealing:
-    """Makes capabilities of the segments of one master. Use it in the thread of the state."""
+    """Makes capabilities and stamps for one master. Use it in the thread of the state."""
 
     def __init__(self, state: MasterState) -> None:
         self._common = state.common
-        self._stamping = Stamping(state.common)
         self._read_slack_ms = min(SLACK_MS, state.rules.lease_ms // 5)
         """How much earlier than the lease of the state that ends which a holder is told."""
         self._ways: dict[type, Callable[[int, Any, Any, int], calls.Reply]] = {
             calls.Found: self._found,
             calls.Matched: self._matched,
             calls.Grants: self._granted,
+            calls.Committed: self._committed,
             calls.Renewed: self._renewed,
             calls.MovesStarted: self._moves,
             calls.ObjectDetail: self._detail,
@@ -82,7 +85,6 @@ class Sealing:
     ) -> calls.Reply:
         """The reply to a request of this holder, with its capabilities and stamps. ``now_ms``: on
         the state's clock."""
-        reply = self._stamping.stamp(request, reply)
         way = self._ways.get(type(reply))
         if way is not None:
             return way(now_ms, request, reply, caller.holder)
@@ -120,22 +122,48 @@ class Sealing:
         reply: calls.Grants,
         holder: int,
     ) -> calls.Grants:
-        if isinstance(request, calls.Allocate):
-            sizes: Sequence[int] = [request.size]
-        elif len(reply.tokens) == len(request.sizes):
-            sizes = request.sizes
-        else:
-            pairs = zip(request.sizes, reply.outcomes, strict=True)
-            sizes = [size for size, outcome in pairs if outcome == calls.PutOutcome.WRITE]
-        return self._writable(now_ms, reply, sizes, holder)
+        if isinstance(request, calls.Allocate):  # its stamp comes with its commit
+            return self._writable(now_ms, reply, [request.size], holder)
+        keys, sizes = request.keys, request.sizes
+        if len(reply.tokens) < len(keys):
+            outcomes = enumerate(reply.outcomes)
+            granted = [row for row, outcome in outcomes if outcome == calls.PutOutcome.WRITE]
+            keys, sizes = [keys[row] for row in granted], [sizes[row] for row in granted]
+        epochs, namespaces = [reply.epoch] * len(keys), [request.namespace] * len(keys)
+        of_keys = epochs, reply.tokens, namespaces, keys
+        return self._writable(now_ms, reply, sizes, holder, *of_keys)
+
+    def _committed(
+        self, now_ms: int, request: calls.Commit, reply: calls.Committed, holder: int
+    ) -> calls.Committed:
+        epoch, token, namespace, key, *_ = request
+        record = self._common.forest.get(namespace, key)
+        if (
+            reply.outcome != calls.PutOutcome.STORED
+            or record is None
+            or (record.epoch, record.counter) != (epoch, token)
+        ):
+            return reply  # not stored, or replaced or removed already
+        extents = record.extents()
+        if not extents or not extents[0][0].offer.stamp_key:
+            return reply  # without an extent: it is removed, and a parent of others
+        segment, offset = extents[0]
+        mounts = {0: segment.offer.stamp_key}
+        columns = [offset], [record.size], [epoch], [token], [namespace], [key]
+        return reply._replace(stamp=steps.stamp(mounts, [0], *columns))
 
     def _moves(
         self, now_ms: int, request: calls.StartMoves, reply: calls.MovesStarted, holder: int
     ) -> calls.MovesStarted:
-        until_ms = now_ms + reply.grants.deadline_ms + SLACK_MS
+        sources, grants = reply.sources, reply.grants
+        until_ms = now_ms + grants.deadline_ms + SLACK_MS
+        epochs, counters = sources.epochs, sources.counters
+        if not reply.keeps_version:
+            epochs, counters = [grants.epoch] * len(grants.tokens), grants.tokens
+        of_keys = epochs, counters, reply.namespaces, reply.keys
         return reply._replace(
-            sources=self._readable(reply.sources, until_ms, holder),
-            grants=self._writable(now_ms, reply.grants, reply.sources.sizes, holder),
+            sources=self._readable(sources, until_ms, holder),
+            grants=self._writable(now_ms, grants, sources.sizes, holder, *of_keys),
         )
 
     def _renewed(
@@ -173,13 +201,27 @@ class Sealing:
         return placements._replace(capabilities=made)
 
     def _writable(
-        self, now_ms: int, grants: calls.Grants, sizes: Sequence[int], holder: int
+        self,
+        now_ms: int,
+        grants: calls.Grants,
+        sizes: Sequence[int],
+        holder: int,
+        *of_keys: Sequence[Any],
     ) -> calls.Grants:
+        """The grants with a capability for each extent, and a stamp where a node wants one.
+        ``sizes`` and ``of_keys`` (epochs, counters, namespaces, keys) have a row for each granted
+        key."""
+        columns: list[Sequence[Any]] = [sizes, *of_keys]
         if grants.replicas != 1:
-            sizes = _each(repeat(size, grants.replicas) for size in sizes)
+            columns = [_each(repeat(row, grants.replicas) for row in each) for each in columns]
         until_ms = now_ms + grants.deadline_ms + SLACK_MS
-        columns = grants.segments, grants.offsets, sizes
-        return grants._replace(capabilities=self._sealed(*columns, until_ms, holder, Op.WRITE))
+        segments, offsets = grants.segments, grants.offsets
+        made = self._sealed(segments, offsets, columns[0], until_ms, holder, Op.WRITE)
+        known = self._common.pool.segments
+        offers = {number: known[number].offer for number in set(segments) if number in known}
+        mounts = {number: offer.stamp_key for number, offer in offers.items() if offer.stamp_key}
+        stamps = steps.stamp(mounts, segments, offsets, *columns) if of_keys and mounts else b""
+        return grants._replace(capabilities=made, stamps=stamps)
 
     def _sealed(
         self,
@@ -204,5 +246,5 @@ class Sealing:
         return steps.seal(mounts, segments, offsets, sizes, holder, order, op)
 
 
-def _each(sizes: Iterable[Iterable[int]]) -> list[int]:
-    return list(chain.from_iterable(sizes))
+def _each(rows: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(rows))

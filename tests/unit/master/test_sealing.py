@@ -14,9 +14,8 @@ from kvstore import calls
 from kvstore.auth.identity import identity
 from kvstore.calls import Handover, MapRight, SegmentInfo
 from kvstore.limits import Key, Namespace
-from kvstore.master.sealing import SLACK_MS, STAT_MS
+from kvstore.master.sealing import SLACK_MS, STAT_MS, Sealing
 from kvstore.master.service import MasterService
-from kvstore.master.stamping import Stamping
 from kvstore.master.state.effects import Send
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.traffic import Caller
@@ -390,7 +389,7 @@ def test_what_was_removed_before_the_answer_to_its_commit_gets_no_stamp() -> Non
     assert record is not None
     assert (record.epoch, record.counter, record.extents()) == (EPOCH, token, [])
     again = calls.Committed(committed.outcome)
-    assert Stamping(store.state.common).stamp(commit, again) == again
+    assert Sealing(store.state).seal(NOW, commit, again, store.holder) == again
 
 
 def test_an_allocation_gets_its_stamp_with_its_key() -> None:
