@@ -24,6 +24,7 @@ from kvstore.etcd.client import Etcd
 from kvstore.histograms import Histogram
 from kvstore.limits import highest_believed
 from kvstore.master import grpc_server, times, web
+from kvstore.master.carrier_base import add_trace
 from kvstore.master.carriers import Carriers, Endpoints
 from kvstore.master.election import Election
 from kvstore.master.gate import Gate
@@ -38,7 +39,6 @@ from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.repairing import RepairRules
 from kvstore.master.state.rules import MasterRules
 from kvstore.master.tenants_file import TenantsFile
-from kvstore.master.traces import add_trace
 from kvstore.network.addresses import EtcdPlace, join_address, split_address
 from kvstore.network.host import address_towards, is_loopback, own_address, why_only_here
 from kvstore.network.listening import EVERY_INTERFACE, hears, reached_at

@@ -12,8 +12,9 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 from kvstore.auth.identity import Identity
 from kvstore.calls import MasterMessage, NodeMessage, Reply, Request
@@ -21,7 +22,6 @@ from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
 from kvstore.histograms import Histogram
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.state.traffic import Caller
-from kvstore.master.traces import tracing
 from kvstore.wire.messages import CALLS, Call, decode_request, encode_reply
 from kvstore.wire.status import unexpected
 from kvstore.wire.traces import AT as TRACE_AT
@@ -35,6 +35,9 @@ REPLY_BYTES_MAX = FRAME_BYTES_MAX - 1024
 
 SLOW_S = 0.1
 """A call that is part of a trace and takes longer than this is logged."""
+
+_TRACE: Final[ContextVar[str]] = ContextVar("kvstore_trace", default="")
+"""The trace of the call that is being served."""
 
 
 class Service(Protocol):
@@ -132,17 +135,19 @@ class Dispatcher:
         parent = trace_of(data)
         if not parent:
             return self.dispatch(call, data, caller, is_traced=True)
-        with tracing(trace_id(parent)):
-            try:
-                reply = self.dispatch(call, data, caller, is_traced=True)
-            except KVStoreError as error:
-                self._log_traced(call, started, error)
-                raise
+        before = _TRACE.set(trace_id(parent))
+        try:
+            reply = self.dispatch(call, data, caller, is_traced=True)
             if isinstance(reply, bytes):
                 self._log_traced(call, started, None)
             else:
                 reply.add_done_callback(functools.partial(self._log_waited, call, started))
             return reply
+        except KVStoreError as error:
+            self._log_traced(call, started, error)
+            raise
+        finally:
+            _TRACE.reset(before)
 
     def _log_waited(
         self, call: Call[Any, Any], started: float, waited: asyncio.Task[bytes]
@@ -209,3 +214,9 @@ def _encoded(call: Call[Any, Any], reply: Reply) -> bytes:
             reply_bytes=len(encoded),
         )
     return encoded
+
+
+def add_trace(record: logging.LogRecord) -> bool:
+    """A filter for loggers that notes the trace; ``kvstore.process.logs`` ends the line with it."""
+    record.trace = _TRACE.get()
+    return True

@@ -18,7 +18,7 @@ from kvstore.master.state.effects import Answer, Later
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.jobs import ANSWER
 from kvstore.master.state.leases import ReaderLeases
-from kvstore.master.state.records import NamespaceTable, ObjectRecord, presence_of
+from kvstore.master.state.records import NamespaceTable, ObjectRecord
 from kvstore.master.state.returning import Returning
 from kvstore.master.state.traffic import Caller
 
@@ -53,6 +53,7 @@ class Asking:
         self._jobs = common.jobs
         self._forest = common.forest
         self._granting = granting
+        self._pool = common.pool
         self._lifetimes = common.pool.lifetimes
         self._traffic = common.traffic
         self.reuses_ms = Histogram()
@@ -164,15 +165,10 @@ class Asking:
         held: list[ObjectRecord] = []
         for namespace in namespaces:
             record = self._forest.get(namespace, key)
-            if record is None or not self._is_there(now_ms, record):
+            if record is None or not self._pool.is_there(record, now_ms):
                 break
             held.append(record)
         return held
-
-    def _is_there(self, now_ms: int, record: ObjectRecord) -> bool:
-        """Whether the object is complete, and its lifetime is not over."""
-        is_over = now_ms >= self._lifetimes.next_ms and self._lifetimes.ended(record, now_ms)
-        return presence_of(record) == _COMPLETE and not is_over
 
     def _before_ended(
         self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]

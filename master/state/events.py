@@ -6,6 +6,8 @@ An object is *visible* from when its record gets bytes (``Forest.fill``) until t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvstore.master.state.records import NamespaceTable, ObjectRecord
 
 GONE_SIZE = -1
@@ -39,40 +41,23 @@ class Survey:
     """
 
     def __init__(self, tables: list[NamespaceTable]) -> None:
-        self._tables = tables
-        self._table = 0
-        self._shard = 0
-        self._records: list[ObjectRecord] = []
-        self._at = 0
-
-    @property
-    def done(self) -> bool:
-        return self._at >= len(self._records) and self._table >= len(self._tables)
+        self._records = _records(tables)
+        self.done = False
 
     def take(self, steps: int) -> list[Event]:
-        """Lists visible objects: looks at up to ``steps`` records, and as many dictionaries."""
+        """Lists visible objects: looks at up to ``steps`` records."""
         rows: list[Event] = []
-        opened = 0
-        while steps > 0 and not self.done:
-            if self._at >= len(self._records):
-                if opened == steps:
-                    break
-                opened += 1
-                self._next_shard()
-                continue
-            until = min(len(self._records), self._at + steps)
-            seen = self._records[self._at : until]
-            rows += [stored(record) for record in seen if record.complete]
-            steps -= until - self._at
-            self._at = until
+        for _ in range(steps):
+            record = next(self._records, None)
+            if record is None:
+                self.done = True
+                break
+            if record.complete:
+                rows.append(stored(record))
         return rows
 
-    def _next_shard(self) -> None:
-        self._records, self._at = [], 0
-        shards = self._tables[self._table].shards
-        if self._shard < len(shards):
-            self._records = list(shards[self._shard].values())
-            self._shard += 1
-        else:
-            self._table += 1
-            self._shard = 0
+
+def _records(tables: list[NamespaceTable]) -> Iterator[ObjectRecord]:
+    for table in tables:
+        for shard in table.shards:
+            yield from list(shard.values())

@@ -71,9 +71,7 @@ class Keeping:
         self, now_ms: int, table: NamespaceTable, keys: Sequence[Key]
     ) -> list[ObjectRecord | None]:
         return [
-            record
-            if record is not None and record.complete and not self._lifetimes.ended(record, now_ms)
-            else None
+            record if record is not None and self._pool.is_there(record, now_ms) else None
             for record in table.get_many(keys)
         ]
 
@@ -144,7 +142,7 @@ class Keeping:
         for index, key in enumerate(request.keys):
             record = None if table is None else table.get(key)
             if record is not None and self._pins.unpin(record):
-                unpinned[index] = record.complete and not self._lifetimes.ended(record, now_ms)
+                unpinned[index] = self._pool.is_there(record, now_ms)
                 if record.ticket:
                     self._pool.lease_ended(record)
         if any(unpinned):

@@ -104,11 +104,6 @@ class LivenessRules:
     """Silence after which a node is dead."""
 
 
-def told_time(node: JoinedNode, clock_ms: int, now_ms: int) -> None:
-    """Called with the time on the node's clock."""
-    node.ahead_ms = clock_ms - now_ms
-
-
 def used(node: JoinedNode, host: str, now_ms: int) -> None:
     """Called when a client on ``host`` got a grant on the node."""
     users = node.users

@@ -155,7 +155,7 @@ class Membership:
             changes()
             self._take_over(node, session)
             node.heard_ms, node.certified = now_ms, certified
-            liveness.told_time(node, join.clock_ms, now_ms)
+            node.ahead_ms = join.clock_ms - now_ms
             self._notice("node_resumed", node)
             return self._accepted(node, join)
         for uuid in uuids:
@@ -184,7 +184,7 @@ class Membership:
             address=next((offer.address for offer in join.segments if offer.address), ""),
             certified=certified,
         )
-        liveness.told_time(node, join.clock_ms, now_ms)
+        node.ahead_ms = join.clock_ms - now_ms
         if known is not None and known.draining:
             node.draining, node.drained_from = True, known.drained_from
         gone = dict(self._gone_of(known, uuids))

@@ -83,7 +83,7 @@ class Nodes:
         common.changing = True
         match message:
             case calls.NodeBeat(number, entry_gone, clock_ms, read_bytes, written_bytes):
-                liveness.told_time(node, clock_ms, now_ms)
+                node.ahead_ms = clock_ms - now_ms
                 node.read_bytes, node.written_bytes = read_bytes, written_bytes
                 self._membership.heard_of_entry(node, is_gone=entry_gone)
                 self._follow(now_ms)

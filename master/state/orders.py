@@ -83,8 +83,4 @@ class TenantOrders:
 
     def _from(self, ticket: int) -> Iterator[ObjectRecord]:
         records = [order.records_after(ticket) for order in self.orders.values()]
-        return merge(*records, key=_ticket)
-
-
-def _ticket(record: ObjectRecord) -> int:
-    return record.ticket
+        return merge(*records, key=lambda record: record.ticket)

@@ -8,7 +8,7 @@ business of other parts.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -23,7 +23,6 @@ from kvstore.master.state.jobs import SETTLE, SWEEP, Jobs
 from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.orders import TenantOrders
 from kvstore.master.state.pins import Pins, bytes_held
-from kvstore.master.state.placement import preferred
 from kvstore.master.state.records import (
     MOVES_PER_STEP,
     EvictionPolicy,
@@ -122,6 +121,10 @@ class Pool:
     def tenant_of(self, namespace: str) -> Tenant | None:
         """The tenant of this namespace; None: the master has none."""
         return None if self.tenants is None else self.tenants.of(namespace)
+
+    def is_there(self, record: ObjectRecord, now_ms: int) -> bool:
+        """Whether the object is complete, and its lifetime is not over."""
+        return record.complete and not self.lifetimes.ended(record, now_ms)
 
     # --- objects ------------------------------------------------------------------------------
 
@@ -511,7 +514,7 @@ class Pool:
         room = sum(min(capacity, total) for capacity in capacities.values())
         if room < total * replicas:  # it can never fit, so nothing is evicted for it
             return Shortage(total * replicas - room), own
-        order = list(preferred(roomy, near=near, host=host))
+        order = list(_preferred(roomy, near=near, host=host))
         missing = total * replicas - sum(segment.allocator.free_bytes for segment in order)
         eviction = self._eviction(usable, now_ms, victims, owner)
         eviction.evicted = own
@@ -567,7 +570,7 @@ class Pool:
         total = sum(lengths)
         runs: list[Extent] = []
         for _ in range(replicas):
-            order = preferred(usable, near=near, host=host)
+            order = _preferred(usable, near=near, host=host)
             run = self._allocate_free(_without(order, runs), total)
             if run is None:
                 self.free(runs, total)
@@ -845,3 +848,24 @@ def _without(order: Iterable[MountedSegment], taken: list[Extent]) -> list[Mount
     """The segments on nodes that have none of the ``taken`` extents."""
     nodes = [segment.node for segment, _ in taken]
     return [segment for segment in order if segment.node not in nodes]
+
+
+def _preferred(
+    segments: Iterable[MountedSegment], *, near: MountedSegment | None, host: str
+) -> Iterator[MountedSegment]:
+    """``segments`` in order of preference; ``near`` must be one of them, if given: the parent's
+    segment, those on the putter's host, those with most room.
+
+    If one node holds a whole chain, a load of the chain is one request, and the death of the node
+    costs one chain instead of tearing a hole in many.
+    """
+    if near is not None:
+        yield near  # it usually has room, and then the caller stops here
+    yield from sorted(
+        (segment for segment in segments if segment is not near),
+        key=lambda segment: (
+            segment.node.host != host,
+            -segment.allocator.free_bytes,
+            segment.segment_id,
+        ),
+    )

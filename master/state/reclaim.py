@@ -46,7 +46,7 @@ class Wiping:
     order: int
     segment: MountedSegment
     free_at_ms: int
-    removals: list[Removal]
+    removals: list[Removal] = field(default_factory=list)
     names: list[Name] = field(default_factory=list)
     namespaces: set[str] = field(default_factory=set)
     """The namespaces of ``names``."""
@@ -130,14 +130,14 @@ class Reclaim:
         """Offset and length of memory that is free once it is zeroed."""
         self._zeroing: dict[MountedSegment, int] = {}
         """The order under way that zeroes such memory."""
-        self._next_order = 0
+        self.last_order = 0
+        """The number of the last order that was made; 0: there was none."""
         self._ordered: deque[tuple[int, int]] = deque()
         """Times at which ``unanswered`` was called, and the last order at each."""
 
-    @property
     def last_order(self) -> int:
         """The number of the last order that was made; 0: there was none."""
-        return self._next_order
+        return self.last_order
 
     @property
     def names_orders(self) -> bool:
@@ -201,9 +201,7 @@ class Reclaim:
             newest: versions up to this one were stored before, if at all.
             until_ms: not earlier than in any call before.
         """
-        self._next_order += 1
-        wiping = Wiping(self._next_order, segment, until_ms, [])
-        self._unwiped[wiping.order] = wiping
+        wiping = self._new(segment, until_ms)
         self._still_read.append((newest, wiping))
 
     def still_read(self, record: ObjectRecord | None) -> list[Wiping]:
@@ -233,9 +231,9 @@ class Reclaim:
 
     def keep_mark(self, segment: MountedSegment, mark: Version) -> list[Effect]:
         """Orders the node to keep the mark, after all earlier orders."""
-        self._next_order += 1
-        wiping = Wiping(self._next_order, segment, 0, [], mark=mark, ended=True, released=True)
-        self._unwiped[wiping.order] = wiping
+        wiping = self._new(segment)
+        wiping.mark = mark
+        wiping.ended = wiping.released = True
         self._unclean.setdefault(segment, {})[wiping.order] = wiping
         return _send(wiping)
 
@@ -282,8 +280,8 @@ class Reclaim:
         for segment, waiting in list(self._unzeroed.items()):
             if segment in self._zeroing or segment.usable_at_ms > now_ms:
                 continue
-            self._next_order += 1
-            wiping = Wiping(self._next_order, segment, 0, [], ended=True)
+            wiping = self._new(segment)
+            wiping.ended = True
             room = ZERO_BYTES
             while waiting and room and len(wiping.offsets) < WIPES_PER_ORDER:
                 offset, length = waiting.popleft()
@@ -299,7 +297,6 @@ class Reclaim:
             if not waiting:
                 del self._unzeroed[segment]
             self._zeroing[segment] = wiping.order
-            self._unwiped[wiping.order] = wiping
             effects += _send(wiping)
         return effects
 
@@ -311,6 +308,12 @@ class Reclaim:
         elif wiping.offsets:
             waiting = self._unzeroed.setdefault(segment, deque())
             waiting.extend(zip(wiping.offsets, wiping.lengths, strict=True))
+
+    def _new(self, segment: MountedSegment, free_at_ms: int = 0) -> Wiping:
+        """One more order, which its node has not done."""
+        self.last_order += 1
+        wiping = self._unwiped[self.last_order] = Wiping(self.last_order, segment, free_at_ms)
+        return wiping
 
     def _new_wipings(
         self, gone: Iterable[Residue], free_at_ms: int, *, kept: bool = False
@@ -328,11 +331,8 @@ class Reclaim:
                     continue
                 wiping = open_wipings.get(segment)
                 if wiping is None or len(wiping.offsets) == WIPES_PER_ORDER:
-                    self._next_order += 1
-                    wiping = Wiping(self._next_order, segment, free_at_ms, [])
-                    open_wipings[segment] = wiping
+                    wiping = open_wipings[segment] = self._new(segment, free_at_ms)
                     wipings.append(wiping)
-                    self._unwiped[wiping.order] = wiping
                 if residue.name is not None:
                     wiping.names.append(residue.name)
                     wiping.namespaces.add(residue.name[0])
@@ -351,7 +351,7 @@ class Reclaim:
 
     def hold(self, segment: MountedSegment) -> None:
         """Removals must wait for this segment (``held``), until ``let_go``."""
-        self._held[segment] = Wiping(0, segment, 0, [])
+        self._held[segment] = Wiping(0, segment, 0)
 
     def held(self) -> list[Wiping]:
         """Placeholder orders: one for each segment that removals must wait for."""
@@ -421,8 +421,8 @@ class Reclaim:
         """Living segments whose nodes have not done an order for ``patience_ms``. The result is as
         precise as the interval between calls."""
         ordered = self._ordered
-        if not ordered or ordered[-1][1] != self._next_order:
-            ordered.append((now_ms, self._next_order))
+        if not ordered or ordered[-1][1] != self.last_order:
+            ordered.append((now_ms, self.last_order))
         while len(ordered) > 1 and ordered[1][0] + patience_ms <= now_ms:
             ordered.popleft()
         since_ms, last = ordered[0]

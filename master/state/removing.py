@@ -48,7 +48,6 @@ class Removing:
         removed = bytearray(len(request.keys))
         gone: list[Residue] = []
         steps_max = self._forest.steps + HIDE_STEPS
-        ends = self._pool.lifetimes
         self._common.changing = True
         for index, key in enumerate(request.keys):
             record = self._forest.get(request.namespace, key)
@@ -56,7 +55,7 @@ class Removing:
             readers = self._reclaim.still_read(record)
             self._reclaim.concerns(readers, (request.namespace, key))  # ``_earlier`` finds them
             if record is not None and record.segment is not None:
-                removed[index] = record.complete and not ends.ended(record, now_ms)
+                removed[index] = self._pool.is_there(record, now_ms)
                 gone.append(Residue.of(record))
                 self._pool.hide(record, steps_max)
             self._common.forbid(request.namespace, key)

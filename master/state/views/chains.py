@@ -122,6 +122,7 @@ class ChainView:
     def __init__(self, common: Common) -> None:
         self._common = common
         self._forest = common.forest
+        self._pool = common.pool
         self._pins = common.pool.pins
         self._lifetimes = common.pool.lifetimes
         self._jobs = common.jobs
@@ -183,7 +184,7 @@ class ChainView:
     def _block(self, now_ms: int, key: Key, record: ObjectRecord | None) -> calls.Block:
         if record is None:
             return calls.Block(key, "absent", b"", 0, 0, 0, 0, 0, 0, [])
-        there = self._there(now_ms, record)
+        there = self._pool.is_there(record, now_ms)
         segments: list[int] = []
         if there:
             segments = [segment.segment_id for segment, _ in record.extents() if segment.alive]
@@ -234,7 +235,7 @@ class ChainView:
             steps += len(known) + 16
             for key, tip in known:
                 record = table.get(key)
-                if record is not None and self._there(now_ms, record):
+                if record is not None and self._pool.is_there(record, now_ms):
                     question.found.append(_WalkStart(record, tip))
             steps += self._look_at_newest(question, table)
         question.found = _best(question.found, question.count)
@@ -380,9 +381,6 @@ class ChainView:
         reply = calls.ChainsFound(common.epoch, uptime_ms, branches, question.whole)
         common.effect(Answer(question.ticket, reply))
 
-    def _there(self, now_ms: int, record: ObjectRecord) -> bool:
-        return record.complete and not self._lifetimes.ended(record, now_ms)
-
 
 def _best(found: list[_WalkStart], count: int) -> list[_WalkStart]:
     """The most matched starts, and those of the records that were used last: half of ``count``
@@ -393,21 +391,13 @@ def _best(found: list[_WalkStart], count: int) -> list[_WalkStart]:
         if known is None or known.matched < each.matched:
             distinct[each.record] = each
     matched = [each for each in distinct.values() if each.matched]
-    matched.sort(key=_by_matches)
+    matched.sort(key=lambda found: -found.matched)
     chosen = matched[: (count + 1) // 2]
     for each in chosen:
         del distinct[each.record]
     rest = list(distinct.values())
-    rest.sort(key=_by_use)
+    rest.sort(key=lambda found: -found.record.last_used_ms)
     return chosen + rest[: count - len(chosen)]
-
-
-def _by_matches(found: _WalkStart) -> int:
-    return -found.matched
-
-
-def _by_use(found: _WalkStart) -> int:
-    return -found.record.last_used_ms
 
 
 def _rank(branch: _OpenBranch) -> tuple[int, int]:
@@ -427,7 +417,7 @@ def _downwards(roots: list[_OpenBranch]) -> list[_OpenBranch]:
 
 
 def _told(branch: _OpenBranch, now_ms: int) -> calls.Branch:
-    places = sorted(branch.places.items(), key=_by_replicas)[:SEGMENTS_TOLD]
+    places = sorted(branch.places.items(), key=lambda place: -place[1])[:SEGMENTS_TOLD]
     return calls.Branch(
         namespace=branch.last.namespace,
         above=0 if branch.above is None else branch.above.number,
@@ -449,7 +439,3 @@ def _told(branch: _OpenBranch, now_ms: int) -> calls.Branch:
         segments=[segment for segment, _ in places],
         replicas=[count for _, count in places],
     )
-
-
-def _by_replicas(place: tuple[int, int]) -> int:
-    return -place[1]

@@ -90,7 +90,7 @@ class Report:
                 position += 1
                 common.forest.steps += 1
                 if record.key.startswith(request.prefix) and (
-                    record.writer or _is_there(common, record, now_ms)
+                    record.writer or common.pool.is_there(record, now_ms)
                 ):
                     rows.append(_row(common, record, now_ms))
             position = 0
@@ -100,7 +100,7 @@ class Report:
         common = self._common
         common.forest.begin_step()
         record = common.forest.get(request.namespace, request.key)
-        is_there = record is not None and _is_there(common, record, now_ms)
+        is_there = record is not None and common.pool.is_there(record, now_ms)
         if record is None or not (is_there or record.writer):
             return calls.ObjectDetail(None, b"", 0, NO_VERSION, 0, NO_PLACEMENTS)
         return calls.ObjectDetail(
@@ -199,7 +199,7 @@ def _traffic(common: Common, space: Space, now_ms: int) -> calls.NamespaceTraffi
                 idle_ms=now_ms - row.missed_ms,
                 found=row.missed_at,
                 asked=row.missed_of,
-                present=record is not None and _is_there(common, record, now_ms),
+                present=record is not None and common.pool.is_there(record, now_ms),
                 evicted=common.traffic.had_evicted(space.name, row.missed, row.missed_ms),
             )
         )
@@ -234,13 +234,8 @@ def _client(row: ClientRow, now_ms: int) -> calls.ClientTraffic:
     )
 
 
-def _is_there(common: Common, record: ObjectRecord, now_ms: int) -> bool:
-    """Whether the object is complete, and its lifetime is not over."""
-    return record.complete and not common.pool.lifetimes.ended(record, now_ms)
-
-
 def _row(common: Common, record: ObjectRecord, now_ms: int) -> calls.ObjectRow:
-    if not _is_there(common, record, now_ms):
+    if not common.pool.is_there(record, now_ms):
         described = "being_written"
     else:
         described = "complete" if common.forest.reach(record) else "detached"
