@@ -391,7 +391,7 @@ class _Serving:
                     log.info("descriptors_free")
             if opened is None:
                 continue
-            taken = opened - self.carriers.lane_connections - own
+            taken = opened - len(self.carriers.lane.connections) - own
             self._grpc_connections = max(0, taken)
             if taken >= self._grpc_max and not is_full:
                 is_full = True
@@ -426,23 +426,23 @@ class _Serving:
             "epoch": self.epoch,
             "calls": {
                 name: (stats.count, stats.errors, (stats.us.counts, stats.us.total))
-                for name, stats in carriers.call_stats.items()
+                for name, stats in carriers.dispatcher.stats.items()
                 if stats.count
             },
             "step_us": (step_us.counts, step_us.total),
             "late_us": (late_us.counts, late_us.total),
             "eviction_age_ms": (age_ms.counts, age_ms.total),
             "reuse_ms": (reuse_ms.counts, reuse_ms.total),
-            "connections": {"lane": carriers.lane_connections, "grpc": self._grpc_connections},
+            "connections": {"lane": len(carriers.lane.connections), "grpc": self._grpc_connections},
             # The child may not count them itself where our memory is hidden.
             "open_files": None if self.gate is None else descriptors.open_now(),
             "auth_valid": None if self.gate is None else [*self.gate.credentials.validity()],
             "shares_refused": {} if self.gate is None else carriers.shares_refused(),
             "files_refused": refused_files(),
             "counters": {
-                "connections_refused": carriers.lane_stats.refused,
+                "connections_refused": carriers.lane.stats.refused,
                 **self._refusals(),
-                "connections_stalled": carriers.lane_stats.stalled,
+                "connections_stalled": carriers.lane.stats.stalled,
                 **({} if self._election is None else self._election.counters()),
                 **({} if self.feed is None else self.feed.counters()),
                 **logs.counters(),

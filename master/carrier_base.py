@@ -22,7 +22,7 @@ from kvstore.errors import BatchTooLargeError, InternalError, KVStoreError
 from kvstore.histograms import Histogram
 from kvstore.limits import FRAME_BYTES_MAX
 from kvstore.master.state.traffic import Caller
-from kvstore.wire.messages import CALLS, Call, decode_request, encode_reply
+from kvstore.wire.messages import CALLS, Call, decode_request
 from kvstore.wire.status import unexpected
 from kvstore.wire.traces import AT as TRACE_AT
 from kvstore.wire.traces import MARK as TRACE_MARK
@@ -190,11 +190,6 @@ class Dispatcher:
             del waiting
         return encoded
 
-    def node_session(
-        self, incoming: AsyncIterator[NodeMessage], who: Identity | None = None
-    ) -> AsyncIterator[MasterMessage]:
-        return self.service.node_session(incoming, who)
-
 
 def _mapped(call: Call[Any, Any], stats: CallStats, error: Exception) -> KVStoreError:
     stats.errors += 1
@@ -206,7 +201,7 @@ def _mapped(call: Call[Any, Any], stats: CallStats, error: Exception) -> KVStore
 
 
 def _encoded(call: Call[Any, Any], reply: Reply) -> bytes:
-    encoded = encode_reply(call, reply)
+    encoded = call.encode_reply(reply)
     if len(encoded) > REPLY_BYTES_MAX:
         raise BatchTooLargeError(
             f"{call.name}: the reply has {len(encoded)} bytes, the limit is {REPLY_BYTES_MAX}",

@@ -52,12 +52,12 @@ class Carriers:
         gate: Gate | None = None,
     ) -> None:
         """``gate``: who gets in; None: everybody, without authentication."""
-        self._dispatcher = Dispatcher(service)
+        self.dispatcher = Dispatcher(service)
         token = secrets.token_bytes(16)
         turns = None if gate is None else Turns()
-        self._lane = LaneServer(self._dispatcher, token, lane_settings, gate, turns)
-        self._grpc = GrpcServer(
-            self._dispatcher, token, calls_max=calls_max, connections_max=grpc_connections_max,
+        self.lane = LaneServer(self.dispatcher, token, lane_settings, gate, turns)
+        self.grpc = GrpcServer(
+            self.dispatcher, token, calls_max=calls_max, connections_max=grpc_connections_max,
             gate=gate, turns=turns,
         )  # fmt: skip
 
@@ -73,9 +73,9 @@ class Carriers:
         """
         if lane:
             try:
-                await self._lane.bind(host, lane_port, unix=unix)
+                await self.lane.bind(host, lane_port, unix=unix)
             except OSError as error:
-                await self._lane.stop()
+                await self.lane.stop()
                 # Another master has both ports. The one that was asked for is named then.
                 if port and (asked := cannot_bind(host, port)) is not None:
                     raise asked from error
@@ -84,57 +84,54 @@ class Carriers:
                     "the lane", "--port, which the lane's follows, or --lane-port",
                 ) from error  # fmt: skip
         try:
-            await self._grpc.bind(host, port)
+            await self.grpc.bind(host, port)
         except StartupError:
-            await self._lane.stop()
+            await self.lane.stop()
             raise
-        return Endpoints(host, self._grpc.port, self._lane.port, self._lane.unix, self._lane.token)
+        return Endpoints(host, self.grpc.port, self.lane.port, self.lane.unix, self.lane.token)
 
     def serve(self, service: Service, endpoints: Endpoints) -> Endpoints:
         """From now on ``service`` answers. Clients that had joined before must join again: the lane
         is cut, and there is a new token."""
         token = secrets.token_bytes(16)
-        self._lane.token = self._grpc.token = token
-        self._dispatcher.service = service
-        self._lane.cut()
+        self.lane.token = self.grpc.token = token
+        self.dispatcher.service = service
+        self.lane.cut()
         return endpoints._replace(lane_token=token)
 
     async def start(self) -> None:
         """Serves, until ``stop``."""
-        await self._lane.start()
-        await self._grpc.start()
+        await self.lane.start()
+        await self.grpc.start()
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Cuts the lane at once and gRPC's calls after ``grace_s``. Idempotent."""
-        await self._lane.stop()
-        await self._grpc.stop(grace_s)
+        await self.lane.stop()
+        await self.grpc.stop(grace_s)
 
-    @property
     def lane_connections(self) -> int:
         """Number of open lane connections."""
-        return len(self._lane.connections)
+        return len(self.lane.connections)
 
-    @property
     def call_stats(self) -> dict[str, CallStats]:
         """Statistics by the call's name."""
-        return self._dispatcher.stats
+        return self.dispatcher.stats
 
-    @property
     def lane_stats(self) -> LaneStats:
-        return self._lane.stats
+        return self.lane.stats
 
     def shares_refused(self) -> dict[str, dict[str, int]]:
         """By door, how often each identity was refused a place of it."""
-        return {each.name: each.refusals() for each in (self._lane.connections, self._grpc.limiter)}
+        return {each.name: each.refusals() for each in (self.lane.connections, self.grpc.limiter)}
 
     def counters(self) -> dict[str, int]:
         """Counters for the status: calls and errors by name, and those of the lane."""
         counted = {
-            "lane_connections": self.lane_stats.accepted,
-            "lane_refused": self.lane_stats.refused,
-            "lane_stalled": self.lane_stats.stalled,
+            "lane_connections": self.lane.stats.accepted,
+            "lane_refused": self.lane.stats.refused,
+            "lane_stalled": self.lane.stats.stalled,
         }
-        for name, stats in self.call_stats.items():
+        for name, stats in self.dispatcher.stats.items():
             if stats.count:
                 counted[f"calls_{name}"] = stats.count
                 counted[f"call_us_{name}"] = int(stats.us.total)

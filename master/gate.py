@@ -23,7 +23,6 @@ from kvstore.auth.revoked import Revoked
 from kvstore.calls import (
     Allocate,
     Clear,
-    ClusterStatus,
     Commit,
     Drain,
     PutEnd,
@@ -192,10 +191,18 @@ class Gate:
         """
         if caller is None or caller.identity is None:
             return request
-        if names_anothers(request, caller.number, pending):
+        tokens: Sequence[int] = ()
+        if isinstance(request, Commit):
+            tokens = (request.token,)
+        elif isinstance(request, NAMING):
+            tokens = request.tokens
+        puts = [pending.get(token) for token in tokens]
+        if any(put is not None and put.client_number != caller.number for put in puts):
             self._note(f"{caller.identity.shown} names a put of another client", caller.identity)
             raise rights.refused(caller.identity, request, "names a put of another client")
-        return numbered(request, caller.number)
+        if isinstance(request, PUTTING):
+            return request._replace(client_number=caller.number)
+        return request
 
     def _audit(self, who: Identity, request: Request) -> None:
         on = getattr(request, "namespace", None) or getattr(request, "node", "") or "*"
@@ -204,10 +211,6 @@ class Gate:
             type(request).__name__, name_text(who.name), name_text(on),
             len(getattr(request, "keys", ())), extra={"whose": who.certified},
         )  # fmt: skip
-
-    def shown(self, who: Identity | None, status: ClusterStatus) -> ClusterStatus:
-        """What this identity may see of it."""
-        return status if who is None else rights.shown_status(who, status)
 
     def refusal(
         self, why: str, advice: str = "", who: Identity | None = None
@@ -232,24 +235,6 @@ def number_of(who: Identity, chosen: int) -> int:
     identity can have it only if both names' digests begin alike (2^-32)."""
     half = int.from_bytes(hmac.digest(b"number", who.name.encode(), "sha256")[:4], "little")
     return half << 32 | (chosen & LOWER_HALF or 1 + secrets.randbits(31))
-
-
-def numbered(request: Request, number: int) -> Request:
-    """The request with the number of the client that makes it, if it gets memory to write to."""
-    return request._replace(client_number=number) if isinstance(request, PUTTING) else request
-
-
-def names_anothers(request: Request, number: int, pending: Pending) -> bool:
-    """Whether a token of the request belongs to a put of another client than that of this
-    number."""
-    if isinstance(request, Commit):
-        tokens: Sequence[int] = (request.token,)
-    elif isinstance(request, NAMING):
-        tokens = request.tokens
-    else:
-        return False
-    puts = (pending.get(token) for token in tokens)
-    return any(put is not None and put.client_number != number for put in puts)
 
 
 def _digest(who: Identity) -> bytes:

@@ -136,7 +136,11 @@ class GrpcServer:
                 self.port = server.add_secure_port(address, self._gate.credentials.grpc_server())
             self._server = server
         if self._server is None:
-            raise why_not_bound(host, port)
+            raise cannot_bind(host, port) or AddressInUseError(
+                f"{address} could not be bound",
+                advice="Try again, or choose another port.",
+                port=port,
+            )
 
     async def start(self) -> None:
         assert self._server is not None, "bind first"
@@ -279,7 +283,7 @@ class GrpcServer:
         try:
             gate = self._gate
             who = None if gate is None else gate.of_grpc(context.auth_context())
-            outgoing = self._dispatcher.node_session(self._messages(context), who)
+            outgoing = self._dispatcher.service.node_session(self._messages(context), who)
             async with contextlib.AsyncExitStack() as stack:
                 if isinstance(outgoing, AsyncGenerator):
                     stack.push_async_callback(outgoing.aclose)
@@ -320,15 +324,6 @@ async def _abort(context: Context, error: KVStoreError) -> None:
     details = error.message[:256].encode(errors="replace").decode()
     metadata = ((METADATA_KEY, encode_error(error)),)
     await context.abort(grpc_code(error), details, metadata)
-
-
-def why_not_bound(host: str, port: int) -> StartupError:
-    """The error for ``host:port``, which gRPC could not bind: tries once more to learn why."""
-    return cannot_bind(host, port) or AddressInUseError(
-        f"{join_address(host or '::', port)} could not be bound",
-        advice="Try again, or choose another port.",
-        port=port,
-    )
 
 
 def cannot_bind(host: str, port: int) -> StartupError | None:

@@ -138,11 +138,10 @@ class LaneServer:
             OSError: the port or the socket cannot be had. ``stop`` gives back what was bound.
         """
         loop = asyncio.get_running_loop()
-        factory = self._connection
         listener = await asyncio.to_thread(listen, host, port)
         self.port = listener.getsockname()[1]
         if self.gate is None:
-            server = await loop.create_server(factory, sock=listener, start_serving=False)
+            server = await loop.create_server(self._connection, sock=listener, start_serving=False)
             self._servers.append(server)
         else:
             self._listener = listener
@@ -154,7 +153,7 @@ class LaneServer:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.bind(b"\0" + self.unix.encode())
             self._servers.append(
-                await loop.create_unix_server(factory, sock=sock, start_serving=False)
+                await loop.create_unix_server(self._connection, sock=sock, start_serving=False)
             )
 
     async def start(self) -> None:

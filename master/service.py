@@ -25,6 +25,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from typing import Any, Final, NamedTuple
 
 from kvstore import calls
+from kvstore.auth import rights
 from kvstore.auth.identity import Identity
 from kvstore.clocks import uptime
 from kvstore.errors import (
@@ -268,8 +269,8 @@ class MasterService:
         if isinstance(answer, calls.ClusterStatus):
             counters = self._counters(answer.counters)
             answer = answer._replace(counters=counters, role=self.role, leader=self.address)
-            if self.gate is not None:
-                answer = self.gate.shown(caller.identity, answer)
+            if caller.identity is not None:
+                answer = rights.shown_status(caller.identity, answer)
         return answer
 
     def _took(self, started: float) -> float:

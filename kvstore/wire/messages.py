@@ -99,11 +99,6 @@ def decode_request(call: Call[Any, Any], data: bytes) -> Request:
         raise ProtocolError(f"{call.name}: not a {call.name}Request message") from error
 
 
-def encode_reply(call: Call[Any, Any], reply: Reply) -> bytes:
-    """Raises whatever is wrong with ``reply``, which is our own."""
-    return call.encode_reply(reply)
-
-
 def decode_reply(call: Call[Any, Any], data: bytes) -> Reply:
     """Raises ProtocolError: not a reply to this call, or one that contradicts itself."""
     try:

@@ -13,7 +13,7 @@ from kvstore import calls
 from kvstore.calls import MasterMessage, NodeMessage
 from kvstore.errors import InvalidArgumentError, ProtocolError, UsageError
 from kvstore.v1 import node_pb2
-from kvstore.wire.codec import Codec, codec
+from kvstore.wire.codec import codec
 from kvstore.wire.packed import UNENCODABLE
 
 NODE_SERVICE = node_pb2.DESCRIPTOR.services_by_name["NodeService"].full_name
@@ -64,7 +64,7 @@ def _encoded(envelope: Message, fields: dict[type, str], message: Any) -> bytes:
     kind = type(message)
     field = getattr(envelope, fields[kind])
     field.SetInParent()
-    _codec(kind, field).fill(field, message)
+    codec(kind, field.DESCRIPTOR).fill(field, message)
     return envelope.SerializeToString()
 
 
@@ -77,9 +77,5 @@ def _decoded(kind: type[Message], fields: dict[type, str], data: bytes) -> Any:
     for value, field in fields.items():
         if field == said:
             message = getattr(envelope, field)
-            return _codec(value, message).make(message)
+            return codec(value, message.DESCRIPTOR).make(message)
     raise ProtocolError(f"a {kind.__name__} that says nothing, or something newer")
-
-
-def _codec(kind: type, message: Message) -> Codec[Any]:
-    return codec(kind, message.DESCRIPTOR)

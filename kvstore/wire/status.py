@@ -16,25 +16,16 @@ from google.protobuf.message import DecodeError
 
 from kvstore.errors import (
     BY_CODE,
-    AddressInUseError,
     BusyError,
-    ClosedError,
-    CorruptObjectError,
     DeadlineExceededError,
-    DeviceError,
     DrainedError,
     FieldValue,
     InternalError,
-    InvalidRangeError,
     KVStoreError,
-    MemoryQuarantinedError,
     NodeNameTakenError,
     NoSpaceError,
     PermissionDeniedError,
     ProtocolError,
-    PutRefusedError,
-    ReservationLostError,
-    StaleReadError,
     StartupError,
     UnavailableError,
     UsageError,
@@ -53,27 +44,19 @@ _INT64 = range(-(1 << 63), 1 << 63)
 GRPC_CODE: dict[type[KVStoreError], grpc.StatusCode] = {
     KVStoreError: grpc.StatusCode.UNKNOWN,
     UsageError: grpc.StatusCode.INVALID_ARGUMENT,
-    InvalidRangeError: grpc.StatusCode.OUT_OF_RANGE,
-    ClosedError: grpc.StatusCode.FAILED_PRECONDITION,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
     BusyError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NoSpaceError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    PutRefusedError: grpc.StatusCode.ABORTED,
     DrainedError: grpc.StatusCode.FAILED_PRECONDITION,
-    ReservationLostError: grpc.StatusCode.ABORTED,
-    MemoryQuarantinedError: grpc.StatusCode.FAILED_PRECONDITION,
-    StaleReadError: grpc.StatusCode.ABORTED,
-    CorruptObjectError: grpc.StatusCode.DATA_LOSS,
     ProtocolError: grpc.StatusCode.INVALID_ARGUMENT,
     PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
     StartupError: grpc.StatusCode.FAILED_PRECONDITION,
-    AddressInUseError: grpc.StatusCode.ALREADY_EXISTS,
     NodeNameTakenError: grpc.StatusCode.ALREADY_EXISTS,
-    DeviceError: grpc.StatusCode.FAILED_PRECONDITION,
     InternalError: grpc.StatusCode.INTERNAL,
 }
-"""The status of each class; a class without an entry has that of its nearest base."""
+"""The status of each class that a master sends; a class without an entry has that of its nearest
+base."""
 
 _WITHOUT_DETAIL: dict[grpc.StatusCode, type[KVStoreError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: UsageError,

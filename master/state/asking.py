@@ -107,7 +107,7 @@ class Asking:
             if table is None:
                 matches.append(calls.PrefixMatch(0, 0, NO_PLACEMENTS))
                 common.counters["missed_objects"] += count
-                self._note(now_ms, namespace, request.keys, count, 0, 0 if count else -1)
+                self._note(now_ms, namespace, request.keys, 0, 0 if count else -1)
                 continue
             keys = request.keys
             living = keys
@@ -131,7 +131,7 @@ class Asking:
             common.counters["missed_objects"] += count - matched
             missing = matched < count and not being_written
             tip = holding[-1].key if holding else None
-            self._note(now_ms, namespace, keys, count, matched, matched if missing else -1, tip)
+            self._note(now_ms, namespace, keys, matched, matched if missing else -1, tip)
         state = 0
         if request.states:
             reach = min([match.matched for match in matches], default=count)
@@ -157,7 +157,7 @@ class Asking:
         self._common.counters["matched_objects"] += found * len(namespaces)
         self._common.counters["missed_objects"] += (len(asked) - found) * len(namespaces)
         for namespace in namespaces if asked else ():
-            self._note(now_ms, namespace, asked, 1, int(found), -1 if found else 0)
+            self._note(now_ms, namespace, asked, int(found), -1 if found else 0)
         return state if found else 0
 
     def _held(self, now_ms: int, namespaces: Sequence[Namespace], key: Key) -> list[ObjectRecord]:
@@ -202,7 +202,7 @@ class Asking:
         first = -1
         if found < count:
             first = records.index(None) if count > 1 else 0
-        self._note(now_ms, request.namespace, keys, count, found, first)
+        self._note(now_ms, request.namespace, keys, found, first)
         placements = common.placements(records, now_ms)
         return calls.Found(common.epoch, common.rules.lease_ms, placements)
 
@@ -225,7 +225,7 @@ class Asking:
         if _ABSENT in presence:
             first = presence.index(_ABSENT) if count > 1 else 0
             found -= presence.count(_ABSENT) if count > 1 else 1
-        self._note(now_ms, request.namespace, keys, count, found, first)
+        self._note(now_ms, request.namespace, keys, found, first)
         return calls.Existing(presence)
 
     def _lease(self, now_ms: int, number: int, records: Sequence[ObjectRecord]) -> None:
@@ -247,7 +247,6 @@ class Asking:
         now_ms: int,
         namespace: Namespace,
         keys: Sequence[Key],
-        count: int,
         found: int,
         first: int,
         tip: Key | None = None,
@@ -255,7 +254,7 @@ class Asking:
         """Notes a question in ``traffic``. Notes none while a new master gathers inventories: a
         miss may not be the final answer then."""
         if not (self._gathering and self._gathers(now_ms)):
-            self._traffic.asked(now_ms, namespace, keys, count, found, first, tip)
+            self._traffic.asked(now_ms, namespace, keys, found, first, tip)
 
     def renew(self, now_ms: int, request: calls.Renew) -> calls.Renewed:
         """Extends deadlines of grants, and leases of objects: of those whose version has not

@@ -12,6 +12,7 @@ row then, and no dictionary is searched.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 from kvstore.auth.identity import Identity
 from kvstore.limits import Key, Namespace
@@ -44,28 +45,52 @@ class Tip:
         """Matches that have ended at this block since then."""
 
 
-class Tips:
+KeyT = TypeVar("KeyT")
+RowT = TypeVar("RowT")
+
+
+class Recent(Generic[KeyT, RowT]):
+    """The rows that were used last: at least ``most``, at most twice as many."""
+
+    def __init__(self, most: int) -> None:
+        self.recent: dict[KeyT, RowT] = {}
+        self.older: dict[KeyT, RowT] = {}
+        self._most = most
+
+    def get(self, key: KeyT) -> RowT | None:
+        row = self.recent.get(key)
+        return self.older.get(key) if row is None else row
+
+    def use(self, key: KeyT, row: RowT) -> bool:
+        """Adds a row, or notes its use. Returns whether others are forgotten for it."""
+        self.older.pop(key, None)
+        forgets = key not in self.recent and len(self.recent) >= self._most
+        if forgets:
+            self.older, self.recent = self.recent, {}
+        self.recent[key] = row
+        return forgets
+
+    def items(self) -> list[tuple[KeyT, RowT]]:
+        return [*self.older.items(), *self.recent.items()]
+
+    def all(self) -> list[RowT]:
+        return [*self.older.values(), *self.recent.values()]
+
+
+class Tips(Recent[Key, Tip]):
     """The tips of the last matches in a namespace, by key. A tip keeps its count if it is matched
     again before ``TIPS_MAX`` others. This class holds keys and no records, so only the key of an
     evicted or removed object stays."""
 
     def __init__(self) -> None:
-        self.recent: dict[Key, Tip] = {}
-        self.older: dict[Key, Tip] = {}
+        super().__init__(TIPS_MAX)
 
     def matched(self, now_ms: int, key: Key) -> None:
         tip = self.recent.get(key)
         if tip is None:
-            tip = self.older.pop(key, None)
-            if tip is None:
-                tip = Tip(now_ms)
-            if len(self.recent) >= TIPS_MAX:
-                self.older, self.recent = self.recent, {}
-            self.recent[key] = tip
+            tip = self.older.get(key) or Tip(now_ms)
+            self.use(key, tip)
         tip.matched += 1
-
-    def all(self) -> list[tuple[Key, Tip]]:
-        return [*self.recent.items(), *self.older.items()]
 
 
 class Era:
@@ -145,26 +170,13 @@ class Caller:
         return f"{self.identity.name} {self.name.rpartition(' ')[2]}"
 
 
-class LastClients:
-    """The last clients of a namespace, by name."""
-
-    __slots__ = ("older", "recent")
-
-    def __init__(self) -> None:
-        self.recent: dict[str, ClientRow] = {}
-        self.older: dict[str, ClientRow] = {}
-
-    def all(self) -> list[ClientRow]:
-        return [*self.recent.values(), *self.older.values()]
-
-
 class Space:
     """What is remembered of one namespace."""
 
     def __init__(self, name: Namespace) -> None:
         self.name = name
-        self.putters = LastClients()
-        self.askers = LastClients()
+        self.putters: Recent[str, ClientRow] = Recent(CLIENTS_MAX)
+        self.askers: Recent[str, ClientRow] = Recent(CLIENTS_MAX)
         self.tips = Tips()
         self.evicted = 0
         """Number of evicted objects."""
@@ -182,11 +194,9 @@ class TrafficCounts:
         """The caller of all calls that name no client."""
         self.caller = self.unknown
         """The caller of the call that is being answered."""
-        self.recent: dict[str, Space] = {}
-        self.older: dict[str, Space] = {}
-        self.heads: dict[tuple[str, Key], int] = {}
+        self.known: Recent[str, Space] = Recent(SPACES_MAX)
+        self.heads: Recent[tuple[str, Key], int] = Recent(HEADS_MAX)
         """When the first keys of chains were evicted; see ``HEADS_MAX``."""
-        self.older_heads: dict[tuple[str, Key], int] = {}
         self._era = Era()
 
     def asked(
@@ -194,7 +204,6 @@ class TrafficCounts:
         now_ms: int,
         namespace: Namespace,
         keys: Sequence[Key],
-        count: int,
         found: int,
         first: int,
         tip: Key | None = None,
@@ -202,7 +211,6 @@ class TrafficCounts:
         """Notes a question.
 
         Args:
-            count: number of ``keys``.
             found: how many of them are there.
             first: the index of the first key that is not there; -1: all are.
             tip: the last matched key; None: the question is no match, or matched nothing.
@@ -214,7 +222,7 @@ class TrafficCounts:
             self.caller.asks = row
         row.last_ms = now_ms
         row.questions += 1
-        row.keys += count
+        row.keys += len(keys)
         row.found += found
         if tip is not None:
             row.tips.matched(now_ms, tip)
@@ -227,7 +235,7 @@ class TrafficCounts:
         row.missed = keys[first]
         row.missed_ms = now_ms
         row.missed_at = first
-        row.missed_of = count
+        row.missed_of = len(keys)
 
     def puts(self, now_ms: int, namespace: Namespace) -> ClientRow:
         """The row of the client that begins or ends a put."""
@@ -253,47 +261,34 @@ class TrafficCounts:
         space.evicted_ms = now_ms
         space.evicted_idle_ms = idle_ms
         if head is not None:
-            if len(self.heads) >= HEADS_MAX:
-                self.older_heads, self.heads = self.heads, {}
-            self.heads[namespace, head] = now_ms
+            self.heads.use((namespace, head), now_ms)
 
     def had_evicted(self, namespace: Namespace, key: Key, at_ms: int) -> bool:
         """Whether the key, the first of its chain, had been evicted by then, as far as known."""
-        name = (namespace, key)
-        evicted_ms = self.heads.get(name)
-        if evicted_ms is None:
-            evicted_ms = self.older_heads.get(name)
+        evicted_ms = self.heads.get((namespace, key))
         return evicted_ms is not None and evicted_ms <= at_ms
 
     def _space(self, namespace: Namespace) -> Space:
-        space = self.recent.get(namespace)
+        space = self.known.recent.get(namespace)
         if space is None:
-            space = self.older.pop(namespace, None)
-            if space is None:
-                space = Space(namespace)
-            if len(self.recent) >= SPACES_MAX:
-                self.older, self.recent = self.recent, {}
+            space = self.known.older.get(namespace) or Space(namespace)
+            if self.known.use(namespace, space):
                 self._era = Era()
-            self.recent[namespace] = space
         return space
 
-    def _row(self, now_ms: int, space: Space, rows: LastClients) -> ClientRow:
+    def _row(self, now_ms: int, space: Space, rows: Recent[str, ClientRow]) -> ClientRow:
         name = self.caller.name
         row = rows.recent.get(name)
         if row is None:
-            row = rows.older.pop(name, None)
-            if row is None:
-                row = ClientRow(name, space, self._era, now_ms)
-            if len(rows.recent) >= CLIENTS_MAX:
-                rows.older, rows.recent = rows.recent, {}
+            row = rows.older.get(name) or ClientRow(name, space, self._era, now_ms)
+            if rows.use(name, row):
                 self._era = Era()
-            rows.recent[name] = row
         row.era = self._era
         return row
 
     def spaces(self, namespace: str) -> list[Space]:
         """That namespace, if it is known; all of them for ""."""
         if not namespace:
-            return [*self.older.values(), *self.recent.values()]
-        space = self.recent.get(namespace) or self.older.get(namespace)
+            return self.known.all()
+        space = self.known.get(namespace)
         return [] if space is None else [space]

@@ -86,7 +86,7 @@ def test_calls_are_answered(server: Server, caller: Caller) -> None:
         assert caller.call(request) == reply
         assert server.service.asked[-1] == request
     assert server.service.count(calls.Join) == 1
-    stats = server.carriers.call_stats
+    stats = server.carriers.dispatcher.stats
     assert all(stats[kind.__name__].count == 1 for kind in SAMPLES)
     assert stats["Exists"].us.total > 0
 
@@ -94,7 +94,7 @@ def test_calls_are_answered(server: Server, caller: Caller) -> None:
 def test_calls_take_the_carrier_that_they_should(server: Server, caller: Caller) -> None:
     caller.call(EXISTS)
     lane = server.service._lane
-    assert server.run(lambda: server.carriers.lane_stats.accepted) == (1 if lane else 0)
+    assert server.run(lambda: server.carriers.lane.stats.accepted) == (1 if lane else 0)
 
 
 def test_an_error_arrives_as_it_was_raised(server: Server, caller: Caller) -> None:
@@ -106,7 +106,7 @@ def test_an_error_arrives_as_it_was_raised(server: Server, caller: Caller) -> No
     assert str(caught.value) == "full. Wait."
     assert caught.value.fields == {"missing_bytes": 2**40, "node": "n"}
     assert caller.call(EXISTS) == EXISTING
-    assert server.carriers.call_stats["PutStart"].errors == 1
+    assert server.carriers.dispatcher.stats["PutStart"].errors == 1
 
 
 def test_a_bug_of_the_master_is_an_internal_error(
@@ -385,7 +385,7 @@ def test_a_stopped_master_costs_no_more_than_the_deadline(carrier: str) -> None:
 
 
 def refused(server: Server) -> int:
-    return server.run(lambda: server.carriers.lane_stats.refused)
+    return server.run(lambda: server.carriers.lane.stats.refused)
 
 
 def still_serves(server: Server) -> None:
@@ -527,7 +527,7 @@ def test_a_client_that_does_not_read_is_cut() -> None:
                 while uptime() < deadline:
                     with contextlib.suppress(BlockingIOError):
                         raw.sock.send(call_frame(1))
-        assert server.run(lambda: server.carriers.lane_stats.stalled) == 1
+        assert server.run(lambda: server.carriers.lane.stats.stalled) == 1
         # Reading stopped long before: the replies that were computed are those that fit.
         assert service.count(calls.Exists) < 100
         still_serves_with(server, service)
@@ -542,7 +542,7 @@ def test_of_the_clients_that_do_not_read_the_first_is_cut(monkeypatch: pytest.Mo
             raw = stack.enter_context(RawLane(server.endpoints, token=server.endpoints.lane_token))
             assert raw.next() is not None
             raw.sock.sendall(call_frame(1))
-            until(lambda: server.run(lambda: server.carriers.lane_stats.stalled) == count)  # noqa: B023
+            until(lambda: server.run(lambda: server.carriers.lane.stats.stalled) == count)  # noqa: B023
         still_serves_with(server, service)
 
 
@@ -597,7 +597,7 @@ def test_connections_that_say_nothing_make_room() -> None:
                 each.sock.settimeout(5)
                 with contextlib.suppress(ConnectionResetError):
                     assert each.sock.recv(1) == b""
-            assert server.run(lambda: server.carriers.lane_stats.refused) == 9
+            assert server.run(lambda: server.carriers.lane.stats.refused) == 9
         still_serves(server)
 
 

@@ -15,7 +15,7 @@ from kvstore.errors import (
 )
 from kvstore.master.state.effects import Answer, Effect, Hangup, Later, Notice, Outrun, Send
 from kvstore.master.state.master_state import MasterState
-from kvstore.wire.messages import BY_WIRE_NAME, decode_request, encode_reply
+from kvstore.wire.messages import BY_WIRE_NAME, decode_request
 from kvstore.wire.node_messages import decode_node_message, encode_master_message
 from kvstore.wire.status import encode_error
 from tests.simulation import inside
@@ -119,7 +119,7 @@ class Master:
         except KVStoreError as error:
             self._send(end, ("error", encode_error(error)))
         else:
-            self._send(end, ("reply", encode_reply(call, reply)))
+            self._send(end, ("reply", call.encode_reply(reply)))
 
     def _answer_to(self, call_id: int, request: calls.Request, end: End) -> Any:
         if isinstance(request, calls.Join):

@@ -20,7 +20,6 @@ from kvstore.master.state import (
     missing,
     order,
     repairing,
-    traffic,
 )
 from kvstore.master.state.allocator import Allocator
 from kvstore.master.state.asking import Asking
@@ -51,7 +50,7 @@ from kvstore.master.state.returning import Returning
 from kvstore.master.state.sweeping import Sweeping
 from kvstore.master.state.tenant import Tenant
 from kvstore.master.state.tenants import Tenants
-from kvstore.master.state.traffic import TrafficCounts
+from kvstore.master.state.traffic import Recent, TrafficCounts
 from kvstore.master.state.views.chains import ChainView
 from kvstore.master.state.waiting import WaitingPuts
 from kvstore.master.turns import Turns
@@ -289,25 +288,23 @@ def _(it: ReaderLeases) -> None:
 
 @check_invariants.register
 def _(it: TrafficCounts) -> None:
-    assert len(it.recent) <= traffic.SPACES_MAX
-    assert len(it.older) <= traffic.SPACES_MAX
-    assert not it.recent.keys() & it.older.keys()
-    assert len(it.heads) <= traffic.HEADS_MAX
-    assert len(it.older_heads) <= traffic.HEADS_MAX
-    for space in [*it.recent.values(), *it.older.values()]:
-        tips = space.tips
-        assert len(tips.recent) <= traffic.TIPS_MAX
-        assert len(tips.older) <= traffic.TIPS_MAX
-        assert not tips.recent.keys() & tips.older.keys()
+    check_invariants(it.known)
+    check_invariants(it.heads)
+    for space in it.known.all():
+        check_invariants(space.tips)
         for rows in (space.putters, space.askers):
-            assert len(rows.recent) <= traffic.CLIENTS_MAX
-            assert len(rows.older) <= traffic.CLIENTS_MAX
-            assert not rows.recent.keys() & rows.older.keys()
+            check_invariants(rows)
             for row in rows.all():
                 assert row.namespace == space.name
                 assert row.first_ms <= row.last_ms
                 assert row.found <= row.keys
                 assert row.none + row.partly <= row.questions
+
+
+@check_invariants.register
+def _(it: Recent) -> None:  # type: ignore[type-arg]
+    assert max(len(it.recent), len(it.older)) <= it._most
+    assert not it.recent.keys() & it.older.keys()
 
 
 @check_invariants.register

@@ -165,7 +165,7 @@ class ChainView:
 
     def _tips(self, namespace: str) -> list[tuple[Key, Tip]]:
         spaces = self._common.traffic.spaces(namespace)
-        return spaces[0].tips.all() if spaces else []
+        return spaces[0].tips.items() if spaces else []
 
     def blocks(self, now_ms: int, request: calls.Blocks) -> calls.BlocksFound:
         table = self._forest.table(request.namespace)

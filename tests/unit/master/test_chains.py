@@ -216,9 +216,9 @@ def test_what_is_matched_again_and_again_keeps_its_count() -> None:
         tips.matched(number, Key(b"%d" % number))
         if number % (TIPS_MAX // 2) == 0:
             tips.matched(number, Key(b"hot"))
-        assert len(tips.all()) <= 2 * TIPS_MAX
+        assert len(tips.items()) <= 2 * TIPS_MAX
 
-    known = dict(tips.all())
+    known = dict(tips.items())
 
     assert (known[Key(b"hot")].matched, known[Key(b"hot")].first_ms) == (100, 0)
     assert Key(b"0") not in known
@@ -235,7 +235,7 @@ def test_every_namespace_of_a_match_counts_and_only_matches_do(new_cluster: NewC
 
     counts = {row.namespace: row.matched for row in found(cluster, "").branches}
     assert counts == {NAMESPACE: 1, OTHER: 1}
-    assert cluster.state.traffic.spaces("none")[0].tips.all() == []
+    assert cluster.state.traffic.spaces("none")[0].tips.items() == []
 
 
 def test_a_block_that_was_evicted_or_removed_is_no_tip_any_more(new_cluster: NewCluster) -> None:

@@ -201,7 +201,7 @@ def traffic(world: World) -> calls.Request:
         for client in range(2 * CLIENTS_MAX):
             known.caller = Caller(f"c{client} a")
             known.puts(0, name)
-            known.asked(0, name, world.keys[client:], 1, 0, 0)
+            known.asked(0, name, world.keys[client:], 0, 0)
     return calls.Traffic()
 
 
@@ -210,7 +210,7 @@ def chains_of_one(world: World) -> calls.Request:
     for index in range(0, world.count, max(1, world.count // (2 * chains.BRANCHES_MAX))):
         world.put_small([f"f{index:07}"], world.keys[index].decode())
     for key in world.keys[: min(world.count, 2 * TIPS_MAX)]:
-        world.state.traffic.asked(0, NAMESPACE, [key], 1, 1, -1, key)
+        world.state.traffic.asked(0, NAMESPACE, [key], 1, -1, key)
     return calls.Chains(NAMESPACE)
 
 
@@ -218,7 +218,7 @@ def chains_of_all(world: World) -> calls.Request:
     for number in range(world.count):
         for _ in range(2):
             space = Namespace(f"s{number}")
-            world.state.traffic.asked(0, space, [Key(b"x")], 1, 1, -1, Key(b"x"))
+            world.state.traffic.asked(0, space, [Key(b"x")], 1, -1, Key(b"x"))
     return calls.Chains()
 
 

@@ -23,7 +23,7 @@ from kvstore.memory.header import HEADER_BYTES
 from kvstore.native import slow
 from kvstore.network.handover import map_key
 from kvstore.network.tcp_protocol import Op, holder_key, sealed
-from kvstore.wire.messages import CALLS, encode_reply
+from kvstore.wire.messages import CALLS
 from tests.unit.master.test_term import JOIN
 
 SPACE = Namespace("n")
@@ -361,7 +361,7 @@ def test_no_client_learns_the_key_of_stamps() -> None:
     store = Store(stamp_key=STAMPS)
     for caller in (store.holder, Caller()):
         asked = calls.DescribeSegments(store.ids)
-        assert STAMPS not in encode_reply(CALLS[type(asked)], store.ask(asked, caller))
+        assert STAMPS not in CALLS[type(asked)].encode_reply(store.ask(asked, caller))
 
 
 def test_a_copy_has_the_stamp_of_its_new_version() -> None:

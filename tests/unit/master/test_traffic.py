@@ -152,9 +152,9 @@ def test_a_connection_that_stays_is_never_counted_in_a_forgotten_row() -> None:
     traffic, stays, keys = TrafficCounts(), Caller("stays a"), keys_of("a")
     for number in range(3 * CLIENTS_MAX):
         traffic.caller = stays
-        traffic.asked(number, NAMESPACE, keys, 1, 1, -1)
+        traffic.asked(number, NAMESPACE, keys, 1, -1)
         traffic.caller = Caller(f"c{number} a")
-        traffic.asked(number, NAMESPACE, keys, 1, 1, -1)
+        traffic.asked(number, NAMESPACE, keys, 1, -1)
     (space,) = traffic.spaces(NAMESPACE)
     assert len(space.askers.all()) <= 2 * CLIENTS_MAX
     (row,) = (row for row in space.askers.all() if row.name == "stays a")
@@ -162,9 +162,9 @@ def test_a_connection_that_stays_is_never_counted_in_a_forgotten_row() -> None:
 
     for number in range(3 * SPACES_MAX):  # it is idle meanwhile
         traffic.caller = Caller("another a")
-        traffic.asked(number, Namespace(f"n{number}"), keys, 1, 1, -1)
+        traffic.asked(number, Namespace(f"n{number}"), keys, 1, -1)
     assert traffic.spaces(NAMESPACE) == []
     traffic.caller = stays
-    traffic.asked(0, NAMESPACE, keys, 1, 1, -1)
+    traffic.asked(0, NAMESPACE, keys, 1, -1)
     (space,) = traffic.spaces(NAMESPACE)
     assert [row.questions for row in space.askers.all()] == [1]
