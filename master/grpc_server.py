@@ -25,9 +25,8 @@ from kvstore.errors import (
     StartupError,
 )
 from kvstore.limits import FRAME_BYTES_MAX, REQUEST_BYTES_MAX
-from kvstore.master.callers import address_of, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
-from kvstore.master.gate import Gate
+from kvstore.master.gate import Gate, address_of, caller_of
 from kvstore.master.state.traffic import Caller
 from kvstore.master.turns import Turns
 from kvstore.network.addresses import join_address

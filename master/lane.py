@@ -26,9 +26,8 @@ from kvstore.errors import (
     without_frames,
 )
 from kvstore.limits import REQUEST_BYTES_MAX
-from kvstore.master.callers import LOCAL, caller_of
 from kvstore.master.carrier_base import Dispatcher, logger
-from kvstore.master.gate import Gate
+from kvstore.master.gate import LOCAL, Gate, caller_of
 from kvstore.master.state.traffic import Caller
 from kvstore.master.turns import Turns
 from kvstore.network.limiter import Limiter

@@ -39,9 +39,8 @@ from kvstore.errors import (
 )
 from kvstore.histograms import Histogram
 from kvstore.limits import check_cluster, check_protocol
-from kvstore.master.callers import token_for
 from kvstore.master.carriers import Endpoints
-from kvstore.master.gate import Gate
+from kvstore.master.gate import Gate, token_for
 from kvstore.master.reaching import AGAIN_S, Reach
 from kvstore.master.sealing import Sealing
 from kvstore.master.state.effects import Answer, Hangup, Later, Notice, Outrun, Send

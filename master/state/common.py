@@ -64,10 +64,7 @@ class Common:
         self.traffic = self.pool.traffic
         self.membership = Membership(
             epoch=epoch,
-            rules=rules.liveness,
-            beat_ms=rules.beat_ms,
-            lease_ms=rules.lease_ms,
-            unfenced_ms=rules.put_deadline_ms + rules.quarantine_ms,
+            rules=rules,
             new_policy=policy if self.pool.tenants is None else self._new_orders,
             cluster=cluster,
         )

@@ -47,8 +47,6 @@ class HostReports:
     """When it was last logged."""
     source: str
     """Identity and address of the last reporter; empty: it has no identity."""
-    unnoted: int = 0
-    """Reports since that one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,10 +110,9 @@ def used(node: JoinedNode, host: str, now_ms: int) -> None:
     users[host] = now_ms
 
 
-def reported(node: JoinedNode, host: str, now_ms: int, source: str = "") -> int | None:
+def reported(node: JoinedNode, host: str, now_ms: int, source: str = "") -> bool:
     """Called when a client on ``host`` cannot read or write on the node. ``source``: as in
-    ``HostReports``. Returns how many reports of that host were not logged since
-    the last logged one; None: do not log this one either."""
+    ``HostReports``. Returns whether to log this report."""
     reports = node.reports
     report = reports.pop(host, None)
     if report is None:
@@ -128,10 +125,9 @@ def reported(node: JoinedNode, host: str, now_ms: int, source: str = "") -> int 
     if (node.session is None and not source) or _agree(node, now_ms):
         node.reported_ms = now_ms
     if now_ms - report.noted_ms < NOTED_MS:
-        report.unnoted += 1
-        return None
-    unnoted, report.unnoted, report.noted_ms = report.unnoted, 0, now_ms
-    return unnoted
+        return False
+    report.noted_ms = now_ms
+    return True
 
 
 def stream_broken(node: JoinedNode) -> None:

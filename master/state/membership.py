@@ -30,8 +30,9 @@ from kvstore.errors import (
 from kvstore.limits import check_cluster, check_protocol
 from kvstore.master.state import liveness
 from kvstore.master.state.effects import Effect, Hangup, Notice
-from kvstore.master.state.liveness import JoinedNode, LivenessRules
+from kvstore.master.state.liveness import JoinedNode
 from kvstore.master.state.records import EvictionPolicy, MountedSegment
+from kvstore.master.state.rules import MasterRules
 from kvstore.memory.header import SUPERBLOCK_BYTES
 
 NODES_MAX = 4_096
@@ -48,12 +49,9 @@ class Membership:
         self,
         *,
         epoch: int,
-        rules: LivenessRules,
-        beat_ms: int,
-        lease_ms: int,
-        unfenced_ms: int,
+        rules: MasterRules,
         new_policy: Callable[[], EvictionPolicy],
-        cluster: str = "",
+        cluster: str,
     ) -> None:
         self.nodes: dict[str, JoinedNode] = {}
         self.segments: dict[str, list[MountedSegment]] = {}
@@ -70,9 +68,6 @@ class Membership:
         self._epoch = epoch
         self._cluster = cluster
         self._rules = rules
-        self._beat_ms = beat_ms
-        self._lease_ms = lease_ms
-        self._unfenced_ms = unfenced_ms
         self._new_policy = new_policy
         self._next_segment_id = 0
         self._gone: dict[bytes, int] = {}
@@ -83,7 +78,7 @@ class Membership:
         """The time and the result of the last ``alive_segments``, until something changes."""
 
     def state_of(self, node: JoinedNode, now_ms: int) -> str:
-        return liveness.state_of(node, now_ms, self._rules)
+        return liveness.state_of(node, now_ms, self._rules.liveness)
 
     def of(self, session: int) -> JoinedNode | None:
         return self._by_session.get(session)
@@ -241,12 +236,13 @@ class Membership:
         self._next_segment_id += 1
         allocated_until_ms = gone.get(offer.uuid)
         if allocated_until_ms is None:
-            usable_at_ms = now_ms if offer.fresh else now_ms + self._lease_ms
+            usable_at_ms = now_ms if offer.fresh else now_ms + self._rules.lease_ms
             allocated_until_ms = 0
         elif offer.fresh:  # its node did not hear that it was mounted, so nothing is fenced off
-            usable_at_ms = now_ms + max(self._lease_ms, self._unfenced_ms)
+            unfenced_ms = self._rules.put_deadline_ms + self._rules.quarantine_ms
+            usable_at_ms = now_ms + max(self._rules.lease_ms, unfenced_ms)
         else:
-            usable_at_ms = max(now_ms + self._lease_ms, allocated_until_ms)
+            usable_at_ms = max(now_ms + self._rules.lease_ms, allocated_until_ms)
         segment = MountedSegment(
             self._next_segment_id, node, offer, self._new_policy(), usable_at_ms
         )
@@ -262,13 +258,11 @@ class Membership:
     ) -> None:
         """Called when a client cannot read or write on the node. ``source``: as in
         ``liveness.reported``."""
-        unnoted = liveness.reported(node, report.host, now_ms, source)
+        is_news = liveness.reported(node, report.host, now_ms, source)
         self._alive = None
-        if unnoted is not None:
-            self._notice(
-                "node_reported", node, by_client=report.client,
-                state=self.state_of(node, now_ms), reports_before=unnoted, reason=report.reason,
-            )  # fmt: skip
+        if is_news:
+            state, client = self.state_of(node, now_ms), report.client
+            self._notice("node_reported", node, by_client=client, state=state, reason=report.reason)
 
     def stream_broken(self, session: int) -> None:
         node = self._by_session.pop(session, None)
@@ -355,8 +349,8 @@ class Membership:
         ids = {segment.offer.uuid: segment.segment_id for segment in self.segments[node.name]}
         return MasterAccepted(
             epoch=self._epoch,
-            beat_ms=self._beat_ms,
-            dead_ms=self._rules.dead_ms,
+            beat_ms=self._rules.beat_ms,
+            dead_ms=self._rules.liveness.dead_ms,
             segment_ids=[ids[offer.uuid] for offer in join.segments],
             cluster=self._cluster,
         )

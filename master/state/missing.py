@@ -152,8 +152,9 @@ class Missing:
 
     def clear(self, namespace: str) -> None:
         """Called when all objects of a namespace were removed; "": of all namespaces."""
-        for name in [namespace] if namespace else list(self._named):
-            named = self._named.pop(Namespace(name), {})
+        names = [Namespace(namespace)] if namespace else list(self._named)
+        for name in names:
+            named = self._named.pop(name, {})
             self._names -= len(named)
             for entry in named.values():
                 entry.gone.missing -= 1

@@ -24,8 +24,8 @@ from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import FRAME_BYTES_MAX, Key, Namespace
-from kvstore.master.callers import token_for
 from kvstore.master.carriers import Carriers, Endpoints
+from kvstore.master.gate import token_for
 from kvstore.master.lane import LaneSettings
 from kvstore.master.spin import new_event_loop
 from kvstore.master.state import traffic

@@ -16,8 +16,7 @@ from kvstore.auth.identity import Identity, identity
 from kvstore.config import MasterConfig
 from kvstore.errors import PermissionDeniedError
 from kvstore.limits import REFUSED_HOLDERS_MAX, Key, Namespace
-from kvstore.master.callers import caller_of, token_for
-from kvstore.master.gate import Gate, number_of
+from kvstore.master.gate import Gate, caller_of, number_of, token_for
 from kvstore.master.sealing import MASTER
 from kvstore.master.service import MasterService
 from kvstore.master.state.master_state import MasterState
