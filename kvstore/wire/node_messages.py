@@ -5,11 +5,10 @@ As ``kvstore.wire.messages``: decoders raise typed errors for whatever a strange
 
 from __future__ import annotations
 
-from typing import Any, Final, cast
+from typing import Any, Final, cast, get_args
 
 from google.protobuf.message import DecodeError, Message
 
-from kvstore import calls
 from kvstore.calls import MasterMessage, NodeMessage
 from kvstore.errors import InvalidArgumentError, ProtocolError, UsageError
 from kvstore.v1 import node_pb2
@@ -20,17 +19,10 @@ NODE_SERVICE = node_pb2.DESCRIPTOR.services_by_name["NodeService"].full_name
 SESSION_PATH = f"/{NODE_SERVICE}/Session"
 
 OF_NODE: Final[dict[type, str]] = {
-    calls.NodeJoin: "join",
-    calls.NodeBeat: "beat",
-    calls.NodeWiped: "wiped",
-    calls.NodeLeave: "leave",
-    calls.NodeClaims: "claims",
+    kind: kind.__name__.removeprefix("Node").lower() for kind in get_args(NodeMessage)
 }
 OF_MASTER: Final[dict[type, str]] = {
-    calls.MasterAccepted: "accepted",
-    calls.MasterBeat: "beat",
-    calls.MasterWipe: "wipe",
-    calls.MasterClaimed: "claimed",
+    kind: kind.__name__.removeprefix("Master").lower() for kind in get_args(MasterMessage)
 }
 """The field of ``MasterMessage`` for each class; ``OF_NODE`` has those of ``NodeMessage``."""
 

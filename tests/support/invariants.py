@@ -18,13 +18,12 @@ from kvstore.master.state import (
     jobs,
     leases,
     missing,
-    order,
     repairing,
 )
 from kvstore.master.state.allocator import Allocator
 from kvstore.master.state.asking import Asking
 from kvstore.master.state.ends import NO_END_MS, Ends
-from kvstore.master.state.eviction import LRU, order_of
+from kvstore.master.state.eviction import LRU, TicketOrder, order_of
 from kvstore.master.state.forest import Forest
 from kvstore.master.state.granting import Granting
 from kvstore.master.state.inventory import Ranges
@@ -33,7 +32,6 @@ from kvstore.master.state.leases import ReaderLeases
 from kvstore.master.state.master_state import MasterState
 from kvstore.master.state.membership import Membership
 from kvstore.master.state.missing import Missing
-from kvstore.master.state.order import TicketOrder
 from kvstore.master.state.orders import TenantOrders
 from kvstore.master.state.pins import Pins, bytes_held
 from kvstore.master.state.pool import Pool
@@ -134,7 +132,7 @@ def _(it: TicketOrder) -> None:
     assert len(tickets) == it._count
     assert tickets == sorted(set(tickets))
     assert it._lasts == [run[-1].ticket for run in it._runs]
-    assert all(0 < len(run) <= order.RUN_MAX for run in it._runs)
+    assert all(0 < len(run) <= eviction.RUN_MAX for run in it._runs)
 
 
 @check_invariants.register

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from kvstore.limits import Key, Namespace
-from kvstore.master.state.order import RUN_MAX, TicketOrder
+from kvstore.master.state.eviction import RUN_MAX, TicketOrder
 from kvstore.master.state.records import ObjectRecord
 from tests.support.invariants import check_invariants
 
