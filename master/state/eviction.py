@@ -113,9 +113,6 @@ class LRU:
     def records_after(self, ticket: int) -> Iterator[ObjectRecord]:
         return chain(self._order.after(ticket), self._parked.after(ticket))
 
-    def numbers(self) -> list[int]:
-        return [0]
-
     def _put_back(self, record: ObjectRecord, now_ms: int) -> None:
         """Moves the record to the place that its last use or its lease gives it now."""
         if record.lease_until_ms > now_ms:

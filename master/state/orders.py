@@ -69,9 +69,6 @@ class TenantOrders:
                 ends.append(end_ms)
         return min(ends, default=None)
 
-    def numbers(self) -> list[int]:
-        return list(self.orders)
-
     def __len__(self) -> int:
         return sum([len(order) for order in self.orders.values()])
 

@@ -36,7 +36,7 @@ class Tenant:
         self.refused = 0
         """Puts and pins that were refused because of a quota."""
         self.retired = False
-        """Whether the rules name it no more; it stays until its namespaces have moved."""
+        """Whether the rules name it no more."""
         self.ceiling = 0
         self.name = rule.name
         self.namespaces: Sequence[str] = ()

@@ -193,8 +193,7 @@ class Tenants(PutCounts):
         """
         wanted = {rule.name: rule for rule in rules if rule.name}
         new = [rule for name, rule in wanted.items() if name not in self._by_name]
-        free = [tenant for tenant in self._free() if tenant.name not in wanted]
-        if len(free) + ORDERS_MAX - len(self._numbered) < len(new):
+        if len(self._numbered) + len(new) > ORDERS_MAX:
             raise InvalidArgumentError(
                 "too many tenants have come and gone since this master leads",
                 advice="Keep the names of tenants, or restart the master.",
@@ -205,33 +204,11 @@ class Tenants(PutCounts):
             elif name:
                 tenant.retire()
         for rule in new:
-            if free:
-                gone = free.pop()
-                del self._by_name[gone.name]
-                self._numbered[gone.number] = tenant = Tenant(gone.number, rule)
-            else:
-                tenant = Tenant(len(self._numbered), rule)
-                self._numbered.append(tenant)
-            self._by_name[rule.name] = tenant
+            tenant = self._by_name[rule.name] = Tenant(len(self._numbered), rule)
+            self._numbered.append(tenant)
         self._matcher = matcher
         self.guaranteed = sum([tenant.guaranteed for tenant in self._by_name.values()])
         self._to_move = self._tables.values()
-
-    def _free(self) -> list[Tenant]:
-        """Those that are retired and hold nothing, whose numbers others may have; none while tables
-        move."""
-        if self._to_move:
-            return []
-        used = {
-            number for segment in self._segments.values() for number in segment.candidates.numbers()
-        }
-        return [
-            tenant
-            for tenant in self._by_name.values()
-            if tenant.retired
-            and not (tenant.size or tenant.objects or tenant.pending or tenant.waiting)
-            and tenant.number not in used
-        ]
 
     @property
     def moving(self) -> bool:

@@ -407,8 +407,6 @@ def _(
                 name, length = owner.name, extent_bytes(residue.size)
                 size[name] = size.get(name, 0) + length
     for tenant in it._numbered:
-        if it._by_name.get(tenant.name) is not tenant:
-            continue
         assert tenant.size == size.pop(tenant.name, 0), f"bytes of {tenant}"
         assert tenant.size == sum(tenant.bytes_on.values())
         assert tenant.bytes_on.keys() <= it._segments.keys()
