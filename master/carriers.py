@@ -6,7 +6,7 @@ import secrets
 from typing import NamedTuple
 
 from kvstore.errors import StartupError
-from kvstore.master.carrier_base import CallStats, Dispatcher, Service
+from kvstore.master.carrier_base import Dispatcher, Service
 from kvstore.master.gate import Gate
 from kvstore.master.grpc_server import (
     CALLS_MAX,
@@ -15,7 +15,7 @@ from kvstore.master.grpc_server import (
     cannot_bind,
     startup_error,
 )
-from kvstore.master.lane import LaneServer, LaneSettings, LaneStats
+from kvstore.master.lane import LaneServer, LaneSettings
 from kvstore.master.turns import Turns
 from kvstore.network.addresses import join_address
 
@@ -108,17 +108,6 @@ class Carriers:
         """Cuts the lane at once and gRPC's calls after ``grace_s``. Idempotent."""
         await self.lane.stop()
         await self.grpc.stop(grace_s)
-
-    def lane_connections(self) -> int:
-        """Number of open lane connections."""
-        return len(self.lane.connections)
-
-    def call_stats(self) -> dict[str, CallStats]:
-        """Statistics by the call's name."""
-        return self.dispatcher.stats
-
-    def lane_stats(self) -> LaneStats:
-        return self.lane.stats
 
     def shares_refused(self) -> dict[str, dict[str, int]]:
         """By door, how often each identity was refused a place of it."""

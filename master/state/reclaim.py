@@ -135,10 +135,6 @@ class Reclaim:
         self._ordered: deque[tuple[int, int]] = deque()
         """Times at which ``unanswered`` was called, and the last order at each."""
 
-    def last_order(self) -> int:
-        """The number of the last order that was made; 0: there was none."""
-        return self.last_order
-
     @property
     def names_orders(self) -> bool:
         """Whether there are unfinished orders that concern objects."""
