@@ -441,7 +441,7 @@ class _Serving:
             "files_refused": refused_files(),
             "counters": {
                 "connections_refused": carriers.lane.stats.refused,
-                **self._refusals(),
+                "refused": 0 if self.gate is None else self.gate.refused,
                 "connections_stalled": carriers.lane.stats.stalled,
                 **({} if self._election is None else self._election.counters()),
                 **({} if self.feed is None else self.feed.counters()),
@@ -449,13 +449,10 @@ class _Serving:
             },
         }
 
-    def _refusals(self) -> dict[str, int]:
-        """Connections and calls that authentication has refused."""
-        return {"refused": 0 if self.gate is None else self.gate.refused}
-
     def _counters(self) -> dict[str, int]:
         elections = {} if self._election is None else self._election.counters()
-        own = {"grpc_connections": self._grpc_connections, **self._refusals()}
+        refused = 0 if self.gate is None else self.gate.refused
+        own = {"grpc_connections": self._grpc_connections, "refused": refused}
         return {**self.carriers.counters(), **own, **elections, **logs.counters()}
 
 

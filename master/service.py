@@ -348,8 +348,10 @@ class MasterService:
         self._next_session += 1
         session = self._next_session
         outbox: Outbox = asyncio.Queue(OUTBOX_MAX)
+        encrypts = any(offer.encrypts for offer in first.segments)
+        certified = who.certified if who is not None and encrypts else ""
         with self._transition() as state:
-            accepted = state.nodes.joined(self._clock(), session, first, _certified(first, who))
+            accepted = state.nodes.joined(self._clock(), session, first, certified)
             self._outboxes[session] = outbox
             outbox.put_nowait(accepted)
         reader = start_task(
@@ -505,12 +507,6 @@ class MasterService:
                 return
             self._settle()
             self._took(started)
-
-
-def _certified(join: calls.NodeJoin, who: Identity | None) -> str:
-    """``SegmentInfo.certified`` for a node that joins with this identity."""
-    encrypts = any(offer.encrypts for offer in join.segments)
-    return who.certified if who is not None and encrypts else ""
 
 
 def _shown(value: str | int) -> str | int:

@@ -189,5 +189,3 @@ class Returning:
         # The previous master may have leased the object until then.
         record.keep_until(inventory.segment.usable_at_ms)
         return record
-
-    # --- checking -----------------------------------------------------------------------------
