@@ -9,7 +9,6 @@ from kvstore.errors import StartupError
 from kvstore.master.carrier_base import Dispatcher, Service
 from kvstore.master.gate import Gate
 from kvstore.master.grpc_server import (
-    CALLS_MAX,
     CONNECTIONS_MAX,
     GrpcServer,
     cannot_bind,
@@ -47,7 +46,6 @@ class Carriers:
         service: Service,
         *,
         lane_settings: LaneSettings | None = None,
-        calls_max: int = CALLS_MAX,
         grpc_connections_max: int = CONNECTIONS_MAX,
         gate: Gate | None = None,
     ) -> None:
@@ -57,32 +55,28 @@ class Carriers:
         turns = None if gate is None else Turns()
         self.lane = LaneServer(self.dispatcher, token, lane_settings, gate, turns)
         self.grpc = GrpcServer(
-            self.dispatcher, token, calls_max=calls_max, connections_max=grpc_connections_max,
-            gate=gate, turns=turns,
+            self.dispatcher, token, connections_max=grpc_connections_max, gate=gate, turns=turns
         )  # fmt: skip
 
-    async def bind(
-        self, host: str, port: int, lane_port: int = 0, *, lane: bool = True, unix: bool = True
-    ) -> Endpoints:
-        """Takes ``host:port`` and, where ``lane``, ``host:lane_port`` and a Unix socket.
+    async def bind(self, host: str, port: int, lane_port: int) -> Endpoints:
+        """Takes ``host:port``, ``host:lane_port`` and a Unix socket.
 
         Port 0 takes any. An empty host is every interface.
 
         Raises:
             AddressInUseError, StartupError: nothing is bound then.
         """
-        if lane:
-            try:
-                await self.lane.bind(host, lane_port, unix=unix)
-            except OSError as error:
-                await self.lane.stop()
-                # Another master has both ports. The one that was asked for is named then.
-                if port and (asked := cannot_bind(host, port)) is not None:
-                    raise asked from error
-                raise startup_error(
-                    join_address(host or "::", lane_port), lane_port, error,
-                    "the lane", "--port, which the lane's follows, or --lane-port",
-                ) from error  # fmt: skip
+        try:
+            await self.lane.bind(host, lane_port)
+        except OSError as error:
+            await self.lane.stop()
+            # Another master has both ports. The one that was asked for is named then.
+            if port and (asked := cannot_bind(host, port)) is not None:
+                raise asked from error
+            raise startup_error(
+                join_address(host or "::", lane_port), lane_port, error,
+                "the lane", "--port, which the lane's follows, or --lane-port",
+            ) from error  # fmt: skip
         try:
             await self.grpc.bind(host, port)
         except StartupError:

@@ -175,14 +175,12 @@ class Copying:
         """Called when nodes came or went: from ``ready_ms`` on, replicas may be missing, or there
         may be room for them."""
         self._targets = NEVER_MS, []
-        if self._repairs.enabled and self._pool.has_replicas:
+        if self._pool.has_replicas:
             self._repairs.changed(max(now_ms + NODES_CHANGED_MS, ready_ms))
 
     def note_stored(self, record: ObjectRecord) -> None:
         """Called when ``record`` was stored, perhaps on fewer nodes than were asked for. Does
         nothing if it is on all nodes: the coming of another one begins a pass."""
-        if not self._repairs.enabled:
-            return
         lacks = repairing.missing(record)
         if lacks and repairing.wanted(record) - lacks < len(self._common.membership.nodes):
             self._repairs.note(record)

@@ -67,8 +67,7 @@ class RepairRules:
     bytes_max: int = 256 << 20
     """Payload bytes that are copied at the same time; a larger object is copied alone."""
     bytes_per_s: int = 256 << 20
-    """Bytes that are copied per second, in the whole cluster: a quarter of a 10 Gbit/s network; 0:
-    nothing is repaired."""
+    """Bytes that are copied per second, in the whole cluster: a quarter of a 10 Gbit/s network."""
     pause_max_ms: int = 60_000
     """The longest pause between two passes while no copy is finished."""
 
@@ -120,7 +119,6 @@ class Repairs:
     def __init__(self, rules: RepairRules, lease_ms: int, started_ms: int) -> None:
         self.rules = rules
         self.after_ms = max(rules.after_ms, lease_ms)
-        self.enabled = rules.bytes_per_s > 0
         self.due_ms: int | None = None
         """When the next pass is due; None: not before something changes."""
         self.scanning = False
@@ -298,8 +296,7 @@ class Repairs:
             self._allowance += passed_ms * rules.bytes_per_s // 1000
             self._allowance = min(self._allowance, rules.bytes_max)
         return (
-            self.enabled
-            and self._allowance > 0
+            self._allowance > 0
             and self.copies < rules.copies_max
             and (not self.copies or self.copied_bytes + size <= rules.bytes_max)
         )

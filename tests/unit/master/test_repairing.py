@@ -201,16 +201,6 @@ def test_bytes_per_second(new_cluster: NewCluster) -> None:
     assert repair(cluster)
 
 
-def test_switched_off(new_cluster: NewCluster) -> None:
-    cluster = new_cluster(a=20, rules=rules(bytes_per_s=0))
-    cluster.put("a", replicas=2)
-    cluster.join("b", 20)
-    cluster.after(AFTER_MS)
-    assert not is_asked(cluster, "a")
-    assert ask(cluster, "a").keys == []
-    assert short(cluster) == 1
-
-
 def test_nothing_is_evicted_and_a_16th_stays_free(new_cluster: NewCluster) -> None:
     cluster = new_cluster(a=40)
     cluster.put([f"k{index:02}" for index in range(20)], chain=False, replicas=2)
