@@ -417,10 +417,11 @@ def test_other_rules_hold_at_once_and_namespaces_move(new_cluster: NewCluster) -
 def test_a_tenant_that_is_gone_gives_its_namespaces_back(new_cluster: NewCluster) -> None:
     cluster = new_cluster(tenants=[rule("a", guaranteed=6)], one=6)
     cluster.put("abc", namespace=A)
-    for number in range(3 * TENANTS_MAX // 4, 6 * TENANTS_MAX):  # names come and go
-        if number % 97 == 0:
-            cluster.state.set_tenants([rule(f"t{number + each}") for each in range(TENANTS_MAX)])
-            cluster.work()
+    for first in range(0, 3 * TENANTS_MAX, 97):  # names come and go
+        cluster.state.set_tenants([rule(f"t{first + each}") for each in range(TENANTS_MAX)])
+        cluster.work()
+    with pytest.raises(InvalidArgumentError, match="come and gone"):
+        cluster.state.set_tenants([rule(f"u{each}") for each in range(TENANTS_MAX)])
     cluster.state.set_tenants([])
     cluster.work()
     assert [each.name for each in cluster.status().tenants] == [""]
