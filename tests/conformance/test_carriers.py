@@ -497,7 +497,7 @@ def test_frames_that_are_not_complete_make_room(monkeypatch: pytest.MonkeyPatch)
             assert raw.next() is not None
             raw.sock.sendall(largest[:-1])
             arriving = min(count + 1, 2)
-            until(lambda: server.run(lambda: len(server.carriers._lane.arriving)) == arriving)  # noqa: B023
+            until(lambda: server.run(lambda: len(server.carriers.lane.arriving)) == arriving)  # noqa: B023
         assert refused(server) == 3
         raws[-1].sock.sendall(largest[-1:])
         answer = raws[-1].next()
