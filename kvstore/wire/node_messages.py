@@ -53,7 +53,7 @@ def decode_master_message(data: bytes) -> MasterMessage:
 
 
 def _encoded(envelope: Message, fields: dict[type, str], message: Any) -> bytes:
-    kind = type(message)
+    kind: type = type(message)
     field = getattr(envelope, fields[kind])
     field.SetInParent()
     codec(kind, field.DESCRIPTOR).fill(field, message)
