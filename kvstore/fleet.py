@@ -3,7 +3,7 @@
 A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``, or in that of a
 tenant, ``TENANT/vllm-fleet``: JSON that says which engine serves which models, in which namespaces
 its blocks are, and what its fingerprint was made of. ``kvstore.connectors.engine.fleet`` puts
-records; ``kvstore why`` and the dashboard read them. Pure.
+records; ``kvstore why``, the dashboard and the proxy read them. Pure, but for ``read_records``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from math import gcd, lcm
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvstore.calls import ObjectRow
 from kvstore.limits import FLEET_NAMESPACE, Key, Namespace, is_fleet, of_tenant, tenant_of
+
+if TYPE_CHECKING:
+    from kvstore.client.sync import Client
 
 FORMAT: Final = 1
 """Version of fleet records; the proxy reads only this one."""
@@ -79,8 +82,9 @@ _GROUP: Final = re.compile(r"(?:[^/]+/)?vllm/[^/]*/g([0-9]+)/")
 
 _GUESSES: Final = re.compile(r"(?:[^/]+/)?vllm/[^/]*/g[0-9]+/[^/]*\.draft-[0-9a-f]+\Z")
 
-_DEFAULTS: Final[Mapping[str, Any]] = {"engine": "vllm", "block_size": 0, "format": FORMAT}
-_PARTIAL: Final = {**_DEFAULTS, "fingerprint": "", "description": {}}
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "engine": "vllm", "fingerprint": "", "description": {}, "block_size": 0, "format": FORMAT,
+}  # fmt: skip
 
 
 def are_guesses(namespace: str) -> bool:
@@ -208,9 +212,27 @@ def fleets_of(tenant: str, namespaces: Iterable[str]) -> list[Namespace]:
     return [Namespace(name) for name in found[:FLEETS_MAX]] or [FLEET_NAMESPACE]
 
 
-def worth_reading(
-    rows: Iterable[ObjectRow], record_bytes_max: int = RECORD_BYTES_MAX, *, fleets: int = 1
-) -> list[list[Key]]:
+def read_records(client: Client, spaces: Collection[Namespace]) -> list[Record]:
+    """Up to ``RECORDS_MAX`` records in these namespaces. Blocks.
+
+    Raises:
+        KVStoreError: the store did not answer.
+    """
+    found: list[Record] = []
+    share = -(-RECORDS_MAX // len(spaces))
+    for space in spaces:
+        here: list[Record] = []
+        for keys in worth_reading(client.list_objects(namespace=space), fleets=len(spaces)):
+            values = client.get_many(keys, namespace=space, kind="bytes")
+            texts = [value for value in values if isinstance(value, bytes)]
+            here += filter(None, (parse(text, tenant=tenant_of(space)) for text in texts))
+            if len(here) >= share:
+                break
+        found += here[:share]
+    return found[:RECORDS_MAX]
+
+
+def worth_reading(rows: Iterable[ObjectRow], *, fleets: int = 1) -> list[list[Key]]:
     """Which objects of the fleet's namespace to get, at most ``AT_ONCE`` in a batch, the likely
     ones first. A reader goes on until it has as many records as it wants: other objects do not
     count, so that junk does not hide an engine.
@@ -222,7 +244,7 @@ def worth_reading(
     likely: list[ObjectRow] = []
     others: list[ObjectRow] = []
     for row in islice(rows, ROWS_MAX // fleets):
-        if RECORD_BYTES_MIN <= row.size <= record_bytes_max and row.state == "complete":
+        if RECORD_BYTES_MIN <= row.size <= RECORD_BYTES_MAX and row.state == "complete":
             (likely if _KEY.search(row.key) else others).append(row)
     keys: list[Key] = []
     left = LOOKED_AT_BYTES_MAX // fleets
@@ -234,16 +256,15 @@ def worth_reading(
     return [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
 
 
-def parse(data: bytes, *, tenant: str = "", partial: bool = False) -> Record | None:
+def parse(data: bytes, *, tenant: str = "") -> Record | None:
     """The record in ``data``; None: the bytes are not a record.
 
     Args:
         tenant: whose fleet's the record is. A record that names namespaces of another tenant is
             none.
-        partial: whether a record may lack its fingerprint and description, for readers of names.
     """
     try:
-        value = {**(_PARTIAL if partial else _DEFAULTS), **json.loads(data)}
+        value = {**_DEFAULTS, **json.loads(data)}
         record = Record(
             engine=value["engine"],
             models=tuple(value["models"]),

@@ -25,8 +25,8 @@ from kvstore.diagnosis.why import (
     select,
 )
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.fleet import RECORDS_MAX, Record, fleets_of, parse, worth_reading
-from kvstore.limits import Namespace, tenant_of
+from kvstore.fleet import Record, fleets_of, read_records
+from kvstore.limits import tenant_of
 from kvstore.texts import shown_text
 
 if TYPE_CHECKING:
@@ -197,27 +197,11 @@ def _silent(report: TrafficReport, status: ClusterStatus) -> list[NamespaceTraff
 
 def _records(client: Client, status: ClusterStatus, notes: list[str]) -> list[Record]:
     spaces = fleets_of(client.config.tenant, (row.name for row in status.namespaces))
-    found: list[Record] = []
     try:
-        for space in spaces:
-            found += _records_in(client, space, len(spaces))
+        return read_records(client, spaces)
     except KVStoreError as error:
         notes.append(shown_text(f"the records of engines could not be read: {error.message}", 200))
         return []
-    return found
-
-
-def _records_in(client: Client, space: Namespace, fleets: int) -> list[Record]:
-    """The records in one of so many namespaces."""
-    found: list[Record] = []
-    share, tenant = -(-RECORDS_MAX // fleets), tenant_of(space)
-    for keys in worth_reading(client.list_objects(namespace=space), fleets=fleets):
-        values = client.get_many(keys, namespace=space, kind="bytes")
-        parsed = [parse(value, tenant=tenant) for value in values if isinstance(value, bytes)]
-        found += [record for record in parsed if record is not None]
-        if len(found) >= share:
-            break
-    return found[:share]
 
 
 def _look_closer(

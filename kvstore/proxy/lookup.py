@@ -17,13 +17,12 @@ from kvstore.breaker import Breaker
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.fleet import RECORDS_MAX, Record
+from kvstore.fleet import RECORDS_MAX, Record, read_records
 from kvstore.limits import FLEET_NAMESPACE, of_tenant
 from kvstore.process.background import start_task
 from kvstore.proxy import records
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.records import Held
-from kvstore.web.dashboard.fleet import read_in
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -132,7 +131,7 @@ class StoreLookup:
             await asyncio.sleep(REFRESH_S)
 
     async def _read(self) -> None:
-        read = await read_in(self._client, self._fleet, RECORDS_MAX)
+        read = await self._client._carry_out(read_records, [self._fleet])
         found = [each for each in read if records.is_usable(each)]
         if len(found) != len(self._records):
             log.info("fleet_read records=%d unusable=%d", len(found), len(read) - len(found))

@@ -92,7 +92,7 @@ def test_the_proxy_understands_what_engines_leave() -> None:
     board = Board()
     announce(board)
     ((key, data),) = board.objects.items()
-    record = fleet.parse(data, partial=True)
+    record = fleet.parse(data)
     assert record is not None
     assert record.fingerprint == key.rpartition(b"/")[2].decode()
 
@@ -194,7 +194,7 @@ def test_a_record_with_a_wrong_field_is_none(wrong: dict[str, object]) -> None:
     right = {"models": ["m"], "fingerprint": "a", "namespaces": [], "description": {}}
     assert fleet.parse(json.dumps(right).encode()) is not None
     data = json.dumps({**right, **wrong}).encode()
-    assert fleet.parse(data) is fleet.parse(data, partial=True) is None
+    assert fleet.parse(data) is None
 
 
 ENGINE: dict[str, Any] = {

@@ -14,14 +14,13 @@ from kvstore.calls import ClusterStatus
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.fleet import Record
+from kvstore.fleet import Record, fleets_of, read_records
 from kvstore.metrics import exposition
 from kvstore.network.limiter import Limiter
 from kvstore.process import logs
 from kvstore.process.background import start_task
 from kvstore.process.watched_files import refused_files
 from kvstore.web.channel import ChildEnd
-from kvstore.web.dashboard.fleet import RECORDS_MAX, read_records
 from kvstore.web.server.serving import Readiness
 
 log = logging.getLogger("kvstore.web")
@@ -219,9 +218,11 @@ class ParentMaster:
             names = (await self.client.status(timeout_ms=SEGMENTS_MS)).nodes_by_segment()
         return names
 
-    async def _read_fleet(self, records_max: int = RECORDS_MAX) -> list[Record]:
+    async def _read_fleet(self) -> list[Record]:
         try:
-            return await read_records(self.client, records_max)
+            status = await self.client.status()
+            spaces = fleets_of("", (row.name for row in status.namespaces))
+            return await self.client._carry_out(read_records, spaces)
         except KVStoreError as error:
             log.warning("fleet_unknown reason=%s", error)
             return []

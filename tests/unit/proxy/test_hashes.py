@@ -102,7 +102,7 @@ def record(**more: Any) -> dict[str, Any]:
 
 
 def parsed(**more: Any) -> Record | None:
-    found = parse(json.dumps(record(**more)).encode(), partial=True)
+    found = parse(json.dumps(record(**more)).encode())
     return found if found is not None and is_usable(found) else None
 
 
