@@ -17,8 +17,7 @@ may belong to a later release that was rolled back: a warning names it and the n
 spelling, once per process; with ``KVSTORE_STRICT_CONFIG`` it is refused, too. The description of a
 field is its comment and its ``--help`` text.
 
-``master``, ``node``, ``client``, ``connector`` and ``proxy`` hold the settings of one kind each,
-``http`` those of HTTP that masters and nodes have, ``values`` the types that they are made of,
+``servers`` and ``clients`` hold the settings, ``values`` the types that they are made of,
 ``reading`` the way from the sources to a value.
 
 This package imports pydantic, not pydantic-settings: what the latter adds (reading the variables
@@ -37,12 +36,7 @@ from kvstore.config.base import (
     Setting,
     settings,
 )
-from kvstore.config.client import ClientConfig
-from kvstore.config.connector import ConnectorConfig
-from kvstore.config.http import HttpConfig
-from kvstore.config.master import MasterConfig
-from kvstore.config.node import NodeConfig
-from kvstore.config.proxy import ProxyConfig
+from kvstore.config.clients import ClientConfig, ConnectorConfig, ProxyConfig
 from kvstore.config.reading import (
     KINDS,
     http_token_given,
@@ -50,6 +44,7 @@ from kvstore.config.reading import (
     read_token,
     unknown_settings,
 )
+from kvstore.config.servers import HttpConfig, MasterConfig, NodeConfig
 from kvstore.config.values import (
     DATA_PORTS,
     DEFAULT_PORT,

@@ -127,7 +127,7 @@ def config_error(kind: type[Config], error: ValidationError) -> ConfigError:
     advice = ""
     match first["type"]:
         case "extra_forbidden":
-            return unknown_setting(key, "", [each.key for each in settings(kind)])
+            return unknown_setting(key, "", [*kind.model_fields])
         case "value_error" if isinstance(context["error"], RefusedValueError):
             refused = context["error"]
             key, what, advice = refused.key or key, str(refused), refused.advice

@@ -22,11 +22,8 @@ from kvstore.config.base import (
     unknown_setting,
     variables_of,
 )
-from kvstore.config.client import ClientConfig
-from kvstore.config.connector import ConnectorConfig
-from kvstore.config.master import MasterConfig
-from kvstore.config.node import NodeConfig
-from kvstore.config.proxy import ProxyConfig
+from kvstore.config.clients import ClientConfig, ConnectorConfig, ProxyConfig
+from kvstore.config.servers import MasterConfig, NodeConfig
 from kvstore.config.values import RefusedValueError, check_token
 from kvstore.errors import ConfigError
 from kvstore.process.watched_files import read_file

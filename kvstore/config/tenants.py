@@ -10,19 +10,36 @@ puts = 0.5             # share of the puts under way, and of those that wait; 1.
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Mapping
-from typing import Final
+
+from pydantic import Field, field_validator
 
 from kvstore.auth.identity import PATTERNS_MAX, check_pattern
-from kvstore.config.values import parse_size
+from kvstore.config.base import Config
+from kvstore.config.values import Limit
 from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.process.watched_files import read_file
 from kvstore.tenants import UNBOUNDED, TenantMatcher, TenantRule
 
-FIELDS: Final = ("namespaces", "guaranteed", "at_most", "pinned", "puts")
 
-NAME_CHARACTERS_MAX: Final = 64
+class _Tenant(Config):
+    """One table."""
+
+    section = "tenants"
+
+    namespaces: tuple[str, ...] = Field(min_length=1, max_length=PATTERNS_MAX)
+    guaranteed: Limit = Field(default=0, lt=UNBOUNDED)
+    at_most: Limit = Field(default=UNBOUNDED, lt=UNBOUNDED)
+    pinned: Limit = Field(default=UNBOUNDED, lt=UNBOUNDED)
+    puts: float = Field(default=1.0, gt=0, le=1)
+
+    @field_validator("namespaces")
+    @classmethod
+    def _patterns(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in given:
+            check_pattern(pattern)
+        return given
 
 
 def load_tenants(path: str) -> list[TenantRule]:
@@ -35,80 +52,32 @@ def load_tenants(path: str) -> list[TenantRule]:
 
 def parse_tenants(text: bytes, path: str) -> list[TenantRule]:
     """As ``load_tenants``, of the text of the file."""
+    of = ""
     try:
-        given = tomllib.loads(text.decode())
+        rules: list[TenantRule] = []
+        for name, fields in tomllib.loads(text.decode()).items():
+            of = f" {name[:64]!r}:"
+            rules.append(_rule(name, fields))
+        of = ""
+        TenantMatcher(rules)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"tenants {path} is no TOML: {error}", key="tenants") from None
-    rules: list[TenantRule] = []
-    name = ""
-    try:
-        for name, fields in given.items():  # the error names it
-            rules.append(_rule(name, fields))
-        name = ""
-        TenantMatcher(rules)
-    except InvalidArgumentError as error:
-        of = f" {name[:NAME_CHARACTERS_MAX]!r}:" if name else ""
-        raise ConfigError(
-            f"tenants {path}:{of} {error.message}",
-            advice=error.advice or f"A tenant has {', '.join(FIELDS)}.",
-            key="tenants",
-        ) from None
+    except (ConfigError, InvalidArgumentError) as error:
+        what = f"tenants {path}:{of} {error.message}"
+        raise ConfigError(what, advice=error.advice, key="tenants") from None
     return rules
 
 
 def _rule(name: str, fields: object) -> TenantRule:
     if not isinstance(fields, dict):
         raise InvalidArgumentError("it is no table", advice="A tenant begins with a line [NAME].")
-    if not name or len(name) > NAME_CHARACTERS_MAX or not name.isprintable() or " " in name:
+    if not re.fullmatch(r"\S{1,64}", name) or not name.isprintable():
         raise InvalidArgumentError("it is no name of 1 to 64 printable characters without spaces")
-    unknown = sorted(fields.keys() - set(FIELDS))
-    if unknown:
-        raise InvalidArgumentError(f"unknown field {unknown[0]!r}")
-    guaranteed = _size(fields, "guaranteed", 0)
-    at_most = _size(fields, "at_most", UNBOUNDED)
-    if guaranteed > at_most:
-        raise InvalidArgumentError(f"guaranteed ({guaranteed}) is above at_most ({at_most})")
-    return TenantRule(
-        name,
-        namespaces=_patterns(fields),
-        guaranteed=guaranteed,
-        # A bound of 0 is one of 1 byte, which nothing fits into: the status says 0 for no bound.
-        at_most=max(1, at_most),
-        pinned=max(1, _size(fields, "pinned", UNBOUNDED)),
-        puts=_share(fields),
-    )
-
-
-def _patterns(fields: Mapping[str, object]) -> tuple[str, ...]:
-    given = fields.get("namespaces")
-    if not isinstance(given, list) or not given:
-        raise InvalidArgumentError("it has no namespaces", advice='namespaces = ["acme/*"]')
-    if len(given) > PATTERNS_MAX:
-        raise InvalidArgumentError(f"it has more than {PATTERNS_MAX} patterns of namespaces")
-    for pattern in given:
-        if not isinstance(pattern, str):
-            raise InvalidArgumentError(f"{pattern!r} is no pattern of names")
-        check_pattern(pattern)
-    return tuple(dict.fromkeys(given))
-
-
-def _size(fields: Mapping[str, object], field: str, default: int) -> int:
-    given = fields.get(field)
-    if given is None:
-        return default
-    if not isinstance(given, int | str) or isinstance(given, bool):
-        raise InvalidArgumentError(f"{field}: {given!r} is no size")
-    try:
-        size = parse_size(given)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{field}: {error.message}", advice=error.advice) from None
-    if size >= UNBOUNDED:
-        raise InvalidArgumentError(f"{field}: {given!r} is more than any pool has")
-    return size
-
-
-def _share(fields: Mapping[str, object]) -> float:
-    given = fields.get("puts", 1.0)
-    if not isinstance(given, int | float) or isinstance(given, bool) or not 0 < given <= 1:
-        raise InvalidArgumentError(f"puts: {given!r} is no share", advice="Above 0, up to 1.0.")
-    return float(given)
+    given = _Tenant(**fields)
+    if given.guaranteed > given.at_most:
+        raise InvalidArgumentError(
+            f"guaranteed ({given.guaranteed}) is above at_most ({given.at_most})"
+        )
+    # A bound of 0 is one of 1 byte, which nothing fits into: the status says 0 for no bound.
+    at_most, pinned = max(1, given.at_most), max(1, given.pinned)
+    return TenantRule(name, given.namespaces, given.guaranteed, at_most, pinned, given.puts)

@@ -116,9 +116,7 @@ def _refusing(check: Callable[[ValueT], ResultT]) -> Callable[[ValueT], ResultT]
 
 @_refusing
 def _size(value: object) -> object:
-    if isinstance(value, int | str) and not isinstance(value, bool):
-        return parse_size(value)
-    return value
+    return parse_size(value) if isinstance(value, int | str) else value
 
 
 def _number(value: object) -> object:
@@ -332,16 +330,6 @@ Affinity = Annotated[Literal["none", "prefix"], BeforeValidator(_lower)]
 HeaderName = Annotated[str, As("HEADER"), AfterValidator(_header)]
 _Token = Annotated[str, AfterValidator(lambda value: check_token(value) if value else value)]
 AdminToken = Annotated[_Token, As("TOKEN", is_secret=True)]
-HttpCert = Annotated[
-    File,
-    Field(
-        description="Serve HTTPS instead of HTTP, with the certificate chain in this file (PEM). "
-        "Replaced files are used from the next connection on."
-    ),
-]
-HttpKey = Annotated[
-    File, Field(description="File with the key of --http-cert (PEM, no passphrase).")
-]
 AuthFile = Annotated[
     File,
     Field(
@@ -358,16 +346,6 @@ Unauthenticated = Annotated[
         "may read and write the memory that is registered with it."
     ),
 ]
-
-
-def check_https(cert: str, key: str) -> None:
-    """Raises RefusedValueError: one of both files is given without the other."""
-    if bool(cert) != bool(key):
-        raise RefusedValueError(
-            "is missing",
-            "Give --http-cert and --http-key, or none of both.",
-            key="http_key" if cert else "http_cert",
-        )
 
 
 DataEncryption = Annotated[
@@ -424,23 +402,5 @@ MetadataServer = Annotated[
     Field(
         description="Where engines find each other: P2PHANDSHAKE needs no server; or "
         "etcd://HOST:PORT, http://HOST:PORT/metadata. Equal on all ends."
-    ),
-]
-MoversProtocol = Annotated[
-    EngineProtocol,
-    Field(
-        description="Move bytes by Mooncake's transfer engine (pip install "
-        "mooncake-transfer-engine-non-cuda) "
-        "where the node has it, too, over this protocol; empty: without it."
-    ),
-]
-DeviceKernel = Annotated[
-    Limit,
-    Field(
-        ge=0,
-        le=1 << 20,
-        description="Where the pages of a GPU's cache have at most so many bytes, a kernel "
-        "(Triton) copies them instead of the GPU's copy engines. It takes some of the units that "
-        "an engine computes on. 0: never.",
     ),
 ]
