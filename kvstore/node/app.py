@@ -132,9 +132,7 @@ def run(
                 stack.callback(listener.close)
                 at = join_address(config.host, listener.getsockname()[1])
                 log.info("http_served address=%s://%s", secured.scheme, at)
-            access = Access(
-                None, token=secured.token, reads=secured.reads, identities=secured.identities()
-            )
+            access = secured.access(None)
             starting = Starting(config.memory)
             with starting_served(starting, listener, access, secured):
                 segment = _mount(config, kind, starting)

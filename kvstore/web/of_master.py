@@ -86,10 +86,7 @@ async def serve(served: Served) -> None:
     try:
         if events is not None and served.events_at:
             publisher = _publisher(served, events, master)
-        access = Access(
-            Hosts([*served.names, MASTER_NAME]), token=secured.token, reads=secured.reads,
-            identities=secured.identities(),
-        )  # fmt: skip
+        access = secured.access(Hosts([*served.names, MASTER_NAME]))
         routes = _routes(access, master, dashboard, events, nodes)
         async with serving(
             served.listener, answers, routes, access=access, secured=secured, requests=requests

@@ -66,15 +66,6 @@ OF_MASTER: Final = Advice(
 )
 
 
-def token_of(config: HttpConfig) -> str:
-    """The token of this port; empty: there is none. Reads the token's file if one is configured.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no token. The error does not show it.
-    """
-    return read_token(config.http_token_file) if config.http_token_file else ""
-
-
 class Secured(NamedTuple):
     """How a port is protected."""
 
@@ -102,11 +93,10 @@ class Secured(NamedTuple):
         shown = Certificate(self.cert, self.key)
         return renewing(lambda: shown.value, _loaded)
 
-    def identities(self) -> Identities | None:
+    def access(self, hosts: Hosts | None) -> Access:
         """Raises ConfigError."""
-        if not self.auth:
-            return None
-        return Identities(Revoked(self.revoked))
+        revoked = Revoked(self.revoked) if self.auth else None
+        return Access(hosts, token=self.token, reads=self.reads, revoked=revoked)
 
 
 NOT_SECURED: Final = Secured()
@@ -126,12 +116,13 @@ def secured_by(config: HttpConfig) -> Secured:
     Raises:
         ConfigError: a file cannot be read, or is of no use.
     """
+    token = read_token(config.http_token_file) if config.http_token_file else ""
     secured = Secured(
-        token_of(config), config.http_reads, config.http_cert, config.http_key,
-        config.auth, config.auth_revoked,
+        token, config.http_reads, config.http_cert, config.http_key, config.auth,
+        config.auth_revoked,
     )  # fmt: skip
     secured.tls()
-    secured.identities()
+    secured.access(None)
     return secured
 
 
@@ -172,24 +163,6 @@ HTTP_TOKEN: Final = identity("http-token", [ADMIN])
 """Who shows the token of a port, where there are identities."""
 
 
-class Identities:
-    """Who sends a request, on a port with authentication: the certificate of its connection says
-    it. Use it in one event loop."""
-
-    def __init__(self, revoked: Revoked) -> None:
-        self._revoked = revoked
-
-    def of(self, request: web.Request) -> Identity | None:
-        """None: it has shown no identity, or one that is revoked."""
-        transport = request.transport
-        shown = None if transport is None else transport.get_extra_info("peercert")
-        try:
-            who = identity_of(alternative_names(shown))
-        except InvalidArgumentError:
-            return None
-        return None if self._revoked.has(who) else who
-
-
 class Access:
     """The rules of one port. Use it in one event loop at a time.
 
@@ -205,7 +178,7 @@ class Access:
         token: str = "",
         reads: str = "all",
         advice: Advice = OF_MASTER,
-        identities: Identities | None = None,
+        revoked: Revoked | None = None,
     ) -> None:
         """
         Args:
@@ -214,9 +187,9 @@ class Access:
             token: the token of this port; empty: there is none.
             reads: who may read: ``all``, or those who have the ``token``.
             advice: advice for those who are refused.
-            identities: who sends a request; None: without authentication.
+            revoked: the revoked identities; None: without authentication.
         """
-        self._identities = identities
+        self._revoked = revoked
         self._hosts = hosts
         self._token = token.encode()
         self._reads_need_token = reads == "token"
@@ -224,7 +197,7 @@ class Access:
 
     def name_of(self, request: web.Request) -> str:
         """The name of the identity that sends the request; empty: it has none."""
-        who = None if self._identities is None else self._who(request)
+        who = None if self._revoked is None else self._who(request)
         return "" if who is None else who.name
 
     def named(self, handler: Handler) -> Handler:
@@ -263,7 +236,7 @@ class Access:
         return guarded
 
     def _acting(self, handler: Handler) -> Handler:
-        if self._identities is None:
+        if self._revoked is None:
             return handler
 
         async def acting(request: web.Request) -> web.StreamResponse:
@@ -283,10 +256,21 @@ class Access:
         """Who sends the request; None: it has shown neither an identity nor the token."""
         if self._has_token(request):
             return HTTP_TOKEN
-        return None if self._identities is None else self._identities.of(request)
+        return None if self._revoked is None else self._certified(request, self._revoked)
+
+    def _certified(self, request: web.Request, revoked: Revoked) -> Identity | None:
+        """Whose certificate the connection of the request has shown; None: none, or a revoked
+        one."""
+        transport = request.transport
+        shown = None if transport is None else transport.get_extra_info("peercert")
+        try:
+            who = identity_of(alternative_names(shown))
+        except InvalidArgumentError:
+            return None
+        return None if revoked.has(who) else who
 
     def _blind(self, request: web.Request) -> web.Response | None:
-        if self._identities is None:
+        if self._revoked is None:
             return None
         who = self._who(request)
         if who is None:  # revoked since it was checked
@@ -303,14 +287,14 @@ class Access:
         return _refusal(421, f"This name is not known here. Use an address, {self._advice.names}\n")
 
     def _unread(self, request: web.Request) -> web.Response | None:
-        if self._identities is not None:
+        if self._revoked is not None:
             return None if self._who(request) is not None else _unauthorized(UNKNOWN)
         if not self._reads_need_token or self._has_token(request):
             return None
         return _unauthorized()
 
     def _untrusted(self, request: web.Request) -> web.Response | None:
-        if self._identities is not None:
+        if self._revoked is not None:
             return self._unread(request)
         if self._token:
             return None if self._has_token(request) else _unauthorized()

@@ -14,9 +14,10 @@ from multidict import CIMultiDict
 
 from kvstore.auth.acting import acting
 from kvstore.auth.identity import Identity
+from kvstore.auth.revoked import Revoked
 from kvstore.config import read_token
 from kvstore.errors import ConfigError
-from kvstore.web.server.access import HTTP_TOKEN, Access, Hosts, Identities
+from kvstore.web.server.access import HTTP_TOKEN, Access, Hosts
 
 TOKEN = "0123456789abcdef-secret"
 HERE = ("127.0.0.1", 40_000)
@@ -157,12 +158,11 @@ def test_a_request_whose_identity_is_revoked_meanwhile_is_refused(
 ) -> None:
     """It must never be answered with the rights of the process itself."""
 
-    class Revoking(Identities):
-        def __init__(self) -> None:
-            self._left = asked_before
+    class Revoking(Access):
+        _left = asked_before
 
-        def of(self, request: web.Request) -> Identity | None:
-            del request
+        def _certified(self, request: web.Request, revoked: Revoked) -> Identity | None:
+            del request, revoked
             self._left -= 1
             return HTTP_TOKEN if self._left >= 0 else None
 
@@ -172,7 +172,7 @@ def test_a_request_whose_identity_is_revoked_meanwhile_is_refused(
         acted.append(acting())
         return web.Response(status=204)
 
-    access = Access(None, identities=Revoking())
+    access = Revoking(None, revoked=Revoked(""))
     found = asyncio.run(getattr(access, way)(handler)(request_of(ELSEWHERE)))
     assert (found.status == 401) == (not acted)
     assert asked_before == 2 or found.status == 401

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from kvstore.web.server import serving
-from kvstore.web.server.access import Access, Secured
+from kvstore.web.server.access import Secured
 from kvstore.web.server.doors import BUFFER_BYTES
 from kvstore.web.server.serving import Route, read_body
 from tests.support.identities import ENGINE, MASTER, NODE, authority, credentials
@@ -134,7 +134,7 @@ def test_one_identity_has_half_of_the_requests(tmp_path: Path) -> None:
     secured = Secured(auth=credentials(tmp_path, signer, MASTER).path)
     mine, theirs = (credentials(tmp_path, signer, who).client() for who in (ENGINE, NODE))
     requests = serving.request_limiter()
-    access = Access(None, identities=secured.identities())
+    access = secured.access(None)
 
     async def test(port: Port) -> None:
         held = [asyncio.create_task(port.ask("/never", tls=mine)) for _ in range(6)]
