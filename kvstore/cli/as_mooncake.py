@@ -35,7 +35,6 @@ Exit codes: those of the command; 2 if it cannot be started.
 @click.command(
     "as-mooncake",
     cls=Command,
-    before=(),
     context_settings={**CONTEXT, "ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog=EXAMPLE,
     help="Run a command whose mooncake.store is this store.",

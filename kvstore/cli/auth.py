@@ -13,7 +13,6 @@ from typing import Final
 import click
 
 from kvstore.auth.identity import ALL, ROLES
-from kvstore.cli.invocation import outer_of
 from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, Group, debug_option, json_option
 from kvstore.cli.show import print_json
 from kvstore.errors import UsageError
@@ -44,7 +43,6 @@ many_option: Final = functools.partial(click.option, multiple=True, metavar="PAT
 
 @click.group(
     cls=Group,
-    before=(),
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Write the files by which processes prove their identity, and revoke them.",
@@ -162,12 +160,11 @@ Exit codes: 0 the file can be used, 1 something is wrong with it, 2 it is no suc
 @click.argument("file", type=click.Path())
 @json_option
 @debug_option
-@click.pass_context
-def show(context: click.Context, /, file: str, as_json: bool) -> int:
+def show(file: str, as_json: bool | None) -> int:
     from kvstore.auth.certificates import inspect
 
     found = inspect(file)
-    if as_json or outer_of(context)["as_json"]:
+    if as_json:
         print_json(found)
         return FAILED if found["problems"] else 0
     problems = found.pop("problems")

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from kvstore.cli.invocation import CONNECTION, client_config, given_flags, outer_of
+from kvstore.cli.invocation import CONNECTION, client_config
 from kvstore.cli.options import (
     CONTEXT,
     Command,
     agreed,
     config_options,
     debug_option,
+    given_anywhere,
     json_option,
 )
 from kvstore.config import TRANSPORTS, ClientConfig, load, parse_size
@@ -49,7 +50,6 @@ Examples:
 
 @click.command(
     cls=Command,
-    before=("master", *USED),
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Measure this machine.",
@@ -66,16 +66,14 @@ Examples:
 @click.option(
     "--master",
     metavar="HOST:PORT",
+    callback=given_anywhere,
     help="Measure this running store instead: writes to its free memory, at most --memory of it.",
 )
 @click.option("--yes", "-y", is_flag=True, help="Do not ask before a running store is used.")
 @config_options(ClientConfig, only=USED, common=USED, helps=CONNECTION)
 @json_option
 @debug_option
-@click.pass_context
 def bench(
-    context: click.Context,
-    /,
     config_path: str | None,
     transport: str,
     seconds: float,
@@ -83,16 +81,12 @@ def bench(
     memory: str,
     master: str | None,
     yes: bool,
-    as_json: bool,
+    as_json: bool | None,
     **given: Any,
 ) -> None:
     # Here, as further below: a shell that completes this command would wait for numpy and rich.
     from kvstore.bench.rows import choose, rows_of_host
 
-    outer = outer_of(context)
-    as_json = as_json or outer["as_json"]
-    flags = given_flags(outer, {"master": master, **given})
-    master = flags.get("master") or None
     pool = parse_size(memory)
     if pool < POOL_BYTES_MIN:
         raise InvalidArgumentError(
@@ -114,12 +108,12 @@ def bench(
             "metadata_server": config.metadata_server,
         }  # fmt: skip
         node_flags = [f"--{name.replace('_', '-')}={options[name]}" for name in ENGINE_SETTINGS]
-    if master is not None:
-        path = outer["config_path"] if config_path is None else config_path
-        config = client_config(flags | {"memory": 0}, path)
-        pool = _room_in_use(config, pool, yes=yes, as_json=as_json)
+    if master:
+        config = client_config({**given, "master": master, "memory": 0}, config_path)
+        pool = _room_in_use(config, pool, yes=yes, as_json=bool(as_json))
         master, options = config.master, options | {"auth": config.auth, "pool_bytes": pool}
-    _show(rows, Target(master, options, node_flags), seconds, pool, as_json=as_json)
+    target = Target(master or None, options, node_flags)
+    _show(rows, target, seconds, pool, as_json=bool(as_json))
 
 
 class Target(NamedTuple):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvstore.cli.invocation import given_flags, outer_of
 from kvstore.cli.options import (
     CONTEXT,
     FAILED,
@@ -14,6 +13,7 @@ from kvstore.cli.options import (
     Command,
     agreed,
     debug_option,
+    given_anywhere,
     json_option,
 )
 from kvstore.cli.show import print_json
@@ -42,30 +42,19 @@ memory.
 
 @click.command(
     cls=Command,
-    before=("cluster",),
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Remove memory that dead nodes left on this host.",
 )
 @click.argument("names", nargs=-1, metavar="[NODE]...")
-@click.option("--cluster", metavar="NAME", help="Only memory of this cluster.")
+@click.option(
+    "--cluster", metavar="NAME", callback=given_anywhere, help="Only memory of this cluster."
+)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @json_option
 @debug_option
-@click.pass_context
-def clean(
-    context: click.Context,
-    /,
-    names: tuple[str, ...],
-    cluster: str | None,
-    yes: bool,
-    as_json: bool,
-) -> int:
+def clean(names: tuple[str, ...], cluster: str | None, yes: bool, as_json: bool | None) -> int:
     from kvstore.memory.entries import left_overs, remove_left
-
-    outer = outer_of(context)
-    as_json = as_json or outer["as_json"]
-    cluster = given_flags(outer, {"cluster": cluster}).get("cluster")
 
     def is_meant(left: LeftOver) -> bool:
         if names and left.name not in names:

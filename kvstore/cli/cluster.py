@@ -111,22 +111,20 @@ def drain(
 
 @click.command(
     cls=Command,
-    before=(),
     context_settings=CONTEXT,
     epilog="\b\nExample:\n  kvstore version --json",
     help="Show the versions of this program and of what it runs on.",
 )
 @json_option
 @debug_option
-@click.pass_context
-def version(context: click.Context, as_json: bool) -> None:
+def version(as_json: bool | None) -> None:
     versions = {
         "kvstore": __version__,
         "protocol": PROTOCOL_VERSION,
         "python": platform.python_version(),
     }
     notices = installation_notices()
-    if as_json or context.obj["as_json"]:
+    if as_json:
         print_json({**versions, "notices": notices})
         return
     for name, number in versions.items():

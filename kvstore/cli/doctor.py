@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvstore.cli.invocation import CONNECTION, client_config, given_flags, outer_of
+from kvstore.cli.invocation import CONNECTION, client_config
 from kvstore.cli.options import CONTEXT, FAILED, Command, config_options, debug_option, json_option
 from kvstore.cli.show import print_json
 from kvstore.cli.tables import console_of_names, table_of
@@ -37,7 +37,6 @@ IMPORTS_TIMEOUT_S = 60.0
 
 @click.command(
     cls=Command,
-    before=USED,
     context_settings=CONTEXT,
     epilog=EXAMPLE,
     help="Check this host, its programs and the connection to the cluster; say what to do.",
@@ -46,25 +45,15 @@ IMPORTS_TIMEOUT_S = 60.0
 @click.option("--memory", metavar="SIZE", help="Size of a planned node; default: configured.")
 @json_option
 @debug_option
-@click.pass_context
-def doctor(
-    context: click.Context,
-    /,
-    config_path: str | None,
-    memory: str | None,
-    as_json: bool,
-    **given: Any,
-) -> int:
-    outer = outer_of(context)
-    config_path = outer["config_path"] if config_path is None else config_path
-    client = client_config(given_flags(outer, given), config_path)
+def doctor(config_path: str | None, memory: str | None, as_json: bool | None, **given: Any) -> int:
+    client = client_config(given, config_path)
     master = load(MasterConfig, config_path=config_path)
     node = load(NodeConfig, {"memory": memory}, config_path=config_path, origin="{flag}")
     checks = list(_checks(client, master, node, config_path))
     logging.getLogger("kvstore").setLevel(logging.ERROR)  # warnings would repeat the findings
     limit_s = max(3 * client.timeout_ms / 1000, IMPORTS_TIMEOUT_S)
     found = list(run_all(checks, limit_s + 1))
-    if as_json or outer["as_json"]:
+    if as_json:
         for finding in found:
             print_json(finding._asdict())
     else:

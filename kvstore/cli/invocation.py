@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import click
-
 from kvstore.cli.options import config_options, debug_option, json_option
 from kvstore.config import ClientConfig, load, settings
 from kvstore.limits import Namespace
@@ -66,17 +64,6 @@ class Invocation:
         return Namespace(self.config.namespace)
 
 
-def outer_of(context: click.Context) -> dict[str, Any]:
-    """What stood before the command: ``config_path``, ``as_json`` and ``flags``."""
-    return context.obj or {"config_path": None, "as_json": False, "flags": {}}
-
-
-def given_flags(outer: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags behind a command (``here``; None: not given), and those before it, which they
-    replace. ``outer``: as ``outer_of``."""
-    return {**outer["flags"], **{key: value for key, value in here.items() if value is not None}}
-
-
 def client_config(flags: Mapping[str, Any], config_path: str | None) -> ClientConfig:
     """The settings of a command with a client. Hides this process's memory if it has an identity.
 
@@ -102,14 +89,11 @@ def connects(*only: str, **helps: str) -> Callable[[Callable[..., Any]], Callabl
         keys = (*EVERYWHERE, *only, *helps)
 
         @functools.wraps(function)
-        def command(config_path: str | None, as_json: bool, **arguments: Any) -> Any:
-            outer = outer_of(click.get_current_context())
-            here = {key: arguments.pop(key) for key in keys}
-            flags = given_flags(outer, here)
-            path = outer["config_path"] if config_path is None else config_path
-            config = client_config(flags | {"memory": 0}, path)
+        def command(config_path: str | None, as_json: bool | None, **arguments: Any) -> Any:
+            flags = {key: arguments.pop(key) for key in keys}
+            config = client_config(flags | {"memory": 0}, config_path)
             given = frozenset(key for key, value in flags.items() if value is not None)
-            invocation = Invocation(config=config, given=given, as_json=as_json or outer["as_json"])
+            invocation = Invocation(config=config, given=given, as_json=bool(as_json))
             return function(invocation, **arguments)
 
         with_options = config_options(

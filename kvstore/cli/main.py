@@ -14,7 +14,6 @@ from kvstore.cli.objects import clear, get, ls, pin, put, rm, stat, unpin
 from kvstore.cli.options import (
     CONTEXT,
     SOURCES,
-    Command,
     Group,
     config_options,
     debug_option,
@@ -23,7 +22,7 @@ from kvstore.cli.options import (
     sentence,
     version_option,
 )
-from kvstore.config import ClientConfig, settings
+from kvstore.config import ClientConfig
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -52,9 +51,6 @@ With --json results are JSON on stdout, and an error is one line of JSON on stde
 # A client's memory that exists only while one command runs is of no use to the pool.
 SETTINGS_WITHOUT = ("memory",)
 
-SETTINGS: Final = frozenset(each.key for each in settings(ClientConfig))
-
-
 PROGRAMS: Final = {
     "kvstore-master": "Run the master, which knows all objects and where they are.",
     "kvstore-node": "Run a node, which adds memory of this host to the pool and serves it.",
@@ -66,7 +62,7 @@ SECTIONS: Final = {
     "Start a store": ("quickstart", *PROGRAMS, "as-mooncake"),
     "Objects": ("put", "get", "ls", "stat", "rm", "clear", "pin", "unpin", "prefixes"),
     "Look": ("status", "top", "why", "events", "doctor", "version", "bench"),
-    "Repair and set up": ("drain", "clean", "auth", "completion"),
+    "Repair and set up": ("drain", "clean", "auth"),
 }
 """The commands, as the help groups them."""
 
@@ -75,8 +71,6 @@ LATE: Final = {
     "auth": "Write the files by which processes prove their identity, and revoke them.",
     "bench": "Measure this machine.",
     "clean": "Remove memory that dead nodes left on this host.",
-    "completion": "Print the script by which a shell completes kvstore's commands, flags and "
-    "values.",
     "doctor": "Check this host, its programs and the connection to the cluster.",
     "why": "Say who writes and who asks, and why nothing is found.",
     "quickstart": "Run a whole store on this host, and show how vLLM, SGLang and Python use it.",
@@ -100,25 +94,6 @@ class Commands(Group):
         name = cmd_name.replace("-", "_")
         command: click.Command = getattr(importlib.import_module(f"kvstore.cli.{name}"), name)
         return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """
-        Raises:
-            click.UsageError: an option before the command has no effect on it.
-        """
-        name, command, rest = super().resolve_command(ctx, args)
-        if isinstance(command, Command) and command.before is not None:
-            for option in self.params:
-                is_given = ctx.params.get(option.name or "") is not None
-                if is_given and option.name in SETTINGS and option.name not in command.before:
-                    raise click.UsageError(
-                        f"kvstore {name} does not use {option.opts[0]}: leave it out, or see what "
-                        f"it takes (kvstore {name} --help).",
-                        ctx,
-                    )
-        return name, command, rest
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, names in SECTIONS.items():
@@ -152,8 +127,8 @@ class Commands(Group):
 @debug_option
 @version_option
 @click.pass_context
-def cli(context: click.Context, /, config_path: str | None, as_json: bool, **flags: object) -> None:
-    context.obj = {"config_path": config_path, "as_json": as_json, "flags": flags}
+def cli(context: click.Context, /, **options: object) -> None:
+    context.obj = options
 
 
 for each in (clear, drain, get, ls, pin, put, rm, stat, status, unpin, version):

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TextIO, TypeVar
 
 import click
@@ -54,13 +54,6 @@ class Common(click.Option):
 
 class Command(click.Command):
     """A command whose help has its own options before the common ones."""
-
-    def __init__(
-        self, *arguments: Any, before: Collection[str] | None = None, **attributes: Any
-    ) -> None:
-        """``before``: the settings that it takes from options before its name; None: all."""
-        super().__init__(*arguments, **attributes)
-        self.before = before
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         own: list[tuple[str, str]] = []
@@ -104,8 +97,9 @@ def config_options(
 ) -> Callable[[CommandT], CommandT]:
     """Adds an option for each setting of ``kind``, and ``--config``.
 
-    An option that is not given is ``None``: defaults come from the configuration and not from
-    click, because the environment and the file take precedence over them.
+    An option that is given neither behind the command nor before it is ``None``: defaults come
+    from the configuration and not from click, because the environment and the file take
+    precedence over them.
 
     Args:
         only: the settings; empty: all of them, but those ``without``.
@@ -130,7 +124,7 @@ def config_options(
                 metavar=setting.metavar or None,
                 default=None,
                 multiple=setting.many,
-                callback=_given if setting.many else None,
+                callback=given_anywhere,
                 shell_complete=_values_of(setting.metavar),
                 help=((helps or {}).get(setting.key) or setting.help) + note,
             )(command)
@@ -148,6 +142,7 @@ def config_options(
             "config_path",
             cls=Common,
             metavar="FILE",
+            callback=given_anywhere,
             shell_complete=_values_of("FILE"),
             help=f"TOML file to read; '' for none.  [{CONFIG_VARIABLE}]",
         )(command)
@@ -176,10 +171,10 @@ def _strict(_context: click.Context, _option: click.Parameter, wanted: bool) -> 
         os.environ[STRICT_VARIABLE] = "1"
 
 
-def _given(_context: click.Context, _option: click.Parameter, values: object) -> object:
-    """``None`` for an option that was not given; click passes an empty value for repeatable
-    ones."""
-    return values or None
+def given_anywhere(context: click.Context, option: click.Parameter, value: object) -> object:
+    """The value of an option behind a command, else that before it (``kvstore --json status``),
+    else ``None``; click passes an empty value for repeatable ones."""
+    return (context.obj or {}).get(option.name) if value in (None, ()) else value
 
 
 def version_option(command: CommandT) -> CommandT:
@@ -225,6 +220,8 @@ def json_option(command: CommandT) -> CommandT:
         "as_json",
         cls=Common,
         is_flag=True,
+        default=None,
+        callback=given_anywhere,
         help="Print JSON, including errors on stderr.",
     )(command)
 

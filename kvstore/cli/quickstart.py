@@ -45,7 +45,6 @@ outlives its terminal or has several hosts: kvstore-master --help, kvstore-node 
 
 @click.command(
     cls=Command,
-    before=(),
     context_settings=CONTEXT,
     epilog=f"{EXAMPLE}\n\n{SOURCES}",
     help="""Run a whole store on this host, and show how vLLM, SGLang and Python use it.

@@ -42,7 +42,6 @@ ROWS: Final = {
     "bench": Row(["--rows", "nothing", "--memory", "1MiB"], (2,)),
     "clean": Row(["nobody"], (3,)),
     "clear": Row(HERE, (2, 130)),
-    "completion": Row(["bash"], shows=("_KVSTORE_PROXY_COMPLETE",)),
     "doctor": Row(["--memory", "1MiB"], (0, 1), ("/dev/shm",)),
     "drain": Row(["nobody"], (2,)),
     "events": Row(["--http", "127.0.0.1:1"], (130,), ends=False),

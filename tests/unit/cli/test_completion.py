@@ -1,18 +1,15 @@
-"""``kvstore completion``, and what a shell gets at a TAB."""
+"""What a shell gets at a TAB."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from kvstore.cli.completion import SHELLS
 from kvstore.cli.main import LATE, cli
 from tests.support.processes import run_python
-from tests.unit.cli.conftest import KV
 
 SLOW = {
     *("aiohttp", "asyncio", "cryptography", "grpc", "http.client", "http.server", "numpy", "rich"),
@@ -27,16 +24,6 @@ NAMES = sorted({*LATE, *cli.commands})
 @pytest.fixture
 def store() -> None:
     """No command here needs one."""
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_the_shell_understands_its_script(kv: KV, shell: str) -> None:
-    program = shutil.which(shell)
-    if program is None:
-        pytest.skip(f"{shell} is not installed")
-    subprocess.run(
-        [program, "-n"], input=kv("completion", shell).out, text=True, check=True, timeout=30
-    )
 
 
 def completed(words: str, *, program: str = "kvstore") -> list[str]:

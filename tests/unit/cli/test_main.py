@@ -480,27 +480,6 @@ def test_asked_wrongly(kv: KV, arguments: list[str], says: str) -> None:
     assert json.loads(as_json.err)["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        (["doctor"], "--cluster"),
-        (["quickstart"], "--auth"),
-        (["version"], "--master"),
-        (["clean"], "--namespace"),
-        (["bench"], "--replicas"),
-        (["auth", "ls"], "--auth"),
-        (["completion", "bash"], "--timeout-ms"),
-        (["as-mooncake", "true"], "--master"),
-    ],
-)
-def test_an_option_before_a_command_that_does_not_use_it_is_refused(
-    kv: KV, command: list[str], option: str
-) -> None:
-    result = kv(option, "1", *command)
-    assert result.code == 2
-    assert f"kvstore {command[0]} does not use {option}" in result.err
-
-
 def test_clean_takes_the_cluster_before_it(kv: KV, monkeypatch: pytest.MonkeyPatch) -> None:
     left = [LeftOver(f"/dev/shm/kvstore.{each}", each, Owner(each), 1, 1) for each in "ab"]
     monkeypatch.setattr(entries, "left_overs", lambda: left)
