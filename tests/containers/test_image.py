@@ -126,7 +126,7 @@ def test_a_store_of_one_container_is_healthy_compiled_and_stops_cleanly(docker: 
 def test_a_store_with_authentication_is_healthy_on_another_port(
     docker: Docker, tmp_path: Path
 ) -> None:
-    """By its own settings, in a container whose environment names a web proxy."""
+    """As its environment says, which names a web proxy, too."""
     store = Path(Identities(tmp_path).file("master"))
     # The user of the container, 10001, reads it, and makes a file of its own of it.
     store.chmod(0o644)
@@ -137,7 +137,7 @@ def test_a_store_with_authentication_is_healthy_on_another_port(
     )
     options = [
         *READ_ONLY, "--tmpfs", "/tmp:mode=1777", "--volume", f"{tmp_path}:/given:ro",
-        "--env", "HTTPS_PROXY=http://127.0.0.1:9",
+        "--env", "HTTPS_PROXY=http://127.0.0.1:9", "--env", "HEALTH_AT=127.0.0.1:50777",
     ]  # fmt: skip
     master = docker.run("sh", "-c", script, options=options, image="kvstore")
     master.says("listening on")
