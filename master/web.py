@@ -120,4 +120,4 @@ async def _started(given: Mapping[str, socket.socket], environ: Mapping[str, str
 def _start(given: Mapping[str, socket.socket], environ: Mapping[str, str]) -> Child:
     flags = [text for name, each in given.items() for text in (f"--{name}", str(each.fileno()))]
     fds = [each.fileno() for each in given.values()]
-    return Child.start("kvstore.cli.web", *flags, environ=environ, pass_fds=fds)
+    return Child.start("kvstore.web.of_master", *flags, environ=environ, pass_fds=fds)

@@ -1,35 +1,41 @@
-"""The child that serves HTTP for a master: one event loop on a socket that the master has bound."""
+"""``python -m kvstore.web.of_master``: the child that serves HTTP for a master.
+
+It has one event loop, on a socket that the master has bound. It is not for users.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
+import json
+import os
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import click
+
 from kvstore.auth.credentials import MASTER_NAME
-from kvstore.process import background
+from kvstore.process import background, dumps, logs
 from kvstore.process.background import start_task
 from kvstore.process.children import ParentLink
+from kvstore.process.watched_files import watching
 from kvstore.web.api.chains import Prefixes
 from kvstore.web.api.drains import NodesAPI
 from kvstore.web.api.questions import Api
 from kvstore.web.api.reasons import Reasons
-from kvstore.web.channel import ChildEnd
+from kvstore.web.channel import SERVED, ChildEnd
 from kvstore.web.dashboard.master import ParentMaster
 from kvstore.web.dashboard.paths import Dashboard
 from kvstore.web.events.journal import Journal
 from kvstore.web.events.paths import EventsAPI, not_asked_for
-from kvstore.web.server.access import NOT_SECURED, Access, Hosts, Secured
+from kvstore.web.server.access import Access, Hosts, Secured
 from kvstore.web.server.endpoints import Document, endpoints_of
 from kvstore.web.server.serving import Answers, Route, request_limiter, serving
 
 if TYPE_CHECKING:
     from kvstore.web.events.publisher import Publisher
-
-log = logging.getLogger("kvstore.web")
 
 
 class Served(NamedTuple):
@@ -43,16 +49,16 @@ class Served(NamedTuple):
     master: str
     """The master's own ``host:port``."""
     cluster: str
-    has_events: bool = False
+    has_events: bool
     """Whether the master sends its events, as ``--events`` asked for."""
-    events_at: str = ""
+    events_at: str
     """Where to publish the events by ZeroMQ, too; see ``MasterConfig.events``. Empty: nowhere."""
-    names: Sequence[str] = ()
+    names: Sequence[str]
     """Names by which browsers may reach this port, beside addresses and ``localhost``."""
-    secured: Secured = NOT_SECURED
-    auth: str = ""
+    secured: Secured
+    auth: str
     """The file that proves the master's identity; empty: no authentication."""
-    demands_encryption: bool = False
+    demands_encryption: bool
     """Whether drains use only nodes that encrypt what they move over TCP."""
 
 
@@ -134,3 +140,27 @@ def _publisher(served: Served, events: EventsAPI, master: ParentMaster) -> Publi
 
     pool = served.cluster or "kvstore"
     return Publisher(served.events_at, pool, events.journal, events.streams, master.fleet)
+
+
+@click.command()
+@click.option("--parent-fd", type=int, required=True)
+@click.option("--listener", type=int, required=True, help="The bound socket.")
+@click.option("--channel", type=int, required=True, help="The socket to the parent.")
+@click.option("--config", expose_value=False)  # ``kvstore.process.children`` gives it each child
+@click.option("--log-level", required=True)
+@click.option("--log-format", required=True)
+def command(parent_fd: int, listener: int, channel: int, log_level: str, log_format: str) -> None:
+    logs.configure(log_level, log_format)
+    given = json.loads(os.environ.pop(SERVED))
+    if given["auth"]:
+        dumps.hide_memory()
+    given["secured"] = Secured(*given["secured"])
+    sockets = socket.socket(fileno=listener), socket.socket(fileno=channel)
+    with ParentLink(parent_fd) as parent, watching():
+        asyncio.run(serve(Served(*sockets, parent, os.getppid(), **given)))
+        sys.exit(0)
+    sys.exit(1)  # the parent was told why
+
+
+if __name__ == "__main__":
+    command()
