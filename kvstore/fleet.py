@@ -3,7 +3,7 @@
 A *fleet record* is one object per fingerprint in the namespace ``vllm-fleet``, or in that of a
 tenant, ``TENANT/vllm-fleet``: JSON that says which engine serves which models, in which namespaces
 its blocks are, and what its fingerprint was made of. ``kvstore.connectors.engine.fleet`` puts
-records; ``kvstore why``, the dashboard and the proxy read them. Pure, but for ``read_records``.
+records; ``kvstore why``, the dashboard and the proxy read them. Pure.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from math import gcd, lcm
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvstore.calls import ObjectRow
 from kvstore.limits import FLEET_NAMESPACE, Key, Namespace, is_fleet, of_tenant, tenant_of
-
-if TYPE_CHECKING:
-    from kvstore.client.sync import Client
 
 FORMAT: Final = 1
 """Version of fleet records; the proxy reads only this one."""
@@ -210,26 +207,6 @@ def fleets_of(tenant: str, namespaces: Iterable[str]) -> list[Namespace]:
         return [of_tenant(tenant, FLEET_NAMESPACE)]
     found = sorted(filter(is_fleet, namespaces), key=lambda name: (name != FLEET_NAMESPACE, name))
     return [Namespace(name) for name in found[:FLEETS_MAX]] or [FLEET_NAMESPACE]
-
-
-def read_records(client: Client, spaces: Collection[Namespace]) -> list[Record]:
-    """Up to ``RECORDS_MAX`` records in these namespaces. Blocks.
-
-    Raises:
-        KVStoreError: the store did not answer.
-    """
-    found: list[Record] = []
-    share = -(-RECORDS_MAX // len(spaces))
-    for space in spaces:
-        here: list[Record] = []
-        for keys in worth_reading(client.list_objects(namespace=space), fleets=len(spaces)):
-            values = client.get_many(keys, namespace=space, kind="bytes")
-            texts = [value for value in values if isinstance(value, bytes)]
-            here += filter(None, (parse(text, tenant=tenant_of(space)) for text in texts))
-            if len(here) >= share:
-                break
-        found += here[:share]
-    return found[:RECORDS_MAX]
 
 
 def worth_reading(rows: Iterable[ObjectRow], *, fleets: int = 1) -> list[list[Key]]:

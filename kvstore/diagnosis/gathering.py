@@ -5,7 +5,7 @@ the fleet records of engines, and a look at single objects.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvstore.calls import (
@@ -25,8 +25,8 @@ from kvstore.diagnosis.why import (
     select,
 )
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.fleet import Record, fleets_of, read_records
-from kvstore.limits import tenant_of
+from kvstore.fleet import RECORDS_MAX, Record, fleets_of, parse, worth_reading
+from kvstore.limits import Namespace, tenant_of
 from kvstore.texts import shown_text
 
 if TYPE_CHECKING:
@@ -202,6 +202,26 @@ def _records(client: Client, status: ClusterStatus, notes: list[str]) -> list[Re
     except KVStoreError as error:
         notes.append(shown_text(f"the records of engines could not be read: {error.message}", 200))
         return []
+
+
+def read_records(client: Client, spaces: Collection[Namespace]) -> list[Record]:
+    """Up to ``RECORDS_MAX`` records in these namespaces. Blocks.
+
+    Raises:
+        KVStoreError: the store did not answer.
+    """
+    found: list[Record] = []
+    share = -(-RECORDS_MAX // len(spaces))
+    for space in spaces:
+        here: list[Record] = []
+        for keys in worth_reading(client.list_objects(namespace=space), fleets=len(spaces)):
+            values = client.get_many(keys, namespace=space, kind="bytes")
+            texts = [value for value in values if isinstance(value, bytes)]
+            here += filter(None, (parse(text, tenant=tenant_of(space)) for text in texts))
+            if len(here) >= share:
+                break
+        found += here[:share]
+    return found[:RECORDS_MAX]
 
 
 def _look_closer(

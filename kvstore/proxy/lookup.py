@@ -16,8 +16,9 @@ from typing import Final
 from kvstore.breaker import Breaker
 from kvstore.client.aio import AsyncClient
 from kvstore.config import ClientConfig
+from kvstore.diagnosis.gathering import read_records
 from kvstore.errors import KVStoreError, PermissionDeniedError
-from kvstore.fleet import RECORDS_MAX, Record, read_records
+from kvstore.fleet import RECORDS_MAX, Record
 from kvstore.limits import FLEET_NAMESPACE, of_tenant
 from kvstore.process.background import start_task
 from kvstore.proxy import records

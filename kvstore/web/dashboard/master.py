@@ -13,8 +13,9 @@ from kvstore.auth.acting import acting_for, check_acting
 from kvstore.calls import ClusterStatus
 from kvstore.client.aio import AsyncClient
 from kvstore.client.sync import Client
+from kvstore.diagnosis.gathering import read_records
 from kvstore.errors import KVStoreError, UnavailableError
-from kvstore.fleet import Record, fleets_of, read_records
+from kvstore.fleet import Record, fleets_of
 from kvstore.metrics import exposition
 from kvstore.network.limiter import Limiter
 from kvstore.process import logs
