@@ -6,7 +6,7 @@ paired with each other. The first hop is only an optimization: if it fails, the 
 prompt itself.
 
 The modules that decide are pure and take the time as an argument: ``affinity`` and ``instances``
-(which engine gets a request), ``bodies`` (what each hop is sent), ``hashes`` and ``records`` (the
+(which engine gets a request), ``bodies`` (what each hop is sent), ``records`` (the
 store's keys of a prompt). The modules that do I/O call them: ``engine`` (HTTP to engines),
 ``lookup`` (the store), ``render`` (token ids), ``prefill`` and ``decode`` (the two hops),
 ``salts`` (whose cache a request uses), ``serving`` (one request), ``health``, ``admin``,

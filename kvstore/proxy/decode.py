@@ -13,12 +13,12 @@ import logging
 from collections.abc import Awaitable
 from typing import Final, NamedTuple
 
-from aiohttp import web
+from aiohttp import ClientResponse, web
 from multidict import CIMultiDict
 
 from kvstore.proxy import bodies, engine, health
 from kvstore.proxy.asked import REQUEST_ID, Asked, ProxyParts, error_response
-from kvstore.proxy.engine import EngineError, Streamed
+from kvstore.proxy.engine import EngineError
 from kvstore.proxy.instances import Turn
 from kvstore.proxy.metrics import clock_ms
 from kvstore.web.server.doors import RETRY_AFTER_S
@@ -104,14 +104,14 @@ async def _attempt(
             headers=asked.engine_headers(),
             data=sent,
             first_byte_timeout_s=FIRST_BYTE_TIMEOUT_S,
-        ) as answer:
+        ) as (answer, first):
             if answer.status >= 500:
-                return await _refused(asked, turn, answer, suspects)
+                return await _refused(asked, turn, answer, first, suspects)
             turn.succeeded()
             health.answered(turn.instance)
             for suspect in suspects:
                 suspect.failed(clock_ms())
-            return await _relay(parts, asked, request, turn, answer)
+            return await _relay(parts, asked, request, turn, answer, first)
     except EngineError as error:
         turn.failed(clock_ms())
         if error.is_unconnected:
@@ -130,7 +130,7 @@ async def _attempt(
 
 
 async def _refused(
-    asked: Asked, turn: Turn, answer: Streamed, suspects: list[Turn]
+    asked: Asked, turn: Turn, answer: ClientResponse, first: bytes, suspects: list[Turn]
 ) -> _FailedAttempt:
     """The outcome for an engine's own error, which is relayed if no other decoder succeeds."""
     log.warning(
@@ -141,9 +141,9 @@ async def _refused(
         suspects.append(turn)
     else:
         turn.failed(clock_ms())
-    content = bytearray(answer.first)
+    content = bytearray(first)
     try:
-        async for piece in answer.rest():
+        async for piece in engine.rest(turn.instance.address, answer):
             content += piece
             if len(content) > ERROR_BYTES_MAX:
                 break
@@ -157,36 +157,42 @@ async def _refused(
 
 
 async def _relay(
-    parts: ProxyParts, asked: Asked, request: web.Request, turn: Turn, answer: Streamed
-) -> web.StreamResponse:
+    parts: ProxyParts, asked: Asked, request: web.Request, turn: Turn, answer: ClientResponse,
+    first: bytes,
+) -> web.StreamResponse:  # fmt: skip
     """Relays the answer byte for byte, each piece when it arrives. Raises only CancelledError."""
     response = web.StreamResponse(status=answer.status, headers=_headers(asked, answer))
-    client = _Downstream(response, request, engine.IDLE_TIMEOUT_S)
-    last = answer.first
+    last = first
     try:
-        await client.prepare()
+        await _sent(response.prepare(request))
         asked.first_byte_ms = asked.since_ms
         parts.metrics.first_byte_seconds.labels(asked.route.name).observe(
             asked.first_byte_ms / 1000
         )
-        await client.write(last)
-        async for piece in answer.rest():
+        if first:
+            await _sent(response.write(first))
+        async for piece in engine.rest(turn.instance.address, answer):
             turn.instance.answered(clock_ms())
-            await client.write(piece)
+            await _sent(response.write(piece))
             last = piece
-        await client.end()
+        await _sent(response.write_eof())
     except EngineError as error:
         turn.failed(clock_ms())
         asked.broken = True
         parts.metrics.broken_streams.inc()
         log.warning("stream_broken id=%s reason=%s", asked.request_id, error)
-        if answer.is_events:
-            await client.tell(_broken_event(error, last))
-        else:
-            client.cut()
+        if answer.content_type != "text/event-stream":
+            _cut(request, response)
+            return response
+        response.force_close()
+        try:
+            await _sent(response.write(_broken_event(error, last)))
+            await _sent(response.write_eof())
+        except _ClientGoneError:
+            _cut(request, response)
     except _ClientGoneError as error:
         log.info("client_left id=%s reason=%s", asked.request_id, error)
-        client.cut()
+        _cut(request, response)
     return response
 
 
@@ -194,52 +200,25 @@ class _ClientGoneError(Exception):
     """The client does not read the rest of its answer."""
 
 
-class _Downstream:
-    """The connection to the client. A write that takes longer than ``idle_s``, or fails, raises
-    ``_ClientGoneError``."""
-
-    def __init__(self, response: web.StreamResponse, request: web.Request, idle_s: float) -> None:
-        self._response = response
-        self._request = request
-        self._idle_s = idle_s
-
-    async def prepare(self) -> None:
-        await self._within(self._response.prepare(self._request))
-
-    async def write(self, data: bytes) -> None:
-        if data:
-            await self._within(self._response.write(data))
-
-    async def end(self) -> None:
-        await self._within(self._response.write_eof())
-
-    async def tell(self, data: bytes) -> None:
-        """Sends ``data`` as the end of the answer, then closes the connection."""
-        self._response.force_close()
-        try:
-            await self.write(data)
-            await self.end()
-        except _ClientGoneError:
-            self.cut()
-
-    def cut(self) -> None:
-        """Closes the connection without a regular end, so that the client sees an incomplete
-        answer."""
-        self._response.force_close()
-        if self._request.transport is not None:
-            self._request.transport.abort()
-
-    async def _within(self, step: Awaitable[object]) -> None:
-        try:
-            async with asyncio.timeout(self._idle_s):
-                await step
-        except TimeoutError:
-            raise _ClientGoneError("the client does not read") from None
-        except OSError as error:
-            raise _ClientGoneError(f"{type(error).__name__} {error}") from None
+async def _sent(step: Awaitable[object]) -> None:
+    """Waits for a write to the client. Raises _ClientGoneError: it takes too long, or fails."""
+    try:
+        async with asyncio.timeout(engine.IDLE_TIMEOUT_S):
+            await step
+    except TimeoutError:
+        raise _ClientGoneError("the client does not read") from None
+    except OSError as error:
+        raise _ClientGoneError(f"{type(error).__name__} {error}") from None
 
 
-def _headers(asked: Asked, answer: Streamed) -> CIMultiDict[str]:
+def _cut(request: web.Request, response: web.StreamResponse) -> None:
+    """Closes the connection without a regular end, so that the client sees an incomplete answer."""
+    response.force_close()
+    if request.transport is not None:
+        request.transport.abort()
+
+
+def _headers(asked: Asked, answer: ClientResponse) -> CIMultiDict[str]:
     headers: CIMultiDict[str] = CIMultiDict()
     for key, value in answer.headers.items():
         if key.lower() not in _NOT_RELAYED:

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Final, Literal, NamedTuple
 
 import aiohttp
-from multidict import CIMultiDictProxy
 
 ANSWER_BYTES_MAX: Final = 64 << 20
 """Limit of an answer that is read as a whole: a rendered prompt of a million tokens is 8 MiB."""
@@ -76,37 +75,6 @@ class EngineAnswer(NamedTuple):
         return value
 
 
-class Streamed:
-    """An answer whose first bytes have arrived."""
-
-    def __init__(self, address: str, response: aiohttp.ClientResponse, first: bytes) -> None:
-        self._address = address
-        self._response = response
-        self.first: Final = first
-        """The first bytes; empty only if the whole answer is empty."""
-
-    @property
-    def status(self) -> int:
-        return self._response.status
-
-    @property
-    def headers(self) -> CIMultiDictProxy[str]:
-        return self._response.headers
-
-    @property
-    def is_events(self) -> bool:
-        return self._response.content_type == "text/event-stream"
-
-    async def rest(self) -> AsyncIterator[bytes]:
-        """The pieces after ``first``, each as soon as it arrives.
-
-        Raises:
-            EngineError: no piece within the idle time-out, or the connection broke.
-        """
-        while piece := await _piece(self._address, self._response):
-            yield piece
-
-
 class Engines:
     """Connections to all engines. Close it with ``close``."""
 
@@ -166,9 +134,10 @@ class Engines:
         first_byte_timeout_s: float,
         headers: Mapping[str, str],
         data: bytes,
-    ) -> AsyncIterator[Streamed]:
-        """Sends a request and waits for the first bytes of its answer. Leaving the block before the
-        end of the answer closes the connection, which tells the engine to stop.
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, bytes]]:
+        """Sends a request and waits for the first bytes of its answer, which are empty only if the
+        whole answer is; ``rest`` reads the others. Leaving the block before the end of the answer
+        closes the connection, which tells the engine to stop.
 
         Raises:
             EngineError: no byte arrived in time, or the connection failed.
@@ -187,16 +156,24 @@ class Engines:
                     response.close()
                     raise
         try:
-            yield Streamed(address, response, first)
+            yield response, first
         finally:
             response.close()  # no effect if the connection has been returned to the pool
 
 
-async def _piece(address: str, response: aiohttp.ClientResponse) -> bytes:
-    """The next piece of an answer; empty at its end."""
-    with _errors(address):
-        async with asyncio.timeout(IDLE_TIMEOUT_S):
-            return await response.content.readany()
+async def rest(address: str, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The pieces of an answer after its first bytes, each as soon as it arrives.
+
+    Raises:
+        EngineError: no piece within the idle time-out, or the connection broke.
+    """
+    while True:
+        with _errors(address):
+            async with asyncio.timeout(IDLE_TIMEOUT_S):
+                piece = await response.content.readany()
+        if not piece:
+            return
+        yield piece
 
 
 @contextmanager

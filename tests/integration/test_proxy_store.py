@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.limits import FLEET_NAMESPACE
-from kvstore.proxy.hashes import block_hashes
+from kvstore.proxy.records import block_hashes
 from tests.support.cluster import Cluster
 from tests.support.engines import World, play
 from tests.support.issuing import Identities

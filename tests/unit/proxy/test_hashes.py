@@ -9,8 +9,7 @@ import pytest
 
 from kvstore.fleet import Record, parse
 from kvstore.limits import BATCH_KEYS_MAX
-from kvstore.proxy.hashes import ALGORITHMS, block_hashes
-from kvstore.proxy.records import Held, is_usable, keys, serving
+from kvstore.proxy.records import ALGORITHMS, Held, block_hashes, is_usable, keys, serving
 
 TOKENS = [0, 1, 255, 256, 65535, 65536, 151643, 2**31 - 1, 7, 7, 7, 7, 128000, 3, 2, 1]
 
