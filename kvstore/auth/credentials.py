@@ -29,10 +29,10 @@ from typing import Final, NamedTuple
 
 import grpc
 
-from kvstore.auth.identity import MASTER, NODE
+from kvstore.auth.identity import MASTER, NODE, Identity, identity_of
 from kvstore.auth.validity import DAY_S, Validity, validity_of
 from kvstore.clocks import uptime
-from kvstore.errors import ConfigError
+from kvstore.errors import ConfigError, InvalidArgumentError
 from kvstore.network.tls import Certificate, load_chain, renewing
 from kvstore.process.watched_files import WatchedFile, read_file
 
@@ -217,6 +217,14 @@ def alternative_names(certificate: object) -> list[str]:
     """The URIs of a peer's certificate, as ``ssl`` describes it (``getpeercert``)."""
     names = certificate.get("subjectAltName", ()) if isinstance(certificate, dict) else ()
     return [value for kind, value in names if kind == "URI"]
+
+
+def shown_identity(certificate: object) -> Identity | None:
+    """The identity that such a certificate names; None: it names none, or several."""
+    try:
+        return identity_of(alternative_names(certificate))
+    except InvalidArgumentError:
+        return None
 
 
 def _loaded(

@@ -11,10 +11,8 @@ from __future__ import annotations
 import socket
 from typing import Final
 
-from kvstore.auth.credentials import NODE_NAME, Credentials, alternative_names
-from kvstore.auth.identity import identity_of
+from kvstore.auth.credentials import NODE_NAME, Credentials, shown_identity
 from kvstore.auth.revoked import Revoked
-from kvstore.errors import InvalidArgumentError
 from kvstore.network.tls_stream import TlsStream
 
 
@@ -33,11 +31,8 @@ class NodeEnd:
 
     def accepts(self, certificate: object) -> bool:
         """Whether a certificate of our authority names an identity that is not revoked."""
-        try:
-            who = identity_of(alternative_names(certificate))
-        except InvalidArgumentError:
-            return False
-        return not self._revoked.has(who)
+        who = shown_identity(certificate)
+        return who is not None and not self._revoked.has(who)
 
 
 class ClientEnd:
@@ -56,8 +51,5 @@ class ClientEnd:
     def accepts(self, certificate: object, node: str, certified: str = "") -> bool:
         """Whether a node with this certificate is the one of the name ``node``. ``certified``: as
         ``SegmentInfo.certified``."""
-        try:
-            who = identity_of(alternative_names(certificate))
-        except InvalidArgumentError:
-            return False
-        return who.may_be_node(node) and certified in ("", who.certified)
+        who = shown_identity(certificate)
+        return who is not None and who.may_be_node(node) and certified in ("", who.certified)

@@ -78,7 +78,7 @@ def _checks(
         ("RDMA", "host.rdma"),
         ("transfer engine", "software.transfer_engine", IMPORTS_TIMEOUT_S),
         ("GPU", "software.graphics", IMPORTS_TIMEOUT_S),
-        *([("identity", "identity.identity", client.auth)] if client.auth else []),
+        *([("identity", "cluster.identity", client.auth)] if client.auth else []),
         ("cluster", "cluster.reached", client, master),
     ]
     for subject, place, *arguments in checks:

@@ -24,7 +24,7 @@ from kvstore.clocks import uptime
 from kvstore.config import DEFAULT_PORT, ClientConfig, MasterConfig
 from kvstore.diagnosis.findings import Finding, State, of_row, ok, under
 from kvstore.diagnosis.problems import FoundProblem, of_a_status
-from kvstore.errors import KVStoreError, NotLeaderError
+from kvstore.errors import ConfigError, KVStoreError, NotLeaderError
 from kvstore.etcd.finding import look_at
 from kvstore.etcd.wire import advice_on
 from kvstore.memory.entries import directories
@@ -75,6 +75,19 @@ def reached(client: ClientConfig, master: MasterConfig) -> Iterator[Finding]:
         yield from found
     if not found or any("a master answers" in each.found for each in found):
         yield from checks.cluster(client.master)
+
+
+def identity(auth: str) -> list[Finding]:
+    """Checks the file that proves who this process is, as ``KVSTORE_AUTH`` names it."""
+    try:
+        valid = Credentials(auth).validity()
+    except ConfigError as error:
+        return [of_row("error", error=error)]
+    now, until = time.time(), valid.until_text
+    if valid.ends_soon(now):
+        check = "identity_ended" if now >= valid.until else "identity_ends"
+        return [of_row(check, auth=auth, until=until)]
+    return [ok(f"{auth} is valid until {until}")]
 
 
 class _MasterAnswer(NamedTuple):

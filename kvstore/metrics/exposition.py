@@ -199,16 +199,12 @@ def _of_tenants(tenants: Sequence[TenantStatus]) -> dict[str, Rows]:
 def metric(family: Family, rows: Rows) -> Metric:
     """One family with its values."""
     name, text_, labels = family.name, family.text, family.labels
-    if family.kind == "counter":
-        counter = CounterMetricFamily(name, text_, labels=labels)
+    if family.kind != "histogram":
+        kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+        found = kind(name, text_, labels=labels)
         for values, value in rows.items():
-            counter.add_metric(values, value)
-        return counter
-    if family.kind == "gauge":
-        gauge = GaugeMetricFamily(name, text_, labels=labels)
-        for values, value in rows.items():
-            gauge.add_metric(values, value)
-        return gauge
+            found.add_metric(values, value)
+        return found
     histogram = HistogramMetricFamily(name, text_, labels=labels)
     for values, (counts, total) in rows.items():
         histogram.add_metric(values, cumulative(counts, family.unit_s), total * family.unit_s)

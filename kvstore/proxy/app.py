@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import signal
 import sys
@@ -15,7 +14,6 @@ from aiohttp import web
 
 from kvstore._version import __version__
 from kvstore.config import ProxyConfig
-from kvstore.errors import AddressInUseError, StartupError
 from kvstore.network.addresses import join_address, shown_place
 from kvstore.network.limiter import Limiter
 from kvstore.process import background
@@ -37,7 +35,8 @@ from kvstore.proxy.lookup import StoreLookup
 from kvstore.proxy.metrics import Metrics, clock_ms
 from kvstore.proxy.salts import salts_by
 from kvstore.proxy.serving import serve
-from kvstore.web.server.doors import RETRY_AFTER_S, Doors, answering, connections_max, listen
+from kvstore.web.server.doors import RETRY_AFTER_S, Doors, answering, connections_max, listen_on
+from kvstore.web.server.serving import bind
 
 log = logging.getLogger("kvstore.proxy")
 
@@ -95,7 +94,10 @@ async def _serve(config: ProxyConfig) -> int:
                 log=logging.getLogger("kvstore.proxy.http"),
             )
         )
-        server = await _listen(doors, config)
+        listener = await asyncio.to_thread(
+            bind, config.host, config.port, is_given=True, flag="--port"
+        )
+        server = await listen_on(doors, listener)
         stack.callback(server.close)
         _greet(config, server)
         ends = [start_task("end", each.wait()) for each in (stopped, broken)]
@@ -145,19 +147,6 @@ def _application(parts: ProxyParts, health: HealthChecks, doors: Doors) -> web.A
     app.router.add_get("/metrics", partial(_metrics, parts))
     Admin(parts.instances, health, token=parts.config.admin_token).add_routes(app.router)
     return app
-
-
-async def _listen(doors: Doors, config: ProxyConfig) -> asyncio.Server:
-    at = join_address(config.host, config.port)
-    try:
-        return await listen(doors, config.host, config.port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise AddressInUseError(f"{at} is in use", advice="Choose another --port.") from None
-        raise StartupError(
-            f"cannot listen on {at}: {error.strerror or error}",
-            advice="--host has to be an address of this host.",
-        ) from None
 
 
 def _greet(config: ProxyConfig, server: asyncio.Server) -> None:

@@ -507,7 +507,7 @@ def test_a_port_in_use_is_told_in_one_line(tmp_path: Path) -> None:
         second = Server(PROXY, ["--port", port], log=tmp_path / "second.log")
         try:
             assert await asyncio.to_thread(second.wait) == 1
-            assert f"127.0.0.1:{port} is in use. Choose another --port." in second.errors
+            assert f"port {port} for HTTP is taken on 127.0.0.1" in second.errors
             assert "Traceback" not in second.errors
         finally:
             second.close()

@@ -23,8 +23,7 @@ from kvstore.client.aio import AsyncClient
 from kvstore.errors import InvalidArgumentError, InvalidKeyError
 from kvstore.limits import BLOCKS_MAX, CHAINS_MAX, DEFAULT_NAMESPACE, Key, Namespace, check_key
 from kvstore.texts import HEX, key_from_text
-from kvstore.web.api.query_throttle import QueryThrottle
-from kvstore.web.api.questions import TIMEOUT_MS, NodesOf
+from kvstore.web.api.questions import TIMEOUT_MS, NodesOf, QueryThrottle
 from kvstore.web.api.shapes import Hex, KeyText, Shape, shaped
 from kvstore.web.server.endpoints import HexKey, Question, endpoint
 

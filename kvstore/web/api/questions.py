@@ -5,9 +5,11 @@ Keys are bytes, so they travel in hexadecimal. Payloads do not pass through HTTP
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Final
+from typing import Final, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -27,8 +29,35 @@ UNPIN_PATH: Final = "/api/v1/unpin"
 TIMEOUT_MS: Final = 2_000
 """Timeout of a call to the store."""
 
+SHARE: Final = 0.2
+"""The share of time that may go into expensive queries, if one takes under half a second."""
+
+REST_S: Final = 2.0
+"""The longest pause between two of them."""
+
+ResultT = TypeVar("ResultT")
+
 NodesOf = Callable[[Iterable[int]], Awaitable[Mapping[int, str]]]
 """Returns the names of the nodes of these segments, by segment; others may be among them."""
+
+
+class QueryThrottle:
+    """Expensive queries: one at a time, then a pause, whoever asks. Use it in one event loop."""
+
+    def __init__(self) -> None:
+        self.lock: Final = asyncio.Lock()
+        """Held by the caller of ``ask``."""
+        self._rest_until = 0.0
+
+    async def ask(self, call: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Calls, after a pause. Raises what the call raises."""
+        await asyncio.sleep(self._rest_until - time.monotonic())
+        started = time.monotonic()
+        try:
+            return await call()
+        finally:
+            ended = time.monotonic()
+            self._rest_until = ended + min(REST_S, (ended - started) * (1 / SHARE - 1))
 
 
 class MatchQuestion(Question):

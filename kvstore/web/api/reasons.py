@@ -17,8 +17,7 @@ from kvstore.client.sync import Client
 from kvstore.diagnosis.gathering import Explained, Report, explain, report_of
 from kvstore.errors import InvalidArgumentError
 from kvstore.limits import is_fleet
-from kvstore.web.api.query_throttle import QueryThrottle
-from kvstore.web.api.questions import TIMEOUT_MS
+from kvstore.web.api.questions import TIMEOUT_MS, QueryThrottle
 from kvstore.web.api.shapes import Shape, shaped
 from kvstore.web.server.endpoints import Question, RefusedRequestError, endpoint
 

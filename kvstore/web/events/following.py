@@ -90,16 +90,8 @@ def follow(
         ConfigError: ``auth`` cannot be used;
         ClosedError: the thread's ``Stop`` is set.
     """
-    credentials = Credentials(auth) if auth else None
-
-    @functools.cache
-    def tls_once() -> ssl.SSLContext:
-        return _tls(cacert)
-
-    def tls() -> ssl.SSLContext:
-        return tls_once() if credentials is None else credentials.client()
-
-    name = "" if credentials is None else MASTER_NAME
+    tls = Credentials(auth).client if auth else functools.cache(lambda: _tls(cacert))
+    name = MASTER_NAME if auth else ""
     query = {"snapshot": int(whole), "namespace": namespace, "under": under}
     path = f"/api/v1/events?{urlencode({name: value for name, value in query.items() if value})}"
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -178,34 +170,17 @@ def _read(
                 yield told, since
 
 
-class _NamedConnection(http.client.HTTPSConnection):
-    """A connection to a server that has a name of its own in its certificate."""
-
-    def __init__(self, host: str, port: int, name: str, context: ssl.SSLContext) -> None:
-        super().__init__(host, port, timeout=CONNECT_S, context=context)
-        self._named = name, context
-
-    def connect(self) -> None:
-        name, context = self._named
-        http.client.HTTPConnection.connect(self)
-        self.sock = context.wrap_socket(self.sock, server_hostname=name)
-
-
 def _connect(
     address: str, tls: Callable[[], ssl.SSLContext], name: str
 ) -> http.client.HTTPConnection:
     scheme, _, place = address.rpartition("://")
     host, port = split_address(place.rstrip("/"))
-    made: http.client.HTTPConnection
-    if name and scheme in ("", "https"):
-        made = _NamedConnection(host, port, name, tls())
-    elif scheme == "https":
-        made = http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=tls())
-    elif scheme in ("", "http"):
-        made = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
-    else:
+    if scheme not in ("", "http", "https"):
         raise InvalidArgumentError(f"{address} is no address of HTTP")
+    made = http.client.HTTPConnection(host, port, timeout=CONNECT_S)
     made.connect()
+    if scheme == "https" or (name and not scheme):
+        made.sock = tls().wrap_socket(made.sock, server_hostname=name or host)
     made.sock.settimeout(SILENT_S)
     return made
 

@@ -24,8 +24,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from kvstore.auth.acting import acting_for
-from kvstore.auth.credentials import Credentials, alternative_names
-from kvstore.auth.identity import ADMIN, Identity, identity, identity_of
+from kvstore.auth.credentials import Credentials, shown_identity
+from kvstore.auth.identity import ADMIN, Identity, identity
 from kvstore.auth.revoked import Revoked
 from kvstore.auth.rights import check_numbers
 from kvstore.config import HttpConfig, read_token
@@ -263,11 +263,8 @@ class Access:
         one."""
         transport = request.transport
         shown = None if transport is None else transport.get_extra_info("peercert")
-        try:
-            who = identity_of(alternative_names(shown))
-        except InvalidArgumentError:
-            return None
-        return None if revoked.has(who) else who
+        who = shown_identity(shown)
+        return None if who is None or revoked.has(who) else who
 
     def _blind(self, request: web.Request) -> web.Response | None:
         if self._revoked is None:

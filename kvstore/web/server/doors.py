@@ -22,7 +22,6 @@ from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
 from kvstore.errors import BusyError
-from kvstore.network import listening
 from kvstore.network.limiter import Limiter
 from kvstore.process import descriptors
 
@@ -124,11 +123,6 @@ def _say_in_one_line(record: logging.LogRecord) -> bool:
         record.msg, record.args = "malformed_request peer=%s reason=%r", (peer, said)
         record.exc_info, record.levelno, record.levelname = None, logging.INFO, "INFO"
     return True
-
-
-async def listen(doors: Doors, host: str, port: int) -> asyncio.Server:
-    """Starts the server. Raises OSError."""
-    return await listen_on(doors, await asyncio.to_thread(listening.listen, host, port))
 
 
 async def listen_on(

@@ -91,9 +91,9 @@ class Answers(NamedTuple):
     metrics: Callable[[], Awaitable[bytes]]
 
 
-def bind(host: str, port: int, *, is_given: bool) -> socket.socket:
+def bind(host: str, port: int, *, is_given: bool, flag: str = "--http-port") -> socket.socket:
     """A listening socket on ``port``, or on the next free port unless ``is_given``: then the user
-    has asked for this one. Blocks for up to ``TAKEN_S``.
+    has asked for this one. Blocks for up to ``TAKEN_S``. ``flag``: that of the port.
 
     Raises:
         AddressInUseError, StartupError
@@ -108,7 +108,7 @@ def bind(host: str, port: int, *, is_given: bool) -> socket.socket:
                     continue
                 raise StartupError(
                     f"HTTP cannot listen on {join_address(host, each)}: {error.strerror or error}",
-                    advice="Give --host an address of this host, or --http-port 0.",
+                    advice="Give --host an address of this host.",
                 ) from None
             if each != port:
                 log.warning(
@@ -120,7 +120,7 @@ def bind(host: str, port: int, *, is_given: bool) -> socket.socket:
             said = f": {by} answers there" if by else ""
             raise AddressInUseError(
                 f"port {port} for HTTP is taken on {host}{said}",
-                advice="Give another one with --http-port, or 0 for none.",
+                advice=f"Give another one with {flag}.",
                 port=port,
             )
         time.sleep(0.05)
