@@ -74,7 +74,6 @@ def _checks(
         ("NUMA", "host.numa_nodes"),
         ("locked memory", "host.locked_memory", node.memory),
         ("open files", "host.open_files"),
-        ("clock", "host.clock"),
         ("RDMA", "host.rdma"),
         ("transfer engine", "software.transfer_engine", IMPORTS_TIMEOUT_S),
         ("GPU", "software.graphics", IMPORTS_TIMEOUT_S),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from kvstore.calls import ClusterStatus, NodeStatus
+from kvstore.calls import ClusterStatus, NamespaceStatus, NodeStatus
 from kvstore.texts import duration_text, name_text, size_text
 
 if TYPE_CHECKING:
@@ -91,14 +91,7 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
 
     size, used = found.size, found.used
     objects = sum(namespace.objects for namespace in found.namespaces)
-    who = f"leader {found.leader}" if found.leader else f"master {master}"
-    if found.leader and found.leader != master:
-        who += f" (found by {master})"
-    if found.cluster:
-        who = f"cluster {found.cluster}, {who}"
-    yield (
-        f"{who}, version {found.version}, epoch {found.epoch}, up {duration_text(found.uptime_ms)}"
-    )
+    yield head_text(found, master)
     share = f" ({100 * used / size:.0f} %)" if size else ""
     counted = f"{objects} object" + ("" if objects == 1 else "s")
     yield f"{counted}, {size_text(used)} of {size_text(size)} used{share}"
@@ -108,39 +101,9 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         yield f"{pinned} of them pinned, {size_text(pinned_size)} of memory"
     yield ""
 
-    if found.nodes:
-        nodes = table_of(
-            "node", "state", "address", right=("used", "of", "largest free", "last heard")
-        )
-        # The column of versions is shown only if they differ, as during an upgrade.
-        differ = {node.version for node in found.nodes} != {found.version}
-        if differ:
-            nodes.add_column("version", overflow="fold")
-        media = {node.name: _media(node) for node in found.nodes}
-        several = set(media.values()) != {"host"}
-        if several:
-            nodes.add_column("memory", overflow="fold")
-        for node in found.nodes:
-            nodes.add_row(
-                node.name,
-                _state(node),
-                node.address or "-",
-                *map(size_text, (node.used, node.size, node.largest_free)),
-                duration_text(node.silent_ms),
-                *([node.version or "not known"] if differ else []),
-                *([media[node.name]] if several else []),
-            )
-        yield nodes
-    else:
-        yield "No node: start one with kvstore-node, or kvstore-master with --memory."
-
+    yield nodes_of(found)
     if found.namespaces:
-        also = ["\npinned"] if pinned else []
-        namespaces = table_of("\nnamespace", right=("\nobjects", "\nbytes", *also))
-        for row in found.namespaces:
-            cells = [name_text(row.name), str(row.objects), size_text(row.size)]
-            namespaces.add_row(*cells, *([size_text(row.pinned_bytes)] if pinned else []))
-        yield namespaces
+        yield namespaces_of(found.namespaces)
 
     if found.tenants:
         right = ("bytes", "guaranteed", "at most", "pinned", "objects", "evicted", "by others",
@@ -170,6 +133,53 @@ def _status_parts(found: ClusterStatus, master: str, *, counters: bool) -> Itera
         for name, number in found.counters:
             table.add_row(name, str(number))
         yield table
+
+
+def head_text(found: ClusterStatus, master: str) -> str:
+    """Who has answered. ``master``: who was asked."""
+    who = f"leader {found.leader}" if found.leader else f"master {master}"
+    if found.leader and found.leader != master:
+        who += f" (found by {master})"
+    if found.cluster:
+        who = f"cluster {found.cluster}, {who}"
+    age = duration_text(found.uptime_ms)
+    return f"{who}, version {found.version}, epoch {found.epoch}, up {age}"
+
+
+def nodes_of(found: ClusterStatus) -> Table | str:
+    """The nodes and their memory; without nodes, how to start one."""
+    if not found.nodes:
+        return "No node: start one with kvstore-node, or kvstore-master with --memory."
+    nodes = table_of("node", "state", "address", right=("used", "of", "largest free", "last heard"))
+    # The column of versions is shown only if they differ, as during an upgrade.
+    differ = {node.version for node in found.nodes} != {found.version}
+    if differ:
+        nodes.add_column("version", overflow="fold")
+    media = {node.name: _media(node) for node in found.nodes}
+    several = set(media.values()) != {"host"}
+    if several:
+        nodes.add_column("memory", overflow="fold")
+    for node in found.nodes:
+        nodes.add_row(
+            node.name,
+            _state(node),
+            node.address or "-",
+            *map(size_text, (node.used, node.size, node.largest_free)),
+            duration_text(node.silent_ms),
+            *([node.version or "not known"] if differ else []),
+            *([media[node.name]] if several else []),
+        )
+    return nodes
+
+
+def namespaces_of(rows: Sequence[NamespaceStatus]) -> Table:
+    are_pinned = any(row.pinned_objects for row in rows)
+    also = ["\npinned"] if are_pinned else []
+    table = table_of("\nnamespace", right=("\nobjects", "\nbytes", *also))
+    for row in rows:
+        cells = [name_text(row.name), str(row.objects), size_text(row.size)]
+        table.add_row(*cells, *([size_text(row.pinned_bytes)] if are_pinned else []))
+    return table
 
 
 def _state(node: NodeStatus) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import click
 
@@ -14,10 +14,16 @@ from kvstore.cli.cluster import status_json
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, Command
 from kvstore.cli.show import print_json
-from kvstore.cli.tables import console_of_names, table_of
+from kvstore.cli.tables import (
+    console_of_names,
+    head_text,
+    namespaces_of,
+    nodes_of,
+    table_of,
+)
 from kvstore.errors import KVStoreError
 from kvstore.network.addresses import shown_place
-from kvstore.texts import duration_text, name_text, size_text
+from kvstore.texts import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -25,9 +31,6 @@ if TYPE_CHECKING:
 
 NAMESPACES: Final = 10
 """Namespaces that are shown, the largest ones."""
-
-BAR: Final = 24
-"""Characters of a node's bar."""
 
 
 class Snapshot(NamedTuple):
@@ -127,16 +130,14 @@ def page(seen: Snapshot, master: str) -> RenderableType:
     status = seen.status
     if status is None:
         return f"no answer from {master}: {seen.error}"
-    who = f"leader {status.leader}" if status.leader else f"master {master}"
-    head = f"{who}, epoch {status.epoch}, up {duration_text(status.uptime_ms)}"
-    if status.cluster:
-        head = f"cluster {status.cluster}, {head}"
     traffic = (
         _traffic(dict(status.counters), seen.rates)
         if status.counters
         else "What was done since the start is for the roles admin, node and observer."
     )
-    return Group(head, "", traffic, "", *_tables(status))
+    largest = sorted(status.namespaces, key=lambda each: each.size, reverse=True)[:NAMESPACES]
+    spaces = [namespaces_of(largest)] if largest else []
+    return Group(head_text(status, master), "", traffic, "", nodes_of(status), *spaces)
 
 
 def _traffic(totals: dict[str, int], now: dict[str, float]) -> Table:
@@ -160,28 +161,3 @@ def _traffic(totals: dict[str, int], now: dict[str, float]) -> Table:
 def _share(found: float, missed: float) -> str:
     asked = found + missed
     return f"{100 * found / asked:.1f} % of {asked:,.0f}" if asked else "-"
-
-
-def _tables(status: ClusterStatus) -> Iterator[RenderableType]:
-    if not status.nodes:
-        yield "No node: start one with kvstore-node, or kvstore-master with --memory."
-    nodes = table_of("node", "state", "used", right=("", "of", "last heard"))
-    for node in status.nodes:
-        sizes = size_text(node.used), size_text(node.size), duration_text(node.silent_ms)
-        nodes.add_row(node.name, node.state, bar(node.used, node.size), *sizes)
-    if status.nodes:
-        yield nodes
-    largest = sorted(status.namespaces, key=lambda each: each.size, reverse=True)[:NAMESPACES]
-    if largest:
-        yield ""
-        counted = f"namespace ({len(status.namespaces):,})"
-        spaces = table_of(counted, right=("objects", "bytes", "pinned"))
-        for each in largest:
-            cells: list[Any] = [f"{each.objects:,}", size_text(each.size)]
-            spaces.add_row(name_text(each.name), *cells, size_text(each.pinned_bytes))
-        yield spaces
-
-
-def bar(used: int, size: int) -> str:
-    full = round(BAR * used / size) if size else 0
-    return "█" * full + "░" * (BAR - full)

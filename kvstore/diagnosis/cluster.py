@@ -18,7 +18,7 @@ from kvstore._version import __version__
 from kvstore.auth.credentials import MASTER_NAME, Credentials, open_channel
 from kvstore.auth.data_port import ClientEnd
 from kvstore.auth.identity import parse
-from kvstore.calls import ClusterStatus, Joined, SegmentInfo, Segments, TrafficReport
+from kvstore.calls import ClusterStatus, Joined, SegmentInfo, Segments
 from kvstore.client.calling.stub import MasterStub
 from kvstore.clocks import uptime
 from kvstore.config import DEFAULT_PORT, ClientConfig, MasterConfig
@@ -54,9 +54,6 @@ PROBE_RING_BYTES = 64 << 10
 
 AT_ONCE_MAX = 16
 """Masters or nodes that are checked at the same time."""
-
-QUESTIONS_MIN = 16
-"""Fewer questions in a namespace prove nothing: the first prompts always find nothing."""
 
 HANDSHAKE_S = 1.0
 """How long a master may take to refuse a certificate."""
@@ -152,7 +149,7 @@ class ClusterChecks:
                     return found
                 found += self.master(leader).found
             with contextlib.closing(self._stub(leader)) as stub:
-                return [*found, *self._nodes(stub, pool), *self._hits(stub, leader)]
+                return [*found, *self._nodes(stub, pool)]
 
     def _by_etcd(self, place: EtcdPlace) -> list[Finding]:
         found: list[Finding] = []
@@ -306,19 +303,6 @@ class ClusterChecks:
                     of_node += [asked[segment.segment_id].result(), *by_shm(segment)]
             found += under(f"node {node.name}", of_node)
         return found
-
-    def _hits(self, stub: MasterStub, master: str) -> list[Finding]:
-        """Checks that clients that ask find something, by one page of what the master remembers."""
-        try:
-            said = stub.call(calls.Traffic(), uptime() + self._timeout_s)
-        except KVStoreError:
-            return []  # only an identity that may read everywhere gets a reply
-        spaces = cast(TrafficReport, said).namespaces
-        asked = [space for space in spaces if space.questions >= QUESTIONS_MIN]
-        vain = [space for space in asked if not any(row.found for row in space.askers)]
-        if not vain:
-            return [ok("clients that ask find something", subject="hits")] if asked else []
-        return [of_row("no_hits", vain=len(vain), asked=len(asked), master=master)]
 
     def _by_tcp(self, segment: SegmentInfo) -> Finding:
         """Reads nothing: where there are identities that needs an object, and is refused, logged

@@ -1,4 +1,4 @@
-"""Checks of this host: shared memory, huge pages, NUMA, limits, RDMA, clock, left-over memory."""
+"""Checks of this host: shared memory, huge pages, NUMA, limits, RDMA, left-over memory."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import ctypes
 import mmap
 import os
 import resource
-import time
-import timeit
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -23,10 +21,6 @@ HUGE_BYTES: Final = 2 << 20
 OPEN_FILES_MIN: Final = 4_096
 """Enough for a master's 1,024 connections, a node's 256, and the files of their libraries."""
 
-CLOCK_US_MAX: Final = 1.0
-"""The most that one reading of the clock may cost. A call reads it about ten times."""
-
-CLOCK_SOURCE: Final = Path("/sys/devices/system/clocksource/clocksource0")
 SHMEM_ENABLED: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 RDMA_DEVICES: Final = Path("/sys/class/infiniband")
 RDMA_FILES: Final = Path("/dev/infiniband")
@@ -153,15 +147,6 @@ def open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES_MIN
     yield of_row("few_files", holds=few, soft=soft, wanted=min(hard, 65_536))
-
-
-def clock() -> Iterator[Finding]:
-    """What a reading of the clock costs: with a poor clock source, as on some virtual machines,
-    each reading is a system call."""
-    source = read(CLOCK_SOURCE / "current_clocksource") or "unknown source"
-    best_us = min(timeit.repeat(time.monotonic, number=2_000, repeat=5)) * 1e6 / 2_000
-    is_slow = best_us > CLOCK_US_MAX
-    yield of_row("slow_clock", holds=is_slow, source=source, us=best_us, folder=CLOCK_SOURCE)
 
 
 def rdma() -> Iterator[Finding]:
