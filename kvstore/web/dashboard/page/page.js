@@ -189,28 +189,6 @@ function showMoved(nodes) {
   })]));
 }
 
-const LOOPBACK = /^(localhost|127\.[\d.]+|\[::1\])$/;
-
-/** The command that starts a node for this store, typed on the node's host. */
-function nodeCommand(status) {
-  const [, host, port] = /^(.*):(\d+)$/.exec(status.leader || status.address) || [];
-  // A master that listens on all addresses knows itself by loopback; this page came by a better name.
-  const better = LOOPBACK.test(host) && !LOOPBACK.test(location.hostname) ? location.hostname : host;
-  return `kvstore-node --master ${better}:${port} --memory 2GiB`;
-}
-
-/** Where there is no node: how to start one. */
-function showNoNode(status) {
-  for (const place of document.querySelectorAll(".none")) {
-    place.hidden = !status.leads || status.nodes.length > 0;
-    if (place.hidden) continue;
-    if (!place.children.length) place.append(element("p", "", "No node has joined. This command starts one:"), element("code", "command"),
-      element("p", "quiet", "--memory says how much of its host's memory it gives to the store."));
-    put(place.children[1], shown(nodeCommand(status)));
-  }
-  document.querySelector("#view-nodes .legend").hidden = status.leads && !status.nodes.length;
-}
-
 // --- namespaces ----------------------------------------------------------------------------------
 
 let modelOf = new Map();
@@ -350,7 +328,7 @@ function show() {
   put($("role"), `${leads ? "leads" : "stands by"} · term ${status.epoch} · version ${shown(status.version)}`
     + (leads ? ` · up ${time(Math.floor(status.uptime_ms / 1000))}` : ""));
   showProblems(status.problems, leads);
-  showNoNode(status);
+  document.querySelector("#view-nodes .legend").hidden = leads && !status.nodes.length;
   $("standby").hidden = leads;
   $("tiles").hidden = $("measured").hidden = !leads;
   if (!leads) {
