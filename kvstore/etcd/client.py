@@ -26,6 +26,7 @@ from kvstore.etcd.wire import (
     attempt_s,
     credentials,
     metadata,
+    reason_of,
     refused,
     unavailable,
     worth_another_member,
@@ -228,15 +229,14 @@ class Etcd:
                 return await self._ask(member, method, request, timeout_s, first_s)
             except grpc.RpcError as error:
                 failure = error
-            code, details = failure.code(), failure.details() or ""
-            if missing_is_fine and code is grpc.StatusCode.NOT_FOUND:
+            if missing_is_fine and failure.code() is grpc.StatusCode.NOT_FOUND:
                 return method.response()
-            if "auth" in details and self._token and not authenticated:
+            if "auth" in (failure.details() or "") and self._token and not authenticated:
                 self._token, authenticated = "", True  # etcd has restarted since it gave the token
                 continue
             if not worth_another_member(failure):
                 raise refused(failure, self.place)
-            reasons[member] = details.rpartition(": ")[2][:80] or code.name.lower()
+            reasons[member] = reason_of(failure)
             await self._forget(member)
             self._turn += 1
         raise unavailable(self.place, reasons)
@@ -274,15 +274,9 @@ class Etcd:
                     found: ResponseT = response
                     return found
                 response = await stream.read()
-            raise grpc.aio.AioRpcError(
-                grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(),
-                "the member ended the stream",
-            )  # fmt: skip
+            raise _unavailable("the member ended the stream")
         except TimeoutError:
-            raise grpc.aio.AioRpcError(
-                grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata(),
-                "the member does not answer",
-            ) from None  # fmt: skip
+            raise _unavailable("the member does not answer") from None
         finally:
             stream.cancel()
 
@@ -294,10 +288,7 @@ class Etcd:
                 try:
                     target = await asyncio.to_thread(grpc_target, member, uptime() + timeout_s)
                 except UnknownNameError as error:
-                    raise grpc.aio.AioRpcError(
-                        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(),
-                        str(error),
-                    ) from None  # fmt: skip
+                    raise _unavailable(str(error)) from None
                 channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
             else:  # the certificate is checked against the name
                 channel = grpc.aio.secure_channel(
@@ -312,6 +303,12 @@ class Etcd:
         channel = self._channels.pop(member, None)
         if channel is not None:
             await channel.close()
+
+
+def _unavailable(details: str) -> grpc.aio.AioRpcError:
+    """As gRPC raises it."""
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details)
 
 
 def _leader(found: rpc.RangeResponse) -> Leader | None:

@@ -24,6 +24,7 @@ from kvstore.etcd.wire import (
     attempt_s,
     credentials,
     metadata,
+    reason_of,
     refused,
     unavailable,
     worth_another_member,
@@ -68,8 +69,7 @@ def find_leader(place: EtcdPlace, deadline: float) -> str:
             failure = error
         if not worth_another_member(failure):
             raise refused(failure, place)
-        details = failure.details() or failure.code().name.lower()
-        reasons[member] = details.rpartition(": ")[2][:80]
+        reasons[member] = reason_of(failure)
     raise unavailable(place, reasons)
 
 
@@ -106,8 +106,7 @@ def look_at(place: EtcdPlace, member: str, deadline: float) -> MemberSeen:
     except grpc.RpcError as error:
         if not worth_another_member(error):
             raise refused(error, alone) from None
-        reason = error.details() or error.code().name.lower()
-        raise unavailable(alone, {member: reason.rpartition(": ")[2][:80]}) from None
+        raise unavailable(alone, {member: reason_of(error)}) from None
     return MemberSeen(
         said.version, said.leader == said.header.member_id, master, tuple(said.errors)
     )

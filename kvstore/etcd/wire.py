@@ -84,6 +84,11 @@ def worth_another_member(error: grpc.RpcError) -> bool:
     )
 
 
+def reason_of(error: grpc.RpcError) -> str:
+    """Why a call failed, in a few words."""
+    return (error.details() or error.code().name.lower()).rpartition(": ")[2][:80]
+
+
 def refused(error: grpc.RpcError, place: EtcdPlace) -> KVStoreError:
     """The error for a call that etcd refused."""
     details = error.details() or error.code().name.lower()
