@@ -226,26 +226,6 @@ def json_option(command: CommandT) -> CommandT:
     )(command)
 
 
-def parent_option(command: CommandT) -> CommandT:
-    """Adds the option by which ``kvstore.process.children`` starts servers as children."""
-    return click.option(
-        "--parent-fd",
-        type=click.IntRange(min=0),
-        hidden=True,
-        help="Socket descriptor: report readiness there, and stop cleanly when it closes.",
-    )(command)
-
-
-def orphan_option(command: CommandT) -> CommandT:
-    """Adds the option for the node that a master starts."""
-    return click.option(
-        "--keep-orphaned",
-        is_flag=True,
-        hidden=True,
-        help="Leave the memory in /dev/shm when the parent is killed.",
-    )(command)
-
-
 def agreed(question: str, *, yes: bool = False, as_json: bool = False) -> None:
     """Asks before the command destroys or disturbs what the command line does not name by itself.
 

@@ -7,18 +7,12 @@ from typing import NoReturn
 import click
 
 from kvstore.cli import proxy_flags
-from kvstore.cli.options import (
-    CONTEXT,
-    SOURCES,
-    Command,
-    config_options,
-    debug_option,
-    run,
-    version_option,
-)
-from kvstore.config import ProxyConfig, load
+from kvstore.cli.options import Command, run
+from kvstore.cli.servers import serves
+from kvstore.config import ProxyConfig
 from kvstore.errors import StartupError
-from kvstore.process import dumps, logs
+from kvstore.process import dumps
+from kvstore.process.children import ParentLink
 
 EXAMPLE = """\b
 Examples:
@@ -46,20 +40,16 @@ class Proxy(Command):
         proxy_flags.format_flags(formatter)
 
 
-@click.command(
+@serves(
+    ProxyConfig,
+    EXAMPLE,
+    "Run a proxy for clients of OpenAI's API: prefillers compute prompts, decoders answer, and the "
+    "store passes the KV cache between them.",
     cls=Proxy,
-    context_settings=CONTEXT,
-    epilog=f"{EXAMPLE}\n\n{SOURCES}",
-    help="Run a proxy for clients of OpenAI's API: prefillers compute prompts, decoders answer, "
-    "and the store passes the KV cache between them.",
 )
-@config_options(ProxyConfig)
-@debug_option
-@version_option
-def command(config_path: str | None, **flags: object) -> int:
-    config = load(ProxyConfig, flags, config_path=config_path, origin="{flag}")
-    logs.configure(config.log_level, config.log_format)
-    if config.auth or config.cache_salt_from:
+def command(config: ProxyConfig, parent: ParentLink) -> int:
+    del parent
+    if config.cache_salt_from:
         dumps.hide_memory()
     try:
         from kvstore.proxy.app import run as serve  # after the settings: a typo is reported at once

@@ -1,0 +1,57 @@
+"""What the commands of servers have in common: settings, logs, and a parent that may wait."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from kvstore.cli.options import (
+    CONTEXT,
+    FAILED,
+    SOURCES,
+    Command,
+    config_options,
+    debug_option,
+    version_option,
+)
+from kvstore.config import MasterConfig, NodeConfig, ProxyConfig, load
+from kvstore.process import dumps, logs
+from kvstore.process.children import ParentLink
+
+Settings = MasterConfig | NodeConfig | ProxyConfig
+Kind = type[MasterConfig] | type[NodeConfig] | type[ProxyConfig]
+
+
+def serves(
+    kind: Kind, examples: str, text: str, *, cls: type[Command] = Command
+) -> Callable[[Callable[..., int]], click.Command]:
+    """Makes a function a server's command, whose help is ``text``. The function is given the
+    settings, the link to a parent (``kvstore.process.children`` starts servers as children), and
+    what options of its own say."""
+
+    def wrap(serve: Callable[..., int]) -> click.Command:
+        @functools.wraps(serve)
+        def command(config_path: str | None, parent_fd: int | None, **given: Any) -> int:
+            with ParentLink(parent_fd) as parent:
+                flags = {key: given.pop(key) for key in kind.model_fields if key in given}
+                config: Settings = load(kind, flags, config_path=config_path, origin="{flag}")
+                logs.configure(config.log_level, config.log_format)
+                if config.auth:
+                    dumps.hide_memory()
+                return serve(config, parent, **given)
+            return FAILED  # the parent was told why
+
+        parent_option = click.option(
+            "--parent-fd",
+            type=click.IntRange(min=0),
+            hidden=True,
+            help="Socket descriptor: report readiness there, and stop cleanly when it closes.",
+        )
+        made = config_options(kind)(parent_option(debug_option(version_option(command))))
+        epilog = f"{examples}\n\n{SOURCES}"
+        return click.command(cls=cls, context_settings=CONTEXT, epilog=epilog, help=text)(made)
+
+    return wrap
