@@ -37,43 +37,6 @@ MEANT: Final = {
 }
 """By flag of ``mooncake_master``: the flag of ``kvstore-master``."""
 
-_IN_MEMORY: Final = "all objects are in memory"
-_ROOM: Final = "objects are evicted when a put needs room"
-_THREADS: Final = "one thread answers all calls"
-_METADATA: Final = "no metadata server is needed: the master knows all nodes"
-_PINS: Final = "kvstore pin keeps objects"
-_METRICS: Final = "metrics are on --http-port of --host"
-_LOGS: Final = "--log-level says what is logged"
-
-IGNORED: Final = {
-    "eviction_high_watermark_ratio": _ROOM,
-    "eviction_ratio": _ROOM,
-    "rpc_thread_num": _THREADS,
-    "max_threads": _THREADS,
-    "enable_http_metadata_server": _METADATA,
-    "http_metadata_server_host": _METADATA,
-    "http_metadata_server_port": _METADATA,
-    "enable_metric_reporting": _METRICS,
-    "metrics_host": _METRICS,
-    "root_fs_dir": _IN_MEMORY,
-    "enable_offload": _IN_MEMORY,
-    "enable_disk_eviction": _IN_MEMORY,
-    "default_kv_soft_pin_ttl": _PINS,
-    "allow_evict_soft_pinned_objects": _PINS,
-    "client_ttl": "--dead-ms says when a node is dead",
-    "cluster_id": "--cluster names a cluster of kvstore",
-    "config_path": "--config names a TOML file",
-    "allocation_strategy": "objects go to the writer's host first",
-    "memory_allocator": "objects go to the writer's host first",
-    "enable_gc": _ROOM,
-    "enable_multi_tenants": "tenants are namespaces",
-    "v": _LOGS,
-    "logtostderr": _LOGS,
-    "log_dir": _LOGS,
-}
-"""By flag of ``mooncake_master``: why it has no effect here."""
-
-_OTHER: Final = "kvstore-master has no such flag"
 _OF_EVERY_COMMAND: Final = {
     "help": "--help",
     "h": "--help",
@@ -88,8 +51,8 @@ def mooncake_master(arguments: Sequence[str]) -> None:
     """Runs ``kvstore-master`` and ends the process. Says on stderr as what, and which flags have no
     effect."""
     own, ignored = in_own_words(arguments)
-    for name, reason in ignored.items():
-        click.echo(f"mooncake_master: --{name} has no effect: {reason}", err=True)
+    for name in ignored:
+        click.echo(f"mooncake_master: --{name} has no effect (docs/from-mooncake.md)", err=True)
     click.echo(f"mooncake_master is kvstore-master {shlex.join(_shown(own))}", err=True)
     run(master.command, "kvstore-master", own)
 
@@ -100,7 +63,7 @@ def _shown(words: Sequence[str]) -> Iterator[str]:
 
 
 def mooncake_http_metadata_server(_arguments: Sequence[str]) -> None:
-    click.echo(f"mooncake_http_metadata_server is not started: {_METADATA}", err=True)
+    click.echo("mooncake_http_metadata_server is not needed: the master knows all nodes", err=True)
 
 
 COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = {
@@ -109,9 +72,9 @@ COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = {
 }
 
 
-def in_own_words(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The arguments of ``kvstore-master``, and the flags without an effect with the reason. Flags
-    of ``kvstore-master`` stay, with hyphens or underscores."""
+def in_own_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments of ``kvstore-master``, and the flags without an effect. Flags of
+    ``kvstore-master`` stay, with hyphens or underscores."""
     given = dict(_flags(arguments))
     known = {each.key: each.flag for each in settings(MasterConfig) if each.flag}
     known |= _OF_EVERY_COMMAND
@@ -119,8 +82,7 @@ def in_own_words(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     own |= {known[name]: value for name, value in given.items() if name in known}
     own |= _meant(given)
     words = [word for flag, value in own.items() for word in (flag, value) if word]
-    others = [name for name in given if name not in known and name not in MEANT]
-    return words, {name: IGNORED.get(name, _OTHER) for name in others}
+    return words, [name for name in given if name not in known and name not in MEANT]
 
 
 def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
