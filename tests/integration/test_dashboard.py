@@ -258,31 +258,6 @@ def test_nothing_stands_in_the_way_of_a_keyboard_a_screen_reader_or_weak_eyes(
     assert {where: what for where, what in found.items() if what} == {}
 
 
-def test_blocks_are_followed_as_sentences(tmp_path: Path, browser: Browser) -> None:
-    port = free_port()
-    with Cluster(tmp_path, settings={"http_port": port, "events": "on"}) as cluster:
-        cluster.start()
-        browser.open(port, "events")
-        until(lambda: browser.texts("#event-rows tr"))
-        browser.run("document.querySelector('#blocks').click()")
-        keys = [f"k{number}" for number in range(12)]
-        with cluster.client(namespace="a\u202eb") as client:
-
-            def told_of() -> str:
-                client.put_chain(keys, [b"x" * 100] * 12)
-                client.remove_many(keys)
-                return "".join(browser.texts("#event-rows summary"))
-
-            until(lambda: "Stored 12 blocks (1.17 KiB) of namespace a\\u{202e}b." in told_of()
-                  and "blocks of namespace a\\u{202e}b are gone" in told_of(),
-                  every_s=1.5)  # fmt: skip
-        raw = "".join(browser.texts("#event-rows code"))
-        assert "stored namespace=a\\u{202e}b key=6b30 parent=null size=100" in raw
-        browser.view("nodes")
-        until(lambda: not browser.run("return document.querySelector('#blocks').checked"))
-        assert browser.complaints() == []
-
-
 def test_tenants_are_shown_with_their_quotas(tmp_path: Path, browser: Browser) -> None:
     port, file = free_port(), tmp_path / "tenants.toml"
     file.write_text(

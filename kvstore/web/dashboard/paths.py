@@ -42,7 +42,6 @@ FILES: Final = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
-    "/blocks.js": ("blocks.js", "text/javascript"),
     "/charts.js": ("charts.js", "text/javascript"),
     "/misses.js": ("misses.js", "text/javascript"),
     "/prefixes.js": ("prefixes.js", "text/javascript"),
