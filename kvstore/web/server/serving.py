@@ -191,19 +191,17 @@ class Requests:
         """Refuses a request that is one too many, of all or of its identity, unless it asks for
         health. After a large answer, waits until the client has read it, and cuts a client that
         takes too long."""
-        if request.path in HEALTH:
-            return await handler(request)
         slot = object()
         try:
-            self._limiter.acquire(slot, self._access.name_of(request))
-        except BusyError as error:
-            headers = {"Retry-After": str(RETRY_AFTER_S)}
-            return web.Response(status=503, text=f"{error.message}\n", headers=headers)
-        try:
+            if request.path not in HEALTH:
+                self._limiter.acquire(slot, self._access.name_of(request))
             response = await handler(request)
             if isinstance(response, web.Response):
                 await self._send(request, response)
             return response
+        except UnavailableError as error:
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            return web.Response(status=503, text=f"{error.message}\n", headers=headers)
         finally:
             self._limiter.release(slot)
 
@@ -282,18 +280,7 @@ def _application(
             body=await answers.metrics(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
-    @web.middleware
-    async def answered(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except UnavailableError as error:
-            return web.Response(status=503, text=error.message + "\n")
-
-    application = web.Application(
-        middlewares=[*middlewares, answered], client_max_size=BODY_BYTES_MAX
-    )
+    application = web.Application(middlewares=middlewares, client_max_size=BODY_BYTES_MAX)
     application[_BODIES] = Limiter("arriving bodies", BODIES_BYTES)
     application[_WORK] = asyncio.Semaphore(AT_WORK_MAX)
     application.on_response_prepare.append(_protect)
