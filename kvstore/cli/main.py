@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 import click
 
@@ -23,9 +23,6 @@ from kvstore.cli.options import (
     version_option,
 )
 from kvstore.config import ClientConfig
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
 
 GARBAGE_THRESHOLD = 50_000
 """New objects between two garbage collections: more than usual, as imports leave no garbage."""
@@ -99,17 +96,6 @@ class Commands(Group):
         for title, names in SECTIONS.items():
             with formatter.section(title):
                 formatter.write_dl([(name, self._what(name)) for name in names])
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """As ``click.Group``, which would load all commands for their help."""
-        from click.shell_completion import CompletionItem
-
-        found = [
-            CompletionItem(name, help=self._what(name))
-            for name in self.list_commands(ctx)
-            if name.startswith(incomplete)
-        ]
-        return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def _what(self, name: str) -> str:
         """What a command does, in one sentence. Loads none."""

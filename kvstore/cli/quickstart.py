@@ -11,7 +11,7 @@ import click
 
 from kvstore.cli.options import CONTEXT, SOURCES, Command, config_options, debug_option
 from kvstore.config import MasterConfig, load
-from kvstore.errors import AddressInUseError, SharedMemoryTooSmallError
+from kvstore.errors import SharedMemoryTooSmallError
 from kvstore.memory import cgroup
 from kvstore.network.addresses import join_address
 from kvstore.network.listening import listen
@@ -92,17 +92,7 @@ def quickstart(config_path: str | None, **flags: object) -> int:
         passed_over = 0 if is_given or port == usual_port else usual_port
         click.echo(text(join_address(host, port), page, passed_over))
 
-    try:
-        return serve(config, temporary=Temporary("quickstart", started))
-    except AddressInUseError as error:
-        if error.fields.get("port") != config.port + 1:
-            raise
-        raise AddressInUseError(
-            error.message,
-            advice="Stop what listens there (ss -ltnp shows it), or choose another --port "
-            f"than {config.port}: the next one is the lane's.",
-            **error.fields,
-        ) from None
+    return serve(config, temporary=Temporary("quickstart", started))
 
 
 def spare_memory() -> int:

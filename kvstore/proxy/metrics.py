@@ -89,27 +89,16 @@ class Metrics:
         self.lookup_seconds = seconds(
             "lookup", "Duration of a lookup in the store, hashing included.", buckets=LOOKUP_SECONDS
         )
-        registry.register(_OfInstances(instances))
-        registry.register(_OfLog())
+        registry.register(_OfNow(instances))
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-class _OfLog(Collector):
-    """Reads the counters of log lines that were not written."""
-
-    def collect(self) -> Iterator[Metric]:
-        for name, value in logs.counters().items():
-            text = "Lines of the log that could not be written, or were too many of one kind."
-            counter = CounterMetricFamily(f"kvstore_proxy_{name}", text)
-            counter.add_metric([], value)
-            yield counter
-
-
-class _OfInstances(Collector):
-    """Reads the state of the instances at each scrape, so that removed ones do not appear."""
+class _OfNow(Collector):
+    """Reads the state of the instances at each scrape, so that removed ones do not appear, and how
+    many lines of the log were not written."""
 
     def __init__(self, instances: Instances) -> None:
         self._instances = instances
@@ -123,3 +112,8 @@ class _OfInstances(Collector):
             for view in views:
                 gauge.add_metric([view.role, view.address], value_of(view))
             yield gauge
+        for name, value in logs.counters().items():
+            text = "Lines of the log that could not be written, or were too many of one kind."
+            counter = CounterMetricFamily(f"kvstore_proxy_{name}", text)
+            counter.add_metric([], value)
+            yield counter

@@ -293,10 +293,6 @@ function showEvents(answer) {
     $("event-rows").prepend(eventRow(at, event, fields));
   }
   told.last = answer.last;
-  trimEvents();
-}
-
-function trimEvents() {
   while ($("event-rows").children.length > EVENTS_MAX) $("event-rows").lastElementChild.remove();
   $("no-events").hidden = $("event-rows").children.length > 0;
 }
