@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from kvstore.errors import UnavailableError
+from kvstore.process.background import start_task
 
 log = logging.getLogger("kvstore.master")
 
@@ -46,10 +47,8 @@ WAITING_EVENTS_MAX: Final = 1 << 17
 all that wait are dropped."""
 
 BUFFER_BYTES_MAX: Final = 16 << 20
-"""Bytes that may wait for the child, beside the kernel's buffer: what 200,000 events take."""
-
-SEND_BYTES: Final = 1 << 18
-"""Bytes that are handed to the kernel in one step of the loop."""
+"""Bytes that may wait for the child, beside the kernel's buffer: what 200,000 events take. A child
+that reads takes them in milliseconds, so that an answer behind them is in time."""
 
 SOCKET_BYTES: Final = 1 << 20
 
@@ -135,17 +134,12 @@ class MasterEnd:
         self._number = 0
         """Number of events of this term that were taken from the state."""
         self._timer: asyncio.Handle | None = None
-        self._socket: socket.socket | None = None
+        self._serving: asyncio.Task[str] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        """None: there is no child."""
         self._answers: Answers = {}
-        self._ended: asyncio.Future[str] | None = None
-        self._silent = 0
-        """Number of looks since the child was last heard."""
-        self._look: asyncio.Handle | None = None
-        self._buffer: deque[memoryview] = deque()
-        self._buffered = 0
         self._missed = False
         """Whether events were dropped and the child has not been told yet."""
-        self._received = b""
         self._surveys: dict[int, SurveySource] = {}
         self._requests: deque[tuple[int, str]] = deque()
 
@@ -184,7 +178,7 @@ class MasterEnd:
         if source is None:
             return
         waiting = source.waiting_events
-        if self._socket is None or waiting > WAITING_EVENTS_MAX:
+        if self._writer is None or waiting > WAITING_EVENTS_MAX:
             self._drop(len(source.take_events(waiting)))
         elif waiting:
             events = source.take_events(BATCH_EVENTS)
@@ -194,20 +188,21 @@ class MasterEnd:
             else:
                 self._frame(EVENTS, 0, len(events), payload)
                 self._number += len(events)
+        if self._missed and not self._buffered:
+            self._say_where()
         if source.waiting_events:
             self._timer = asyncio.get_running_loop().call_soon(self._flush)
-        elif self._requests and self._buffered < BUFFER_BYTES_MAX // 2:
+            return
+        if self._requests and self._buffered < BUFFER_BYTES_MAX // 2:
             self._send_page(source)
-            if self._requests:
-                self.changed()
+        if self._requests or self._missed:
+            self.changed()
 
     def _drop(self, count: int) -> None:
         self._number += count
-        if count and self._socket is not None:
+        if count and self._writer is not None:
             self.dropped += count
             self._missed = True
-            if not self._buffer:
-                self._say_where()
 
     # --- surveys --------------------------------------------------------------------------------
 
@@ -234,120 +229,73 @@ class MasterEnd:
 
     # --- the socket -----------------------------------------------------------------------------
 
-    def attach(self, sock: socket.socket, answers: Answers) -> asyncio.Future[str]:
+    def attach(self, sock: socket.socket, answers: Answers) -> asyncio.Task[str]:
         """Connects a child that has started. Owns ``sock`` from now on.
 
         Returns:
-            A future that is done when the child is detached. It says what is wrong with the child;
-            empty: the child has closed its end, or ``detach`` was called.
+            A task that ends when the child's end is closed, or something is wrong with the child:
+            it says what; empty: nothing. ``detach`` cancels it.
         """
         self.detach()
         self._answers = answers
-        sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-        self._socket = sock
-        loop = asyncio.get_running_loop()
-        self._ended = loop.create_future()
-        loop.add_reader(sock, self._readable)
-        self._silent = -1
-        self._watch()
-        self._say_where()
-        self.changed()
-        return self._ended
+        self._serving = start_task("http channel", self._serve(sock))
+        return self._serving
 
-    def detach(self, why: str = "") -> None:
-        """Called when the child has ended, or something (``why``) is wrong with it. Idempotent."""
-        sock, self._socket = self._socket, None
-        if sock is not None:
-            assert self._ended is not None
-            assert self._look is not None
-            self._look.cancel()
-            if not self._ended.done():
-                self._ended.set_result(why)
-            loop = asyncio.get_running_loop()
-            loop.remove_reader(sock)
-            loop.remove_writer(sock)
-            sock.close()
-        self._buffer.clear()
-        self._buffered = 0
+    def detach(self) -> None:
+        """Called when the child has ended. Idempotent."""
+        if self._serving is not None:
+            self._serving.cancel()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._writer = None
         self._missed = False
-        self._received = b""
         self._surveys.clear()
         self._requests.clear()
 
-    def _watch(self) -> None:
-        self._silent += 1
-        if self._silent == LOOKS:
-            self.detach(f"it is silent for {SILENT_S:g} s")
-        else:
-            loop = asyncio.get_running_loop()
-            self._look = loop.call_later(SILENT_S / LOOKS, self._watch)
+    async def _serve(self, sock: socket.socket) -> str:
+        loop, silent, why = asyncio.get_running_loop(), 0, ""
+        with sock:
+            reader, writer = await asyncio.open_connection(sock=sock)
+            self._writer = writer
 
-    def _frame(
-        self, kind: int, number: int, count: int, payload: bytes, *, is_urgent: bool = False
-    ) -> None:
-        if self._socket is None:
-            return
-        epoch = 0 if self._source is None else self._source.epoch
-        header = _HEADER.pack(len(payload), kind, number, epoch, self._number, count)
-        is_idle = not self._buffer
-        # The first frame in the buffer may have been sent in part, so nothing may overtake it.
-        self._buffer.insert(1 if is_urgent else len(self._buffer), memoryview(header + payload))
-        self._buffered += len(header) + len(payload)
-        if is_idle:
-            self._send()
+            def look() -> None:
+                nonlocal looking, silent, why
+                silent += 1
+                if silent == LOOKS:
+                    why = f"it is silent for {SILENT_S:g} s"
+                    writer.transport.abort()
+                looking = loop.call_later(SILENT_S / LOOKS, look)
 
-    def _send(self) -> None:
-        sock, left = self._socket, SEND_BYTES
-        if sock is None:
-            return
-        loop = asyncio.get_running_loop()
-        try:
-            while self._buffer and left > 0:
-                sent = sock.send(self._buffer[0][:left])
-                left -= sent
-                self._buffered -= sent
-                self._buffer[0] = self._buffer[0][sent:]
-                if not self._buffer[0]:
-                    self._buffer.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.detach()
-            return
-        if self._buffer:
-            loop.add_writer(sock, self._send)
-            return
-        loop.remove_writer(sock)
-        if self._missed:
+            looking = loop.call_later(SILENT_S / LOOKS, look)
             self._say_where()
-        if self._requests:
             self.changed()
+            try:
+                while not why:
+                    head = await reader.readexactly(_REQUEST.size)
+                    kind, number, length = _REQUEST.unpack(head)
+                    why = self._heard(kind, number, await reader.readexactly(length))
+                    silent = 0
+            except (asyncio.IncompleteReadError, OSError):
+                pass
+            finally:
+                looking.cancel()
+                writer.transport.abort()
+                if self._writer is writer:
+                    self._forget()
+        return why
 
-    def _readable(self) -> None:
-        assert self._socket is not None
-        try:
-            data = self._socket.recv(1 << 14)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.detach()
-            return
-        self._silent = 0
-        self._received += data
-        while len(self._received) >= _REQUEST.size:
-            kind, number, length = _REQUEST.unpack_from(self._received)
-            whole = _REQUEST.size + length
-            if len(self._received) < whole:
-                break
-            text, self._received = self._received[_REQUEST.size : whole], self._received[whole:]
-            if why := self._heard(kind, number, text):
-                self.detach(why)
-                return
-        if self._requests:
-            self.changed()
+    @property
+    def _buffered(self) -> int:
+        """Bytes that wait for the child, beside those in the kernel's buffer."""
+        return 0 if self._writer is None else self._writer.transport.get_write_buffer_size()
+
+    def _frame(self, kind: int, number: int, count: int, payload: bytes) -> None:
+        if self._writer is not None:
+            epoch = 0 if self._source is None else self._source.epoch
+            header = _HEADER.pack(len(payload), kind, number, epoch, self._number, count)
+            self._writer.write(header + payload)
 
     def _heard(self, kind: int, number: int, text: bytes) -> str:
         """Handles one request. Returns what is wrong with it; empty: nothing."""
@@ -360,14 +308,14 @@ class MasterEnd:
             if kind == NEXT_PAGE:
                 if self._source is not None:  # else the child hears that the term is over
                     self._requests.append((number, text.decode()))
+                    self.changed()
                 return ""
             name, *numbers = text.decode().split()
             answer = json.dumps(self._answers[name](*map(int, numbers))).encode()
         except Exception:
             log.exception("http_child_not_answered question=%r", text)
             return "it could not be answered"
-        # The answer goes before the events that wait, of which there may be many.
-        self._frame(ANSWER, number, 0, answer, is_urgent=True)
+        self._frame(ANSWER, number, 0, answer)
         return ""
 
 

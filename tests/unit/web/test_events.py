@@ -155,7 +155,7 @@ def test_a_child_that_does_not_read_costs_a_bounded_buffer_and_learns_what_it_mi
             pair.feed.changed()
             await until_async(lambda: not term.waiting_events)
             assert 0 < pair.feed.dropped < 100_000
-            assert sum(map(len, pair.feed._buffer)) == pair.feed._buffered <= 1 << 17
+            assert pair.feed._buffered <= 1 << 17
             task.cancel()
             reading = asyncio.create_task(pair.channel.run())
             await until_async(lambda: pair.journal.end == 100_000)  # though no event followed
