@@ -122,16 +122,11 @@ def _has(who: Identity, right: Right, request: Request) -> bool:
         case Right.HOLD:
             return not who.roles.isdisjoint(_HOLDERS)
         case Right.PUT:
-            return NODE in who.roles or _writes(who)
+            return NODE in who.roles or (ENGINE in who.roles and bool(who.writes))
         case Right.NODE:
             return who.may_be_node(str(getattr(request, "node", "")))
         case _:
             return False
-
-
-def _writes(who: Identity) -> bool:
-    """Whether it may write in some namespace."""
-    return ENGINE in who.roles and bool(who.writes)
 
 
 def _spaces(rule: Rule, request: Request) -> Iterable[Namespace]:

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from kvstore.config.base import Config
 from kvstore.config.values import (
     DEFAULT_PORT,
-    MASTER_HELP,
     P2P,
     TRANSPORTS_KNOWN,
     Addresses,
@@ -50,10 +49,7 @@ from kvstore.limits import REPLICAS_MAX
 class StoreSettings(Config):
     """Settings that say which store is used, and how bytes move to and from it."""
 
-    master: Master = Field(
-        default=f"127.0.0.1:{DEFAULT_PORT}",
-        description=MASTER_HELP,
-    )
+    master: Master = f"127.0.0.1:{DEFAULT_PORT}"
     cluster: Cluster = ""
     auth: AuthFile = ""
     tenant: Tenant = ""

@@ -13,7 +13,6 @@ from kvstore.config.values import (
     DATA_PORTS,
     DEFAULT_PORT,
     HTTP_PORT,
-    MASTER_HELP,
     MEMORY_BYTES_MIN,
     NODE_HTTP_PORT,
     P2P,
@@ -263,10 +262,7 @@ class NodeConfig(HttpConfig):
 
     section = "node"
 
-    master: Master = Field(
-        default=f"127.0.0.1:{DEFAULT_PORT}",
-        description=MASTER_HELP,
-    )
+    master: Master = f"127.0.0.1:{DEFAULT_PORT}"
     cluster: Cluster = ""
     name: Name = Field(
         default="",

@@ -30,11 +30,6 @@ DATA_PORTS = 16
 
 P2P = "P2PHANDSHAKE"
 METADATA_KINDS = ("etcd", "http", "https", "redis")
-MASTER_HELP = (
-    "Where the master is; several, when one may take over from another, are separated by commas. "
-    f"Port {DEFAULT_PORT} when only a host is given. Or where in an etcd it is announced: "
-    "etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE."
-)
 
 MEMORY_BYTES_MIN = 1 << 20
 MEMORY_BYTES_MAX = 1 << 46
@@ -279,7 +274,16 @@ Count = Annotated[int, As("N"), BeforeValidator(_number)]
 Port = Annotated[int, As("PORT"), BeforeValidator(_number), Field(ge=0, le=65535)]
 Host = Annotated[str, As("HOST"), Field(min_length=1), AfterValidator(_host)]
 OptionalHost = Annotated[str, As("HOST"), AfterValidator(_host)]
-Master = Annotated[str, As("HOST:PORT,..."), AfterValidator(_master)]
+Master = Annotated[
+    str,
+    As("HOST:PORT,..."),
+    AfterValidator(_master),
+    Field(
+        description="Where the master is; several, when one may take over from another, are "
+        f"separated by commas. Port {DEFAULT_PORT} when only a host is given. Or where in an etcd "
+        "it is announced: etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE."
+    ),
+]
 OptionalMaster = Annotated[str, As("HOST:PORT,..."), AfterValidator(_optional_master)]
 Etcd = Annotated[str, As("HOST:PORT,...", is_secret=True), AfterValidator(_etcd)]
 Addresses = Annotated[tuple[str, ...], As("HOST:PORT,...", many=True), BeforeValidator(_addresses)]

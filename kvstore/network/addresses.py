@@ -101,7 +101,7 @@ def parse_etcd(text: str) -> EtcdPlace:
     Members are separated by commas or, as Mooncake's users write it, by semicolons.
 
     Raises:
-        InvalidArgumentError: not of that form.
+        InvalidArgumentError: not of that form, or one of the files is missing.
     """
     rest, _, query = text.strip().removeprefix(ETCD_SCHEME).partition("?")
     members, _, prefix = rest.partition("/")
@@ -120,11 +120,6 @@ def parse_etcd(text: str) -> EtcdPlace:
             advice="Write etcd://HOST:2379,HOST:2379/PREFIX?ca=FILE&cert=FILE&key=FILE.",
         )
     place = EtcdPlace(endpoints, prefix, user=unquote(user), password=unquote(password), **files)
-    return checked_etcd(place)
-
-
-def checked_etcd(place: EtcdPlace) -> EtcdPlace:
-    """Returns ``place``. Raises InvalidArgumentError: one of its files is missing."""
     if bool(place.cert) != bool(place.key) or (place.cert and not place.ca):
         raise InvalidArgumentError(
             "a certificate for etcd needs its key, and both need the certificate of its authority",
