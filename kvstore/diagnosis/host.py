@@ -13,7 +13,8 @@ from typing import Final
 from kvstore.diagnosis.findings import Finding, of_row, ok, under
 from kvstore.errors import MemoryLimitError
 from kvstore.memory import cgroup, numa, pages
-from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories, is_locked
+from kvstore.memory import entries as memory_entries
+from kvstore.memory.entries import SHM_DIRECTORY, SHM_PREFIX, directories
 from kvstore.texts import size_text
 
 GIB: Final = 1 << 30
@@ -180,34 +181,16 @@ def rdma() -> Iterator[Finding]:
 
 
 def left_overs() -> Iterator[Finding]:
-    """Memory files that no living process owns: they take memory until they are removed."""
-    left, size, unknown = 0, 0, 0
-    for directory in directories():
-        for entry in Path(directory).glob(f"{SHM_PREFIX}*"):
-            owned = is_owned(entry)
-            if owned is None:
-                unknown += 1
-            elif not owned:
-                left += 1
-                size += entry.stat().st_blocks * 512
-    if left:
-        yield of_row("left_overs", count=left, size=size_text(size))
+    """Memory that no living process owns, and kvstore clean would remove."""
+    found = memory_entries.left_overs()
+    if found:
+        size = sum(left.held for left in found)
+        yield of_row("left_overs", count=len(found), size=size_text(size))
     else:
-        others = f" ({unknown} of other users could not be checked)" if unknown else ""
-        yield ok(f"no memory of dead nodes{others}")
+        yield ok("no memory of dead nodes")
 
 
 # --- what the checks read ----------------------------------------------------------------------
-
-
-def is_owned(entry: Path) -> bool | None:
-    """Whether a living process has ``entry`` locked; None: this user may not look."""
-    try:
-        return is_locked(entry)
-    except FileNotFoundError:
-        return True  # removed meanwhile
-    except OSError:
-        return None
 
 
 def transparent_work() -> bool:
