@@ -200,7 +200,9 @@ def metric(family: Family, rows: Rows) -> Metric:
     """One family with its values."""
     name, text_, labels = family.name, family.text, family.labels
     if family.kind != "histogram":
-        kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+        kind: type[CounterMetricFamily | GaugeMetricFamily] = (
+            CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+        )
         found = kind(name, text_, labels=labels)
         for values, value in rows.items():
             found.add_metric(values, value)
