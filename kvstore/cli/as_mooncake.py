@@ -1,15 +1,22 @@
-"""``kvstore as-mooncake``: runs a command whose ``mooncake.store`` is this store, or a command of
-Mooncake's guides in this store's words."""
+"""``kvstore as-mooncake``: runs a command whose ``mooncake.store`` is this store.
+
+``mooncake_master`` and ``mooncake_http_metadata_server``, which Mooncake's guides start, are run in
+this store's words.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 import click
 
-from kvstore.cli.mooncake_commands import COMMANDS
-from kvstore.cli.options import CONTEXT, Command, debug_option
+from kvstore.cli import master
+from kvstore.cli.options import CONTEXT, Command, debug_option, run
+from kvstore.config import MasterConfig, settings
 from kvstore.errors import UsageError
 from kvstore.mooncake import path, python_path
 
@@ -57,3 +64,118 @@ def as_mooncake(command: tuple[str, ...], as_env: bool) -> None:
         os.execvpe(command[0], command, {**os.environ, **variables})  # noqa: S606
     except OSError as error:
         raise UsageError(f"{command[0]} cannot be started: {error.strerror}") from error
+
+
+# --- mooncake_master ------------------------------------------------------------------------------
+
+PORT: Final = "50051"
+"""Mooncake's default, which differs from ours."""
+
+EVERY_INTERFACE: Final = "0.0.0.0"
+"""Mooncake's default. Ours is loopback."""
+
+LEASE_MS_MIN: Final = 1_000
+LEASE_MS_MAX: Final = 600_000
+"""The bounds of ``--lease-ms``, which users of Mooncake's flag do not know."""
+
+MEANT: Final = {
+    "port": "--port",
+    "rpc_port": "--port",
+    "rpc_address": "--host",
+    "metrics_port": "--http-port",
+    "default_kv_lease_ttl": "--lease-ms",
+    "enable_ha": "--etcd",
+    "etcd_endpoints": "--etcd",
+    "enable_kv_events": "--events",
+    "kv_events_bind_endpoint": "--events",
+}
+"""By flag of ``mooncake_master``: the flag of ``kvstore-master``."""
+
+_OF_EVERY_COMMAND: Final = {
+    "help": "--help",
+    "h": "--help",
+    "version": "--version",
+    "debug": "--debug",
+}
+_DURATION: Final = re.compile(r"(\d+)(ms|s|m|h|)")
+_UNITS_MS: Final = {"": 1, "ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000}
+
+
+def mooncake_master(arguments: Sequence[str]) -> None:
+    """Runs ``kvstore-master`` and ends the process. Says on stderr as what, and which flags have no
+    effect."""
+    own, ignored = in_own_words(arguments)
+    for name in ignored:
+        click.echo(f"mooncake_master: --{name} has no effect (docs/from-mooncake.md)", err=True)
+    click.echo(f"mooncake_master is kvstore-master {shlex.join(_shown(own))}", err=True)
+    run(master.command, "kvstore-master", own)
+
+
+def _shown(words: Sequence[str]) -> Iterator[str]:
+    """The words without a password of etcd."""
+    return (word.rpartition("@")[2] for word in words)
+
+
+def mooncake_http_metadata_server(_arguments: Sequence[str]) -> None:
+    click.echo("mooncake_http_metadata_server is not needed: the master knows all nodes", err=True)
+
+
+COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = {
+    "mooncake_master": mooncake_master,
+    "mooncake_http_metadata_server": mooncake_http_metadata_server,
+}
+
+
+def in_own_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments of ``kvstore-master``, and the flags without an effect. Flags of
+    ``kvstore-master`` stay, with hyphens or underscores."""
+    given = dict(_flags(arguments))
+    known = {each.key: each.flag for each in settings(MasterConfig) if each.flag}
+    known |= _OF_EVERY_COMMAND
+    own = {"--host": EVERY_INTERFACE, "--port": PORT}
+    own |= {known[name]: value for name, value in given.items() if name in known}
+    own |= _meant(given)
+    words = [word for flag, value in own.items() for word in (flag, value) if word]
+    return words, [name for name in given if name not in known and name not in MEANT]
+
+
+def _flags(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Names and values as Mooncake's parser takes them: behind one or two hyphens, with ``=`` or in
+    the next word. A switch without a value has an empty one."""
+    words = list(arguments)
+    while words:
+        name, equals, value = words.pop(0).lstrip("-").partition("=")
+        if not equals and words and not words[0].startswith("-"):
+            value = words.pop(0)
+        yield name.replace("-", "_"), value
+
+
+def _meant(given: Mapping[str, str]) -> dict[str, str]:
+    """The flags of ``kvstore-master`` that Mooncake's are."""
+    rpc_port = given.get("rpc_port", "")
+    found = {
+        "--host": given.get("rpc_address", ""),
+        "--port": given.get("port", "") if rpc_port in ("", "0") else rpc_port,
+        "--http-port": given.get("metrics_port", ""),
+        "--lease-ms": _lease_ms(given.get("default_kv_lease_ttl", "")),
+        "--etcd": given.get("etcd_endpoints", "") if _is_on(given.get("enable_ha")) else "",
+        "--events": (
+            given.get("kv_events_bind_endpoint") or "on"
+            if _is_on(given.get("enable_kv_events"))
+            else ""
+        ),
+    }
+    return {flag: value for flag, value in found.items() if value}
+
+
+def _is_on(switch: str | None) -> bool:
+    return switch is not None and switch.lower() in ("", "true", "1", "yes")
+
+
+def _lease_ms(text: str) -> str:
+    """Milliseconds within the bounds, of a number of them or a duration (``10s``)."""
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        return text
+    wanted = int(found[1]) * _UNITS_MS[found[2]]
+    return str(min(max(wanted, LEASE_MS_MIN), LEASE_MS_MAX))

@@ -19,8 +19,8 @@ import pytest
 import kvstore
 import kvstore.mooncake
 from kvstore._version import __version__
+from kvstore.cli.as_mooncake import COMMANDS
 from kvstore.cli.main import LATE, cli
-from kvstore.cli.mooncake_commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = ("master", "client", "connectors")

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import html
+import json
 import logging
+import re
 import time
+from collections.abc import Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -19,12 +23,12 @@ from kvstore.auth.validity import Validity
 from kvstore.calls import ClusterStatus, NamespaceStatus
 from kvstore.diagnosis import problems
 from kvstore.diagnosis.history import EVERY_S, HistoryPoints, sample
+from kvstore.diagnosis.rows import ROWS
 from kvstore.errors import InvalidArgumentError, KVStoreError, UnavailableError
+from kvstore.fleet import Record
 from kvstore.network.addresses import join_address, split_address
 from kvstore.process.background import start_task
 from kvstore.web.api import shapes
-from kvstore.web.dashboard import runbook
-from kvstore.web.dashboard.fleet import compared
 from kvstore.web.server.access import HEADERS
 from kvstore.web.server.doors import Handler
 from kvstore.web.server.endpoints import Question, endpoint
@@ -48,6 +52,29 @@ FILES: Final = {
 }
 
 RUNBOOK: Final = "/runbook"
+
+NAMESPACES_MAX: Final = 64
+"""Namespaces of one fleet record that are shown."""
+
+FIELDS_MAX: Final = 64
+TEXT_MAX: Final = 200
+"""Characters of a value that is shown."""
+
+_HEAD: Final = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>Runbook of kvstore</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="page.css">
+</head>
+<body>
+<main class="runbook">
+<p><a href="./">Dashboard</a></p>
+<h1>Runbook</h1>
+"""
 
 
 class NoticesQuestion(Question):
@@ -77,7 +104,7 @@ class Dashboard:
         files = {
             path: _file((page / name).read_bytes(), kind) for path, (name, kind) in FILES.items()
         }
-        return files | {RUNBOOK: _file(runbook.page(), "text/html")}
+        return files | {RUNBOOK: _file(runbook(), "text/html")}
 
     async def _sample_forever(self) -> None:
         while True:
@@ -183,3 +210,50 @@ def _file(body: bytes, kind: str) -> Handler:
         return web.Response(body=body, content_type=kind, charset="utf-8", headers=HEADERS)
 
     return file
+
+
+def compared(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """By engine and model: the fields in which its records differ, and each record's values."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.engine, record.model), []).append(record)
+    return [
+        {"engine": engine, "model": model, **_compared(group)}
+        for (engine, model), group in sorted(groups.items())
+    ]
+
+
+def _compared(group: Sequence[Record]) -> dict[str, Any]:
+    told = [
+        {name: json.dumps(value, sort_keys=True) for name, value in record.description.items()}
+        for record in group
+    ]
+    names = sorted({name for each in told for name in each})
+    differing = [name for name in names if len({each.get(name) for each in told}) > 1]
+    return {
+        "differing": differing[:FIELDS_MAX],
+        "records": [
+            {
+                "fingerprint": record.fingerprint,
+                "loaded": record.models[0][:TEXT_MAX],
+                "namespaces": record.namespaces[:NAMESPACES_MAX],
+                "differing": [each.get(name, "")[:TEXT_MAX] for name in differing[:FIELDS_MAX]],
+            }
+            for record, each in zip(group, told)
+        ],
+    }
+
+
+def runbook() -> bytes:
+    """The runbook as a page, made from the rows of ``kvstore.diagnosis``: it needs no network."""
+    sections = "".join(
+        f'<h2 id="{row.anchor}">{row.name}</h2>\n'
+        + "".join(f"<p><strong>{name}</strong>: {_inline(text)}</p>\n" for name, text in row.parts)
+        for row in ROWS
+    )
+    return f"{_HEAD}{sections}</main>\n</body>\n</html>\n".encode()
+
+
+def _inline(text: str) -> str:
+    text = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+    return re.sub(r"\*([^*]+)\*", r"<em>\1</em>", text)

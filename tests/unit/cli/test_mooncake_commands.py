@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import kvstore.mooncake
-from kvstore.cli import mooncake_commands
+from kvstore.cli import as_mooncake
+from kvstore.cli.as_mooncake import MEANT, in_own_words
 from kvstore.cli.master import command
-from kvstore.cli.mooncake_commands import MEANT, in_own_words
 from kvstore.config import MasterConfig
 from tests.support.processes import KVSTORE, run_python
 
@@ -46,8 +46,8 @@ def config_of(typed: str) -> tuple[MasterConfig, set[str]]:
         ),
         ("--default_kv_lease_ttl 11000", {"lease_ms": 11_000}, ""),
         ("--default_kv_lease_ttl=5s", {"lease_ms": 5_000}, ""),
-        ("--default_kv_lease_ttl=0", {"lease_ms": mooncake_commands.LEASE_MS_MIN}, ""),
-        ("--default_kv_lease_ttl=1h", {"lease_ms": mooncake_commands.LEASE_MS_MAX}, ""),
+        ("--default_kv_lease_ttl=0", {"lease_ms": as_mooncake.LEASE_MS_MIN}, ""),
+        ("--default_kv_lease_ttl=1h", {"lease_ms": as_mooncake.LEASE_MS_MAX}, ""),
         (
             "--enable_ha --etcd_endpoints=10.0.1.1:2379;10.0.1.2:2379 --rpc_address=10.0.0.7",
             {"etcd": "etcd://10.0.1.1:2379,10.0.1.2:2379/kvstore"},

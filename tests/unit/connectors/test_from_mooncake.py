@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 from markdown_it import MarkdownIt
 
-from kvstore.cli import mooncake_commands, proxy_flags
+from kvstore.cli import as_mooncake, proxy_flags
 from kvstore.config import ProxyConfig
 from kvstore.connectors.engine import mooncake_keys
 from kvstore.connectors.vllm.config import OF_VLLM, RENAMED
@@ -75,7 +75,7 @@ def test_the_flags_of_other_proxies() -> None:
 
 def test_the_flags_of_mooncake_master() -> None:
     told = table_of("rpc_port")
-    assert ignored_in(told) == told.keys() - mooncake_commands.MEANT.keys()
+    assert ignored_in(told) == told.keys() - as_mooncake.MEANT.keys()
 
 
 def test_what_vllm_itself_refuses() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.fleet import Record
-from kvstore.web.dashboard.fleet import FIELDS_MAX, TEXT_MAX, compared
+from kvstore.web.dashboard.paths import FIELDS_MAX, TEXT_MAX, compared
 
 
 def record(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import kvstore.master
 from kvstore.diagnosis.rows import ROWS
-from kvstore.web.dashboard import runbook
+from kvstore.web.dashboard.paths import runbook
 
 PAGE = resources.files("kvstore.web.dashboard") / "page"
 
@@ -27,7 +27,7 @@ def test_every_event_of_the_master_has_a_sentence() -> None:
 
 
 def test_the_runbook_that_masters_serve_has_every_section() -> None:
-    page = runbook.page().decode()
+    page = runbook().decode()
     assert re.findall(r'<h2 id="(\w+)"', page) == [row.name.lower() for row in ROWS]
     assert "://" not in re.sub(r"<code>.*?</code>", "", page)
     assert "<code>kvstore drain NODE</code>" in page
