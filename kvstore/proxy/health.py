@@ -40,6 +40,7 @@ class HealthChecks:
 
     async def check(self, instance: Instance) -> None:
         """Checks one instance. Never raises."""
+        outcome: str
         reason: object
         instance.note_asked(clock_ms())
         try:
@@ -47,17 +48,11 @@ class HealthChecks:
                 "GET", instance.address, "/health", timeout_ms=TIMEOUT_MS
             )
         except EngineError as error:
-            before, reason = instance.healthy, error
-            if error.failure == "timeout":
-                instance.note_late()
-            else:
-                instance.note_absent(refused=error.failure == "refused")
+            outcome, reason = error.failure, error
         else:
-            before, reason = instance.healthy, f"status {answer.status}"
-            if answer.is_ok:
-                instance.note_well()
-            else:
-                instance.note_ill()
+            outcome, reason = "well" if answer.is_ok else "ill", f"status {answer.status}"
+        before = instance.healthy
+        instance.checked(outcome)
         _tell(instance, before, reason)
 
 

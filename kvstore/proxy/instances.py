@@ -83,27 +83,23 @@ class Instance:
         """Called when a health check begins."""
         self._asked_before_ms, self._asked_ms = self._asked_ms, now_ms
 
-    def note_well(self) -> None:
-        """Called when the instance answered the check that it is well."""
-        self._says_ill = self.refuses = False
-        self._recover()
-
-    def note_ill(self) -> None:
-        """Called when the instance answered the check that it is not well."""
-        self._says_ill, self.refuses = True, False
-        self._check_failed()
-
-    def note_late(self) -> None:
-        """Called when the instance did not answer the check in time. This does not count if it has
-        answered a request since the previous check began: then it is only busy."""
-        if self._answered_ms < self._asked_before_ms or not self._answered_ms:
-            self._check_failed()
-
-    def note_absent(self, *, refused: bool) -> None:
-        """Called when the check could not connect (``refused``: no process listens there), or lost
-        its connection."""
-        self.refuses = refused
-        self._check_failed()
+    def checked(self, outcome: str) -> None:
+        """Called when the check has ended. ``outcome``: ``well`` or ``ill``, as the instance itself
+        said, or the ``EngineFailure``. A time-out does not count if the instance has answered a
+        request since the previous check began: then it is only busy."""
+        if outcome == "well":
+            self._says_ill = self.refuses = False
+            self._recover()
+            return
+        if outcome == "timeout":
+            if self._answered_ms and self._answered_ms >= self._asked_before_ms:
+                return
+        else:
+            self.refuses = outcome == "refused"
+            self._says_ill |= outcome == "ill"
+        self._health_failures += 1
+        if self._health_failures >= HEALTH_FAILURES_MAX:
+            self.healthy = False
 
     # --- requests -----------------------------------------------------------------------------
 
@@ -128,11 +124,6 @@ class Instance:
     def _recover(self) -> None:
         self.healthy = True
         self._health_failures = 0
-
-    def _check_failed(self) -> None:
-        self._health_failures += 1
-        if self._health_failures >= HEALTH_FAILURES_MAX:
-            self.healthy = False
 
     # --- use ----------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ PRINTS = fingerprints(range(2 * BLOCK_TOKENS), blocks_max=9)
 def healthy(*addresses: str, prefix_affinity: bool = False) -> Instances:
     instances = Instances(prefix_affinity=prefix_affinity)
     for address in addresses:
-        instances.add("decode", address)[0].note_well()
+        instances.add("decode", address)[0].checked("well")
     return instances
 
 
@@ -49,14 +49,14 @@ def test_the_least_busy_and_of_equals_the_one_chosen_longest_ago(three: Instance
 
 def test_two_failed_checks_make_it_unhealthy_and_one_answer_well(three: Instances) -> None:
     a = at(three, "a")
-    a.note_ill()
+    a.checked("ill")
     assert a.usable(0)
-    a.note_well()
-    a.note_absent(refused=True)
+    a.checked("well")
+    a.checked("refused")
     assert a.usable(0)
-    a.note_ill()
+    a.checked("ill")
     assert not a.usable(0)
-    a.note_well()
+    a.checked("well")
     assert a.usable(0)
 
 
@@ -64,7 +64,7 @@ def late(instance: Instance, *times_ms: int) -> None:
     """Its health checks of these times found no answer."""
     for now_ms in times_ms:
         instance.note_asked(now_ms)
-        instance.note_late()
+        instance.checked("timeout")
 
 
 def test_a_late_answer_does_not_count_while_requests_are_answered(three: Instances) -> None:
@@ -89,10 +89,10 @@ def test_an_answered_request_is_a_health_check(three: Instances) -> None:
 def test_who_says_himself_that_he_is_ill_is_not_well_by_answering(three: Instances) -> None:
     a = at(three, "a")
     for _ in range(2):
-        a.note_ill()
+        a.checked("ill")
         a.answered(1_000)
     assert not a.usable(0)
-    a.note_well()
+    a.checked("well")
     assert a.usable(0)
 
 
