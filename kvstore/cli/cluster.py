@@ -11,14 +11,7 @@ import click
 from kvstore._version import __version__
 from kvstore.calls import ClusterStatus
 from kvstore.cli.invocation import Invocation, connects
-from kvstore.cli.options import (
-    CONTEXT,
-    FAILED,
-    Command,
-    debug_option,
-    installation_notices,
-    json_option,
-)
+from kvstore.cli.options import CONTEXT, FAILED, Command, debug_option, json_option
 from kvstore.cli.progress import progress
 from kvstore.cli.show import plain, print_json
 from kvstore.limits import PROTOCOL_VERSION
@@ -123,7 +116,9 @@ def version(as_json: bool | None) -> None:
         "protocol": PROTOCOL_VERSION,
         "python": platform.python_version(),
     }
-    notices = installation_notices()
+    from kvstore.diagnosis.software import installation  # not above: it reads package metadata
+
+    notices = [f"{row.found}. {row.advice}" for row in installation() if row.state != "ok"]
     if as_json:
         print_json({**versions, "notices": notices})
         return

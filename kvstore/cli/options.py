@@ -177,30 +177,7 @@ def given_anywhere(context: click.Context, option: click.Parameter, value: objec
     return (context.obj or {}).get(option.name) if value in (None, ()) else value
 
 
-def version_option(command: CommandT) -> CommandT:
-    def show(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
-        if wanted and not context.resilient_parsing:
-            click.echo(__version__)
-            for notice in installation_notices():
-                click.echo(f"note: {notice}", err=True)
-            context.exit()
-
-    return click.option(
-        "--version",
-        cls=Common,
-        is_flag=True,
-        expose_value=False,
-        is_eager=True,
-        callback=show,
-        help="Show the version and exit.",
-    )(command)
-
-
-def installation_notices() -> list[str]:
-    """What ``--version`` and ``kvstore version`` report about the installation of kvstore."""
-    from kvstore.diagnosis.software import installation  # not above: it reads package metadata
-
-    return [f"{row.found}. {row.advice}" for row in installation() if row.state != "ok"]
+version_option: Final = click.version_option(__version__, message="%(version)s", cls=Common)
 
 
 def debug_option(command: CommandT) -> CommandT:
