@@ -179,28 +179,15 @@ def given_anywhere(context: click.Context, option: click.Parameter, value: objec
 
 version_option: Final = click.version_option(__version__, message="%(version)s", cls=Common)
 
+debug_option: Final = click.option(
+    "--debug", cls=Common, is_flag=True, expose_value=False, help="Show a traceback on errors."
+)
+"""``run`` looks for it in the arguments: it applies before a command runs."""
 
-def debug_option(command: CommandT) -> CommandT:
-    """Adds ``--debug``. ``run`` looks for it in the arguments: it applies before a command runs."""
-    return click.option(
-        "--debug",
-        cls=Common,
-        is_flag=True,
-        expose_value=False,
-        help="Show a traceback on errors.",
-    )(command)
-
-
-def json_option(command: CommandT) -> CommandT:
-    return click.option(
-        "--json",
-        "as_json",
-        cls=Common,
-        is_flag=True,
-        default=None,
-        callback=given_anywhere,
-        help="Print JSON, including errors on stderr.",
-    )(command)
+json_option: Final = click.option(
+    "--json", "as_json", cls=Common, is_flag=True, default=None, callback=given_anywhere,
+    help="Print JSON, including errors on stderr.",
+)  # fmt: skip
 
 
 def agreed(question: str, *, yes: bool = False, as_json: bool = False) -> None:
