@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
+from aiohttp import web
 from pydantic import BaseModel, Field
 
 from kvstore import calls
@@ -24,7 +25,7 @@ from kvstore.drainer import DrainOutcome, check_room, drain_node
 from kvstore.errors import BusyError, KVStoreError
 from kvstore.process.background import start_task
 from kvstore.web.api.shapes import Node, Shape, shaped
-from kvstore.web.server.endpoints import Question, RefusedRequestError, endpoint
+from kvstore.web.server.endpoints import Question, endpoint
 
 NODES_PATH: Final = "/api/v1/nodes"
 DRAIN_PATH: Final = "/api/v1/nodes/drain"
@@ -169,7 +170,7 @@ class NodesAPI:
         """How far a drain is."""
         drain = self._drains.get(asked.node)
         if drain is None:
-            raise RefusedRequestError(404, "this server drains no such node")
+            raise web.HTTPNotFound(text="this server drains no such node\n")
         return drain.answer()
 
     @endpoint(

@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Final, TypeVar
 
+from aiohttp import web
 from pydantic import BaseModel, Field
 
 from kvstore import calls
 from kvstore.client.aio import AsyncClient
 from kvstore.limits import BATCH_KEYS_MAX, DEFAULT_NAMESPACE, NAMESPACES_MAX, PIN_MS_MAX
 from kvstore.web.api.shapes import KeyText, Shape, shaped
-from kvstore.web.server.endpoints import HexKey, Question, RefusedRequestError, endpoint
+from kvstore.web.server.endpoints import HexKey, Question, endpoint
 
 MATCH_PATH: Final = "/api/v1/match"
 EXISTS_PATH: Final = "/api/v1/exists"
@@ -183,7 +184,7 @@ class Api:
         """One object."""
         found = await self._client.stat(asked.key, namespace=asked.namespace, timeout_ms=TIMEOUT_MS)
         if found is None or found.detail.row is None:
-            raise RefusedRequestError(404, "no such object")
+            raise web.HTTPNotFound(text="no such object\n")
         detail, row = found.detail, found.detail.row
         names = await self._nodes_of(detail.placements.segments)
         places = zip(detail.placements.segments, detail.placements.offsets, strict=True)

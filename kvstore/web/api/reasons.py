@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Iterable
 from typing import Final
 
+from aiohttp import web
 from pydantic import BaseModel, Field
 
 from kvstore import calls
@@ -19,7 +20,7 @@ from kvstore.errors import InvalidArgumentError
 from kvstore.limits import is_fleet
 from kvstore.web.api.questions import TIMEOUT_MS, QueryThrottle
 from kvstore.web.api.shapes import Shape, shaped
-from kvstore.web.server.endpoints import Question, RefusedRequestError, endpoint
+from kvstore.web.server.endpoints import Question, endpoint
 
 WHY_PATH: Final = "/api/v1/why"
 TRAFFIC_PATH: Final = "/api/v1/traffic"
@@ -87,7 +88,7 @@ class Reasons:
                 lambda: self._client._carry_out(_explained, asked.namespace, asked.model)
             )
         if not found.parties and (asked.namespace or asked.model):
-            raise RefusedRequestError(404, "neither puts nor questions nor objects there")
+            raise web.HTTPNotFound(text="neither puts nor questions nor objects there\n")
         return WhyAnswer.model_validate(report_of(found))
 
     @endpoint("GET", TRAFFIC_PATH, {200: "By engine and by namespace."})

@@ -18,13 +18,7 @@ from kvstore.network.limiter import Limiter
 from kvstore.web.channel import ChildEnd
 from kvstore.web.events.journal import EventPosition, Journal, Streams
 from kvstore.web.server.access import is_still_known
-from kvstore.web.server.endpoints import (
-    Endpoint,
-    Question,
-    RefusedRequestError,
-    endpoint,
-    endpoints_of,
-)
+from kvstore.web.server.endpoints import Endpoint, Question, endpoint, endpoints_of
 from kvstore.web.server.serving import Readiness, writing
 
 PATH: Final = "/api/v1/events"
@@ -62,7 +56,7 @@ def not_asked_for() -> list[Endpoint]:
 
     async def refused(request: web.Request, asked: Question) -> web.StreamResponse:
         del request, asked
-        raise RefusedRequestError(404, "this master has no events: start it with --events")
+        raise web.HTTPNotFound(text="this master has no events: start it with --events\n")
 
     return [each._replace(answer=refused) for each in endpoints_of(EventsAPI)]
 

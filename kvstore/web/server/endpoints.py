@@ -158,8 +158,6 @@ class Endpoint(NamedTuple):
                     found = await self._answer(request)
         except TimeoutError:
             return _refusal(503, f"no answer within {ANSWER_S:g} s")
-        except RefusedRequestError as error:
-            return _refusal(error.status, str(error))
         except KVStoreError as error:
             return _refusal(status_of(error), str(error))
         if isinstance(found, web.StreamResponse):
@@ -228,14 +226,6 @@ def endpoints_of(owner: object) -> list[Endpoint]:
 
 def _is_model(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-class RefusedRequestError(Exception):
-    """Raised by an endpoint to answer with this status and a line of text."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 def status_of(error: KVStoreError) -> int:
