@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from datetime import datetime
 from pathlib import Path
 from typing import Final
@@ -23,7 +22,7 @@ from kvstore.auth.certificates import Leaf, Signer, Wanted, pem
 from kvstore.auth.credentials import AUTHORITIES, check_mode_of
 from kvstore.auth.revoked import plain
 from kvstore.errors import UsageError
-from kvstore.process.watched_files import read_file
+from kvstore.process.watched_files import read_file, write_file
 
 KEY_NAME: Final = "ca.key"
 CERTIFICATE_NAME: Final = "ca.crt"
@@ -112,22 +111,3 @@ def content_of(leaf: Leaf, command: str) -> bytes:
     )
     key, chain, authorities = leaf.pems
     return text.encode() + key + chain + f"\n{AUTHORITIES}\n".encode() + authorities
-
-
-def write_file(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Replaces the file: others read the old content or the new one.
-
-    Raises:
-        OSError: the old file is still there.
-    """
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".kvstore-auth.")  # of mode 600
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(descriptor)
-            os.fchmod(descriptor, mode)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

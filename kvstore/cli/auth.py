@@ -17,6 +17,7 @@ from kvstore.cli.options import CONTEXT, FAILED, NOT_THERE, Group, debug_option,
 from kvstore.cli.show import print_json
 from kvstore.errors import UsageError
 from kvstore.process import dumps
+from kvstore.process.watched_files import write_file
 from kvstore.texts import shown_text
 
 HERE: Final = "kvstore-authority"
@@ -139,7 +140,7 @@ def issue(
         into.mkdir(mode=0o700, parents=True, exist_ok=True)
     whole = authority.content_of(leaf, shlex.join(["kvstore", *sys.argv[1:]]))
     for path, content in zip(files, leaf.pems if into else [whole], strict=True):
-        authority.write_file(path, content)
+        write_file(path, content)
     who = f"{shown_text(leaf.who.shown, 200)}, number {leaf.who.number}"
     click.echo(f"{into or own}: {who}, valid until {leaf.until:%Y-%m-%d}")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from kvstore.errors import UnsupportedValueError
+from kvstore.process.watched_files import write_file
 
 
 def read_file(name: str) -> bytes:
@@ -17,22 +17,14 @@ def read_file(name: str) -> bytes:
     return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
 
 
-def write_file(path: Path, content: memoryview) -> None:
+def write_output(path: Path, content: memoryview) -> None:
     """Writes the whole file or nothing: the old file stays until the new content is complete."""
     if path.exists() and not path.is_file():  # a pipe, /dev/null
         path.write_bytes(content)
         return
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as target:
-        try:
-            target.write(content)
-            target.flush()
-            mask = os.umask(0)
-            os.umask(mask)
-            os.fchmod(target.fileno(), 0o666 & ~mask)  # the mode of a plain open
-            os.replace(target.name, path)
-        except BaseException:
-            os.unlink(target.name)
-            raise
+    mask = os.umask(0)
+    os.umask(mask)
+    write_file(path, content, 0o666 & ~mask)  # the mode of a plain open
 
 
 def array_of(content: bytes, name: str) -> Any:

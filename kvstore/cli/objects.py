@@ -11,7 +11,7 @@ from typing import Any, Literal
 import click
 
 from kvstore.calls import ObjectRow
-from kvstore.cli.files import array_of, is_text, npy_of, read_file, write_file
+from kvstore.cli.files import array_of, is_text, npy_of, read_file, write_output
 from kvstore.cli.invocation import Invocation, connects
 from kvstore.cli.options import CONTEXT, NOT_THERE, Command, agreed, print_json_error
 from kvstore.cli.progress import progress
@@ -195,7 +195,7 @@ def get(invocation: Invocation, key: str, output: str | None, as_hex: bool, npy:
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
     else:
-        write_file(Path(output), content)
+        write_output(Path(output), content)
     if invocation.as_json and not to_stdout:
         print_json({"key": key_text(wanted), "size": len(content), "file": output})
     return 0

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 from kvstore.clocks import uptime
@@ -62,6 +63,27 @@ def read_file(path: StrPath, setting: str, *, bytes_max: int = 1 << 20, advice: 
     else:
         return content
     raise ConfigError(f"{setting} {path} {what}", key=setting)
+
+
+def write_file(path: Path, content: bytes | memoryview, mode: int = 0o600) -> None:
+    """Replaces the file: others read the old content or the new one.
+
+    Raises:
+        OSError: the old file is still there.
+    """
+    import tempfile  # not above: who only reads files does not wait for it
+
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # of mode 600
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
+            os.fchmod(descriptor, mode)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
 
 
 def _mark(file: os.stat_result) -> tuple[int, ...]:

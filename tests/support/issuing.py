@@ -9,6 +9,7 @@ from pathlib import Path
 from kvstore.auth import authority
 from kvstore.auth.certificates import Wanted
 from kvstore.auth.identity import ALL
+from kvstore.process.watched_files import write_file
 
 
 def utc_now() -> datetime:
@@ -60,7 +61,7 @@ class Identities:
     def replace(self, path: Path, wanted: Wanted) -> None:
         """Issues anew, into a file that may be in use."""
         leaf = authority.issue(self._folder, wanted, self.clock())
-        authority.write_file(path, authority.content_of(leaf, "a test"))
+        write_file(path, authority.content_of(leaf, "a test"))
 
     def revoke(self, which: str) -> None:
         """``which``: a name or a number."""
