@@ -259,6 +259,7 @@ class MasterEnd:
         with sock:
             reader, writer = await asyncio.open_connection(sock=sock)
             self._writer = writer
+            looking: asyncio.TimerHandle
 
             def look() -> None:
                 nonlocal looking, silent, why
