@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import ssl
-from _ssl import _test_decode_cert  # type: ignore[attr-defined]  # mypy does not know it
+from _ssl import _test_decode_cert
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
